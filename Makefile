@@ -20,8 +20,8 @@ $(VENV)/.ready: requirements.lock deploy/setup.sh pyproject.toml
 	touch $@
 
 demo: setup
-	$(BIN)/python -m puna.flows.cli demo-pages $(STORE)/sample
-	$(BIN)/python -m puna.flows.cli run pipeline --recipe demo --store $(STORE) $(ARGS)
+	$(BIN)/python -m puna.flows.cli.main demo-pages $(STORE)/sample
+	$(BIN)/python -m puna.flows.cli.main run pipeline --recipe demo --store $(STORE) $(ARGS)
 
 # One process a core: threads of torch that wait for each other's core cost a small model three times its time.
 test: export OMP_NUM_THREADS := 1

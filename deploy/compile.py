@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 import pyarrow as pa
 import torch
 
+from puna.kernels.text.technical import measured
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
 from puna.models.training.loop import TrainConfig, Trainer
 from puna.models.training.objectives import LanguageModeling
 from puna.models.training.objectives.base import Targets
 from puna.models.transformer import Transformer
-from puna.stages.align.prompts import PromptsConfig, Task, prompts
 from puna.stages.contract.execute import execute
 from puna.stages.curate.decontaminate import DecontaminateConfig, decontaminate
 from puna.stages.curate.extract import ExtractConfig, extract
@@ -24,8 +24,8 @@ from puna.stages.curate.line_dedup import LineDedupConfig, line_dedup
 from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
 from puna.stages.curate.pii import PiiConfig, pii
 from puna.stages.curate.quality import QualityConfig, quality
-from puna.stages.curate.text.technical import measured
 from puna.stages.curate.train_classifier import TrainClassifierConfig, train_classifier
+from puna.stages.prompts.prompts import PromptsConfig, Task, prompts
 from puna.storage import Store
 
 TEXT = "The quick brown fox jumps over the lazy dog while {0} others of its kind look on from the edge of the old wood."

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / ".pkg"))
 import pyarrow as pa
 import typer
 
-from puna.flows.cli import app
-from puna.flows.program import FLOWS
-from puna.flows.trace import everything, fields, load_flows, load_stages
+from puna.flows.cli.main import app
+from puna.flows.engine.declare import FLOWS
+from puna.flows.engine.trace import everything, fields, load_flows, load_stages
 from puna.stages.contract import Stage
 from puna.stages.contract.declaration import InputSpec
 from puna.stages.contract.signals import SIGNALS

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
-from puna.flows.program import Output, flow, publish, setting, step, switch, together
+from puna.flows.engine.declare import Output, flow, publish, setting, step, switch, together
 from puna.flows.rounds import State, controls, development_prompts, distilled, learned_from, new_prompts, one_round
 from puna.stages.align.instructions import instructions
-from puna.stages.align.prompts import prompts
-from puna.stages.align.settings import SftConfig
 from puna.stages.align.sft import sft
 from puna.stages.contract import Kind
-from puna.stages.pretrain.evaluate import evaluate
+from puna.stages.evaluation.evaluate import evaluate
+from puna.stages.prompts.prompts import prompts
+from puna.stages.training.settings import SftConfig
 
 
 @flow

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from puna.flows.program import Files, Output, flow, publish, step
-from puna.stages.align.prompts import prompts
+from puna.flows.engine.declare import Files, Output, flow, publish, step
 from puna.stages.contract import Kind, Stage, StageConfig
+from puna.stages.curate.classifiers.trained import purpose_of
 from puna.stages.curate.code_reasoning import code_reasoning, train_code_reasoning
 from puna.stages.curate.decontaminate import decontaminate
 from puna.stages.curate.domains import domains, train_domains
@@ -17,7 +17,6 @@ from puna.stages.curate.gather import GatherConfig, gather
 from puna.stages.curate.heuristics import heuristics
 from puna.stages.curate.ingest import ingest
 from puna.stages.curate.language import language
-from puna.stages.curate.learned.trained import purpose_of
 from puna.stages.curate.line_dedup import line_dedup
 from puna.stages.curate.minhash_dedup import minhash_dedup
 from puna.stages.curate.pii import pii
@@ -28,6 +27,7 @@ from puna.stages.curate.substring_dedup import substring_dedup
 from puna.stages.curate.train_classifier import train_classifier
 from puna.stages.curate.url_dedup import url_dedup
 from puna.stages.curate.url_filter import url_filter
+from puna.stages.prompts.prompts import prompts
 from puna.storage import Artifact, PunaError
 
 Sourced = Annotated[Output, Kind("documents", sources=True)]

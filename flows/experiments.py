@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from puna.flows.program import Output, flow, publish, step
+from puna.flows.engine.declare import Output, flow, publish, step
 from puna.stages.contract import Kind
 from puna.stages.experiments.mix_experiment import mix_experiment
 from puna.stages.experiments.scaling_law import scaling_law

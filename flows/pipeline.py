@@ -6,9 +6,9 @@ from typing import Annotated
 
 from puna.flows.align import align
 from puna.flows.curate import Sourced, curate
+from puna.flows.engine.declare import Files, Output, flow
 from puna.flows.experiments import experiments
 from puna.flows.pretrain import pretrain
-from puna.flows.program import Files, Output, flow
 from puna.stages.contract import Kind
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from puna.flows.program import Output, flow, publish, step
-from puna.stages.align.prompts import prompts
+from puna.flows.engine.declare import Output, flow, publish, step
 from puna.stages.contract import Kind
-from puna.stages.pretrain.evaluate import evaluate
+from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.pretrain.mix import mix
 from puna.stages.pretrain.pretrain import pretrain as train
 from puna.stages.pretrain.split import split
 from puna.stages.pretrain.tokenize import tokenize
 from puna.stages.pretrain.tokenizer import tokenizer
+from puna.stages.prompts.prompts import prompts
 
 
 @flow

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
-from puna.flows.history import History, Round, rounds_of, settle, unsettled
-from puna.flows.program import Output, current_walk, flow, setting, step, tell
-from puna.flows.recipe import Step
+from puna.flows.engine.declare import Output, current_walk, flow, setting, step, tell
+from puna.flows.engine.recipe import Step
+from puna.flows.engine.rounds import History, Round, rounds_of, settle, unsettled
 from puna.flows.rounds import DEVELOPMENT, State, counted, learned_from, new_prompts_per_round, one_round
 from puna.stages.align.gate import gate
 from puna.stages.align.new_prompts import NewPromptsConfig, new_prompts
-from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.stages.contract import Kind
-from puna.stages.pretrain.evaluate import evaluate
+from puna.stages.evaluation.evaluate import evaluate
+from puna.stages.prompts.prompts import PromptsConfig, prompts
 from puna.storage import Artifact, PunaError, Store
 
 PromptsOutput = Annotated[Output, Kind("prompts")]

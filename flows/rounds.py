@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import get_args
 
-from puna.flows.program import Output, current_walk, publish, setting, step
-from puna.flows.recipe import Step
+from puna.flows.engine.declare import Output, current_walk, publish, setting, step
+from puna.flows.engine.recipe import Step
 from puna.stages.align.average import average
 from puna.stages.align.chosen import chosen
 from puna.stages.align.data_quality import data_quality
@@ -19,17 +19,17 @@ from puna.stages.align.new_prompts import NewPromptsConfig
 from puna.stages.align.new_prompts import new_prompts as unused_prompts
 from puna.stages.align.ppo import ppo
 from puna.stages.align.preferences import preferences
-from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.stages.align.rejection_sample import Pick, RejectionSampleConfig, rejection_sample
 from puna.stages.align.reward_model import reward_model
-from puna.stages.align.rewards import Reward
-from puna.stages.align.rollouts import RolloutsConfig
 from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.align.sft import sft
 from puna.stages.align.synthesize import synthesize
 from puna.stages.align.topics import topics
 from puna.stages.contract import StageConfig
-from puna.stages.pretrain.evaluate import evaluate
+from puna.stages.evaluation.evaluate import evaluate
+from puna.stages.prompts.prompts import PromptsConfig, prompts
+from puna.stages.training.rewards import Reward
+from puna.stages.training.rollouts import RolloutsConfig
 from puna.storage import Artifact, PunaError
 
 DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from puna.kernels.configurations import Configuration, capability, configuration
+from puna.kernels.cpu.lazy import triton_jit
 from puna.kernels.forest_mask import ForestMask
-from puna.kernels.lazy import triton_jit
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -19,18 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from puna.kernels.cpu.lazy import has_numba, numba_jit
+from puna.kernels.cpu.loops import parts, run_rows
 from puna.kernels.kv_append import append_head
-from puna.kernels.lazy import has_numba, numba_jit
 from puna.kernels.linear import PANEL, products
-from puna.kernels.loops import parts, run_rows
 from puna.kernels.paged_attention import PAGE, PagedPlan, attend_head, places
 from puna.kernels.rms_norm import norm_row
 from puna.kernels.rope import rotate_head
 from puna.kernels.swiglu import swiglu_row
 
 if has_numba():
-    from puna.kernels.int8_products import AVAILABLE, products8, quantize_row, row_bytes
-    from puna.kernels.vectors import LANES, add, load_first, store_first
+    from puna.kernels.cpu.int8_products import AVAILABLE, products8, quantize_row, row_bytes
+    from puna.kernels.cpu.vectors import LANES, add, load_first, store_first
 
 
 @dataclass(frozen=True, eq=False)

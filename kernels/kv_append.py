@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from puna.kernels.lazy import has_numba, numba_jit, triton_jit
-from puna.kernels.loops import run_rows
+from puna.kernels.cpu.lazy import has_numba, numba_jit, triton_jit
+from puna.kernels.cpu.loops import run_rows
 from puna.kernels.operators import uses_triton
 from puna.kernels.paged_attention import PAGE, paged_for_loops, places
 
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from puna.kernels.vectors import carray, load_first, pointer, store_first
+    from puna.kernels.cpu.vectors import carray, load_first, pointer, store_first
 
 BLOCK = 1024  # numbers of a token that a program copies
 

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from puna.kernels.cpu.lazy import has_numba, numba_jit
+from puna.kernels.cpu.loops import run_rows
 from puna.kernels.exact import exact
-from puna.kernels.lazy import has_numba, numba_jit
-from puna.kernels.loops import run_rows
 from puna.kernels.operators import alone
 
 if has_numba():
-    from puna.kernels.vector_products import TILE, dots_column, dots_one, dots_row, dots_tile
-    from puna.kernels.vectors import prefetch
+    from puna.kernels.cpu.vector_products import TILE, dots_column, dots_one, dots_row, dots_tile
+    from puna.kernels.cpu.vectors import CACHE_LINE, prefetch_bytes
 
     ROWS, COLUMNS = TILE
 
 FEW_ROWS = 64  # of x; up to there the loop is as fast as any library
-LINE, AHEAD = 64, 16 << 10  # bytes of a cache line, and how far ahead weights are asked for: twice as fast where they come from memory
+AHEAD = 16 << 10  # bytes that weights are asked for ahead: twice as fast where they come from memory
 KEPT = 256 << 10  # bytes of a panel up to which the next one is asked for: both stay in a core's cache
 PANEL, BLOCK = 64, 128  # columns and rows of a product that stay in the caches while they are multiplied
 ONEDNN_OUTPUTS = 1 << 15  # elements of the product from which oneDNN is faster than BLAS
@@ -53,13 +53,6 @@ def _by_blas(x_TD: Tensor, w_ND: Tensor) -> Tensor:
 
 
 @numba_jit
-def ask(address: Any, size: Any) -> None:
-    """Have the bytes that lie there on their way."""
-    for i in range(0, size, LINE):
-        prefetch(address + i)
-
-
-@numba_jit
 def products(T: Any, N: Any, D: Any, x: Any, x_row: Any, w: Any, y: Any, y_row: Any) -> None:
     """y [T, N] = x [T, D] times w [N, D] transposed, by address; rows of x and y lie so many bytes apart, those of w are dense.
 
@@ -72,21 +65,21 @@ def products(T: Any, N: Any, D: Any, x: Any, x_row: Any, w: Any, y: Any, y_row: 
         turns = (whole - top) // ROWS + end - whole
         next_panel = min(PANEL, N) * w_row
         ahead = next_panel if turns > 1 and next_panel <= KEPT else AHEAD
-        share = (COLUMNS * w_row // turns + LINE - 1) // LINE * LINE
+        share = (COLUMNS * w_row // turns + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
         for left in range(0, N, PANEL):
             right = min(left + PANEL, N)
             even = left + (right - left) // COLUMNS * COLUMNS
             coming = w + ahead
             for t in range(top, whole, ROWS):
                 for n in range(left, even, COLUMNS):
-                    ask(coming + n * w_row, share)
+                    prefetch_bytes(coming + n * w_row, share)
                     dots_tile(x + t * x_row, x_row, w + n * w_row, w_row, D, y + t * y_row + 4 * n, y_row)
                 for n in range(even, right):
                     dots_column(x + t * x_row, x_row, w + n * w_row, w_row, D, y + t * y_row + 4 * n, y_row)
                 coming += share
             for t in range(whole, end):
                 for n in range(left, even, COLUMNS):
-                    ask(coming + n * w_row, share)
+                    prefetch_bytes(coming + n * w_row, share)
                     dots_row(x + t * x_row, x_row, w + n * w_row, w_row, D, y + t * y_row + 4 * n, y_row)
                 for n in range(even, right):
                     dots_one(x + t * x_row, x_row, w + n * w_row, w_row, D, y + t * y_row + 4 * n, y_row)

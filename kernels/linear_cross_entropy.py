@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.lazy import numba_jit, triton_jit
+from puna.kernels.cpu.lazy import numba_jit, triton_jit
+from puna.kernels.cpu.loops import by_rows, exp32
 from puna.kernels.linear import product
-from puna.kernels.loops import by_rows, exp32
 from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 from puna.kernels.output_layer import LOWEST, accumulate, block_size, chunks, fake_gradients, fake_rows, gradients
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from puna.kernels.compiled import njit
+from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.permutations import I64, MERSENNE, U64, Scheme, permutations
 
 __all__ = ["Device", "Scheme", "chosen_device", "permutations", "signatures", "signatures_reference"]

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from puna.kernels.lazy import triton_jit
+from puna.kernels.cpu.lazy import triton_jit
 from puna.kernels.operators import INTERPRETED
 from puna.kernels.permutations import I64, U64, Scheme, permutations
 

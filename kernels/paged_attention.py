@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from puna.kernels import paged_attention_triton as blocks
-from puna.kernels.lazy import has_numba, numba_jit
-from puna.kernels.loops import run_rows
+from puna.kernels.cpu.lazy import has_numba, numba_jit
+from puna.kernels.cpu.loops import run_rows
 from puna.kernels.operators import uses_triton, wide
 
 if has_numba():
-    from puna.kernels.vector_products import (
+    from puna.kernels.cpu.vector_products import (
         FEW_WIDTH,
         TALL,
         TALL_WIDTH,
@@ -39,7 +39,7 @@ if has_numba():
         values_one,
         values_tall,
     )
-    from puna.kernels.vectors import (
+    from puna.kernels.cpu.vectors import (
         LANES,
         add,
         between,

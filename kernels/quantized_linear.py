@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from puna.kernels.configurations import capability, configuration
-from puna.kernels.lazy import has_numba, strict_jit, triton_jit
+from puna.kernels.cpu.lazy import has_numba, strict_jit, triton_jit
+from puna.kernels.cpu.loops import run_rows
 from puna.kernels.linear import product
-from puna.kernels.loops import run_rows
 from puna.kernels.operators import differentiable, operator, wide
 
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from puna.kernels.vectors import LANES, add, carray, fill, higher, load_first, minus, peak, pointer, times, total
+    from puna.kernels.cpu.vectors import LANES, add, carray, fill, higher, load_first, minus, peak, pointer, times, total
 
 Kind = Literal["int8", "fp8"]
 TYPES: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.lazy import has_numba, numba_jit, triton_jit
-from puna.kernels.loops import by_rows, parts, run_rows
+from puna.kernels.cpu.lazy import has_numba, numba_jit, triton_jit
+from puna.kernels.cpu.loops import by_rows, parts, run_rows
 from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from puna.kernels.vectors import LANES, add, carray, fill, fma, lane, load_first, over, pointer, root, store_first, times
-    from puna.kernels.vectors import total as total_of
+    from puna.kernels.cpu.vectors import LANES, add, carray, fill, fma, lane, load_first, over, pointer, root, store_first, times
+    from puna.kernels.cpu.vectors import total as total_of
 
 ELEMENTS = 2048  # that a program computes at once, in as many rows as they make: a narrow one (of qk-norm) leaves its threads idle
 PROGRAMS = 264  # programs of the backward, each with its own part of dweight: two for each multiprocessor of a large GPU

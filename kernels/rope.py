@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from puna.kernels.cpu.lazy import has_numba, numba_jit, triton_jit
+from puna.kernels.cpu.loops import run_rows
 from puna.kernels.exact import exact
-from puna.kernels.lazy import has_numba, numba_jit, triton_jit
-from puna.kernels.loops import run_rows
 from puna.kernels.operators import differentiable, fused_on_cpu, operator
 
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from puna.kernels.vectors import LANES, add, fill, load_first, minus, store_first, times
+    from puna.kernels.cpu.vectors import LANES, add, fill, load_first, minus, store_first, times
 
 HEADS = 8  # heads turned at once by a Triton program
 

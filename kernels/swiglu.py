@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from puna.kernels.lazy import has_numba, numba_jit, triton_jit
-from puna.kernels.loops import by_rows, exp32, run_rows
+from puna.kernels.cpu.lazy import has_numba, numba_jit, triton_jit
+from puna.kernels.cpu.loops import by_rows, exp32, run_rows
 from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from puna.kernels.vectors import LANES, add, exp, fill, load_first, minus, over, store_first, times
+    from puna.kernels.cpu.vectors import LANES, add, exp, fill, load_first, minus, over, store_first, times
 
 BLOCK = 2048  # elements of one Triton program
 

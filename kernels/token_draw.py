@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.lazy import has_numba, numba_jit
-from puna.kernels.loops import run_rows
+from puna.kernels.cpu.lazy import has_numba, numba_jit
+from puna.kernels.cpu.loops import run_rows
 from puna.kernels.operators import uses_triton
 
 if has_numba():
-    from puna.kernels.vectors import add, carray, exp, fill, fma, higher, lane, load, pointer
+    from puna.kernels.cpu.vectors import add, carray, exp, fill, fma, higher, lane, load, pointer
 
 LANES, BLOCK = 16, 128  # probabilities are summed in blocks of this many tokens
 LIKELIEST = -1.0  # in place of a uniform number: take the likeliest token, the first of equals

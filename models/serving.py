@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -14,27 +13,16 @@ from puna.models.settings import Settings
 if TYPE_CHECKING:
     import torch
 
-    from puna.models.generation import Completion, Engine, SamplingParams
-    from puna.models.offload import Shelf
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.generation import AnswerEngine, Engine
+    from puna.models.memory.offload import Shelf
+    from puna.models.memory.workload import Work
+    from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
-    from puna.models.workload import Work
 
 Weights = Literal["same", "int8", "fp8"]
 Offload = Literal["none", "host", "disk"]
 AHEAD = 4
 """Tokens that a draft guesses where nothing else is said."""
-
-
-class Generator(Protocol):
-    """What answers prompts: Puna's engine or vLLM's."""
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    def generate(
-        self, prompts: Sequence[Sequence[int] | str], params: SamplingParams, progress: Callable[[int, int], None] | None = None
-    ) -> list[list[Completion]]: ...
 
 
 class ServingSettings(Settings):
@@ -101,7 +89,7 @@ def guesses(speculate: int, draft: object) -> int:
 
 def prepared(model: Transformer, weights: Weights) -> Transformer:
     """The model with such weights, in place. ValueError where it cannot have them."""
-    from puna.models.quantised import quantise
+    from puna.models.formats.quantised import quantise
 
     return model if weights == "same" else quantise(model, weights)
 
@@ -113,9 +101,9 @@ def engine_of(
     """An engine with its `limits`, of a model and a draft whose weights are changed in place; with `prefill_threads` long prompts of
     submitted requests are computed by a process of their own. ValueError where they cannot be, and where a draft has other tokens than
     the model."""
-    from puna.models.draft import DraftedEngine
     from puna.models.generation import Engine
-    from puna.models.prefill import SplitEngine
+    from puna.models.generation.draft import DraftedEngine
+    from puna.models.generation.prefill import SplitEngine
 
     prepared(model, weights)
     if prefill_threads:
@@ -147,8 +135,8 @@ def offloaded_model(
     """The model in a folder, within `memory` GB (None: most of what is free), a draft's share of them included, as is fastest for such
     work; `step_tokens`: see `planner.choose`. ValueError where it cannot be, with what would fit."""
     from puna.models.machine import free_memory
-    from puna.models.offload import Source, offloaded
-    from puna.models.planner import Rates, Shape, choose, measure
+    from puna.models.memory.offload import Source, offloaded
+    from puna.models.memory.planner import Rates, Shape, choose, measure
 
     device, dtype = place
     if offload == "none" or (offload == "host" and device.type != "cuda"):
@@ -164,8 +152,8 @@ def offloaded_model(
     return Offloaded(model, limits, plan.line(offload), shelf)
 
 
-def vllm_engine(folder: Path, tokenizer: Tokenizer, settings: ServingSettings) -> Generator:
+def vllm_engine(folder: Path, tokenizer: Tokenizer, settings: ServingSettings) -> AnswerEngine:
     """vLLM's engine of the model in a folder."""
-    from puna.models.vllm_engine import VllmEngine
+    from puna.models.generation.vllm import VllmEngine
 
     return VllmEngine(folder, tokenizer, settings.weights, settings.gpu_memory)

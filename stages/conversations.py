@@ -10,12 +10,16 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from puna.storage import PunaError
 
+Level = Literal["significantly_better", "better", "slightly_better", "marginally_better"]
+LEVELS: tuple[Level, ...] = ("significantly_better", "better", "slightly_better", "marginally_better")
+"""How much better the better answer of a pair is, the clearest first."""
+
 if TYPE_CHECKING:
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.tokens.tokenizer import Tokenizer
 
 Message = dict[str, Any]
 """One turn."""
@@ -126,8 +130,8 @@ def answer_texts(messages: Sequence[Message]) -> list[str]:
 @contextlib.contextmanager
 def rendering(row: Mapping[str, Any]) -> Iterator[None]:
     """What a chat template refuses inside ends in a BadRow that names the row."""
-    from puna.models.chat import ChatError
-    from puna.models.template import TemplateError
+    from puna.models.tokens.chat import ChatError
+    from puna.models.tokens.template import TemplateError
 
     try:
         yield

@@ -1,4 +1,4 @@
-"""Answers by search in a command or a stage: settings, and scores by any verifier; the search itself is `models/search.py`."""
+"""Answers by search in a command or a stage: settings, and scores by any verifier; the search itself is `models/generation/search.py`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from puna.stages.conversations import answer_text
 from puna.stages.verifiers.extraction import final_answer
 
 if TYPE_CHECKING:
-    from puna.models.generation import Completion, SamplingParams
-    from puna.models.search import Found
-    from puna.models.serving import Generator
+    from puna.models.generation import AnswerEngine, Completion, SamplingParams
+    from puna.models.generation.search import Found
 
 Method = Literal["best", "majority", "tree"]
 Values = Callable[[Sequence[tuple[int, str]]], Sequence[float | None]]
@@ -39,12 +38,12 @@ class SearchConfig(StageConfig):
 
 
 def search(
-    engine: Generator, prompts: Sequence[Sequence[int]], params: SamplingParams, config: SearchConfig, values: Values | None = None
+    engine: AnswerEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, config: SearchConfig, values: Values | None = None
 ) -> list[Found]:
     """An answer to each prompt. `values` scores texts, each with the number of its prompt; one of None is worse than all others."""
     from dataclasses import replace
 
-    from puna.models.search import best_of, likelihood, majority, tree
+    from puna.models.generation.search import best_of, likelihood, majority, tree
 
     tokenizer = engine.tokenizer
     assert tokenizer is not None

@@ -19,7 +19,7 @@ for _name, _value in (("MIMALLOC_PURGE_DELAY", "1000"), ("MIMALLOC_ALLOW_THP", "
     os.environ.setdefault(_name, _value)
 
 if TYPE_CHECKING:
-    from puna.flows.interactive import connect, open, run, run_flow
+    from puna.flows.cli.notebook import connect, open, run, run_flow
 
 __all__ = ["connect", "open", "run", "run_flow"]
 
@@ -27,9 +27,9 @@ __all__ = ["connect", "open", "run", "run_flow"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'puna' has no attribute {name!r}")
-    from puna.flows import interactive
+    from puna.flows.cli import notebook
 
-    return getattr(interactive, name)
+    return getattr(notebook, name)
 
 
 def __dir__() -> list[str]:

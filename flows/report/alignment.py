@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from puna.flows.html.markup import Content, Html, details, excerpt, join, number, part, table, tag
+from puna.flows.html.plot import Plot
+from puna.flows.html.svg import draw, grid
 from puna.flows.report import arms
-from puna.flows.report.markup import Content, Html, details, excerpt, join, number, part, table, tag
-from puna.flows.report.plot import Plot
 from puna.flows.report.run import Run, Step, for_people
-from puna.flows.report.svg import draw, grid
 from puna.stages.align.gate import ALL
 from puna.stages.training.intervals import Interval, mean, wilson
 from puna.storage import Artifact, Store

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from puna.flows.report.again import again_view
-from puna.flows.report.markup import Content, Html, number, section, size, table, tag
+from puna.flows.html.markup import Content, Html, number, section, size, table, tag
+from puna.flows.report.rerun import again_view
 from puna.flows.report.run import Run, Step
 from puna.storage import Artifact
 from puna.storage.explain import changes

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from puna.flows.html.markup import Content, Html, join, number, part, percent, table, tag
 from puna.flows.report.curate import card
-from puna.flows.report.markup import Content, Html, join, number, part, percent, table, tag
 from puna.flows.report.run import Run, Step, joined, measured, rows_of
 from puna.storage import Artifact
 

@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from puna.flows.report.among import Among
+from puna.flows.html.markup import Content, Html, details, excerpt, join, number, part, percent, short, size, table, tag
+from puna.flows.report.examples import Among
 from puna.flows.report.funnel import Example, Level, Rule
-from puna.flows.report.markup import Content, Html, details, excerpt, join, number, part, percent, short, size, table, tag
 from puna.flows.report.run import Run, Step, asked, rows_of
 
 WORDS_COMPARED = 160

@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from puna.flows.report.among import Among
+from puna.flows.report.examples import Among
 from puna.flows.report.run import Run, Step, joined, measured, rows_of
-from puna.stages.curate.reading.pages import NO_PAGE
+from puna.stages.reading.pages import NO_PAGE
 from puna.storage import Artifact
 
 FUNNEL_KINDS = ("pages", "documents")

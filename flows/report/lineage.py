@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from puna.flows.report.layout import Layout, layered
-from puna.flows.report.markup import Content, Html, duration, join, number, short, size, table, tag
+from puna.flows.html.layout import Layout, layered
+from puna.flows.html.markup import Content, Html, duration, join, number, short, size, table, tag
 from puna.flows.report.run import Run, Step
 
 NODE_WIDTH, NODE_HEIGHT, PITCH, MARGIN = 138.0, 38.0, 66.0, 8.0

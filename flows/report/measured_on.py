@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from puna.flows.report.markup import Content, Html, part, table, tag
+from puna.flows.html.markup import Content, Html, part, table, tag
 from puna.flows.report.run import Run
 from puna.stages.conversations import messages_of, text_of
 from puna.stages.training.intervals import Interval, wilson

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from puna.flows.html.markup import Content, Html, duration, join, number, part, percent, section, short, tag
 from puna.flows.report import alignment, arms, corpus, curate, lineage, measured_on, training
-from puna.flows.report.again import again_view
 from puna.flows.report.compare import compare_view
 from puna.flows.report.funnel import Level, characters_per_token, funnel, level
-from puna.flows.report.markup import Content, Html, duration, join, number, part, percent, section, short, tag
+from puna.flows.report.rerun import again_view
 from puna.flows.report.run import Run, for_people
 
 HERE = Path(__file__).parent

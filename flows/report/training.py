@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from puna.flows.report.markup import Content, Html, details, duration, join, number, part, short, tag
-from puna.flows.report.plot import Plot
+from puna.flows.html.markup import Content, Html, details, duration, join, number, part, short, tag
+from puna.flows.html.plot import Plot
+from puna.flows.html.scale import Point
+from puna.flows.html.svg import draw, grid
 from puna.flows.report.run import Run, Step
-from puna.flows.report.scale import Point
-from puna.flows.report.svg import draw, grid
 
 EXPERIMENTS = ("mix_experiment", "scaling_law", "anneal_experiment")
 CORPUS_KINDS = ("pages", "documents", "signals", "mixture", "tokenizer", "tokens")

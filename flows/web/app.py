@@ -17,14 +17,14 @@ from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 
-from puna.flows.guard import Bounded, Password, own_page
-from puna.flows.report.markup import Html
+from puna.flows.html.markup import Html
 from puna.flows.report.page import page as report_page
 from puna.flows.report.run import Run
 from puna.flows.web import artifact, documents, forms, home, questions, rounds, rules, run, start
 from puna.flows.web.bounded import Asker, Late
 from puna.flows.web.chat import Chat, chat_page
 from puna.flows.web.frame import page, problem, style
+from puna.flows.web.guard import Bounded, Password, own_page
 from puna.flows.web.judge import Judging
 from puna.storage import PunaError, Store
 

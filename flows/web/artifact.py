@@ -6,12 +6,12 @@ import itertools
 import json
 from urllib.parse import quote
 
-from puna.flows.forms import flow_name
-from puna.flows.program import Flow
-from puna.flows.report.markup import Content, Html, details, duration, number, part, section, size, table, tag
-from puna.flows.report.plot import Plot
-from puna.flows.report.svg import draw, grid
-from puna.flows.trace import load_flows, load_stages
+from puna.flows.engine.declare import Flow
+from puna.flows.engine.trace import load_flows, load_stages
+from puna.flows.html.markup import Content, Html, details, duration, number, part, section, size, table, tag
+from puna.flows.html.plot import Plot
+from puna.flows.html.svg import draw, grid
+from puna.flows.prefect.forms import flow_name
 from puna.flows.web.frame import artifact_link, page, plain, problem, projects_nav, run_link
 from puna.stages.contract import Stage
 from puna.storage import Artifact, PunaError, Store

@@ -18,8 +18,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from puna.flows.report.markup import Html
-from puna.flows.settings import ADDRESSES, ALLOWED, REFUSED
+from puna.flows.engine.defaults import ADDRESSES, ALLOWED, REFUSED
+from puna.flows.html.markup import Html
 from puna.storage import PunaError, Store
 
 SECONDS = {"sql": 60.0, "plan": 60.0, "check": 30.0}

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from puna.flows.report.markup import Html, tag
+from puna.flows.html.markup import Html, tag
 from puna.flows.web.frame import field, option, page
 from puna.storage import PunaError, Store
 
@@ -99,7 +99,7 @@ class Chat:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         secret = secrets.token_urlsafe(24)
-        words = [sys.executable, "-m", "puna.flows.cli", "api", name, "--port", str(port), "--store", self._store.uri, "--supervised"]
+        words = [sys.executable, "-m", "puna.flows.cli.main", "api", name, "--port", str(port), "--store", self._store.uri, "--supervised"]
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PUNA_API_KEY": secret})
         weakref.finalize(self, process.terminate)
         made = self._talker = Talker(key, f"http://127.0.0.1:{port}", secret, process)

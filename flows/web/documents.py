@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from puna.flows.fate import fate
-from puna.flows.report.markup import Content, Html, excerpt, number, percent, section, table, tag
+from puna.flows.html.markup import Content, Html, excerpt, number, percent, section, table, tag
+from puna.flows.report.why import fate
 from puna.flows.web.frame import artifact_link, field, option, page, plain
-from puna.flows.web.near import near_form, resembled
+from puna.flows.web.similar import near_form, resembled
 from puna.storage import Artifact, PunaError, Store
 
 MOST_HITS = 40

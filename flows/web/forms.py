@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
-from puna.flows.forms import Choices, picked, values_of
-from puna.flows.program import Flow
+from puna.flows.engine.declare import Flow
+from puna.flows.prefect.forms import Choices, picked, values_of
 from puna.flows.web.start import deployment, offered, server_beside
 from puna.storage import PunaError, Store
 

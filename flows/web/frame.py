@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
-from puna.flows.report.markup import Content, Html, duration, tag, text
+from puna.flows.html.markup import Content, Html, duration, tag, text
 from puna.storage import Artifact, Store
 from puna.storage.runs import RunLog
 

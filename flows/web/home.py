@@ -7,8 +7,8 @@ import json
 from datetime import datetime
 from typing import Any
 
-from puna.flows.forms import offers
-from puna.flows.report.markup import Content, Html, duration, number, section, table, tag
+from puna.flows.html.markup import Content, Html, duration, number, section, table, tag
+from puna.flows.prefect.forms import offers
 from puna.flows.web.frame import artifact_link, badge, bar, page, projects_nav, run_link, spent, when
 from puna.storage import PunaError, Store
 from puna.storage.runs import RunLog

@@ -6,7 +6,7 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from puna.flows.annotate import Desk, application, prompts_of
+from puna.flows.web.annotate import Desk, application, prompts_of
 from puna.storage import Store
 
 KEPT = 8

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import duckdb
 
-from puna.flows.report.markup import Content, Html, details, duration, part, table, tag
+from puna.flows.html.markup import Content, Html, details, duration, part, table, tag
 from puna.flows.web.bounded import SECONDS
 from puna.flows.web.frame import page, plain
 from puna.storage import PunaError, Store, catalog

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from puna.flows.history import POLICY, Round, rounds_of, settle, unsettled
-from puna.flows.recipe import shipped_recipes
+from puna.flows.engine.defaults import DEFAULT_RECIPE
+from puna.flows.engine.recipe import shipped_recipes
+from puna.flows.engine.rounds import POLICY, Round, rounds_of, settle, unsettled
+from puna.flows.html.markup import Content, Html, number, section, table, tag
+from puna.flows.html.plot import Plot
+from puna.flows.html.svg import draw, grid
+from puna.flows.prefect.trigger import Wanted, new_preferences, want, wanted
 from puna.flows.report.alignment import gate_basis, models_by_step
-from puna.flows.report.markup import Content, Html, number, section, table, tag
-from puna.flows.report.plot import Plot
-from puna.flows.report.svg import draw, grid
-from puna.flows.settings import DEFAULT_RECIPE
-from puna.flows.trigger import Wanted, new_preferences, want, wanted
 from puna.flows.web.frame import artifact_link, field, option, page, projects_nav
 from puna.stages.align.approval import ApprovalConfig, approval
 from puna.stages.contract import execute

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from puna.flows.report.markup import Content, Html, excerpt, number, part, percent, section, table, tag
+from puna.flows.html.markup import Content, Html, excerpt, number, part, percent, section, table, tag
 from puna.flows.web.frame import artifact_link, page
 from puna.stages.contract import parse
 from puna.stages.curate.rules.decide import decide, numeric

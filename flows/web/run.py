@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from puna.flows.html.markup import Content, Html, duration, number, section, table, tag
+from puna.flows.html.svg import draw, grid
 from puna.flows.report import training
 from puna.flows.report.compare import compare_view
 from puna.flows.report.curate import funnel_view
 from puna.flows.report.funnel import characters_per_token, funnel
 from puna.flows.report.lineage import lineage_view
-from puna.flows.report.markup import Content, Html, duration, number, section, table, tag
 from puna.flows.report.run import Run, Step
-from puna.flows.report.svg import draw, grid
 from puna.flows.web.frame import artifact_link, badge, bar, page, problem, run_link, spent, when
 from puna.flows.web.home import shown, working_view
 from puna.flows.web.start import once

@@ -9,15 +9,15 @@ from itertools import groupby
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from puna.flows.forms import Choices, Offer, defaults, offers, picked, set_by_recipes, settings_of, values_of
-from puna.flows.launch import Request, stage_config
-from puna.flows.plan import Total, steps_of
-from puna.flows.planned import STATES, Planned
-from puna.flows.program import Flow, described, first_sentence
-from puna.flows.recipe import shipped_recipes
-from puna.flows.report.markup import Content, Html, details, duration, section, size, table, tag
-from puna.flows.server import Server, Unreachable, read_note
-from puna.flows.settings import DEFAULT_RECIPE
+from puna.flows.engine.cost import Total, steps_of
+from puna.flows.engine.declare import Flow, described, first_sentence
+from puna.flows.engine.defaults import DEFAULT_RECIPE
+from puna.flows.engine.launch import Request, stage_config
+from puna.flows.engine.plan import STATES, Planned
+from puna.flows.engine.recipe import shipped_recipes
+from puna.flows.html.markup import Content, Html, details, duration, section, size, table, tag
+from puna.flows.prefect.forms import Choices, Offer, defaults, offers, picked, set_by_recipes, settings_of, values_of
+from puna.flows.server.client import Server, Unreachable, read_note
 from puna.flows.web.frame import field, option, page, problem, projects_nav
 from puna.stages.contract import Stage, did_you_mean
 from puna.stages.contract.declaration import InputSpec

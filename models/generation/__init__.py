@@ -1,6 +1,6 @@
 """Generation: a paged cache, continuous batching, sampling; see `engine.py`."""
 
-from puna.models.generation.engine import Completion, Engine
-from puna.models.sampling_params import SamplingParams
+from puna.models.generation.engine import AnswerEngine, Completion, Engine
+from puna.models.generation.sampling_params import SamplingParams
 
-__all__ = ["Completion", "Engine", "SamplingParams"]
+__all__ = ["AnswerEngine", "Completion", "Engine", "SamplingParams"]

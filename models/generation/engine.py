@@ -18,24 +18,24 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from puna.kernels.exact import exact_passes
-from puna.models.cache import Cache
-from puna.models.dense import loops
+from puna.models.generation.cache import Cache
+from puna.models.generation.dense import loops
 from puna.models.generation.pages import PagePool
 from puna.models.generation.sampling import DIVERGED, Draw, Drawn, RowError, draw
+from puna.models.generation.sampling_params import SamplingParams
 from puna.models.generation.schedule import Answer, Request, Scheduler
+from puna.models.generation.sinks import kept
 from puna.models.generation.step import Stretch, run
+from puna.models.generation.streamed_cache import cache_of
 from puna.models.machine import generation_room
-from puna.models.sampling_params import SamplingParams
-from puna.models.sinks import kept
-from puna.models.streamed_cache import cache_of
-from puna.models.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
 Prompt = Sequence[int] | str
@@ -54,6 +54,17 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]
     finished: bool
+
+
+class AnswerEngine(Protocol):
+    """An engine that answers prompts: Puna's or vLLM's."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    def generate(
+        self, prompts: Sequence[Sequence[int] | str], params: SamplingParams, progress: Callable[[int, int], None] | None = None
+    ) -> list[list[Completion]]: ...
 
 
 class Event(NamedTuple):

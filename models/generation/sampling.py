@@ -17,7 +17,7 @@ from torch import Tensor
 from puna.kernels.operators import wide
 from puna.kernels.token_cut import cut_draw
 from puna.kernels.token_draw import LIKELIEST, token_draw
-from puna.models.sampling_params import SamplingParams
+from puna.models.generation.sampling_params import SamplingParams
 
 DIVERGED = "the model's logits are not finite: its weights or its training have diverged"
 

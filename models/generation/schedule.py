@@ -15,10 +15,10 @@ import numpy as np
 from torch import Tensor
 
 from puna.kernels.paged_attention import PAGE
+from puna.models.generation.guess import Lookup, Pace
 from puna.models.generation.pages import OutOfPages, PagePool
-from puna.models.guesses import Lookup, Pace
-from puna.models.sampling_params import SamplingParams
-from puna.models.sinks import Kept
+from puna.models.generation.sampling_params import SamplingParams
+from puna.models.generation.sinks import Kept
 
 UNIFORMS = 256  # random numbers that are drawn together
 Hidden = tuple[Tensor, int]

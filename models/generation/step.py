@@ -15,9 +15,9 @@ from torch import Tensor
 
 from puna.kernels.kv_append import kv_append_
 from puna.kernels.paged_attention import PAGE, PagedPlan, paged_attention
-from puna.models.cache import Cache
-from puna.models.dense import Pass
-from puna.models.latent import LatentPages
+from puna.models.generation.cache import Cache
+from puna.models.generation.dense import Pass
+from puna.models.generation.latent import LatentPages
 from puna.models.transformer import Transformer
 
 

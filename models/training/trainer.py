@@ -18,9 +18,9 @@ from puna.models import accounting
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.machine import DTYPES, Precision
-from puna.models.training.adamw import AdamW
-from puna.models.training.galore import GaLore
-from puna.models.training.muon import Muon, inner_matrices
+from puna.models.training.optimizers.adamw import AdamW
+from puna.models.training.optimizers.galore import GaLore
+from puna.models.training.optimizers.muon import Muon, inner_matrices
 from puna.models.training.settings import TrainConfig
 from puna.models.training.spikes import NO_LIMITS, Limits
 from puna.models.transformer import Decoder, Experts, Linear

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from puna.models.training.settings import AverageMethod
-from puna.stages.align.rewards import CENTER, ENSEMBLE, REWARDS, Center, Ensemble, Reward, rewards_of
 from puna.stages.contract import Facts, Figure, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import prompt_ids
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import one_tokenizer
+from puna.stages.training.rewards import CENTER, ENSEMBLE, REWARDS, Center, Ensemble, Reward, rewards_of
 from puna.stages.training.train import check_one_tokenizer, load_model
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
 from puna.stages.verifiers.settings import ScoringConfig
@@ -22,7 +22,7 @@ from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
     from puna.models.generation import Completion
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
 MOST_TRIALS = 500

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from puna.stages.align.preferences import Level
-from puna.stages.align.settings import CLEAR
 from puna.stages.contract import Preferences, StageConfig, StageRun, stage
-from puna.stages.conversations import dump, message_of, messages_of
+from puna.stages.conversations import Level, dump, message_of, messages_of
 from puna.stages.draws import identifier
+from puna.stages.training.settings import CLEAR
 from puna.storage import PunaError
 
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
-from puna.stages.align.grades import Graded, JudgeSettings, graded
 from puna.stages.contract import Facts, Figure, Instructions, Model, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import Message, answer_texts, content_of, dump, messages_of, shown
 from puna.stages.draws import uniform
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
 from puna.stages.training.needs import chat_template
 from puna.stages.training.train import Example, load_model, render_conversation
+from puna.stages.verifiers.grades import Graded, JudgeSettings, graded
 from puna.stages.verifiers.judges import Loaded
 from puna.storage import Artifact, PunaError
 

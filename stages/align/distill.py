@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from pydantic import Field, model_validator
 
 from puna.models.training.settings import TrainingSettings
-from puna.stages.align.lora import adapted
-from puna.stages.align.settings import AdapterConfig
 from puna.stages.contract import Facts, Model, Prompts, StageRun, stage
 from puna.stages.conversations import prompt_ids
 from puna.stages.training.bad_rows import BadRows, Limit
+from puna.stages.training.lora import adapted
 from puna.stages.training.needs import chat_template, one_tokenizer, trained
+from puna.stages.training.settings import AdapterConfig
 from puna.stages.training.train import check_one_tokenizer, context_limit, fit, load_model, save_model
 from puna.storage import PunaError
 

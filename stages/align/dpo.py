@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from puna.stages.align.kto import measure_kto, train_kto
-from puna.stages.align.lora import adapted
-from puna.stages.align.rankings import labelled, pairs_of, ranked, read_preferences, render_ranked
-from puna.stages.align.reference import Reference, kept, targets_of
-from puna.stages.align.settings import DpoConfig
 from puna.stages.contract import Facts, Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
+from puna.stages.training.kto import measure_kto, train_kto
+from puna.stages.training.lora import adapted
 from puna.stages.training.needs import chat_template, trained
+from puna.stages.training.rankings import labelled, pairs_of, ranked, read_preferences, render_ranked
+from puna.stages.training.reference import Reference, kept, targets_of
+from puna.stages.training.settings import DpoConfig
 from puna.stages.training.train import Example, fit, load_model, row_limit, save_model, training_precision
 from puna.storage import PunaError
 
@@ -54,7 +54,7 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
     reference = Reference(config, run, kept(preferences, model, config, run))
     known = reference.of(policy, heldout)
     if config.engine == "trl":
-        from puna.stages.align.trl_engine import hub_tokenizer, train_dpo
+        from puna.stages.training.trl_engine import hub_tokenizer, train_dpo
 
         policy = train_dpo(policy, examples, hub_tokenizer(model, tokenizer), config, run)
     else:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pydantic import Field
 
 from puna.models.training.settings import GrpoSettings
-from puna.stages.align.rewards import REWARDS, Reward
-from puna.stages.align.rollouts import RolloutsConfig, needs, optimize
 from puna.stages.contract import Model, Prompts, StageRun, stage
+from puna.stages.training.rewards import REWARDS, Reward
+from puna.stages.training.rollouts import RolloutsConfig, needs, optimize
 from puna.stages.verifiers.scoring import verifiers_named
 
 

@@ -9,15 +9,16 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from puna.stages.align.preferences import LEVELS, Level, draw_pairs
+from puna.stages.align.preferences import draw_pairs
 from puna.stages.align.sample import read_answers
 from puna.stages.contract import Answers, External, Figure, Prompts, SeededConfig, StageRun, stage
-from puna.stages.conversations import answering, asking
+from puna.stages.conversations import LEVELS, Level, answering, asking
 from puna.stages.draws import fraction, identifier
 from puna.storage import PunaError
 
 Row = dict[str, Any]
 STEPS = len(LEVELS)
+ALIAS = "judged@latest"
 
 
 class Judgement(BaseModel):

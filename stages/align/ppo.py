@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from puna.models.training.settings import PpoSettings
-from puna.stages.align.rollouts import RolloutsConfig, needs, optimize
 from puna.stages.contract import Model, Prompts, StageRun, stage
+from puna.stages.training.rollouts import RolloutsConfig, needs, optimize
 from puna.stages.verifiers.scoring import verifiers_named
 
 

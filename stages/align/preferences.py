@@ -27,16 +27,13 @@ from pydantic import Field, JsonValue, model_validator
 
 from puna.stages.align.sample import read_answers
 from puna.stages.contract import Answers, Figure, Prompts, SeededConfig, StageConfig, StageRun, stage
-from puna.stages.conversations import answering
+from puna.stages.conversations import LEVELS, Level, answering
 from puna.stages.draws import fraction, identifier
 from puna.stages.verifiers.base import Score, ended, is_correct
 from puna.stages.verifiers.registry import from_json
 from puna.stages.verifiers.scoring import Scorer
 from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import PunaError
-
-Level = Literal["significantly_better", "better", "slightly_better", "marginally_better"]
-LEVELS: tuple[Level, ...] = ("significantly_better", "better", "slightly_better", "marginally_better")
 
 
 class Thresholds(StageConfig):

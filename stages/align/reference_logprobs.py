@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from puna.stages.align.rankings import labelled, read_preferences, render_ranked
-from puna.stages.align.reference import name_of, summed, written
 from puna.stages.contract import Facts, Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
 from puna.stages.training.needs import chat_template
+from puna.stages.training.rankings import labelled, read_preferences, render_ranked
+from puna.stages.training.reference import name_of, summed, written
 from puna.stages.training.train import frozen_dtype, load_model
 
 

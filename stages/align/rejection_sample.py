@@ -9,12 +9,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from puna.stages.align.reward_model import score_answers
-from puna.stages.align.rewards import ENSEMBLE, Ensemble, combined
 from puna.stages.align.sample import read_answers
 from puna.stages.contract import Answers, Facts, Figure, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import dump, messages_of, shown
 from puna.stages.draws import hashed, identifier
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
+from puna.stages.training.rewards import ENSEMBLE, Ensemble, combined
 from puna.stages.training.train import Example, check_one_tokenizer, load_model, render
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.stages.verifiers.base import is_correct

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from puna.stages.align.lora import adapted
-from puna.stages.align.rankings import Ranked, check_splits, read_preferences, render_ranked
-from puna.stages.align.reward_accuracy import pairs, report
-from puna.stages.align.reward_head import fit_head
-from puna.stages.align.settings import RewardModelConfig
 from puna.stages.contract import Facts, Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
+from puna.stages.training.lora import adapted
 from puna.stages.training.needs import chat_template, trained
+from puna.stages.training.rankings import Ranked, check_splits, read_preferences, render_ranked
+from puna.stages.training.reward_accuracy import pairs, report
+from puna.stages.training.reward_head import fit_head
+from puna.stages.training.settings import RewardModelConfig
 from puna.stages.training.train import Example, by_answer, fit, load_model, row_limit, save_model
 from puna.storage import PunaError
 
@@ -57,7 +57,7 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
     if config.head_only:
         fit_head(scorer, [one.example for one in learned], config.training.compute.micro_batch_tokens, run)
     elif config.engine == "trl":
-        from puna.stages.align.trl_engine import hub_tokenizer, train_reward
+        from puna.stages.training.trl_engine import hub_tokenizer, train_reward
 
         scorer = train_reward(scorer, [one.example for one in learned], hub_tokenizer(model, tokenizer), config, run)
     else:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from puna.models.serving import Generator, ServingSettings, Weights, engine_of, guesses, vllm_engine
-from puna.models.workload import Work
+from puna.models.memory.workload import Work
+from puna.models.serving import ServingSettings, Weights, engine_of, guesses, vllm_engine
 from puna.stages.contract import Facts, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import answer_text, prompt_ids
 from puna.stages.draws import identifier
@@ -23,8 +23,8 @@ from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
-    from puna.models.generation import Completion, SamplingParams
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.generation import AnswerEngine, Completion, SamplingParams
+    from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
 STRETCH = 2048
@@ -127,10 +127,10 @@ def _answer(
         return load_served(artifact, config.serving, work, run, draft=None if before is None else before[0])
 
     @cache
-    def by_vllm() -> Generator:
+    def by_vllm() -> AnswerEngine:
         return vllm_engine(artifact.path(), tokenizer_of(artifact), config.serving)
 
-    def engine() -> Generator:
+    def engine() -> AnswerEngine:
         try:
             if config.serving.engine == "vllm":
                 return by_vllm()
@@ -174,7 +174,7 @@ def _params(tokenizer: Tokenizer, config: SampleConfig, name: str, run: StageRun
 
 def _generate(
     name: str,
-    engine: Generator,
+    engine: AnswerEngine,
     asked: Sequence[Asked],
     scorer: Scorer,
     params: SamplingParams,

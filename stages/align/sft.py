@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from puna.stages.align.lora import adapted
-from puna.stages.align.settings import SftConfig
 from puna.stages.contract import Facts, Instructions, Model, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
+from puna.stages.training.lora import adapted
 from puna.stages.training.needs import chat_template, trained
+from puna.stages.training.settings import SftConfig
 from puna.stages.training.train import Example, fit, load_model, render_conversation, row_limit, save_model
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.training.objectives import Targets
     from puna.models.transformer import Transformer
 
@@ -42,7 +42,7 @@ def sft(model: Model, instructions: list[Instructions], config: SftConfig, run: 
     run.metric("instructions", len(rows) - len(bad.dropped))
     config = config.lengthened(len(examples))
     if config.engine == "trl":
-        from puna.stages.align.trl_engine import hub_tokenizer, train_sft
+        from puna.stages.training.trl_engine import hub_tokenizer, train_sft
 
         network = train_sft(network, examples, hub_tokenizer(model, tokenizer), config, run)
     else:

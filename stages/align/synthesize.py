@@ -28,7 +28,7 @@ from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
 Row = dict[str, Any]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from puna.stages import plugins
 from puna.stages.contract.config import StageConfig
 from puna.stages.contract.external import External
 from puna.stages.contract.needs import Facts, Needs
@@ -151,7 +152,7 @@ class Stage:
         return given
 
 
-REGISTRY: dict[str, Stage] = {}
+REGISTRY: dict[str, Stage] = plugins.registry({}, lambda stage: stage.function.__module__)
 
 
 def stage(

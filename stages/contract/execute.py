@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from puna.stages.contract import code
 from puna.stages.contract.config import StageConfig, parse
 from puna.stages.contract.declaration import REGISTRY, Stage, Value
-from puna.stages.contract.executors import PartExecutor
 from puna.stages.contract.external import External
 from puna.stages.contract.measure import Meter
 from puna.stages.contract.run import Listener, StageRun
 from puna.stages.contract.signals import check_measured
+from puna.stages.executors import PartExecutor
+from puna.stages.identity import code
 from puna.storage import Artifact, Identity, InputRecord, PunaError, Store, Work
 from puna.storage.damage import set_aside
 from puna.storage.tables import Balance, imbalance

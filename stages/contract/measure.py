@@ -13,7 +13,7 @@ from types import TracebackType
 
 import psutil
 
-from puna.stages.contract.executors import PartExecutor
+from puna.stages.executors import PartExecutor
 
 EVERY_SECONDS = 0.2
 LOOKS = 10

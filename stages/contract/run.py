@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pyarrow as pa
 
 from puna.stages.contract.config import StageConfig
-from puna.stages.contract.executors import ordered
 from puna.stages.contract.figure import Figure
 from puna.stages.contract.shardwork import Job, Produce, Scattering, produced, scattered, transformed
 from puna.stages.contract.signals import described
+from puna.stages.executors import ordered
 from puna.storage import Artifact, Part, PunaError, Work
 from puna.storage.exchange import Exchange, Scatter, gathered
 from puna.storage.parts import Beside, span

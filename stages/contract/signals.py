@@ -14,6 +14,7 @@ from typing import TypeVar, get_args, get_type_hints
 
 import pyarrow as pa
 
+from puna.stages import plugins
 from puna.storage import PunaError
 
 Value = float | int | str | None
@@ -52,7 +53,7 @@ class Signal:
         return tuple(inspect.signature(self.definition).parameters) if self.definition else ()
 
 
-SIGNALS: dict[str, Signal] = {}
+SIGNALS: dict[str, Signal] = plugins.registry({}, lambda signal: signal.module)
 FAILURE = "failure"
 """The signal that says why a document was not measured; null where it was."""
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pyarrow as pa
 from pydantic import Field, model_validator
 
+from puna.kernels.text.technical import Technical, measured
 from puna.stages.contract import Classifier, Documents, Signals, StageConfig, StageRun, declare_signal, stage
-from puna.stages.curate.learned.classifier import ClassifierConfig, Examples, Labels, auc, out_of_fold, prepare, report_calibration
-from puna.stages.curate.learned.trained import ABOUT, About, Trained, trained
+from puna.stages.curate.classifiers.classifier import ClassifierConfig, Examples, Labels, auc, out_of_fold, prepare, report_calibration
+from puna.stages.curate.classifiers.trained import ABOUT, About, Trained, trained
 from puna.stages.curate.select import signals_of
-from puna.stages.curate.text.technical import Technical, measured
 from puna.storage import Artifact, PunaError
 
 declare_signal("code_line_fraction", float, "fraction of lines", "lines, in the characters read, that read as code", optional=True)

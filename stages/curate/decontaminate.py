@@ -13,11 +13,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import Field
 
+from puna.kernels.text.fuzzy_match import FuzzyIndex, build_fuzzy, fuzzy_match
+from puna.kernels.text.grams import Hashed, Sieve, gram_hashes, may_hold, places_held, sieve, word_hashes
+from puna.kernels.text.hash_table import table_of
 from puna.stages.contract import Documents, Figure, Prompts, StageConfig, StageRun, stage
 from puna.stages.conversations import asking, messages_of, shown, text_of
-from puna.stages.curate.text.fuzzy_match import FuzzyIndex, build_fuzzy, fuzzy_match
-from puna.stages.curate.text.grams import Hashed, Sieve, gram_hashes, may_hold, places_held, sieve, word_hashes
-from puna.stages.curate.text.hash_table import table_of
 from puna.storage import Artifact, PunaError
 from puna.storage.schemas import table_schema
 

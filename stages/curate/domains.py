@@ -15,12 +15,12 @@ from pydantic import Field
 
 from puna.stages.contract import Classifier, Documents, Facts, Figure, InputFacts, StageConfig, StageRun, declare_signal, stage
 from puna.stages.contract.needs import GLANCE, LOOK
-from puna.stages.curate.learned.classifier import ClassifierConfig, Labels, Scores, out_of_fold, prepare
-from puna.stages.curate.learned.trained import About, Trained, trained
+from puna.stages.curate.classifiers.classifier import ClassifierConfig, Labels, Scores, out_of_fold, prepare
+from puna.stages.curate.classifiers.trained import About, Trained, trained
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
-    from puna.stages.curate.text.listed import Listed
+    from puna.kernels.text.listed import Listed
 
 declare_signal("domain", str, "", "knowledge type")
 declare_signal("domain_score", float, "probability", "probability of that knowledge type, by a model that did not see the document")
@@ -73,8 +73,8 @@ def seed_words() -> tuple[list[str], dict[str, int]]:
 @lru_cache(maxsize=1)
 def lexicon() -> Lexicon:
     """The seed words by their hashes."""
-    from puna.stages.curate.text.listed import listed
-    from puna.stages.curate.text.words import folded_hashes
+    from puna.kernels.text.listed import listed
+    from puna.kernels.text.words import folded_hashes
 
     types, owner = seed_words()
     return Lexicon(types, listed(folded_hashes(list(owner))), np.array(list(owner.values()), np.int64))
@@ -89,7 +89,7 @@ def looked_at(text: str) -> NDArray[np.int64]:
 
 def seed_counts(texts: pa.Array | pa.ChunkedArray, characters: int) -> NDArray[np.int64]:
     """Different seed words of each type in the first so many characters of each text, int64[texts, types]."""
-    from puna.stages.curate.text.listed import kinds_held
+    from puna.kernels.text.listed import kinds_held
 
     known = lexicon()
     return kinds_held(texts, characters, known.words, known.type_of, len(known.types))

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Classifier, Documents, External, Model, SeededConfig, Signals, StageConfig, StageRun, stage
-from puna.stages.curate.learned.classifier import counted, report_quality
-from puna.stages.curate.learned.encoder import embedded
-from puna.stages.curate.learned.place import Place, place_of
-from puna.stages.curate.learned.trained import About, read_about
+from puna.stages.curate.classifiers.classifier import counted, report_quality
+from puna.stages.curate.classifiers.device import Place, place_of
+from puna.stages.curate.classifiers.encoder import embedded
+from puna.stages.curate.classifiers.trained import About, read_about
 from puna.stages.curate.quality import GOOD, OTHER, scores_of, write_scores
 from puna.stages.draws import folds
 from puna.storage import Artifact, Part, PunaError

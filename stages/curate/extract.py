@@ -11,17 +11,17 @@ from typing import Any, Literal, NamedTuple
 import pyarrow as pa
 from pydantic import Field
 
+from puna.models.extraction.bounds import Burden, burden
+from puna.models.extraction.clean import MISREAD, all_cleaned, cleaned, plain
+from puna.models.extraction.decode import WIDE_MARKS, decode, utf8
+from puna.models.extraction.layout import BLOCK, page_of
+from puna.models.extraction.library import library_text
+from puna.models.extraction.model import content, load
+from puna.models.extraction.scan import read_pages, serialised
+from puna.models.extraction.technical import hinted, prepared
+from puna.models.extraction.text import texts_of
+from puna.models.extraction.union import Origin, united
 from puna.stages.contract import Pages, StageConfig, StageRun, stage
-from puna.stages.curate.extraction.bounds import Burden, burden
-from puna.stages.curate.extraction.clean import MISREAD, all_cleaned, cleaned, plain
-from puna.stages.curate.extraction.decode import WIDE_MARKS, decode, utf8
-from puna.stages.curate.extraction.layout import BLOCK, page_of
-from puna.stages.curate.extraction.library import library_text
-from puna.stages.curate.extraction.model import content, load
-from puna.stages.curate.extraction.scan import read_pages, serialised
-from puna.stages.curate.extraction.technical import hinted, prepared
-from puna.stages.curate.extraction.text import texts_of
-from puna.stages.curate.extraction.union import Origin, united
 from puna.storage.schemas import table_schema
 
 HTML_TYPES = ("text/html", "application/xhtml+xml")
@@ -112,7 +112,7 @@ def extract(pages: Pages, config: ExtractConfig, run: StageRun) -> None:
     """Turn pages into documents: the main content of HTML, plain text and code as they are.
 
     Structure of code, lists and tables is kept, maths in images' alternative texts, MathML and scripts too
-    (`puna.stages.curate.extraction.technical`); permalink marks and Markdown-like markers are not written.
+    (`puna.models.extraction.technical`); permalink marks and Markdown-like markers are not written.
     """
     run.transform(_extract, pages, config)
 

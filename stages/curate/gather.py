@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from pydantic import Field
 
 from puna.stages.contract import Documents, Facts, StageConfig, StageRun, stage
-from puna.stages.curate.reading.pages import repeated_id
+from puna.stages.reading.pages import repeated_id
 from puna.storage import Part, PunaError
 from puna.storage.exchange import partitions
 from puna.storage.schemas import table_schema

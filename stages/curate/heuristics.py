@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
+from puna.stages import plugins
 from puna.stages.contract import (
     FAILURE,
     SIGNALS,
@@ -23,7 +24,6 @@ from puna.stages.contract import (
     StageRun,
     declare_signal,
     did_you_mean,
-    plugins,
     stage,
 )
 from puna.stages.curate.select import signals_of
@@ -39,8 +39,8 @@ from puna.stages.curate.signals.measure import (
     names,
     own_words,
 )
-from puna.stages.curate.signals.own import FAILED, Budget, Failures, failed_in, with_own
 from puna.stages.curate.signals.tally import Tally
+from puna.stages.curate.signals.user_signals import FAILED, Budget, Failures, failed_in, with_own
 from puna.storage import Artifact, Part
 from puna.storage.digest import of_value
 from puna.storage.work import write_array

@@ -18,13 +18,13 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from puna.stages.contract import External, ExternalFile, StageConfig, StageRun, stage
-from puna.stages.curate.reading import readers
-from puna.stages.curate.reading.pages import NO_PAGE, Page, Rejected, page_id, rejected_id, repeated_id
-from puna.stages.curate.reading.warc import read_warc
-from puna.stages.curate.reading.warc_frames import ZSTD_DICTIONARY_MAGIC
+from puna.stages.reading import readers
 from puna.stages.reading.files import COMPRESSED, GZIP_MAGIC, ZSTD_MAGIC, suffix
 from puna.stages.reading.hub import Job, jobs_of
+from puna.stages.reading.pages import NO_PAGE, Page, Rejected, page_id, rejected_id, repeated_id
 from puna.stages.reading.rows import SIDECARS
+from puna.stages.reading.warc import read_warc
+from puna.stages.reading.warc_frames import ZSTD_DICTIONARY_MAGIC
 from puna.storage import PunaError
 from puna.storage.exchange import partitions
 from puna.storage.schemas import table_schema

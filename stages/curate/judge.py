@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
 from puna.stages.contract import Documents, External, Figure, Model, SeededConfig, Signals, StageRun, declare_signal, stage
-from puna.stages.curate.learned.place import Place, place_of, reading
-from puna.stages.curate.learned.questions import TOP, Grade, Kind, Question, answers_of, built_in, check_prompt
+from puna.stages.curate.classifiers.device import Place, place_of, reading
+from puna.stages.curate.classifiers.questions import TOP, Grade, Kind, Question, answers_of, built_in, check_prompt
 from puna.stages.curate.select import signals_of
 from puna.stages.draws import uniform
 from puna.storage import Artifact
@@ -120,7 +120,7 @@ def _graded(
     """Grade of each chosen document and probability of a proper answer. A GPU is driven by this process, CPUs by the workers."""
     import torch
 
-    from puna.stages.curate.learned.grader import grader
+    from puna.stages.curate.classifiers.grader import grader
 
     batches = enumerate(_batches(documents, chosen, config.batch_documents))
     total = -(-len(chosen) // config.batch_documents)
@@ -153,7 +153,7 @@ def _batches(documents: Artifact, chosen: NDArray[np.int64], size: int) -> Itera
 
 def _grade(batch: tuple[int, list[str]], place: Place, config: JudgeConfig, device: str, scratch: str) -> NDArray[np.float64]:
     """In a worker: grade and probability of a proper answer of each text, float64[2, n]; kept in a file should the run end early."""
-    from puna.stages.curate.learned.grader import grader
+    from puna.stages.curate.classifiers.grader import grader
 
     number, texts = batch
     file = Path(scratch) / f"grades-{number:09d}.npy"

@@ -11,16 +11,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field, field_validator
 
+from puna.kernels.text.characters import letters_and_capitals
+from puna.kernels.text.code_lines import looks_like_code
+from puna.kernels.text.strings import buffers
+from puna.models.languages.prose import WINDOWS, Prose, prose
+from puna.models.languages.registry import LanguageRow, Names, as_table, read_rows, row_of, shipped_names, with_rows
+from puna.models.languages.scripts import script
+from puna.models.languages.vote import NO_LANGUAGE, NO_SCRIPT, TOGETHER, Found, group_numbers, vote, voters, votes
 from puna.stages.contract import Classifier, Documents, StageConfig, StageRun, declare_signal, stage
-from puna.stages.curate.identification.prose import WINDOWS, Prose, prose
-from puna.stages.curate.identification.scripts import script
-from puna.stages.curate.identification.vote import NO_LANGUAGE, NO_SCRIPT, TOGETHER, Found, group_numbers, vote, voters, votes
-from puna.stages.curate.learned.trained import trained
-from puna.stages.curate.rules.languages import LanguageRow, Names, as_table, read_rows, row_of, shipped_names, with_rows
-from puna.stages.curate.signals.own import Failures
-from puna.stages.curate.text.characters import letters_and_capitals
-from puna.stages.curate.text.code_lines import looks_like_code
-from puna.stages.curate.text.strings import buffers
+from puna.stages.curate.classifiers.trained import trained
+from puna.stages.curate.signals.user_signals import Failures
 from puna.storage import Artifact, PunaError
 
 declare_signal("language", str, "ISO 639 code", "most probable language")
@@ -55,7 +55,7 @@ class LanguageConfig(StageConfig):
 
 @stage(kind="signals", signals=("language", "language_score", "script"))
 def language(documents: Documents, classifier: Classifier | None, config: LanguageConfig, run: StageRun) -> None:
-    """Identify the language and script (Llama 3, section 3.1.1), by `puna.stages.curate.identification.vote` or by `classifier`.
+    """Identify the language and script (Llama 3, section 3.1.1), by `puna.models.languages.vote` or by `classifier`.
 
     The classifier sees the lines that are prose (mostly letters and spaces) where there are enough of them, so that the
     code in a manual does not decide. Program text and text without letters have the language zxx, with score 1. Languages that are

@@ -13,9 +13,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import Field
 
-from puna.stages.contract import Documents, Figure, StageConfig, StageRun, stage
-from puna.stages.curate.text.code_lines import looks_like_code
-from puna.stages.curate.text.line_pieces import (
+from puna.kernels.text.code_lines import looks_like_code
+from puna.kernels.text.line_pieces import (
     bounds_of,
     frequent_of,
     gathered,
@@ -23,7 +22,8 @@ from puna.stages.curate.text.line_pieces import (
     with_blank_lines,
     without_pieces,
 )
-from puna.stages.curate.text.strings import buffers, strings
+from puna.kernels.text.strings import buffers, strings
+from puna.stages.contract import Documents, Figure, StageConfig, StageRun, stage
 from puna.storage import Part
 from puna.storage.exchange import Partition, partitions
 from puna.storage.schemas import table_schema

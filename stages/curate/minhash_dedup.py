@@ -14,7 +14,7 @@ from puna.stages.curate.minhash.config import MinhashDedupConfig
 from puna.stages.curate.minhash.decide import Candidates, Found, at_once, candidates
 from puna.stages.curate.minhash.index import INDEX, write_index
 from puna.stages.curate.minhash.sketch import shingled, signed, sketch
-from puna.stages.curate.rows.removal import DECIDED, remove
+from puna.stages.curate.removal import DECIDED, remove
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Exchange, Partition, partitions
 

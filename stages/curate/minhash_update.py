@@ -17,7 +17,7 @@ from puna.stages.curate.minhash.decide import Found, decided, flat, preference, 
 from puna.stages.curate.minhash.index import INDEX, Index, write_index
 from puna.stages.curate.minhash.sketch import sketch
 from puna.stages.curate.minhash_dedup import check_score
-from puna.stages.curate.rows.removal import DECIDED, remove
+from puna.stages.curate.removal import DECIDED, remove
 from puna.storage import Artifact, PunaError
 from puna.storage.schemas import table_schema
 

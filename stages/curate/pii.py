@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field, PositiveInt
 
+from puna.kernels.text.number_hints import hints
+from puna.kernels.text.personal import find, masked, needed
+from puna.kernels.text.strings import buffers
 from puna.stages.contract import Documents, StageConfig, StageRun, stage
-from puna.stages.curate.text.number_hints import hints
-from puna.stages.curate.text.personal import find, masked, needed
-from puna.stages.curate.text.strings import buffers
 from puna.storage.schemas import table_schema
 
 Entity = Literal["email", "iban", "card", "ssn", "ip_address", "address", "phone"]

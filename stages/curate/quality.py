@@ -11,9 +11,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import Field
 
+from puna.models.classifiers import grades
 from puna.stages.contract import Classifier, Documents, Facts, Signals, StageConfig, StageRun, declare_signal, stage
-from puna.stages.curate.learned import grades
-from puna.stages.curate.learned.trained import Trained, trained
+from puna.stages.curate.classifiers.trained import Trained, trained
 from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Partition
@@ -51,7 +51,7 @@ def _lacking(config: QualityConfig, language: bool) -> list[str]:
 def quality(documents: Documents, classifier: Classifier | None, language: Signals | None, config: QualityConfig, run: StageRun) -> None:
     """Score documents with the model that comes with Puna, or with a classifier of `train_classifier` or `import_classifier`.
 
-    Puna's model (`puna.stages.curate.learned.grades`) knows the grades that a judge gave to English documents: `quality` is the
+    Puna's model (`puna.models.classifiers.grades`) knows the grades that a judge gave to English documents: `quality` is the
     probability of a grade of 3 (sound text) or more, null for documents of other languages, about which it knows nothing.
 
     Llama 3 (arXiv 2407.21783, section 3.1.3) and DCLM (2406.11794) score with classifiers that learned from sources: `quality` is

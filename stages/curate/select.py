@@ -9,7 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from puna.stages.contract import FAILURE, SIGNALS, Documents, Facts, Signals, StageConfig, StageRun, did_you_mean, plugins, stage
+from puna.models.languages.registry import FACTOR
+from puna.stages import plugins
+from puna.stages.contract import FAILURE, SIGNALS, Documents, Facts, Signals, StageConfig, StageRun, did_you_mean, stage
 from puna.stages.curate.rules.decide import decide
 from puna.stages.curate.rules.expressions import SqlRule, check_columns, parsed
 from puna.stages.curate.rules.groups import (
@@ -35,7 +37,6 @@ from puna.stages.curate.rules.groups import (
     active_rules,
     check_signals,
 )
-from puna.stages.curate.rules.languages import FACTOR
 from puna.stages.curate.rules.sets import RuleSet, filled
 from puna.storage import Artifact, PunaError
 from puna.storage.schemas import table_schema

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, External, Model, SeededConfig, StageRun, stage
-from puna.stages.curate.learned.encoder import embedded
-from puna.stages.curate.learned.place import Place, place_of
-from puna.stages.curate.rows.removal import DECIDED, remove
+from puna.stages.curate.classifiers.device import Place, place_of
+from puna.stages.curate.classifiers.encoder import embedded
+from puna.stages.curate.removal import DECIDED, remove
 from puna.storage import Part
 from puna.storage.exchange import Exchange, Partition, partitions
 
@@ -72,16 +72,16 @@ def semantic_dedup(
 
 def _words(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """Hashes of the normal words of all texts, and the documents' offsets in them."""
-    from puna.stages.curate.text.normal_words import shingle_hashes
-    from puna.stages.curate.text.shingles import normal
-    from puna.stages.curate.text.strings import buffers
+    from puna.kernels.text.normal_words import shingle_hashes
+    from puna.kernels.text.shingles import normal
+    from puna.kernels.text.strings import buffers
 
     return shingle_hashes(normal(*buffers(texts)), 1)
 
 
 def _frequency(part: Part, config: SemanticDedupConfig) -> pa.Table:
     """In how many documents of a part each bucket of the vocabulary occurs, where it occurs."""
-    from puna.stages.curate.text.projection import document_frequency
+    from puna.kernels.text.projection import document_frequency
 
     frequency = np.zeros(config.buckets, np.int64)
     for block in part.split():
@@ -105,7 +105,7 @@ def _weight(weights: Partition) -> NDArray[np.float64]:
 
 def _projected(job: tuple[int, Part], weights: Partition, config: SemanticDedupConfig) -> pa.Table:
     """Projected TF-IDF vectors of the documents of a part that are long enough."""
-    from puna.stages.curate.text.projection import project
+    from puna.kernels.text.projection import project
 
     table = job[1].read()
     hashes, offsets = _words(table["text"])

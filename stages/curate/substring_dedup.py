@@ -52,8 +52,8 @@ def substring_dedup(documents: Documents, config: SubstringDedupConfig, run: Sta
 
 def _found(texts: pa.ChunkedArray, config: SubstringDedupConfig) -> tuple[Any, ...]:
     """`window_hashes` of texts, and their bytes."""
-    from puna.stages.curate.text.strings import buffers
-    from puna.stages.curate.text.windows import window_hashes
+    from puna.kernels.text.strings import buffers
+    from puna.kernels.text.windows import window_hashes
 
     data, offsets = buffers(texts)
     return (*window_hashes(data, offsets, config.words), data, offsets)

@@ -9,7 +9,7 @@ from xxhash import xxh3_64_intdigest
 
 from puna.stages import urls
 from puna.stages.contract import Documents, StageConfig, StageRun, stage
-from puna.stages.curate.rows.removal import DECIDED, remove
+from puna.stages.curate.removal import DECIDED, remove
 from puna.storage import Part
 from puna.storage.exchange import Partition, partitions
 

@@ -16,13 +16,13 @@ from pydantic import Field, model_validator
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
 from puna.stages.contract import Documents, Facts, Figure, Model, Prompts, SeededConfig, StageRun, Tokens, stage
 from puna.stages.conversations import messages_of, rendering, tools_of
-from puna.stages.experiments.pools import Mixed, PoolRows, Pools, Sizes, build_pools, grouped
-from puna.stages.experiments.proxy import one_thread, remembered
 from puna.stages.training import bits_per_byte, intervals
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import chat_template, documents_apart, trained
 from puna.stages.training.packed import Packed, Reader, mean_loss
 from puna.stages.training.phase import OPTIMIZER, Phase
+from puna.stages.training.pools import Mixed, PoolRows, Pools, Sizes, build_pools, grouped
+from puna.stages.training.proxy_runs import one_thread, remembered
 from puna.stages.training.train import divergence_named
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import Artifact, PunaError
@@ -148,8 +148,8 @@ def _anneal(
     answers: dict[str, list[tuple[list[int], list[int]]]], state: Path,
 ) -> dict[str, Any]:
     from puna.models import accounting
-    from puna.models.checkpoint import load
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.formats.checkpoint import load
+    from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.training.loop import train
     from puna.models.training.objectives import LanguageModeling
 

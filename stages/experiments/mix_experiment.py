@@ -15,13 +15,13 @@ from pydantic import Field, model_validator
 from puna.models.config import ModelShape
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
 from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageConfig, StageRun, Tokenizer, stage
-from puna.stages.experiments import laws
-from puna.stages.experiments.pools import Group, PoolRows, Pools, Sizes, build_pools, grouped
-from puna.stages.experiments.proxy import one_thread, remembered, trained
+from puna.stages.training import scaling_laws
 from puna.stages.training.corpus import check_mixture
 from puna.stages.training.intervals import Interval, mean
 from puna.stages.training.packed import mean_loss
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
+from puna.stages.training.pools import Group, PoolRows, Pools, Sizes, build_pools, grouped
+from puna.stages.training.proxy_runs import one_thread, remembered, trained
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import PunaError
 
@@ -117,15 +117,15 @@ def mix_experiment(
     pools = build_pools(documents, split, groups, tokenizer, sizes, run)
     natural = np.array([group.bytes for group in groups], dtype=np.float64)
     natural /= natural.sum()
-    design = laws.simplex_design(len(groups), config.trials - 1, config.min_share, run.generator("design"))
+    design = scaling_laws.simplex_design(len(groups), config.trials - 1, config.min_share, run.generator("design"))
     mixtures = [("natural", natural, 0), *((f"design {i + 1}", shares, 0) for i, shares in enumerate(design))]
     trials = _trained(mixtures, 0, pools, config, vocabulary.vocab_size, vocabulary.begin, run)
     shares = np.array([trial.shares for trial in trials])
     losses = np.array([trial.losses for trial in trials])
     target = _target(config.target, groups, natural)
-    fitted = [laws.fit_mixing_law(shares, losses[:, i]) for i in range(len(groups))]
+    fitted = [scaling_laws.fit_mixing_law(shares, losses[:, i]) for i in range(len(groups))]
     low, high = np.full(len(groups), config.min_share), np.full(len(groups), config.max_share)
-    best = laws.best_mixture(fitted, target, low, high)
+    best = scaling_laws.best_mixture(fitted, target, low, high)
     compared = [("optimum", best, 0)]
     for repeat in range(1, config.repeats):
         compared += [(f"natural, seed {repeat + 1}", natural, repeat), (f"optimum, seed {repeat + 1}", best, repeat)]
@@ -144,7 +144,7 @@ def _one_category(group: Group, run: StageRun) -> None:
     run.write_rows([{"category": name, "weight": 1.0} for name in group.members], "weights")
 
 
-def _target(target: Target, groups: Sequence[Group], natural: laws.Floats) -> laws.Floats:
+def _target(target: Target, groups: Sequence[Group], natural: scaling_laws.Floats) -> scaling_laws.Floats:
     """Weights of the groups' losses, adding up to 1."""
     names = [group.name for group in groups]
     unknown = sorted(set(target.categories) - set(names))
@@ -175,7 +175,7 @@ class Trial:
 
 
 def _trained(
-    mixtures: Sequence[tuple[str, laws.Floats, int]],
+    mixtures: Sequence[tuple[str, scaling_laws.Floats, int]],
     first: int,
     pools: PoolRows,
     config: MixExperimentConfig,
@@ -222,7 +222,7 @@ def _trial(
 # --- results --------------------------------------------------------------------------------------------
 
 
-def _write(trials: Sequence[Trial], groups: Sequence[Group], target: laws.Floats, used: Trial, run: StageRun) -> None:
+def _write(trials: Sequence[Trial], groups: Sequence[Group], target: scaling_laws.Floats, used: Trial, run: StageRun) -> None:
     rows = []
     for trial in sorted(trials, key=lambda trial: trial.number):
         names = [group.name for group in groups]
@@ -248,8 +248,8 @@ def _report(
     gain: Interval,
     repeats: int,
     groups: Sequence[Group],
-    target: laws.Floats,
-    fitted: list[laws.MixingLaw],
+    target: scaling_laws.Floats,
+    fitted: list[scaling_laws.MixingLaw],
     run: StageRun,
 ) -> None:
     """`tried`: what the laws were fitted to, the natural mixture first."""
@@ -261,7 +261,7 @@ def _report(
     def row(task: str, metric: str, value: float) -> None:
         rows.append({"task": task, "metric": metric, "value": float(value), "low": None, "high": None, "n": len(tried)})
 
-    left_out = np.array([laws.left_out_errors(shares, losses[:, i]) for i in range(len(groups))])
+    left_out = np.array([scaling_laws.left_out_errors(shares, losses[:, i]) for i in range(len(groups))])
     for i, group in enumerate(groups):
         row(group.name, "weight", optimum.shares[i])
         row(group.name, "natural_weight", natural.shares[i])

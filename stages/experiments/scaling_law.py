@@ -14,10 +14,10 @@ from pydantic import Field, model_validator
 from puna.models.config import ModelConfig, ModelShape
 from puna.models.training.settings import ComputeSettings, OptimizerSettings
 from puna.stages.contract import Figure, SeededConfig, StageRun, Tokenizer, Tokens, stage
-from puna.stages.experiments.laws import PowerLaw, fit_power_law, predict
-from puna.stages.experiments.proxy import one_thread, remembered, trained
 from puna.stages.training.packed import Packed, Reader, mean_loss
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
+from puna.stages.training.proxy_runs import one_thread, remembered, trained
+from puna.stages.training.scaling_laws import PowerLaw, fit_power_law, predict
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import Artifact
 

@@ -62,8 +62,8 @@ def _copy_adapter(artifact: Artifact, part: Path) -> None:
 
 
 def _write_gguf(artifact: Artifact, file: Path) -> None:
-    from puna.models.checkpoint import CheckpointError, load_with_tokenizer
-    from puna.models.gguf_format.files import write
+    from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer
+    from puna.models.formats.gguf.files import write
 
     try:
         model, tokenizer = load_with_tokenizer(artifact.path(), dtype=None)
@@ -75,8 +75,8 @@ def _write_gguf(artifact: Artifact, file: Path) -> None:
 
 
 def _write_awq(artifact: Artifact, part: Path, text: Path) -> None:
-    from puna.models.awq_search import stretches, write
-    from puna.models.checkpoint import CheckpointError, load_with_tokenizer
+    from puna.models.formats.awq_search import stretches, write
+    from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer
 
     try:
         model, tokenizer = load_with_tokenizer(artifact.path())

@@ -12,7 +12,7 @@ from puna.stages.io.checkpoint_files import local_folder, snapshot
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
 NEEDED = ("*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*")
@@ -37,7 +37,7 @@ class ImportModelConfig(StageConfig):
         """The text of a template that is given as a file: it decides the artifact, where it lies does not."""
         if value is None or "{" in value:
             return value
-        from puna.models.tokenizer import TEMPLATES
+        from puna.models.tokens.tokenizer import TEMPLATES
 
         if value in TEMPLATES:
             named: str = TEMPLATES[value]
@@ -57,7 +57,7 @@ def import_model(model: External, config: ImportModelConfig, run: StageRun) -> N
     """
     import torch
 
-    from puna.models.checkpoint import CheckpointError, load_with_tokenizer, save
+    from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer, save
 
     path = _local(model, run.scratch)
     try:
@@ -73,7 +73,7 @@ def import_model(model: External, config: ImportModelConfig, run: StageRun) -> N
 
 
 def _with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
-    from puna.models.tokenizer import TemplateError
+    from puna.models.tokens.tokenizer import TemplateError
 
     try:
         return tokenizer.with_template(source)
@@ -83,7 +83,7 @@ def _with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
 
 def _check(network: Transformer, tokenizer: Tokenizer, uri: str) -> None:
     """PunaError where tokenizer, embeddings and template do not fit each other."""
-    from puna.models.chat import PROBE, ChatError
+    from puna.models.tokens.chat import PROBE, ChatError
 
     rows = network.config.vocab_size
     if tokenizer.vocab_size > rows:
@@ -104,7 +104,7 @@ def _check(network: Transformer, tokenizer: Tokenizer, uri: str) -> None:
 
 def _found(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict[str, float | int | str]:
     """What the checkpoint holds, by name."""
-    from puna.models.tokenizer_files import SAMPLING
+    from puna.models.tokens.tokenizer_files import SAMPLING
 
     shape, told = network.config, ("do_sample", "max_new_tokens", *SAMPLING)
     ids = {"bos": tokenizer.bos, "eos": tokenizer.eos}

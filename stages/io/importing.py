@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field
 
-from puna.stages.contract import External, ExternalFile, SeededConfig, StageRun, plugins
+from puna.stages import plugins
+from puna.stages.contract import External, ExternalFile, SeededConfig, StageRun
 from puna.stages.draws import fraction, identifier
 from puna.stages.io import convert, layouts
 from puna.stages.io.files import look

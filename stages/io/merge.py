@@ -27,7 +27,7 @@ def merge(model: Model, adapter: External, config: MergeConfig, run: StageRun) -
     `hf://OWNER/NAME`. What PEFT can merge and whose numbers all lie in the file is (LoRA, DoRA, LoHa, IA3 and others); a tensor that the
     model has no place for, and one that is wanted and missing, end it. The tokenizer stays the model's.
     """
-    from puna.models.checkpoint import CheckpointError, load_with_tokenizer, save
+    from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer, save
 
     folder = _folder(adapter, run)
     try:
@@ -59,7 +59,7 @@ def _merged(network: Transformer, folder: Path, model: Artifact, uri: str) -> tu
     from safetensors import SafetensorError
 
     from puna.models.bounds import ADAPTER_BYTES, check_adapter, read_object
-    from puna.models.hub import PunaForCausalLM, PunaForSequenceClassification
+    from puna.models.formats.hub import PunaForCausalLM, PunaForSequenceClassification
 
     kind = PunaForCausalLM if network.head == "lm" else PunaForSequenceClassification
     try:

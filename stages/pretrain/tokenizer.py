@@ -32,7 +32,7 @@ def tokenizer(documents: Documents, mixture: Mixture | None, config: TokenizerCo
     the smallest hashes, until max_bytes is reached; the merges depend on how often each word occurs in it and
     on nothing else. The result is checked to give every sampled text back, byte by byte.
     """
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.tokens.tokenizer import Tokenizer
 
     if mixture is not None:
         check_mixture(run, documents, mixture)

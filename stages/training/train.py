@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import torch
 
     from puna.models.machine import Precision
+    from puna.models.memory.workload import Work
     from puna.models.serving import ServingSettings
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.training.settings import ComputeSettings, TrainConfig, TrainingSettings
     from puna.models.transformer import Transformer
-    from puna.models.workload import Work
 
 CHECKPOINTS = "training"
 """Folder of a run's checkpoints in its scratch."""
@@ -169,9 +169,9 @@ def load_model(
     """
     import torch
 
-    from puna.models.adapters import to_nf4
-    from puna.models.checkpoint import CheckpointError, load
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.formats.adapters import to_nf4
+    from puna.models.formats.checkpoint import CheckpointError, load
+    from puna.models.tokens.tokenizer import Tokenizer
 
     place, own = (device(), frozen_dtype() if frozen else torch.float32), (torch.device("cpu"), None)
     where, dtype = place if quantization == "none" else own
@@ -201,7 +201,7 @@ def load_served(
     """A language model as `serving` has it kept, its tokenizer, and the limits of its engine; of a model whose layers do not all stay in
     memory a metric tells what was planned. `step_tokens`: tokens of the longest pass that is not the engine's."""
     from puna.models.serving import offloaded_model
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.tokens.tokenizer import Tokenizer
 
     if serving.offload == "none":
         own = {} if serving.memory is None else {"memory": int(serving.memory * 1e9)}
@@ -289,8 +289,8 @@ def write_log(log: Sequence[dict[str, float]], run: StageRun) -> None:
 
 def save_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the checkpoint and its tokenizer; matrices in 4 bits, beside which adapters were trained, are unpacked here, on the CPU."""
-    from puna.models.adapters import Nf4Linear, merge
-    from puna.models.checkpoint import save
+    from puna.models.formats.adapters import Nf4Linear, merge
+    from puna.models.formats.checkpoint import save
 
     model.to("cpu")
     if any(isinstance(module, Nf4Linear) for module in model.modules()):

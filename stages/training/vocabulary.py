@@ -9,7 +9,7 @@ from puna.storage import Artifact, PunaError
 from puna.storage.manifest import content_digest
 
 if TYPE_CHECKING:
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.tokens.tokenizer import Tokenizer
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 """What a tokenizer artifact holds, and a model artifact beside its weights."""
@@ -18,7 +18,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 @lru_cache(maxsize=2)
 def loaded(folder: str) -> Tokenizer:
     """The tokenizer in a folder, read once per process."""
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.tokens.tokenizer import Tokenizer
 
     return Tokenizer.load(folder)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from puna.stages.contract.apart import Apart
+from puna.stages.executors.subprocess_worker import Apart
 from puna.stages.verifiers.base import Item, Question, Score, attempt, checked, to_json
 from puna.stages.verifiers.tools import Tools, chunks
 

@@ -14,7 +14,7 @@ from puna.stages.verifiers.registry import register
 from puna.stages.verifiers.tools import Tools
 
 if TYPE_CHECKING:
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.tokens.tokenizer import Tokenizer
 
 
 @register

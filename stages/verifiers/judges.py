@@ -9,7 +9,7 @@ from puna.stages.verifiers.question import Question
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
 Head = Literal["lm", "scalar"]
@@ -54,8 +54,8 @@ class Judges:
         if artifact.data_digest not in self._loaded:
             import torch
 
-            from puna.models.checkpoint import CheckpointError, load
-            from puna.models.tokenizer import Tokenizer
+            from puna.models.formats.checkpoint import CheckpointError, load
+            from puna.models.tokens.tokenizer import Tokenizer
 
             try:
                 model = load(artifact.path(), device="cuda" if torch.cuda.is_available() else "cpu")

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field, JsonValue, model_validator
 
-from puna.stages.contract import plugins
-from puna.stages.contract.modules import is_library
+from puna.stages import plugins
+from puna.stages.identity.modules import is_library
 from puna.stages.verifiers.base import Question, Score, Verifier
 from puna.stages.verifiers.registry import register
 

@@ -8,8 +8,8 @@ import pkgutil
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 
-from puna.stages import verifiers
-from puna.stages.contract import did_you_mean, parse, plugins
+from puna.stages import plugins, verifiers
+from puna.stages.contract import did_you_mean, parse
 from puna.stages.verifiers.base import Verifier
 from puna.storage import PunaError
 

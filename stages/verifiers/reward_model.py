@@ -62,7 +62,7 @@ def _scores(judge: Loaded, items: Sequence[Item]) -> list[Score]:
 
 def _rendered(judge: Loaded, item: Item) -> tuple[list[int], list[int]] | Score:
     """Ids of the prompt and of the answer; a score of None where the model cannot read them."""
-    from puna.models.tokenizer import ChatError, TemplateError
+    from puna.models.tokens.tokenizer import ChatError, TemplateError
 
     try:
         prompt, answer, _ = judge.tokenizer.render_pair(asked(item.question), item.answer)

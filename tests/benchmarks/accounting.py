@@ -19,7 +19,7 @@ import torch
 
 from puna.models import accounting
 from puna.models.config import ModelConfig
-from puna.models.probe import measure
+from puna.models.memory.probe import measure
 from puna.models.training.loop import TrainConfig, Trainer
 from puna.models.training.objectives import LanguageModeling
 from puna.models.training.objectives.base import Targets

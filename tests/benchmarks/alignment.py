@@ -36,7 +36,7 @@ PICK = "the reward model's pick over a random one"
 def run(seed: int, store: Path, model: str, recipe: str) -> dict[str, Any]:
     """The arms of one seed's rounds, their claims, and the CPU seconds of its stages."""
     command = [
-        sys.executable, "-m", "puna.flows.cli", "run", "align", "--recipe", recipe, "--store", str(store), "--input", model, "--json",
+        sys.executable, "-m", "puna.flows.cli.main", "run", "align", "--recipe", recipe, "--store", str(store), "--input", model, "--json",
         "--set", f"seed={seed}",
     ]  # fmt: skip
     done = subprocess.run(

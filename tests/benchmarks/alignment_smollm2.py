@@ -6,7 +6,7 @@
 
 Both run Puna's own commands, and find again what was made: a run that was stopped goes on.
 
-`arms`: per seed `puna run align` with control arms. Of each arm the share of right answers and their variety (`stages/pretrain/variety.py`),
+`arms`: per seed `puna run align` with control arms. Of each arm the share of right answers and their variety (`stages/evaluation/variety.py`),
 by task; of some the perplexity on WikiText-2 over that of the model as it came; and the gain of each step of the order over the one before.
 `reward`: `puna run reward_model` with `head_only` on all pairs, which tells its accuracy on pairs whose prompts a fit has not seen.
 """
@@ -57,7 +57,7 @@ class Command:
 
     def __call__(self, *words: str) -> list[dict[str, Any]]:
         """The JSON lines that a command prints."""
-        command = [sys.executable, "-m", "puna.flows.cli", *words, "--store", str(self.path), "--json"]
+        command = [sys.executable, "-m", "puna.flows.cli.main", *words, "--store", str(self.path), "--json"]
         environment = {**os.environ, "PYTHONPATH": str(alignment.ROOT / ".pkg")}
         done = subprocess.run(command, cwd=alignment.ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         return [json.loads(line) for line in done.stdout.splitlines()]

@@ -26,10 +26,11 @@ from starlette.routing import Route
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from puna.flows.guard import PAGES, Bounded, OwnSite  # noqa: E402
 from puna.flows.web import application  # noqa: E402
-from puna.stages.align.prompts import PromptsConfig, prompts  # noqa: E402
-from puna.stages.contract import execute, plugins  # noqa: E402
+from puna.flows.web.guard import PAGES, Bounded, OwnSite  # noqa: E402
+from puna.stages import plugins  # noqa: E402
+from puna.stages.contract import execute  # noqa: E402
+from puna.stages.prompts.prompts import PromptsConfig, prompts  # noqa: E402
 from puna.storage import Store  # noqa: E402
 from tests.reliability.cases_rot import rot_cases  # noqa: E402
 from tests.security import cases_code, cases_doors, cases_fooled, cases_models, cases_verify  # noqa: E402

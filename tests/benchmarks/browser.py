@@ -68,7 +68,7 @@ class Tour:
         began = time.perf_counter()
         log = self.store.parent / "up.log"
         with log.open("w") as file:
-            words = [sys.executable, "-m", "puna.flows.cli", "up", "--port", "0", "--store", str(self.store)]
+            words = [sys.executable, "-m", "puna.flows.cli.main", "up", "--port", "0", "--store", str(self.store)]
             self.process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(ROOT / ".pkg")})
         self.until(lambda: re.search(r"(http\S+)/puna", log.read_text()), 300)
         self.url = re.search(r"(http\S+)/puna", log.read_text())[1]  # type: ignore[index]

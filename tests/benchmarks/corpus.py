@@ -25,7 +25,7 @@ def store() -> Store:
 
 def sample() -> list[Path]:
     """The sample's archives, in PUNA_SAMPLE or the store's `sample`; made where there are none."""
-    from puna.stages.sample.build import build_sample
+    from puna.flows.demo.build import build_sample
 
     folder = Path(os.environ.get("PUNA_SAMPLE", store().root / "sample"))
     if not list(folder.glob("*.warc.gz")):
@@ -40,7 +40,7 @@ def larger(folder: Path, times: int) -> list[Path]:
     """
     from fastwarc.warc import ArchiveIterator, WarcRecordType
 
-    from puna.stages.sample.warc import Page, write_warc
+    from puna.flows.demo.warc import Page, write_warc
 
     made = []
     for file in sample():

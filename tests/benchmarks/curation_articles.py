@@ -98,8 +98,8 @@ def figures(pages: list[ArticlePage]) -> dict[str, float]:
     import peers
     from resiliparse.extract.html2text import extract_plain_text
 
+    from puna.models.extraction.decode import decode
     from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
-    from puna.stages.curate.extraction.decode import decode
 
     def ours(body: bytes) -> str:
         try:
@@ -130,7 +130,7 @@ def figures(pages: list[ArticlePage]) -> dict[str, float]:
 
 def _scores(texts: list[str], pages: list[ArticlePage]) -> dict[str, float]:
     """The figures of one system on one set."""
-    from puna.stages.curate.extraction.training import word_f1
+    from puna.models.extraction.training import word_f1
 
     if pages[0].truth is None:
         right = sum(snippet in text for text, page in zip(texts, pages, strict=True) for snippet in page.wanted)
@@ -227,7 +227,7 @@ def clean_articles(folder: Path, recipe: str, all_types: bool) -> dict[str, floa
 
     `all_types`: clean pages of other types beside them, and count by type the documents, their words and those that are junk.
     """
-    from puna.flows.clean import clean
+    from puna.flows.cli.clean import clean
     from puna.storage import Store
 
     archive = folder / "web_wcxb_dev"

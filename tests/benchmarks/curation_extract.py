@@ -48,8 +48,8 @@ def figures(data: Path | None = None, limit: int | None = None) -> dict[str, flo
     import peers
     from resiliparse.extract.html2text import extract_plain_text
 
+    from puna.models.extraction.decode import decode
     from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
-    from puna.stages.curate.extraction.decode import decode
 
     folder, rows = _rows(data)
     rows, texts = _unseen(folder, rows[:limit])
@@ -84,7 +84,7 @@ def _timed(system: Callable[[bytes], str], bodies: list[bytes]) -> tuple[float, 
 
 def _scores(name: str, seconds: float, made: list[str], rows: list[dict[str, Any]]) -> dict[str, float]:
     """Pages a second and F1 of one system, over all pages and by type."""
-    from puna.stages.curate.extraction.training import word_f1
+    from puna.models.extraction.training import word_f1
 
     scores = [word_f1(text, row["ground_truth"].get("main_content") or "") for text, row in zip(made, rows, strict=True)]
     found = {f"{name}_pages_s": len(rows) / seconds, f"{name}_f1": sum(scores) / len(scores)}
@@ -145,8 +145,8 @@ def _unseen(folder: Path, rows: list[dict[str, Any]]) -> tuple[list[dict[str, An
     """The rows that can be scored honestly; with their texts where the weights that come with the code have seen the pages."""
     from safetensors import safe_open
 
-    from puna.stages.curate.extraction.model import WEIGHTS
-    from puna.stages.curate.extraction.training import all_rows, corpus, page_digest, read, unseen_texts
+    from puna.models.extraction.model import WEIGHTS
+    from puna.models.extraction.training import all_rows, corpus, page_digest, read, unseen_texts
 
     with safe_open(WEIGHTS, "np") as file:
         seen = set(file.metadata()["trained_on"].split())

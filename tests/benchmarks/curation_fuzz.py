@@ -87,9 +87,9 @@ def readers() -> dict[str, tuple[list[bytes], Callable[[bytes], Iterator[bool]]]
     import zstandard
 
     from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
-    from puna.stages.curate.reading.pages import Page, Rejected
-    from puna.stages.curate.reading.readers import Columns, read_table
-    from puna.stages.curate.reading.warc import read_warc
+    from puna.stages.reading.pages import Page, Rejected
+    from puna.stages.reading.readers import Columns, read_table
+    from puna.stages.reading.warc import read_warc
 
     def extractor(name: Any, media: str) -> Callable[[bytes], Iterator[bool]]:
         config = ExtractConfig(extractor=name)

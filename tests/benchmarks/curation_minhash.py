@@ -153,8 +153,8 @@ def equality(column: Any, parity: Any, found: Any, datatrove: dict[str, Any]) ->
 def recall() -> dict[str, float]:
     """Share of the pairs with a Jaccard similarity of at least 0.8 of which one is removed, by brute force over Python sets;
     removed documents that are not so similar to their survivor; and removed ones in all."""
+    from puna.kernels.text.shingles import normalized
     from puna.stages.curate.minhash.decide import near_duplicates
-    from puna.stages.curate.text.shingles import normalized
 
     texts = corpus(SPEED_BYTES)[-RECALL_TEXTS:]
     generator = random.Random(1)

@@ -27,7 +27,7 @@ Labelled = tuple[str, set[tuple[int, int, str]]]
 
 def f1(texts: Iterable[Labelled], kinds: tuple[str, ...]) -> dict[str, float]:
     """F1 of each kind, and of all spans together."""
-    from puna.stages.curate.text.personal import find
+    from puna.kernels.text.personal import find
 
     right: Counter[str] = Counter()
     both: Counter[str] = Counter()
@@ -60,7 +60,7 @@ def figures() -> dict[str, float]:
     """Span F1 by kind, and MB/s."""
     import corpus
 
-    from puna.stages.curate.text.personal import FINDERS, find
+    from puna.kernels.text.personal import FINDERS, find
 
     found = {f"pii_f1_{kind}": value for kind, value in f1(sentences(), tuple(FINDERS)).items()}
     if "PUNA_PII" in os.environ:

@@ -25,7 +25,7 @@ def run(seed: int, store: Path, recipe: str) -> dict[str, Any]:
     command = [
         sys.executable,
         "-m",
-        "puna.flows.cli",
+        "puna.flows.cli.main",
         "run",
         "pipeline",
         "--recipe",

@@ -29,9 +29,9 @@ PLANTED = 1000
 RECIPES = {"demo": "pipeline", "clean": "curate"}
 CHECK = """
 import sys
-from puna.flows import running
-from puna.flows.settings import prepare
-from puna.flows.trace import flow_named, load, load_stages
+from puna.flows.engine import running
+from puna.flows.engine.defaults import prepare
+from puna.flows.engine.trace import flow_named, load, load_stages
 from puna.storage import Store
 
 flow, recipe, place, *inputs = sys.argv[1:]

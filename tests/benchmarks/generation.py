@@ -138,7 +138,7 @@ def smollm(file: Path) -> dict[str, float]:
     """Greedy tokens beside transformers' for 200 prompts."""
     from transformers import AutoModelForCausalLM
 
-    from puna.models.checkpoint import load_with_tokenizer, save
+    from puna.models.formats.checkpoint import load_with_tokenizer, save
 
     network, tokenizer = load_with_tokenizer(file)
     asks = ("Tell me about", "Describe", "Explain how to think of", "Write a short story on", "List three facts about")
@@ -175,9 +175,9 @@ ASKS = {
 def speculation(file: Path, rounds: int, draft: Path | None = None, most: int = 6) -> dict[str, Any]:
     """CPU seconds without guesses over those with at most `most` from what stood before, of one or three continuations, and from a draft, the model itself in 8 bits
     where none is given; tokens for each step of the model, and the share of answers that stay the same."""
-    from puna.models.checkpoint import load_with_tokenizer
-    from puna.models.draft import DraftedEngine
-    from puna.models.quantised import quantise
+    from puna.models.formats.checkpoint import load_with_tokenizer
+    from puna.models.formats.quantised import quantise
+    from puna.models.generation.draft import DraftedEngine
 
     network, tokenizer = load_with_tokenizer(file)
     smaller = load_with_tokenizer(draft)[0] if draft else quantise(load_with_tokenizer(file)[0], "int8")
@@ -215,7 +215,7 @@ def speculation(file: Path, rounds: int, draft: Path | None = None, most: int = 
 def draft_ceiling(rounds: int) -> dict[str, float]:
     """What a draft of a tenth of the layers can save at most, one prompt at a time: 20 layers of width 768, of which all but the first
     two add nothing, so that these two alone are a draft that is always right; and one of other weights."""
-    from puna.models.draft import DraftedEngine
+    from puna.models.generation.draft import DraftedEngine
 
     shape = SHAPE.replace(hidden_size=768, intermediate_size=2048, num_hidden_layers=20, num_attention_heads=12, head_dim=64)
     network = Transformer(shape, generator=torch.Generator().manual_seed(0))
@@ -242,10 +242,10 @@ def draft_ceiling(rounds: int) -> dict[str, float]:
 def quantised(file: Path, text: Path, tokens: int) -> dict[str, Any]:
     """Weights in bf16, INT8, FP8 and four bits, rounded to the nearest (int4) and by AWQ after 8,192 tokens of the text's end, beside fp32: the KL divergence of next tokens' distributions from those of fp32 in nats, the share of
     positions at which the likeliest token is the same, the mean log-prob of the text, and right sums of 200, after four examples."""
-    from puna.models.awq_search import packed
-    from puna.models.checkpoint import load_with_tokenizer
     from puna.models.forest import Forest
-    from puna.models.quantised import quantise
+    from puna.models.formats.awq_search import packed
+    from puna.models.formats.checkpoint import load_with_tokenizer
+    from puna.models.formats.quantised import quantise
 
     network, tokenizer = load_with_tokenizer(file)
     ids = tokenizer.encode(text.read_text(encoding="utf-8"))[:tokens]
@@ -301,7 +301,7 @@ class Reader(Engine):
 def sinks(file: Path, text: Path, tokens: int, window: int = 512) -> dict[str, Any]:
     """Perplexity of a text of so many tokens, of its stretches of 2,048, read at one go: by a cache of the last `window` to 1.25 `window`
     tokens, the same with 16 sinks, and by all tokens before; and memory of keys and values. The context is the model's own."""
-    from puna.models.checkpoint import load_with_tokenizer
+    from puna.models.formats.checkpoint import load_with_tokenizer
 
     network, tokenizer = load_with_tokenizer(file)
     ids = tokenizer.encode(text.read_text(encoding="utf-8"))[: tokens + 1]

@@ -58,7 +58,7 @@ def walked(folder: Path, model: Path, pairs: Path, rows: int, heldout: float | N
         if words[:2] == ["import", "preferences"] and heldout is not None:
             given += ["--set", f"heldout_fraction={heldout}"]
         started = time.monotonic()
-        subprocess.run([sys.executable, "-m", "puna.flows.cli", *given], cwd=folder, env=environment, stdout=sys.stderr, check=True)
+        subprocess.run([sys.executable, "-m", "puna.flows.cli.main", *given], cwd=folder, env=environment, stdout=sys.stderr, check=True)
         seconds[" ".join(words[:2])] = round(time.monotonic() - started, 1)
     from puna.storage import Store
 

@@ -89,7 +89,7 @@ def own_factors(values: Any, english: Any) -> dict[str, float]:
 
 def passages(texts: list[str]) -> list[set[str]]:
     """Words of every 50 words, folded."""
-    from puna.stages.curate.text.words import split
+    from puna.kernels.text.words import split
 
     out = []
     for text in texts:
@@ -100,7 +100,7 @@ def passages(texts: list[str]) -> list[set[str]]:
 
 def stop_words(sets: list[list[set[str]]], published: list[str]) -> list[str]:
     """As few of the most frequent words as nearly every passage has two of; of several sets of text, those frequent in all."""
-    from puna.stages.curate.text.words import split
+    from puna.kernels.text.words import split
 
     sets = [one for one in sets if one]
     shares = [Counter(word for passage in one for word in passage) for one in sets]
@@ -121,7 +121,7 @@ def stop_words(sets: list[list[set[str]]], published: list[str]) -> list[str]:
 
 def share_factor(texts: list[str], words: list[str]) -> float:
     """Half of the share of stop words that nearly all texts have, over the rule's threshold."""
-    from puna.stages.curate.text.words import split
+    from puna.kernels.text.words import split
 
     listed, shares = set(words), []
     for text in texts:
@@ -145,7 +145,7 @@ def as_groups(lists: dict[Key, list[str]], texts: dict[Key, list[str]]) -> tuple
 
 def usable(words: list[str]) -> list[str]:
     """The published words that are one word of the splitter each, and of letters."""
-    from puna.stages.curate.text.words import split
+    from puna.kernels.text.words import split
 
     return [w for w in dict.fromkeys(w.lower() for w in words) if w.isalpha() and len(w) <= LONGEST and split(w) == [w]]
 
@@ -166,8 +166,8 @@ def drawn(own: dict[str, float], weight: int, towards: dict[str, float]) -> dict
 
 
 def main() -> None:
-    from puna.stages.curate.identification.scripts import script
-    from puna.stages.curate.rules.languages import ABSTAINS, FILE, SCALED
+    from puna.models.languages.registry import ABSTAINS, FILE, SCALED
+    from puna.models.languages.scripts import script
 
     canonical, half = codes(sys.argv[1]), "--half" in sys.argv
     code = lambda name: canonical.get(name.split("-")[0].split("_")[0], name.split("-")[0].split("_")[0])  # noqa: E731

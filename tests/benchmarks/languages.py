@@ -91,7 +91,7 @@ def udhr_documents() -> list[tuple[str, str, int, str]]:
 
 def code_of(name: str) -> str:
     """ISO 639's code of a language that NTREX or UDHR names."""
-    from puna.stages.curate.rules.languages import shipped_names
+    from puna.models.languages.registry import shipped_names
 
     name = name.split("-")[0]
     return OTHER_CODES.get(name) or shipped_names().canonical(name)
@@ -99,8 +99,8 @@ def code_of(name: str) -> str:
 
 def identification() -> dict[str, float]:
     """Accuracy and speed."""
-    from puna.stages.curate.identification.vote import vote
-    from puna.stages.curate.rules.languages import shipped_names
+    from puna.models.languages.registry import shipped_names
+    from puna.models.languages.vote import vote
 
     sentences, documents = [], []
     for name, found in ntrex().items():
@@ -124,7 +124,7 @@ def identification() -> dict[str, float]:
 
 def figures(show: bool = False, rest: bool = False) -> dict[str, float]:
     """All figures; with `rest` of the documents that `language_table.py --half` did not count."""
-    from puna.flows.fairness import Labelled, fairness, twins
+    from puna.flows.cli.fairness import Labelled, fairness, twins
 
     changes = ["select.language={}"]
     good = [Labelled(name, text) for name, text in ntrex_documents()]

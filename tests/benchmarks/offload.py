@@ -84,12 +84,12 @@ def warm_up() -> None:
 
 
 def by_puna(args: argparse.Namespace, mapped: bool = False, stay: bool = False) -> dict[str, Any]:
-    from puna.models import planner
-    from puna.models.checkpoint import load
+    from puna.models.formats.checkpoint import load
     from puna.models.generation import Engine, SamplingParams
-    from puna.models.offload import Disk
+    from puna.models.memory import planner
+    from puna.models.memory.offload import Disk
+    from puna.models.memory.workload import Work
     from puna.models.serving import offloaded_model
-    from puna.models.workload import Work
 
     told: dict[str, Any] = {}
     shelf = None

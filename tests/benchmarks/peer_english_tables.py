@@ -1,4 +1,4 @@
-"""Prints stages/curate/data/english_words.json: what spaCy's blank English tokeniser and datatrove's filters know
+"""Prints kernels/text/data/english_words.json: what spaCy's blank English tokeniser and datatrove's filters know
 about characters and words, as tables. Runs in the environment of the peer "datatrove" (see peers.py).
 
 Character classes are evaluated over all of Unicode and stored as ranges; split exceptions are stored as their pieces

@@ -26,7 +26,7 @@ def open_model(folder: Path | None) -> tuple[Any, Any, Any]:
     """(ours as a plain Transformer, transformers' own model, tokenizer), fp32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from puna.models.checkpoint import load
+    from puna.models.formats.checkpoint import load
 
     options: dict[str, Any] = {}
     if folder is None:

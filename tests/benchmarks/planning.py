@@ -19,8 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from puna.flows.experience import Experience, Size
-from puna.flows.interactive import run_flow
+from puna.flows.cli.notebook import run_flow
+from puna.flows.engine.estimates import Experience, Size
 from puna.storage import Artifact, Store
 
 RUNS = ((1200, 20), (3000, 30), (2000, 40), (2500, 25))

@@ -20,7 +20,7 @@ import torch
 
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
-from puna.models.prefill import SplitEngine
+from puna.models.generation.prefill import SplitEngine
 from puna.models.transformer import Transformer
 
 SHAPE = ModelConfig(

@@ -27,10 +27,10 @@ from typing import Any
 
 import psutil
 
-from puna.flows.reporter import Reporter
-from puna.flows.server import Server, read_note
-from puna.flows.session import session
-from puna.stages.align.prompts import PromptsConfig, prompts
+from puna.flows.engine.session import session
+from puna.flows.server.client import Server, read_note
+from puna.flows.server.reporter import Reporter
+from puna.stages.prompts.prompts import PromptsConfig, prompts
 from puna.storage import Store
 
 CONFIG = PromptsConfig(tasks=[{"task": "chain_sum"}], train=5, heldout=2)
@@ -40,7 +40,7 @@ def started(store: Store, log: Path) -> tuple[subprocess.Popen[bytes], dict[str,
     """`puna up` with all forms offered, and how long that took."""
     began = time.perf_counter()
     with log.open("w") as file:
-        words = [sys.executable, "-m", "puna.flows.cli", "up", "--port", "0", "--store", str(store.root)]
+        words = [sys.executable, "-m", "puna.flows.cli.main", "up", "--port", "0", "--store", str(store.root)]
         process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT)
     found: dict[str, Any] = {}
     for name, ready in (("address_seconds", lambda: read_note(store.root)), ("forms_seconds", lambda: "are offered at" in log.read_text())):

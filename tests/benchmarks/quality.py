@@ -5,7 +5,7 @@
 FOLDER holds the sets that `stages/curate/data/grades.tsv` names: `web_wcxb_dev`, `web_readability`, `web_newspaper`, `web_trafilatura` (as
 `curation_articles.py` reads them), `text_misc` (JSON lines), and `quality_dclm/majority_data.jsonl`, documents that people labelled
 (`text`, `label` 1 or 0), which trained nothing. The demo's sample comes from the store (`corpus.py`). `--write` writes the graded texts
-out for `python -m puna.stages.curate.learned.grade_training`.
+out for `python -m puna.stages.curate.classifiers.grade_training`.
 
 AUCs, chance that a good one has the higher score: `quality_auc` of graded documents (good: 3 or more), each by a model that did not see its
 site; `quality_auc_SET` within a set; `human_auc` on people's labels, by the weights that are shipped. The same of controls: `_length`
@@ -88,8 +88,8 @@ def _read(body: bytes) -> Callable[[str], str]:
     """The text of a page: its main content, or all of it."""
     from resiliparse.extract.html2text import extract_plain_text
 
+    from puna.models.extraction.decode import decode
     from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
-    from puna.stages.curate.extraction.decode import decode
 
     def read(reading: str) -> str:
         if reading == "whole":
@@ -106,8 +106,8 @@ def figures(folder: Path, documents: list[Graded]) -> dict[str, float]:
     """See the module."""
     import pyarrow as pa
 
-    from puna.stages.curate.learned.grade_training import Text, rows_of, unseen_grades
-    from puna.stages.curate.learned.grades import GOOD, good_chances, load
+    from puna.models.classifiers.grades import GOOD, good_chances, load
+    from puna.stages.curate.classifiers.grade_training import Text, rows_of, unseen_grades
 
     wikipedia = _wikipedia()
     texts = [document.text for document in documents]
@@ -134,7 +134,7 @@ def figures(folder: Path, documents: list[Graded]) -> dict[str, float]:
 
 def auc(scores: NDArray[np.float64], good: NDArray[np.bool_]) -> float:
     """Chance that a good one has the higher score; ties count half."""
-    from puna.stages.curate.learned import classifier
+    from puna.stages.curate.classifiers import classifier
 
     places = np.unique(scores, return_inverse=True)[1]
     return classifier.auc(classifier.counted(places / len(scores), good))
@@ -153,9 +153,9 @@ def _wikipedia() -> Callable[[list[str]], list[float]]:
     import corpus
     import pyarrow as pa
 
-    from puna.flows.trace import load as recipe
+    from puna.flows.engine.trace import load as recipe
     from puna.stages.contract import execute
-    from puna.stages.curate.learned.trained import trained
+    from puna.stages.curate.classifiers.trained import trained
     from puna.stages.curate.train_classifier import TrainClassifierConfig, train_classifier
 
     settings = recipe("demo", [], "curate").one("train_quality", train_classifier, TrainClassifierConfig)
@@ -172,7 +172,7 @@ def _speed() -> float:
     """MB per CPU second."""
     import corpus
 
-    from puna.stages.curate.learned.grades import good_chances, load
+    from puna.models.classifiers.grades import good_chances, load
 
     texts = corpus.extracted().read(columns=["text"])["text"].combine_chunks()
     best = float("inf")

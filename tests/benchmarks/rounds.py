@@ -29,11 +29,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / ".pkg")]
 
 import torch  # noqa: E402
 
-from puna.flows import launch  # noqa: E402
-from puna.flows.history import rounds_of  # noqa: E402
+from puna.flows.engine import launch  # noqa: E402
+from puna.flows.engine.rounds import rounds_of  # noqa: E402
 from puna.stages.align.gate import compare  # noqa: E402
 from puna.stages.contract import execute, parse  # noqa: E402
-from puna.stages.pretrain.evaluate import EvaluateConfig, evaluate  # noqa: E402
+from puna.stages.evaluation.evaluate import EvaluateConfig, evaluate  # noqa: E402
 from puna.storage import Artifact, Store  # noqa: E402
 from tests.flows import planted  # noqa: E402
 
@@ -63,7 +63,7 @@ class Bench:
 
     def fired(self) -> subprocess.Popen[bytes]:
         """A firing by the command line, in a session of its own."""
-        command = [sys.executable, "-m", "puna.flows.cli", "run", "round", "--module", "tests.flows.planted", "--recipe", self.recipe,
+        command = [sys.executable, "-m", "puna.flows.cli.main", "run", "round", "--module", "tests.flows.planted", "--recipe", self.recipe,
                    "--input", self.start.id, "--input", self.pool.id, "--workers", "1", "--store", str(self.folder / "store")]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": f"{ROOT / '.pkg'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(

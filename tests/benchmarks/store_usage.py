@@ -64,10 +64,10 @@ def main() -> None:
     if "--stages" in sys.argv:
         sys.argv.remove("--stages")
         watch = Watch()
-    from puna.flows.cli import main as puna
+    from puna.flows.cli.main import main as puna
 
     if watch is not None:
-        from puna.flows import session
+        from puna.flows.engine import session
 
         session.Session.perform = watch.around(session.Session.perform, lambda *args: str(args[-1]))  # type: ignore[method-assign]
         session._report = watch.around(session._report, lambda *args: "report")
@@ -87,7 +87,7 @@ def main() -> None:
     print(json.dumps({
         "seconds": time.perf_counter() - started, "driver_cpu_s": own.ru_utime + own.ru_stime,
         "workers_cpu_s": others.ru_utime + others.ru_stime, "driver_peak_mb": peak, "worker_peak_mb": others.ru_maxrss / 1024,
-        "load": os.getloadavg()[0], "code": sys.modules["puna.flows.cli"].__file__,
+        "load": os.getloadavg()[0], "code": sys.modules["puna.flows.cli.main"].__file__,
     }), file=sys.stderr)  # fmt: skip
     sys.exit(status)
 

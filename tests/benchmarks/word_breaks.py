@@ -3,7 +3,7 @@
 `PUNA_LANGUAGES_DATA=FOLDER python tests/benchmarks/word_breaks.py [--write]` needs the package icu4py. The texts are NTREX-128's
 first half and the Declaration of Human Rights in the scripts without spaces. Without `--write` every other document is learned from, and
 the rest tells the agreement: precision and recall of word beginnings, and of whole words. With it, all are, and
-`stages/curate/data/word_breaks.npz` is written.
+`kernels/text/data/word_breaks.npz` is written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST = 110  # of 127, so that rounding leaves room
 
 def texts() -> dict[str, list[str]]:
     """Language → documents. Burmese in the Zawgyi encoding is left out: ICU knows none."""
-    from puna.stages.curate.identification.scripts import script
+    from puna.models.languages.scripts import script
 
     found: dict[str, list[str]] = defaultdict(list)
     for name, documents in ntrex().items():
@@ -45,7 +45,7 @@ def labelled(text: str) -> tuple[Any, Any]:
     """The places where a word may begin, and whether ICU begins one there."""
     from icu4py.breakers import WordBreaker
 
-    from puna.stages.curate.text.characters import ALPHABETIC, DECIMAL, SINGLE, WORD, code_points, tables
+    from puna.kernels.text.characters import ALPHABETIC, DECIMAL, SINGLE, WORD, code_points, tables
 
     flags = tables().flags[code_points(text)]
     starts = np.zeros(len(flags) + 1, np.bool_)
@@ -57,8 +57,8 @@ def labelled(text: str) -> tuple[Any, Any]:
 
 def bins_of(text: str, places: Any) -> Any:
     """The bins of the features at some places of a text, int64[n, 13]."""
-    from puna.stages.curate.text.characters import code_points, tables
-    from puna.stages.curate.text.unspaced import FEATURES, features
+    from puna.kernels.text.characters import code_points, tables
+    from puna.kernels.text.unspaced import FEATURES, features
 
     codes, flags, out = code_points(text), tables().flags, np.zeros((len(places), len(FEATURES)), np.int64)
     for row, place in enumerate(places.tolist()):
@@ -82,7 +82,7 @@ def sample(documents: list[str]) -> tuple[Any, Any]:
 
 def learn(bins: Any, labels: Any) -> Any:
     """Weights of logistic regression by steps of one place at a time (AdaGrad), as int8."""
-    from puna.kernels.compiled import njit
+    from puna.kernels.cpu.numba_cache import njit
 
     @njit(cache=False)
     def run(bins: Any, signs: Any, order: Any, weights: Any, squares: Any) -> None:
@@ -97,7 +97,7 @@ def learn(bins: Any, labels: Any) -> Any:
                 squares[b] += slope * slope
                 weights[b] -= RATE * slope / np.sqrt(squares[b])
 
-    from puna.stages.curate.text.unspaced import BITS
+    from puna.kernels.text.unspaced import BITS
 
     weights, squares = np.zeros(1 << BITS), np.full(1 << BITS, 1e-3)
     signs = np.where(labels, 1.0, -1.0)
@@ -125,7 +125,7 @@ def agreement(weights: Any, documents: list[str]) -> dict[str, float]:
 
 
 def main() -> None:
-    from puna.stages.curate.text.unspaced import FILE
+    from puna.kernels.text.unspaced import FILE
 
     found, write = texts(), "--write" in sys.argv
     learned = [d for documents in found.values() for d in (documents if write else documents[::2])]

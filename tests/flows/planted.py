@@ -13,14 +13,14 @@ import pyarrow as pa
 import torch
 import yaml
 
-from puna.models.checkpoint import save
 from puna.models.config import ModelConfig
-from puna.models.tokenizer import Tokenizer
+from puna.models.formats.checkpoint import save
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
-from puna.stages.align.settings import SftConfig
 from puna.stages.align.sft import sft
 from puna.stages.contract import SeededConfig, StageRun, execute, parse, stage
 from puna.stages.conversations import asking, dump, messages_of
+from puna.stages.training.settings import SftConfig
 from puna.stages.verifiers.base import BoundedVerifier, Question, Score
 from puna.stages.verifiers.registry import register, to_text
 from puna.storage import Artifact, Store

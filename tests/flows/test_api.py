@@ -16,11 +16,11 @@ import torch
 import uvicorn
 from fastapi.testclient import TestClient
 
-from puna.flows.api import Limits, application
+from puna.flows.cli.openai import Limits, application
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
 from puna.models.serving import engine_of
-from puna.models.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
 TOKENIZER = Tokenizer.train(["to be or not to be, that is the question"], 280)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from puna.flows import database
+from puna.flows.prefect import database
 
 
 def head() -> str:

@@ -20,11 +20,11 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from puna.flows.cli import app
-from puna.flows.forms import offers
-from puna.flows.launch import chosen, stage_config
-from puna.flows.program import first_sentence
-from puna.flows.trace import load
+from puna.flows.cli.main import app
+from puna.flows.engine.declare import first_sentence
+from puna.flows.engine.launch import chosen, stage_config
+from puna.flows.engine.trace import load
+from puna.flows.prefect.forms import offers
 from puna.flows.web.start import list_page
 from puna.stages.contract import Stage
 from puna.storage import Store

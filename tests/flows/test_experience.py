@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.flows.experience import Experience, Size
-from puna.flows.report.markup import duration
+from puna.flows.engine.estimates import Experience, Size
+from puna.flows.html.markup import duration
 from puna.storage import Store
 
 

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from puna.flows.cli import app
-from puna.flows.fairness import Labelled, fairness, gini, menu, misread, read_labelled, repeats, salad, twins
+from puna.flows.cli.fairness import Labelled, fairness, gini, menu, misread, read_labelled, repeats, salad, twins
+from puna.flows.cli.main import app
 from puna.storage import PunaError
 
 # Sentences of this test's own; a document has each of them once, in an order of its own, three to a line.

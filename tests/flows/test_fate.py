@@ -7,14 +7,14 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from puna.flows.cli import app
-from puna.flows.fate import fate
+from puna.flows.cli.main import app
+from puna.flows.report.why import fate
+from puna.models.languages.registry import shipped
 from puna.stages.contract import External, execute
 from puna.stages.curate.extract import ExtractConfig, extract
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.ingest import IngestConfig, ingest
 from puna.stages.curate.language import LanguageConfig, language
-from puna.stages.curate.rules.languages import shipped
 from puna.stages.curate.select import SelectConfig, select
 from puna.storage import PunaError, Store
 

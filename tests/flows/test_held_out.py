@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from puna.flows.engine.declare import Output, Walk
+from puna.flows.engine.recipe import Recipe, Step
+from puna.flows.engine.trace import load
 from puna.flows.experiments import experiments
 from puna.flows.pretrain import pretrain
-from puna.flows.program import Output, Walk
-from puna.flows.recipe import Recipe, Step
-from puna.flows.trace import load
 from puna.stages.contract import execute
 from puna.stages.pretrain.split import SplitConfig, split
 from puna.storage import Artifact, Store

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from puna.flows import preflight
-from puna.flows.trace import flow_named, load
+from puna.flows.engine import preflight
+from puna.flows.engine.trace import flow_named, load
 from puna.stages.contract import External, Facts, InputFacts, perform
 from puna.stages.contract.needs import GLANCE, LOOK
 from puna.stages.curate.domains import TrainDomainsConfig, needs, seed_words

@@ -10,12 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from puna.flows.cli import app
-from puna.models.checkpoint import load, save
+from puna.flows.cli.main import app
 from puna.models.config import ModelConfig
-from puna.models.tokenizer import Tokenizer
+from puna.models.formats.checkpoint import load, save
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
-from puna.stages.contract import executors
+from puna.stages import executors
 from puna.storage import Store
 from tests.models.dialogues import families, made
 

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
-from puna.flows.cli import app
-from puna.flows.sql import _statements
+from puna.flows.cli.main import app
+from puna.flows.cli.sql import _statements
 from puna.storage import Identity, InputRecord, PunaError, Store, runs
 
 RUNNER = CliRunner()
@@ -139,7 +139,7 @@ def test_a_refactoring_is_accepted_before_anything_is_made_again(tmp_path: Path)
         return done.stdout.strip()
 
     def accept(name: str) -> list[str]:
-        return ["-m", "puna.flows.cli", "accept", name, "--module", str(module), "--store", str(tmp_path / "store")]
+        return ["-m", "puna.flows.cli.main", "accept", name, "--module", str(module), "--store", str(tmp_path / "store")]
 
     module = tmp_path / "renamed_stage.py"
     module.write_text(STAGE.format(helper="shout"))

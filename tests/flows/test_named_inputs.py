@@ -9,11 +9,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from puna.flows import running
-from puna.flows.inputs import meant
-from puna.flows.program import Output, name_of
-from puna.flows.running import given_to
-from puna.flows.trace import flow_named, load, trace
+from puna.flows.engine import running
+from puna.flows.engine.declare import Output, name_of
+from puna.flows.engine.inputs import meant
+from puna.flows.engine.running import given_to
+from puna.flows.engine.trace import flow_named, load, trace
 from puna.stages.align.ppo import ppo
 from puna.stages.align.sample import sample
 from puna.stages.curate.ingest import ingest

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
-from puna.flows import preflight
-from puna.flows.preflight import check, check_stage
-from puna.flows.trace import flow_named, load
+from puna.flows.engine import preflight
+from puna.flows.engine.preflight import check, check_stage
+from puna.flows.engine.trace import flow_named, load
 from puna.stages.align.dpo import DpoConfig, dpo
 from puna.stages.align.ppo import PpoConfig, ppo
 from puna.stages.contract import Value, execute

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from puna.flows.new import TEMPLATES, new
+from puna.flows.cli.new import TEMPLATES, new
 from puna.storage import PunaError
 
 ROOT = Path(__file__).parents[2]
 PLAN = """
 import json, sys
-from puna.stages.contract import plugins
+from puna.stages import plugins
 for module in ("my_own.stages", "my_own.rules"):
     plugins.add(module)
-from puna.flows.trace import flow_named, load, trace
+from puna.flows.engine.trace import flow_named, load, trace
 found = trace(flow_named("curate"), load("recipe.yaml", flow="curate"))
 step = next(step for step in found.steps if step.label == "only_titled")
 print(json.dumps([found.complaints, dict(step.inputs), [s.label for s in found.steps if "only_titled" in s.inputs.get("documents", ())]]))
@@ -56,9 +56,9 @@ def test_the_page_shows_the_code_that_is_tested() -> None:
 
 
 def test_the_flow_on_the_page_has_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from puna.flows.program import FLOWS
-    from puna.flows.trace import load, load_flows, trace
-    from puna.stages.contract import plugins
+    from puna.flows.engine.declare import FLOWS
+    from puna.flows.engine.trace import load, load_flows, trace
+    from puna.stages import plugins
 
     page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
     (code,) = [block for block in page.split("```python\n") if "@flow" in block]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from puna.flows.offering import Offering
+from puna.flows.prefect.deployment_sync import Offering
 from puna.storage import Store, runs
 
 

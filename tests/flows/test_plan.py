@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from puna.flows.cli import app
-from puna.flows.interactive import run_flow
-from puna.flows.plan import costs
-from puna.flows.planned import planned
-from puna.flows.trace import flow_named, load
+from puna.flows.cli.main import app
+from puna.flows.cli.notebook import run_flow
+from puna.flows.engine.cost import costs
+from puna.flows.engine.plan import planned
+from puna.flows.engine.trace import flow_named, load
 from puna.models import accounting
-from puna.stages.contract import executors
+from puna.stages import executors
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer

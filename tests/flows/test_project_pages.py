@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from puna.flows import deployments, trace
-from puna.flows.forms import Choices, offers
-from puna.flows.offering import Offering
-from puna.flows.trigger import Wanted, due, want, wanted
+from puna.flows.engine import trace
+from puna.flows.prefect import deployments
+from puna.flows.prefect.deployment_sync import Offering
+from puna.flows.prefect.forms import Choices, offers
+from puna.flows.prefect.trigger import Wanted, due, want, wanted
 from puna.flows.web import application, start
 from puna.flows.web.start import requested
 from puna.storage import PunaError, Store, runs

@@ -10,12 +10,13 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
-from puna.flows import launch, round, trace
-from puna.flows import planned as planning
-from puna.flows.cli import app
-from puna.flows.inputs import latest
-from puna.flows.plan import steps_of
-from puna.flows.trace import flow_named, load
+from puna.flows import round
+from puna.flows.cli.main import app
+from puna.flows.engine import launch, trace
+from puna.flows.engine import plan as planning
+from puna.flows.engine.cost import steps_of
+from puna.flows.engine.inputs import latest
+from puna.flows.engine.trace import flow_named, load
 from puna.stages.contract import Stage, StageConfig, identify
 from puna.storage import Artifact, Identity, PunaError, Store, catalog
 

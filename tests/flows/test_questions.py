@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 import puna
-from puna.flows import sql
-from puna.flows.cli import app
+from puna.flows.cli import sql
+from puna.flows.cli.main import app
 from puna.storage import PunaError, Store, catalog
 from tests.flows.report.conftest import everything
 

@@ -12,7 +12,7 @@ import anyio
 import pytest
 from anyio.abc import Process
 
-from puna.flows import ready
+from puna.flows.prefect import ready
 
 RUN = [sys.executable, "-m", "said"]
 
@@ -42,7 +42,7 @@ def made(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setattr(ready, "ENGINE", "said")
-    monkeypatch.setattr(ready, "WAITING", (sys.executable, "-m", "puna.flows.waiting", "said", "helper"))
+    monkeypatch.setattr(ready, "WAITING", (sys.executable, "-m", "puna.flows.prefect.waiting", "said", "helper"))
     monkeypatch.setattr(ready._starter_engine, "run_process", ready.run_process)
     one = ready.Ready(None)
     return one, tmp_path, one._environment

@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from puna.flows import launch, running
-from puna.flows.inputs import is_artifact, latest
-from puna.flows.program import FLOWS, Output, in_round
-from puna.flows.recipe import Recipe, overridden, shipped_recipes
-from puna.flows.trace import Trace, everything, fields, flow_named, load, load_flows, load_stages, schema, trace
+from puna.flows.engine import launch, running
+from puna.flows.engine.declare import FLOWS, Output, in_round
+from puna.flows.engine.inputs import is_artifact, latest
+from puna.flows.engine.recipe import Recipe, overridden, shipped_recipes
+from puna.flows.engine.trace import Trace, everything, fields, flow_named, load, load_flows, load_stages, schema, trace
 from puna.stages.align.dpo import dpo
-from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.stages.align.sft import SftConfig
 from puna.stages.contract import External, Stage, StageConfig, StageRun, execute, stage
-from puna.stages.curate.learned.trained import About
+from puna.stages.curate.classifiers.trained import About
 from puna.stages.curate.line_dedup import line_dedup
 from puna.stages.curate.select import SelectConfig, select
+from puna.stages.prompts.prompts import PromptsConfig, prompts
 from puna.storage import Artifact, PunaError, Store
 
 
@@ -532,7 +532,7 @@ def test_a_flow_without_inputs_takes_what_its_aliases_name(tmp_path: Path) -> No
 
 
 def test_stages_outside_a_flow_say_so() -> None:
-    from puna.flows.program import step
+    from puna.flows.engine.declare import step
 
     with pytest.raises(PunaError, match="no flow is in progress"):
         step(line_dedup)

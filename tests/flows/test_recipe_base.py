@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from puna.flows.forms import values_of
-from puna.flows.recipe import BASE, Recipe, read_values, shipped_recipes
-from puna.flows.trace import flow_named, load, trace
+from puna.flows.engine.recipe import BASE, Recipe, read_values, shipped_recipes
+from puna.flows.engine.trace import flow_named, load, trace
+from puna.flows.prefect.forms import values_of
 from puna.stages.curate.select import SelectConfig, select
 from puna.storage import PunaError
 

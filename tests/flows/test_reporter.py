@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from puna.flows import launch
-from puna.flows.reporter import said, slug
-from puna.flows.server import Server, Unreachable, read_note, server_of, write_note
+from puna.flows.engine import launch
+from puna.flows.server.client import Server, Unreachable, read_note, server_of, write_note
+from puna.flows.server.reporter import said, slug
 from puna.storage import PunaError, Store
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / ".pkg"), "PREFECT_API_URL": ""}
@@ -123,7 +123,7 @@ def test_work_ends_at_once_when_the_server_is_gone(tmp_path: Path, server: Recor
 
 
 def test_a_server_that_comes_back_is_told_what_it_missed(tmp_path: Path, server: Recorded) -> None:
-    from puna.flows.reporter import Reporter
+    from puna.flows.server.reporter import Reporter
     from puna.stages.contract import Outcome
 
     store = Store.open(tmp_path)
@@ -155,7 +155,7 @@ def test_progress_says_how_far_and_how_long() -> None:
 def test_a_run_loads_no_prefect(tmp_path: Path, server: Recorded) -> None:
     remembered(tmp_path, server.url)
     words = ["puna", "run", "prompts", "--store", str(tmp_path), *(word for one in SET for word in ("--set", one))]
-    code = f"import sys; sys.argv = {words!r}; from puna.flows.cli import app; app(standalone_mode=False); print('prefect' in sys.modules)"
+    code = f"import sys; sys.argv = {words!r}; from puna.flows.cli.main import app; app(standalone_mode=False); print('prefect' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
     assert done.stdout.splitlines()[-1] == "False" and server.of("/flow_runs/")
 

@@ -13,16 +13,17 @@ import pytest
 from fastapi.testclient import TestClient
 
 from puna.flows import round as module
-from puna.flows import rounds, trace
-from puna.flows.adapter import Performer
-from puna.flows.history import History, settle
-from puna.flows.planned import planned
-from puna.flows.program import FLOWS, Output, current_walk, step
-from puna.flows.recipe import Recipe
+from puna.flows import rounds
+from puna.flows.engine import trace
+from puna.flows.engine.declare import FLOWS, Output, current_walk, step
+from puna.flows.engine.perform import Performer
+from puna.flows.engine.plan import planned
+from puna.flows.engine.recipe import Recipe
+from puna.flows.engine.rounds import History, settle
+from puna.flows.engine.running import checked_inputs
+from puna.flows.engine.session import Session, session
+from puna.flows.engine.trace import load
 from puna.flows.report import write
-from puna.flows.running import checked_inputs
-from puna.flows.session import Session, session
-from puna.flows.trace import load
 from puna.flows.web import application
 from puna.stages.align.approval import ApprovalConfig, approval
 from puna.stages.contract import Answers, Model, Prompts, SeededConfig, StageRun, execute, stage

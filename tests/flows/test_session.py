@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from puna.flows.engine.session import session
 from puna.flows.report import place, write
-from puna.flows.session import session
-from puna.stages.align.prompts import PromptsConfig, Task, prompts
+from puna.stages.prompts.prompts import PromptsConfig, Task, prompts
 from puna.storage import PunaError, Store
 
 ROOT = Path(__file__).parents[2]
@@ -53,14 +53,14 @@ def test_the_page_of_a_run_that_made_something_is_written_by_a_worker(tmp_path: 
 
 def test_a_step_that_fails_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
-    words = [sys.executable, "-m", "puna.flows.cli", "run", "ingest", "--store", str(tmp_path / "store"), "--input", str(tmp_path / "empty.jsonl")]
+    words = [sys.executable, "-m", "puna.flows.cli.main", "run", "ingest", "--store", str(tmp_path / "store"), "--input", str(tmp_path / "empty.jsonl")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / ".pkg"), "PREFECT_API_URL": ""}
     done = subprocess.run([*words, "--workers", "1", "--json"], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 1 and done.stdout == ""
     first, second = done.stderr.splitlines()
     assert first.split() == ["ingest", "not", "finished"] and second.startswith("error: ingest: ")
     listed = subprocess.run(
-        [sys.executable, "-m", "puna.flows.cli", "list", "--runs", "--json", "--store", str(tmp_path / "store")],
+        [sys.executable, "-m", "puna.flows.cli.main", "list", "--runs", "--json", "--store", str(tmp_path / "store")],
         capture_output=True, text=True, env=environment, check=True,
     )  # fmt: skip
     row = json.loads(listed.stdout)
@@ -71,8 +71,8 @@ WAITING = """
 import time
 from pathlib import Path
 from puna.flows.report import write
-from puna.flows.session import session
-from puna.stages.contract.executors import ordered
+from puna.flows.engine.session import session
+from puna.stages.executors import ordered
 from puna.storage import Store
 
 def wait(name):

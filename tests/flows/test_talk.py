@@ -8,12 +8,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from puna.flows.cli import app
-from puna.models.checkpoint import save
+from puna.flows.cli.main import app
 from puna.models.config import ModelConfig
+from puna.models.formats.checkpoint import save
+from puna.models.formats.quantised import quantise
 from puna.models.generation import Engine, SamplingParams
-from puna.models.quantised import quantise
-from puna.models.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from puna.storage import PunaError, Store
 

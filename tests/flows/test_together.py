@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from puna.flows import session as sessions
-from puna.flows.adapter import Performer
-from puna.flows.program import Flow, step, together
-from puna.flows.recipe import Recipe
-from puna.flows.session import session
+from puna.flows.engine import session as sessions
+from puna.flows.engine.declare import Flow, step, together
+from puna.flows.engine.perform import Performer
+from puna.flows.engine.recipe import Recipe
+from puna.flows.engine.session import session
 from puna.stages.align.instructions import instructions
-from puna.stages.align.prompts import prompts
-from puna.stages.contract.executors import PartExecutor, parts
-from puna.stages.contract.executors.worker import compute
+from puna.stages.executors import PartExecutor, parts
+from puna.stages.executors.worker import compute
+from puna.stages.prompts.prompts import prompts
 from puna.storage import PunaError, Store
 
 RECIPE = {"prompts": {"tasks": [{"task": "numbers"}], "train": 5, "heldout": 2, "draws": 300}}

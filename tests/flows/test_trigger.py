@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from fastapi.testclient import TestClient
 
-from puna.flows.trigger import Wanted, due, new_preferences, want, wanted
+from puna.flows.prefect.trigger import Wanted, due, new_preferences, want, wanted
 from puna.flows.web import application
 from puna.stages.contract import Preferences, StageConfig, StageRun, execute, stage
 from puna.stages.conversations import asking

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from puna.flows import launch
-from puna.flows.server import Server, Unreachable, read_note, server_of
-from puna.flows.up import up
+from puna.flows.engine import launch
+from puna.flows.server.client import Server, Unreachable, read_note, server_of
+from puna.flows.web.serve import up
 from puna.storage import Artifact, PunaError, Store
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ class Up:
         for name in [name for name in environment if name.startswith("PREFECT_")]:
             environment.pop(name)
         self._log = (folder / "log").open("w+")
-        words = [sys.executable, "-m", "puna.flows.cli", "up", "--port", "0", "--store", str(self.store.root)]
+        words = [sys.executable, "-m", "puna.flows.cli.main", "up", "--port", "0", "--store", str(self.store.root)]
         self.process = subprocess.Popen(words, env=environment, stdout=self._log, stderr=subprocess.STDOUT)
         until(lambda: self.alive() and read_note(self.store.root))
         self.note = read_note(self.store.root) or {}

@@ -26,7 +26,7 @@ def waiting(tmp_path):
         os.utime(file, (old, old))
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        [sys.executable, "-m", "puna.flows.waiting", "said", "helper"], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "puna.flows.prefect.waiting", "said", "helper"], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path, "OTHER": "kept", "PYTHONDONTWRITEBYTECODE": "1"},
     )  # fmt: skip
     yield process, tmp_path

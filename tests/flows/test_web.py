@@ -11,12 +11,12 @@ import pyarrow as pa
 import pytest
 from fastapi.testclient import TestClient
 
-from puna.flows.session import session
+from puna.flows.engine.session import session
 from puna.flows.web import app, application, bounded, home
-from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.stages.contract import execute
 from puna.stages.curate.rules.groups import GopherQualityRules, LineRules, RuleGroup
 from puna.stages.curate.select import SelectConfig, select
+from puna.stages.prompts.prompts import PromptsConfig, prompts
 from puna.storage import Artifact, Store
 from puna.storage.schemas import table_schema
 

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 ROOMS = ("flows", "stages", "models", "kernels", "storage")
 VERSIONS = """
 import json
-from puna.flows.trace import load_stages
-from puna.stages.contract import code
+from puna.flows.engine.trace import load_stages
+from puna.stages.identity import code
 
 stages = load_stages()
 reached = {name: code.symbols(stage) for name, stage in stages.items()}
@@ -83,6 +83,6 @@ def move_folder(place: Path, old: str, new: str) -> None:
 
 def move_rooms(place: Path) -> None:
     """Rename every file of the room of texts and of the kernels, and move the first to another folder."""
-    rename_files(place, "stages/curate/text", "renamed_")
-    move_folder(place, "stages/curate/text", "stages/curate/strings_and_words")
+    rename_files(place, "kernels/text", "renamed_")
+    move_folder(place, "kernels/text", "kernels/strings_and_words")
     rename_files(place, "kernels", "moved_")

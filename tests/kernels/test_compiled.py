@@ -11,13 +11,13 @@ import numba
 import numpy as np
 import pytest
 
-from puna.kernels import compiled
+from puna.kernels.cpu import numba_cache
 
 FILES = {
     "outer": '''
 from inner import inner
 from constants import OFFSET, PAIR
-import puna.kernels.compiled as c
+import puna.kernels.cpu.numba_cache as c
 
 @c.njit()
 def outer(x):
@@ -28,7 +28,7 @@ def outer(x):
     return total
 ''',
     "inner": """
-from puna.kernels.compiled import njit
+from puna.kernels.cpu.numba_cache import njit
 
 @njit()
 def inner(x):
@@ -53,7 +53,7 @@ def ask(tmp_path, monkeypatch):
     for name, text in FILES.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", str(compiled.ROOT / ".pkg"))
+    monkeypatch.setenv("PYTHONPATH", str(numba_cache.ROOT / ".pkg"))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # Python takes an edit of the same length in the same second for none
 
     def run() -> tuple[int, bool]:
@@ -96,9 +96,9 @@ def test_a_loop_is_not_compiled_again_for_what_it_does_not_reach(ask, tmp_path):
 
 def test_a_loop_that_hashes_texts_is_loaded_in_a_process_that_compiled_none(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", str(compiled.ROOT / ".pkg"))
+    monkeypatch.setenv("PYTHONPATH", str(numba_cache.ROOT / ".pkg"))
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    text = "from puna.kernels.compiled import njit\n\n@njit()\ndef hashed(text):\n    return hash(text)\n"
+    text = "from puna.kernels.cpu.numba_cache import njit\n\n@njit()\ndef hashed(text):\n    return hash(text)\n"
     (tmp_path / "texts.py").write_text(text)
     ask = "from texts import hashed; print(hashed('llama') == hash('llama'), sum(hashed.stats.cache_hits.values()))"
     for hits in "01":
@@ -186,8 +186,8 @@ def test_signatures_that_two_processes_compile_at_once_are_both_kept(ask, tmp_pa
 
 def test_the_fields_of_a_tuple_count(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", str(compiled.ROOT / ".pkg"))
-    (tmp_path / "loop.py").write_text("from puna.kernels.compiled import njit\n\n@njit()\ndef first(pair):\n    return pair.x\n")
+    monkeypatch.setenv("PYTHONPATH", str(numba_cache.ROOT / ".pkg"))
+    (tmp_path / "loop.py").write_text("from puna.kernels.cpu.numba_cache import njit\n\n@njit()\ndef first(pair):\n    return pair.x\n")
     said = []
     for fields in ("x: int\n    y: int", "y: int\n    x: int"):
         (tmp_path / "shapes.py").write_text(f"from typing import NamedTuple\n\nclass Pair(NamedTuple):\n    {fields}\n")
@@ -224,10 +224,10 @@ print(sum(sum(one.stats.cache_hits.values()) for one in loops), sum(sum(one.stat
 
 
 def test_stages_that_ran_before_compile_nothing(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(compiled.ROOT / ".pkg"))
+    monkeypatch.setenv("PYTHONPATH", str(numba_cache.ROOT / ".pkg"))
     said = []
     for way in ("plain", "profile", "plain"):
-        done = subprocess.run([sys.executable, "-c", STAGES, way], cwd=compiled.ROOT / "deploy", capture_output=True, text=True, check=True)
+        done = subprocess.run([sys.executable, "-c", STAGES, way], cwd=numba_cache.ROOT / "deploy", capture_output=True, text=True, check=True)
         said.append([int(word) for word in done.stdout.split()[-2:]])
     loaded = said[1][0]  # what loops call is loaded with them
     assert loaded > 10
@@ -235,7 +235,7 @@ def test_stages_that_ran_before_compile_nothing(monkeypatch):
 
 
 def test_every_loop_is_compiled_by_it():
-    rooms = [compiled.ROOT / room for room in ("kernels", "stages", "models")]
+    rooms = [numba_cache.ROOT / room for room in ("kernels", "stages", "models")]
     direct = [file for room in rooms for file in room.rglob("*.py") if "from numba import" in file.read_text()]
     assert direct == []
 
@@ -249,16 +249,16 @@ def test_a_loop_that_borrows_its_arrays_makes_none():
 
     arrays = (np.array([1.0]), np.array([2.0, 3.0]))
     before = [sys.getrefcount(one) for one in arrays]
-    assert compiled.njit(cache=False, borrows=True)(last)(arrays, 1) == 4.0
+    assert numba_cache.njit(cache=False, borrows=True)(last)(arrays, 1) == 4.0
     assert [sys.getrefcount(one) for one in arrays] == before
     with pytest.raises(numba.core.errors.NumbaError, match="returning of array"):
-        compiled.njit(cache=False, borrows=True)(made)(arrays, 1)
+        numba_cache.njit(cache=False, borrows=True)(made)(arrays, 1)
 
 
 def test_a_loop_compiled_for_a_class_that_is_gone_is_compiled_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", str(compiled.ROOT / ".pkg"))
-    (tmp_path / "loop.py").write_text("from puna.kernels.compiled import njit\n\n@njit()\ndef first(pair):\n    return pair.x\n")
+    monkeypatch.setenv("PYTHONPATH", str(numba_cache.ROOT / ".pkg"))
+    (tmp_path / "loop.py").write_text("from puna.kernels.cpu.numba_cache import njit\n\n@njit()\ndef first(pair):\n    return pair.x\n")
     ask = "import loop, shapes; print(loop.first(shapes.{0}(3, 4)), sum(loop.first.stats.cache_hits.values()))"
     said = []
     for name in ("Pair", "Pair", "Couple", "Couple"):

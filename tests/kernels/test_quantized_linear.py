@@ -83,7 +83,7 @@ def test_rows_of_bytes_have_the_bits_of_the_operator(shape):
     """Rows and columns beyond whole tiles, depths beyond whole steps; a row that is not finite gives no numbers, as there. A CPU without
     AVX-512 VNNI computes them, too: LLVM ended its process while it compiled the loops of a model's layers, which reach these."""
     pytest.importorskip("numba")
-    from puna.kernels.int8_products import products8, quantize_row, row_bytes
+    from puna.kernels.cpu.int8_products import products8, quantize_row, row_bytes
 
     T, N, D = shape
     x, (q, scale) = draw(T, D), quantize_rows(draw(N, D, seed=1), "int8")

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from puna.models.tokenizer import LLAMA3, SPLIT, Tokenizer
+from puna.models.tokens.tokenizer import LLAMA3, SPLIT, Tokenizer
 
 LLAMA2 = (
     "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system = messages[0]['content'] %}"

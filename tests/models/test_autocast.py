@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from puna.models.config import ModelConfig
-from puna.models.hub import PunaForCausalLM
+from puna.models.formats.hub import PunaForCausalLM
 from puna.models.transformer import Transformer
 
 SHAPE: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}

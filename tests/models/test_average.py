@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from puna.models.checkpoint import load, save
 from puna.models.config import ModelConfig
+from puna.models.formats.checkpoint import load, save
 from puna.models.training.average import average, average_checkpoints
 from puna.models.transformer import Transformer
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from puna.models import awq_search
-from puna.models.awq import unpack
-from puna.models.awq_search import group_of, pack, packed, rounded, scales_of, shares_of, stretches, write
-from puna.models.checkpoint import load
 from puna.models.config import Mla, ModelConfig, Moe
 from puna.models.forest import Forest
-from puna.models.tokenizer import Tokenizer
+from puna.models.formats import awq_search
+from puna.models.formats.awq import unpack
+from puna.models.formats.awq_search import group_of, pack, packed, rounded, scales_of, shares_of, stretches, write
+from puna.models.formats.checkpoint import load
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
 TOKENIZER = Tokenizer.train(["to be or not to be, that is the question"], 280)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from puna.models.template import Template, TemplateError
-from puna.models.tokenizer import CHATML, ChatError, Row, Tokenizer
-from puna.models.tokenizer_files import TokenizerError
+from puna.models.tokens.template import Template, TemplateError
+from puna.models.tokens.tokenizer import CHATML, ChatError, Row, Tokenizer
+from puna.models.tokens.tokenizer_files import TokenizerError
 from tests.models.dialogues import conversation, families, made
 
 NAMES = ("llama2", "mistral", "llama3", "llama3_1", "qwen2_5", "qwen3", "gemma", "phi3")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from puna.models.checkpoint import CheckpointError, load, read_config, save
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
-from puna.models.tokenizer import Tokenizer
+from puna.models.formats.checkpoint import CheckpointError, load, read_config, save
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
 CONFIG = ModelConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=6, rope_theta=500_000.0, rms_norm_eps=1e-6)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from puna.models.checkpoint import load, save
 from puna.models.config import Mla, ModelConfig, Moe, RopeScaling
-from puna.models.families import parse_config
 from puna.models.forest import Forest
+from puna.models.formats.checkpoint import load, save
+from puna.models.formats.families import parse_config
 from puna.models.transformer import Transformer
 
 SHAPE = {
@@ -135,7 +135,7 @@ def test_logits_and_gradients_equal_transformers_in_fp64(tmp_path, name, exact):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_files_go_round(tmp_path, name):
     """Ours, read by transformers and written by it, read by the hub model and written by that: one layout."""
-    from puna.models.hub import PunaForCausalLM
+    from puna.models.formats.hub import PunaForCausalLM
 
     model = build(name)
     save(model, tmp_path / "ours")
@@ -156,7 +156,7 @@ def test_files_go_round(tmp_path, name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_hub_model_generates_as_transformers_does(tmp_path, name):
-    from puna.models.hub import PunaForCausalLM
+    from puna.models.formats.hub import PunaForCausalLM
 
     save(build(name), tmp_path)
     tokens, mask = ids(3, 12), torch.ones(3, 12, dtype=torch.long)
@@ -199,7 +199,7 @@ def test_packed_equals_separate_and_a_forest_of_12_answers_equals_12_rows(name):
 
 
 def test_parallel_block_is_its_formula_and_goes_round(tmp_path):
-    from puna.models.hub import PunaForCausalLM
+    from puna.models.formats.hub import PunaForCausalLM
 
     config = ModelConfig(**SHAPE, parallel_block=True)
     model = Transformer(config, generator=torch.Generator().manual_seed(0)).double()
@@ -236,7 +236,7 @@ def test_transformers_defaults_are_understood(family):
     shape = parse_config(config.to_dict())
     assert shape.num_hidden_layers == config.num_hidden_layers
     assert shape.model_type == config.model_type
-    from puna.models.hub import PunaConfig, shape_of
+    from puna.models.formats.hub import PunaConfig, shape_of
 
     assert shape_of(PunaConfig.from_shape(shape)) == shape
 
@@ -318,7 +318,7 @@ def test_gguf_files_load_and_save_as_safetensors(tmp_path):
     pytest.importorskip("gguf")
     from transformers import AutoModelForCausalLM
 
-    from puna.models.hub import PunaForCausalLM
+    from puna.models.formats.hub import PunaForCausalLM
 
     config = ModelConfig(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, rope_theta=500_000.0, initializer_range=0.1)
     model = Transformer(config, generator=torch.Generator().manual_seed(0))

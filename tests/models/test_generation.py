@@ -10,16 +10,16 @@ import torch
 from puna.kernels.adamw import adamw_
 from puna.kernels.exact import exact_passes
 from puna.kernels.paged_attention import PAGE
-from puna.models.cache import Cache
 from puna.models.config import ModelConfig
-from puna.models.dense import loops
-from puna.models.draft import DraftedEngine, distribution, judged
 from puna.models.forest import Forest
 from puna.models.generation import Engine, SamplingParams
+from puna.models.generation.cache import Cache
+from puna.models.generation.dense import loops
+from puna.models.generation.draft import DraftedEngine, distribution, judged
+from puna.models.generation.guess import Lookup
 from puna.models.generation.sampling import Draw, draw
 from puna.models.generation.step import run
-from puna.models.guesses import Lookup
-from puna.models.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training.objectives.base import Targets
 from puna.models.transformer import Transformer
 

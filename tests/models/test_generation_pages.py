@@ -7,9 +7,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from puna.kernels.paged_attention import PAGE
 from puna.models.generation.pages import PagePool
+from puna.models.generation.sampling_params import SamplingParams
 from puna.models.generation.schedule import Request, Scheduler
-from puna.models.sampling_params import SamplingParams
-from puna.models.sinks import Kept
+from puna.models.generation.sinks import Kept
 
 
 class Pages(RuleBasedStateMachine):

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from puna.models.checkpoint import CheckpointError, load, load_with_tokenizer, save
 from puna.models.config import ModelConfig, Moe, RopeScaling
 from puna.models.forest import Forest
-from puna.models.gguf_format.files import write
-from puna.models.gguf_format.layout import permute, unpermute
-from puna.models.gguf_format.vocabulary import tokenizer_fields
-from puna.models.tokenizer import Tokenizer
+from puna.models.formats.checkpoint import CheckpointError, load, load_with_tokenizer, save
+from puna.models.formats.gguf.files import write
+from puna.models.formats.gguf.layout import permute, unpermute
+from puna.models.formats.gguf.vocabulary import tokenizer_fields
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from tests.models.dialogues import families, made
 from tests.models.llama_cpp import HARD, LlamaCpp

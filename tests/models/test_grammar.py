@@ -8,8 +8,8 @@ import torch
 
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
-from puna.models.grammar import Grammar
-from puna.models.tokenizer import Tokenizer
+from puna.models.generation.grammar import Grammar
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
 TOKENIZER = Tokenizer.train(['to be or not to be: {"a": 1, "b": [true, null]}'], 290)

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from puna.models.checkpoint import load, save
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
-from puna.models.tokenizer import Tokenizer
+from puna.models.formats.checkpoint import load, save
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
 CONFIG = ModelConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, rope_theta=500_000.0, initializer_range=0.2)
@@ -20,7 +20,7 @@ def build(head="lm", **changes):
 
 
 def wrap(model, **options):
-    from puna.models.hub import PunaForCausalLM, PunaForSequenceClassification
+    from puna.models.formats.hub import PunaForCausalLM, PunaForSequenceClassification
 
     kind = PunaForCausalLM if model.head == "lm" else PunaForSequenceClassification
     return kind.from_transformer(model, **options)
@@ -121,14 +121,14 @@ def test_wrapping_copies_nothing():
             assert back.get_parameter(name) is parameter
         assert torch.equal(*(m.hidden(Forest.pack([[1, 2, 3]])) for m in (model, back)))
     with pytest.raises(ValueError, match="needs a model with a 'lm' head"):
-        from puna.models.hub import PunaForCausalLM
+        from puna.models.formats.hub import PunaForCausalLM
 
         PunaForCausalLM.from_transformer(build("scalar"))
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 def test_saved_folders_are_llama_folders(tmp_path, head):
-    from puna.models.hub import PunaForCausalLM, PunaForSequenceClassification
+    from puna.models.formats.hub import PunaForCausalLM, PunaForSequenceClassification
 
     model = build(head)
     wrap(model, pad_token_id=0).save_pretrained(tmp_path / "hub")
@@ -173,7 +173,7 @@ def test_a_caller_who_wants_tuples_gets_them():
 
 
 def test_what_is_not_computed_is_refused():
-    from puna.models.hub import PunaConfig, PunaForCausalLM
+    from puna.models.formats.hub import PunaConfig, PunaForCausalLM
 
     hub, (ids, mask) = wrap(build()), batch()
     for name in ("output_hidden_states", "output_router_logits"):

@@ -6,12 +6,12 @@ import torch
 
 from puna.kernels.exact import exact_passes
 from puna.models.accounting import cache_bytes
-from puna.models.cache import Cache
-from puna.models.checkpoint import save
 from puna.models.config import Mla, ModelConfig
+from puna.models.formats.checkpoint import save
+from puna.models.formats.quantised import quantise
 from puna.models.generation import Engine, SamplingParams
-from puna.models.latent import LatentPages
-from puna.models.quantised import quantise
+from puna.models.generation.cache import Cache
+from puna.models.generation.latent import LatentPages
 from puna.models.training.objectives.base import Targets
 from puna.models.transformer import Transformer
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from puna.models.checkpoint import load, save
 from puna.models.config import ModelConfig
-from puna.models.tokenizer import Tokenizer
+from puna.models.formats.checkpoint import load, save
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training import objectives as o
 from puna.models.transformer import Transformer
-from puna.stages.align.settings import TRL_LOSSES
+from puna.stages.training.settings import TRL_LOSSES
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")

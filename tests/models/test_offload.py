@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from puna.models import offload, streams
-from puna.models.checkpoint import CheckpointError, load, save
 from puna.models.config import Mla, ModelConfig, Moe
-from puna.models.draft import DraftedEngine
 from puna.models.forest import Forest
+from puna.models.formats.checkpoint import CheckpointError, load, save
 from puna.models.generation import Engine, SamplingParams
-from puna.models.offload import Copies, Disk, Host, Source, Streamed, offloaded, spread
+from puna.models.generation.draft import DraftedEngine
+from puna.models.memory import offload, streams
+from puna.models.memory.offload import Copies, Disk, Host, Source, Streamed, offloaded, spread
+from puna.models.memory.workload import Work
 from puna.models.serving import ServingSettings, offloaded_model
 from puna.models.transformer import Transformer
-from puna.models.workload import Work
 
 SHAPE = {"vocab_size": 83, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
 MLA = Mla(kv_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_dim=10, q_lora_rank=16)
@@ -208,11 +208,11 @@ def test_what_cannot_be_offloaded_is_refused_by_name(tmp_path):
 CHILD = """
 import sys, torch
 from pathlib import Path
-from puna.models.checkpoint import load
+from puna.models.formats.checkpoint import load
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
 from puna.models.serving import offloaded_model
-from puna.models.workload import Work
+from puna.models.memory.workload import Work
 from puna.models.transformer import Transformer
 
 torch.set_num_threads(1)

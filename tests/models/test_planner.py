@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from puna.kernels.paged_attention import PAGE
-from puna.models.checkpoint import load, save
 from puna.models.config import ModelConfig
-from puna.models.offload import Source
-from puna.models.planner import Rates, Shape, choose, measure, pass_seconds
+from puna.models.formats.checkpoint import load, save
+from puna.models.memory.offload import Source
+from puna.models.memory.planner import Rates, Shape, choose, measure, pass_seconds
+from puna.models.memory.workload import Work
 from puna.models.transformer import Transformer
-from puna.models.workload import Work
 
 CONFIG = ModelConfig(vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=10, num_attention_heads=4, num_key_value_heads=4)
 LAYER, REST = 100_000_000, 50_000_000

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from puna.models import prefill
-from puna.models.checkpoint import save
 from puna.models.config import ModelConfig, Moe
-from puna.models.generation import Engine, SamplingParams
-from puna.models.offload import Source, offloaded
-from puna.models.prefill import SplitEngine
+from puna.models.formats.checkpoint import save
+from puna.models.generation import Engine, SamplingParams, prefill
+from puna.models.generation.prefill import SplitEngine
+from puna.models.memory.offload import Source, offloaded
 from puna.models.serving import engine_of
-from puna.models.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
 CONFIG = ModelConfig(vocab_size=83, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)

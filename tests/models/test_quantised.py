@@ -8,10 +8,10 @@ import torch
 from puna.kernels.exact import exact_passes
 from puna.kernels.quantized_linear import low_precision_linear_reference
 from puna.models.config import ModelConfig
-from puna.models.dense import loops
 from puna.models.forest import Forest
+from puna.models.formats.quantised import QuantisedLinear, quantise
 from puna.models.generation import Engine, SamplingParams
-from puna.models.quantised import QuantisedLinear, quantise
+from puna.models.generation.dense import loops
 from puna.models.training.objectives.base import Targets
 from puna.models.transformer import Linear, Transformer
 
@@ -88,7 +88,7 @@ def test_experts_are_refused():
 def test_int8_layers_by_loops_have_the_bits_of_the_models(exact):
     """Widths that fill no step of the unit, biases, norms of heads; chunks, pauses and shared prompts; and the training pass's log-probs."""
     pytest.importorskip("numba")
-    from puna.kernels.int8_products import AVAILABLE
+    from puna.kernels.cpu.int8_products import AVAILABLE
 
     model = drawn(hidden_size=40, intermediate_size=84, head_dim=12, qkv_bias=True, o_bias=True, qk_norm=True)
     with torch.no_grad():

@@ -9,7 +9,7 @@ import torch
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.generation import Completion, Engine, SamplingParams
-from puna.models.search import best_of, likelihood, majority, tree
+from puna.models.generation.search import best_of, likelihood, majority, tree
 from puna.models.transformer import Transformer
 
 V, END = 4, 0

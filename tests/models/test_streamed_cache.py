@@ -12,14 +12,14 @@ from contextlib import suppress
 import pytest
 import torch
 
-from puna.models import offload, streamed_cache
-from puna.models.cache import Cache
-from puna.models.checkpoint import load, save
 from puna.models.config import ModelConfig, Moe
-from puna.models.draft import DraftedEngine
-from puna.models.generation import Engine, SamplingParams
-from puna.models.offload import Source, offloaded
-from puna.models.streamed_cache import StreamedCache, cache_of, runs
+from puna.models.formats.checkpoint import load, save
+from puna.models.generation import Engine, SamplingParams, streamed_cache
+from puna.models.generation.cache import Cache
+from puna.models.generation.draft import DraftedEngine
+from puna.models.generation.streamed_cache import StreamedCache, cache_of, runs
+from puna.models.memory import offload
+from puna.models.memory.offload import Source, offloaded
 from puna.models.transformer import Transformer
 
 SHAPE = {"vocab_size": 83, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}

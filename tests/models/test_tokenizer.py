@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.models.tokenizer import SMALLEST_VOCABULARY, SPECIAL_TOKENS, Tokenizer
+from puna.models.tokens.tokenizer import SMALLEST_VOCABULARY, SPECIAL_TOKENS, Tokenizer
 
 EOT = 4
 TEXTS = [
@@ -94,7 +94,7 @@ def test_training_does_not_depend_on_order_or_threads(tokenizer: Tokenizer, tmp_
     rng.shuffle(texts)
     (tmp_path / "texts.json").write_text(json.dumps(texts))
     program = (
-        "import json, sys; from puna.models.tokenizer import Tokenizer; "
+        "import json, sys; from puna.models.tokens.tokenizer import Tokenizer; "
         "Tokenizer.train(json.load(open(sys.argv[1])), 1200).save(sys.argv[2])"
     )
     for threads in ("1", "7"):

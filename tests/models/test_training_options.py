@@ -16,10 +16,10 @@ from puna.kernels import quantized_linear
 from puna.models import accounting, transformer
 from puna.models.config import ModelConfig, Moe
 from puna.models.training import objectives as o
-from puna.models.training.adamw import AdamW
-from puna.models.training.galore import GaLore, directions
 from puna.models.training.loop import TrainConfig, Trainer, TrainingDiverged, train, weights_digest
-from puna.models.training.muon import Muon, inner_matrices, orthogonalise
+from puna.models.training.optimizers.adamw import AdamW
+from puna.models.training.optimizers.galore import GaLore, directions
+from puna.models.training.optimizers.muon import Muon, inner_matrices, orthogonalise
 from puna.models.training.packing import Sampler, pack, step_indices
 from puna.models.training.schedules import Ramp
 from puna.models.training.spikes import NO_LIMITS, spike_limits

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from puna.models.checkpoint import load, save
 from puna.models.config import ModelConfig
+from puna.models.formats.checkpoint import load, save
 from puna.models.generation import Engine, SamplingParams
 from puna.models.serving import ServingSettings, vllm_engine
-from puna.models.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
 TOKENIZER = Tokenizer.train(["to be or not to be, that is the question"], 280)

@@ -15,7 +15,7 @@ from pydantic import Field
 from puna.models.config import ModelConfig
 from puna.models.training.settings import TrainConfig
 from puna.stages.contract import SeededConfig, StageRun, stage
-from puna.stages.experiments.proxy import remembered
+from puna.stages.training.proxy_runs import remembered
 from puna.stages.training.train import fit
 
 SHAPE = ModelConfig(vocab_size=19, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)

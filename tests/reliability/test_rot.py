@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from puna.flows.cli import app
+from puna.flows.cli.main import app
 from puna.stages.contract import execute, perform
 from puna.storage import PunaError, Store, parts
 from tests.reliability.cases_rot import RotConfig, flip, prepare, rot, rot_keeping, rot_measuring

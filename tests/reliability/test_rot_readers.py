@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from puna.flows.cli import app
-from puna.flows.opening import opened
+from puna.flows.cli.load_engine import opened
+from puna.flows.cli.main import app
 from puna.flows.report.run import Run
 from puna.flows.web import artifact as pages
 from puna.flows.web import documents as searching

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from puna.stages.contract import sources
+from puna.stages.identity import sources
 
 
 def test_a_source_file_from_the_future_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

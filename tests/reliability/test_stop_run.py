@@ -20,7 +20,7 @@ def puna(folder: Path, name: str, workers: int) -> tuple[subprocess.CompletedPro
     words = ["run", name, "--module", str(MODULE), "--store", str(folder / "store"), "--workers", str(workers), "--set", f"folder={folder}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / ".pkg"), "OMP_NUM_THREADS": "1", "PREFECT_API_URL": ""}
     ended = subprocess.run(
-        [sys.executable, "-m", "puna.flows.cli", *words], env=environment, capture_output=True, text=True, timeout=240,
+        [sys.executable, "-m", "puna.flows.cli.main", *words], env=environment, capture_output=True, text=True, timeout=240,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     return ended, " ".join(["puna", *words])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from puna.flows.cli import app
+from puna.flows.cli.main import app
 from puna.stages.contract import execute, perform
 from puna.storage import Artifact, PunaError, Store, catalog, damage, maintenance
 from puna.storage import manifest as manifests
@@ -105,7 +105,7 @@ def test_a_person_can_trust_a_suspect(tmp_path: Path) -> None:
 
 
 def test_a_run_says_that_it_reads_or_makes_anew_a_suspect(tmp_path: Path) -> None:
-    from puna.flows.session import session
+    from puna.flows.engine.session import session
 
     world = World(tmp_path, "kept")
     damaged(world.documents)

@@ -10,7 +10,7 @@ from puna.storage import PunaError
 
 EVIL = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n\ndef go(answer):\n    return 1.0\n"
 FUNCTIONS = (
-    "puna.stages.curate.signals.own:_definition", "puna.stages.contract.plugins:add", "puna:open", "evil_module:go", "evil_package.evil:go",
+    "puna.stages.curate.signals.user_signals:_definition", "puna.stages.plugins:add", "puna:open", "evil_module:go", "evil_package.evil:go",
     "os:system", "builtins:exec", "pickle:loads", "cloudpickle:loads", "torch:load", "numpy:load", "runpy:run_path", "__main__:go",
     "evil_module", ":go", "..evil_module:go", "evil_module:__builtins__.exec", "kind_module:system", "kind_module:Path", "kind_module:os.system",
 )  # fmt: skip

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from puna.models.checkpoint import CheckpointError, load_with_tokenizer, save
 from puna.models.config import ModelConfig
+from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer, save
 from puna.models.generation import Engine, SamplingParams
-from puna.models.template import Template, TemplateError
-from puna.models.tokenizer import Tokenizer
+from puna.models.tokens.template import Template, TemplateError
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.contract import External, execute
 from puna.stages.io.import_model import ImportModelConfig, import_model

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from puna.stages.contract import External, execute, plugins
+from puna.stages import plugins
+from puna.stages.contract import External, execute
 from puna.stages.io.import_prompts import ImportPromptsConfig, import_prompts
 from puna.stages.verifiers.registry import from_json
 from puna.storage import Artifact, PunaError, Store
@@ -48,7 +49,7 @@ def imported(folder: Path, rows: list[dict[str, object]], **settings: object) ->
 
 def test_an_import_refuses_rows_that_name_code(evil: Path) -> None:
     verifiers: list[object] = [
-        {"name": "exact"}, {"name": "python", "function": "puna.stages.curate.signals.own:_definition"}, {"name": "python", "function": "evil_module:go"},
+        {"name": "exact"}, {"name": "python", "function": "puna.stages.curate.signals.user_signals:_definition"}, {"name": "python", "function": "evil_module:go"},
         json.dumps({"name": "product", "of": [{"name": "python", "function": "os:system"}]}), {"name": "no_such"},
         {"name": "python", "function": "kind_module:kind"},
     ]  # fmt: skip
@@ -66,7 +67,7 @@ def test_the_command_allows_a_module(evil: Path) -> None:
     file = evil / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "q", "verifier": {"name": "python", "function": "my_checks:right"}}) + "\n")
     (evil / "my_checks.py").write_text("def right(answer):\n    return answer == 'a'\n")
-    command = [sys.executable, "-m", "puna.flows.cli", "import", "prompts", str(file), "--store", str(evil / "store")]
+    command = [sys.executable, "-m", "puna.flows.cli.main", "import", "prompts", str(file), "--store", str(evil / "store")]
     refused = subprocess.run(command, capture_output=True, text=True)
     assert refused.returncode == 1 and "row 1, field verifier" in refused.stderr and "--module my_checks" in refused.stderr
     allowed = subprocess.run([*command, "--module", str(evil / "my_checks.py"), "--json"], capture_output=True, text=True)
@@ -87,8 +88,8 @@ def test_a_tenth_of_imported_prompts_is_held_out(tmp_path: Path) -> None:
 
 
 PICKLES = {
-    "stages/contract/executors/worker.py", "stages/curate/signals/own.py", "models/bounded_process.py",  # a process and its own child or worker
-    "kernels/compiled.py",  # compiled loops, read only from files that nobody but this user can have written
+    "stages/executors/worker.py", "stages/curate/signals/user_signals.py", "models/bounded_process.py",  # a process and its own child or worker
+    "kernels/cpu/numba_cache.py",  # compiled loops, read only from files that nobody but this user can have written
 }  # fmt: skip
 
 

@@ -17,19 +17,20 @@ from fastapi.testclient import TestClient
 from starlette.responses import RedirectResponse
 from starlette.routing import Route
 
-from puna.flows import deployments, launch, settings
-from puna.flows.annotate import LINKED, Desk
-from puna.flows.annotate import application as desk_application
-from puna.flows.api import Limits
-from puna.flows.api import application as api_application
-from puna.flows.guard import PAGES, Bounded, OwnSite
+from puna.flows.cli.openai import Limits
+from puna.flows.cli.openai import application as api_application
+from puna.flows.engine import defaults, launch
+from puna.flows.prefect import deployments
 from puna.flows.web import application, bounded
+from puna.flows.web.annotate import LINKED, Desk
+from puna.flows.web.annotate import application as desk_application
+from puna.flows.web.guard import PAGES, Bounded, OwnSite
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine
-from puna.models.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
-from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.stages.contract import execute
+from puna.stages.prompts.prompts import PromptsConfig, prompts
 from puna.storage import PunaError, Store
 
 SPEC = importlib.util.spec_from_file_location("cases_doors", Path(__file__).with_name("cases_doors.py"))
@@ -124,21 +125,21 @@ def test_an_address_is_fetched_where_the_server_allows_it(addressed: dict[bool, 
 
 def test_a_run_of_a_form_fetches_no_address(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker of `puna up` has the same refusal in its environment."""
-    monkeypatch.setenv(settings.ADDRESSES, settings.REFUSED)
+    monkeypatch.setenv(defaults.ADDRESSES, defaults.REFUSED)
     with doors.trapped() as (trap, fetched), pytest.raises(PunaError, match="forms read local paths alone"):
         launch.run(launch.Request("flow:curate", inputs=(trap,), json=True), store)
     assert not fetched
 
 
 def test_a_form_names_no_store_or_executor_elsewhere(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(settings.ADDRESSES, settings.REFUSED)
-    monkeypatch.setenv(settings.SERVED, store.uri)
+    monkeypatch.setenv(defaults.ADDRESSES, defaults.REFUSED)
+    monkeypatch.setenv(defaults.SERVED, store.uri)
     with doors.trapped() as (trap, fetched):
         for given in ({"store": trap}, {"store": "s3://bucket/store"}, {"executor": trap.replace("http", "dask")}, {"executor": "ray://127.0.0.1:9"}):
             with pytest.raises(PunaError, match=f"{next(iter(given))} .*forms read local paths alone"):
                 deployments._opened({"store": store.uri, "executor": "processes", **given})
     assert not fetched and deployments._opened({"store": store.uri, "executor": "processes"}).uri == store.uri
-    monkeypatch.setenv(settings.SERVED, "s3://bucket/store")
+    monkeypatch.setenv(defaults.SERVED, "s3://bucket/store")
     monkeypatch.setattr(deployments.Store, "open", lambda uri: uri)
     assert deployments._opened({"store": "s3://bucket/store", "executor": "processes"}) == "s3://bucket/store"
 

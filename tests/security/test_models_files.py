@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from puna.models.checkpoint import CheckpointError, load, load_with_tokenizer
-from puna.models.gguf_format.header import check_header
-from puna.models.tokenizer import Tokenizer
+from puna.models.formats.checkpoint import CheckpointError, load, load_with_tokenizer
+from puna.models.formats.gguf.header import check_header
+from puna.models.tokens.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cases_models
@@ -55,7 +55,7 @@ def test_the_gguf_header_alone_shows_what_cannot_be(tmp_path, name, content):
 
 
 def test_an_index_names_files_of_its_own_folder_alone(tmp_path):
-    from puna.models.checkpoint import save
+    from puna.models.formats.checkpoint import save
     from puna.models.transformer import Transformer
 
     model = Transformer(cases_models.SHAPE, generator=torch.Generator().manual_seed(0))

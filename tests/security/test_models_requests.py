@@ -7,12 +7,12 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
-from puna.flows.api import application
+from puna.flows.cli.openai import application
 from puna.models.config import ModelConfig
-from puna.models.draft import DraftedEngine
 from puna.models.generation import Engine, SamplingParams
+from puna.models.generation.draft import DraftedEngine
 from puna.models.generation.sampling import RowError
-from puna.models.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
 sys.path.insert(0, str(Path(__file__).parent))

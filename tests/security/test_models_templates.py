@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from puna.models import template
-from puna.models.template import CHATML, Template, TemplateError, TemplateLimitError
-from puna.models.tokenizer import ChatError, Tokenizer
+from puna.models.tokens import template
+from puna.models.tokens.template import CHATML, Template, TemplateError, TemplateLimitError
+from puna.models.tokens.tokenizer import ChatError, Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cases_models

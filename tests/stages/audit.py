@@ -16,11 +16,12 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from puna.stages.contract import Stage, code, sources, syntax
+from puna.stages.contract import Stage
+from puna.stages.identity import code, sources, syntax
 
 ROOT = sources.ROOT
 # They move artifacts, or drive stages, and decide no content.
-OUTSIDE = ("puna.storage", "puna.stages.contract", "puna.flows")
+OUTSIDE = ("puna.storage", "puna.stages.contract", "puna.stages.identity", "puna.stages.executors", "puna.stages.plugins", "puna.flows")
 WATCHED = frozenset((
     "language", "line_dedup", "minhash_dedup", "mix", "pii", "pretrain", "select", "split", "tokenize", "url_dedup", "url_filter",
 ))  # fmt: skip

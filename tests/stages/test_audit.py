@@ -8,8 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from puna.stages.contract import StageConfig, StageRun, execute, sources, stage
-from puna.stages.curate.text import shingles
+from puna.kernels.text import shingles
+from puna.stages.contract import StageConfig, StageRun, execute, stage
+from puna.stages.identity import sources
 from puna.storage import Store
 from tests.stages import audit
 
@@ -50,7 +51,7 @@ def test_what_is_named_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "found"), [(calls_by_name, "puna.stages.curate.text.shingles.normalized"), (reads_by_name, f"{sources.ROOT}/stages/curate/data/stop_words.txt")]
+    ("hidden", "found"), [(calls_by_name, "puna.kernels.text.shingles.normalized"), (reads_by_name, f"{sources.ROOT}/stages/curate/data/stop_words.txt")]
 )
 def test_what_is_not_named_is_found(tmp_path: Path, hidden, found: str) -> None:
     with pytest.raises(AssertionError, match=f"stage {hidden.name}: not in its key: .*{found}"):

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from puna.stages.contract import perform, plugins
+from puna.stages import plugins
+from puna.stages.contract import perform
 from puna.stages.contract.declaration import REGISTRY
-from puna.stages.contract.executors import PartExecutor, connected, parts
+from puna.stages.executors import PartExecutor, connected, parts
 from puna.storage import PunaError, Store
 
 pytest.importorskip("distributed")

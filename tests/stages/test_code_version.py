@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from puna.stages.contract import bindings, canonical, code, libraries, reach, sources, syntax
+from puna.stages.identity import bindings, canonical, code, libraries, reach, sources, syntax
 from puna.storage import PunaError
 
 FILES = {

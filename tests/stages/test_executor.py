@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from puna.stages.contract import plugins
-from puna.stages.contract.executors import connected, local, ordered, parts, processes, worker
+from puna.stages import plugins
+from puna.stages.executors import connected, local, ordered, parts, processes, worker
 from puna.storage import PunaError
 
 
@@ -260,7 +260,7 @@ def always_dies(file: str) -> None:
 def test_nobody_else_of_this_machine_uses_the_local_dask(dask: Executor) -> None:
     from distributed import Client
 
-    from puna.stages.contract.executors.dask_cluster import DaskCluster
+    from puna.stages.executors.dask_cluster import DaskCluster
 
     assert isinstance(dask, DaskCluster)
     port = dask._local.scheduler_address.rpartition(":")[2]
@@ -310,7 +310,7 @@ def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SCRIPT = """
 import os, time
-from puna.stages.contract.executors import local
+from puna.stages.executors import local
 if __name__ == "__main__":
     print(local(2).submit(os.getpid).result(), flush=True)
     time.sleep(60)

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pytest
 
 from puna.stages.contract import StageConfig, StageRun, perform, stage
-from puna.stages.contract.executors import PartExecutor, local, parts
-from puna.stages.contract.executors.worker import Answer
 from puna.stages.contract.measure import EVERY_SECONDS, Meter
+from puna.stages.executors import PartExecutor, local, parts
+from puna.stages.executors.worker import Answer
 from puna.storage import Store
 
 SIZE = 300_000_000

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from puna.stages.contract import REGISTRY, Facts, InputFacts, StageConfig, StageRun, plugins, stage
+from puna.stages import plugins
+from puna.stages.contract import REGISTRY, Facts, InputFacts, StageConfig, StageRun, stage
 from puna.storage import PunaError
 
 STAGE = """

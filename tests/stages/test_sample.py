@@ -18,11 +18,11 @@ from fastwarc.warc import ArchiveIterator, WarcRecordType
 from hypothesis import given
 from hypothesis import strategies as st
 
-from puna.stages.sample import PACKAGES, Package, announcement, api_reference, build_sample, sites, wikipedia
-from puna.stages.sample import archives as archives_module
-from puna.stages.sample.archives import Member, gunzip, read_archive
-from puna.stages.sample.download import cached_path
-from puna.stages.sample.index import (
+from puna.flows.demo import PACKAGES, Package, announcement, api_reference, build_sample, sites, wikipedia
+from puna.flows.demo import archives as archives_module
+from puna.flows.demo.archives import Member, gunzip, read_archive
+from puna.flows.demo.download import cached_path
+from puna.flows.demo.index import (
     IndexClient,
     IndexSettings,
     parse_configuration,
@@ -30,8 +30,8 @@ from puna.stages.sample.index import (
     parse_json,
     pip_settings,
 )
-from puna.stages.sample.recipes import RECIPES
-from puna.stages.sample.warc import Page, write_warc
+from puna.flows.demo.recipes import RECIPES
+from puna.flows.demo.warc import Page, write_warc
 from puna.storage import PunaError
 
 MOMENT = datetime(2024, 5, 6, 7, 8, 9, tzinfo=UTC)

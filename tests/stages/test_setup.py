@@ -10,11 +10,11 @@ from pathlib import Path
 COMPILED = """
 import json, runpy, sys
 runpy.run_path(sys.argv[1], run_name="__main__")
-from puna.stages.curate.extraction.model import _scores, kept
-from puna.stages.curate.learned.fit import _descend, _score
-from puna.stages.curate.learned.grades import _graded
+from puna.models.extraction.model import _scores, kept
+from puna.models.classifiers.fit import _descend, _score
+from puna.models.classifiers.grades import _graded
 from puna.stages.curate.signals.measure import _measure
-from puna.stages.curate.text.technical import _counted
+from puna.kernels.text.technical import _counted
 print(json.dumps({loop.py_func.__qualname__: len(loop.signatures) for loop in (_scores, kept, _descend, _score, _graded, _measure, _counted)}))
 """
 

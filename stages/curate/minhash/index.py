@@ -95,7 +95,7 @@ class Index(NamedTuple):
 
     def shingles(self, rows: NDArray[np.int64], config: MinhashDedupConfig) -> Shingles:
         """The shingles of some documents, from their stored texts."""
-        from puna.stages.curate.text.shingles import words_of
+        from puna.kernels.text.shingles import words_of
 
         codec = pa.Codec("zstd")
         texts = np.memmap(self.folder / "texts.bin", np.uint8, "r") if (self.folder / "texts.bin").stat().st_size else np.zeros(0, np.uint8)

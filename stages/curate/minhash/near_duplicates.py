@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from puna.kernels.compiled import njit
-from puna.stages.curate.text.hashing import I64, U64, slice_hashes
-from puna.stages.curate.text.normal_words import _widened
+from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.text.hashing import I64, U64, slice_hashes
+from puna.kernels.text.normal_words import _widened
 
 GROWTH = 1.25
 

@@ -17,7 +17,7 @@ from puna.storage import Artifact, Part
 
 if TYPE_CHECKING:
     from puna.kernels.minhash import Device
-    from puna.stages.curate.text.normal_words import Words
+    from puna.kernels.text.normal_words import Words
 
 
 class Shingles(NamedTuple):
@@ -33,21 +33,21 @@ class Shingles(NamedTuple):
 
 def shingled(texts: pa.ChunkedArray, config: MinhashDedupConfig) -> Shingles:
     """The shingles of a column of texts."""
-    from puna.stages.curate.text.strings import buffers
+    from puna.kernels.text.strings import buffers
 
     data, offsets = buffers(texts)
     if config.normal_form == "datatrove":
-        from puna.stages.curate.text.datatrove_words import datatrove_words
+        from puna.kernels.text.datatrove_words import datatrove_words
 
         return of_words(datatrove_words(data, offsets), config)
-    from puna.stages.curate.text.shingles import normal
+    from puna.kernels.text.shingles import normal
 
     return of_words(normal(data, offsets), config)
 
 
 def of_words(words: Words, config: MinhashDedupConfig) -> Shingles:
     """The shingles of normal texts."""
-    from puna.stages.curate.text.normal_words import shingle_hashes
+    from puna.kernels.text.normal_words import shingle_hashes
 
     hashes, where = shingle_hashes(words, config.words, short=config.normal_form == "puna")
     values = hashes if config.hash == "xxh64" else _sha1(words, where, config)

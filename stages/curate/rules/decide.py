@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from puna.models.languages.registry import FACTOR
 from puna.stages.curate.rules.expressions import SqlRule, sql_fires, sql_row
 from puna.stages.curate.rules.groups import Rule
-from puna.stages.curate.rules.languages import FACTOR
 from puna.storage.schemas import table_schema
 
 Factors = Mapping[str, NDArray[np.float64]]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from puna.kernels.compiled import njit
+from puna.kernels.cpu.numba_cache import njit
 
 BINS_BITS = 20
 BINS = 1 << BINS_BITS

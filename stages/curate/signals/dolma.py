@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from puna.kernels.compiled import njit
+from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.text.characters import ALPHABETIC, SPACE
+from puna.kernels.text.hash_table import cleared, mix, place
+from puna.kernels.text.words import DOT, DOUBLE_QUOTE, HYPHEN
 from puna.stages.curate.signals.gopher import ELLIPSIS, HASH_SIGN, NEWLINE, stripped
 from puna.stages.curate.signals.line_rules import CURLY, JAVASCRIPT, LOREM_IPSUM, MIN_LINE_WORDS, phrase_kinds, white_space_words
-from puna.stages.curate.text.characters import ALPHABETIC, SPACE
-from puna.stages.curate.text.hash_table import cleared, mix, place
-from puna.stages.curate.text.words import DOT, DOUBLE_QUOTE, HYPHEN
 
 STAR, QUESTION, EXCLAMATION = 0x2A, 0x3F, 0x21
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from puna.kernels.compiled import njit
+from puna.kernels.cpu.numba_cache import njit
 
 # The characters that cp1252 has for the bytes 0x80 to 0xBF; those without one are often left as control characters.
 CONTINUATIONS = np.zeros(0x2123, np.bool_)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from puna.kernels.compiled import njit
-from puna.stages.curate.text.characters import ALPHANUMERIC, BREAK, SINGLE, SPACE
-from puna.stages.curate.text.hash_table import ONE, emptied, mix, place, slot_of
-from puna.stages.curate.text.words import BASE, DOT, HAS_LETTER, HYPHEN, IS_SYMBOL
+from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.text.characters import ALPHANUMERIC, BREAK, SINGLE, SPACE
+from puna.kernels.text.hash_table import ONE, emptied, mix, place, slot_of
+from puna.kernels.text.words import BASE, DOT, HAS_LETTER, HYPHEN, IS_SYMBOL
 
 HASH_SIGN, ELLIPSIS, BULLET, NEWLINE, RETURN = 0x23, 0x2026, 0x2022, 0x0A, 0x0D
 GAP = np.uint64(0x20) + ONE  # the space between the words of an n-gram

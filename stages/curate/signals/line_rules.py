@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from puna.kernels.compiled import njit
+from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.text.characters import BREAK, DECIMAL, PUNCTUATION, SENTENCE_END, SPACE, TERMINAL
+from puna.kernels.text.english_tables import EnglishTables
+from puna.kernels.text.english_words import split_english
+from puna.kernels.text.hash_table import emptied, slot_of
+from puna.kernels.text.words import BASE, DOT, HAS_LETTER, IS_SYMBOL, powers, prefix_hashes, split_ranges
 from puna.stages.curate.signals.gopher import stripped
-from puna.stages.curate.text.characters import BREAK, DECIMAL, PUNCTUATION, SENTENCE_END, SPACE, TERMINAL
-from puna.stages.curate.text.english_tables import EnglishTables
-from puna.stages.curate.text.english_words import split_english
-from puna.stages.curate.text.hash_table import emptied, slot_of
-from puna.stages.curate.text.words import BASE, DOT, HAS_LETTER, IS_SYMBOL, powers, prefix_hashes, split_ranges
 
 NEWLINE, RETURN, CURLY, OPEN, CLOSE, BLANK = 0x0A, 0x0D, 0x7B, 0x5B, 0x5D, 0x20
 MAX_WORD_CHARACTERS = 1000

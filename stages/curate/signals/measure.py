@@ -10,7 +10,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from puna.kernels.compiled import njit
+from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.text.characters import decode, tables
+from puna.kernels.text.english_tables import EnglishTables, bare_tables, datatrove_flags
+from puna.kernels.text.english_words import english_tables, split_english
+from puna.kernels.text.hash_table import bits_of, cleared, contains, emptied, mix, perhaps, place, size_for, table_of
+from puna.kernels.text.strings import buffers
+from puna.kernels.text.technical import code_lines
+from puna.kernels.text.unspaced import weights
+from puna.kernels.text.words import describe, exact_hashes, folded_hashes, powers, prefix_hashes, split_ranges
 from puna.stages.contract import SIGNALS
 from puna.stages.curate.signals import definitions, dolma
 from puna.stages.curate.signals.divergence import BINS_BITS
@@ -28,14 +36,6 @@ from puna.stages.curate.signals.gopher import (
 )
 from puna.stages.curate.signals.line_rules import PlainWords, c4_numbers, fineweb_numbers, ngram_coverage, plain_words
 from puna.stages.curate.signals.notices import Phrases, listed_phrases, notice_numbers
-from puna.stages.curate.text.characters import decode, tables
-from puna.stages.curate.text.english_tables import EnglishTables, bare_tables, datatrove_flags
-from puna.stages.curate.text.english_words import english_tables, split_english
-from puna.stages.curate.text.hash_table import bits_of, cleared, contains, emptied, mix, perhaps, place, size_for, table_of
-from puna.stages.curate.text.strings import buffers
-from puna.stages.curate.text.technical import code_lines
-from puna.stages.curate.text.unspaced import weights
-from puna.stages.curate.text.words import describe, exact_hashes, folded_hashes, powers, prefix_hashes, split_ranges
 from puna.storage import PunaError
 
 DATA = Path(__file__).parents[1] / "data"

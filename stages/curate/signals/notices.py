@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from puna.kernels.compiled import njit
+from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.text.hash_table import bits_of, mix, perhaps, place, table_of
+from puna.kernels.text.words import BASE, folded_hashes
 from puna.stages.curate.signals.definitions.notices import MIN_LEGAL_PHRASES, MIN_SPOKEN_PHRASES, NOTICE_WORDS, SPEAKERS
 from puna.stages.curate.signals.definitions.views import entries
-from puna.stages.curate.text.hash_table import bits_of, mix, perhaps, place, table_of
-from puna.stages.curate.text.words import BASE, folded_hashes
 
 LEGAL, SPOKEN, NOTICE = 1, 2, 3
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from puna.flows.html.layout import layered
+from puna.flows.html.markup import duration, excerpt, join, number, percent, short, size, tag, text
+from puna.flows.html.plot import Plot
+from puna.flows.html.scale import Axis, is_curve, thinned
+from puna.flows.html.svg import draw
 from puna.flows.report.curate import compared
-from puna.flows.report.layout import layered
-from puna.flows.report.markup import duration, excerpt, join, number, percent, short, size, tag, text
-from puna.flows.report.plot import Plot
-from puna.flows.report.scale import Axis, is_curve, thinned
-from puna.flows.report.svg import draw
 from puna.flows.report.training import smoothed
 
 NUMBERS = st.floats(-1e9, 1e9, allow_nan=False).map(lambda v: round(v, 6))

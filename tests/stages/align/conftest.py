@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from puna.models.checkpoint import save
 from puna.models.config import ModelConfig
-from puna.models.tokenizer import Tokenizer
+from puna.models.formats.checkpoint import save
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.contract import SeededConfig, StageRun, execute, stage
 from puna.storage import Artifact, Store

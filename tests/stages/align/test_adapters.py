@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from puna.models.checkpoint import load
 from puna.models.forest import Forest
+from puna.models.formats.checkpoint import load
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sft import SftConfig, sft
 from puna.stages.contract import External, execute

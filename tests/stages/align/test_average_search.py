@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from puna.models.checkpoint import load, save
-from puna.models.tokenizer import Tokenizer
+from puna.models.formats.checkpoint import load, save
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training.average import average as averaged
 from puna.models.transformer import Transformer
 from puna.stages.align.average import AverageConfig, average, grid

@@ -10,13 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from puna.models.tokenizer import Tokenizer
-from puna.stages.align.rankings import pairs_of, ranked, read_preferences, render_ranked
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.stages.align.reward_model import RewardModelConfig, collate, reward_model
 from puna.stages.align.sft import SftConfig, read_instructions, sft
 from puna.stages.contract import execute
 from puna.stages.conversations import answering, asking, content_of, dump, messages_of, shown, text_of
 from puna.stages.training.bad_rows import BadRows, Limit
+from puna.stages.training.rankings import pairs_of, ranked, read_preferences, render_ranked
 from puna.stages.training.train import render_conversation
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.catalog import query

@@ -27,10 +27,10 @@ from puna.stages.align.data_quality import (
     greedy,
     k_means,
 )
-from puna.stages.align.grades import Graded
 from puna.stages.contract import Figure, StageRun, execute
 from puna.stages.conversations import dump
 from puna.stages.training.train import load_model, render_conversation
+from puna.stages.verifiers.grades import Graded
 from puna.storage import Artifact, Store
 from puna.storage.schemas import table_schema
 

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from puna.models.checkpoint import load, save
 from puna.models.config import ModelConfig
-from puna.models.tokenizer import Tokenizer
+from puna.models.formats.checkpoint import load, save
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training.objectives import Distill, Targets
 from puna.models.transformer import Transformer
 from puna.stages.align.distill import DistillConfig, distill

@@ -16,21 +16,22 @@ import pyarrow as pa
 import pytest
 import torch
 
-from puna.models.checkpoint import load
 from puna.models.forest import Forest
-from puna.models.tokenizer import Tokenizer
+from puna.models.formats.checkpoint import load
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training import losses
 from puna.models.training.trainer import TIMED
+from puna.stages import plugins
 from puna.stages.align.average import AverageConfig, average
 from puna.stages.align.dpo import DpoConfig, dpo
-from puna.stages.align.rankings import Ranked, pairs_of
 from puna.stages.align.reference_logprobs import ReferenceLogprobsConfig, reference_logprobs
-from puna.stages.align.reward_accuracy import pairs, report
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sft import SftConfig, noised, sft
-from puna.stages.contract import execute, identify, plugins
+from puna.stages.contract import execute, identify
 from puna.stages.conversations import answering, asking, content_of, dump, message_of, messages_of
 from puna.stages.training import train as training
+from puna.stages.training.rankings import Ranked, pairs_of
+from puna.stages.training.reward_accuracy import pairs, report
 from puna.stages.training.train import Example, render
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
@@ -576,7 +577,7 @@ def test_what_is_not_trained_computes_in_bf16_on_a_gpu(monkeypatch: pytest.Monke
         asked.append((str(device), dtype))
         return load(path, head, dtype)
 
-    monkeypatch.setattr("puna.models.checkpoint.load", recorded)
+    monkeypatch.setattr("puna.models.formats.checkpoint.load", recorded)
     for place in ("cuda", "cpu"):
         monkeypatch.setattr(training, "device", lambda place=place: torch.device(place))
         for frozen in (True, False):

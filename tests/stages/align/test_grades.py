@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from puna.models.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.stages.align.data_quality import UNUSED_JUDGE, DataQualityConfig, data_quality
 from puna.stages.contract import execute
 from puna.stages.conversations import dump

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from puna.models.checkpoint import load, load_with_tokenizer, save
 from puna.models.config import ModelConfig
-from puna.models.tokenizer import Tokenizer
+from puna.models.formats.checkpoint import load, load_with_tokenizer, save
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.align.average import AverageConfig, average
 from puna.stages.align.data_quality import DataQualityConfig, data_quality
@@ -27,9 +27,9 @@ from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.align.sft import SftConfig, sft
 from puna.stages.contract import External, execute
 from puna.stages.conversations import asking, dump
+from puna.stages.evaluation.evaluate import EvaluateConfig, evaluate
 from puna.stages.io.export_model import export_model
 from puna.stages.io.import_model import ImportModelConfig, import_model
-from puna.stages.pretrain.evaluate import EvaluateConfig, evaluate
 from puna.stages.verifiers.registry import to_text
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema

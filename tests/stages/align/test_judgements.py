@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from fastapi.testclient import TestClient
 
-from puna.flows.annotate import Desk, application
+from puna.flows.web.annotate import Desk, application
 from puna.stages.align.judgements import LEVELS, JudgementsConfig, agreement, judgements, pairs_to_judge
 from puna.stages.contract import External, execute
 from puna.stages.conversations import asking, message_of, messages_of

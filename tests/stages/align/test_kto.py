@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.stages.align.dpo import DpoConfig, dpo
-from puna.stages.align.kto import mismatched
-from puna.stages.align.rankings import labelled
 from puna.stages.contract import External, execute
 from puna.stages.conversations import answering, asking, content_of, dump
 from puna.stages.io.import_preferences import ImportPreferencesConfig, import_preferences
+from puna.stages.training.kto import mismatched
+from puna.stages.training.rankings import labelled
 from puna.stages.training.train import Example
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from puna.models.checkpoint import load, save
-from puna.models.tokenizer import Tokenizer
+from puna.models.formats.checkpoint import load, save
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training.settings import TrainingSettings
 from puna.stages.align.average import AverageConfig, average
 from puna.stages.align.instructions import InstructionsConfig, instructions

@@ -11,16 +11,16 @@ import pyarrow as pa
 import pytest
 import torch
 
-from puna.models.checkpoint import load
 from puna.models.forest import Forest
+from puna.models.formats.checkpoint import load
 from puna.models.generation import Completion
-from puna.models.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.stages.align.grpo import GrpoConfig, grpo
 from puna.stages.align.ppo import PpoConfig, ppo
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
-from puna.stages.align.rewards import rewards_of
 from puna.stages.contract import Model, Prompts, SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import answering, asking, prompt_ids
+from puna.stages.training.rewards import rewards_of
 from puna.stages.verifiers.registry import to_text
 from puna.stages.verifiers.scoring import Scorer
 from puna.stages.verifiers.settings import ScoringConfig

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from puna.stages.align.instructions import InstructionsConfig, instructions
-from puna.stages.align.prompts import PromptsConfig, Task, prompts
 from puna.stages.contract import execute, parse
 from puna.stages.conversations import messages_of, text_of
+from puna.stages.prompts.prompts import PromptsConfig, Task, prompts
 from puna.stages.verifiers.base import is_correct
 from puna.stages.verifiers.reasoning_gym import generator
 from puna.stages.verifiers.registry import from_text

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from puna.models.checkpoint import load
-from puna.stages.align.reward_head import PENALTIES, Pairs, best_penalty, bradley_terry, cross_validated
+from puna.models.formats.checkpoint import load
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.contract import execute
 from puna.stages.conversations import answering
+from puna.stages.training.reward_head import PENALTIES, Pairs, best_penalty, bradley_terry, cross_validated
 from puna.storage import Artifact, Store
 from tests.stages.align.test_conversations import preference, table
 

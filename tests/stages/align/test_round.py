@@ -12,19 +12,19 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from puna.models import planner
-from puna.models.checkpoint import load
+from puna.models.formats.checkpoint import load
+from puna.models.memory import planner
 from puna.models.serving import ServingSettings
-from puna.models.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.stages.align import sample as module
 from puna.stages.align.ppo import PpoConfig, ppo
 from puna.stages.align.preferences import PreferencesConfig, preferences
-from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.contract import Facts, InputFacts, StageRun, execute, parse, stage
 from puna.stages.conversations import answering, asking, messages_of
+from puna.stages.prompts.prompts import PromptsConfig, prompts
 from puna.stages.verifiers.registry import from_text
 from puna.stages.verifiers.scoring import question_of
 from puna.storage import Artifact, PunaError, Store

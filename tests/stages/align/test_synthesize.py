@@ -12,7 +12,7 @@ import pytest
 
 from puna.models import generation
 from puna.models.generation import Completion
-from puna.models.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.stages.align.synthesize import NO_ANSWER, SynthesizeConfig, agreed, assertions, synthesize, trigrams
 from puna.stages.contract import execute
 from puna.stages.conversations import asking, content_of, messages_of

@@ -11,14 +11,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from puna.stages.align import tasks
 from puna.stages.align.chosen import ChosenConfig, chosen
 from puna.stages.align.instructions import InstructionsConfig, instructions
 from puna.stages.align.preferences import PreferencesConfig, preferences
-from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
 from puna.stages.contract import execute, parse
 from puna.stages.conversations import answering, asking, messages_of, text_of
+from puna.stages.prompts import tasks
+from puna.stages.prompts.prompts import PromptsConfig, prompts
 from puna.stages.verifiers.base import Question
 from puna.stages.verifiers.registry import from_json
 from puna.storage import Artifact, PunaError, Store

@@ -48,9 +48,9 @@ def _small_model(store: Store, texts: list[str]) -> Artifact:
     """A small untrained model as an artifact."""
     import torch
 
-    from puna.models.checkpoint import save
     from puna.models.config import ModelConfig
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.formats.checkpoint import save
+    from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
     tokenizer = Tokenizer.train(texts, 400)

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from resiliparse.parse.html import HTMLTree
 
-from puna.stages.curate.extraction import layout as L
-from puna.stages.curate.extraction import model
-from puna.stages.curate.extraction.article import ABOVE, LONG, article_features, names
-from puna.stages.curate.extraction.groups import PROBES, groups
-from puna.stages.curate.extraction.layout import alone
-from puna.stages.curate.extraction.model import PAGE_TYPES, article_chance, chances
-from puna.stages.curate.extraction.scan import read_page
-from puna.stages.curate.extraction.training import as_arrays
-from puna.stages.curate.extraction.trees import splits
+from puna.models.extraction import layout as L
+from puna.models.extraction import model
+from puna.models.extraction.article import ABOVE, LONG, article_features, names
+from puna.models.extraction.groups import PROBES, groups
+from puna.models.extraction.layout import alone
+from puna.models.extraction.model import PAGE_TYPES, article_chance, chances
+from puna.models.extraction.scan import read_page
+from puna.models.extraction.training import as_arrays
+from puna.models.extraction.trees import splits
 
 TEXT = "a harbour was seen by the old mayor of this town and its ships left at noon for another island far away"
 WORDS = TEXT.split()

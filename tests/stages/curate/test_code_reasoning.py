@@ -6,11 +6,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from puna.kernels.text.characters import code_points
+from puna.kernels.text.technical import Technical, code_lines, formula_marks, measured
 from puna.stages.contract import execute
 from puna.stages.contract.config import parse
 from puna.stages.curate.code_reasoning import CodeReasoningConfig, TrainCodeReasoningConfig, _label, code_reasoning, train_code_reasoning
-from puna.stages.curate.text.characters import code_points
-from puna.stages.curate.text.technical import Technical, code_lines, formula_marks, measured
 from puna.storage import PunaError, Store
 
 SMALL = {"dimension": 8, "buckets": 10_000, "epochs": 20}

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from resiliparse.parse.html import HTMLTree
 
-from puna.stages.curate.extraction.comments import without_comments
-from puna.stages.curate.extraction.model import CERTAIN, PAGE_TYPES, below_the_article
-from puna.stages.curate.extraction.scan import read_page
-from puna.stages.curate.extraction.text import text_of
+from puna.models.extraction.comments import without_comments
+from puna.models.extraction.model import CERTAIN, PAGE_TYPES, below_the_article
+from puna.models.extraction.scan import read_page
+from puna.models.extraction.text import text_of
 
 STORY = "<p>" + "the ship left the harbour at noon " * 15 + "</p>"  # 105 words
 SAID = "<p>I was there and saw it leave</p>"

@@ -18,13 +18,13 @@ from datatrove.data import Document
 from datatrove.pipeline.filters import C4QualityFilter, FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter
 from datatrove.utils.word_tokenizers import load_word_tokenizer
 
+from puna.kernels.text.english_tables import DATA, data
+from puna.kernels.text.english_words import english_words
 from puna.stages.curate.rules.decide import decide
 from puna.stages.curate.rules.groups import active_rules
 from puna.stages.curate.rules.sets import DATATROVE_REASONS
 from puna.stages.curate.select import SelectConfig
 from puna.stages.curate.signals.measure import measure, names
-from puna.stages.curate.text.english_tables import DATA, data
-from puna.stages.curate.text.english_words import english_words
 
 FILTERS = {
     "gopher_quality": ("datatrove", GopherQualityFilter()),

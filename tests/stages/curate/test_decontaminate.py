@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from puna.kernels.text.fuzzy_match import build_fuzzy, fuzzy_match
+from puna.kernels.text.grams import may_hold, word_hashes
 from puna.stages.contract import execute
 from puna.stages.conversations import asking
 from puna.stages.curate.decontaminate import DecontaminateConfig, build_index, decontaminate, match
-from puna.stages.curate.text.fuzzy_match import build_fuzzy, fuzzy_match
-from puna.stages.curate.text.grams import may_hold, word_hashes
 from puna.storage import PunaError, Store
 
 QUESTION = "A train leaves the old station at nine and meets another one at noon, where do they meet?"

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 
 from puna.stages.contract import execute
+from puna.stages.curate.classifiers.trained import trained
 from puna.stages.curate.domains import (
     DomainsConfig,
     TrainDomainsConfig,
@@ -18,7 +19,6 @@ from puna.stages.curate.domains import (
     seed_words,
     train_domains,
 )
-from puna.stages.curate.learned.trained import trained
 from puna.storage import PunaError, Store
 
 SMALL = {"buckets": 10_000, "dimension": 8, "min_labels": 5}

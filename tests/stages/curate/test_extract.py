@@ -12,15 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from puna.models.extraction.bounds import burden
+from puna.models.extraction.clean import DOUBTFUL, MISREAD, all_cleaned, cleaned, plain
+from puna.models.extraction.decode import decode
+from puna.models.extraction.library import library_text
+from puna.models.extraction.repair import repaired
+from puna.models.extraction.scan import read_pages
 from puna.stages.contract import execute
 from puna.stages.curate import extract as extract_module
 from puna.stages.curate.extract import MAX_OPTIONS, ExtractConfig, Unreadable, extract, page_text
-from puna.stages.curate.extraction.bounds import burden
-from puna.stages.curate.extraction.clean import DOUBTFUL, MISREAD, all_cleaned, cleaned, plain
-from puna.stages.curate.extraction.decode import decode
-from puna.stages.curate.extraction.library import library_text
-from puna.stages.curate.extraction.repair import repaired
-from puna.stages.curate.extraction.scan import read_pages
 from puna.storage import Store
 
 CONFIG = ExtractConfig()

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from puna.models.extraction import technical
 from puna.stages.curate.extract import ExtractConfig, page_text
-from puna.stages.curate.extraction import technical
 
 BEFORE = "<p>To sort a list in Python, call the function sorted, which returns a new list, in the order of its items.</p>"
 AFTER = "<p>This works because the function compares the numbers of the list with each other, one after another.</p>"

@@ -10,25 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from resiliparse.parse.html import HTMLTree
 
-from puna.stages.curate.extraction import attributes
-from puna.stages.curate.extraction import layout as L
-from puna.stages.curate.extraction import write as written
-from puna.stages.curate.extraction.alike import agreed, once
-from puna.stages.curate.extraction.bounds import burden
-from puna.stages.curate.extraction.cut import LEVELS, TOGETHER, best_cut
-from puna.stages.curate.extraction.groups import group_sums, groups
-from puna.stages.curate.extraction.labels import label
-from puna.stages.curate.extraction.layout import alone
-from puna.stages.curate.extraction.model import content, judge, load
-from puna.stages.curate.extraction.scan import read_page, scan
-from puna.stages.curate.extraction.search import find
-from puna.stages.curate.extraction.tags import NUMBER
-from puna.stages.curate.extraction.text import text_of
-from puna.stages.curate.extraction.training import Page, as_arrays, corpus, snippet_labels
-from puna.stages.curate.extraction.trees import LANES, logits, splits
-from puna.stages.curate.extraction.union import found_in
-from puna.stages.curate.extraction.whole import made_whole, with_headline
-from puna.stages.curate.text.search import Words
+from puna.kernels.text.search import Words
+from puna.models.extraction import attributes
+from puna.models.extraction import layout as L
+from puna.models.extraction import write as written
+from puna.models.extraction.alike import agreed, once
+from puna.models.extraction.bounds import burden
+from puna.models.extraction.cut import LEVELS, TOGETHER, best_cut
+from puna.models.extraction.groups import group_sums, groups
+from puna.models.extraction.labels import label
+from puna.models.extraction.layout import alone
+from puna.models.extraction.model import content, judge, load
+from puna.models.extraction.scan import read_page, scan
+from puna.models.extraction.search import find
+from puna.models.extraction.tags import NUMBER
+from puna.models.extraction.text import text_of
+from puna.models.extraction.training import Page, as_arrays, corpus, snippet_labels
+from puna.models.extraction.trees import LANES, logits, splits
+from puna.models.extraction.union import found_in
+from puna.models.extraction.whole import made_whole, with_headline
 
 
 def texts(html: str) -> list[str]:

@@ -15,11 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from puna.models.classifiers import fit as learned
+from puna.models.classifiers.dictionary import dictionary_of, read, write
+from puna.models.classifiers.fit import Scorer, fit
 from puna.models.training.state import load_record
-from puna.stages.curate.learned import fit as learned
-from puna.stages.curate.learned.classifier import predict
-from puna.stages.curate.learned.dictionary import dictionary_of, read, write
-from puna.stages.curate.learned.fit import Scorer, fit
+from puna.stages.curate.classifiers.classifier import predict
 from puna.storage import PunaError
 
 PERTURB = -6  # M_PERTURB of mallopt(3)

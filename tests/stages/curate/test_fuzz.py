@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
-from puna.stages.curate.reading.pages import Page
-from puna.stages.curate.reading.warc import read_warc
+from puna.stages.reading.pages import Page
+from puna.stages.reading.warc import read_warc
 
 _spec = importlib.util.spec_from_file_location("curation_fuzz", Path(__file__).parents[2] / "benchmarks" / "curation_fuzz.py")
 fuzzing = importlib.util.module_from_spec(_spec)

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import settings as tried
 from hypothesis import strategies as st
 
-from puna.flows.trace import flow_named, trace
-from puna.flows.trace import load as recipe
+from puna.flows.engine.trace import flow_named, trace
+from puna.flows.engine.trace import load as recipe
+from puna.models.classifiers import grades
 from puna.stages.contract import execute
+from puna.stages.curate.classifiers import grade_training as training
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.language import LanguageConfig, language
-from puna.stages.curate.learned import grade_training as training
-from puna.stages.curate.learned import grades
 from puna.stages.curate.quality import QualityConfig, quality
 from puna.stages.curate.rules.decide import decide
 from puna.stages.curate.rules.groups import active_rules

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from puna.kernels.text.characters import SYMBOL, TERMINAL, tables
+from puna.kernels.text.words import split
 from puna.stages.contract import execute
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.select import SelectConfig, select
@@ -19,8 +21,6 @@ from puna.stages.curate.signals import divergence as divergences
 from puna.stages.curate.signals.divergence import BINS, DRAWS, Corpus, expected_at
 from puna.stages.curate.signals.measure import measure, names
 from puna.stages.curate.signals.tally import Tally
-from puna.stages.curate.text.characters import SYMBOL, TERMINAL, tables
-from puna.stages.curate.text.words import split
 from puna.storage import Store
 
 PIECES = ("the", "and", "of", "de", "la", "alpha", "beta.", "Gamma", "#", "...", "…", "- x", "• y", "\n", "\n\n", "\r\n", "12",

@@ -25,13 +25,13 @@ from fastwarc.warc import ArchiveIterator
 
 from puna.stages.contract import External, execute, external
 from puna.stages.curate.ingest import IngestConfig, ingest
-from puna.stages.curate.reading import warc, warc_frames
-from puna.stages.curate.reading.pages import Page, Rejected
-from puna.stages.curate.reading.readers import Columns, read_parquet
-from puna.stages.curate.reading.sniff import sniff
-from puna.stages.curate.reading.warc import media_type, read_warc
-from puna.stages.curate.reading.warc_frames import frames
+from puna.stages.reading import warc, warc_frames
 from puna.stages.reading.dates import moment
+from puna.stages.reading.pages import Page, Rejected
+from puna.stages.reading.readers import Columns, read_parquet
+from puna.stages.reading.sniff import sniff
+from puna.stages.reading.warc import media_type, read_warc
+from puna.stages.reading.warc_frames import frames
 from puna.storage import PunaError, Store
 
 

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from puna.models.checkpoint import load_with_tokenizer, save
 from puna.models.config import ModelConfig
-from puna.models.gguf_format.files import write
-from puna.models.tokenizer import SMALLEST_VOCABULARY, Tokenizer
+from puna.models.formats.checkpoint import load_with_tokenizer, save
+from puna.models.formats.gguf.files import write
+from puna.models.tokens.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.contract import External, execute
 from puna.stages.contract.config import parse
+from puna.stages.curate.classifiers.questions import SCALES, TEXT, TOP, built_in
 from puna.stages.curate.code_reasoning import TrainCodeReasoningConfig, train_code_reasoning
 from puna.stages.curate.encoder_quality import EncoderQualityConfig, TrainEncoderQualityConfig, encoder_quality, train_encoder_quality
 from puna.stages.curate.judge import JudgeConfig, judge
-from puna.stages.curate.learned.questions import SCALES, TEXT, TOP, built_in
 from puna.stages.grading import tokens_apart
 from puna.storage import Identity, PunaError, Store
 

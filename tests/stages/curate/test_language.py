@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from puna.kernels.text.code_lines import BLOCKS, QUERIES, STATEMENTS, WHOLE, looks_like_code, may_be_code
+from puna.models.classifiers.dictionary import write
+from puna.models.classifiers.fit import fit
+from puna.models.languages.prose import prose
+from puna.models.languages.registry import SCALED, read_rows, shipped, shipped_names, with_rows
+from puna.models.languages.vote import group_numbers, vote, voters, votes
 from puna.stages.contract import External, execute
 from puna.stages.curate import language as module
-from puna.stages.curate.identification.prose import prose
-from puna.stages.curate.identification.vote import group_numbers, vote, voters, votes
 from puna.stages.curate.language import LanguageConfig, identify, language
-from puna.stages.curate.learned.dictionary import write
-from puna.stages.curate.learned.fit import fit
-from puna.stages.curate.rules.languages import SCALED, read_rows, shipped, shipped_names, with_rows
-from puna.stages.curate.text.code_lines import BLOCKS, QUERIES, STATEMENTS, WHOLE, looks_like_code, may_be_code
 from puna.stages.curate.train_classifier import ImportClassifierConfig, import_classifier
 from puna.storage import PunaError, Store
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from puna.kernels.text.code_lines import looks_like_code
 from puna.stages.contract import execute
 from puna.stages.curate.line_dedup import LineDedupConfig, line_dedup
-from puna.stages.curate.text.code_lines import looks_like_code
 from puna.storage import Store
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from puna.kernels.text import shingles
+from puna.kernels.text.shingles import normalized
 from puna.stages.contract import execute
 from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
-from puna.stages.curate.text import shingles
-from puna.stages.curate.text.shingles import normalized
 from puna.storage import PunaError, Store
 
 START = datetime(2024, 1, 1, tzinfo=UTC)

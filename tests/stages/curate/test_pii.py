@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from puna.kernels.text import personal
+from puna.kernels.text.number_hints import Hint, hints, hints_of, phone_stretches
+from puna.kernels.text.personal import FINDERS, NEEDED, find, luhn, masked
+from puna.kernels.text.strings import buffers
 from puna.stages.contract import execute
 from puna.stages.curate import pii as module
 from puna.stages.curate.pii import PiiConfig, pii
-from puna.stages.curate.text import personal
-from puna.stages.curate.text.number_hints import Hint, hints, hints_of, phone_stretches
-from puna.stages.curate.text.personal import FINDERS, NEEDED, find, luhn, masked
-from puna.stages.curate.text.strings import buffers
 from puna.storage import Store
 
 ALL = tuple(FINDERS)

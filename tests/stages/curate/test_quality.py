@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from puna.stages.contract import execute
-from puna.stages.curate.learned.classifier import GOLDEN, _Job, _keep, _quota, _write_text, auc, calibration, counted
-from puna.stages.curate.learned.trained import trained
+from puna.stages.curate.classifiers.classifier import GOLDEN, _Job, _keep, _quota, _write_text, auc, calibration, counted
+from puna.stages.curate.classifiers.trained import trained
 from puna.stages.curate.quality import QualityConfig, quality, ranks_within
 from puna.stages.curate.train_classifier import TrainClassifierConfig, train_classifier
 from puna.stages.draws import folds, uniform

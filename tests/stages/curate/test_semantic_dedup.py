@@ -12,10 +12,10 @@ import pyarrow as pa
 import pytest
 import torch
 
+from puna.kernels.text.hashing import slice_hashes
+from puna.kernels.text.projection import document_frequency, project
 from puna.stages.contract import External, execute
 from puna.stages.curate.semantic_dedup import SemanticDedupConfig, semantic_dedup
-from puna.stages.curate.text.hashing import slice_hashes
-from puna.stages.curate.text.projection import document_frequency, project
 from puna.storage import PunaError, Store
 
 
@@ -88,9 +88,9 @@ def test_same_result(tmp_path, make_documents, case):
 
 def test_vectors_of_an_encoder(tmp_path, make_documents, small_model):
     """Against centred mean hidden states and a greedy choice written out here."""
-    from puna.models.checkpoint import load
     from puna.models.forest import Forest
-    from puna.models.tokenizer import Tokenizer
+    from puna.models.formats.checkpoint import load
+    from puna.models.tokens.tokenizer import Tokenizer
 
     base = texts(3, 60)
     # Every fifth text begins like the one before it, and goes on, unread, in words of its own.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.stages.curate.text import hashing, normal_words
+from puna.kernels.text import hashing, normal_words
 
 xxhash = pytest.importorskip("xxhash")
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.stages.contract import REGISTRY, SIGNALS, StageConfig, StageRun, declare_signal, execute, identify, plugins, signal, stage
+from puna.stages import plugins
+from puna.stages.contract import REGISTRY, SIGNALS, StageConfig, StageRun, declare_signal, execute, identify, signal, stage
 from puna.stages.contract.config import parse
 from puna.stages.curate import heuristics as module
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics

@@ -11,10 +11,10 @@ import pytest
 
 from puna.stages.contract import External, execute
 from puna.stages.curate import train_classifier as stage_module
+from puna.stages.curate.classifiers import classifier as training
+from puna.stages.curate.classifiers.classifier import counted
 from puna.stages.curate.domains import DomainsConfig, domains
 from puna.stages.curate.language import LanguageConfig, language
-from puna.stages.curate.learned import classifier as training
-from puna.stages.curate.learned.classifier import counted
 from puna.stages.curate.quality import QualityConfig, quality
 from puna.stages.curate.train_classifier import (
     ClassifyConfig,

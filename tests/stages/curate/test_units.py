@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from resiliparse.parse.html import HTMLTree
 
-from puna.stages.curate.extraction.scan import read_page
-from puna.stages.curate.extraction.text import text_of
-from puna.stages.curate.extraction.units import ENOUGH, LIKE, MOST_WORDS, PARAGRAPHS, without_units
+from puna.models.extraction.scan import read_page
+from puna.models.extraction.text import text_of
+from puna.models.extraction.units import ENOUGH, LIKE, MOST_WORDS, PARAGRAPHS, without_units
 
 STORY = "<p>" + "the ship left the harbour at noon " * 5 + "and was gone.</p>"  # 38 words
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from puna.models.extraction.unseen import _tag_end
 from puna.stages.curate.extract import ExtractConfig, page_text
-from puna.stages.curate.extraction.unseen import _tag_end
 
 FIRST = (
     "The council met on Tuesday to discuss the bridge, which was closed in March after engineers found cracks in two of its piers. Repairs may "

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.stages.curate.text.characters import JOINER, SEPARATOR, TERMINAL, code_points, tables
-from puna.stages.curate.text.words import BASE, HAS_LETTER, IS_SYMBOL, spaced, split, split_codes
+from puna.kernels.text.characters import JOINER, SEPARATOR, TERMINAL, code_points, tables
+from puna.kernels.text.words import BASE, HAS_LETTER, IS_SYMBOL, spaced, split, split_codes
 
 CASES = {
     "Hello,  world!\n": ["Hello", ",", "world", "!"],

@@ -57,7 +57,7 @@ def test_gain_where_the_candidates_help(store, given) -> None:
 
 
 def test_answers_of_held_out_prompts_are_scored(store, given) -> None:
-    from puna.stages.align.prompts import PromptsConfig, Task, prompts
+    from puna.stages.prompts.prompts import PromptsConfig, Task, prompts
 
     asked = execute(prompts, PromptsConfig(tasks=(Task(task="gcd"),), train=5, heldout=5), {}, store)
     rows = asked.read().to_pylist()

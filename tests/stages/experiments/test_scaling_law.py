@@ -12,11 +12,11 @@ from pydantic import ValidationError
 
 from puna.models import accounting
 from puna.stages.contract import execute
-from puna.stages.experiments import laws
 from puna.stages.experiments import scaling_law as module
 from puna.stages.experiments.scaling_law import ScalingLawConfig, scaling_law, shortened, shrunk
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
+from puna.stages.training import scaling_laws
 from puna.stages.training.phase import SHAPE, Phase
 
 MODEL = SHAPE.replace(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -37,12 +37,12 @@ def test_prediction_follows_from_the_runs(store, given) -> None:
     assert [json.loads(t["parameters"])["hidden_size"] for t in trials] == [16, 24, 32, 48]
     flops, losses = np.array([t["flops"] for t in trials]), np.array([t["loss"] for t in trials])
     metrics = made.manifest.metrics
-    law = laws.fit_power_law(flops, losses)
+    law = scaling_laws.fit_power_law(flops, losses)
     assert metrics["predicted_loss"] == pytest.approx(float(law(metrics["target_flops"])))
     assert metrics["predicted_loss_low"] <= metrics["predicted_loss"] <= metrics["predicted_loss_high"]
     found = {(row["task"], row["metric"]): row for row in made.read().to_pylist()}
     assert found["prediction", "loss"]["low"] == metrics["predicted_loss_low"]
-    assert found["backtest", "predicted_loss"]["value"] == pytest.approx(float(laws.fit_power_law(flops[:-1], losses[:-1])(flops[-1])))
+    assert found["backtest", "predicted_loss"]["value"] == pytest.approx(float(scaling_laws.fit_power_law(flops[:-1], losses[:-1])(flops[-1])))
     # As many tokens per parameter as the target, within the tokens of one step and what rows are unevenly filled by.
     target = metrics["target_tokens"] / accounting.matrix_parameters(MODEL.complete(290, 32))
     for t in trials:

@@ -10,14 +10,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from puna.flows.cli import app
-from puna.models.awq_search import packed, stretches
-from puna.models.checkpoint import load, load_with_tokenizer, save
+from puna.flows.cli.main import app
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
+from puna.models.formats.awq_search import packed, stretches
+from puna.models.formats.checkpoint import load, load_with_tokenizer, save
+from puna.models.formats.gguf.files import write
 from puna.models.generation import Engine, SamplingParams
-from puna.models.gguf_format.files import write
-from puna.models.tokenizer import LLAMA3, Tokenizer
+from puna.models.tokens.tokenizer import LLAMA3, Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.align.dpo import DpoConfig, dpo
 from puna.stages.align.reward_model import RewardModelConfig, reward_model

@@ -9,17 +9,17 @@ import pytest
 import torch
 from pydantic import Field
 
-from puna.models import planner
-from puna.models.checkpoint import load, save
 from puna.models.config import ModelConfig
+from puna.models.formats.checkpoint import load, save
+from puna.models.memory import planner
 from puna.models.serving import ServingSettings
-from puna.models.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
-from puna.stages.align.prompts import PromptsConfig, Task, prompts
 from puna.stages.contract import SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import messages_of, text_of
-from puna.stages.pretrain import evaluate as module
-from puna.stages.pretrain.evaluate import AnswersConfig, EvaluateConfig, PagesConfig, evaluate
+from puna.stages.evaluation import evaluate as module
+from puna.stages.evaluation.evaluate import AnswersConfig, EvaluateConfig, PagesConfig, evaluate
+from puna.stages.prompts.prompts import PromptsConfig, Task, prompts
 from puna.stages.search import SearchConfig
 from puna.stages.training import bits_per_byte, intervals
 from puna.stages.training.ngrams import NGrams

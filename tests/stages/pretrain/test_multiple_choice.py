@@ -9,9 +9,9 @@ import torch
 
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
-from puna.models.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
-from puna.stages.pretrain import multiple_choice
+from puna.stages.evaluation import multiple_choice
 
 
 def pages(n: int = 12) -> list[tuple[str, str, str]]:

@@ -12,8 +12,8 @@ import torch
 from pydantic import ValidationError
 
 from puna.models import accounting
-from puna.models.checkpoint import load
-from puna.models.tokenizer import Tokenizer
+from puna.models.formats.checkpoint import load
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.stages.contract import execute
 from puna.stages.experiments.scaling_law import ScalingLawConfig, scaling_law
 from puna.stages.pretrain import pretrain as module

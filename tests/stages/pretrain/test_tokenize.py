@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.models.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.stages.contract import StageRun, execute
 from puna.stages.pretrain import tokenize as module
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from puna.models.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.stages.contract import execute
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
 from puna.storage import PunaError, Store

@@ -11,10 +11,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from puna.stages import plugins
 from puna.stages.align.sample import SampleConfig, sample
-from puna.stages.contract import Prompts, StageConfig, StageRun, code, identify, plugins, sources, stage
-from puna.stages.contract.modules import _places
+from puna.stages.contract import Prompts, StageConfig, StageRun, identify, stage
 from puna.stages.conversations import asking
+from puna.stages.identity import code, sources
+from puna.stages.identity.modules import _places
 from puna.stages.verifiers.base import Item, Question
 from puna.stages.verifiers.child import child
 from puna.stages.verifiers.registry import from_text, known, to_text
@@ -179,6 +181,6 @@ def install(folder: Path, package: str, entries: str) -> None:
 
 def test_the_stages_that_score_declare_it() -> None:
     from puna.stages.align.ppo import ppo
-    from puna.stages.pretrain.evaluate import evaluate
+    from puna.stages.evaluation.evaluate import evaluate
 
     assert {one.named for one in (sample, ppo, evaluate)} == {verifiers_named} and SampleConfig().reaches() == []

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from puna.models.checkpoint import load, save
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
-from puna.models.tokenizer import Tokenizer
+from puna.models.formats.checkpoint import load, save
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.contract import Model, SeededConfig, StageConfig, StageRun, execute, stage
 from puna.stages.conversations import asking

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from puna.stages.contract import StageConfig, StageRun, execute, plugins, stage
+from puna.stages import plugins
+from puna.stages.contract import StageConfig, StageRun, execute, stage
 from puna.stages.conversations import asking
 from puna.stages.verifiers.base import Item, Question, Score
 from puna.stages.verifiers.child import child

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+from puna.kernels.text.characters import PUNCTUATION, SENTENCE_END, TERMINAL, code_points
+from puna.kernels.text.technical import ENDS, MARKS
+from puna.kernels.text.words import split_codes
 from puna.stages.contract import signal
 from puna.stages.curate.signals.definitions.views import has, seen_before, unspaced, words_of
-from puna.stages.curate.text.characters import PUNCTUATION, SENTENCE_END, TERMINAL, code_points
-from puna.stages.curate.text.technical import ENDS, MARKS
-from puna.stages.curate.text.words import split_codes
 
 CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
 _HIGH = "[\x80-\xbf" + bytes(range(0x80, 0xA0)).decode("cp1252", "ignore") + "]"

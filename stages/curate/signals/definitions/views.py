@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
-from puna.stages.curate.text.characters import SINGLE, SYMBOL, tables
-from puna.stages.curate.text.words import split
+from puna.kernels.text.characters import SINGLE, SYMBOL, tables
+from puna.kernels.text.words import split
 
 DATA = Path(__file__).parents[2] / "data"
 
 
 def has(character: str, flag: int) -> bool:
-    """Whether a character has a property of `puna.stages.curate.text.characters`."""
+    """Whether a character has a property of `puna.kernels.text.characters`."""
     return bool(tables().flags[ord(character)] & flag)
 
 

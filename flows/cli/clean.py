@@ -1,0 +1,260 @@
+"""`puna clean`: one's own pages to clean documents in plain files and a report."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from puna.flows.curate import curate
+from puna.flows.engine import preflight
+from puna.flows.engine.inputs import column_changes, meant
+from puna.flows.engine.perform import Performer
+from puna.flows.engine.preflight import document_texts, page_texts
+from puna.flows.engine.recipe import read_values
+from puna.flows.engine.session import Session, session
+from puna.flows.engine.trace import load
+from puna.stages.contract import External
+from puna.stages.contract.needs import LOOK
+from puna.stages.curate.domains import TrainDomainsConfig, looked_at, seed_label
+from puna.stages.curate.ingest import IngestConfig, check_inputs, ingest, peek
+from puna.stages.curate.language import identify
+from puna.stages.reading.dates import EPOCH
+from puna.stages.reading.pages import NO_PAGE
+from puna.stages.reading.sniff import sniff
+from puna.storage import Artifact, PunaError, Store
+
+ENDINGS = {".jsonl": "jsonl", ".parquet": "parquet"}
+ROWS = 10_000
+RECIPE = "clean"
+
+
+@dataclass
+class Choices:
+    """What was found out about the inputs: changes to the recipe, and sentences that say what was chosen and why."""
+
+    changes: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """What `puna clean` leaves: the files of documents and of dropped pages, the report, and how many there are.
+
+    `pages`: kept and dropped ones. `rules`: how many pages each rule dropped (`step.rule`), the one that dropped most first.
+    `no_page`: how many records of the inputs hold no page, by rule; `files_without_page` says in which files is nothing else.
+    """
+
+    documents: Path
+    dropped: Path
+    report: Path
+    kept: int
+    pages: int
+    rules: dict[str, int]
+    no_page: dict[str, int]
+    files_without_page: str
+
+
+def clean(
+    paths: Sequence[str], output: Path, store: Store, *, changes: Sequence[str] = (), columns: Sequence[str] = (),
+    recipe: str = RECIPE, workers: int | None = None, say: Callable[[str], None] = print, quiet: bool = False,
+) -> Cleaned:  # fmt: skip
+    """Clean pages: look at them, choose, tell what was chosen, run the flow `curate`, write plain files.
+
+    `output`: a folder, or a file that ends in .jsonl or .parquet. `recipe`: a name or a YAML file, whose base is `clean` where it names
+    none. PunaError says what is wrong before anything runs.
+    """
+    kind, target = _target(output)
+    store = store.within(read_values(recipe, list(changes), RECIPE)[0].get("project"))
+    wanted = meant(paths, curate.inputs, store, "clean")
+    given = curate.by_kind(wanted.items, wanted.named, wanted.sources)
+    imported = [item for item in wanted.items if isinstance(item, Artifact) and item.kind == "documents"]
+    named = column_changes(columns, "ingest")
+    choices = look([item for item in wanted.items if isinstance(item, External)], imported, (*named, *changes), recipe)
+    for sentence in choices.said:
+        say(sentence)
+    every = [*choices.changes, *named, *changes]
+    steps = load(recipe, every, "curate", RECIPE)
+    preflight.check(curate, steps, given, store)
+    options = [*(["--recipe", recipe] if recipe != RECIPE else []), *(word for text in (*named, *changes) for word in ("--set", text))]
+    command = shlex.join(["puna", "clean", *paths, "-o", str(output), *options])
+    asked = {"command": command, "recipe": recipe, "changes": every, "inputs": list(paths)}
+    with session(store, flow="curate", workers=workers, json=quiet, parameters=asked) as now:
+        made = Performer(steps)
+        documents = made.walk(curate, given).documents.items[0]
+    came = [*(outcome.artifact for step, outcome in now.outcomes if step == "ingest"), *imported]
+    from puna.flows.report import write
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _replace(target, lambda file: _write(_rows(documents, now), file, kind))
+    dropped = target.with_name(f"{target.stem}.dropped.jsonl")
+    _replace(dropped, lambda file: _write(_dropped(now, came), file, "jsonl"))
+    page = target.with_name(f"{target.stem}.report.html")
+    _replace(page, lambda file: shutil.copyfile(write(store, now.run, None), file))
+    now.refresh()
+    rules = _rules(now)
+    no_page = {name: rules.pop(f"ingest.{name}") for name in NO_PAGE if f"ingest.{name}" in rules}
+    refused = sum(count for name, count in rules.items() if name.startswith("ingest."))
+    metrics = [artifact.manifest.metrics for artifact in came if "files_without_page" in artifact.manifest.metrics]
+    bare = "; ".join(f"{m['files_without_page']:,} files hold nothing else: {m['files_without_page_are']}" for m in metrics)
+    pages = refused + sum(artifact.rows() for artifact in came)
+    return Cleaned(target, dropped, page, documents.rows(), pages, rules, no_page, bare)
+
+
+def look(files: list[External], imported: list[Artifact], named: Sequence[str], recipe: str = RECIPE) -> Choices:
+    """Return what a look at the first pages and documents says about fields, languages and topics. `named`: a person's changes."""
+    found = Choices()
+    given = load(recipe, list(named), "curate", RECIPE).values
+    reading = given.get("ingest") or {}
+    inputs = dict(reading.get("inputs") or {})
+    for external in files:
+        size = sum(file.bytes for file in external.files)
+        found.said.append(f"{external.name}: {len(external.files):,} files, {size / 1e6:,.1f} MB")
+        fields = sniff(external)
+        if fields is None or reading.keys() & {"text_column", "html_column"} or external.name in inputs:
+            continue
+        own = {"html" if fields.html else "text": fields.page} | ({"url": fields.url} if fields.url else {})
+        inputs[external.name] = own
+        address = f"its address {fields.url}" if fields.url else "no field with an address"
+        time = f"its time {fields.date}" if fields.date else "no field with a time"
+        what = "HTML" if fields.html else "plain text"
+        names = ", ".join(fields.names)
+        found.said.append(f"  fields {names}: {fields.page} is read as {what}; {address}, {time} (--columns says otherwise)")
+        if fields.others:
+            found.said.append(f"  other files have their text in {', '.join(fields.others)}: they hold no page here; clean them apart")
+    if inputs:
+        found.changes.append(f"ingest.inputs={json.dumps(inputs)}")
+    texts: list[str] = []
+    if files:
+        config = load(recipe, [*found.changes, *named], "curate", RECIPE).one("ingest", ingest, IngestConfig)
+        texts += page_texts(*peek(files, config, LOOK), LOOK)[0]
+    for artifact in imported:
+        found.said.append(f"{artifact.id}: {artifact.rows():,} documents")
+        texts += document_texts(artifact, LOOK / len(imported))[1]
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        names = ", ".join(f.uri for f in files) or imported[0].id
+        if files:
+            check_inputs(files, config)
+        raise PunaError(
+            f"clean: no page of {names} holds text. WARC, WET, HTML, text, Parquet, JSON and CSV are read; "
+            "`puna run ingest --input …` says what was dropped"
+        )
+    _tell_languages(texts, found)
+    if given.get("domains") is None:
+        _choose_topics(texts, found)
+    return found
+
+
+def _tell_languages(texts: list[str], found: Choices) -> None:
+    languages = Counter(identify(text)[0] for text in texts)
+    shown = ", ".join(f"{name} {count / len(texts):.0%}" for name, count in languages.most_common(6))
+    found.said.append(
+        f"languages of {len(texts):,} pages that were looked at: {shown}; all are kept (--set 'select.language={{…}}' chooses)"
+    )
+
+
+def _choose_topics(texts: list[str], found: Choices) -> None:
+    config = TrainDomainsConfig()
+    labels = (seed_label(looked_at(text[: config.max_characters]), config.min_seeds, config.max_second) for text in texts)
+    topics = Counter(label for label in labels if label is not None)
+    # Twice as many as are needed: duplicates go before types are given.
+    if sum(count >= 2 * config.min_labels for count in topics.values()) >= 2:
+        found.changes.append("domains={}")
+        found.said.append(f"topics: {', '.join(name for name, _ in topics.most_common(5))}, …; each document gets one (domains)")
+    else:
+        found.said.append("topics: too few pages of two topics to tell them apart; documents get none (domains)")
+
+
+def _target(output: Path) -> tuple[str, Path]:
+    """The format and the file of the documents."""
+    if output.suffix in ENDINGS and not output.is_dir():
+        return ENDINGS[output.suffix], output
+    if output.suffix and not output.is_dir():
+        raise PunaError(f"clean: {output}: name a folder, or a file that ends in {' or '.join(ENDINGS)}")
+    if output.exists() and not output.is_dir():
+        raise PunaError(f"clean: {output}: is a file; name a folder")
+    return "jsonl", output / "documents.jsonl"
+
+
+def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
+    """The documents with the signals that describe them: language and, where it is known, topic."""
+    signals = [outcome.artifact for step, outcome in now.outcomes if step in ("language", "domains")]
+    described: dict[str, dict[str, Any]] = {}
+    types: dict[str, pa.DataType] = {}
+    for artifact in signals:
+        columns = [name for name in ("language", "language_score", "domain") if name in artifact.manifest.tables["signals"].columns]
+        known = artifact.read(columns=["id", *columns])
+        types |= {name: known.schema.field(name).type for name in columns}
+        for row in known.to_pylist():
+            described.setdefault(row.pop("id"), {}).update(row)
+    for part in documents.parts(None, None, ROWS):
+        table = part.read()
+        ids = table.column("id").to_pylist()
+        # A page without a date counts as fetched in 1970 inside; here it has none.
+        at, fetched = table.schema.get_field_index("fetched_at"), table["fetched_at"]
+        table = table.set_column(at, "fetched_at", pc.if_else(pc.equal(fetched, EPOCH), pa.scalar(None, fetched.type), fetched))
+        for name, kind in types.items():
+            table = table.append_column(name, pa.array([described.get(i, {}).get(name) for i in ids], kind))
+        yield from table.to_batches()
+
+
+def _dropped(now: Session, came: Sequence[Artifact]) -> Iterator[pa.RecordBatch]:
+    """Every page that went, with its source and address where it was a page, the step and the rule."""
+    gone = [(step, outcome.artifact.read("dropped")) for step, outcome in now.outcomes if "dropped" in outcome.artifact.tables]
+    ids = pa.chunked_array([table["id"] for _, table in gone], pa.string())
+    places: dict[str, tuple[str, str]] = {}
+    for part in (part for artifact in came for part in artifact.parts(None, ["id", "source", "url"], ROWS)):
+        rows = part.read()
+        rows = rows.filter(pc.is_in(rows["id"], value_set=ids))
+        places.update(zip(rows["id"].to_pylist(), zip(rows["source"].to_pylist(), rows["url"].to_pylist(), strict=True), strict=True))
+    for step, table in gone:
+        found = [places.get(identity, (None, None)) for identity in table["id"].to_pylist()]
+        told = {"step": [step] * len(found), "source": [source for source, _ in found], "url": [url for _, url in found]}
+        named = pa.table({name: pa.array(values, pa.string()) for name, values in told.items()})
+        for name in table.column_names:
+            named = named.append_column(name, table[name])
+        yield from named.to_batches()
+
+
+def _rules(now: Session) -> dict[str, int]:
+    gone = [(step, outcome.artifact) for step, outcome in now.outcomes if "dropped" in outcome.artifact.tables]
+    counts = Counter(f"{step}.{rule}" for step, artifact in gone for rule in artifact.read("dropped", ["rule"])["rule"].to_pylist())
+    return dict(counts.most_common())
+
+
+def _write(batches: Iterator[pa.RecordBatch], file: Path, kind: str) -> None:
+    if kind == "parquet":
+        writer: pq.ParquetWriter | None = None
+        for batch in batches:
+            writer = writer or pq.ParquetWriter(file, batch.schema.remove_metadata(), compression="zstd")
+            writer.write_batch(batch.replace_schema_metadata(None))
+        if writer is not None:
+            writer.close()
+        return
+    with file.open("w", encoding="utf-8") as out:
+        for batch in batches:
+            for row in batch.to_pylist():
+                out.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+
+def _replace(target: Path, write: Callable[[Path], object]) -> None:
+    """Write a file whole or not at all."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        write(temporary)
+        os.replace(temporary, target)
+    except OSError as error:
+        raise PunaError(f"clean: {target}: cannot be written ({error}); name another place with -o") from error
+    finally:
+        temporary.unlink(missing_ok=True)

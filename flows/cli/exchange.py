@@ -1,0 +1,131 @@
+"""`puna import` and `puna export`: models and data from outside become artifacts with names, and go out as plain files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from puna.flows.cli.inspect import ModuleOption, ProjectOption, StoreOption, brought, existing
+from puna.flows.engine.defaults import DEFAULT_STORE
+from puna.stages.contract import did_you_mean
+from puna.storage import Artifact, PunaError, Store
+
+if TYPE_CHECKING:
+    from puna.stages.io.export_model import Format
+
+app = typer.Typer()
+
+
+@app.command("import")
+def import_(
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="What the files hold: model, documents, instructions, prompts, preferences, classifier")
+    ],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH|URI…", help="Files or folders, [NAME=]URI each; hf://… for the hub")],
+    name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Alias to set: NAME@latest")] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option("--columns", metavar="FIELD=COLUMN", help="Column of the rows that holds a field: prompt=question")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field; `puna fields import_KIND` shows them")
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
+    modules: ModuleOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
+) -> None:
+    """Bring in a model (a checkpoint with its tokenizer) or data (JSON lines, Parquet, CSV, data sets) from outside."""
+    from puna.flows.engine.defaults import prepare
+    from puna.flows.engine.inputs import alias_of
+
+    added = brought(modules)
+    alias = None if name is None else alias_of(name)
+    opened = Store.open(store)
+    prepare(opened.root)
+    from puna.flows.engine import launch
+    from puna.flows.engine.trace import load_stages
+
+    named = [f"columns={json.dumps(mapped(columns))}"] if columns else []
+    if modules and kind == "prompts":
+        named.append(f"code_from={json.dumps([module.__name__ for module in added])}")
+    stages = load_stages()
+    kinds = [name.removeprefix("import_") for name in stages if name.startswith("import_")]
+    if kind not in kinds:
+        raise PunaError(f"import {kind}: no such kind{did_you_mean(kind, kinds)}; pages are read by `puna clean` and `puna run curate`")
+    stage = stages[f"import_{kind}"]
+    request = launch.Request(stage.name, None, (*named, *(changes or ())), tuple(paths), json=as_json, alias=alias, project=project or "")
+    launch.run_stage(stage, request, opened)
+
+
+def mapped(texts: list[str]) -> dict[str, str]:
+    """`FIELD=COLUMN[,FIELD=COLUMN]` as a mapping."""
+    found: dict[str, str] = {}
+    for text in texts:
+        for pair in text.split(","):
+            field, sign, column = pair.partition("=")
+            if not sign or not field or not column:
+                raise PunaError(f"--columns {text}: write FIELD=COLUMN, for example prompt=question")
+            found[field] = column
+    return found
+
+
+@app.command("export")
+def export(
+    identity: Annotated[str, typer.Argument(metavar="ID", help="kind/prefix, a prefix of the key, or NAME@VERSION")],
+    folder: Annotated[Path, typer.Argument(help="New folder for the files")],
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a model: hf (default), gguf, awq (4 bits) or adapter. Of data: parquet (default) or jsonl; datasketch: the "
+            "signatures of near-duplicates",
+            metavar="FORMAT",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With awq: plain text like what the model will read, 8,192 tokens"),
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
+) -> None:
+    """Write an artifact as plain files: a model for transformers, vLLM or llama.cpp, data as Parquet or JSON lines."""
+    from puna.stages.io.export_data import export_data
+    from puna.stages.io.export_model import export_model
+
+    opened = existing(store, project)
+    artifact = opened.checked(opened.resolve(identity), whole=True)
+    formats = ("hf", "gguf", "awq", "adapter") if artifact.kind == "model" else ("parquet", "jsonl", "datasketch")
+    if format is not None and format not in formats:
+        raise PunaError(f"--format {format}: {artifact.id} goes out as {' or '.join(formats)}")
+    if text is not None and format != "awq":
+        raise PunaError("--text chooses the scales of --format awq; leave it out")
+    if text is not None and not text.is_file():
+        raise PunaError(f"--text {text}: there is no such file")
+    if artifact.kind == "model":
+        files = export_model(artifact, folder, cast("Format", format or "hf"), text)
+    elif format == "datasketch":
+        files = [_export_signatures(artifact, folder)]
+    else:
+        files = [export_data(artifact, folder, "jsonl" if format == "jsonl" else "parquet")]
+    if as_json:
+        typer.echo(json.dumps([str(file) for file in files]))
+        return
+    for file in files:
+        typer.echo(f"{file}  {file.stat().st_size / 1e6:,.1f} MB")
+
+
+def _export_signatures(documents: Artifact, folder: Path) -> Path:
+    """Write the signatures of an index of near-duplicates, of which datasketch makes its own."""
+    import pyarrow.parquet as pq
+
+    from puna.stages.curate.minhash.index import signature_table
+    from puna.stages.io.folders import new_folder
+
+    table = signature_table(documents)
+    with new_folder(folder) as part:
+        pq.write_table(table, part / "signatures.parquet", compression="zstd")
+    return folder / "signatures.parquet"

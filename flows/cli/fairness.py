@@ -1,0 +1,187 @@
+"""`fairness`: what curation does to each language, on labelled documents; best on parallel ones, where a difference is curation's."""
+
+from __future__ import annotations
+
+import random
+import re
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from puna.flows.engine.trace import load
+from puna.stages.contract import execute
+from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
+from puna.stages.curate.language import LanguageConfig, language
+from puna.stages.curate.rules.decide import factors_of, fires
+from puna.stages.curate.rules.groups import active_rules
+from puna.stages.curate.select import SelectConfig, select
+from puna.stages.reading.rows import Fault, format_of, read_rows
+from puna.storage import PunaError, Store
+
+GOOD = "good"
+NEAR = 0.1
+MOST_BYTES = 1 << 26
+"""Of a row."""
+SENTENCE_END = re.compile(r"(?<=[.!?。！？।։።])\s*|\n+")
+
+
+class Labelled(NamedTuple):
+    """A document whose language a person knows. `kind`: good, or how it was spoilt."""
+
+    language: str
+    text: str
+    kind: str = GOOD
+
+
+@dataclass
+class Fairness:
+    """One row a language, and the figures over all of them."""
+
+    rows: list[dict[str, Any]]
+    figures: dict[str, float]
+
+
+def read_labelled(path: Path) -> list[Labelled]:
+    """The documents of a file of rows (JSON lines, Parquet, CSV) with the fields language, text and, where some are spoilt, kind."""
+    found: list[Labelled] = []
+    try:
+        with path.open("rb") as handle:
+            for row in read_rows(handle, f"fairness: {path}", format_of(path.name, b"") or "json", MOST_BYTES):
+                if isinstance(row, Fault):
+                    raise PunaError(f"fairness: {path}: row {row.number}{' ' if row.field else ''}{row.field} {row.reason}")
+                fields = row.fields
+                if not all(isinstance(fields.get(name), str) and fields[name] for name in ("language", "text")):
+                    raise PunaError(f"fairness: {path}: row {row.number} needs the fields language and text, each some text")
+                found.append(Labelled(fields["language"], fields["text"], fields.get("kind") or GOOD))
+    except OSError as error:
+        raise PunaError(f"fairness: {path} cannot be read: {error.strerror or error}") from error
+    if not any(document.kind == GOOD for document in found):
+        raise PunaError(f"fairness: {path} has no good document (kind {GOOD}, or no kind)")
+    return found
+
+
+def repeats(text: str) -> str:
+    """A third of the paragraphs, four times each."""
+    return "\n".join(line for number, line in enumerate(text.split("\n")) for _ in range(1 if number % 3 else 4))
+
+
+def misread(text: str) -> str:
+    """UTF-8 read as cp1252."""
+    return text.encode("utf-8").decode("cp1252", "replace").replace("\ufffd", "")
+
+
+def menu(text: str) -> str:
+    """The first two words of every sentence, one a line; of a sentence without blanks its first six characters."""
+    found: list[str] = []
+    for sentence in SENTENCE_END.split(text):
+        words = sentence.split()
+        if words:
+            found += words[:2] if len(words) > 2 else [sentence.strip()[:3], sentence.strip()[3:6]]
+    return "\n".join(found)
+
+
+def salad(text: str) -> str:
+    """The words that occur once, shuffled."""
+    words = text.split()
+    if len(words) < 2 * len(text.split("\n")):  # written without blanks: pieces of three characters
+        joined = "".join(words)
+        words = [joined[at : at + 3] for at in range(0, len(joined), 3)]
+    counts = Counter(words)
+    once = [word for word in words if counts[word] == 1]
+    random.Random(0).shuffle(once)
+    return " ".join(once)
+
+
+SPOILT: dict[str, Callable[[str], str]] = {"repeats": repeats, "misread": misread, "menu": menu, "salad": salad}
+
+
+def twins(documents: Sequence[Labelled]) -> list[Labelled]:
+    """Every good document spoilt in each way that changes it."""
+    made = [Labelled(d.language, spoil(d.text), kind) for d in documents if d.kind == GOOD for kind, spoil in SPOILT.items()]
+    texts = {document.text for document in documents}
+    return [twin for twin in made if twin.text.strip() and twin.text not in texts]
+
+
+def fairness(documents: Sequence[Labelled], recipe: str = "clean", changes: Sequence[str] = (), reference: str = "en") -> Fairness:
+    """Run language, heuristics and select of a recipe over the documents, then every rule alone.
+
+    A language is near the reference where its share of kept good documents is at most 0.1 lower.
+    """
+    loaded = load(recipe, list(changes), "curate")
+    found_config = loaded.one("language", language, LanguageConfig)
+    measured_config = loaded.one("heuristics", heuristics, HeuristicsConfig)
+    # Rules on classifiers that were trained on other pages tell nothing about these.
+    chosen = loaded.one("select", select, SelectConfig).model_copy(update={"code_reasoning": None, "quality": None, "domains": None})
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store.open(folder)
+        table = pa.Table.from_pylist([_row(number, document) for number, document in enumerate(documents)])
+        texts = store.import_table("documents", table)
+        found = execute(language, found_config, {"documents": texts}, store)
+        measured = execute(heuristics, measured_config, {"documents": texts, "language": found}, store)
+        selected = execute(select, chosen, {"documents": texts, "signals": [found, measured]}, store)
+        kept = {int(name, 16) for name in selected.read(columns=["id"])["id"].to_pylist()}
+        signals = measured.read()
+        for column in found.read().column_names[1:]:
+            signals = signals.append_column(column, found.read()[column])
+        factors = factors_of(found.read("languages"), signals) if chosen.per_language else {}
+        sources = pa.chunked_array([["web"] * signals.num_rows])
+        alone = {rule.name: fires(rule, signals, sources, factors) for rule in active_rules(chosen)}
+    return _told(documents, kept, signals, alone, reference)
+
+
+def _row(number: int, document: Labelled) -> dict[str, Any]:
+    when = datetime(2024, 1, 1, tzinfo=UTC)
+    return {"id": f"{number:032x}", "url": f"https://example.org/{number}", "fetched_at": when, "source": "web", "title": None,
+            "text": document.text}  # fmt: skip
+
+
+def _told(documents: Sequence[Labelled], kept: set[int], signals: pa.Table, alone: dict[str, Any], reference: str) -> Fairness:
+    names, scores = signals["language"].to_pylist(), signals["language_score"].to_pylist()
+    good: dict[str, list[int]] = defaultdict(list)
+    spoilt: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for number, document in enumerate(documents):
+        if document.kind == GOOD:
+            good[document.language].append(number)
+        else:
+            spoilt[document.kind][document.language].append(number)
+    share = {name: mean(number in kept for number in numbers) for name, numbers in good.items()}
+    if reference not in share:
+        raise PunaError(
+            f"fairness: no good document is in {reference!r}, the reference; there is {', '.join(sorted(share))}"
+        )
+    wrong = {kind: {name: mean(n in kept for n in numbers) for name, numbers in of.items()} for kind, of in spoilt.items()}
+    rows = []
+    for name, numbers in sorted(good.items()):
+        most = Counter(names[n] for n in numbers).most_common(1)[0][0]
+        firing = {rule: float(fired[numbers].mean()) for rule, fired in alone.items() if fired[numbers].any()}
+        rows.append({
+            "language": name, "documents": len(numbers), "kept": share[name], "found": most,
+            "score": median(scores[n] for n in numbers), **{kind: of[name] for kind, of in sorted(wrong.items()) if name in of},
+            "rules": ", ".join(f"{rule} {value:.2f}" for rule, value in sorted(firing.items(), key=lambda pair: -pair[1])),
+        })  # fmt: skip
+    values = np.sort(list(share.values()))
+    figures = {
+        "languages": float(len(values)), "mean_kept": float(values.mean()), "languages_at_zero": float((values == 0).sum()),
+        "languages_near_reference": float((values >= share[reference] - NEAR).sum()), "gini": gini(values),
+        **{f"spoilt_kept_{kind}": float(mean(of.values())) for kind, of in sorted(wrong.items())},
+    }  # fmt: skip
+    if wrong:
+        figures["spoilt_kept"] = float(mean(figures[f"spoilt_kept_{kind}"] for kind in wrong))
+    return Fairness(rows, figures)
+
+
+def gini(values: Any) -> float:
+    """Gini's coefficient of shares, 0 where all are equal."""
+    ordered = np.sort(np.asarray(values, np.float64))
+    if not ordered.sum():
+        return 0.0
+    ranks = np.arange(1, len(ordered) + 1)
+    return float((2 * ranks - len(ordered) - 1) @ ordered / (len(ordered) * ordered.sum()))

@@ -1,0 +1,315 @@
+"""Commands that look at what a store holds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime, timedelta
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console as Terminal
+from rich.markup import escape
+from rich.table import Table
+
+from puna.flows.engine.console import summary
+from puna.flows.engine.defaults import DEFAULT_STORE
+from puna.flows.report.why import fate
+from puna.storage import Artifact, PunaError, Store, database, maintenance
+from puna.storage import explain as explaining
+from puna.storage.aliases import DEFAULT
+from puna.storage.runs import RunLog
+from puna.storage.schemas import known_kind
+
+app = typer.Typer()
+ModuleOption = Annotated[
+    list[str] | None, typer.Option("--module", metavar="FILE|MODULE", help="Your own Python file or module: stages, rules, verifiers")
+]
+StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Folder of the artifacts")]
+ProjectOption = Annotated[
+    str | None, typer.Option("--project", metavar="NAME", help="Project of the store, whose aliases are meant (default: `default`)")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output")]
+IdArgument = Annotated[str, typer.Argument(metavar="ID", help="kind/prefix, a prefix of the key, or NAME@VERSION")]
+MOST_ROWS = 200
+
+
+def existing(store: str, project: str | None = None) -> Store:
+    """Return the store at a path or URI within a project, both of which must be there already."""
+    return Store.existing(store, project)
+
+
+def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | None = None) -> None:
+    """Rows as a table, or one JSON object each."""
+    if as_json:
+        for row in rows:
+            typer.echo(json.dumps(row, default=_text))
+        return
+    names = columns or (list(rows[0]) if rows else [])
+    table = Table(box=None, header_style="bold")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for row in rows[:MOST_ROWS]:
+        table.add_row(*(_cell(row.get(name)) for name in names))
+    terminal = Terminal(highlight=False) if sys.stdout.isatty() else Terminal(highlight=False, width=200)
+    terminal.print(table)
+    if len(rows) > MOST_ROWS:
+        terminal.print(f"{len(rows) - MOST_ROWS:,} more rows; --json prints all")
+
+
+def _text(value: Any) -> str:
+    return value.isoformat() if isinstance(value, datetime) else value.hex() if isinstance(value, bytes) else str(value)
+
+
+def _when(created_at: str) -> str:
+    return f"{datetime.fromisoformat(created_at):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        text = f"{value:.6g}"
+    elif isinstance(value, bytes):
+        text = f"{len(value):,} bytes"
+    elif isinstance(value, (str, datetime)):
+        text = str(value)
+    else:
+        text = json.dumps(value, default=_text, ensure_ascii=False)
+    return escape(text if len(text) <= 300 else text[:297] + "…")
+
+
+def _size(count: int) -> str:
+    """A number of bytes for people."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def _counts(log: RunLog) -> dict[str, int]:
+    return {"artifacts": len(log.made), "reused": sum(made.reused for made in log.made)}
+
+
+def _took(log: RunLog) -> str:
+    return str(timedelta(seconds=round((log.closed - log.opened).total_seconds()))) if log.opened and log.closed else ""
+
+
+@app.command("list")
+def list_(
+    kind: Annotated[str | None, typer.Argument(help="Only artifacts of this kind")] = None,
+    runs: Annotated[bool, typer.Option("--runs", help="List runs instead")] = False,
+    store: StoreOption = DEFAULT_STORE,
+    project: Annotated[
+        str | None, typer.Option("--project", metavar="NAME", help="Only what this project's runs made or its aliases name (default: all)")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List artifacts, oldest first, with their aliases in all projects, or in the one named."""
+    opened = existing(store, project)
+    if runs:
+        logs = [log for log in map(opened.log, opened.runs()) if project in (None, log.project)]
+        if as_json:
+            return print_rows([log.row() | _counts(log) | {"versions": log.about.get("versions")} for log in logs], True)
+        rows = [
+            {
+                "run": log.name, "project": log.project, "state": log.state, **_counts(log), "took": _took(log),
+                "commit": str(log.about.get("commit") or "")[:10], "command": log.about.get("command") or log.flow, "error": log.error,
+            }
+            for log in logs
+        ]  # fmt: skip
+        unsaid = {"project": {log.project for log in logs} == {DEFAULT}, "error": not any(log.error for log in logs)}
+        shown = [name for name in rows[0] if not unsaid.get(name)] if rows else []
+        return print_rows(rows, False, shown)
+    if kind is not None:
+        known_kind(kind)
+    found, names = [one for one in opened.entries(project) if kind in (None, one["kind"])], opened.names(project)
+    suspects = opened.suspects()
+    if as_json:
+        made = [Artifact(one["kind"], one["key"], opened.files) for one in found]
+        return print_rows([summary(a, aliases=names.get(a.key, []), suspect=suspects.get(a.key)) for a in made], True)
+    rows = [
+        {
+            "id": Artifact(one["kind"], one["key"], opened.files).id, "stage": one["stage"], "rows": one["rows"],
+            "created at": _when(one["created_at"]), "aliases": ", ".join(names.get(one["key"], [])),
+            "suspect": suspects.get(one["key"]),
+        }
+        for one in found
+    ]  # fmt: skip
+    print_rows(rows, False, ["id", "stage", "rows", "created at", "aliases", *(["suspect"] if suspects else [])])
+
+
+def brought(modules: list[str] | None) -> list[ModuleType]:
+    """Import the modules that `--module` names; what they declare is registered as Puna's own is."""
+    from puna.stages import plugins
+
+    return [plugins.add(text) for text in modules or []]
+
+
+@app.command()
+def show(
+    name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False
+) -> None:  # fmt: skip
+    """Show one artifact's manifest: configuration, inputs, tables, files, metrics, timings."""
+    opened = existing(store, project)
+    artifact = opened.resolve(name)
+    m = artifact.manifest
+    suspect = opened.suspects().get(artifact.key)
+    if as_json:
+        typer.echo(json.dumps(json.loads(m.to_json()) | ({"suspect": suspect} if suspect else {})))
+        return
+    typer.echo(f"{artifact.id}  made by {m.stage}, {_when(m.created_at)}{''.join(f', {n}' for n in opened.names().get(artifact.key, []))}")
+    typer.echo(artifact.folder)
+    if suspect:
+        typer.echo(f"suspect: {suspect}; a run that needs it makes it anew")
+    measured = {**m.timings, "peak_memory_bytes": m.peak_memory_bytes}
+    sections: dict[str, list[tuple[str, str]]] = {
+        # A field as `--set` names it.
+        "configuration": [(field, json.dumps(value)) for field, value in explaining.flat(m.config).items() if field],
+        "inputs": [(i.name, i.key if i.kind == "external" else f"{i.kind}/{i.key[:12]} {i.stage}") for i in m.inputs],
+        "tables": [(n, f"{r.rows:,} rows: {', '.join(r.columns)}") for n, r in m.tables.items()],
+        "files": [(n, f"{r.bytes:,} bytes") for n, r in m.files.items()],
+        "metrics": [(n, _number(v)) for n, v in m.metrics.items()],
+        "measured": [(n, _number(v)) for n, v in measured.items()],
+    }
+    for title, lines in sections.items():
+        if lines:
+            typer.echo(f"\n{title}")
+            for field, text in lines:
+                typer.echo(f"  {field:40s} {text}")
+
+
+@app.command()
+def lineage(
+    name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False
+) -> None:  # fmt: skip
+    """Show what an artifact was made from, back to the files that came from outside."""
+    opened = existing(store, project)
+    rows: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    suspects = opened.suspects()
+
+    def walk(artifact: Artifact, depth: int, role: str) -> None:
+        again = artifact.key in seen
+        mark = {"suspect": suspects[artifact.key]} if artifact.key in suspects else {}
+        rows.append({"depth": depth, "id": artifact.id, "key": artifact.key, "stage": artifact.manifest.stage, "as": role} | mark)
+        if again:
+            return
+        seen.add(artifact.key)
+        for item in artifact.manifest.inputs:
+            found = opened.find(item.kind, item.key) if item.kind != "external" else None
+            if found is not None:
+                walk(found, depth + 1, item.name)
+            else:
+                said = item.key if item.kind == "external" else f"{item.kind}/{item.key[:12]} (removed)"
+                rows.append({"depth": depth + 1, "id": said, "key": item.key, "stage": item.kind, "as": item.name})
+
+    walk(opened.resolve(name), 0, "")
+    if as_json:
+        return print_rows(rows, True)
+    shown: set[str] = set()
+    for row in rows:
+        more = " (as above)" if row["key"] in shown else f" (suspect: {row['suspect']})" if "suspect" in row else ""
+        shown.add(row["key"])
+        typer.echo(f"{'  ' * row['depth']}{row['id']}  {row['stage']}{' as ' + row['as'] if row['as'] else ''}{more}")
+
+
+@app.command()
+def explain(
+    name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False
+) -> None:  # fmt: skip
+    """Say why an artifact was made again: which field, which code, which input differs from before."""
+    opened = existing(store, project)
+    artifact = opened.resolve(name)
+    before, found = explaining.explain(opened, artifact)
+    if as_json:
+        rows = [{"what": c.what, "name": c.name, "before": c.before, "now": c.now} for c in found]
+        typer.echo(json.dumps({"id": artifact.id, "before": before.id if before else None, "changes": rows}))
+        return
+    if before is None:
+        typer.echo(f"{artifact.id}: the first artifact of stage {artifact.manifest.stage}")
+        return
+    typer.echo(f"{artifact.id} differs from {before.id} (made {_when(before.manifest.created_at)}):")
+    for change in found:
+        typer.echo(f"  {change}")
+
+
+@app.command()
+def why(
+    document: Annotated[str, typer.Argument(help="A document's id (or its first digits), or its URL")],
+    store: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell what became of a document: each stage that kept, changed or dropped it, and by which rule."""
+    opened = existing(store)
+    rows = fate(opened, document)
+    if as_json:
+        return print_rows(rows, True)
+    for row in rows:
+        typer.echo(f"{row['stage']:20s} {row['artifact'][:12]}  {row['what']}")
+
+
+@app.command()
+def verify(
+    name: Annotated[str | None, typer.Argument(metavar="ID", help="One artifact (default: all)")] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Take the content of the suspect artifact ID as right, on your word")] = False,
+    quarantine: Annotated[bool, typer.Option("--quarantine", help="Set damaged artifacts aside, so that they are made again")] = False,
+    store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare every file with its checksum; name suspects, which were made from what was damaged, and aliases that are gone."""
+    opened = existing(store, project)
+    if trust and name is None:
+        raise PunaError("--trust: name the one artifact whose content you take as right")
+    findings = maintenance.verify(opened, [opened.resolve(name)] if name else None, trust=trust)
+    damaged = [f for f in findings if f.damage]
+    suspect = [f for f in findings if f.suspect]
+    lost = [] if name else opened.lost_aliases()
+    for line in lost:
+        typer.echo(line, err=as_json)
+    if as_json:
+        rows = [{"id": f.artifact.id, "key": f.artifact.key, "damage": f.damage, "suspect": f.suspect or None} for f in findings]
+        print_rows(rows, True)
+    else:
+        for finding in damaged:
+            typer.echo(f"{finding.artifact.id}: {'; '.join(finding.damage)}")
+        for finding in suspect:
+            typer.echo(f"{finding.artifact.id} is suspect: {finding.suspect}; a run that needs it makes it anew")
+        typer.echo(f"{len(findings)} artifacts, {len(damaged)} damaged{f', {len(suspect)} suspect' if suspect else ''}")
+    if quarantine:
+        for finding in damaged:
+            where = opened.quarantine(finding.artifact)
+            said = f"is now in {where}" if where else "was made again meanwhile"
+            typer.echo(f"{finding.artifact.id} {said}", err=True)
+        if damaged:
+            database.write(opened)
+    if damaged or suspect or lost:
+        raise typer.Exit(1)
+
+
+@app.command()
+def gc(
+    keep_runs: Annotated[int, typer.Option(min=0, help="So many last runs keep what they made or reused")] = 5,
+    work_days: Annotated[float, typer.Option(min=0, help="Unfinished work younger than this stays, days")] = 7.0,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only say what would go")] = False,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts; what is at work stays."""
+    opened = existing(store)
+    found = maintenance.collect(opened, keep_runs=keep_runs, work_days=work_days, remove=yes)
+    if yes and found:
+        database.write(opened)
+    if as_json:
+        return print_rows([{"folder": g.place, "reason": g.reason, "bytes": g.bytes, "removed": yes} for g in found], True)
+    for item in found:
+        typer.echo(f"{_size(item.bytes):>10s}  {item.place}  ({item.reason})")
+    total = _size(sum(g.bytes for g in found))
+    said = "" if not found else " removed" if yes else " would be removed; add --yes"
+    typer.echo(f"{len(found)} folders, {total}{said}")

@@ -1,0 +1,95 @@
+"""The engine of a model that a command names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from pydantic import ValidationError
+
+from puna.models.memory.workload import Work
+from puna.models.serving import Offload, ServingSettings, Weights, engine_of, offloaded_model
+from puna.models.settings import problems
+from puna.storage import Artifact, PunaError, Store
+from puna.storage.errors import DamagedArtifact
+
+if TYPE_CHECKING:
+    from puna.models.generation import Engine
+    from puna.models.tokens.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
+
+
+def opened(
+    model: str, store: Callable[[], Store], serving: ServingSettings, draft: str | None = None,
+    work: Callable[[Tokenizer, int], Work] | None = None,
+    draft_weights: Weights = "same", **limits: Any,
+) -> Engine:  # fmt: skip
+    """Return the engine of a model named as the commands take it.
+
+    `store`: opens the store that it may be in. `work`: what is to be answered, by tokenizer and longest context; where layers are
+    offloaded it is planned for, and told on standard error.
+    """
+    if draft is None and draft_weights != "same":
+        raise PunaError("--draft-weights: there is no draft; name one by --draft, or leave this out")
+    try:
+        smaller = None if draft is None else _loaded(draft, store)
+        if serving.offload == "none":
+            memory = None if serving.memory is None else int(serving.memory * 1e9)
+            network, tokenizer = _loaded(model, store)
+            kept = {"memory": memory, **serving.kept, **limits}
+            return engine_of(network, tokenizer, serving.weights, smaller, draft_weights=draft_weights, **kept)
+        if limits.get("prefill_threads"):
+            raise PunaError("--prefill-threads: a process for prompts needs a model whose layers all stay in memory: leave --offload out")
+        return _offloaded(model, store, serving, smaller, work, limits.get("step_tokens"), draft_weights)
+    except (ValueError, FileNotFoundError) as error:
+        raise PunaError(f"{model}: {error}") from error
+
+
+def _offloaded(
+    model: str, store: Callable[[], Store], serving: ServingSettings, draft: tuple[Transformer, Tokenizer] | None,
+    work: Callable[[Tokenizer, int], Work] | None, step_tokens: int | None, draft_weights: Weights,
+) -> Engine:  # fmt: skip
+    from puna.models.formats.checkpoint import read_config
+    from puna.models.tokens.tokenizer import Tokenizer
+    from puna.stages.training.train import device, frozen_dtype
+
+    folder = Path(model) if Path(model).exists() else _artifact(model, store).path()
+    context = read_config(folder).max_position_embeddings
+    tokenizer, place = Tokenizer.load(folder), (device(), frozen_dtype())
+    asked = Work(longest=context) if work is None else work(tokenizer, context)
+    smaller = None if draft is None else draft[0]
+    found = offloaded_model(folder, place, serving.offload, serving.memory, asked, step_tokens, smaller)
+    typer.echo(found.plan, err=True)
+    return engine_of(found.model, tokenizer, "same", draft, draft_weights=draft_weights, **found.limits, **serving.kept)
+
+
+def served(weights: Weights, offload: Offload, memory: float | None, sinks: int, window: int | None) -> ServingSettings:
+    """Settings from options; PunaError where they do not fit together."""
+    try:
+        return ServingSettings(weights=weights, offload=offload, memory=memory, sinks=sinks, window=window)
+    except ValidationError as error:
+        raise PunaError(problems(error)) from error
+
+
+def _loaded(model: str, store: Callable[[], Store]) -> tuple[Transformer, Tokenizer]:
+    from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer
+    from puna.stages.training.train import device, frozen_dtype, load_model
+
+    if not Path(model).exists():
+        return load_model(_artifact(model, store), "lm", frozen=True)
+    try:
+        return load_with_tokenizer(model, "lm", frozen_dtype(), device())
+    except CheckpointError as error:
+        raise PunaError(f"{model}: {error}") from error
+
+
+def _artifact(model: str, store: Callable[[], Store]) -> Artifact:
+    try:
+        found = store()
+        return found.checked(found.resolve(model), whole=True)
+    except DamagedArtifact:
+        raise
+    except PunaError as error:
+        raise PunaError(f"{model}: there is no such file or folder, and no such artifact: {error}") from error

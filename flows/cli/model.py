@@ -1,0 +1,420 @@
+"""`puna chat`, `puna generate` and `puna api`: using a model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from puna.flows.cli.inspect import ProjectOption, StoreOption
+from puna.flows.cli.load_engine import opened, served
+from puna.flows.engine.defaults import DEFAULT_STORE
+from puna.flows.server.client import end_with
+from puna.models.memory.workload import Work
+from puna.models.serving import Offload, Weights, guesses
+from puna.stages.contract import parse
+from puna.stages.conversations import shown
+from puna.stages.retrieve import passages as retrieved
+from puna.stages.search import SearchConfig, Values
+from puna.stages.search import search as searched
+from puna.stages.verifiers.base import BoundedVerifier, Item, Question, attempt
+from puna.stages.verifiers.registry import from_json, from_text
+from puna.storage import PunaError, Store
+
+if TYPE_CHECKING:
+    from puna.models.generation import Completion, Engine, SamplingParams
+    from puna.models.generation.grammar import Mask
+    from puna.models.tokens.tokenizer import Tokenizer
+
+app = typer.Typer()
+SERVED_AT_ONCE = 128
+"""Tokens of prompts in a step of the server on a CPU: a prompt of 3,000 stops other answers for 12 s if it is one step, for 1 s so."""
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A model of the store (ID or NAME@VERSION), a folder, a GGUF file")]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option(min=0, max=10, help="Sampling temperature; 0 always takes the likeliest token (default: the model's own, or 0.7)"),
+]
+TopOption = Annotated[
+    float | None, typer.Option(help="Smallest set of likeliest tokens with this probability is drawn from (default: the model's own)")
+]
+CHAT = {"temperature": 0.7, "top_p": 0.95}
+"""How a model is sampled in a talk that neither says itself nor is told."""
+TokensOption = Annotated[int, typer.Option(min=1, help="Longest answer, tokens")]
+SeedOption = Annotated[int, typer.Option(min=0, help="What the draws follow from")]
+SpeculateOption = Annotated[
+    int,
+    typer.Option(min=0, max=64, help="Tokens guessed ahead at most, by --draft (0: 4), else from what stood before"),
+]
+WeightsOption = Annotated[
+    Weights, typer.Option(help="The layers' matrices: as they are, or in 8 bits: less memory, a little less exact (fp8: GPU from 8.9 on)")
+]
+BranchesOption = Annotated[
+    int, typer.Option(min=1, max=16, help="With --speculate: guesses side by side, where what stood before went on in several ways")
+]
+DraftOption = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="A smaller model with the same tokenizer that guesses ahead; the distribution stays")
+]
+DraftWeightsOption = Annotated[
+    Weights, typer.Option(help="Those of --draft; the model itself in int8 is a draft that saves time where one prompt is answered")
+]
+MemoryOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01, help="Memory of keys and values, GB (default: 1.07, on a GPU half of what is free); with --offload that of weights, too"
+    ),
+]
+OffloadOption = Annotated[
+    Offload,
+    typer.Option(
+        help="Where layers wait that do not fit into --memory (default: most of what is free): on disk, or beside a GPU in the host's"
+    ),
+]
+
+WindowOption = Annotated[
+    int | None,
+    typer.Option(
+        min=16, help="Tokens kept of the last ones, multiple of 16, and those of --sinks, for talks and answers beyond the model's context"
+    ),
+]
+SinksOption = Annotated[int, typer.Option(min=0, help="With --window: tokens kept from the beginning, a multiple of 16")]
+
+
+def ahead(speculate: int, branches: int, draft: str | None) -> dict[str, int]:
+    """Sampling parameters of guesses, from options."""
+    if draft is not None and branches > 1:
+        raise PunaError("--branches: a draft guesses one continuation; leave --draft or --branches out")
+    if branches > 1 and not speculate:
+        raise PunaError("--branches are guesses: say how many tokens by --speculate, or leave --branches out")
+    return {"speculate": guesses(speculate, draft), "branches": branches}
+
+
+def parameters(engine: Engine, default: dict[str, float], **given: Any) -> SamplingParams:
+    """Sampling parameters from options, those that are None the model's own or `default`; what is out of range is one clear message."""
+    from puna.models.generation import SamplingParams
+
+    own = {} if engine.tokenizer is None else engine.tokenizer.sampling
+    try:
+        return SamplingParams(**{**default, **own, **{name: value for name, value in given.items() if value is not None}})
+    except ValueError as error:
+        raise PunaError(str(error)) from error
+
+
+@app.command()
+def chat(
+    model: ModelArgument,
+    system: Annotated[str | None, typer.Option(help="What the model is told first")] = None,
+    temperature: TemperatureOption = None,
+    top_p: TopOption = None,
+    max_tokens: TokensOption = 512,
+    seed: SeedOption = 0,
+    weights: WeightsOption = "same",
+    draft: DraftOption = None,
+    draft_weights: DraftWeightsOption = "same",
+    speculate: SpeculateOption = 0,
+    branches: BranchesOption = 1,
+    memory: MemoryOption = None,
+    offload: OffloadOption = "none",
+    window: WindowOption = None,
+    sinks: SinksOption = 0,
+    store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
+) -> None:
+    """Talk with a model; it keeps the conversation. /new begins another, Ctrl-C ends an answer, Ctrl-D the talk."""
+    serving = served(weights, offload, memory, sinks, window)
+    place = partial(Store.existing, store, project)
+    engine = opened(model, place, serving, draft, lambda _, context: _talk(context, max_tokens), draft_weights)
+    asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
+    params = parameters(engine, CHAT, **asked_of, **ahead(speculate, branches, draft))
+    start = [{"role": "system", "content": _unicode(system, "--system")}] if system else []
+    messages = list(start)
+    while True:
+        try:
+            asked = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            typer.echo()
+            return
+        except UnicodeDecodeError as error:
+            raise PunaError(f"standard input is no Unicode text: {error}") from error
+        if asked == "/new":
+            messages = list(start)
+        elif asked:
+            messages.append({"role": "user", "content": _unicode(asked, "standard input")})
+            messages.append({"role": "assistant", "content": _answer(engine, messages, params)})
+
+
+def _talk(context: int, max_tokens: int) -> Work:
+    """A conversation of up to 8,192 tokens, where the model's context has room for them."""
+    answer = min(max_tokens, context - 1)
+    return Work(min(512, context - answer), answer, 1, min(context, 8192))
+
+
+def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingParams) -> str:
+    """Print an answer as it is drawn; its text, as far as it came."""
+    from puna.models.tokens.text_stream import TextStream
+
+    assert engine.tokenizer is not None
+    said, text = "", TextStream(engine.tokenizer)
+    events = None
+    try:
+        ids = engine.tokenizer.chat(messages)
+        left = engine.room(len(ids), params.max_tokens)
+        if not left:
+            told = f"the conversation has {len(ids)} tokens, the model's context {engine.model.config.max_position_embeddings}"
+            raise PunaError(f"{told}: begin another, or keep the last alone by --window")
+        events = engine.stream(ids, replace(params, max_tokens=left))
+        for event in events:
+            new = text.add(event.token, event.completion is not None)
+            said += new
+            print(new, end="", flush=True)
+    except KeyboardInterrupt:
+        if events is not None:
+            events.close()
+    except ValueError as error:  # too long for the cache, or refused by the chat template
+        raise PunaError(str(error)) from error
+    typer.echo()
+    return said
+
+
+@app.command()
+def generate(
+    model: ModelArgument,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT…", help="Texts; none: JSON lines on standard input")] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Answers to each")] = 1,
+    raw: Annotated[bool, typer.Option("--raw", help="Go on from the text as it is, without the chat template")] = False,
+    temperature: TemperatureOption = None,
+    top_p: TopOption = None,
+    max_tokens: TokensOption = 128,
+    seed: SeedOption = 0,
+    schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON schema that each answer is held to", exists=True, dir_okay=False)
+    ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option(metavar="METHOD", help="One of --n tries: best (by --verifier, else the likeliest), majority; or tree, over lines"),
+    ] = None,
+    verifier: Annotated[
+        str | None, typer.Option(metavar="JSON", help='What best and tree score answers by: {"name": "json_schema", …}')
+    ] = None,
+    expansions: Annotated[int, typer.Option(min=1, help="With --search tree: leaves grown, each by --n steps")] = 16,
+    documents: Annotated[
+        str | None, typer.Option(metavar="ID", help="Documents of the store; passages of them that fit a prompt are put before it")
+    ] = None,
+    passages: Annotated[int, typer.Option(min=1, help="With --documents: passages for each prompt, of 150 words at most")] = 3,
+    weights: WeightsOption = "same",
+    draft: DraftOption = None,
+    draft_weights: DraftWeightsOption = "same",
+    speculate: SpeculateOption = 0,
+    branches: BranchesOption = 1,
+    memory: MemoryOption = None,
+    offload: OffloadOption = "none",
+    window: WindowOption = None,
+    sinks: SinksOption = 0,
+    store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per answer: prompt, text, tokens, logprobs, finished, and what it cost")
+    ] = False,
+) -> None:
+    """Answer prompts, many at once. A line of standard input is a JSON text, a list of messages, or an object with `prompt`
+    or `messages`."""
+    asked: list[Any] = [_unicode(text, "PROMPT") for text in prompts or ()]
+    asked = asked or [_parsed(number, line) for number, line in enumerate(sys.stdin.buffer, 1) if line.strip()]
+    if not asked:
+        raise PunaError("there is no prompt: give one as an argument, or a line of standard input for each")
+    searching = _searching(search, n, verifier, expansions, temperature)
+    given = asked if documents is None else _with_passages(asked, documents, passages, Store.existing(store, project))
+
+    def work(tokenizer: Tokenizer, context: int) -> Work:
+        return Work(max(len(ids) for ids in _ids(tokenizer, given, raw)), max_tokens, len(given) * n)
+
+    place = partial(Store.existing, store, project)
+    engine = opened(model, place, served(weights, offload, memory, sinks, window), draft, work, draft_weights)
+    mask = None if schema is None else _mask(engine, schema)
+    asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed, "n": n}
+    guessing = ahead(speculate, branches, draft if mask is None else None)
+    params = parameters(engine, {"temperature": 0.7}, **asked_of, mask=mask, **guessing)
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    answers: list[list[tuple[Completion, dict[str, float]]]]
+    try:
+        ids = _ids(tokenizer, given, raw)
+        _check_room(engine, max(map(len, ids)), max_tokens)
+        if searching is None:
+            answers = [[(found, {"drawn": len(found.tokens)}) for found in row] for row in engine.generate(ids, params)]
+        else:
+            chosen = searched(engine, ids, params, searching, _values(searching, asked))
+            answers = [[(one.completion, {"drawn": one.tokens, "value": one.value, "tried": one.tried})] for one in chosen]
+    except ValueError as error:
+        raise PunaError(str(error)) from error
+    for one, read, row in zip(asked, ids, answers, strict=True):
+        for found, cost in row:
+            text = tokenizer.decode(found.tokens, skip_special_tokens=True)
+            whole = {"prompt": one, "text": text, "tokens": found.tokens, "logprobs": found.logprobs, "finished": found.finished}
+            typer.echo(json.dumps({**whole, "read": len(read), **cost}, ensure_ascii=False) if as_json else text)
+    if searching is not None and not as_json:
+        drawn = sum(int(cost["drawn"]) for row in answers for _, cost in row)
+        kept = sum(len(found.tokens) for row in answers for found, _ in row)
+        typer.echo(f"{drawn:,} tokens drawn for {kept:,} of answers", err=True)
+
+
+def _check_room(engine: Engine, prompt: int, answer: int) -> None:
+    """PunaError where the longest prompt and its answer do not fit into the model's context."""
+    if engine.room(prompt, answer) < answer:
+        context = engine.model.config.max_position_embeddings
+        told = f"{prompt} tokens of a prompt and {answer} of its answer exceed the model's context of {context}"
+        raise PunaError(f"{told}: ask for fewer by --max-tokens, or keep the last alone by --window")
+
+
+def _ids(tokenizer: Tokenizer, prompts: list[Any], raw: bool) -> list[list[int]]:
+    if raw:
+        return [[*tokenizer.lead, *tokenizer.encode(_plain(one))] for one in prompts]
+    return [tokenizer.chat(_messages(one)) for one in prompts]
+
+
+def _messages(prompt: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _searching(method: str | None, n: int, verifier: str | None, expansions: int, temperature: float | None) -> SearchConfig | None:
+    """The search that was asked for; PunaError where options do not fit."""
+    if method is None:
+        if verifier is not None:
+            raise PunaError("--verifier chooses among answers: give --search best or tree, too")
+        return None
+    if temperature == 0:
+        raise PunaError("--search chooses among answers, which at --temperature 0 are all alike")
+    try:
+        spec = None if verifier is None else json.loads(verifier)
+    except ValueError as error:
+        raise PunaError(f"--verifier is not JSON: {error}") from error
+    if spec is not None and not isinstance(from_json(spec), BoundedVerifier):
+        raise PunaError(f"--verifier {spec['name']} needs a model or a process of its own: evaluate takes it (answers.search)")
+    return parse(SearchConfig, {"method": method, "n": n, "verifier": spec, "expansions": expansions}, "--search")
+
+
+def _values(config: SearchConfig, asked: list[Any]) -> Values | None:
+    """Scores by the verifier; an answer that cannot be scored ends the command, since the next could not be either."""
+    if config.verifier is None:
+        return None
+    verifier = from_text(json.dumps(config.verifier))
+    questions = [Question(f"prompt {i}", "", shown(_messages(one)), None, tuple(_messages(one))) for i, one in enumerate(asked)]
+    for question in questions:
+        verifier.check(question)
+    return lambda answers: [attempt(Item(verifier, questions[number], text)).value for number, text in answers]
+
+
+def _with_passages(asked: list[Any], name: str, most: int, store: Store) -> list[Any]:
+    """The prompts behind passages of documents that fit their last message."""
+    artifact = store.checked(store.resolve(name))
+    if artifact.kind != "documents":
+        raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` shows those there are")
+    conversations = [_messages(one) for one in asked]
+    found = retrieved([str(messages[-1].get("content") or "") for messages in conversations], artifact, most)
+    behind = []
+    for messages, row in zip(conversations, found, strict=True):
+        texts = "\n\n".join(f"[{i}] {passage.text}" for i, passage in enumerate(row, 1))
+        last = {**messages[-1], "content": f"{texts}\n\n{messages[-1].get('content')}"} if row else messages[-1]
+        behind.append([*messages[:-1], last])
+    return behind
+
+
+def _mask(engine: Engine, file: Path) -> Mask:
+    """The tokens that spell JSON of the schema in a file."""
+    from puna.models.generation.grammar import Grammar
+
+    assert engine.tokenizer is not None
+    try:
+        return Grammar(engine.tokenizer, engine.model.config.vocab_size).schema(json.loads(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise PunaError(f"{file}: {error}") from error
+
+
+def _parsed(number: int, line: bytes) -> Any:
+    """A prompt of standard input: text, or messages."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise PunaError(f"standard input, line {number} is not JSON: {error}") from error
+    _unicode(json.dumps(found, ensure_ascii=False), f"standard input, line {number}")
+    if isinstance(found, dict):
+        found = found.get("messages", found.get("prompt"))
+    if not isinstance(found, str) and not (isinstance(found, list) and found and all(isinstance(one, dict) for one in found)):
+        raise PunaError(f"standard input, line {number}: give a text, a list of messages, or an object with prompt or messages")
+    return found
+
+
+def _unicode(text: str, where: str) -> str:
+    """The text; PunaError where it holds bytes that are no UTF-8, or halves of surrogate pairs, as JSON may."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PunaError(f"{where} is no Unicode text: {error}") from error
+    return text
+
+
+def _plain(prompt: Any) -> str:
+    if not isinstance(prompt, str):
+        raise PunaError("--raw goes on from texts; messages need the chat template")
+    return prompt
+
+
+@app.command()
+def api(
+    model: ModelArgument,
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with --key")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on")] = 8000,
+    key: Annotated[str | None, typer.Option(envvar="PUNA_API_KEY", help="Key that requests must bring; none: anybody may ask")] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name in requests (default: as given)")] = None,
+    queue: Annotated[int, typer.Option(min=1, help="Requests that wait or are answered at once; more are told to come later")] = 256,
+    seconds: Annotated[float, typer.Option(min=1, help="Longest time for one request, seconds")] = 600,
+    sequences: Annotated[int | None, typer.Option(min=1, help="Answers computed at once (default: 64, on a GPU 256)")] = None,
+    step_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of prompts computed in one step, which answers in the making wait for (default: 128, on a GPU 8192)"
+        ),
+    ] = None,
+    prefill_threads: Annotated[
+        int, typer.Option(min=0, max=256, help="Threads of a process of its own for long prompts, on a CPU; 0: there is none")
+    ] = 0,
+    weights: WeightsOption = "same",
+    draft: DraftOption = None,
+    draft_weights: DraftWeightsOption = "same",
+    speculate: SpeculateOption = 0,
+    branches: BranchesOption = 1,
+    memory: MemoryOption = None,
+    offload: OffloadOption = "none",
+    window: WindowOption = None,
+    sinks: SinksOption = 0,
+    store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
+    supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
+) -> None:
+    """Serve a model over HTTP as OpenAI's clients expect it: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
+    import uvicorn
+
+    from puna.flows.cli.openai import Limits, application
+    from puna.flows.web.guard import OwnSite, check_reach
+    from puna.stages.training.train import device
+
+    check_reach(host, key, "give a key that requests must bring: --key KEY, or PUNA_API_KEY")
+    if supervised:
+        end_with(sys.stdin.buffer)
+
+    def work(_: Tokenizer, context: int) -> Work:
+        return Work(min(512, context // 2), min(512, context // 2), sequences or 64, min(context, 8192))
+
+    if step_tokens is None and offload == "none" and device().type == "cpu":
+        step_tokens = SERVED_AT_ONCE
+    limits = {"sequences": sequences, "step_tokens": step_tokens, "prefill_threads": prefill_threads}
+    place = partial(Store.existing, store, project)
+    engine = opened(model, place, served(weights, offload, memory, sinks, window), draft, work, draft_weights, **limits)
+    made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, **ahead(speculate, branches, draft))
+    door = OwnSite(made, protected=bool(key), pages=None, asking=None)
+    uvicorn.run(door, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)

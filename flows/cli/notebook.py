@@ -1,0 +1,75 @@
+"""Stages, flows and questions from a notebook or a script: `puna.open`, `puna.run`, `puna.run_flow`, `puna.connect`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from puna.flows.engine import launch, running
+from puna.flows.engine.declare import FLOWS, Flow, Item
+from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE
+from puna.flows.engine.inputs import meant
+from puna.flows.engine.perform import Performer
+from puna.flows.engine.session import session
+from puna.flows.engine.trace import load
+from puna.flows.prefect import task  # noqa: F401 - within a flow of Prefect's, steps are its tasks
+from puna.stages.contract import External, Stage, parse, perform
+from puna.storage import Artifact, PunaError, Store
+from puna.storage.aliases import DEFAULT
+from puna.storage.catalog import Catalog
+
+Input = Item | str | Path
+
+
+def open(path: str | Path = DEFAULT_STORE, project: str | None = None) -> Store:
+    """Return the store in a folder, which is made where there is none. `project`: whose aliases are meant by names without one."""
+    return Store.open(path, project)
+
+
+def connect(store: Store | str | Path = DEFAULT_STORE) -> Catalog:
+    """Questions to a store: `connect(store).sql("from newest.documents")` gives a relation of DuckDB, read when it is asked for.
+
+    `.to_arrow_table()`, `.df()` for pandas and `.pl()` for polars, where they are installed, take its rows. Read-only.
+    """
+    return Catalog(store if isinstance(store, Store) else Store.existing(store))
+
+
+def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_STORE, **settings: Any) -> Artifact:
+    """The artifact of a stage: found in the store where it is there, made otherwise.
+
+    `stage`: declared with `@stage`, or a name. `inputs`: artifacts, their ids or aliases, files; each goes to the input of its
+    kind, `NAME=ID` to that of the name. `settings`: fields of the stage's configuration. PunaError names what is wrong with any.
+    """
+    found = launch.chosen(f"stage:{stage.removeprefix('stage:')}") if isinstance(stage, str) else stage
+    assert isinstance(found, Stage)
+    opened = store if isinstance(store, Store) else Store.open(store)
+    wanted = meant([str(item) for item in inputs if isinstance(item, str | Path)], found.inputs, opened, found.name)
+    given = running.given_to(found, _ready(inputs) + wanted.items, wanted.named)
+    return perform(found, parse(found.config, settings, found.name), given, opened).artifact
+
+
+def run_flow(
+    flow: Flow | str, *inputs: Input, recipe: str = DEFAULT_RECIPE, changes: Sequence[str] = (), store: Store | str | Path = DEFAULT_STORE
+) -> dict[str, Artifact]:
+    """The artifacts of a flow by step. `recipe`: a name or a YAML file; `changes`: `step.field=value`, as `--set` takes them."""
+    found = launch.chosen(f"flow:{flow.removeprefix('flow:')}") if isinstance(flow, str) else flow
+    assert isinstance(found, Flow)
+    if FLOWS.get(found.name) is not found:
+        raise PunaError(f"flow {found.name}: another flow of that name was declared later; rename one")
+    opened = store if isinstance(store, Store) else Store.open(store)
+    loaded = load(recipe, list(changes), found.name)
+    opened = opened.within(loaded.project) if opened.project == DEFAULT else opened
+    wanted = meant([str(item) for item in inputs if isinstance(item, str | Path)], found.inputs, opened, f"flow {found.name}")
+    wanted = replace(wanted, items=_ready(inputs) + wanted.items)
+    given = running.fit(found, loaded, wanted, opened, quiet=True)
+    asked = {"recipe": recipe, "changes": list(changes), "inputs": [getattr(item, "id", None) or str(item) for item in inputs]}
+    with session(opened, flow=found.name, parameters=asked) as now:
+        Performer(loaded).walk(found, given)
+    now.refresh()
+    return {label: outcome.artifact for label, outcome in now.outcomes}
+
+
+def _ready(inputs: Sequence[Input]) -> list[Item]:
+    return [item for item in inputs if isinstance(item, Artifact | External)]

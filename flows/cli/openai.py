@@ -1,0 +1,346 @@
+"""An HTTP server in the shape of OpenAI's: completions and chat, whole or as a stream of events.
+
+One thread runs the engine; requests reach it through a queue, tokens come back to the event loop. A client that goes away, or
+whose time is up, has its request cancelled at the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import queue
+import threading
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from puna.flows.cli.openai_shapes import ApiError, ChatRequest, CompletionRequest, Reply, ResponseFormat, Sampled
+from puna.flows.web.guard import Bounded
+from puna.models.generation import Engine, SamplingParams
+from puna.models.generation.engine import Event
+from puna.models.generation.grammar import Grammar, Mask
+from puna.models.generation.prefill import SplitEngine
+from puna.models.generation.schedule import Request as Asked
+from puna.models.tokens.text_stream import TextStream
+from puna.models.tokens.tokenizer import Tokenizer
+
+CLIENT_GONE = 499  # as nginx logs it; nobody is told
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of a server: requests at once, seconds of one request, bytes of its body."""
+
+    queue: int = 256
+    seconds: float = 600.0
+    body: int = 1 << 20
+
+
+class Worker:
+    """The thread that runs the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self._split = engine, engine if isinstance(engine, SplitEngine) else None
+        self.active = 0  # requests that wait or are answered
+        self.counts = {"requests": 0, "prompt_tokens": 0, "generated_tokens": 0, "cancelled": 0}
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tell: dict[int, Callable[[Event | ApiError], object]] = {}
+        self._thread = threading.Thread(target=self._run, name="puna-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._orders.put(None)
+        self._thread.join()
+        if self._split is not None:
+            self._split.close()
+
+    async def answer(self, ids: list[int], params: SamplingParams, seconds: float) -> AsyncGenerator[Event, None]:
+        """The request's tokens as they come. ApiError where the engine refuses it or its time is up."""
+        loop = asyncio.get_running_loop()
+        found: asyncio.Queue[Event | ApiError] = asyncio.Queue()
+        asked: list[Asked] = []
+        self.active += 1
+        self.counts["requests"] += 1
+        self.counts["prompt_tokens"] += len(ids)
+
+        def begin() -> None:
+            try:
+                asked.append(self.engine.submit(ids, params))
+                self._tell[id(asked[0])] = lambda event: loop.call_soon_threadsafe(found.put_nowait, event)
+            except ValueError as error:
+                refused = ApiError(400, "invalid_request_error", str(error))
+                loop.call_soon_threadsafe(found.put_nowait, refused)
+
+        def end() -> None:
+            if asked and self._tell.pop(id(asked[0]), None) is not None:
+                self.engine.cancel(asked[0])
+                self.counts["cancelled"] += left > 0
+
+        self._orders.put(begin)
+        left, until = params.n, time.monotonic() + seconds
+        try:
+            while left:
+                event = await asyncio.wait_for(found.get(), until - time.monotonic())
+                if isinstance(event, ApiError):
+                    raise event
+                left -= event.completion is not None
+                self.counts["generated_tokens"] += 1
+                yield event
+        except TimeoutError:
+            raise ApiError(408, "timeout_error", f"the answer was not done in {seconds:g} seconds") from None
+        finally:
+            self.active -= 1
+            self._orders.put(end)
+
+    def _run(self) -> None:
+        while True:
+            while not self._orders.empty() or (self.engine.scheduler.idle and not (self._split and self._split.busy)):
+                order = self._orders.get()
+                if order is None:
+                    return
+                order()
+            try:
+                events = self.engine.step()
+            except Exception as error:  # noqa: BLE001  what breaks a step ends the requests that were in it, not the server
+                self._fail(error)
+                continue
+            for event in events:
+                if (tell := self._tell.get(id(event.request))) is not None:
+                    tell(event)
+            for request, failure in self.engine.failed():
+                if (tell := self._tell.pop(id(request), None)) is not None:
+                    status = (400, "invalid_request_error") if failure.asked else (500, "server_error")
+                    tell(ApiError(*status, str(failure)))
+
+    def _fail(self, error: Exception) -> None:
+        for tell in self._tell.values():
+            tell(ApiError(500, "server_error", f"the engine failed: {error}"))
+        self._tell.clear()
+        self.engine.clear()
+
+
+class Answerer:
+    """Answers the requests of one model; `speculate` and `branches` as in SamplingParams, for answers of free form."""
+
+    SAMPLED = ("temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+
+    def __init__(self, worker: Worker, tokenizer: Tokenizer, name: str, seconds: float, speculate: int, branches: int) -> None:
+        self.worker, self.tokenizer, self.name, self.seconds = worker, tokenizer, name, seconds
+        self.speculate, self.branches = speculate, branches
+        self.config = worker.engine.model.config
+
+    async def completion(self, body: CompletionRequest, request: Request) -> Response:
+        """The text that follows another."""
+        ids = await asyncio.to_thread(self._prompt, body.prompt) if isinstance(body.prompt, str) else body.prompt
+        scored = body.logprobs is not None and body.logprobs is not False
+        return await self._answered(body, request, ids, body.max_tokens, "text_completion", scored)
+
+    def _prompt(self, text: str) -> list[int]:
+        """Ids of a text to go on with. ApiError where the tokenizer's patterns take too long on it."""
+        try:
+            return [*self.tokenizer.lead, *self.tokenizer.encode(text)]
+        except ValueError as error:
+            raise ApiError(400, "invalid_request_error", str(error), "prompt") from error
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """The next turn of a conversation."""
+        turns = [message.turn() for message in body.messages]
+        try:
+            ids = await asyncio.to_thread(self.tokenizer.chat, turns, tools=body.tools)  # a slow template must not hold up others
+            if body.tools and ids == await asyncio.to_thread(self.tokenizer.chat, turns):
+                raise ApiError(400, "invalid_request_error", "the model's chat template has no place for tools", "tools")
+        except ValueError as error:
+            raise ApiError(400, "invalid_request_error", str(error), "messages") from error
+        longest = body.max_completion_tokens or body.max_tokens or max(1, self.worker.engine.room(len(ids), 1024))
+        return await self._answered(body, request, ids, longest, "chat.completion", body.logprobs)
+
+    async def _answered(self, body: Sampled, request: Request, ids: list[int], longest: int, kind: str, logprobs: bool) -> Response:
+        texts = self._checked(body, ids, longest)
+        events = self.worker.answer(ids, await self._params(body, longest, texts), self.seconds)
+        streams = {number: TextStream(self.tokenizer, texts) for number in range(body.n)}
+        reply = Reply(kind, self.name, ids, streams, self.tokenizer if logprobs else None)
+        if not body.stream:
+            gone = asyncio.ensure_future(request.receive())  # behind the body comes nothing but word that the client has left
+            try:
+                async for event in events:
+                    reply.add(event)
+                    if gone.done():
+                        await events.aclose()
+                        return Response(status_code=CLIENT_GONE)
+            finally:
+                gone.cancel()
+            return JSONResponse(reply.whole())
+        first = await anext(events)  # what is refused is told as an error, not in a stream
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        return StreamingResponse(_lines(reply, first, events, usage), media_type="text/event-stream")
+
+    def check(self, model: str) -> None:
+        """ApiError where another model is meant."""
+        if model != self.name:
+            raise ApiError(404, "invalid_request_error", f"there is no model {model!r} here, only {self.name!r}", "model")
+
+    def _checked(self, body: Sampled, ids: list[int], longest: int) -> list[str]:
+        """The texts that end an answer; ApiError where the request does not fit the model."""
+        if body.model is not None:
+            self.check(body.model)
+        context, V = self.config.max_position_embeddings, self.config.vocab_size
+        if self.worker.engine.room(len(ids), longest) < longest:
+            told = f"{len(ids)} tokens of the prompt and {longest} of the answer exceed the model's context of {context}"
+            raise ApiError(400, "invalid_request_error", told, "max_tokens")
+        if not all(0 <= token < V for token in (*ids, *body.logit_bias)):
+            raise ApiError(400, "invalid_request_error", f"token ids lie in 0 to {V - 1}")
+        texts = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        if not all(texts):
+            raise ApiError(400, "invalid_request_error", "a stop text must not be empty", "stop")
+        return texts
+
+    async def _params(self, body: Sampled, longest: int, texts: list[str]) -> SamplingParams:
+        """How the answers are drawn: what the request leaves open is the model's own."""
+        seed = uuid.uuid4().int >> 96 if body.seed is None else body.seed
+        given = {field: getattr(body, field) for field in self.SAMPLED if field in body.model_fields_set}
+        try:
+            mask = await asyncio.to_thread(self._mask, body.response_format)
+        except ValueError as error:
+            raise ApiError(400, "invalid_request_error", str(error), "response_format") from error
+        speculate, branches = (self.speculate, self.branches) if mask is None else (0, 1)
+        try:
+            return SamplingParams(
+                **{**self.tokenizer.sampling, **given}, max_tokens=longest, seed=seed, stop=(*self.tokenizer.stop_ids, *texts), mask=mask,
+                speculate=speculate, branches=branches,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ApiError(400, "invalid_request_error", str(error)) from error
+
+    @cached_property
+    def _grammar(self) -> Grammar:
+        return Grammar(self.tokenizer, self.config.vocab_size)
+
+    def _mask(self, asked: ResponseFormat | None) -> Mask | None:
+        if asked is None or asked.type == "text":
+            return None
+        return self._grammar.schema(None if asked.json_schema is None else asked.json_schema.schema_)
+
+
+async def _lines(reply: Reply, first: Event, events: AsyncGenerator[Event, None], usage: bool) -> AsyncIterator[str]:
+    """A stream of events; `usage`: the last one tells what was used."""
+    try:
+        yield reply.line(first)
+        async for event in events:
+            yield reply.line(event)
+    except ApiError as error:
+        yield f"data: {json.dumps(error.body)}\n\n"
+    finally:
+        await events.aclose()
+    if usage:
+        yield reply.last()
+    yield "data: [DONE]\n\n"
+
+
+def _told(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(error.body, error.status, headers)
+
+
+def _tell_errors(app: FastAPI) -> None:
+    """Have every error told in OpenAI's shape."""
+
+    @app.exception_handler(ApiError)
+    async def told(_: Request, error: ApiError) -> Response:
+        return _told(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        field = None if first["type"] == "json_invalid" else ".".join(str(part) for part in first["loc"][1:]) or None
+        return _told(ApiError(400, "invalid_request_error", f"{field or 'body'}: {first['msg']}", field))
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        said = f"{request.method} {request.url.path}: {error.detail}"
+        return _told(ApiError(error.status_code, "invalid_request_error", said), error.headers)
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> Response:
+        return _told(ApiError(500, "server_error", f"the server failed: {type(error).__name__}"))
+
+
+def application(
+    engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0, branches: int = 1
+) -> FastAPI:
+    """The server of one model; `speculate` and `branches` as in SamplingParams, for answers of free form."""
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise ValueError("a server needs a model with its tokenizer")
+    worker = Worker(engine)
+    answerer = Answerer(worker, tokenizer, name, limits.seconds, speculate, branches)
+
+    @asynccontextmanager
+    async def running(_: FastAPI) -> AsyncIterator[None]:
+        worker.start()
+        yield
+        await asyncio.to_thread(worker.stop)
+
+    app = FastAPI(title="Puna", lifespan=running, docs_url=None, redoc_url=None, openapi_url=None)
+
+    _tell_errors(app)
+    app.add_middleware(Bounded, limit=limits.body, refusal=lambda status, words: _told(ApiError(status, "invalid_request_error", words)))
+
+    @app.middleware("http")
+    async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
+        try:
+            if key is not None and request.url.path.startswith("/v1/"):
+                scheme, _, given = request.headers.get("authorization", "").partition(" ")
+                if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
+                    raise ApiError(401, "authentication_error", "the key is missing or wrong: send Authorization: Bearer KEY")
+            if request.method == "POST" and worker.active >= limits.queue:
+                raise ApiError(429, "rate_limit_error", f"{worker.active} requests are at work, as many as may be: try again later")
+        except ApiError as error:
+            return _told(error)
+        return await go_on(request)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        pool = engine.scheduler.pool
+        values = {
+            **{f"puna_{count}_total": value for count, value in worker.counts.items()},
+            "puna_active_requests": worker.active,
+            "puna_pages": len(pool.references),
+            "puna_pages_in_use": len(pool.references) - pool.available,
+        }
+        return PlainTextResponse("".join(f"{name} {value}\n" for name, value in values.items()))
+
+    own = {"id": name, "object": "model", "created": 0, "owned_by": "puna"}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [own]}
+
+    @app.get("/v1/models/{asked:path}")
+    async def model(asked: str) -> dict[str, Any]:
+        answerer.check(asked)
+        return own
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await answerer.completion(body, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await answerer.chat(body, request)
+
+    return app

@@ -1,0 +1,188 @@
+"""`puna sql`: questions to every artifact, one from the command line or many at a prompt with completion and history."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import pyarrow as pa
+import typer
+
+from puna.flows.cli.inspect import JsonOption, ProjectOption, StoreOption, existing, print_rows
+from puna.flows.engine.defaults import DEFAULT_STORE
+from puna.storage import PunaError, Store, catalog, database
+from puna.storage.schemas import TABLES
+from puna.storage.views import FACTS, MACROS, NEWEST
+
+app = typer.Typer()
+LEAVING = (".exit", ".quit", "exit", "quit")
+HISTORY = 2000
+"""Statements that the history keeps."""
+
+
+@app.command()
+def sql(
+    text: Annotated[str | None, typer.Argument(metavar="QUERY", help="One SQL statement; without it, a prompt opens")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File for the result, outside the store: .parquet, .csv, .json or .jsonl")
+    ] = None,
+    file: Annotated[
+        bool, typer.Option("--file", help="Bring puna.duckdb, the views for other clients, up to date and say where it is")
+    ] = False,
+    store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Query every artifact with DuckDB, read-only: one view per table, and artifacts, lineage, metrics, aliases, runs, steps."""
+    opened = existing(store, project)
+    if file:
+        if text is not None or output is not None:
+            raise PunaError("--file takes no query: it says where the file is that another client opens")
+        database.write(opened)
+        typer.echo(f"{opened.uri}/{database.FILE}")
+    elif output is not None:
+        if text is None:
+            raise PunaError("--output: give the query whose result it is")
+        typer.echo(f"{written(opened, text, output):,} rows: {output}")
+    elif text is not None:
+        with catalog.connect(opened) as connection:
+            found = catalog.run(connection, text)
+            _table(found, as_json)
+            _tell_of_rows(connection, text)
+    else:
+        _prompt(opened, as_json)
+
+
+def written(store: Store, text: str, output: Path) -> int:
+    """Write the result of a query to a file, which is whole or not there; returns its rows."""
+    target = output.expanduser().absolute()
+    if target.resolve().is_relative_to(store.root.resolve()):
+        raise PunaError(f"--output {output}: lies in the store, where only stages write; name a file elsewhere")
+    if not target.parent.is_dir():
+        raise PunaError(f"--output {output}: there is no folder {target.parent}")
+    catalog.format_of(output)
+    temporary = target.with_name(f".{os.getpid()}-{target.name}")
+    try:
+        with catalog.connect(store, temporary) as connection:
+            rows = connection.write(text, temporary)
+        os.replace(temporary, target)
+    except OSError as error:
+        raise PunaError(f"--output {output}: cannot be written ({error})") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return rows
+
+
+def _tell_of_rows(opened: catalog.Catalog, text: str) -> None:
+    """Say which bytes were not compared; to a person also that a table has the rows of several artifacts."""
+    if opened.uncompared:
+        typer.echo(f"{opened.uncompared:,} bytes were not compared with their checksums; `puna verify` does", err=True)
+    if not sys.stderr.isatty():
+        return
+    for name, count in opened.several(text).items():
+        typer.echo(f"{name} has the rows of {count} artifacts; {NEWEST}.{name} has those of the newest", err=True)
+
+
+def _table(table: pa.Table, as_json: bool) -> None:
+    print_rows(table.to_pylist(), as_json, table.schema.names)
+
+
+def _prompt(store: Store, as_json: bool) -> None:
+    with catalog.connect(store) as connection, contextlib.ExitStack() as stack:
+        # From a pipe come statements alone: no greeting goes between the results, and a wrong one fails the command.
+        asked = sys.stdin.isatty()
+        if asked:
+            stack.enter_context(_typing(connection))
+            typer.echo(
+                f"DuckDB over {store.uri}\ntables: {', '.join([*FACTS, *TABLES])}\n"
+                f"the newest artifact's alone: {NEWEST}.documents, …; an alias's: \"documents@latest\", …\nmacros: {', '.join(MACROS)}\n"
+                "end a statement with ;  Tab completes  leave with .exit"
+            )
+        failed = False
+        for text in _statements(asked):
+            try:
+                for statement in catalog.statements(connection, text):
+                    _table(catalog.run(connection, statement), as_json)
+                    _tell_of_rows(connection, statement)
+            except PunaError as error:
+                failed = True
+                typer.echo(f"error: {error}", err=True)
+        if failed and not asked:
+            raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _typing(opened: catalog.Catalog) -> Iterator[None]:
+    """Complete names with Tab, and keep what was typed for the next time; where Python has no readline, neither."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    file = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "puna" / "sql_history"
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        readline.read_history_file(file)
+
+    def suggested(word: str, number: int) -> str | None:
+        found = completions(opened, word, readline.get_line_buffer())
+        return found[number] if number < len(found) else None
+
+    readline.set_completer_delims(" \t\n,;()=<>+-*/")
+    readline.set_completer(suggested)
+    # macOS has libedit under this name, which binds keys in its own way.
+    readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
+    try:
+        yield
+    finally:
+        readline.set_completer(None)
+        with contextlib.suppress(OSError):
+            readline.set_history_length(HISTORY)
+            readline.write_history_file(file)
+
+
+def completions(opened: catalog.Catalog, word: str, line: str) -> list[str]:
+    """What a word may become: aliases after a quote; else tables, macros, columns of the tables in the line, words of SQL."""
+    if word.startswith("'"):
+        return [f"'{alias}'" for alias in opened.aliases if alias.startswith(word[1:])]
+    if "." in word and not word.startswith((f"{NEWEST}.", '"')):
+        return []
+    schemas = {**FACTS, **{name: found.schema for name, found in TABLES.items()}}
+    named = [name.rpartition(".")[2] for name in opened.named(line)]
+    columns = {"artifact", *(column for name in named if name in schemas for column in schemas[name].names)}
+    keywords = [row[0] for row in opened.connection.execute("select keyword_name from duckdb_keywords()").fetchall()]
+    known = [*sorted({*columns, *opened.names, *(name.removesuffix(")") for name in MACROS)}), *sorted(keywords)]
+    return list(dict.fromkeys(name for name in known if name.lower().startswith(word.lower())))
+
+
+def _statements(asked: bool) -> Iterator[str]:
+    """What a person types or a pipe gives, up to each line that ends with `;`, to `.exit` or to the end.
+
+    Ctrl-C forgets what was typed of a statement.
+    """
+    held: list[str] = []
+    while True:
+        try:
+            line = input(("  ... " if held else "puna> ") if asked else "")
+        except KeyboardInterrupt:
+            if not asked:
+                raise
+            typer.echo("")
+            held = []
+            continue
+        except EOFError:
+            if asked:
+                typer.echo("")
+            if any(line.strip() for line in held):
+                yield "\n".join(held)
+            return
+        if not held and line.strip() in LEAVING:
+            return
+        held.append(line)
+        if line.rstrip().endswith(";"):
+            yield "\n".join(held)
+            held = []

@@ -1,0 +1,1 @@
+"""Programs of stages: declared, traced, planned, performed."""

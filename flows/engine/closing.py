@@ -1,0 +1,113 @@
+"""The tables at the end of a run: what became of the documents, and what the models can do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from puna.flows.engine.session import Session
+from puna.flows.report import arms
+from puna.storage import Artifact
+
+BITS = {
+    "bits_per_byte": "bits per byte",
+    "ngram_bits_per_byte": "n-grams",
+    "ngram_page_bits_per_byte": "with the page's",
+    "dictionary_bits_per_byte": "zstd, dictionary",
+}
+
+
+def closing_table(now: Session) -> None:
+    """Print the funnel, the evaluations and the reward models of the run in progress."""
+    made = [(step, outcome.artifact) for step, outcome in now.outcomes]
+    evaluations = [(step, _measured(artifact)) for step, artifact in made if artifact.kind == "evaluation"]
+    rounds = arms.rounds((step, artifact) for step, artifact in made if artifact.kind == "evaluation")
+    compared = [table for found in rounds for table in (_arms(found), _claims(found))]
+    for table in (_funnel(made), _compression(evaluations), _accuracy(evaluations), *compared, _rewards(made)):
+        if table.row_count:
+            now.console.show(table)
+            now.console.say("")
+    reused = sum(outcome.reused for _, outcome in now.outcomes)
+    seconds = sum(outcome.seconds for _, outcome in now.outcomes)
+    now.console.say(f"{len(now.outcomes)} artifacts, {reused} reused, {seconds:.1f} s; run {now.run}")
+
+
+def _measured(evaluation: Artifact) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(row["task"], row["metric"]): row for row in evaluation.read().to_pylist()}
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=number > 0)
+    return table
+
+
+def _funnel(made: list[tuple[str, Artifact]]) -> Table:
+    table = _table("after", "documents", "dropped", "characters", "tokens")
+    for step, artifact in made:
+        if artifact.kind in ("pages", "documents"):
+            dropped = f"{artifact.rows('dropped'):,}" if "dropped" in artifact.tables else ""
+            table.add_row(step, f"{artifact.rows():,}", dropped, _count(artifact, "characters"), "")
+        elif artifact.kind == "tokens":
+            table.add_row(step, "", "", "", _count(artifact, "tokens"))
+    return table
+
+
+def _count(artifact: Artifact, metric: str) -> str:
+    count = artifact.manifest.metrics.get(metric)
+    return f"{count:,}" if isinstance(count, int) else ""
+
+
+def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
+    """Bits per byte of held-out documents beside those of counting as much training text."""
+    table = _table("held-out pages", *BITS.values(), "documents")
+    for step, rows in evaluations:
+        if bits := rows.get(("pages", "bits_per_byte")):
+            found = [rows.get(("pages", metric)) for metric in BITS]
+            table.add_row(step, *(f"{row['value']:.3f}" if row else "" for row in found), f"{bits['n']:,}")
+    return table
+
+
+def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
+    """Share of right answers to held-out prompts: a line per task, a column per evaluation."""
+    measured = [(step, rows) for step, rows in evaluations if not arms.CONTROL.fullmatch(step)]
+    asked = [(step, rows) for step, rows in measured if any(metric == "accuracy" for _, metric in rows)]
+    found = {task for _, rows in asked for task, metric in rows if metric == "accuracy" and not task.startswith("choice/")}
+    table = _table("accuracy", *(step.removeprefix("evaluate_") for step, _ in asked))
+    for task in sorted(found, key=lambda task: (task == "all", task)):
+        values = [rows.get((task, "accuracy")) for _, rows in asked]
+        table.add_row(task, *(f"{row['value']:.3f}" if row else "" for row in values))
+    overall = [rows.get(("all", "accuracy")) or {} for _, rows in asked]
+    if any(row.get("low") is not None for row in overall):
+        bounds = (f"{row['low']:.3f}-{row['high']:.3f}" if row.get("low") is not None else "" for row in overall)
+        table.add_row("all, 95 % interval", *bounds)
+    return table
+
+
+def _arms(found: arms.Arms) -> Table:
+    """A round beside its control arms."""
+    table = _table(f"round {found.number} and its controls", *(arms.METRICS[metric] for metric in found.metrics))
+    for arm in found.scores:
+        table.add_row(arms.NAMES.get(arm, arm), *(f"{found.share(arm, metric).value:.3f}" for metric in found.metrics))
+    return table
+
+
+def _claims(found: arms.Arms) -> Table:
+    """What each part of a round earned."""
+    table = _table(f"in round {found.number}", "of", "gain", "")
+    for claim in found.claims():
+        gain = f"{claim.gain.value:+.3f} ({claim.gain.low:+.3f} to {claim.gain.high:+.3f})"
+        table.add_row(claim.name, arms.METRICS[claim.metric], gain, claim.verdict)
+    return table
+
+
+def _rewards(made: list[tuple[str, Artifact]]) -> Table:
+    """How often each reward model orders held-out pairs rightly."""
+    table = _table("reward model", "held-out accuracy", "pairs")
+    for step, artifact in made:
+        metrics = artifact.manifest.metrics
+        if "heldout_accuracy" in metrics and artifact.kind == "model":
+            table.add_row(step, f"{metrics['heldout_accuracy']:.3f}", f"{metrics['heldout_pairs']:,}")
+    return table

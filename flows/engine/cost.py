@@ -1,0 +1,165 @@
+"""The cost of what would run: the steps of a flow, and pretraining by its sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from puna.flows.engine.declare import Flow
+from puna.flows.html.markup import duration, size
+from puna.storage import PunaError, Store
+
+if TYPE_CHECKING:
+    from puna.flows.engine.launch import Request
+    from puna.flows.engine.plan import Planned
+    from puna.flows.engine.recipe import Recipe
+    from puna.models.accounting import Precision
+    from puna.models.config import ModelConfig
+    from puna.models.machine import Machine
+    from puna.stages.contract import Stage
+    from puna.stages.pretrain.pretrain import PretrainConfig
+
+CPU_FLOPS = 1e20
+"""Operations beyond which a plan is not for this CPU: a year at 3 TFLOP/s, which is a fast CPU's rate."""
+LARGE, LARGE_BYTES = "H100", 80e9
+"""GPU of a plan that is too large for a CPU, and its memory; half of it may hold the state."""
+LONGEST = 90 * 86_400
+"""Seconds that such a plan may take."""
+
+
+def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[Planned]]:
+    """What the request names, and its steps as a run would find them; PunaError as such a run would say."""
+    from puna.flows.engine.inputs import meant
+    from puna.flows.engine.launch import chosen, stage_config
+    from puna.flows.engine.plan import planned, planned_stage
+    from puna.flows.engine.running import given_to
+
+    found = chosen(request.what)
+    if isinstance(found, Flow):
+        return found, planned(found, request.recipe_of(found), list(request.inputs), place)
+    config = stage_config(found, request.recipe, list(request.changes))
+    store = Store.existing(place).within(request.stage_project())
+    wanted = meant(request.inputs, found.inputs, store, found.name)
+    return found, [planned_stage(found, config, given_to(found, wanted.items, wanted.named), store)]
+
+
+@dataclass(frozen=True)
+class Total:
+    """What the steps that run may cost together: seconds, bytes on disk, bytes of memory at the most. `unknown`: steps that no earlier
+    run tells of."""
+
+    seconds: float
+    bytes: float
+    memory: float
+    unknown: tuple[str, ...]
+
+    @classmethod
+    def of(cls, steps: Sequence[Planned]) -> Total:
+        """The sum of the steps that are not reused."""
+        known = [step.expected for step in steps if step.expected is not None]
+        unknown = tuple(step.label for step in steps if step.state != "reused" and step.expected is None)
+        memory = max((one.memory for one in known), default=0.0)
+        return cls(sum(one.seconds for one in known), sum(one.bytes for one in known), memory, unknown)
+
+    def __str__(self) -> str:
+        if not self.seconds and not self.unknown:
+            return "nothing is to be done"
+        words = [f"about {duration(self.seconds)}, {size(self.bytes)} of disk, {size(self.memory)} of memory"] if self.seconds else []
+        more = f" and {len(self.unknown) - 4} more" if len(self.unknown) > 4 else ""
+        words += [f"no earlier run tells what {', '.join(self.unknown[:4])}{more} may cost"] if self.unknown else []
+        return "; ".join(words)
+
+
+def costs(recipe: Recipe, gpu: str | None, gpus: int) -> dict[str, Any]:
+    """Return the figures that `puna plan` prints, bytes and seconds as numbers.
+
+    Without `gpu` the device is this CPU. Where that takes years, it is as many `LARGE` GPUs as hold the state and end within `LONGEST`.
+    """
+    from puna.models import accounting
+
+    if gpus > 1 and gpu is None:
+        raise PunaError("--gpus needs --gpu NAME: this machine's CPU is one device")
+    from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
+    from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
+    from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
+
+    if gpu is None:
+        large = costs(recipe, LARGE, 1)
+        if large["flops"] > CPU_FLOPS:
+            needed = 1
+            while large["state_bytes"] > needed * LARGE_BYTES / 2 or large["seconds"] > needed * LONGEST:
+                needed *= 2
+            why = f"no --gpu given; this CPU would take years for {large['flops']:.1e} operations"
+            planned = costs(recipe, LARGE, needed)
+            return {**planned, "device": f"{planned['device']} ({why})"}
+    training, packing = recipe.one("pretrain", pretrain, PretrainConfig), recipe.one("tokenize", tokenize, TokenizeConfig)
+    vocab_size = recipe.one("tokenizer", tokenizer, TokenizerConfig).vocab_size
+    context = packing.sequence_length
+    config = training.model.complete(vocab_size, context)
+    parameters, machine = accounting.parameters(config), _machine(config, context, gpu)
+    phases = [_phase(training, number, (vocab_size, context), machine, gpu, gpus) for number in range(len(training.phases))]
+    return {
+        "recipe": recipe.name,
+        "parameters": parameters.total,
+        "parameters_of_layers": parameters.layers,
+        "tokens": sum(phase["tokens"] for phase in phases),
+        "flops": sum(phase["flops"] for phase in phases),
+        "cache_bytes_per_token": accounting.cache_bytes(config, 1, "bf16" if gpu else "fp32"),
+        "state_bytes": accounting.state_bytes(config, "bf16" if gpu else "fp32") // gpus,
+        "device": f"{gpus} x {gpu}" if gpu else "this CPU",
+        **({"supposes": f"Puna trains on one device today; the time supposes that {gpus} share the work evenly"} if gpus > 1 else {}),
+        "device_flops_per_second": machine.matrix_flops * gpus,
+        "device_ops_per_byte": machine.ops_per_byte,
+        "seconds": sum(phase["seconds"] for phase in phases),
+        "phases": phases,
+    }
+
+
+def _machine(config: ModelConfig, context: int, gpu: str | None) -> Machine:
+    from puna.models.machine import Machine
+    from puna.models.memory.probe import measure
+
+    if gpu is not None:
+        try:
+            return Machine.gpu(gpu)
+        except ValueError as error:
+            raise PunaError(f"--gpu {gpu}: {error}") from error
+    return measure(config, context)
+
+
+def _phase(training: PretrainConfig, number: int, sizes: tuple[int, int], machine: Machine, gpu: str | None, gpus: int) -> dict[str, Any]:
+    """The costs of one phase; `sizes`: vocabulary and tokens of a packed row."""
+    from puna.models import accounting
+
+    phase = training.phases[number]
+    precision: Precision = "bf16" if gpu else "fp32"
+    row = sizes[1] * phase.join_rows
+    config = training.model.complete(sizes[0], row)
+    step = [row] * phase.rows_per_step
+    # Steps of the full size: a ramp's first ones count for the rows they read.
+    steps = phase.growth().before(phase.steps + 1) / phase.rows_per_step
+    at_once = max(1, min(phase.rows_per_step, training.compute.micro_batch_tokens // row)) * row
+    time = accounting.step_time(config, step, machine, precision)
+    flops = accounting.training_flops(config, step)
+    # What is sharded is the state; every GPU holds the activations of its own rows.
+    resting = accounting.state_bytes(config, precision)
+    accumulated = at_once < sum(step)
+    peak, checkpointing = (accounting.peak_bytes(config, at_once, precision, less, accumulated) for less in (False, True))
+    return {
+        "name": phase.name,
+        "steps": phase.steps,
+        "tokens_per_step": sum(step),
+        "tokens": round(sum(step) * steps),
+        "flops": flops * steps,
+        "flops_per_token": flops / sum(step),
+        "arithmetic_intensity": accounting.intensity(config, step, precision),
+        "activation_bytes": accounting.activation_bytes(config, at_once, precision),
+        "peak_bytes": peak - resting + resting // gpus,
+        "peak_bytes_checkpointing": checkpointing - resting + resting // gpus,
+        "seconds_per_step": time.total / gpus,
+        "share_of_matrices": time.matrices / time.total,
+        "share_of_attention": time.attention / time.total,
+        "share_of_memory": time.memory / time.total,
+        "seconds": time.total / gpus * steps,
+    }

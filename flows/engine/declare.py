@@ -1,0 +1,398 @@
+"""A flow as a program: a plain function whose steps are listed, planned or performed by running it.
+
+    @flow
+    def curate(inputs: list[Files]) -> None:
+        \"\"\"Pages to clean documents.\"\"\"
+        documents = step(extract, pages=step(ingest, inputs=inputs))
+        publish("documents", step(url_dedup, documents=documents))
+
+What a step does with its configuration and inputs is decided by the `Walk` in progress: `trace.Tracer` notes the
+steps, `planned.Planner` looks for their artifacts, `adapter.Performer` makes them. So the steps of a flow are written down once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+from puna.flows.engine.recipe import Added, Recipe, Setting, Step
+from puna.stages.contract import External, Kind, SeededConfig, Stage, StageConfig, Value, did_you_mean
+from puna.stages.contract.declaration import InputSpec, input_spec
+from puna.storage import Artifact, PunaError, Store
+
+Item = Artifact | External
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a step gives, or a flow is given: artifacts when it was made, in a plan or a trace their kind and origin alone.
+
+    `labels`: the steps (or inputs of the flow) it comes from. `left_out`: the step that the recipe leaves out; then it is false.
+    `source`: the name that the rows of an input of the flow are to have as their source; empty: their own.
+    """
+
+    kind: str
+    labels: tuple[str, ...]
+    items: tuple[Item, ...] = ()
+    left_out: str = ""
+    source: str = ""
+
+    def __bool__(self) -> bool:
+        return not self.left_out
+
+
+Given = Output | Sequence[Output] | None
+Files = Annotated[Output, Kind("external")]
+
+
+def first_sentence(doc: str) -> str:
+    """Return the first whole sentence of a docstring on one line.
+
+    A sentence may run over lines and hold colons. It ends at a period, question or exclamation mark before a capital or a backtick.
+    """
+    return re.split(r"(?<=[.?!])\s+(?=[A-Z`])", " ".join(doc.partition("\n\n")[0].split()), maxsplit=1)[0]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A declared flow; call it inside another flow, or run it with `Walk.walk`."""
+
+    name: str
+    function: Callable[..., Any]
+    inputs: tuple[InputSpec, ...]
+    doc: str = field(default="", compare=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The flow as a part of the flow in progress."""
+        return self.function(*args, **kwargs)
+
+    @property
+    def takes_files(self) -> bool:
+        """Whether files are an input of it: the sample's pages, where a run is given nothing."""
+        return any(spec.kind == "external" for spec in self.inputs)
+
+    def by_kind(
+        self, items: Sequence[Item], named: Mapping[str, Sequence[Artifact]] | None = None, sources: Mapping[str, str] | None = None
+    ) -> dict[str, Given]:
+        """Artifacts and files assigned to the inputs of their kind, in order, after those in `named` by input: as for a stage.
+
+        `sources`: what the source of an artifact's rows is to be, by its key.
+        """
+        left, called = list(items), sources or {}
+        given: dict[str, Given] = {}
+        for spec in self.inputs:
+            if named and spec.name in named:
+                fitting: list[Item] = list(named[spec.name])
+                if wrong := next((item for item in fitting if kind_of(item) != spec.kind), None):
+                    said = f"{name_of(wrong)} is of kind {kind_of(wrong)}"
+                    raise PunaError(f"flow {self.name}: input {spec.name!r} takes {spec.kind}, but {said}")
+                if not spec.many and len(fitting) > 1:
+                    raise PunaError(f"flow {self.name}: input {spec.name!r} takes one artifact, {len(fitting)} were given")
+            else:
+                fitting = [item for item in left if kind_of(item) == spec.kind][: None if spec.many else 1]
+                left = [item for item in left if not any(item is taken for taken in fitting)]
+            outputs = [given_as(item, called) for item in fitting]
+            if not outputs and not spec.optional:
+                raise PunaError(f"flow {self.name} needs the input {spec.name!r} ({described(spec)}): --input {example(spec)}")
+            given[spec.name] = outputs if spec.many else (outputs[0] if outputs else None)
+        if left:
+            wanted = ", ".join(f"{s.name} ({described(s)})" for s in self.inputs) or "none"
+            raise PunaError(f"flow {self.name} has no place for {name_of(left[0])}; its inputs are {wanted}")
+        return given
+
+    def placeholders(self, *, everything: bool = False) -> dict[str, Given]:
+        """Inputs for a trace: nothing that could be read. `everything`: also what stands for files where artifacts are there instead."""
+        given: dict[str, Given] = {}
+        for spec in self.inputs:
+            if spec.sources and self.takes_files and not everything:
+                continue
+            output = Output(spec.kind, (f"input {spec.name}",))
+            given[spec.name] = [output] if spec.many else output
+        return given
+
+
+def given_as(item: Item, sources: Mapping[str, str]) -> Output:
+    """An artifact or files as an input of a flow; see `Flow.by_kind` for `sources`."""
+    own = sources.get(item.key, "") if isinstance(item, Artifact) else ""
+    return Output(kind_of(item), (f"input {item.name if isinstance(item, External) else item.id}",), (item,), source=own)
+
+
+def kind_of(item: Item) -> str:
+    """The kind of an artifact, `external` of files."""
+    return item.kind if isinstance(item, Artifact) else "external"
+
+
+def name_of(item: Item) -> str:
+    """What messages call an input."""
+    return item.id if isinstance(item, Artifact) else item.uri
+
+
+def described(spec: InputSpec) -> str:
+    """The kind of an input, for people."""
+    return "files or folders" if spec.kind == "external" else spec.kind
+
+
+def example(spec: InputSpec) -> str:
+    """How an input of that kind is given."""
+    return "[NAME=]URI" if spec.kind == "external" else f"{spec.kind}/ID or NAME@latest"
+
+
+FLOWS: dict[str, Flow] = {}
+
+
+def flow(function: Callable[..., Any]) -> Flow:
+    """Declare a flow: a function of outputs (annotated with their kinds, as a stage's inputs are) that calls `step`."""
+    name, doc = function.__name__, inspect.getdoc(function)
+    if not doc:
+        raise TypeError(f"flow {name}: needs a docstring")
+    if name in FLOWS and FLOWS[name].function.__module__ != function.__module__:
+        raise TypeError(f"flow {name} is declared twice")
+    hints = typing.get_type_hints(function, include_extras=True)
+    specs = tuple(input_spec(f"flow {name}", parameter, hints[parameter]) for parameter in inspect.signature(function).parameters)
+    FLOWS[name] = made = Flow(name, function, specs, doc)
+    return made
+
+
+def step(
+    stage: Stage,
+    label: str = "",
+    /,
+    *,
+    field: str = "",
+    default: StageConfig | None = None,
+    off: bool = False,
+    through: str | None = None,
+    number: int | None = None,
+    adapt: Callable[[Any], StageConfig] | None = None,
+    serves: str = "",
+    **inputs: Given,
+) -> Output:
+    """A step of the flow in progress: `stage` on `inputs`, configured by the recipe's field of that name; returns its output.
+
+    `field`: the recipe's field, where it is not the label. `default`: what the recipe's values are laid over. `off`: it is left
+    out unless the recipe names it. `through`: the input that stands for the output where the step is left out; documents pass
+    without being named. `number`: of a round, which adds it to the label and draws random numbers of its own. `adapt`: a last
+    change to the configuration. `serves`: the field of the one step that takes the output; where the recipe leaves that out and
+    does not name this one, this one is left out too. Asked for again with the same label and inputs, it is the same step.
+    """
+    if through is None and stage.kind == "documents":
+        through = next((spec.name for spec in stage.inputs if spec.kind == "documents" and not spec.many), None)
+    own = field or label or stage.name
+    shown = label or (f"{own}_{number}" if number is not None else own)
+    return current_walk().step(Step(shown, own, stage, default, off, through, number, adapt, serves), inputs)
+
+
+def setting(name: str, default: int, *, minimum: int, maximum: int, description: str) -> int:
+    """A number of the recipe that decides which steps there are, for example how many rounds."""
+    return current_walk().setting(Setting(name, default, minimum, maximum, description))
+
+
+def switch(name: str, default: bool, *, description: str) -> bool:
+    """Yes or no in the recipe, where that decides which steps there are."""
+    return bool(current_walk().setting(Setting(name, default, False, True, description)))
+
+
+def together(*parts: Callable[[], None]) -> None:
+    """Parts of the flow in progress, none of which needs what another makes: they may be made at one time."""
+    current_walk().together(parts)
+
+
+def publish(name: str, output: Output, version: str = "latest") -> Output:
+    """Point the alias `name@version` at what a step made; returns it."""
+    if output:
+        current_walk().publish(f"{name}@{version}", output)
+    return output
+
+
+def tell(text: str) -> None:
+    """Say what became of the flow, in one sentence for people."""
+    current_walk().tell(text)
+
+
+_WALK: ContextVar[Walk | None] = ContextVar("walk", default=None)
+
+
+def current_walk() -> Walk:
+    """The walk in progress."""
+    found = _WALK.get()
+    if found is None:
+        raise PunaError("step: no flow is in progress; run a flow with `puna run` or `puna.run`, a stage alone with `puna.run(stage, …)`")
+    return found
+
+
+class Walk(ABC):
+    """One passage through a flow with a recipe; what happens at a step is the subclass's."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._done: dict[str, tuple[dict[str, tuple[str, ...]], Output]] = {}
+
+    def walk(self, flow: Flow, given: Mapping[str, Given]) -> Any:
+        """Run the flow on its inputs."""
+        with self.at_work():
+            return flow.function(**given)
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Steps that are asked for belong to this walk."""
+        token = _WALK.set(self)
+        try:
+            yield
+        finally:
+            _WALK.reset(token)
+
+    @abstractmethod
+    def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
+        """What a step gives, whose inputs are checked; `config` is None in a trace of everything that a recipe may hold."""
+
+    @abstractmethod
+    def publish(self, name: str, output: Output) -> None:
+        """Name an output."""
+
+    def together(self, parts: Sequence[Callable[[], None]]) -> None:
+        """Go through parts that do not need each other."""
+        for part in parts:
+            part()
+
+    performs: ClassVar[bool] = False
+    """Whether the steps are made, and the store may be changed."""
+
+    def store(self) -> Store | None:
+        """The store that the flow may look into; None in a trace."""
+        return None
+
+    def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
+        """Hold a name of the store's; False where another run holds it."""
+        return contextlib.nullcontext(True)
+
+    def tell(self, text: str) -> None:  # noqa: B027  only where it is performed somebody listens
+        """Say what became of the flow."""
+
+    def wrong(self, message: str) -> None:
+        """A need that is not met."""
+        raise PunaError(message)
+
+    def setting(self, wanted: Setting) -> int:
+        """The recipe's value of a setting."""
+        return self.recipe.number(wanted)
+
+    def configs(self, step: Step) -> list[StageConfig | None]:
+        """The configurations of a step: none where the recipe leaves it out, several where it repeats it."""
+        return list(self.recipe.configs(step))
+
+    def step(self, step: Step, inputs: Mapping[str, Given]) -> Output:
+        """See `step` above: the step itself, with what the recipe adds around it."""
+        given = {name: outputs(value) for name, value in inputs.items()}
+        asked = {name: tuple(label for output in items for label in output.labels) for name, items in given.items()}
+        if step.label in self._done:
+            before, output = self._done[step.label]
+            if before != asked:
+                raise PunaError(f"flow: two steps are called {step.label!r}; give one of them a label of its own")
+            return output
+        for label, extra in self.recipe.added("into", step):
+            self._join(step, given, self._add(label, extra, list(given.values()), None), label)
+        output = self._repeat(step, given)
+        for label, extra in self.recipe.added("after", step):
+            made = self._add(label, extra, list(given.values()), output)
+            output = made if made.kind == output.kind else output
+        if output or not step.off:  # what is off in one place may be needed in another
+            self._done[step.label] = (asked, output)
+        return output
+
+    def _repeat(self, step: Step, given: dict[str, list[Output]]) -> Output:
+        configs = self.configs(step)
+        if not configs:
+            passed = given.get(step.through, []) if step.through else []
+            return passed[-1] if passed else Output(step.stage.kind, (), (), step.field)
+        made: list[Output] = []
+        for count, config in enumerate(configs, 1):
+            label = step.label if count == 1 else f"{step.label}.{count}"
+            seeded = config if config is None or step.number is None else in_round(config, step.number)
+            final = step.adapt(seeded) if step.adapt and seeded is not None else seeded
+            made.append(self.make(step, label, final, self._checked(step, label, given)))
+            if step.through:
+                given = {**given, step.through: [*given[step.through][:-1], made[-1]]}
+        return made[-1] if step.through else joined(made)
+
+    def _checked(self, step: Step, label: str, given: dict[str, list[Output]]) -> dict[str, list[Output]]:
+        """The inputs that are there, after a complaint about those that are not."""
+        stage = step.stage
+        found: dict[str, list[Output]] = {}
+        if unknown := set(given) - {spec.name for spec in stage.inputs}:
+            raise PunaError(f"step {label}: stage {stage.name} has no input {sorted(unknown)[0]!r}")
+        for spec in stage.inputs:
+            # A step that is left out gives what it was given: that is then one input, not two.
+            there = list({output.labels: output for output in given.get(spec.name, []) if output}.values())
+            gone = [output.left_out for output in given.get(spec.name, []) if not output]
+            if not there and not spec.optional:
+                why = f", which comes from {gone[0]}, and the recipe leaves that out" if gone else ""
+                remedy = (
+                    f"keep {gone[0]}, or leave out {step.field} too: --set {step.field}=null"
+                    if gone
+                    else f"give it, --input {example(spec)}"
+                )
+                self.wrong(f"{label} needs {spec.name} ({described(spec)}){why}; {remedy}")
+            if not spec.many and sum(len(output.labels) for output in there) > 1:
+                self.wrong(f"{label}: takes one {spec.name}, but {there[0].labels[0]} is repeated; give it one configuration")
+            if wrong := next((output for output in there if output.kind != spec.kind), None):
+                raise PunaError(f"step {label}: input {spec.name!r} takes {spec.kind}, but {wrong.labels[0]} gives {wrong.kind}")
+            found[spec.name] = there
+        return found
+
+    def _add(self, label: str, extra: Added, near: list[list[Output]], output: Output | None) -> Output:
+        """A step of the recipe's own: its inputs come from the steps it names, else by kind from the place where it stands."""
+        stage = self.recipe.stage_of(label, extra)
+        around = ([output] if output else []) + [item for items in near for item in items]
+        inputs: dict[str, Given] = {}
+        for spec in stage.inputs:
+            if spec.name in extra.inputs:
+                origin = extra.inputs[spec.name]
+                if origin not in self._done:
+                    raise PunaError(f"add.{label}.inputs.{spec.name}: {origin} is no earlier step{did_you_mean(origin, self._done)}")
+                inputs[spec.name] = self._done[origin][1]
+            else:
+                fitting = [item for item in around if item.kind == spec.kind and item]
+                if fitting and (spec.many or not spec.optional):
+                    inputs[spec.name] = fitting if spec.many else fitting[0]
+        return self.step(Step(label, label, stage), inputs)
+
+    def _join(self, step: Step, given: dict[str, list[Output]], made: Output, label: str) -> None:
+        """Give what an added step made to the step it was added to."""
+        takers = [spec for spec in step.stage.inputs if spec.kind == made.kind]
+        if not takers:
+            raise PunaError(f"add.{label}.into: {step.label} takes no {made.kind}; choose another step, or `after`")
+        taker = next((spec for spec in takers if spec.many), takers[0])
+        given[taker.name] = [*given.get(taker.name, []), made] if taker.many else [made]
+
+
+def values(stage: Stage, inputs: Mapping[str, Sequence[Output]]) -> dict[str, Value]:
+    """What the outputs hold, as the inputs of a stage."""
+    given: dict[str, Value] = {}
+    for spec in stage.inputs:
+        items: list[Any] = [item for output in inputs[spec.name] for item in output.items]
+        given[spec.name] = (items or None) if spec.many else (items[0] if items else None)
+    return given
+
+
+def outputs(value: Given) -> list[Output]:
+    """An input as a list of outputs."""
+    return [] if value is None else [value] if isinstance(value, Output) else list(value)
+
+
+def joined(made: list[Output]) -> Output:
+    """Several outputs of one kind as one."""
+    return Output(made[0].kind, tuple(n for m in made for n in m.labels), tuple(i for m in made for i in m.items))
+
+
+def in_round(config: StageConfig, number: int) -> StageConfig:
+    """The configuration of a step in round `number` (from 1): each round draws its own random numbers."""
+    if not isinstance(config, SeededConfig):
+        return config
+    return config.model_copy(update={"seed": (config.seed + 1_000_003 * number) % 2**31})

@@ -1,0 +1,144 @@
+"""What a person means by an input: an artifact of the store, or files outside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from puna.flows.engine.declare import Item, described, name_of
+from puna.flows.engine.defaults import ADDRESSES, REFUSED
+from puna.stages.contract import External
+from puna.stages.contract.declaration import InputSpec
+from puna.stages.contract.external import is_named, public
+from puna.storage import Artifact, PunaError, Store
+from puna.storage.aliases import ALIAS
+from puna.storage.schemas import KINDS
+
+IMPORTED = ("model", "documents", "instructions", "prompts", "preferences")
+"""Kinds that `puna import` makes of files."""
+ROWS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".gz", ".zst")
+"""Endings of files that hold rows, never a model."""
+COLUMNS = ("text", "html", "url", "date")
+"""What a field of a row may hold."""
+
+
+@dataclass(frozen=True)
+class Meant:
+    """What the texts of a command mean: items that go where their kind fits, artifacts by the input that they are named for, and by the
+    key of an artifact the source that its rows are to have."""
+
+    items: list[Item]
+    named: dict[str, list[Artifact]] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.items or self.named)
+
+
+def is_artifact(text: str) -> bool:
+    """Whether an input means an artifact (`kind/key`, a key, an alias `[PROJECT/]NAME@VERSION`) rather than files."""
+    kind, slash, key = text.partition("/")
+    digits = key if slash else kind
+    if ALIAS.fullmatch(text):
+        return not Path(text).exists()
+    return (not slash or kind in KINDS) and len(digits) >= 4 and not set(digits) - set("0123456789abcdef")
+
+
+def alias_of(name: str) -> str:
+    """The alias that `--as NAME` sets; PunaError where that is no name."""
+    if not re.fullmatch(r"[\w-][\w.-]*", name):
+        raise PunaError(f"--as {name}: a name has letters, digits, _, - and . only, for example smollm2")
+    return f"{name}@latest"
+
+
+def meant(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where: str) -> Meant:
+    """What texts mean: `NAME=ARTIFACT` by the input or the source that it names; PunaError where it names neither, and where files are
+    given and none are taken."""
+    items: list[Item] = []
+    named: dict[str, list[Artifact]] = {}
+    sources: dict[str, str] = {}
+    by_name = {spec.name: spec for spec in specs if spec.kind != "external"}
+    for text in texts:
+        name, sign, reference = text.partition("=")
+        if is_artifact(text):
+            items.append(store.checked(store.resolve(text)))
+        elif sign and name in by_name:
+            if not is_artifact(reference):
+                raise PunaError(f"--input {text}: {where}: {name} takes no files, {_remedy(reference, [by_name[name]])}")
+            named.setdefault(name, []).append(store.checked(store.resolve(reference)))
+        elif sign and is_artifact(reference):
+            found = store.checked(store.resolve(reference))
+            taker = next((spec for spec in specs if spec.sources and spec.kind == found.kind), None)
+            if taker is None:
+                there = ", ".join(f"{spec.name} ({described(spec)})" for spec in by_name.values()) or "none"
+                raise PunaError(f"--input {text}: {where} has no input {name!r} that takes an artifact; there are {there}")
+            sources[found.key] = name
+            items.append(found)
+        elif any(spec.kind == "external" for spec in specs):
+            check_address("input", text)
+            items += External.resolve(text)
+        else:
+            raise PunaError(f"{where}: takes no files, {_remedy(text, specs)}")
+    names = [item.name for item in items if isinstance(item, External)]
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise PunaError(f"two inputs have the name {twice[0]!r}; name them: --input NAME=URI")
+    files = sorted((item for item in items if isinstance(item, External)), key=lambda item: item.name)
+    return Meant([*(item for item in items if not isinstance(item, External)), *files], named, sources)
+
+
+def check_address(what: str, text: str) -> None:
+    """Raise PunaError where forms may name local paths alone, and the text gives an address that a run would ask."""
+    uri = text.partition("=")[2] if is_named(text) else text
+    scheme, sign, _ = uri.partition("://")
+    if os.environ.get(ADDRESSES) == REFUSED and ("::" in uri or (sign and scheme not in ("file", "local"))):
+        raise PunaError(f"{what} {public(text)}: forms read local paths alone; start `puna up` or `puna web` with --urls to allow others")
+
+
+def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:
+    """What the aliases `NAME@latest` of the inputs point to."""
+    aliases = store.aliases()
+    found: list[Item] = []
+    for spec in specs:
+        if f"{spec.name}@latest" in aliases:
+            found.append(store.checked(store.alias(f"{spec.name}@latest")))
+            if not quiet:
+                print(f"input {spec.name}: {store.full_name(f'{spec.name}@latest')}, {name_of(found[-1])}")
+    if not found and not all(spec.optional for spec in specs):
+        store.known()
+    return found
+
+
+def sample_folder(root: Path) -> Path:
+    """Where the sample lies that a run without inputs reads, in the store at `root`."""
+    return root / "sample"
+
+
+def column_changes(texts: Sequence[str], stage: str) -> list[str]:
+    """`[INPUT:]WHAT=FIELD[,…]` of `--columns` as changes of a recipe: which fields of the rows hold text, html, url, date."""
+    changes: list[str] = []
+    for text in texts:
+        name, colon, pairs = text.rpartition(":")
+        for pair in pairs.split(","):
+            what, sign, column = pair.partition("=")
+            if not sign or what not in COLUMNS or not column or "." in name:
+                raise PunaError(f"--columns {text}: write [INPUT:]WHAT=FIELD[,WHAT=FIELD]; WHAT is one of {', '.join(COLUMNS)}")
+            field = f"inputs.{name}.{what}" if colon else f"{what}_column"
+            changes.append(f"{stage}.{field}={json.dumps(column)}")
+    return changes
+
+
+def _remedy(text: str, specs: Sequence[InputSpec]) -> str:
+    """How the files at `text` become an artifact that is taken."""
+    kinds = [spec.kind for spec in specs if spec.kind in IMPORTED]
+    if len(kinds) > 1 and Path(text).suffix in ROWS:
+        kinds = [kind for kind in kinds if kind != "model"]
+    if not kinds:
+        wanted = ", ".join(f"{spec.name} ({described(spec)})" for spec in specs) or "nothing"
+        return f"so --input {text} must be an artifact: kind/key, or an alias NAME@VERSION; it takes {wanted}"
+    name = re.sub(r"\W+", "_", Path(text).stem).strip("_") or "mine"
+    commands = " or ".join(f"`puna import {kind} {text} --as {name}`" for kind in dict.fromkeys(kinds))
+    return f"so import them first: {commands}, then --input {name}@latest"

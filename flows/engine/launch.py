@@ -1,0 +1,186 @@
+"""Starting a flow or a single stage: from a name, a recipe and inputs as texts to a run."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from puna.flows.engine import preflight
+from puna.flows.engine.closing import closing_table
+from puna.flows.engine.declare import Flow
+from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE
+from puna.flows.engine.inputs import meant
+from puna.flows.engine.perform import Performer
+from puna.flows.engine.recipe import Recipe, overridden, project_change, read_values
+from puna.flows.engine.running import checked_inputs, given_to, sample_pages
+from puna.flows.engine.session import session
+from puna.flows.engine.trace import load, load_flows, load_stages
+from puna.flows.server.client import named_server
+from puna.stages.contract import Stage, StageConfig, did_you_mean, parse
+from puna.stages.executors import PROCESSES
+from puna.storage import Artifact, PunaError, Store
+
+PREFIXES = ("flow:", "stage:")
+YOUNG = 20_000
+"""Containers that a run makes before they are looked through for garbage: a part's rows are thousands of them, none in a circle."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person asks for: a flow or a stage by name, a recipe with changes, inputs as texts, an alias for what a stage makes.
+
+    `project`: of the store; empty: the recipe's.
+    """
+
+    what: str
+    recipe: str | None = None
+    changes: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    workers: int | None = None
+    executor: str = PROCESSES
+    json: bool = False
+    alias: str | None = None
+    project: str = ""
+
+    def recipe_of(self, flow: Flow) -> Recipe:
+        """Return the recipe of a flow with the changes and the project."""
+        return load(self.recipe or DEFAULT_RECIPE, [*self.changes, *project_change(self.project)], flow.name)
+
+    def stage_project(self) -> str:
+        """Return the project of a stage alone: the one named, else the recipe's."""
+        return self.project or (str(read_values(self.recipe, [])[0].get("project") or "") if self.recipe else "")
+
+    @property
+    def title(self) -> str:
+        """What a list of runs calls it: the name, the recipe, what is read and what was changed."""
+        place = f"in {self.project}:" if self.project else ""
+        words = [place, self.what.removeprefix("flow:").removeprefix("stage:"), self.recipe or "", *self.inputs[:2]]
+        more = [f"and {len(self.inputs) - 2} more"] if len(self.inputs) > 2 else []
+        changed = [f"· {', '.join(self.changes[:3])}{' …' if len(self.changes) > 3 else ''}"] if self.changes else []
+        return " ".join(word for word in (*words, *more, *changed) if word)[:200]
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What was asked for, as a server shows it."""
+        asked = {"recipe": self.recipe, "changes": list(self.changes), "inputs": list(self.inputs), "executor": self.executor}
+        asked |= {"project": self.project} if self.project else {}
+        return {"command": self.command(), **asked}
+
+    def command(self, store: Store | None = None) -> str:
+        """The command line that asks for the same; `store`: it is named where it is not the default one."""
+        options = {"--recipe": [self.recipe] if self.recipe else [], "--input": self.inputs, "--set": self.changes}
+        options["--project"] = [self.project] if self.project else []
+        options["--as"] = [self.alias.partition("@")[0]] if self.alias else []
+        options["--store"] = [] if store is None or store.uri == str(Path(DEFAULT_STORE).resolve()) else [store.uri]
+        words = (word for name, values in options.items() for value in values for word in (name, value))
+        return shlex.join(["puna", "run", self.what.removeprefix("flow:"), *words])
+
+
+def chosen(what: str) -> Flow | Stage:
+    """The flow or stage of that name; `flow:` or `stage:` before it chooses where both have it, else it is the flow."""
+    flows, stages = load_flows(), load_stages()
+    prefix = next((p for p in PREFIXES if what.startswith(p)), "")
+    name = what.removeprefix(prefix)
+    if name in flows and prefix != "stage:":
+        return flows[name]
+    if name in stages and prefix != "flow:":
+        return stages[name]
+    known = flows if prefix == "flow:" else stages if prefix == "stage:" else [*flows, *stages]
+    raise PunaError(f"{what}: no such flow or stage{did_you_mean(name, known)}")
+
+
+def run(request: Request, store: Store) -> None:
+    """Run a flow or a stage; everything is checked before any work starts.
+
+    A server that shows the store, or that PREFECT_API_URL names, is told of it as it goes; the work never waits for that.
+    """
+    with _little_garbage() as settled:
+        found = chosen(request.what)
+        settled()
+        if isinstance(found, Flow):
+            run_flow(found, request, store)
+        else:
+            run_stage(found, request, store)
+
+
+@contextlib.contextmanager
+def _little_garbage() -> Iterator[Callable[[], None]]:
+    """No collection of garbage looks through what is imported inside, neither while it comes nor after the call of what is given."""
+    enabled, before = gc.isenabled(), gc.get_threshold()[0]
+
+    def settled() -> None:
+        gc.freeze()
+        gc.set_threshold(YOUNG)
+        if enabled:
+            gc.enable()
+
+    gc.disable()
+    try:
+        yield settled
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(before)
+        if enabled:
+            gc.enable()
+
+
+def run_flow(flow: Flow, request: Request, store: Store) -> str:
+    """Run a flow and write its report; returns the name of the run."""
+    if request.alias is not None:
+        raise PunaError(f"--as: {flow.name} is a flow, which sets aliases of its own; `--as` is for a stage")
+    recipe = request.recipe_of(flow)
+    store = store.within(recipe.project)
+    named_server()
+    given = checked_inputs(flow, recipe, request.inputs, store, executor=request.executor, quiet=request.json)
+    with session(
+        store, flow=flow.name, workers=request.workers, executor=request.executor, json=request.json, title=request.title,
+        parameters=request.parameters, report=True,
+    ) as now:  # fmt: skip
+        Performer(recipe).walk(flow, given)
+        closing_table(now)
+    now.refresh()
+    return now.run
+
+
+def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig | None = None) -> Artifact:
+    """Run a stage alone and tell its metrics; returns what it made. `config`: in place of a recipe's with changes."""
+    config = config or stage_config(stage, request.recipe, list(request.changes))
+    store = store.within(request.stage_project())
+    wanted = meant(request.inputs, stage.inputs, store, stage.name)
+    items = wanted.items
+    if any(spec.kind == "external" and not spec.optional for spec in stage.inputs) and not items:
+        items += sample_pages(store, request.json)
+    given = given_to(stage, items, wanted.named)
+    named_server()
+    preflight.check_stage(stage, config, given, store, request.executor)
+    with session(
+        store, flow=stage.name, workers=request.workers, executor=request.executor, json=request.json, title=request.title,
+        parameters=request.parameters,
+    ) as now:  # fmt: skip
+        outcome = now.perform(stage, config, given, stage.name)
+    for name, value in outcome.artifact.manifest.metrics.items():
+        now.console.say(f"  {name:32s} {value}")
+    if request.alias is not None:
+        store.set_alias(request.alias, outcome.artifact)
+        now.console.say(f"{outcome.artifact.id} is {store.full_name(request.alias)}")
+    now.refresh()
+    return outcome.artifact
+
+
+def stage_config(stage: Stage, recipe: str | None, changes: list[str]) -> StageConfig:
+    """The configuration of a stage alone: a recipe's values for the step of its name, with changes."""
+    values: dict[str, Any] = {}
+    if recipe is not None:
+        whole_recipe, _ = read_values(recipe, [])
+        own = whole_recipe.get(stage.name)
+        if not isinstance(own, dict):
+            raise PunaError(f"recipe {recipe}: has no settings of {stage.name}; leave --recipe out and use --set")
+        values = {**({"seed": whole_recipe.get("seed", 0)} if "seed" in stage.config.model_fields else {}), **own}
+    for change in changes:
+        overridden(values, change.removeprefix(f"{stage.name}."))
+    return parse(stage.config, values, stage.name)

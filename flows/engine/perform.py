@@ -1,0 +1,72 @@
+"""The steps of a flow, made in the session in progress."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextvars import copy_context
+
+from puna.flows.engine.declare import Output, Walk, values
+from puna.flows.engine.recipe import Step
+from puna.flows.engine.session import Session, current
+from puna.stages.contract import StageConfig
+from puna.storage import Artifact, PunaError, Store, runs
+
+
+class Performer(Walk):
+    """Makes the steps of a flow in the session in progress."""
+
+    performs = True
+
+    def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
+        """The artifact of a step."""
+        assert config is not None  # only a trace of everything asks for steps without one
+        made = _session().perform(step.stage, config, values(step.stage, inputs), label).artifact
+        return Output(made.kind, (label,), (made,))
+
+    def together(self, parts: Sequence[Callable[[], None]]) -> None:
+        """As many at one time as there are workers below this process, each stage whole in one of them; after an error no part begins."""
+        slots = _session().slots
+        if slots < 2:
+            return super().together(parts)
+        pool = ThreadPoolExecutor(slots)
+        try:
+            with _session().apart():
+                made = [pool.submit(copy_context().run, part) for part in parts]
+            for one in wait(made, return_when=FIRST_EXCEPTION).done:
+                one.result()
+        except Exception:
+            pool.shutdown(cancel_futures=True)
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def publish(self, name: str, output: Output) -> None:
+        """Point the alias at the artifact; one that stands for several has no one alias."""
+        artifact = output.items[0] if len(output.items) == 1 else None
+        if isinstance(artifact, Artifact) and (alias := _session().store.set_alias(name, artifact)) != name:
+            self.tell(f"{name} stands for an earlier artifact; this one is {alias}")
+
+    def store(self) -> Store:
+        """The session's store."""
+        return _session().store
+
+    def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
+        """Hold a name of the store's project against other processes; False where one of them holds it."""
+        store = _session().store
+        return store.lock(store.own(name), wait=False)
+
+    def tell(self, text: str) -> None:
+        """On the terminal, in the run's log, and where the run is shown."""
+        now = _session()
+        now.console.say(text)
+        now.store.record(now.run, runs.said(text))
+        now.reporter.log(text)
+
+
+def _session() -> Session:
+    found = current()
+    if found is None:
+        raise PunaError("no run is in progress: call this from a flow, inside `session(store, flow=…)`")
+    return found

@@ -1,0 +1,119 @@
+"""The steps of a flow as a run would find them: reused, to be run and why, or waiting for others."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from puna.flows.engine.declare import Flow, Given, Item, Output, Walk, values
+from puna.flows.engine.estimates import Expected, Experience, Size
+from puna.flows.engine.inputs import latest, meant, sample_folder
+from puna.flows.engine.recipe import Recipe, Step
+from puna.flows.engine.trace import load_stages
+from puna.stages.contract import External, Stage, StageConfig, Value, identify, reusable
+from puna.storage import PunaError, Store
+from puna.storage.explain import Change, against
+
+STATES = {"reused": "reused", "runs": "run", "after": "follow on those"}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A step of a plan. `state`: reused (`why`: its artifact), runs (what is new), or after (the steps that it waits for).
+
+    `expected`: what it may cost where it runs; None where no earlier run tells.
+    """
+
+    label: str
+    stage: str
+    state: str
+    why: str
+    expected: Expected | None = None
+
+
+class Planner(Walk):
+    """Looks for the artifacts of the steps of a flow; makes none. `experience`: of which it expects what the others may cost."""
+
+    def __init__(self, recipe: Recipe, store: Store, experience: Experience | None = None) -> None:
+        super().__init__(recipe)
+        self.steps: list[Planned] = []
+        self._store, self._experience = store, experience
+        self._sizes: dict[str, Size] = {}
+
+    def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
+        """The artifact of a step where it is there."""
+        assert config is not None  # only a trace of everything asks for steps without one
+        before = dict.fromkeys(name for found in inputs.values() for output in found if not output.items for name in output.labels)
+        items: tuple[Item, ...] = ()
+        state, why = "runs", "never ran"
+        if before:
+            state, why = "after", ", ".join(before)
+        else:
+            identity = identify(step.stage, config, values(step.stage, inputs))
+            if (made := reusable(step.stage, identity, self._store)) is not None:
+                state, why, items = "reused", made.id, (made,)
+            elif new := against(self._store, identity, label):
+                why = _told(new)
+        expected = None if items else self._expected(step.stage, label, config, inputs)
+        self.steps.append(Planned(label, step.stage.name, state, why, expected))
+        return Output(step.stage.kind, (label,), items)
+
+    def _expected(self, stage: Stage, label: str, config: StageConfig, inputs: dict[str, list[Output]]) -> Expected | None:
+        """What a step that is not there may cost; how much it hands on is kept for those after it."""
+        if self._experience is None:
+            return None
+        came = [Size.of(item) for found in inputs.values() for output in found for item in output.items]
+        waited = [name for found in inputs.values() for output in found if not output.items for name in output.labels]
+        came += [self._sizes[name] for name in waited if name in self._sizes]
+        found = self._experience.expect(stage.name, config.model_dump(mode="json"), came)
+        if found is not None:
+            self._sizes[label] = found.size
+        return found
+
+    def publish(self, name: str, output: Output) -> None:
+        """Nothing is named."""
+
+    def store(self) -> Store:
+        """The store that the plan is for."""
+        return self._store
+
+
+def planned(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[Planned]:
+    """The steps of a flow as a run with these inputs would find them; without inputs, with what such a run takes, where it is there."""
+    load_stages()
+    with tempfile.TemporaryDirectory() as empty:
+        try:
+            store = Store.existing(place).within(recipe.project)
+        except PunaError:  # none yet: nothing is reused
+            store = Store.open(empty)
+        planner = Planner(recipe, store, Experience(store))
+        planner.walk(flow, _given(flow, texts, store))
+    return planner.steps
+
+
+def planned_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store) -> Planned:
+    """A stage alone as a run with these inputs would find it."""
+    identity = identify(stage, config, dict(given))
+    if (made := reusable(stage, identity, store)) is not None:
+        return Planned(stage.name, stage.name, "reused", made.id)
+    new = against(store, identity, stage.name)
+    came = [Size.of(item) for items in stage.check(dict(given)).values() for item in items]
+    expected = Experience(store).expect(stage.name, config.model_dump(mode="json"), came)
+    return Planned(stage.name, stage.name, "runs", _told(new) if new else "never ran alone", expected)
+
+
+def _told(new: Sequence[Change]) -> str:
+    return "; ".join(str(change) for change in new[:3]) + (f"; and {len(new) - 3} more" if len(new) > 3 else "")
+
+
+def _given(flow: Flow, texts: list[str], store: Store) -> dict[str, Given]:
+    wanted = meant(texts, flow.inputs, store, f"flow {flow.name}")
+    items = wanted.items
+    if not wanted:
+        if flow.takes_files:
+            files = sorted(sample_folder(store.root).glob("*.warc.gz"))
+            items = [item for file in files for item in External.resolve(str(file))]
+        else:
+            items = latest(flow.inputs, store, quiet=True)
+    return flow.by_kind(items, wanted.named, wanted.sources) if items or wanted else flow.placeholders()

@@ -1,0 +1,189 @@
+"""Every need of every step, looked at before the first one runs; all that are not met are told at once."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow.compute as pc
+
+from puna.flows.engine.declare import Flow, Given, Item, name_of, outputs
+from puna.flows.engine.plan import Planner
+from puna.flows.engine.recipe import Recipe
+from puna.flows.engine.trace import TracedStep, trace
+from puna.stages.contract import External, Facts, InputFacts, Looked, Stage, StageConfig, Value, identify, reusable
+from puna.stages.contract.needs import LOOK
+from puna.stages.curate.ingest import IngestConfig, check_inputs, peek
+from puna.stages.executors import PROCESSES
+from puna.storage import Artifact, PunaError, Store
+
+if TYPE_CHECKING:
+    from puna.stages.reading.pages import Page
+
+PEEK_CHARACTERS = 4000
+"""Read of each page."""
+ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
+"""What the drivers of NVIDIA and AMD make: models then lie in the accelerator's memory, not in the machine's."""
+STORED_PER_BYTE = 1.5
+"""Bytes of disk that curation needs per byte of its inputs, at least: pages and their text, both compressed."""
+
+
+def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, executor: str = PROCESSES) -> None:
+    """PunaError with every need of the flow's steps that its recipe and inputs do not meet, each with its remedy.
+
+    A step whose artifact is there needs nothing: where all are there, the inputs are not looked into.
+    """
+    found = trace(flow, recipe, given)
+    complaints = list(found.complaints)
+    planner = Planner(recipe, store)
+    if not complaints:
+        planner.walk(flow, given)
+        if all(step.state == "reused" for step in planner.steps):
+            return
+    files = [item for value in given.values() for output in outputs(value) for item in output.items if isinstance(item, External)]
+    reading = next((step.config for step in found.steps if isinstance(step.config, IngestConfig)), None)
+    look: Callable[[float], Looked] | None = None
+    if reading is not None and files:
+        wrong = _told(lambda: check_inputs(files, reading))
+        complaints += wrong
+        if not wrong:
+            config = reading
+            look = cache(lambda seconds: page_texts(*peek(files, config, seconds), seconds))
+    complaints += _room(files, store)
+    known: dict[str, InputFacts] = {}
+    for value in given.values():
+        for output in outputs(value):
+            for label, item in zip(output.labels, output.items, strict=True):
+                found_facts = _facts(item, look)
+                known[label] = replace(found_facts, sources=(output.source,)) if output.source else found_facts
+    reused = {step.label for step in planner.steps if step.state == "reused"}
+    unmet = {step.label: said for step in found.steps if (said := _unmet(step, known, store, executor)) and step.label not in reused}
+    complaints += [said for several in unmet.values() for said in several]
+    if complaints:
+        raise PunaError("\n".join(dict.fromkeys(complaints)))
+
+
+def check_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store, executor: str = PROCESSES) -> None:
+    """PunaError with every need of a stage alone that its inputs do not meet."""
+    inputs = {name: tuple(_facts(item, None) for item in items) for name, items in stage.check(dict(given)).items()}
+    complaints = stage.unmet(config, Facts({name: items for name, items in inputs.items() if items}, *_machine(store, executor)))
+    if complaints and reusable(stage, identify(stage, config, dict(given)), store) is None:
+        raise PunaError("\n".join(complaints))
+
+
+def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executor: str) -> list[str]:
+    """What a step lacks; what is known of its output is added to `known`."""
+    stage = step.step.stage
+    inputs = {name: tuple(known[label] for label in labels if label in known) for name, labels in step.inputs.items() if labels}
+    before = [item for items in inputs.values() for item in items]
+    unknown = any(item.sources is None and item.kind in ("external", "pages", "documents") for item in before)
+    sources = () if unknown else tuple(dict.fromkeys(source for item in before for source in item.sources or ()))
+    look = next((found for items in inputs.values() if (found := _together(items))), None)
+    tables = stage.tables(step.config) if step.config is not None else None
+    model = next((item.model for item in before if item.model), None) if stage.kind == "model" else None
+    known[step.label] = InputFacts(stage.kind, tables, sources or None, None, look, model)
+    if stage.needs is None or step.config is None:
+        return []
+    return [f"{step.label}: {said}" for said in stage.needs(step.config, Facts(inputs, *_machine(store, executor)))]
+
+
+def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:
+    """A look at what is given for one input; None where not all of it can be looked at."""
+    looks = [item.look for item in items if item.look is not None]
+    if not items or len(looks) < len(items):
+        return None
+
+    def look(seconds: float) -> Looked:
+        found = [one(seconds) for one in looks]
+        whole = sum(len(texts) / share for texts, share in found if texts and share)
+        together = tuple(text for texts, _ in found for text in texts)
+        return together, len(together) / whole if whole else 0.0
+
+    return look
+
+
+def _facts(item: Item, look: Callable[[float], Looked] | None) -> InputFacts:
+    """What is known of an input of the run; `look`: at its files."""
+    if isinstance(item, Artifact):
+        tables = {name: tuple(record.columns) for name, record in item.manifest.tables.items()}
+        named = tuple(i.name.partition(":")[2] for i in item.manifest.inputs if i.kind == "external")
+        size = sum(record.bytes for record in item.manifest.files.values())
+        facts = InputFacts(item.kind, tables, named or None, size, model=item if item.kind == "model" else None)
+        if item.kind != "documents":
+            return facts
+        sources, texts, share = document_texts(item, LOOK)
+        return InputFacts(item.kind, tables, sources or named or None, size, lambda seconds: (texts, share))
+    return InputFacts("external", None, (item.name,), sum(file.bytes for file in item.files), look)
+
+
+def _machine(store: Store, executor: str) -> tuple[int, int | None]:
+    import psutil
+
+    elsewhere = executor != PROCESSES or any(Path(device).exists() for device in ACCELERATORS)
+    return shutil.disk_usage(store.root).free, None if elsewhere else psutil.virtual_memory().available
+
+
+def _room(files: list[External], store: Store) -> list[str]:
+    """A complaint where the disk cannot hold what the inputs become."""
+    needed = STORED_PER_BYTE * sum(file.bytes for item in files for file in item.files)
+    free = store.files.free()
+    if free is None or needed <= free:
+        return []
+    names = ", ".join(name_of(item) for item in files[:3])
+    return [
+        f"store {store.uri}: has {free / 1e9:.1f} GB free, and what is made of {names} needs about {needed / 1e9:.1f} GB at least; "
+        "free some (`puna gc` removes what nothing needs), or choose another disk with --store"
+    ]
+
+
+def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tuple[str, ...], float]:
+    """Rough texts of as many of the pages, drawn by chance, as that time allows; and their share, `share` for all."""
+    until = time.monotonic() + seconds
+    found: dict[int, str] = {}
+    for at in random.Random(0).sample(range(len(pages)), len(pages)):
+        found[at] = page_text(pages[at])
+        if time.monotonic() > until:
+            break
+    return tuple(found[at] for at in sorted(found)), share * len(found) / max(1, len(pages))
+
+
+def document_texts(documents: Artifact, seconds: float) -> tuple[tuple[str, ...], tuple[str, ...], float]:
+    """The sources of documents where all could be read in that time, else none; the beginnings of those that were read, and their share.
+
+    Ids are hashes: the first documents are drawn by chance.
+    """
+    until = time.monotonic() + seconds
+    texts: list[str] = []
+    sources: set[str] = set()
+    for part in documents.parts(columns=["source", "text"]):
+        rows = part.read()
+        texts += pc.utf8_slice_codeunits(rows["text"], 0, PEEK_CHARACTERS).to_pylist()
+        sources.update(rows["source"].unique().to_pylist())
+        if time.monotonic() > until:
+            break
+    whole = len(texts) == documents.rows()
+    return tuple(sorted(sources)) if whole else (), tuple(texts), len(texts) / max(1, documents.rows())
+
+
+def page_text(page: Page) -> str:
+    """Roughly the text of a page: enough to see what it is about."""
+    from resiliparse.extract.html2text import extract_plain_text
+
+    body = page.body[: 50 * PEEK_CHARACTERS].decode(page.charset if page.charset == "latin-1" else "utf-8", errors="replace")
+    if page.content_type.endswith(("html", "xhtml+xml")):
+        body = extract_plain_text(body, main_content=True)
+    return body[:PEEK_CHARACTERS]
+
+
+def _told(ask: Callable[[], None]) -> list[str]:
+    try:
+        ask()
+    except PunaError as error:
+        return str(error).splitlines()
+    return []

@@ -1,0 +1,44 @@
+"""How a run was begun, for its log: what makes it again."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from puna.stages.identity.libraries import installed
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def begun(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for (command, recipe, changes, inputs), and the program that does it: its commit, its version, its libraries."""
+    return {**asked, "commit": commit(), "versions": dict(versions())}
+
+
+@functools.cache
+def commit(root: Path = ROOT) -> str | None:
+    """The commit of the checkout that the program runs from, with `-dirty` where files differ from it; None outside a checkout."""
+    if not (root / ".git").exists():
+        return None
+    try:
+        # `--exclude *` leaves tags aside.
+        asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
+        found = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+@functools.cache
+def versions() -> tuple[tuple[str, str], ...]:
+    """Puna, Python, the machine's system, and the libraries that decide what stages write."""
+    try:
+        own = {"puna": importlib.metadata.version("puna")}
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout without an install
+        own = {}
+    return tuple({**own, "python": platform.python_version(), "system": platform.platform(terse=True), **installed()}.items())

@@ -1,0 +1,325 @@
+"""A recipe: the configurations of a flow's steps, which steps are left out, repeated or added, and the flow's own settings.
+
+What fields it may have is derived from the steps of the flows, see `puna.flows.engine.trace`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import Field, model_validator
+
+from puna.stages.contract import REGISTRY, SeededConfig, Stage, StageConfig, did_you_mean, parse
+from puna.storage import PunaError
+
+C = TypeVar("C", bound=StageConfig)
+RECIPES = Path(__file__).parents[1] / "recipes"
+MAX_BYTES = 1 << 20
+"""Largest recipe that is read."""
+ENDINGS = (".yaml", ".yml")
+BASE = "curation"
+"""The rules of curation: the base of the shipped recipes, and of a file that names none. It is no recipe to run."""
+MAX_BASES = 10
+"""Longest chain of recipes that inherit from each other."""
+MAX_NODES = 100_000
+"""Values that a recipe may hold once its aliases are followed."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a flow. `field`: the recipe's field with its configuration, `label` for all but steps that share one."""
+
+    label: str
+    field: str
+    stage: Stage
+    default: StageConfig | None = None
+    off: bool = False
+    through: str | None = None
+    number: int | None = None
+    adapt: Callable[[Any], StageConfig] | None = None
+    serves: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A number that a flow itself depends on, with its bounds; or, where the default is true or false, a switch."""
+
+    name: str
+    default: int
+    minimum: int
+    maximum: int
+    description: str
+
+
+class Added(StageConfig):
+    """A step of the recipe's own, and its place in the flow."""
+
+    stage: str | None = Field(None, description="Name of the stage; null: the step's name")
+    after: str | None = Field(None, description="The step whose output it takes, and replaces where it gives the same kind")
+    into: str | None = Field(None, description="The step whose inputs it takes, and which takes what it gives, signals for example")
+    inputs: dict[str, str] = Field(default_factory=dict, description="Input → the earlier step it comes from, where the kind does not tell")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Added:
+        if (self.after is None) == (self.into is None):
+            raise ValueError("write either after: STEP or into: STEP")
+        return self
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Values by field, as a YAML file gives them; they become configurations when a step asks for them.
+
+    `project`: of the store, whose aliases a run reads and sets; empty: the one that the store is opened within.
+    """
+
+    name: str
+    seed: int = 0
+    values: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Added] = field(default_factory=dict)
+    project: str = ""
+
+    def configs(self, step: Step) -> list[StageConfig]:
+        """The configurations of a step: none where it is left out, several where it is repeated; PunaError names a wrong field."""
+        if step.field not in self.values:
+            served = not step.serves or self.values.get(step.serves, {}) is not None
+            given: Any = {} if served and not step.off else None
+        else:
+            given = self.values[step.field]
+        if given is None:
+            return []
+        if isinstance(given, list):
+            return [self._config(step, value, f"{step.field}.{number}") for number, value in enumerate(given)]
+        return [self._config(step, given, step.field)]
+
+    def _config(self, step: Step, given: Any, where: str) -> StageConfig:
+        if not isinstance(given, dict):
+            raise PunaError(f"{where}: is not a group of fields; write {{…}}, null to leave the step out, or a list to repeat it")
+        kind = step.stage.config
+        base = step.default.model_dump(mode="json", exclude_unset=True) if step.default is not None else {}
+        if issubclass(kind, SeededConfig):
+            base = {"seed": self.seed, **base}
+        return parse(kind, merged(base, given), where)
+
+    def one(self, field: str, stage: Stage, kind: type[C]) -> C:
+        """The configuration, of class `kind`, of a step that is neither left out nor repeated."""
+        found = self.configs(Step(field, field, stage))
+        if len(found) != 1 or not isinstance(found[0], kind):
+            raise PunaError(f"recipe {self.name}: {field} is {'repeated' if found else 'left out'}; here one configuration is needed")
+        return found[0]
+
+    def number(self, wanted: Setting) -> int:
+        """The value of a setting; PunaError where it is out of bounds."""
+        value = self.values.get(wanted.name, wanted.default)
+        if isinstance(wanted.default, bool):
+            if not isinstance(value, bool):
+                raise PunaError(f"{wanted.name}: takes true or false (got {value!r})")
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or not wanted.minimum <= value <= wanted.maximum:
+            raise PunaError(f"{wanted.name}: takes a whole number from {wanted.minimum} to {wanted.maximum} (got {value!r})")
+        return value
+
+    def added(self, place: Literal["after", "into"], step: Step) -> list[tuple[str, Added]]:
+        """The steps that the recipe adds at that place of a step."""
+        return [(label, extra) for label, extra in self.extra.items() if getattr(extra, place) == step.label]
+
+    def stage_of(self, label: str, extra: Added) -> Stage:
+        """The stage of an added step."""
+        name = extra.stage or label
+        if name not in REGISTRY:
+            raise PunaError(f"add.{label}.stage: {name}: no such stage{did_you_mean(name, REGISTRY)}; --module FILE brings your own")
+        return REGISTRY[name]
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `over` laid on `base`, group by group; a list that repeats a group is laid on it item by item."""
+    found = dict(base)
+    for name, value in over.items():
+        inner = found.get(name)
+        if isinstance(inner, dict) and isinstance(value, list):
+            found[name] = [merged(inner, item) if isinstance(item, dict) else item for item in value]
+        else:
+            found[name] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return found
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The values of one file of a recipe, or of `--set`. `where`: how errors name it."""
+
+    where: str
+    values: Mapping[str, Any]
+
+    def depth(self, path: list[str]) -> int:
+        """Return how many names of a path lead to a value of the layer."""
+        inside: Any = self.values
+        for depth, name in enumerate(path):
+            if isinstance(inside, list) and name.isdecimal() and int(name) < len(inside):
+                inside = inside[int(name)]
+            elif isinstance(inside, dict) and name in inside:
+                inside = inside[name]
+            else:
+                return depth
+        return len(path)
+
+
+def blamed(complaint: str, layers: list[Layer]) -> str:
+    """Return a complaint about `step.field: …` after the name of the file that holds the field."""
+    path = complaint.partition(":")[0].split(".")
+    return max(layers, key=lambda layer: layer.depth(path)).where + complaint
+
+
+def read_values(name: str, changes: list[str], base: str = BASE) -> tuple[dict[str, Any], list[Layer]]:
+    """Return the values of a recipe, by name or YAML file, with `step.field=value` changes; and its layers, `--set` first, bases last.
+
+    `base`: what a file inherits from that names no base.
+    """
+    files = _layers(name, base, ())
+    values: dict[str, Any] = {}
+    for layer in reversed(files):
+        _check_repeats(values, layer)
+        values = merged(values, {key: value for key, value in layer.values.items() if key != "base"} | {"name": None})
+    values["name"] = files[0].values.get("name", Path(name).stem if name.endswith(ENDINGS) else name)
+    changed: dict[str, Any] = {}
+    for change in changes:
+        overridden(values, change)
+        changed = merged(changed, _path_of(change))
+    return values, [Layer("", changed), *files] if changes else files
+
+
+def _path_of(change: str) -> dict[str, Any]:
+    """Return nested groups that lead to the field of a change."""
+    nested: Any = None
+    for part in reversed(change.partition("=")[0].split(".")):
+        nested = {part: nested}
+    return dict(nested)
+
+
+def _check_repeats(inherited: Mapping[str, Any], layer: Layer) -> None:
+    """Raise where one group would replace a step that the base repeats."""
+    for name, value in layer.values.items():
+        if isinstance(value, dict) and isinstance(several := inherited.get(name), list):
+            raise PunaError(f"{layer.where}{name}: the base repeats this step {len(several)} times; write a list of its groups")
+
+
+def _layers(name: str, default: str, heirs: tuple[Path, ...]) -> list[Layer]:
+    """Return a recipe's file and those of its bases, the nearest first. `heirs`: the files on the way."""
+    shipped = RECIPES / f"{name}.yaml"
+    file = Path(name) if name.endswith(ENDINGS) else shipped
+    if heirs and file is not shipped:
+        file = heirs[-1].parent / file
+    if not file.is_file():
+        known = ", ".join(shipped_recipes())
+        where = f"recipe {heirs[-1]}: base: " if heirs else "recipe "
+        raise PunaError(f"{where}{name}: not found; recipes are {known}, or give a YAML file")
+    if (file := file.resolve()) in heirs:
+        raise PunaError(f"recipe {heirs[-1]}: base: {name}: a recipe cannot inherit from itself; remove `base` from one of the files")
+    if len(heirs) == MAX_BASES:
+        raise PunaError(f"recipe {heirs[-1]}: base: more than {MAX_BASES} recipes inherit from each other; write one base")
+    values = _read(file)
+    is_shipped = file == shipped.resolve()
+    base = values.get("base", None if is_shipped else default)
+    if base is not None and not isinstance(base, str):
+        raise PunaError(f"recipe {file}: base: takes the name of a recipe, a YAML file, or null for none (got {base!r})")
+    # What is wrong in a shipped recipe is what --set changed.
+    layer = Layer("" if is_shipped else f"recipe {file if heirs else name}: ", values)
+    return [layer, *(_layers(base, default, (*heirs, file)) if base is not None else [])]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the values of one YAML file."""
+    if file.stat().st_size > MAX_BYTES:
+        raise PunaError(f"recipe {file}: is {file.stat().st_size:,} bytes; a recipe has at most {MAX_BYTES:,}")
+    try:
+        values = _parsed(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise PunaError(f"recipe {file}: {error}") from error
+    if not isinstance(values, dict):
+        raise PunaError(f"recipe {file}: is not a mapping of steps")
+    return unshared(values, f"recipe {file}")
+
+
+@lru_cache(maxsize=16)
+def _parsed(text: str) -> Any:
+    """What YAML says; not to be changed. Forms read the same recipes for one stage after the other."""
+    return _Loader(text).get_single_data()
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which no group names a field twice: the first of two would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a group. Raise YAMLError where it names a field twice."""
+        names: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in names:
+                    raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {key.value} is there twice; write one group with both")
+                names.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def project_change(project: str | None) -> list[str]:
+    """Return the change of a recipe that names a project, none where there is no project."""
+    return [f"project={json.dumps(project)}"] if project else []
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the recipes that come with Puna."""
+    return sorted(file.stem for file in RECIPES.glob("*.yaml") if file.stem != BASE)
+
+
+def unshared(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """A copy in which no two values are one object; PunaError where following the aliases gives too many values.
+
+    YAML's aliases can name a list of lists of lists in a few lines that no memory holds, or one that holds itself.
+    """
+    left = MAX_NODES
+
+    def copy(value: Any, depth: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0 or depth > 50:
+            raise PunaError(f"{where}: its aliases stand for more than {MAX_NODES:,} values or 50 levels; write out what is needed")
+        if isinstance(value, dict):
+            return {key: copy(item, depth + 1) for key, item in value.items()}
+        return [copy(item, depth + 1) for item in value] if isinstance(value, list) else value
+
+    found: dict[str, Any] = copy(values, 0)
+    return found
+
+
+def overridden(values: dict[str, Any], change: str) -> None:
+    """Apply `a.b=value` (a YAML value) to nested values; a number names a member of a list."""
+    path, sign, text = change.partition("=")
+    if not sign or not path:
+        raise PunaError(f"--set {change}: write FIELD=VALUE, for example select.gopher_quality.min_words=60")
+    *groups, last = path.split(".")
+    inside: Any = values
+    for group in groups:
+        if isinstance(inside, list):
+            inside = inside[_place(inside, group, change)]
+            continue
+        inner = inside.setdefault(group, {})
+        if inner is None:
+            inner = inside[group] = {}
+        if not isinstance(inner, dict | list):
+            raise PunaError(f"--set {change}: {group} is not a group of fields")
+        inside = inner
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise PunaError(f"--set {change}: {error}") from error
+    inside[_place(inside, last, change) if isinstance(inside, list) else last] = value
+
+
+def _place(items: list[Any], text: str, change: str) -> int:
+    if not text.isdecimal() or int(text) >= len(items):
+        raise PunaError(f"--set {change}: {text} is no place in a list of {len(items)}; they are counted from 0")
+    return int(text)

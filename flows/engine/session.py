@@ -1,0 +1,266 @@
+"""What a run of a flow shares between its stages: the store, the executor, who listens, the run's log."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from types import FrameType
+from typing import Any, Protocol
+
+from rich.markup import escape
+
+from puna.flows.engine.console import Console
+from puna.flows.engine.declare import Given
+from puna.flows.engine.provenance import begun
+from puna.flows.engine.stderr_tee import heard
+from puna.flows.engine.unfinished import command, message
+from puna.flows.server.client import from_environment, server_of
+from puna.flows.server.reporter import Reporter
+from puna.models.training import stop
+from puna.stages.contract import Outcome, Stage, StageConfig, Value, perform
+from puna.stages.executors import PROCESSES, PartExecutor, connected
+from puna.storage import Artifact, Identity, PunaError, Store, database, runs
+from puna.storage.explain import against
+
+
+class StepRunner(Protocol):
+    """Runs the steps of a session as something of its own, as Prefect does as tasks."""
+
+    def perform(
+        self, stage: Stage, config: StageConfig, inputs: dict[str, list[Artifact]], label: str, work: Callable[[str], Outcome]
+    ) -> Outcome:
+        """Return the outcome of `work`, called with the id under which the step is shown."""
+        ...
+
+
+def run_steps_by(runner: Callable[[], StepRunner | None]) -> None:
+    """Ask `runner` at the start of each session for what runs its steps; None runs them as they are."""
+    global _step_runner
+    _step_runner = runner
+
+
+def _no_runner() -> None:
+    return None
+
+
+_step_runner: Callable[[], StepRunner | None] = _no_runner
+
+
+@dataclass
+class Session:
+    """One run of a flow."""
+
+    store: Store
+    console: Console
+    executor: Executor | None
+    run: str
+    reporter: Reporter
+    given: dict[str, Given] | None = None
+    outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
+    step_runner: StepRunner | None = field(default_factory=lambda: _step_runner())
+    unfinished: dict[str, str] = field(default_factory=dict)
+    """Steps that were begun and have no artifact yet, each with the key of the one it makes."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def slots(self) -> int:
+        """How many stages may run apart at one time: as many as there are workers below this process."""
+        return self.executor.slots if isinstance(self.executor, PartExecutor) and self.executor.below else 1
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Stages that are asked for run whole in workers; what waits for them may be several threads."""
+        token = _APART.set(True)
+        try:
+            yield
+        finally:
+            _APART.reset(token)
+
+    def perform(self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str) -> Outcome:
+        """Run one stage, in a run that Prefect started as its task; tell the terminal, the run's log and who else watches."""
+        inputs = {name: [item for item in items if isinstance(item, Artifact)] for name, items in stage.check(given).items()}
+
+        def work(task: str | None = None) -> Outcome:
+            return self._perform(stage, config, given, step, inputs, task)
+
+        return work() if self.step_runner is None else self.step_runner.perform(stage, config, inputs, step, work)
+
+    def _perform(
+        self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str, inputs: dict[str, list[Artifact]], task: str | None
+    ) -> Outcome:
+        def started(identity: Identity) -> None:
+            suspects = self.store.suspects()
+            marked = [(one, "it is read all the same") for items in inputs.values() for one in items if one.key in suspects]
+            found = self.store.find(stage.kind, identity.key)
+            marked += [(found, "it is made anew")] if found is not None and found.key in suspects else []
+            with self._lock:
+                self.unfinished[step] = identity.key
+                for one, what in marked:
+                    line = f"{step}: {one.id} is suspect: {suspects[one.key]}; {what}"
+                    self.console.say(line)
+                    self.reporter.log(line, logging.WARNING)
+                why = against(self.store, identity, step)
+                self.console.started(step, why)
+                if why:
+                    self.reporter.log(f"{step} runs again: {'; '.join(map(str, why[:3]))}")
+
+        with self._lock:
+            told = self.reporter.started(step, stage.name, inputs, task)
+        how: dict[str, Any] = {"executor": self.executor, "listener": self, "run": self.run, "apart": _APART.get()}
+        try:
+            outcome = perform(stage, config, given, self.store, on_start=started, **how)
+        except BaseException as error:
+            with self._lock:
+                self.console.broken(step)
+                self.reporter.broken(told, error)
+            raise
+        made = outcome.artifact
+        with self._lock:
+            self.store.record(self.run, runs.Made(step, stage.name, made.kind, made.key, outcome.reused, outcome.seconds).event())
+            self.outcomes.append((step, outcome))
+            self.unfinished.pop(step, None)
+            self.console.finished(step, outcome)
+            self.reporter.finished(told, outcome)
+        return outcome
+
+    def refresh(self) -> None:
+        """Bring the store's `puna.duckdb` up to date; a run that is over does not fail by it."""
+        try:
+            database.write(self.store)
+        except PunaError as error:
+            self.console.say(f"{database.FILE} stays as it was: {error}")
+
+    def progress(self, stage: str, done: float, total: float, note: str) -> None:
+        """How far the step at work is: for the terminal, and for those who watch from elsewhere."""
+        self.console.progress(stage, done, total, note)
+        self.reporter.progress(stage, done, total, note)
+
+
+_APART: ContextVar[bool] = ContextVar("apart", default=False)
+_CURRENT: ContextVar[Session | None] = ContextVar("session", default=None)
+
+
+def current() -> Session | None:
+    """The session of the run in progress, if any."""
+    return _CURRENT.get()
+
+
+@contextlib.contextmanager
+def session(
+    store: Store,
+    *,
+    flow: str,
+    workers: int | None = None,
+    executor: str = PROCESSES,
+    json: bool = False,
+    title: str = "",
+    parameters: Mapping[str, Any] | None = None,
+    report: bool = False,
+) -> Iterator[Session]:
+    """Open a session: workers are started when first needed and stopped at the end. `executor` as in `connected`.
+
+    `title`, `parameters`: what a server shows of the run, and its log tells. `report`: write the run's page when it ended well; where
+    it made nothing and an earlier run has the same artifacts, that one's page is told.
+    """
+    run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{flow}-{uuid.uuid4().hex[:6]}"
+    # A process that Prefect started for a run: the run is there already, and its end is Prefect's to tell.
+    flow_run = os.environ.get("PREFECT__FLOW_RUN_ID")
+    server = from_environment() if flow_run else server_of(store)
+    engine = connected(executor, workers)
+    with Console(json=json) as console, store.at_work(run), _ended_in_order():
+        reporter = Reporter(store, run, flow, server, flow_run=flow_run, parameters=parameters, title=title)
+        made = Session(store, console, engine, run, reporter)
+        token = _CURRENT.set(made)
+        ending: tuple[str, str | None] = ("CANCELLED", "stopped; what is finished is kept")
+        page = None
+        listening = contextlib.ExitStack()
+        if flow_run:  # nobody sits before its terminal
+            listening.enter_context(heard(lambda line: reporter.log(line, logging.WARNING)))
+        try:
+            told = begun({**(parameters or {}), "title": title or flow, "project": store.project})
+            told |= {"flow_run": flow_run} if flow_run else {}
+            store.record(run, runs.started(flow, **told))
+            yield made
+            store.record(run, runs.finished())
+            ending = ("COMPLETED", None)
+            if report:
+                page = _report(made)
+                console.say(f"report: {page}")
+        except Exception as error:
+            ending = ("FAILED", str(error) or type(error).__name__)
+            # A disk that is full may not hold this line either: the run then counts as crashed.
+            with contextlib.suppress(OSError, PunaError):
+                store.record(run, runs.failed(str(error) or type(error).__name__))
+            raise
+        except BaseException:  # Ctrl-C, or the signal by which a server's worker ends a run
+            with contextlib.suppress(OSError, PunaError):
+                store.record(run, runs.stopped())
+            if engine is not None:
+                engine.stop()  # trainings in workers save their state first
+            _tell_saved(made, flow_run is not None)
+            raise
+        finally:
+            _CURRENT.reset(token)
+            if engine is not None:
+                engine.shutdown(cancel_futures=True)
+            listening.close()
+            reporter.end(*ending, report=page)
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Inside, SIGTERM ends the run as Ctrl-C does, unless somebody handles it already; a training says that its step ends first."""
+    stop.announce = lambda: os.write(2, b"\nstopping: the step in progress ends and is saved first; Ctrl-C again stops at once\n")
+    own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if own:
+        signal.signal(signal.SIGTERM, _terminated)
+    try:
+        yield
+    finally:
+        stop.announce = None
+        if own:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _tell_saved(session: Session, in_server: bool) -> None:
+    """Say what is saved of the steps that were stopped, and how to go on."""
+    given = command()
+    again = f"Go on with: {given}" if given else "Go on: start the same run again" if in_server else "Go on with the same call"
+    with contextlib.suppress(OSError, PunaError):
+        text = message(session.store, session.unfinished, again)
+        session.console.say(escape(text))
+        session.reporter.log(text)
+
+
+def _report(session: Session) -> str:
+    """Where the page about the run lies. A run that made something has workers: one of them reads the rows that the page tells of."""
+    from puna.flows.report import write, written_before
+
+    store, run = session.store, session.run
+    if (page := written_before(store, run)) is None:
+        if session.executor is None or all(outcome.reused for _, outcome in session.outcomes):
+            page = write(store, run, None)
+        else:
+            page = store.files.local(session.executor.submit(_written, store.uri, run).result())
+    return str(page)
+
+
+def _written(address: str, run: str) -> str:
+    """In a worker: write the page about a run of the store at an address; returns its name in the store."""
+    from puna.flows.report import place, write
+
+    write(Store.open(address), run, None)
+    return place(run)

@@ -1,0 +1,263 @@
+"""What a flow consists of, found by running it with nothing at its steps: a recipe's fields, and the steps of a plan."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from pydantic import ValidationError
+
+from puna.flows.engine.declare import FLOWS, Flow, Given, Output, Walk, first_sentence
+from puna.flows.engine.recipe import BASE, Added, Recipe, Setting, Step, blamed, read_values
+from puna.stages import plugins
+from puna.stages.contract import REGISTRY, Stage, StageConfig, did_you_mean, parse
+from puna.storage import PunaError
+from puna.storage.aliases import PROJECT, checked_project
+
+SHIPPED = ("curate", "experiments", "pretrain", "align", "round", "pipeline")
+GENERAL = {
+    "name": "Name of the recipe", "seed": "Seed of every step that does not set its own", "add": "Steps of one's own",
+    "project": "Project of the store, whose aliases a run reads and sets",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A step as it would run: its configuration (None where none was asked for), the labels that each input comes from."""
+
+    label: str
+    step: Step
+    config: StageConfig | None
+    inputs: Mapping[str, tuple[str, ...]]
+
+    @property
+    def description(self) -> str:
+        """Return the first sentence of the stage's docstring."""
+        return first_sentence(self.step.stage.doc)
+
+
+@dataclass
+class Trace:
+    """The steps of a flow in order, the settings it asks for, the aliases it sets, and the needs that are not met.
+
+    `regular`: fields of the steps that run unless a recipe leaves them out.
+    """
+
+    steps: list[TracedStep] = field(default_factory=list)
+    regular: set[str] = field(default_factory=set)
+    settings: dict[str, Setting] = field(default_factory=dict)
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)
+
+
+class Tracer(Walk):
+    """Notes the steps of a flow. `everything`: also those that are off, whatever the recipe holds."""
+
+    def __init__(self, recipe: Recipe, *, everything: bool = False) -> None:
+        super().__init__(recipe)
+        self.trace = Trace()
+        self._everything = everything
+
+    def step(self, step: Step, inputs: Mapping[str, Given]) -> Output:
+        """Note whether the step runs unless a recipe leaves it out: it may be off in one place and regular in another."""
+        if not step.off:
+            self.trace.regular.add(step.field)
+        return super().step(step, inputs)
+
+    def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
+        """A step of the trace."""
+        taken = {name: tuple(label for output in outputs for label in output.labels) for name, outputs in inputs.items()}
+        self.trace.steps.append(TracedStep(label, step, config, taken))
+        return Output(step.stage.kind, (label,))
+
+    def configs(self, step: Step) -> list[StageConfig | None]:
+        """One empty place for every step of everything; else the recipe's, complaints about wrong ones kept."""
+        if self._everything:
+            return [None]
+        try:
+            return super().configs(step)
+        except PunaError as error:
+            self.wrong(str(error))
+            return []
+
+    def setting(self, wanted: Setting) -> int:
+        """The recipe's value, or the default where that is wrong."""
+        self.trace.settings[wanted.name] = wanted
+        try:
+            return super().setting(wanted)
+        except PunaError as error:
+            self.wrong(str(error))
+            return wanted.default
+
+    def publish(self, name: str, output: Output) -> None:
+        """An alias of the trace."""
+        self.trace.aliases[name] = output.labels
+
+    def wrong(self, message: str) -> None:
+        """One more complaint."""
+        if message not in self.trace.complaints:
+            self.trace.complaints.append(message)
+
+
+def load_stages() -> dict[str, Stage]:
+    """Every stage of Puna, of plugins and of added modules, by name."""
+    import puna.stages
+
+    for module in pkgutil.walk_packages(puna.stages.__path__, "puna.stages."):
+        if not module.name.startswith(("puna.stages.contract", "puna.stages.identity", "puna.stages.executors", "puna.stages.plugins")):
+            importlib.import_module(module.name)
+    plugins.offers("puna.stages")
+    return dict(sorted(REGISTRY.items()))
+
+
+def load_flows() -> dict[str, Flow]:
+    """Every flow of Puna, of plugins and of added modules, by name."""
+    for name in SHIPPED:
+        importlib.import_module(f"puna.flows.{name}")
+    plugins.offers("puna.flows")
+    return FLOWS
+
+
+def flow_named(name: str) -> Flow:
+    """The flow of that name; PunaError when there is none."""
+    flows = load_flows()
+    if name not in flows:
+        raise PunaError(f"{name}: no such flow{did_you_mean(name, flows)}")
+    return flows[name]
+
+
+def trace(flow: Flow, recipe: Recipe, given: Mapping[str, Given] | None = None) -> Trace:
+    """The steps of a flow with a recipe, and what it lacks."""
+    tracer = Tracer(recipe)
+    tracer.walk(flow, flow.placeholders() if given is None else given)
+    labels = {step.label for step in tracer.trace.steps}
+    for label, extra in recipe.extra.items():
+        place = extra.after or extra.into or ""
+        if label not in labels and place not in labels:
+            tracer.wrong(f"add.{label}: {place} is no step of {flow.name}{did_you_mean(place, labels)}")
+    return tracer.trace
+
+
+@cache
+def everything(flow: Flow) -> Trace:
+    """The steps that a flow can have, and its settings."""
+    tracer = Tracer(Recipe("everything"), everything=True)
+    tracer.walk(flow, flow.placeholders(everything=True))
+    return tracer.trace
+
+
+def fields(flow: Flow) -> dict[str, Step]:
+    """The fields that a recipe of the flow has, each with the step it configures."""
+    found: dict[str, Step] = {}
+    for traced in everything(flow).steps:
+        known = found.setdefault(traced.step.field, traced.step)
+        if known.stage != traced.step.stage:
+            both = f"{known.stage.name} and {traced.step.stage.name}"
+            raise PunaError(f"flow {flow.name}: {traced.step.field} is the field of two stages, {both}")
+    regular = everything(flow).regular
+    return {name: replace(step, off=name not in regular) for name, step in found.items()}
+
+
+def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", base: str = BASE) -> Recipe:
+    """Return a recipe of a flow by name or file, with `step.field=value` changes; one PunaError names every wrong field and its file.
+
+    Fields of other flows are checked too, where the recipe has them. `base`: what a file inherits from that names no base.
+    """
+    chosen = flow_named(flow)
+    values, layers = read_values(name, changes or [], base)
+    known, settings = dict(fields(chosen)), dict(everything(chosen).settings)
+    for other in load_flows().values():
+        known = {**fields(other), **known}
+        settings = {**everything(other).settings, **settings}
+    changed = {change.partition("=")[0].partition(".")[0] for change in changes or []}
+    for label, step in known.items():
+        # The recipe's settings of a training go with the step that it is for, where a change leaves that out.
+        if step.serves in changed and values.get(step.serves, {}) is None and label not in changed:
+            values.pop(label, None)
+    complaints: list[str] = []
+    extra = _added(values.pop("add", None) or {}, complaints)
+    for label, added in extra.items():
+        stage = REGISTRY.get(added.stage or label)
+        if label in known or label in settings or label in (*GENERAL, "base"):
+            complaints.append(f"add.{label}: there is such a step already; choose another name and say `stage: {added.stage or label}`")
+        elif stage is None:
+            complaints.append(f"add.{label}: {added.stage or label}: no such stage{did_you_mean(added.stage or label, REGISTRY)}")
+        else:
+            known[label] = Step(label, label, stage)
+    names = [*GENERAL, *settings, *known]
+    complaints += [f"{field}: no such field{did_you_mean(str(field), names)}" for field in values if field not in names]
+    seed = values.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
+        complaints.append(f"seed: takes a whole number from 0 to {2**31 - 1} (got {seed!r})")
+        seed = 0
+    project = values.get("project", "")
+    if "project" in values:
+        complaints += _wrong(lambda: checked_project(project))
+    own = {field: value for field, value in values.items() if field not in ("name", "seed", "project")}
+    recipe = Recipe(str(values["name"]), seed, own, extra, project)
+    for field_name, step in known.items():
+        if field_name in values or (field_name in fields(chosen) and not step.off):
+            complaints += _wrong(lambda step=step: recipe.configs(step))
+    for wanted in settings.values():
+        complaints += _wrong(lambda wanted=wanted: recipe.number(wanted))
+    if complaints:
+        raise PunaError("\n".join(blamed(complaint, layers) for complaint in dict.fromkeys(complaints)))
+    return recipe
+
+
+def _added(values: Any, complaints: list[str]) -> dict[str, Added]:
+    if not isinstance(values, dict):
+        complaints.append("add: is not a mapping of steps; write add: {NAME: {stage: STAGE, after: STEP}}")
+        return {}
+    found: dict[str, Added] = {}
+    for label, value in values.items():
+        try:
+            found[str(label)] = parse(Added, value, f"add.{label}")
+        except (PunaError, ValidationError) as error:
+            complaints.append(str(error))
+    return found
+
+
+def _wrong(ask: Any) -> list[str]:
+    try:
+        ask()
+    except PunaError as error:
+        return str(error).splitlines()
+    return []
+
+
+def schema(flow: Flow) -> dict[str, Any]:
+    """The JSON schema of the flow's recipes: the form of a recipe, and what editors complete."""
+    chosen = everything(flow)
+    definitions: dict[str, Any] = {}
+    properties: dict[str, Any] = {
+        "name": {"type": "string", "description": GENERAL["name"]},
+        "seed": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1, "default": 0, "description": GENERAL["seed"]},
+    }
+    for setting in chosen.settings.values():
+        bounds = {"type": "integer", "minimum": setting.minimum, "maximum": setting.maximum}
+        typed: dict[str, Any] = {"type": "boolean"} if isinstance(setting.default, bool) else bounds
+        properties[setting.name] = {**typed, "default": setting.default, "description": setting.description}
+    for name, step in fields(flow).items():
+        own = step.stage.config.model_json_schema(ref_template="#/$defs/{model}")
+        definitions.update(own.pop("$defs", {}))
+        kind = step.stage.config.__name__
+        definitions[kind] = own
+        one = {"$ref": f"#/$defs/{kind}"}
+        several = {"type": "array", "items": one, "title": "repeated"}
+        properties[name] = {
+            "anyOf": [one, several, {"type": "null", "title": "left out"}],
+            "description": first_sentence(step.stage.doc),
+            "title": name,
+        }
+    added = Added.model_json_schema()
+    inherits = f"Recipe to inherit from, a name or YAML file (default: {BASE}; null: none); groups are merged, lists replaced"
+    properties["base"] = {"type": "string", "description": inherits}
+    properties["project"] = {"type": "string", "pattern": f"^{PROJECT}$", "description": GENERAL["project"]}
+    properties["add"] = {"type": "object", "additionalProperties": added, "description": GENERAL["add"]}
+    whole = {"type": "object", "title": f"recipe of {flow.name}", "properties": properties, "additionalProperties": False}
+    return {**whole, "$defs": definitions}

@@ -1,0 +1,1 @@
+"""Markup, plots and layout for the report and the web pages."""

@@ -1,0 +1,147 @@
+"""Axes: where a value lies, and which ticks are written."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from puna.flows.html.markup import short
+
+# Quantities that grow by factors: their axis is logarithmic when the values span one decade or more.
+GROWING = ("flop", "operations", "parameters", "compute", "log")
+POINTS = 240
+COUNTED = 6  # whole numbers in a span below this are counted: no ticks lie between them
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+Point = tuple[float | str, float]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Maps values to the span from `start` to `stop` (pixels).
+
+    `names`: an axis of words instead of numbers. `whole`: only whole numbers get ticks.
+    """
+
+    low: float
+    high: float
+    start: float
+    stop: float
+    log: bool = False
+    names: tuple[str, ...] = ()
+    whole: bool = False
+
+    @classmethod
+    def of_numbers(cls, values: Sequence[float], start: float, stop: float, label: str = "", *, zero: bool = False) -> Axis:
+        """An axis that holds all values, widened to round numbers; `zero`: it begins (or ends) at 0."""
+        low, high = min(values), max(values)
+        if zero:
+            low, high = min(low, 0.0), max(high, 0.0) or (0.0 if low < 0 else 1.0)
+        log = low > 0 and high >= 10 * low and any(word in label.lower() for word in GROWING)
+        if log:
+            return cls(10 ** (math.log10(low) - 0.05), 10 ** (math.log10(high) + 0.05), start, stop, True)
+        if low == high:
+            low, high = low - (abs(low) or 1) * 0.1, high + (abs(high) or 1) * 0.1
+        step = _step(high - low)
+        return cls(math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, start, stop)
+
+    @classmethod
+    def tight(cls, values: Sequence[float], start: float, stop: float, label: str = "") -> Axis:
+        """An axis from the smallest to the largest value: for the axis along which a line runs."""
+        wide = cls.of_numbers(values, start, stop, label)
+        if wide.log or min(values) == max(values):
+            return wide
+        few = max(values) - min(values) < COUNTED and all(v == int(v) for v in values)
+        return cls(min(values), max(values), start, stop, whole=few)
+
+    @classmethod
+    def of_names(cls, names: Sequence[str], start: float, stop: float) -> Axis:
+        """One place of equal width per name."""
+        return cls(-0.5, len(names) - 0.5, start, stop, names=tuple(names))
+
+    def at(self, value: float | str) -> float:
+        """Position of a value in pixels."""
+        number = float(self.names.index(value)) if isinstance(value, str) else float(value)
+        low, high = self.low, self.high
+        if self.log:
+            number, low, high = math.log10(number), math.log10(low), math.log10(high)
+        return self.start + (number - low) / (high - low) * (self.stop - self.start)
+
+    def ticks(self, count: int = 5) -> list[tuple[float, str]]:
+        """Positions and texts of the ticks."""
+        if self.names:
+            return [(self.at(name), name) for name in self.names]
+        if self.log:
+            return [(self.at(v), _power(v)) for v in _decades(self.low, self.high)]
+        step = _step(self.high - self.low, count)
+        if self.whole:
+            step = max(1.0, math.ceil(step))
+        first = math.ceil(self.low / step - 1e-9)
+        values = [i * step for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
+        return [(self.at(v), _written(v, step)) for v in values]
+
+
+def _step(span: float, count: int = 5) -> float:
+    """A step of 1, 2, 2.5 or 5 times a power of ten that gives about `count` steps."""
+    raw = span / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(m * power for m in (1.0, 2.0, 2.5, 5.0, 10.0) if raw <= m * power * 1.0001)
+
+
+def _decades(low: float, high: float) -> list[float]:
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    fine = math.log10(high / low) < 2.5
+    values = [m * 10.0**p for p in powers for m in ((1, 2, 5) if fine else (1,))]
+    inside = [v for v in values if low <= v <= high]
+    return inside[:: math.ceil(len(inside) / 6)] if inside else inside
+
+
+def _power(value: float) -> str:
+    """A tick of a logarithmic axis: 500, 2·10⁶, 10¹²."""
+    if 1e-2 <= value < 1e5:
+        return short(value)
+    exponent = math.floor(math.log10(value) + 1e-9)
+    factor = round(value / 10.0**exponent)
+    raised = f"10{str(exponent).translate(RAISED)}"
+    return raised if factor == 1 else f"{factor}·{raised}"
+
+
+def _written(value: float, step: float) -> str:
+    if abs(value) < step / 1000:
+        return "0"
+    if abs(value) >= 10_000:
+        return short(value)
+    if step < 1e-4:
+        return f"{value:.1e}".replace("e-0", "e-")
+    decimals = max(0, math.ceil(-math.log10(step) - 1e-9))
+    if abs(step * 10**decimals - round(step * 10**decimals)) > 1e-6:
+        decimals += 1
+    return f"{value:,.{decimals}f}"
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """At most about `POINTS` points that keep the shape: smallest and largest of each stretch, first and last."""
+    if len(points) <= POINTS:
+        return list(points)
+    stretch = -(-2 * len(points) // POINTS)
+    kept: dict[int, None] = {0: None}
+    for start in range(0, len(points), stretch):
+        span = range(start, min(start + stretch, len(points)))
+        ends = min(span, key=lambda i: points[i][1]), max(span, key=lambda i: points[i][1])
+        kept.update(dict.fromkeys(sorted(ends)))
+    kept[len(points) - 1] = None
+    return [points[i] for i in sorted(kept)]
+
+
+def is_curve(points: Sequence[Point]) -> bool:
+    """Whether points are the samples of a function: many, and evenly spaced in x or in its logarithm."""
+    places = [float(x) for x, _ in points if not isinstance(x, str)]
+    if len(places) < 20 or len(places) < len(points):
+        return False
+    for values in (places, [math.log(v) for v in places] if min(places) > 0 else []):
+        steps = [b - a for a, b in itertools.pairwise(values)]
+        if steps and min(steps) > 0 and max(steps) - min(steps) < 1e-3 * max(steps):
+            return True
+    return False

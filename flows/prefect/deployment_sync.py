@@ -1,0 +1,188 @@
+"""Deployments on a Prefect server, kept as they should be: created, changed where they differ, never losing a person's schedules."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from uuid import UUID
+
+from prefect import Flow as PrefectFlow
+
+from puna.flows.prefect.forms import Choices, Offer, defaults, description, schema
+from puna.flows.prefect.trigger import due, wanted
+from puna.flows.server.client import Server
+from puna.storage import Store
+from puna.storage.runs import RunLog
+
+TAG = "puna"
+PAGE = 200
+UNFINISHED = ["RUNNING", "PENDING", "CANCELLING"]
+OUTCOMES = {
+    "finished": ("COMPLETED", None), "failed": ("FAILED", None), "crashed": ("CRASHED", None),
+    "stopped": ("CANCELLED", "stopped; what is finished is kept"),
+}  # fmt: skip
+"""What a server should say of a run that the store knows to be over."""
+SETTLED_AFTER = 8
+"""Forms that a busy server may take many seconds for, before runs of which nobody tells are looked at a second time."""
+SCHEDULE = "puna-serve"
+"""The slug of the schedule that `--cron` sets."""
+
+
+class Offering:
+    """What is offered to a server, and what it knows of it. `ids`: of the deployments by title. `linked`: Puna's pages are there too."""
+
+    def __init__(self, store: Store, server: Server, offered: Sequence[tuple[Offer, PrefectFlow[Any, Any]]], *, linked: bool) -> None:
+        self.ids: dict[str, UUID] = {}
+        self._store, self._server, self._linked = store, server, linked
+        self._offered = offered
+        self._plain = {offer.title: flow.parameters.model_dump(exclude_unset=True) for offer, flow in offered}
+        self._lasting = {
+            offer.title: {
+                "description": description(offer, linked=linked),
+                "tags": [TAG, offer.group],
+                "parameters": {**defaults(offer), "store": store.uri},
+                "entrypoint": _entrypoint(offer),
+                "enforce_parameter_schema": True,
+            }
+            for offer, _ in offered
+        }
+        self._versions: dict[str, str] = {}
+        self._seen: object = None
+        self._lost: dict[str, int] = {}
+
+    def publish(self, crons: Mapping[str, str], served: Callable[[str, UUID], None]) -> None:
+        """Have the server offer everything; `crons`: schedules by `[PROJECT/]FLOW`. Schedules that are there stay.
+
+        `served` is called with title and id of each deployment as soon as it is there.
+        """
+        self._settle(starting=True)
+        there = self._there()
+        choices = Choices(self._store, everywhere=True)
+        self._seen = self._state()
+        for number, (offer, _) in enumerate(self._offered):
+            if number == SETTLED_AFTER:
+                self._settle(starting=True)
+            same = [one for one in there if one["entrypoint"] == _entrypoint(offer)]
+            found = next((one for one in same if one["name"] == offer.title), None)
+            if found is None:
+                found = self._create(offer, choices, [schedule for one in same for schedule in one["schedules"]])
+                for one in same:
+                    self._server.insist("DELETE", f"/deployments/{one['id']}")
+            self.ids[offer.title] = UUID(found["id"])
+            self._versions[offer.title] = str(found["version"])
+            self._bring(offer, choices)
+            for name, cron in crons.items():
+                if name.rpartition("/")[2] == offer.flow:
+                    self._schedule(found, cron, name.rpartition("/")[0])
+            served(offer.title, self.ids[offer.title])
+
+    def refresh(self) -> None:
+        """Offer what the store holds now, and have the server say how runs ended whose process could not say it."""
+        self._settle()
+        now = self._state()
+        if now == self._seen:
+            return
+        self._begin_round()
+        choices = Choices(self._store, everywhere=True)
+        for offer, _ in self._offered:
+            self._bring(offer, choices)
+        self._seen = now
+
+    def _state(self) -> object:
+        """What choices and the next round depend on: the folders of the artifacts, the aliases, and what a round waits for."""
+        waits = [wanted(self._store.within(project)) for project in self._store.projects()]
+        return len(self._store.committed()), tuple(sorted(self._store.aliases().items())), waits
+
+    def _begin_round(self) -> None:
+        """Start the flow `round` in each project where as many preferences are new as it waits for; for the same ones once."""
+        for project in self._store.projects():
+            if (found := due(self._store.within(project))) is None:
+                continue
+            once, asked = found
+            offer = next(offer for offer, _ in self._offered if offer.flow == "round")
+            parameters = {**defaults(offer), "store": self._store.uri, "recipe": asked.recipe, "project": project}
+            body = {"parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": once, "tags": [TAG, "new preferences"]}
+            self._server.insist("POST", f"/deployments/{self.ids[offer.title]}/create_flow_run", body)
+
+    def _there(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        while True:
+            asked = {"limit": PAGE, "offset": len(found), "deployments": {"tags": {"all_": [TAG]}}}
+            page = self._server.insist("POST", "/deployments/filter", asked)
+            found += page
+            if len(page) < PAGE:
+                return found
+
+    def _content(self, offer: Offer, choices: Choices) -> dict[str, Any]:
+        form = schema(self._plain[offer.title], offer.what.inputs, choices)
+        content = {**self._lasting[offer.title], "parameter_openapi_schema": form}
+        return {**content, "version": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]}
+
+    def _create(self, offer: Offer, choices: Choices, schedules: list[dict[str, Any]]) -> dict[str, Any]:
+        flow = self._server.insist("POST", "/flows/", {"name": offer.flow})["id"]
+        kept = ("schedule", "active", "max_scheduled_runs", "parameters", "slug")
+        moved = [{name: one[name] for name in kept if one.get(name) is not None} for one in schedules]
+        asked = {"name": offer.title, "flow_id": flow, "schedules": moved}
+        made: dict[str, Any] = self._server.insist("POST", "/deployments/", {**asked, **self._content(offer, choices)})
+        return made
+
+    def _bring(self, offer: Offer, choices: Choices) -> None:
+        """Send what differs from what was sent before: a deployment that is changed loses its upcoming runs for some seconds."""
+        content = self._content(offer, choices)
+        if content["version"] != self._versions.get(offer.title):
+            self._server.insist("PATCH", f"/deployments/{self.ids[offer.title]}", content)
+            self._versions[offer.title] = content["version"]
+
+    def _schedule(self, deployment: dict[str, Any], cron: str, project: str) -> None:
+        """Set the one schedule of a project that `--cron` gives, for no project where that is empty. Others are a person's."""
+        slug = f"{SCHEDULE}-{project}" if project else SCHEDULE
+        for one in deployment["schedules"]:
+            if one.get("slug") == slug:
+                self._server.insist("DELETE", f"/deployments/{deployment['id']}/schedules/{one['id']}")
+        schedule: dict[str, Any] = {"schedule": {"cron": cron, "timezone": "UTC"}, "active": True, "slug": slug}
+        schedule |= {"parameters": {"project": project}} if project else {}
+        self._server.insist("POST", f"/deployments/{deployment['id']}/schedules", [schedule])
+
+    def _settle(self, *, starting: bool = False) -> None:
+        """End runs on the server whose Puna run is over, and steps of runs that are over: their process was killed before it told.
+
+        Looked at twice, so that a process which is about to tell may do so itself. `starting`: nothing that is offered has a process
+        yet, so runs whose process was about to start are to be started once more.
+        """
+        asked = {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE}
+        lost: dict[str, int] = {}
+        for run in self._server.insist("POST", "/flow_runs/filter", asked):
+            name = (run.get("labels") or {}).get("puna.run")
+            if not isinstance(name, str) or name not in self._store.runs():
+                if starting and self._linked and run["state_type"] == "PENDING" and TAG in run["tags"] and self._twice(run["id"], lost):
+                    self._end(f"/flow_runs/{run['id']}", "SCHEDULED", "its process ended before it began; it is started once more")
+                continue
+            log = self._store.log(name)
+            if log.state != "at work" and self._twice(run["id"], lost):
+                state, said = OUTCOMES["stopped" if run["state_type"] == "CANCELLING" else log.state]
+                self._end(f"/flow_runs/{run['id']}", state, said or _how(log))
+        open_steps = {
+            "flow_runs": {"state": {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}, "tags": {"all_": [TAG]}},
+            "task_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE,
+        }  # fmt: skip
+        for step in self._server.insist("POST", "/task_runs/filter", open_steps):
+            if self._twice(step["id"], lost):
+                self._end(f"/task_runs/{step['id']}", "CRASHED", "its run is over")
+        self._lost = lost
+
+    def _twice(self, name: str, lost: dict[str, int]) -> bool:
+        lost[name] = self._lost.get(name, 0) + 1
+        return lost[name] > 1
+
+    def _end(self, path: str, state: str, message: str) -> None:
+        self._server.insist("POST", f"{path}/set_state", {"state": {"type": state, "message": message}, "force": True})
+
+
+def _entrypoint(offer: Offer) -> str:
+    return f"puna.flows.prefect.deployments.flow_{offer.flow}"
+
+
+def _how(log: RunLog) -> str:
+    return log.error or f"run {log.name} {log.state}"

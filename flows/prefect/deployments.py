@@ -1,0 +1,274 @@
+"""Every flow and stage as a Prefect flow with a form: `pipeline`, `curate`, …, and one per stage; and the process that runs them.
+
+`puna serve` offers them to a Prefect server. What a form starts is what `puna run` does, by the same functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import gc
+import inspect
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import psutil
+from prefect import Flow as PrefectFlow
+from prefect import get_run_logger
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.context import FlowRunContext
+from prefect.runner import Runner
+from prefect.settings import get_current_settings
+from prefect.states import Failed
+from pydantic import Field
+
+from puna.flows.engine.declare import Flow, first_sentence
+from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE, SERVED
+from puna.flows.engine.inputs import check_address
+from puna.flows.engine.launch import Request, run_flow, run_stage
+from puna.flows.prefect import task  # noqa: F401 - its import has sessions run their steps as tasks
+from puna.flows.prefect.deployment_sync import Offering
+from puna.flows.prefect.forms import Offer, changed, offers, picked
+from puna.flows.prefect.ready import Ready
+from puna.flows.server.client import Server
+from puna.flows.server.reporter import MADE_UP
+from puna.stages.contract import Stage
+from puna.stages.contract.declaration import InputSpec
+from puna.stages.executors import FORMS, PROCESSES
+from puna.storage import PunaError, Store
+from puna.storage.aliases import checked_project
+
+GRACE_SECONDS = 20.0
+FRESH_SECONDS = 5.0
+"""How often the store is looked at for new artifacts to offer."""
+
+
+def _flow_form(flow: Flow) -> PrefectFlow[Any, Any]:
+    """The flow with parameters that a form can show."""
+
+    def run(**given: Any) -> Any:
+        texts = [text for spec in flow.inputs for text in _texts(spec, given[spec.name])]
+        how = {"executor": given["executor"], "project": given["project"]}
+        request = Request(f"flow:{flow.name}", picked(given["recipe"]), tuple(given["changes"]), tuple(texts), **how)
+        return _told(request, lambda: run_flow(flow, request, _opened(given)))
+
+    parameters = [
+        _parameter("recipe", str, "The values of all steps; a YAML file must be where the runs are started", DEFAULT_RECIPE),
+        *(_input(spec, needed=False) for spec in flow.inputs),
+        _parameter("changes", list[str], "Fields to change: select.gopher_quality.min_words=60; line_dedup=null leaves a step out", []),
+    ]
+    return _as_flow(flow.name, run, flow.doc, parameters)
+
+
+def _stage_form(stage: Stage, offer: Offer) -> PrefectFlow[Any, Any]:
+    """A flow of the stage alone: its inputs, and its configuration."""
+
+    def run(**given: Any) -> Any:
+        texts = [text for spec in stage.inputs for text in _texts(spec, given[spec.name])]
+        changes = changed(offer, given["config"])
+        how = {"executor": given["executor"], "project": given["project"]}
+        request = Request(f"stage:{stage.name}", None, changes, tuple(texts), **how)
+        return _told(request, lambda: run_stage(stage, request, _opened(given), given["config"]).id)
+
+    whole = not any(field.is_required() for field in stage.config.model_fields.values())
+    config = inspect.Parameter(
+        "config", inspect.Parameter.KEYWORD_ONLY, annotation=stage.config, default=stage.config() if whole else inspect.Parameter.empty
+    )
+    # Where a flow has the stage's name, the name is the flow's.
+    return _as_flow(offer.flow, run, stage.doc, [*(_input(spec, needed=not spec.optional) for spec in stage.inputs), config])
+
+
+def _texts(spec: InputSpec, value: str | list[str] | None) -> list[str]:
+    """What a form gives for an input, as the command line takes it."""
+    found = [value] if isinstance(value, str) else value or []
+    if spec.kind == "external":
+        return [text for text in found if text.strip()]
+    return [f"{spec.name}={picked(text)}" for text in found]
+
+
+def _opened(given: Mapping[str, Any]) -> Store:
+    """Open the store that a form names. PunaError where it or the executor is an address, and forms may name none but the server's."""
+    if given["store"] != os.environ.get(SERVED):
+        check_address("store", given["store"])
+    check_address("executor", given["executor"])
+    return Store.open(given["store"])
+
+
+def _told(request: Request, work: Callable[[], str]) -> Any:
+    """What `work` gives; a `PunaError` is the run's reason to fail, in its log and its state, without a traceback."""
+    try:
+        return work()
+    except PunaError as error:
+        run = FlowRunContext.get()
+        if run is not None and run.flow_run is not None and MADE_UP.fullmatch(run.flow_run.name):  # refused before it could name itself
+            with get_client(sync_client=True) as client:
+                client.update_flow_run(run.flow_run.id, name=request.title)
+        get_run_logger().error(str(error))
+        return Failed(message=str(error))
+
+
+def _input(spec: InputSpec, *, needed: bool) -> inspect.Parameter:
+    kind: Any = list[str] if spec.many else str
+    if spec.kind == "external":
+        said = "Files or folders to read, [NAME=]URI each; none: the sample of real pages"
+        return _parameter(spec.name, kind, said, [] if spec.many else "")
+    return _parameter(
+        spec.name, kind if needed else kind | None, f"Of kind {spec.kind}", inspect.Parameter.empty if needed else None
+    )  # fmt: skip
+
+
+def _parameter(name: str, kind: Any, said: str, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, Field(description=said)], default=default)
+
+
+def _as_flow(name: str, run: Callable[..., Any], doc: str, parameters: list[inspect.Parameter]) -> PrefectFlow[Any, Any]:
+    """`run` as the Prefect flow `name`, its form the parameters."""
+    # A process that Prefect starts for a run imports the flow by this name.
+    run.__module__, run.__name__ = "puna.flows.prefect.deployments", f"flow_{name}"
+    run.__qualname__ = run.__name__
+    parameters = [
+        *parameters,
+        _parameter("executor", str, f"What the work runs on: {FORMS}", PROCESSES),
+        _parameter("store", str, "Folder of the artifacts", DEFAULT_STORE),
+        _parameter("project", str, "Project of the store, whose aliases are read and set; empty: the recipe's, else the default one", ""),
+    ]
+    signature = inspect.Signature(parameters, return_annotation=Any)
+    # Prefect's forms take the parameters' descriptions from a docstring of this shape.
+    lines = [f"    {p.name}: {_described(p.annotation)}" for p in parameters]
+    run.__doc__ = "\n".join([doc or name, "", "Args:", *lines])
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": Any}
+    return PrefectFlow(run, name=name, description=doc, persist_result=False, result_serializer="json")
+
+
+def _described(annotation: Any) -> str:
+    """The description in an `Annotated[…, Field(description=…)]`, or the docstring of a class of settings."""
+    found = next((item.description for item in getattr(annotation, "__metadata__", ()) if getattr(item, "description", None)), None)
+    return found or first_sentence(inspect.getdoc(annotation) or "")
+
+
+OFFERS = {offer.flow: offer for offer in offers()}
+
+
+def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:
+    """The Prefect flow of an offer."""
+    return _flow_form(offer.what) if isinstance(offer.what, Flow) else _stage_form(offer.what, offer)
+
+
+def __getattr__(name: str) -> PrefectFlow[Any, Any]:
+    """`flow_NAME` is the flow that is offered as NAME: how a process that Prefect starts for a run finds it."""
+    if not name.startswith("flow_") or (found := OFFERS.get(name.removeprefix("flow_"))) is None:
+        raise AttributeError(name)
+    _hide_tracebacks()
+    made = globals()[name] = flow_of(found)
+    return made
+
+
+def _hide_tracebacks() -> None:
+    """Prefect logs a traceback for a state that says why, and for a run that was ended: the reason stands above it."""
+    from prefect.exceptions import FailedRun
+
+    def plain(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], (FailedRun, KeyboardInterrupt)))
+
+    for name in ("prefect.engine", "prefect.flow_runs"):
+        logging.getLogger(name).addFilter(plain)
+    shown = sys.excepthook
+    sys.excepthook = lambda kind, *error: None if issubclass(kind, KeyboardInterrupt) else shown(kind, *error)
+
+
+def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: int, *, supervised: bool = False) -> None:
+    """Offer every flow and stage to the Prefect server, and run what is asked for on `store` until stopped.
+
+    `schedules`: cron expressions by `[PROJECT/]NAME`, in UTC. `limit`: how many runs may be at work at once. `supervised`: end with
+    standard input.
+    """
+    for name in schedules:
+        if "/" in name:
+            checked_project(name.partition("/")[0])
+    if unknown := sorted(name for name in schedules if name.rpartition("/")[2] not in OFFERS):
+        raise PunaError(f"--cron {unknown[0]}: there is no such flow or stage; they are {', '.join(OFFERS)}")
+    crons = {name: _cron(name, text) for name, text in schedules.items()}
+    offering = Offering(store, server, [(offer, flow_of(offer)) for offer in OFFERS.values()], linked=supervised)
+    # What a person paused or scheduled stays so when this ends.
+    runner = _Runner(limit=limit, pause_on_shutdown=False)
+    ready = Ready(runner._heartbeat_seconds)
+    for name, text in schedules.items():
+        print(f"{name}: every run of `{text}`, UTC")
+    # A script's background jobs, and all that they start, ignore this signal; here it is how a run is ended.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+
+        def prepare() -> None:
+            asyncio.run_coroutine_threadsafe(ready.prepare(), loop)
+
+        threading.Thread(target=_offer, args=(offering, runner, crons, supervised, prepare), daemon=True).start()
+        await runner.start()
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve())
+
+
+def _offer(offering: Offering, runner: Runner, crons: dict[str, str], supervised: bool, offered: Callable[[], object]) -> None:
+    """Offer everything, each from the moment the server has it, and say so to `offered`; then keep the forms up to date."""
+    try:
+        offering.publish(crons, lambda title, deployment: runner._deployment_registry.register_deployment(deployment, title))
+    except PunaError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # at the end DuckDB would take what is frozen for leaks, and say so
+    gc.enable()
+    ends = "" if supervised else "; Ctrl-C ends"
+    print(f"{len(OFFERS)} flows and stages are offered at {get_current_settings().ui_url}/deployments{ends}", flush=True)
+    offered()
+    while True:
+        time.sleep(FRESH_SECONDS)
+        try:
+            offering.refresh()
+        except PunaError as error:
+            print(f"forms are not kept up to date: {error}", file=sys.stderr, flush=True)
+
+
+class _Runner(Runner):
+    """Starts the runs that are asked for; ended by a supervisor's SIGTERM, it ends them as Ctrl-C does.
+
+    Prefect's own kills them, and a server counts a run that was killed with its runner as running for ever.
+    """
+
+    def handle_sigterm(self, *args: Any, **kwargs: Any) -> None:
+        """End the runs in progress, each of which tells the server, then the runner."""
+        runs = psutil.Process().children()
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + GRACE_SECONDS
+        # They are left to the runner to be waited for.
+        while any(_works(run) for run in runs) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        signal.raise_signal(signal.SIGINT)
+
+
+def _works(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _cron(name: str, text: str) -> str:
+    try:
+        return CronSchedule(cron=text).cron
+    except ValueError as error:
+        raise PunaError(f"--cron {name}={text}: is no cron expression, for example {name}='0 3 * * *' for 3 every night") from error

@@ -1,0 +1,195 @@
+"""The forms of flows and stages: their names in the order of the pipeline, their values, and the artifacts that can be picked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from puna.flows.engine.declare import FLOWS, Flow, described
+from puna.flows.engine.defaults import DEFAULT_RECIPE
+from puna.flows.engine.launch import stage_config
+from puna.flows.engine.recipe import read_values, shipped_recipes
+from puna.flows.engine.trace import everything, fields, load_flows, load_stages
+from puna.stages.contract import Stage, StageConfig
+from puna.stages.contract.declaration import InputSpec
+from puna.storage import Artifact, PunaError, Store
+from puna.storage.explain import flat
+
+FIRST = ("pipeline", "curate", "experiments", "pretrain", "align", "round")
+"""The flows in the order in which people meet them; others follow."""
+GROUPS = ("curate", "experiments", "pretrain", "align", "io")
+"""The folders of stages in the order of the pipeline; others follow."""
+MOST_CHOICES = 40
+JUDGED = ("heldout_accuracy", "accuracy", "loss", "tokens", "parameters", "bytes")
+"""Metrics that tell artifacts without rows apart, the best first."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A flow or a stage as a server lists it. `flow`: its name there; `title`: of its form."""
+
+    flow: str
+    title: str
+    group: str
+    what: Flow | Stage
+
+
+def offers() -> list[Offer]:
+    """Every flow and stage, in the order of the pipeline."""
+    flows, stages = load_flows(), load_stages()
+    ordered = sorted(flows, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
+    found = [Offer(name, f"0.{number:02d} {name}", "flow", flows[name]) for number, name in enumerate(ordered, 1)]
+    steps = [step.step.stage.name for name in ordered[1:] for step in everything(flows[name]).steps]
+    place = {name: number for number, name in reversed(list(enumerate(steps)))}
+    for number, group in enumerate((*GROUPS, "more"), 1):
+        own = [stage for stage in stages.values() if _group(stage) == group]
+        for position, stage in enumerate(sorted(own, key=lambda s: (place.get(s.name, len(steps)), s.name)), 1):
+            found.append(Offer(flow_name(stage), f"{number}.{position:02d} {stage.name}", group, stage))
+    return found
+
+
+def flow_name(stage: Stage) -> str:
+    """What a server calls the stage: where a flow has its name, the name is the flow's."""
+    return f"stage_{stage.name}" if stage.name in FLOWS else stage.name
+
+
+def _group(stage: Stage) -> str:
+    folder = stage.function.__module__.removeprefix("puna.stages.").partition(".")[0]
+    return folder if stage.function.__module__.startswith("puna.stages.") and folder in GROUPS else "more"
+
+
+def defaults(offer: Offer) -> dict[str, Any]:
+    """The values that a form begins with: those of the recipe `demo`."""
+    if isinstance(offer.what, Flow):
+        return {"recipe": DEFAULT_RECIPE}
+    values = values_of(offer.what, DEFAULT_RECIPE, offer.what.name)
+    return {} if values is None else {"config": values}
+
+
+def values_of(stage: Stage, recipe: str, field: str) -> dict[str, Any] | None:
+    """A stage's configuration with the recipe's values for the step `field`, else its defaults; None where it has no such."""
+    own = _recipe(recipe).get(field)
+    try:
+        if isinstance(own, dict) and field == stage.name:
+            return stage_config(stage, recipe, []).model_dump(mode="json")
+        config = stage.config.model_validate(own if isinstance(own, dict) else {})
+        return config.model_dump(mode="json")
+    except (PunaError, ValueError):
+        return None
+
+
+def description(offer: Offer, *, linked: bool) -> str:
+    """What the flow or stage does, takes and gives; where Puna's own pages are there, links to the form with a recipe's values."""
+    what = offer.what
+    taken = ", ".join(f"`{spec.name}` ({described(spec)}{', optional' if spec.optional else ''})" for spec in what.inputs) or "nothing"
+    lines = [what.doc, f"Takes {taken}." if isinstance(what, Flow) else f"Takes {taken}; gives {what.kind}."]
+    if linked and isinstance(what, Stage):
+        links = [
+            f"[{recipe}{'' if step == what.name else ': ' + step}](/puna/form/{offer.flow}?recipe={recipe}&step={step})"
+            for recipe, step in settings_of(what)
+        ]
+        if links:
+            lines.append(f"The form with the values of a recipe: {', '.join(links)}.")
+    return "\n\n".join(lines)
+
+
+def settings_of(stage: Stage) -> list[tuple[str, str]]:
+    """Recipe and step of each group of values that a shipped recipe has for the stage."""
+    found = []
+    for recipe in shipped_recipes():
+        found += [(recipe, step) for step in _steps_of(stage) if isinstance(_recipe(recipe).get(step), dict)]
+    return found
+
+
+def set_by_recipes(stage: Stage) -> set[str]:
+    """The fields of a stage's configuration that a shipped recipe sets."""
+    return {field for recipe, step in settings_of(stage) for field in _recipe(recipe)[step]}
+
+
+def changed(offer: Offer, config: StageConfig) -> tuple[str, ...]:
+    """The fields of a stage's configuration that are not as its form had them, as `--set` writes them."""
+    before, now = flat(defaults(offer).get("config", {})), flat(config.model_dump(mode="json"))
+    return tuple(f"{name}={json.dumps(value)}" for name, value in now.items() if name and before.get(name) != value)
+
+
+@cache
+def _recipe(name: str) -> dict[str, Any]:
+    """The values of a shipped recipe; not to be changed."""
+    return read_values(name, [])[0]
+
+
+def _steps_of(stage: Stage) -> list[str]:
+    """The fields of recipes that configure the stage."""
+    found = {field: None for flow in load_flows().values() for field, step in fields(flow).items() if step.stage == stage}
+    return list(found)
+
+
+class Choices:
+    """The artifacts of a store as a form offers them, newest first, after the aliases; what the store holds now.
+
+    `everywhere`: where the store has several projects, aliases have names that mean the same in each.
+    """
+
+    def __init__(self, store: Store, *, everywhere: bool = False) -> None:
+        by_kind: dict[str, list[str]] = {}
+        kinds: dict[str, str] = {}
+        for artifact in reversed(store.artifacts()):
+            kinds[artifact.key] = artifact.kind
+            found = by_kind.setdefault(artifact.kind, [])
+            if len(found) < MOST_CHOICES:
+                found.append(label(artifact))
+        self._aliases: dict[str, list[str]] = {}
+        several = everywhere and len(store.projects()) > 1
+        for name, key in sorted(store.aliases().items()):
+            if key in kinds:
+                shown = f"{store.project_of(name)}/{name.rpartition('/')[2]}" if several else name
+                self._aliases.setdefault(kinds[key], []).append(shown)
+        self._by_kind = by_kind
+
+    def of(self, kind: str) -> list[str]:
+        """What can be picked for an input of the kind."""
+        return [*self._aliases.get(kind, []), *self._by_kind.get(kind, [])]
+
+
+def label(artifact: Artifact) -> str:
+    """An artifact to pick: its id, which ends at the first space, then what tells it from others."""
+    m = artifact.manifest
+    measured = next((f"{name} {m.metrics[name]:,.4g}" for name in JUDGED if isinstance(m.metrics.get(name), (int, float))), "")
+    size = f"{artifact.rows():,} rows" if artifact.kind in artifact.tables else measured
+    return " · ".join(word for word in (artifact.id, m.stage, size, m.created_at[:16].replace("T", " ")) if word)
+
+
+def picked(text: str) -> str:
+    """The reference in what was picked or typed."""
+    return text.partition(" · ")[0].strip()
+
+
+def schema(plain: Mapping[str, Any], specs: Sequence[InputSpec], choices: Choices) -> dict[str, Any]:
+    """The schema of a form: that of its parameters, with the artifacts of the store for its inputs and the recipes for `recipe`."""
+    made: dict[str, Any] = json.loads(json.dumps(plain))
+    properties = made["properties"]
+    for spec in specs:
+        if spec.kind != "external":
+            needed = spec.name in made.get("required", ())
+            properties[spec.name] = _choice(properties[spec.name], spec, choices.of(spec.kind), needed=needed)
+    if "recipe" in properties:
+        kept = {name: properties["recipe"][name] for name in ("title", "description", "position", "default")}
+        named = {"title": "Recipe", "type": "string", "enum": shipped_recipes()}
+        properties["recipe"] = {**kept, "anyOf": [named, {"title": "YAML file", "type": "string"}]}
+    return made
+
+
+def _choice(plain: Mapping[str, Any], spec: InputSpec, names: list[str], *, needed: bool) -> dict[str, Any]:
+    """The field of an input: a list to pick from, or an id."""
+    kept = {name: plain[name] for name in ("title", "position", "default") if name in plain}
+    what = f"{'One or more artifacts' if spec.many else 'An artifact'} of kind {spec.kind}"
+    typed: dict[str, Any] = {"type": "string"}
+    listed: dict[str, Any] = {"type": "string", "enum": names}
+    if spec.many:
+        listed, typed = {"type": "array", "items": listed}, {"type": "array", "items": typed}
+    forms = [{"title": "From the store", **listed}] if names else []
+    forms += [{"title": "By id", **typed}, *([] if needed else [{"title": "None", "type": "null"}])]
+    return {**kept, "description": f"{what}, newest first" if names else f"{what}: the store holds none yet", "anyOf": forms}

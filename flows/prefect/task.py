@@ -1,0 +1,71 @@
+"""The one place where stages meet Prefect: a step of a run that Prefect started is a task of it.
+
+Prefect's cache is off: the store is the only cache, and a task that finds its artifact ends in the state `Cached`. A run from
+the command line needs no Prefect; a server that shows it is told of its steps by `reporter.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from puna.flows.engine.session import run_steps_by
+from puna.flows.server.markdown import headline
+from puna.stages.contract import Outcome, Stage, StageConfig
+from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:  # importing Prefect takes seconds that a run without it does not spend
+    from prefect import State
+
+
+def in_prefect() -> bool:
+    """Whether a Prefect flow is running this code, outside its tasks."""
+    context = sys.modules.get("prefect.context")
+    return context is not None and context.FlowRunContext.get() is not None and context.TaskRunContext.get() is None
+
+
+class Tasks:
+    """The tasks of a run, and which of them made an artifact."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, State[Any]] = {}
+
+    def perform(
+        self, stage: Stage, config: StageConfig, inputs: dict[str, list[Artifact]], label: str, work: Callable[[str], Outcome]
+    ) -> Outcome:
+        """`work`, given the task's id, as a task of the stage's name, after those that made its inputs."""
+        from prefect import Task
+        from prefect.cache_policies import NO_CACHE
+        from prefect.context import TaskRunContext
+        from prefect.states import Completed, Failed
+
+        found: list[Outcome] = []
+        raised: list[PunaError] = []
+
+        def run(config: dict[str, Any], inputs: dict[str, list[str]]) -> Any:
+            context = TaskRunContext.get()
+            assert context is not None
+            try:
+                outcome = work(str(context.task_run.id))
+            except PunaError as error:  # its reason is the state's, without a traceback
+                raised.append(error)
+                return Failed(message=str(error))
+            found.append(outcome)
+            name = "Cached" if outcome.reused else None
+            return Completed(name=name, message=f"{outcome.artifact.id}, {headline(outcome)}", data=outcome.artifact.id)
+
+        task = Task(run, name=stage.name, description=stage.doc, task_run_name=label, cache_policy=NO_CACHE, persist_result=False)
+        shown = {name: [item.id for item in items] for name, items in inputs.items()}
+        after = [self._made[item.key] for items in inputs.values() for item in items if item.key in self._made]
+        state = task(config.model_dump(mode="json"), shown, wait_for=after, return_state=True)
+        if raised:
+            raise raised[0]
+        if not found:
+            state.result()
+            raise PunaError(f"{label}: Prefect ended it in the state {state.name}: {state.message}")
+        self._made[found[0].artifact.key] = state
+        return found[0]
+
+
+run_steps_by(lambda: Tasks() if in_prefect() else None)

@@ -1,0 +1,64 @@
+"""What starts the flow `round` by itself: as many new preferences as a person wants for it. Puna counts, the server's worker starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from puna.flows.engine.defaults import DEFAULT_RECIPE
+from puna.flows.engine.rounds import POLICY, History
+from puna.stages.align.judgements import ALIAS
+from puna.storage import Artifact, PunaError, Store
+
+NOTE = "rounds"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """`preferences`: new ones for which a round is made, 0: none is. `recipe`: of that round."""
+
+    preferences: int = 0
+    recipe: str = DEFAULT_RECIPE
+
+
+def wanted(store: Store) -> Wanted:
+    """What a person set for the store."""
+    try:
+        found = json.loads(store.files.read(f"{store.own(NOTE)}.json"))
+        return Wanted(int(found["preferences"]), str(found["recipe"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return Wanted()
+
+
+def want(store: Store, asked: Wanted) -> None:
+    """Set it, for the worker that is at work and for later ones."""
+    store.files.write(f"{store.own(NOTE)}.json", json.dumps(asdict(asked)).encode())
+
+
+def judged(store: Store) -> Artifact | None:
+    """The preferences of people, as `judged@latest` names them."""
+    return store.alias(ALIAS) if ALIAS in store.aliases() else None
+
+
+def new_preferences(store: Store) -> int:
+    """How many of them no round behind `policy@latest` has learned from."""
+    given = judged(store)
+    if given is None:
+        return 0
+    learned: set[str] = set()
+    if POLICY in store.aliases():
+        for known in History.of(store, store.alias(POLICY)).preferences:
+            learned.update(known.read(columns=["id"])["id"].to_pylist())
+    return len(set(given.read(columns=["id"])["id"].to_pylist()) - learned)
+
+
+def due(store: Store) -> tuple[str, Wanted] | None:
+    """What names a round that should begin now, the same as long as nobody judges on; None where nothing is due."""
+    asked, given = wanted(store), judged(store)
+    if not asked.preferences or given is None:
+        return None
+    try:
+        enough = new_preferences(store) >= asked.preferences
+    except PunaError:  # the policy's past is no longer whole: the flow itself says so to who starts it
+        return None
+    return (f"{store.own('round')}-{given.data_digest[:24]}-{asked.preferences}", asked) if enough else None

@@ -1,0 +1,1 @@
+"""Reports of runs to a Prefect server, over HTTP, without importing Prefect."""

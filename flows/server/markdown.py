@@ -1,0 +1,96 @@
+"""What Prefect's pages show of a step and of a run, as Markdown: numbers, tables, plots, and links to Puna's own pages."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from pathlib import Path
+
+from puna.flows.html.markup import duration, number, short, size
+from puna.flows.html.plot import Plot
+from puna.flows.html.svg import draw
+from puna.stages.contract import Outcome
+from puna.storage import Artifact
+
+MOST_METRICS = 30
+MOST_PLOTS = 4
+
+
+def headline(outcome: Outcome) -> str:
+    """What a step gave, in a few words."""
+    made = outcome.artifact
+    words = []
+    if made.kind in made.tables:
+        words.append(f"{made.rows():,} rows")
+    if "dropped" in made.tables:
+        words.append(f"{made.rows('dropped'):,} dropped")
+    if not words:
+        words = [f"{name.replace('_', ' ')} {value if isinstance(value, str) else number(value)}" for name, value in _metrics(made)[:2]]
+    return ", ".join([*words, "reused" if outcome.reused else duration(outcome.seconds)])
+
+
+def markdown(outcome: Outcome) -> str:
+    """What a step made: where it is, its numbers, its plots."""
+    made, m = outcome.artifact, outcome.artifact.manifest
+    before = f"reused, made {m.created_at[:16].replace('T', ' ')} UTC by run {m.run}"
+    state = before if outcome.reused else f"made in {duration(outcome.seconds)}"
+    stored = size(sum(record.bytes for record in m.files.values()))
+    parts = [f"[**{made.id}**]({page_of(made)}): {state}, {stored}, peak memory {size(m.peak_memory_bytes)}"]
+    if m.tables:
+        rows = "\n".join(f"| {name} | {record.rows:,} |" for name, record in m.tables.items())
+        parts.append(f"| table | rows |\n|---|---:|\n{rows}")
+    if found := _metrics(made):
+        shown = "\n".join(f"| {name.replace('_', ' ')} | {_plain(value)} |" for name, value in found[:MOST_METRICS])
+        parts.append(f"| measured | |\n|---|---:|\n{shown}")
+    plots = [Plot.of(figure) for _, figure in sorted(m.figures.items())]
+    parts += [f"![{plot.title}]({picture(plot)})" for plot in plots[:MOST_PLOTS] if not plot.empty]
+    return "\n\n".join(parts)
+
+
+def run_markdown(run: str, made: Sequence[tuple[str, Outcome]], report: str | None) -> str:
+    """What a run made, step by step."""
+    head = f"[The run's page](/puna/run/{run}) · [its report](/puna/report/{run})"
+    head += f" (`{report}`)" if report else ""
+    rows = [
+        f"| {label} | [{given.artifact.id}]({page_of(given.artifact)}) | {_rows(given.artifact)} | {_rows(given.artifact, 'dropped')} "
+        f"| {'reused' if given.reused else duration(given.seconds)} |"
+        for label, given in made
+    ]
+    return head + "\n\n| step | artifact | rows | dropped | |\n|---|---|---:|---:|---:|\n" + "\n".join(rows)
+
+
+def page_of(artifact: Artifact) -> str:
+    """Where Puna's own pages show it."""
+    return f"/puna/artifact/{artifact.kind}/{artifact.key}"
+
+
+def picture(plot: Plot) -> str:
+    """A plot as an address that holds it."""
+    drawn = str(draw(plot))
+    svg = drawn[drawn.index("<svg") : drawn.index("</svg>") + 6]
+    opened, _, inside = svg.removeprefix("<svg").partition(">")
+    whole = f'<svg xmlns="http://www.w3.org/2000/svg" width="570" font-family="sans-serif"{opened}><style>{style()}</style>{inside}'
+    return "data:image/svg+xml;base64," + base64.b64encode(whole.encode()).decode()
+
+
+def style() -> str:
+    """The colours and the rules for plots of the report's style sheet, in light colours on a ground of their own."""
+    sheet = (Path(__file__).parents[1] / "report" / "page.css").read_text(encoding="utf-8")
+    colours = sheet[sheet.index(":root {") : sheet.index("}") + 1].replace(":root", "svg")
+    plots = sheet[sheet.index("svg text {") : sheet.index(".lineage {")]
+    return f"{colours} svg {{ background: var(--card); }} {plots}".replace("\n", " ")
+
+
+def _metrics(made: Artifact) -> list[tuple[str, bool | int | float | str]]:
+    return list(made.manifest.metrics.items())
+
+
+def _plain(value: bool | int | float | str) -> str:
+    if isinstance(value, str):
+        return value.replace("|", "\\|")
+    return number(value) if abs(value) < 1e7 else short(value)
+
+
+def _rows(made: Artifact, table: str | None = None) -> str:
+    name = table or made.kind
+    return f"{made.rows(name):,}" if name in made.tables else ""

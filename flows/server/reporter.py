@@ -1,0 +1,271 @@
+"""What a run tells those who watch it: its progress to the store's folder, and everything to a Prefect server, where there is one.
+
+One daemon thread does it, beside the work. It brings the server to what the run is now, not through all that the run was, so a
+server that is slow or away costs nothing, and one that comes back is told the present. Nothing here can fail or delay a stage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from puna.flows.server.client import Server, Unreachable
+from puna.flows.server.markdown import headline, markdown, run_markdown
+from puna.stages.contract import Outcome
+from puna.storage import Artifact, PunaError, Store
+
+EVERY_SECONDS = 3.0
+SOON_SECONDS = 0.1
+"""How soon a server that was busy is asked again; each time that it still is, twice as long after, a second at most."""
+LAST_SECONDS = 8.0
+"""How long the end of a run waits for a server that answered until then."""
+GONE_SECONDS = 1.0
+"""How long it waits for one that did not."""
+MAX_LOGS = 5000
+MADE_UP = re.compile(r"[a-z]+-[a-z]+", re.IGNORECASE)
+"""A run's name that Prefect made up."""
+
+
+@dataclass
+class Told:
+    """A step of the run, and how much of it the server knows."""
+
+    label: str
+    stage: str
+    inputs: Mapping[str, Sequence[str]]
+    """The steps of the run that made its inputs, by the input's name."""
+    id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    own: bool = True
+    """Whether the server hears of the step's state from here; not of a task, of which Prefect tells it."""
+    state: str = "RUNNING"
+    name: str | None = None
+    message: str | None = None
+    progress: tuple[float, float, str] | None = None
+    began: float = field(default_factory=time.monotonic)
+    outcome: Outcome | None = None
+    known: str = ""
+    shown: str | None = None
+    drawn: object = None
+
+
+class Reporter:
+    """Tells of one run. `flow_run`: the run of a server that this already is; None makes one there. `server` None: only the store."""
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        flow: str,
+        server: Server | None,
+        *,
+        flow_run: str | None = None,
+        parameters: Mapping[str, Any] | None = None,
+        title: str = "",
+        tags: Sequence[str] = (),
+    ) -> None:
+        self.store, self.run, self.flow, self.server = store, run, flow, server
+        self.flow_run, self._own = flow_run, flow_run is None
+        self._parameters, self._title, self._tags = dict(parameters or {}), title or flow, list(tags)
+        self._steps: list[Told] = []
+        self._made: dict[str, str] = {}
+        self._logs: deque[dict[str, Any]] = deque(maxlen=MAX_LOGS)
+        self._opened = False
+        self._ended: tuple[str, str | None] | None = None
+        self._report: str | None = None
+        self._closed = False
+        self._reached = server is not None
+        self._wake, self._done = threading.Event(), threading.Event()
+        self._file = store.root / "progress" / f"{run}.json"
+        self._written: object = None
+        threading.Thread(target=self._work, name="reporter", daemon=True).start()
+
+    # --- what the run says; returns at once -----------------------------------------------------------
+
+    def started(self, label: str, stage: str, inputs: Mapping[str, Sequence[Artifact]], task: str | None = None) -> Told:
+        """A step begins; `inputs`: its artifacts by the input's name; `task`: the id of the Prefect task that it is."""
+        made_by = {name: [self._made[item.key] for item in items if item.key in self._made] for name, items in inputs.items()}
+        edges = {name: steps for name, steps in made_by.items() if steps}
+        step = Told(label, stage, edges) if task is None else Told(label, stage, edges, id=task, own=False)
+        self._steps.append(step)
+        self._wake.set()
+        return step
+
+    def progress(self, stage: str, done: float, total: float, note: str) -> None:
+        """The step that began last is `done` of `total` far."""
+        if self._steps:
+            self._steps[-1].progress = (done, total, note)
+
+    def finished(self, step: Told, outcome: Outcome) -> None:
+        """The step has its artifact."""
+        made = outcome.artifact
+        step.outcome, step.state = outcome, "COMPLETED"
+        self._made[made.key] = step.id
+        if outcome.reused:
+            step.name, step.message = "Cached", f"reused {made.id}: same code, configuration and inputs as {made.manifest.created_at[:16]}"
+        else:
+            step.message = headline(outcome)
+        self.log(f"{step.label}: {made.id}, {headline(outcome)}", step=step)
+
+    def broken(self, step: Told, error: BaseException) -> None:
+        """The step was ended by an error, or by a person."""
+        stopped = not isinstance(error, Exception)
+        step.state, step.message = ("CANCELLED", "stopped") if stopped else ("FAILED", str(error) or type(error).__name__)
+        self.log(f"{step.label}: {step.message}", 40, step)
+
+    def log(self, text: str, level: int = 20, step: Told | None = None) -> None:
+        """A line of the run's log on the server."""
+        when = datetime.now(UTC).isoformat()
+        self._logs.append({"name": "puna", "level": level, "message": text, "timestamp": when, "task_run_id": step.id if step else None})
+        self._wake.set()
+
+    def end(self, state: str, message: str | None = None, report: str | None = None) -> None:
+        """The run is over: COMPLETED, FAILED or CANCELLED; waits a few seconds at most for what is still to be told."""
+        self._ended, self._report, self._closed = (state, message), report, True
+        self._wake.set()
+        if self.server is not None:
+            self._done.wait(LAST_SECONDS if self._reached else GONE_SECONDS)
+        self._file.unlink(missing_ok=True)
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        pause = SOON_SECONDS
+        while not self._done.is_set():
+            self._wake.wait(EVERY_SECONDS)
+            self._wake.clear()
+            closed = self._closed
+            if not closed:
+                self._note()
+            try:
+                if self.server is not None:
+                    self._sync(self.server)
+                self._reached, pause = True, SOON_SECONDS
+            except Unreachable:
+                self._reached = False
+                time.sleep(pause)
+                pause = min(2 * pause, 1.0)
+                continue
+            except PunaError as error:
+                # It refuses what it is told, an old version or another program: not a reason to stop working, nor to go on asking.
+                print(f"the run is no longer shown on the server: {error}", flush=True)
+                self.server = None
+            if closed:
+                self._done.set()
+
+    def _note(self) -> None:
+        """Progress for those who look at the store, on this machine."""
+        if not self._steps or self._written == (now := (self._steps[-1].id, self._steps[-1].progress)):
+            return
+        self._written = now
+        step = self._steps[-1]
+        done, total, note = step.progress or (0.0, 0.0, "")
+        data = {"step": step.label, "done": done, "total": total, "note": note, "seconds": time.monotonic() - step.began}
+        self._file.parent.mkdir(exist_ok=True)
+        temporary = self._file.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(data))
+        os.replace(temporary, self._file)
+
+    def _sync(self, server: Server) -> None:
+        if not self._opened:
+            self._open(server)
+        for step in list(self._steps):
+            self._tell(server, step)
+        self._send_logs(server)
+        if self._ended is not None:
+            self._close(server, *self._ended)
+
+    def _open(self, server: Server) -> None:
+        tags = ["puna", self.flow, *self._tags]
+        if self._own:
+            flow = server.ask("POST", "/flows/", {"name": self.flow})["id"]
+            made = {
+                "id": None, "name": self._title, "flow_id": flow, "parameters": self._parameters, "tags": tags,
+                "state": {"type": "RUNNING"}, "labels": {"puna.run": self.run}, "idempotency_key": self.run,
+            }  # fmt: skip
+            self.flow_run = server.ask("POST", "/flow_runs/", {k: v for k, v in made.items() if v is not None})["id"]
+        else:
+            there = server.ask("GET", f"/flow_runs/{self.flow_run}")
+            renamed = {"name": self._title} if MADE_UP.fullmatch(there["name"]) else {}
+            server.ask("PATCH", f"/flow_runs/{self.flow_run}", {**renamed, "tags": sorted({*there["tags"], *tags})})
+            server.ask("PATCH", f"/flow_runs/{self.flow_run}/labels", {"puna.run": self.run})
+        self._opened = True
+
+    def _tell(self, server: Server, step: Told) -> None:
+        """Bring the server's record of a step to what the step is."""
+        state = {"type": step.state, "name": step.name, "message": step.message}
+        aim = f"{step.state} {step.name}"
+        if step.own and not step.known:
+            inputs = {name: [{"input_type": "task_run", "id": one} for one in steps] for name, steps in step.inputs.items()}
+            server.ask("POST", "/task_runs/", {
+                "id": step.id, "name": step.label, "flow_run_id": self.flow_run, "task_key": step.stage, "dynamic_key": step.id,
+                "task_inputs": inputs, "state": state,
+            })  # fmt: skip
+        elif step.own and step.known != aim:
+            server.ask("POST", f"/task_runs/{step.id}/set_state", {"state": state, "force": True})
+        step.known = aim
+        drawn: object = step.outcome or step.progress
+        if drawn is not None and drawn is not step.drawn:
+            self._draw(server, step)
+            step.drawn = drawn
+
+    def _draw(self, server: Server, step: Told) -> None:
+        """What the step shows: its progress, then what it made."""
+        if step.outcome is not None:
+            description, data = headline(step.outcome), markdown(step.outcome)
+        else:
+            assert step.progress is not None
+            description = data = said(step.progress, time.monotonic() - step.began)
+        if step.shown is None:
+            made = server.ask("POST", "/artifacts/", {
+                "key": slug(step.label), "type": "markdown", "description": description, "data": data,
+                "flow_run_id": self.flow_run, "task_run_id": step.id,
+            })  # fmt: skip
+            step.shown = made["id"]
+        else:
+            server.ask("PATCH", f"/artifacts/{step.shown}", {"description": description, "data": data})
+
+    def _send_logs(self, server: Server) -> None:
+        while self._logs:
+            batch = [self._logs[i] for i in range(min(100, len(self._logs)))]
+            server.ask("POST", "/logs/", [{**line, "flow_run_id": self.flow_run} for line in batch])
+            for _ in batch:
+                self._logs.popleft()
+
+    def _close(self, server: Server, state: str, message: str | None) -> None:
+        made = [(step.label, step.outcome) for step in self._steps if step.outcome is not None]
+        if made:
+            server.ask("POST", "/artifacts/", {
+                "key": f"run-{slug(self.flow)}", "type": "markdown", "flow_run_id": self.flow_run,
+                "description": f"{len(made)} artifacts, {sum(o.reused for _, o in made)} reused",
+                "data": run_markdown(self.run, made, self._report),
+            })  # fmt: skip
+        if self._own:
+            server.ask("POST", f"/flow_runs/{self.flow_run}/set_state", {"state": {"type": state, "message": message}, "force": True})
+        self._ended = None
+
+
+def slug(text: str) -> str:
+    """A key that Prefect takes."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def said(progress: tuple[float, float, str], seconds: float) -> str:
+    """How far a step is, at what rate, and when it may be done."""
+    done, total, note = progress
+    share = done / max(total, 1e-9)
+    left = f", about {_span(seconds * (1 - share) / share)} left" if 0.02 < share < 1 else ""
+    return f"{100 * share:.0f} % ({done:,.0f} of {total:,.0f}{'; ' + note if note else ''}){left}"
+
+
+def _span(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole} s" if whole < 90 else f"{whole // 60} min" if whole < 5400 else f"{whole / 3600:.1f} h"

@@ -1,0 +1,178 @@
+"""The desk at which people judge pairs of answers; what they say becomes preferences."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from puna.stages.align.judgements import ALIAS
+from puna.storage import Artifact, PunaError, Store
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from puna.stages.align.judgements import Judgement
+
+PAGE = Path(__file__).with_name("annotate.html")
+POLICY = "default-src 'self' 'unsafe-inline'; base-uri 'none'; frame-ancestors 'self'"
+"""What the page may load: itself, which holds its style and its script."""
+LINKED = re.compile("/")
+"""What another site may link to: the page, which does no work when it is opened."""
+
+
+class Desk:
+    """The pairs of an artifact of answers, who said what of each, and the file that holds it: a line per judgement, never rewritten."""
+
+    def __init__(self, store: Store, answers: Artifact, prompts: Artifact, pairs_per_prompt: int = 1) -> None:
+        from puna.stages.align.judgements import JudgementsConfig, pairs_to_judge
+        from puna.stages.align.sample import read_answers
+
+        self.store, self.answers, self.prompts = store, answers, prompts
+        self.config = JudgementsConfig(pairs_per_prompt=pairs_per_prompt)
+        self.asked, found = read_answers(answers, prompts)
+        self.pairs = pairs_to_judge(found, self.config)
+        self.order = list(self.pairs)
+        if not self.order:
+            raise PunaError(f"{answers.id} has no prompt with two finished answers that differ: there is nothing to compare")
+        self.file = store.root / "judgements" / f"{answers.key}.jsonl"
+        self._said: dict[str, dict[str, Judgement]] = defaultdict(dict)
+        self._lock = threading.Lock()
+        self._read()
+
+    def _read(self) -> None:
+        from puna.stages.align.judgements import Judgement
+
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        if self.file.exists():
+            for line in self.file.read_text(encoding="utf-8").splitlines():
+                one = Judgement.model_validate_json(line)
+                self._said[one.by][one.pair] = one
+
+    def swapped(self, pair: str, by: str) -> bool:
+        """Whether a person sees the second answer on the left: by chance, each time the same."""
+        from puna.stages.draws import fraction
+
+        return fraction("side", pair, by) < 0.5
+
+    def at(self, by: str, place: int | None) -> dict[str, Any]:
+        """The pair at a place of the order (None: the first that this person has not judged), as a page shows it."""
+        from puna.stages.conversations import messages_of, shown
+
+        said = self._said[by]
+        if place is None:
+            place = next((n for n, pair in enumerate(self.order) if pair not in said), len(self.order))
+        found: dict[str, Any] = {"place": place, "total": len(self.order), "judged": sum(one.worth != 0 for one in said.values())}
+        if not 0 <= place < len(self.order):
+            return found
+        pair = self.order[place]
+        texts = [answer["text"].strip() for answer in self.pairs[pair]]
+        left, right = reversed(texts) if self.swapped(pair, by) else texts
+        prompt = self.asked[self.pairs[pair][0]["prompt_id"]]
+        messages = messages_of(prompt)
+        before = None if pair not in said else said[pair].model_dump() | {"better": self._side(said[pair].better, pair, by)}
+        shows = {"pair": pair, "prompt": shown(messages), "editable": len(messages) == 1, "left": left, "right": right, "before": before}
+        return {**found, **shows}
+
+    def judge(self, pair: str, by: str, better: str | None, level: str | None, edited: str | None, prompt: str | None) -> None:
+        """Keep a judgement, on disk before it is acknowledged. `better`: left or right, as this person sees the pair."""
+        from puna.stages.align.judgements import Judgement
+
+        if pair not in self.pairs:
+            raise PunaError(f"there is no pair {pair}")
+        said = {"pair": pair, "by": by, "better": self._side(better, pair, by), "level": level}
+        made = Judgement.model_validate({**said, "edited": edited or None, "prompt": prompt or None})
+        with self._lock, self.file.open("a", encoding="utf-8") as file:
+            file.write(made.model_dump_json() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            self._said[by][pair] = made
+
+    def _side(self, side: str | None, pair: str, by: str) -> str | None:
+        """left and right as first and second, and the other way round."""
+        names = ("second", "first") if self.swapped(pair, by) else ("first", "second")
+        there = {"left": names[0], "right": names[1], names[0]: "left", names[1]: "right"}
+        return None if side is None else there.get(side, side)
+
+    def save(self) -> Artifact:
+        """The judgements so far as preferences, which `judged@latest` then names; the flow `round` learns from them."""
+        from puna.stages.align.judgements import judgements
+        from puna.stages.contract import External, execute
+
+        if not self.file.exists():
+            raise PunaError("nothing was judged yet")
+        with self._lock:
+            given: Any = {"answers": self.answers, "prompts": self.prompts, "judged": External.resolve(f"judged={self.file}")}
+            made = execute(judgements, self.config, given, self.store)
+        self.store.set_alias(ALIAS, made)
+        return made
+
+
+def application(desk: Desk) -> FastAPI:
+    """Return the page and what it asks for."""
+    from fastapi import FastAPI, Request
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import HTMLResponse, JSONResponse
+    from pydantic import BaseModel, ConfigDict, Field
+
+    class Said(BaseModel):
+        """A judgement as the page sends it."""
+
+        model_config = ConfigDict(extra="forbid")
+        pair: str
+        by: str = Field(min_length=1, max_length=100)
+        better: str | None = Field(None, pattern="^(left|right)$")
+        level: str | None = None
+        edited: str | None = Field(None, max_length=100_000)
+        prompt: str | None = Field(None, max_length=100_000)
+
+    made = FastAPI(title="Puna: annotate", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @made.exception_handler(RequestValidationError)
+    def refused(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        return JSONResponse({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 422)
+
+    def health() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    def page() -> HTMLResponse:
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": POLICY})
+
+    def pair(by: str, place: int | None = None) -> JSONResponse:
+        return JSONResponse(desk.at(by, place))
+
+    def judge(said: Said) -> JSONResponse:
+        try:
+            desk.judge(**said.model_dump())
+        except (PunaError, ValueError) as error:
+            return JSONResponse({"error": str(error)}, 400)
+        return JSONResponse({"ok": True})
+
+    def save() -> JSONResponse:
+        try:
+            artifact = desk.save()
+        except PunaError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        return JSONResponse({"id": artifact.id, "alias": desk.store.full_name(ALIAS), "rows": artifact.rows(), **artifact.manifest.metrics})
+
+    judge.__annotations__["said"] = Said  # a class of this function, which its annotation as text cannot name
+    made.add_api_route("/health", health, methods=["GET"], response_model=None)
+    made.add_api_route("/", page, methods=["GET"], response_model=None)
+    made.add_api_route("/pair", pair, methods=["GET"], response_model=None)
+    made.add_api_route("/judge", judge, methods=["POST"], response_model=None)
+    made.add_api_route("/save", save, methods=["POST"], response_model=None)
+    return made
+
+
+def prompts_of(store: Store, answers: Artifact) -> Artifact:
+    """The prompts that were answered, as the lineage has them."""
+    if answers.kind != "answers":
+        raise PunaError(f"{answers.id}: takes answers, which `puna run sample` makes")
+    found = [i for i in answers.manifest.inputs if i.kind == "prompts"]
+    if len(found) != 1 or (prompts := store.find("prompts", found[0].key)) is None:
+        raise PunaError(f"{answers.id}: the prompts that it answers are not in the store")
+    return prompts

@@ -1,0 +1,300 @@
+"""`puna up`: Prefect's server and UI, everything served, and Puna's own pages: one process at one address."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import fcntl
+import gc
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+
+from puna.flows.engine.defaults import ADDRESSES, ALLOWED, REFUSED, SERVED, prepare
+from puna.flows.prefect.database import prepared
+from puna.flows.server.client import Server, read_note, remove_note, write_note
+from puna.flows.web import guard
+from puna.flows.web.guard import Bounded, OwnSite, check_auth
+from puna.storage import PunaError, Store
+from puna.storage.store import written
+
+STOP_SECONDS = 30.0
+"""Time for runs in progress to say that they end."""
+BODY_BYTES = 32 << 20
+"""Largest body of a request to Prefect's API, which takes whole artifacts and batches of logs."""
+LINE = 200
+"""Characters of a line that a service of the server says."""
+STEADY_SECONDS = 60.0
+"""A worker that lived so long did not fail at its start: its next start waits no longer than the first."""
+
+
+def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False) -> None:
+    """Serve a store until stopped, a new one where there is none. `urls`: forms may name inputs that are no local paths.
+
+    PunaError, with nothing made, where the port is taken, or where others could reach it and `auth` is empty.
+    """
+    began = time.perf_counter()
+    check_auth(host, auth)
+    try:
+        store = Store.existing(uri)
+    except PunaError:
+        _listening(host, port).close()
+        store = Store.open(uri)
+    # What is imported now stays: looking for garbage among it takes a fifth of the start.
+    gc.disable()
+    with written(store.uri), _alone(store.root) as alone:
+        if not alone:
+            note = read_note(store.root)
+            where = f"at {note['url']}" if note else "and has no address yet"
+            print(f"puna is up already for {store.uri}, {where}")
+            return
+        with _listening(host, port) as listening:
+            url = _address(host, listening)
+            server = Server(f"{url}/api", auth)
+            _configure(store, url, server)
+            # For the worker, which starts what forms ask for.
+            os.environ |= {ADDRESSES: ALLOWED if urls else REFUSED, SERVED: store.uri}
+            worker = Worker(store, server, limit)
+            # It imports what it needs while the server does, and waits for it.
+            worker.start()
+            try:
+                app = _application(store, url, auth, urls)
+                served = _Served(_config(app, auth, BODY_BYTES), worker)
+                served.ready = lambda: _ready(store, url, server, began)
+                # The signal that ended it is raised once more.
+                with contextlib.suppress(KeyboardInterrupt):
+                    asyncio.run(served.serve(sockets=[listening]))
+            finally:
+                _end_children()
+                remove_note(store.root)
+                worker.stop()
+        print("puna is down", flush=True)
+
+
+def _ready(store: Store, url: str, server: Server, began: float) -> None:
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # at the end DuckDB would take what is frozen for leaks, and say so
+    gc.enable()
+    write_note(store.root, {"url": url, "api": server.url, "auth": server.auth, "pid": os.getpid()})
+    print(f"puna is up after {time.perf_counter() - began:.1f} s, for {store.uri}; Ctrl-C ends it")
+    print(f"  {url}/puna   runs, artifacts, questions\n  {url}/       Prefect: forms, schedules, run records", flush=True)
+
+
+def pages(store: Store, host: str, port: int, auth: str, urls: bool = False) -> None:
+    """Serve Puna's own pages alone, until stopped. `urls`: plans may look at inputs that are no local paths."""
+    from puna.flows.web import application
+
+    check_auth(host, auth)
+    with _listening(host, port) as listening:
+        url = _address(host, listening)
+        app = FastAPI(openapi_url=None)
+        app.mount("/puna", application(store, prefect=None, auth=auth, urls=urls))
+        app.router.routes.insert(0, Route("/", lambda _: RedirectResponse("/puna/")))
+        print(f"{url}/puna   runs, artifacts and questions of {store.uri}; Ctrl-C ends", flush=True)
+        try:
+            asyncio.run(uvicorn.Server(_config(app, auth)).serve(sockets=[listening]))
+        finally:
+            _end_children()
+
+
+def _end_children() -> None:
+    # Imported late: Prefect's settings come before everything that the pages import.
+    from puna.flows.web.bounded import end_children
+
+    end_children()
+
+
+def _config(app: FastAPI, auth: str, body: int = guard.BODY_BYTES) -> uvicorn.Config:
+    door = OwnSite(Bounded(app, body), protected=bool(auth))
+    return uvicorn.Config(door, log_level="warning", timeout_graceful_shutdown=3)
+
+
+def _address(host: str, listening: socket.socket) -> str:
+    name = "127.0.0.1" if host == "0.0.0.0" else "[::1]" if host == "::" else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{listening.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def _alone(root: Path) -> Iterator[bool]:
+    """Whether this is the only `puna up` of the store; held until it ends, however that happens."""
+    with (root / "serve.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """The socket at the address, taken before anything slow begins."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise PunaError(f"--port {port}: {host}:{port} cannot be had ({error.strerror or error}); choose another, or 0 for any") from error
+    made.listen()
+    return made
+
+
+def _configure(store: Store, url: str, server: Server) -> None:
+    """Prefect's settings for this process and its worker; before Prefect is imported."""
+    prepare(store.root, terminal="ERROR")
+    home = Path(os.environ["PREFECT_HOME"])
+    prepared(home)
+    os.environ.update(server.environment())
+    os.environ.update(
+        # The browser asks where it found the page, whatever name it knows this machine by; other sites' pages may not.
+        PREFECT_UI_API_URL="/api",
+        PREFECT_UI_URL=f"{url}/v2",
+        PREFECT_SERVER_CORS_ALLOWED_ORIGINS=url,
+        PREFECT_UI_STATIC_DIRECTORY=str(home / "ui"),
+    )
+    os.environ.setdefault("PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE", "prefect.server.concurrency.lease_storage.filesystem")
+    if server.auth:
+        os.environ["PREFECT_SERVER_API_AUTH_STRING"] = server.auth
+
+
+def _application(store: Store, url: str, auth: str, urls: bool) -> FastAPI:
+    """Prefect's application with Puna's pages in it."""
+    from prefect.server.api.server import create_app
+
+    from puna.flows.web import application
+
+    app = create_app(final=True)
+    for route in app.router.routes:
+        if isinstance(route, Mount) and isinstance(route.app, FastAPI):
+            route.app.add_exception_handler(RequestValidationError, _invalid)
+    # Before the UI, which answers whatever nobody else does.
+    app.router.routes.insert(0, Mount("/puna", application(store, prefect=url, auth=auth, urls=urls)))
+    app.router.routes.insert(0, Route("/puna", lambda _: RedirectResponse("/puna/")))
+    return app
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    """Answer an invalid request as Prefect does, without repeating a body that JSON cannot hold."""
+    from prefect.server.api.server import validation_exception_handler
+
+    assert isinstance(error, RequestValidationError)
+    try:
+        return await validation_exception_handler(request, error)
+    except ValueError:  # half a surrogate pair, or an infinite number
+        return JSONResponse({"exception_message": "Invalid request received: the body is no plain JSON."}, 422)
+
+
+def _brief(record: logging.LogRecord) -> bool:
+    """A line for what Prefect's services say: they try again by themselves, and their tracebacks are of no use here."""
+    if record.name.startswith("prefect.server"):
+        why = f": {record.exc_info[1]}" if record.exc_info and record.exc_info[1] else ""
+        record.msg, record.args = f"{record.getMessage()}{why}".partition("\n")[0][:LINE], ()
+        record.exc_info = record.exc_text = None
+    return True
+
+
+class _Served(uvicorn.Server):
+    """Ends the worker, whose runs still tell this server how they ended, before itself."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
+        super().__init__(config)
+        self._worker = worker
+        self._ending = False
+        self.ready: Callable[[], None] = lambda: None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Say that it answers."""
+        await super().startup(sockets)
+        for handler in logging.getLogger().handlers:  # Prefect has set up its own by now
+            handler.addFilter(_brief)
+        if self.started and not self._ending:
+            self.ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A first signal ends the worker, then the server; a second one ends the server at once."""
+        if self._ending:
+            super().handle_exit(sig, frame)
+            return
+        self._ending = True
+        print("\nstopping: runs in progress end first; what they finished is kept", flush=True)
+
+        def end() -> None:
+            self._worker.stop()
+            uvicorn.Server.handle_exit(self, sig, frame)
+
+        threading.Thread(target=end, daemon=True).start()
+
+
+class Worker:
+    """The process that offers everything and starts the runs; begun again when it ends by itself."""
+
+    def __init__(self, store: Store, server: Server, limit: int) -> None:
+        # The interpreter's own group: Ctrl-C reaches this process alone, which ends the worker in good order.
+        self._command = [sys.executable, "-m", "puna.flows.cli.main", "serve", "--store", store.uri, "--limit", str(limit), "--supervised"]
+        self._environment = {**os.environ, **server.environment()}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start it, and a thread that watches it."""
+        self._begin()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _begin(self) -> subprocess.Popen[bytes]:
+        # Its input ends when this process does, by kill -9 too: then it ends itself.
+        self._process = subprocess.Popen(self._command, env=self._environment, stdin=subprocess.PIPE, start_new_session=True)
+        return self._process
+
+    def _watch(self) -> None:
+        wait, process = 1.0, self._process
+        assert process is not None
+        while True:
+            began = time.monotonic()
+            code = process.wait()
+            if self._stopping.is_set():
+                return
+            wait = 1.0 if time.monotonic() - began > STEADY_SECONDS else min(2 * wait, 60.0)
+            print(f"what starts the runs ended ({_ended(code)}); it is started again in {wait:.0f} s", file=sys.stderr, flush=True)
+            if self._stopping.wait(wait):
+                return
+            with self._lock:
+                if self._stopping.is_set():
+                    return
+                process = self._begin()
+
+    def stop(self) -> None:
+        """End it and its runs, which say so; killed where that takes longer than `STOP_SECONDS`."""
+        with self._lock:
+            self._stopping.set()
+            process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _ended(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

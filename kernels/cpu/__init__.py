@@ -1,0 +1,1 @@
+"""Vectors, INT8 products and numba's cache for CPUs."""

@@ -1,0 +1,70 @@
+"""Running numba loops over rows, on as many threads as torch uses, and the arithmetic that they share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from puna.kernels.cpu.lazy import numba_jit
+
+THREAD_ELEMENTS = 1 << 18  # fewer elements than this are not worth waking another thread
+
+_pool: ThreadPoolExecutor | None = None
+
+
+def _forget_pool() -> None:
+    global _pool
+    _pool = None
+
+
+os.register_at_fork(after_in_child=_forget_pool)  # a child has none of its parent's threads
+
+
+def parts(rows: int, width: int) -> int:
+    """Into how many parts `by_rows` cuts rows of this width."""
+    return max(1, min(torch.get_num_threads(), rows, rows * width // THREAD_ELEMENTS))
+
+
+def by_rows(loop: Callable[..., None], rows: int, width: int, *tensors: Tensor | None) -> None:
+    """Call `loop(part, start, stop, *arrays)` for each part of the rows, in parallel; None passes as an empty array."""
+    run_rows(loop, rows, width, *(np.empty((0, 0), np.float32) if t is None else t.detach().numpy() for t in tensors))
+
+
+def run_rows(loop: Callable[..., None], rows: int, width: int, *args: Any) -> None:
+    """`by_rows` with what the loop takes as it is: arrays, numbers, addresses (a tenth of an array's cost for small steps)."""
+    global _pool
+    count = parts(rows, width)
+    if count == 1:
+        loop(0, 0, rows, *args)
+        return
+    cuts = [rows * i // count for i in range(count + 1)]
+    if _pool is None:
+        _pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="puna-kernels")
+    for done in [_pool.submit(loop, i, cuts[i], cuts[i + 1], *args) for i in range(count)]:
+        done.result()
+
+
+@numba_jit
+def exp32(x: Any) -> Any:
+    """e^x in fp32 to 2 ulp, as arithmetic that vectorises; outside [-87, 88] it keeps the border's value.
+
+    x = n ln 2 + r with |r| <= ln 2 / 2; e^r by Cephes' polynomial, 2^n by writing the exponent.
+    """
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    y = p * r * r + r + np.float32(1.0)
+    power = (np.int32(n) + np.int32(127)) << np.int32(23)
+    return y * np.int32(power).view(np.float32)

@@ -1,0 +1,1 @@
+"""Compiled loops over bytes, characters and words."""

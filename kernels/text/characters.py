@@ -1,0 +1,194 @@
+"""Properties of Unicode characters as tables, so that compiled code can ask for them by code point."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.numba_cache import njit
+
+SPACE = 1  # str.isspace
+ALPHABETIC = 2  # str.isalpha
+DECIMAL = 4  # str.isdecimal
+WORD = 8  # letters, marks and numbers: what a word is made of
+SYMBOL = 16  # categories P, S and Cc: what a word is not counted for
+TERMINAL = 32  # ends a sentence (Unicode property Sentence_Terminal)
+BREAK = 64  # ends a line for str.splitlines
+SINGLE = 128  # of a script written without spaces
+UPPER = 256  # str.isupper
+PUNCTUATION = 512  # category P
+ALPHANUMERIC = 1024  # str.isalnum
+SENTENCE_END = 2048  # ends a sentence inside a line; TERMINAL, where nothing else is said
+DIGIT = 4096  # str.isdigit
+CASED = 8192  # `Tables.lower` is another character
+JOINER = 16384  # inside a word a part of it, else nothing: joiners, soft hyphens, directions
+SEPARATOR = 32768  # parts words without being one: the zero width space, the Tibetan mark between syllables
+
+POINTS = 0x110000
+ASSIGNED = ((0, 0x40000), (0xE0000, 0xE1000))
+"""Ranges of code points outside of which Unicode assigns none but those for private use."""
+LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+# Han, kana and their extensions; Thai, Lao, Khmer and Burmese.
+SINGLE_RANGES = (
+    (0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3005, 0x3007), (0x3040, 0x30FF),
+    (0x31F0, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0xFF66, 0xFF9D), (0x20000, 0x3FFFF),
+)  # fmt: skip
+
+
+CAPITAL_SIGMA, DOTTED_I = 0x3A3, 0x130  # the lower case of the first depends on its neighbours, that of the second is two characters
+JOINERS, SEPARATORS = "\u00ad\u200c\u200d\u200e\u200f\u2060\ufeff", "\u200b\u0f0b\u0f0c"
+
+
+class Tables(NamedTuple):
+    """`flags` uint16[0x110000]: the bits above; `lower` uint32[0x110000]: the lower case of one character."""
+
+    flags: NDArray[np.uint16]
+    lower: NDArray[np.uint32]
+
+
+@lru_cache(maxsize=1)
+def tables() -> Tables:
+    """The two tables, made once per process (about a tenth of a second)."""
+    import regex
+
+    # What has properties; all else is unassigned or for private use: no `str.is…` is true of it.
+    points = np.concatenate([np.arange(low, high) for low, high in ASSIGNED])
+    every = "".join(map(chr, points.tolist()))
+    category = np.frombuffer("".join(map(unicodedata.category, every)).encode(), "S2")
+    flags = np.zeros(POINTS, np.uint16)
+    # Most are letters without case (Lo), for which these follow, or unassigned (Cn), for which none does.
+    flags[points[category == b"Lo"]] = ALPHABETIC | ALPHANUMERIC | WORD
+    rest = (category != b"Lo") & (category != b"Cn")
+    points, category = points[rest], category[rest]
+    characters, first = [chr(point) for point in points.tolist()], category.astype("S1")
+
+    def mark(bit: int, where: NDArray[np.bool_]) -> None:
+        flags[points[where]] |= np.uint16(bit)
+
+    def ask(question: Callable[[str], bool]) -> NDArray[np.bool_]:
+        return np.fromiter(map(question, characters), np.bool_, len(characters))
+
+    alphanumeric = ask(str.isalnum)
+    mark(SPACE, ask(str.isspace))
+    mark(ALPHABETIC, ask(str.isalpha))
+    mark(DECIMAL, ask(str.isdecimal))
+    mark(DIGIT, ask(str.isdigit))
+    mark(UPPER, ask(str.isupper))
+    mark(ALPHANUMERIC, alphanumeric)
+    mark(WORD, alphanumeric | (first == b"M"))
+    mark(SYMBOL, (first == b"P") | (first == b"S") | (category == b"Cc"))
+    mark(PUNCTUATION, first == b"P")
+    for c in LINE_BREAKS:
+        flags[ord(c)] |= np.uint16(BREAK)
+    for bit, found in ((JOINER, JOINERS), (SEPARATOR, SEPARATORS)):
+        flags[[ord(c) for c in found]] |= np.uint16(bit)
+    for low, high in SINGLE_RANGES:
+        flags[low : high + 1] |= np.where(flags[low : high + 1] & ALPHABETIC, np.uint16(SINGLE), np.uint16(0))
+    # Surrogates are left out: they are no characters and the regular expression engine refuses them.
+    for c in regex.findall(r"\p{Sentence_Terminal}", every[:0xD800] + every[0xE000:]):
+        flags[ord(c)] |= np.uint16(TERMINAL | SENTENCE_END)
+    lower = np.arange(POINTS, dtype=np.uint32)
+    for c in characters:
+        folded = c.lower()
+        if folded != c and len(folded) == 1:
+            lower[ord(c)] = ord(folded)
+            flags[ord(c)] |= np.uint16(CASED)
+    return Tables(flags, lower)
+
+
+def code_points(text: str) -> NDArray[np.uint32]:
+    """The code points of `text`, uint32[len(text)]."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+
+
+def letters_and_capitals(text: str) -> tuple[int, int]:
+    """How many letters, marks of numbers such as ² included, the text has, and how many of these are capitals."""
+    letters, capitals = _letters_and_capitals(code_points(text), tables().flags)
+    return int(letters), int(capitals)
+
+
+@njit(cache=True)
+def _letters_and_capitals(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[int, int]:
+    letters = capitals = 0
+    for code in codes:
+        letter = flags[code] & (ALPHANUMERIC | DECIMAL) == ALPHANUMERIC
+        letters += letter
+        capitals += letter and flags[code] & UPPER != 0
+    return letters, capitals
+
+
+@njit(cache=True, borrows=True)
+def cut(data: NDArray[np.uint8], first: int, last: int, characters: int) -> int:
+    """Where the first so many characters of the valid UTF-8 in data[first:last] end."""
+    at, missing = first, characters
+    while missing > 0 and at < last:
+        stop, missing = min(at + missing, last), 0
+        for byte in range(at, stop):
+            missing += data[byte] & 0xC0 == 0x80
+        at = stop
+    while at < last and data[at] & 0xC0 == 0x80:
+        at += 1
+    return at
+
+
+@njit(cache=True, borrows=True)
+def encode(codes: NDArray[np.uint32], data: NDArray[np.uint8], at: int) -> int:
+    """Write code points as UTF-8 from data[at] on; returns where they end."""
+    for k in range(len(codes)):
+        code = codes[k]
+        if code < 0x80:
+            data[at] = code
+            at += 1
+        elif code < 0x800:
+            data[at], data[at + 1] = 0xC0 | code >> 6, 0x80 | code & 0x3F
+            at += 2
+        elif code < 0x10000:
+            data[at], data[at + 1], data[at + 2] = 0xE0 | code >> 12, 0x80 | code >> 6 & 0x3F, 0x80 | code & 0x3F
+            at += 3
+        else:
+            data[at], data[at + 1] = 0xF0 | code >> 18, 0x80 | code >> 12 & 0x3F
+            data[at + 2], data[at + 3] = 0x80 | code >> 6 & 0x3F, 0x80 | code & 0x3F
+            at += 4
+    return at
+
+
+@njit(cache=True, borrows=True)
+def lowered(codes: NDArray[np.uint32], lower: NDArray[np.uint32]) -> bool:
+    """Put code points into lower case, each by itself; whether that is what `str.lower` makes of the text, too."""
+    alone = True
+    for at in range(len(codes)):
+        alone = alone and codes[at] != CAPITAL_SIGMA and codes[at] != DOTTED_I
+        codes[at] = lower[codes[at]]
+    return alone
+
+
+@njit(cache=True, borrows=True)
+def decode(data: NDArray[np.uint8], first: int, last: int, codes: NDArray[np.uint32]) -> int:
+    """Write the code points of the valid UTF-8 in data[first:last] to `codes`; returns how many."""
+    at, size = first, 0
+    while at < last:
+        byte = np.uint32(data[at])
+        if byte < 0x80:
+            codes[size] = byte
+            at += 1
+        elif byte < 0xE0:
+            codes[size] = (byte & 0x1F) << 6 | np.uint32(data[at + 1]) & 0x3F
+            at += 2
+        elif byte < 0xF0:
+            codes[size] = (byte & 0x0F) << 12 | (np.uint32(data[at + 1]) & 0x3F) << 6 | np.uint32(data[at + 2]) & 0x3F
+            at += 3
+        else:
+            codes[size] = (
+                (byte & 0x07) << 18
+                | (np.uint32(data[at + 1]) & 0x3F) << 12
+                | (np.uint32(data[at + 2]) & 0x3F) << 6
+                | np.uint32(data[at + 3]) & 0x3F
+            )
+            at += 4
+        size += 1
+    return size

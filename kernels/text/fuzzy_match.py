@@ -1,0 +1,100 @@
+"""Prompts that a document holds with changes: sampled n-grams find the place, its neighbourhood is compared in full.
+
+Every `step`-th n-gram of a document is looked up among those of all prompts. From a hit the matching passage grows to both
+sides while no more than `misses` n-grams in a row are foreign to the prompt, and the share of the prompt that it covers is
+weighed by rarity: n-grams that many prompts have ("which of the following is") say little about any of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.text.grams import Hashed, gram_hashes, places_held, word_hashes
+from puna.kernels.text.hash_table import table_of
+
+
+@dataclass(frozen=True)
+class FuzzyIndex:
+    """Per prompt the weight of each of its n-grams; `hashes` uint64[m] sorted with `owners` int64[m], the prompts of each."""
+
+    n: int
+    step: int
+    misses: int
+    weights: list[dict[int, float]]
+    totals: list[float]
+    hashes: NDArray[np.uint64]
+    owners: NDArray[np.int64]
+    table: NDArray[np.uint64]
+    """The same hashes for `places_held`."""
+
+
+def build_fuzzy(texts: list[str], n: int, step: int, misses: int, min_words: int) -> FuzzyIndex:
+    """The index of some prompts; those of fewer than `min_words` words have no n-grams in it."""
+    found = []
+    for text in texts:
+        words = word_hashes(text).words
+        found.append(set(gram_hashes(words, n).tolist()) if len(words) >= max(n, min_words) else set())
+    prompts = Counter(gram for grams in found for gram in grams)
+    weights = [{gram: math.log1p(len(texts) / prompts[gram]) for gram in sorted(grams)} for grams in found]
+    pairs = sorted((gram, owner) for owner, grams in enumerate(found) for gram in grams)
+    return FuzzyIndex(
+        n,
+        step,
+        misses,
+        weights,
+        [sum(w.values()) for w in weights],
+        np.array([gram for gram, _ in pairs], np.uint64),
+        np.array([owner for _, owner in pairs], np.int64),
+        table_of(prompts),
+    )
+
+
+@dataclass(frozen=True)
+class FuzzyMatch:
+    """The prompt of which a document's passage covers most: its weighted share, and the passage."""
+
+    prompt: int
+    share: float
+    text: str
+
+
+def fuzzy_match(text: Hashed, index: FuzzyIndex) -> FuzzyMatch | None:
+    """The prompt that one passage of the document covers best, or None; of equals the first."""
+    grams = gram_hashes(text.words, index.n)
+    sampled = places_held(np.ascontiguousarray(grams[:: index.step]), index.table)
+    low = np.searchsorted(index.hashes, grams[sampled * index.step], side="left")
+    high = np.searchsorted(index.hashes, grams[sampled * index.step], side="right")
+    best: FuzzyMatch | None = None
+    covered: dict[int, int] = {}  # per prompt the end of the last passage, so that it is measured once
+    for place, at in enumerate((sampled * index.step).tolist()):
+        for prompt in index.owners[low[place] : high[place]].tolist():
+            if covered.get(prompt, -1) >= at:
+                continue
+            start, stop = _passage(grams, at, index.weights[prompt], index.misses)
+            covered[prompt] = stop
+            held = sum(index.weights[prompt].get(gram, 0.0) for gram in sorted(set(grams[start : stop + 1].tolist())))
+            share = held / index.totals[prompt]
+            if best is None or (share, -prompt) > (best.share, -best.prompt):
+                passage = text.lowered[text.start[start] : text.stop[stop + index.n - 1]]
+                best = FuzzyMatch(prompt, share, passage)
+    return best
+
+
+def _passage(grams: NDArray[np.uint64], at: int, weights: dict[int, float], misses: int) -> tuple[int, int]:
+    """First and last n-gram of the passage around `at` in which at most `misses` in a row are foreign."""
+    ends = []
+    for direction in (-1, 1):
+        end, missed, here = at, 0, at + direction
+        while 0 <= here < len(grams) and missed <= misses:
+            if int(grams[here]) in weights:
+                end, missed = here, 0
+            else:
+                missed += 1
+            here += direction
+        ends.append(end)
+    return ends[0], ends[1]

@@ -1,0 +1,142 @@
+"""Word n-grams as hashes, and finding those of an index in a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.text.characters import SYMBOL, code_points, decode, lowered, tables
+from puna.kernels.text.hash_table import ONE, contains, mix, table_of
+from puna.kernels.text.strings import buffers
+from puna.kernels.text.unspaced import weights
+from puna.kernels.text.words import BASE, IS_SYMBOL, split_codes, split_ranges
+
+
+class Hashed(NamedTuple):
+    """The words of a text without case and punctuation: `words` uint64[n], their hashes; `start`, `stop` int32[n], their ranges in
+    `lowered`, the text in lower case."""
+
+    words: NDArray[np.uint64]
+    start: NDArray[np.int32]
+    stop: NDArray[np.int32]
+    lowered: str
+
+
+def word_hashes(text: str) -> Hashed:
+    """The words of a text without case and punctuation."""
+    lowered = text.lower()
+    words = split_codes(code_points(lowered))
+    kept = words.flags & IS_SYMBOL == 0
+    return Hashed(words.hash[kept], words.start[kept], words.stop[kept], lowered)
+
+
+@njit(cache=True)
+def gram_hashes(words: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
+    """Hash of each n-gram of words, uint64[max(len(words) - n + 1, 0)]."""
+    out = np.empty(max(len(words) - n + 1, 0), np.uint64)
+    mixed = np.empty(len(words), np.uint64)
+    value, leaving = np.uint64(0), np.uint64(1)
+    for _ in range(n):
+        leaving *= BASE
+    # Polynomial in the words: the next one is added to the last n, and the first of these is taken off.
+    for k in range(len(words)):
+        mixed[k] = mix(words[k])
+        value = value * BASE + mixed[k]
+        if k >= n:
+            value -= mixed[k - n] * leaving
+        if k >= n - 1:
+            out[k - n + 1] = mix(value + np.uint64(n))
+    return out
+
+
+@njit(cache=True)
+def places_held(grams: NDArray[np.uint64], table: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Places of the n-grams that a table (`hash_table.table_of`) holds; a place too many is as likely as two equal hashes."""
+    out, size = np.empty(len(grams), np.int64), 0
+    for at in range(len(grams)):
+        if contains(table, grams[at]):
+            out[size] = at
+            size += 1
+    return out[:size]
+
+
+class Sieve(NamedTuple):
+    """N-grams of several lengths: `keys` a table of the hashes of all, `lengths` int64[k]; `steps` int64[k]: each how-manyeth n-gram of a
+    text is looked up."""
+
+    keys: NDArray[np.uint64]
+    lengths: NDArray[np.int64]
+    steps: NDArray[np.int64]
+
+
+def sieve(grams: Iterable[tuple[int, int, NDArray[np.uint64]]]) -> Sieve:
+    """Of lengths, steps and hashes of n-grams."""
+    some = [(length, step, hashes) for length, step, hashes in grams if len(hashes)]
+    keys = table_of({value for _, _, hashes in some for value in hashes.tolist()})
+    return Sieve(keys, np.array([length for length, _, _ in some], np.int64), np.array([step for _, step, _ in some], np.int64))
+
+
+def may_hold(texts: pa.Array | pa.ChunkedArray, grams: Sieve) -> NDArray[np.bool_]:
+    """Which texts may hold one of the n-grams: those that do, those of which only `str` knows the lower case, few others."""
+    found: NDArray[np.bool_] = _may_hold(*buffers(texts), *tables(), weights(), grams)
+    return found
+
+
+@njit(cache=True)
+def _may_hold(
+    data: NDArray[np.uint8], offsets: NDArray[np.int64], flags: NDArray[np.uint16], lower: NDArray[np.uint32], breaks: NDArray[np.int8],
+    grams: Sieve,
+) -> NDArray[np.bool_]:  # fmt: skip
+    texts, longest = len(offsets) - 1, 0
+    for n in range(texts):
+        longest = max(longest, offsets[n + 1] - offsets[n])
+    codes, start, stop = np.empty(longest, np.uint32), np.empty(longest, np.int32), np.empty(longest, np.int32)
+    words, found = np.empty(longest, np.uint64), np.empty(texts, np.bool_)
+    for n in range(texts):
+        many = decode(data, offsets[n], offsets[n + 1], codes)
+        alone = lowered(codes[:many], lower)
+        count = _mixed(codes, flags, start, stop, split_ranges(codes[:many], flags, breaks, start, stop), words)
+        found[n] = not alone or _any_held(words, count, grams)
+    return found
+
+
+@njit(cache=True, borrows=True)
+def _mixed(
+    codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: NDArray[np.int32], stop: NDArray[np.int32], count: int,
+    words: NDArray[np.uint64],
+) -> int:  # fmt: skip
+    """Write the hashes, mixed, of those of `count` words that are no symbols; returns how many."""
+    kept = 0
+    for word in range(count):
+        value, every = np.uint64(0), np.uint16(SYMBOL)
+        for at in range(start[word], stop[word]):
+            value = value * BASE + np.uint64(codes[at]) + ONE
+            every &= flags[codes[at]]
+        if not every:
+            words[kept] = mix(value)
+            kept += 1
+    return kept
+
+
+@njit(cache=True, borrows=True)
+def _any_held(words: NDArray[np.uint64], count: int, grams: Sieve) -> bool:
+    """Whether one of the n-grams of `count` words is held, see `gram_hashes`."""
+    for k in range(len(grams.lengths)):
+        n, step = grams.lengths[k], grams.steps[k]
+        value, leaving, due = np.uint64(0), ONE, n - 1
+        for _ in range(n):
+            leaving *= BASE
+        for word in range(count):
+            value = value * BASE + words[word]
+            if word >= n:
+                value -= words[word - n] * leaving
+            if word == due:
+                due += step
+                if contains(grams.keys, mix(value + np.uint64(n))):
+                    return True
+    return False

@@ -1,0 +1,105 @@
+"""An open-addressing table over 64-bit hashes, for compiled code. Two texts with one hash are taken as equal:
+with 64 bits a document of a million n-grams meets a false one with a chance of 3 in 10 million.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.numba_cache import njit
+
+MIX = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
+ONE = np.uint64(1)
+
+
+@njit(cache=True, borrows=True)
+def mix(value: np.uint64) -> np.uint64:
+    """Spread a hash over all 64 bits; never 0, which marks an empty place in a hash table."""
+    value = (value ^ (value >> np.uint64(30))) * MIX
+    value = (value ^ (value >> np.uint64(27))) * MIX_2
+    value = value ^ (value >> np.uint64(31))
+    return value if value != 0 else ONE
+
+
+@njit(cache=True, borrows=True)
+def size_for(entries: int) -> int:
+    """A power of two that keeps the table at most half full."""
+    size = 8
+    while size < 2 * entries:
+        size *= 2
+    return size
+
+
+@njit(cache=True, borrows=True)
+def place(keys: NDArray[np.uint64], key: np.uint64) -> int:
+    """Where `key` (not 0) is, or would go, in a table whose free places hold 0."""
+    mask = len(keys) - 1
+    at = np.int64(key & np.uint64(mask))
+    while keys[at] != 0 and keys[at] != key:
+        at = (at + 1) & mask
+    return int(at)
+
+
+@njit(cache=True)
+def cleared(space: NDArray[np.uint64], entries: int) -> NDArray[np.uint64]:
+    """An empty table for `entries` keys, made of the beginning of `space` (at least `size_for(entries)` long)."""
+    keys = space[: size_for(entries)]
+    keys[:] = 0
+    return keys
+
+
+@njit(cache=True, borrows=True)
+def emptied(slots: NDArray[np.int32], entries: int) -> int:
+    """Make an empty table for places of `entries` keys of the beginning of `slots`, see `slot_of`: how many bits of a hash it looks at."""
+    bits, size = 3, 8
+    while size < 4 * entries:
+        bits, size = bits + 1, 2 * size
+    slots[:size] = 0
+    return bits
+
+
+@njit(cache=True, borrows=True)
+def slot_of(slots: NDArray[np.int32], bits: int, keys: NDArray[np.uint64], key: np.uint64) -> int:
+    """Where the place of `key` in `keys`, from 1 on, is or would go in a table of 2^bits slots, of which free ones hold 0.
+
+    A quarter full at most, and half as large as one of the keys themselves: most looks are the first slot's alone.
+    """
+    mask = (1 << bits) - 1
+    at = np.int64((key * MIX) >> np.uint64(64 - bits))
+    while slots[at] != 0 and keys[slots[at] - 1] != key:
+        at = (at + 1) & mask
+    return int(at)
+
+
+@njit(cache=True, borrows=True)
+def contains(keys: NDArray[np.uint64], hash_: np.uint64) -> bool:
+    """Whether a table made by `table_of` holds the hash."""
+    key = mix(hash_)
+    return bool(keys[place(keys, key)] == key)
+
+
+@njit(cache=True, borrows=True)
+def perhaps(bits: NDArray[np.uint64], hash_: np.uint64) -> bool:
+    """Whether the hash may be one of those of `bits_of`: of others few."""
+    return bool(bits[hash_ >> np.uint64(54)] >> ((hash_ >> np.uint64(48)) & np.uint64(63)) & ONE)
+
+
+def bits_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
+    """A bit for each of 65,536 beginnings of hashes that are mixed, set where one of these begins so: 8 KiB that stay in a core's cache."""
+    bits = np.zeros(1 << 10, np.uint64)
+    for value in hashes:
+        bits[value >> 54] |= ONE << np.uint64(value >> 48 & 63)
+    return bits
+
+
+def table_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
+    """A table of hashes, for `contains`; a quarter full at most."""
+    found = [np.uint64(mix(np.uint64(h))) for h in hashes]
+    keys = np.zeros(2 * size_for(len(found)), np.uint64)
+    for key in found:
+        keys[place(keys, key)] = key
+    return keys

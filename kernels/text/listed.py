@@ -1,0 +1,70 @@
+"""How many words of a list texts have, by one compiled pass over their characters."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.text.characters import cut, decode, tables
+from puna.kernels.text.hash_table import bits_of, mix, perhaps, place, table_of
+from puna.kernels.text.strings import buffers
+from puna.kernels.text.unspaced import weights
+from puna.kernels.text.words import folded_hash, split_ranges
+
+
+class Listed(NamedTuple):
+    """A list of words: `bits`, `keys` uint64: their folded hashes as `bits_of` and as a table (`hash_table`); `numbers` int32 at the same
+    places: which word it is; `size`: how many there are."""
+
+    bits: NDArray[np.uint64]
+    keys: NDArray[np.uint64]
+    numbers: NDArray[np.int32]
+    size: int
+
+
+def listed(folded: NDArray[np.uint64]) -> Listed:
+    """The list of the words with these different hashes, see `words.folded_hashes`."""
+    keys = table_of(folded.tolist())
+    numbers = np.zeros(len(keys), np.int32)
+    for number, value in enumerate(folded):
+        numbers[place(keys, np.uint64(mix(value)))] = number
+    return Listed(bits_of(folded.tolist()), keys, numbers, len(folded))
+
+
+def kinds_held(
+    texts: pa.Array | pa.ChunkedArray, characters: int, words: Listed, kinds: NDArray[np.int64], count: int
+) -> NDArray[np.int64]:
+    """How many different words of each kind the first so many characters of each text have in any case, int64[texts, count]; `kinds`: of
+    each word its kind."""
+    data, offsets = buffers(texts)
+    found: NDArray[np.int64] = _kinds_held(data, offsets, characters, *tables(), weights(), words, kinds, count)
+    return found
+
+
+@njit(cache=True)
+def _kinds_held(
+    data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: int, flags: NDArray[np.uint16], lower: NDArray[np.uint32],
+    breaks: NDArray[np.int8], words: Listed, kinds: NDArray[np.int64], count: int,
+) -> NDArray[np.int64]:  # fmt: skip
+    texts, longest = len(offsets) - 1, 0
+    for n in range(texts):
+        longest = max(longest, min(offsets[n + 1] - offsets[n], characters))
+    codes, start, stop = np.empty(longest, np.uint32), np.empty(longest, np.int32), np.empty(longest, np.int32)
+    found, seen = np.zeros((texts, count), np.int64), np.full(words.size, -1, np.int64)  # in which text a word was seen last
+    for n in range(texts):
+        many = decode(data, offsets[n], cut(data, offsets[n], offsets[n + 1], characters), codes)
+        for word in range(split_ranges(codes[:many], flags, breaks, start, stop)):
+            folded = folded_hash(codes, flags, lower, start[word], stop[word])
+            if not perhaps(words.bits, folded):
+                continue
+            key = mix(folded)
+            where = place(words.keys, key)
+            number = words.numbers[where]
+            if words.keys[where] == key and seen[number] != n:
+                seen[number] = n
+                found[n, kinds[number]] += 1
+    return found

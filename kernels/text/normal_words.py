@@ -1,0 +1,174 @@
+"""Shingles: texts as normal words, and hashes of every run of so many words.
+
+A normal form is a table: for each code point the bytes that stand for it, where a space parts words. Applied byte by byte
+of UTF-8 it takes a table look-up per byte of ASCII and a copy per other character, at some hundred MB/s per core.
+
+Shapes: D documents, W words, S shingles (of all documents one after another). `offsets_D1[d] : offsets_D1[d + 1]` are the
+rows of document d in a flat array.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.text.hashing import I64, U64, xxh64
+
+SPACE = np.uint8(32)
+
+
+class Table(NamedTuple):
+    """What stands for a character. `ascii` uint8[128]: one byte each, 32 for a break between words. For code point c, bounded
+    by the last one of the table, `pool[where[c] : where[c + 1]]` uint8. `growth`: most bytes that stand for one byte."""
+
+    ascii: NDArray[np.uint8]
+    where: I64
+    pool: NDArray[np.uint8]
+    growth: int
+
+    @classmethod
+    def of(cls, forms: list[bytes]) -> Table:
+        """The table that gives code point c the bytes `forms[c]`, single bytes for ASCII; those past the end part words."""
+        if any(len(form) != 1 for form in forms[:128]):
+            raise ValueError("an ASCII character is replaced by one byte")
+        forms = [*forms, b" "]
+        lengths = np.fromiter(map(len, forms), np.int64, len(forms))
+        bytes_in_utf8 = np.repeat([1, 2, 3, 4], np.diff([0, 0x80, 0x800, 0x10000, max(0x10000, len(forms))]))[: len(forms)]
+        growth = max(1, *(-(-lengths // bytes_in_utf8)).tolist())
+        where = np.append(0, np.cumsum(lengths))
+        return cls(np.frombuffer(b"".join(forms[:128]), np.uint8), where, np.frombuffer(b"".join(forms), np.uint8), growth)
+
+
+class Words(NamedTuple):
+    """Normal words of documents: `data` uint8, parted by single spaces; `offsets_D1` of the documents in it; `begins` int32,
+    the first byte of each word in its document; `words_D1` offsets of the documents' words."""
+
+    data: NDArray[np.uint8]
+    offsets_D1: I64
+    begins: NDArray[np.int32]
+    words_D1: I64
+
+    def texts(self) -> list[str]:
+        """Each document's normal text."""
+        whole = self.data.tobytes()
+        return [whole[a:b].decode("utf-8", "surrogatepass") for a, b in zip(self.offsets_D1[:-1], self.offsets_D1[1:], strict=True)]
+
+
+def normal_words(data: NDArray[np.uint8], offsets_D1: NDArray[Any], table: Table) -> Words:
+    """The normal words of documents given as UTF-8 bytes one after another.
+
+    `data[offsets_D1[d] : offsets_D1[d + 1]]` is document d; the offsets need not begin at 0.
+    """
+    offsets_D1 = np.ascontiguousarray(offsets_D1, dtype=np.int64)
+    return Words(*_normal_words(np.ascontiguousarray(data), offsets_D1, *table))
+
+
+@njit(cache=True, nogil=True)
+def _normal_words(data: Any, offsets_D1: Any, ascii_table: Any, where: Any, pool: Any, growth: Any) -> Any:
+    documents = len(offsets_D1) - 1
+    wide = 0
+    i: Any
+    for i in range(offsets_D1[0], offsets_D1[documents]):
+        wide += data[i] >> 7
+    size = offsets_D1[documents] - offsets_D1[0] + wide * (growth - 1)
+    out = np.empty(size + documents + 1, dtype=np.uint8)
+    begins = np.empty(size // 2 + documents + 1, dtype=np.int32)
+    out_D1 = np.zeros(documents + 1, dtype=np.int64)
+    words_D1 = np.zeros(documents + 1, dtype=np.int64)
+    # Unsigned positions spare a check for negative ones at every byte.
+    zero, one = np.uint64(0), np.uint64(1)
+    first, w, last = zero, zero, np.uint64(len(where) - 2)
+    for d in range(documents):
+        i = np.uint64(offsets_D1[d])
+        stop = np.uint64(offsets_D1[d + 1])
+        j: Any = zero  # bytes written of this document
+        before: Any = one  # whether the last one is a space
+        while i < stop:
+            # No branch: each byte is written, and stays unless it is a space after a space.
+            while i < stop and data[i] < 128:
+                v = ascii_table[data[i]]
+                space = np.uint64(v == SPACE)
+                out[first + j] = v
+                begins[w] = j
+                w += before & (space ^ one)
+                j += one - (before & space)
+                before = space
+                i += one
+            while i < stop and data[i] >= 128:
+                c, length = code_point(data, i)
+                i += length
+                c = min(c, last)
+                for k in range(where[c], where[c + 1]):
+                    v = pool[k]
+                    space = np.uint64(v == SPACE)
+                    out[first + j] = v
+                    begins[w] = j
+                    w += before & (space ^ one)
+                    j += one - (before & space)
+                    before = space
+        if j > zero and before:
+            j -= one
+        first += j
+        out_D1[d + 1] = first
+        words_D1[d + 1] = w
+    return out[:first], out_D1, begins[:w], words_D1
+
+
+@njit(cache=True, nogil=True, inline="always")
+def code_point(data: Any, i: Any) -> Any:
+    """The code point that begins at `i` with a byte that is not ASCII, and how many bytes it has."""
+    one, two, three = np.uint64(1), np.uint64(2), np.uint64(3)
+    b, second = np.uint64(data[i]), np.uint64(data[i + one]) & np.uint64(0x3F)
+    if b < np.uint64(0xE0):
+        return ((b & np.uint64(0x1F)) << np.uint64(6)) | second, two
+    third = np.uint64(data[i + two]) & np.uint64(0x3F)
+    if b < np.uint64(0xF0):
+        return ((b & np.uint64(0x0F)) << np.uint64(12)) | (second << np.uint64(6)) | third, three
+    fourth = np.uint64(data[i + three]) & np.uint64(0x3F)
+    return ((b & np.uint64(0x07)) << np.uint64(18)) | (second << np.uint64(12)) | (third << np.uint64(6)) | fourth, np.uint64(4)
+
+
+def shingle_hashes(words: Words, width: int, short: bool = True) -> tuple[U64, I64]:
+    """XXH64 of every run of `width` words (parted by single spaces) of each document; hashes_S and their offsets_D1.
+
+    A document of fewer words has one shingle, all of it (`short`), or none; one without words has none.
+    """
+    return _shingle_hashes(words.data, words.offsets_D1, words.begins, words.words_D1, width, short)  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def _shingle_hashes(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, width: Any, short: Any) -> Any:
+    documents = len(offsets_D1) - 1
+    out_D1 = np.zeros(documents + 1, dtype=np.int64)
+    for d in range(documents):
+        words = words_D1[d + 1] - words_D1[d]
+        least = 1 if short and words > 0 else 0
+        out_D1[d + 1] = out_D1[d] + max(least, words - width + 1)
+    hashes = np.empty(out_D1[documents], dtype=np.uint64)
+    for d in range(documents):
+        count, at, last, first = out_D1[d + 1] - out_D1[d], words_D1[d], words_D1[d + 1], offsets_D1[d]
+        for s in range(count):
+            stop = first + begins[at + s + width] - 1 if at + s + width < last else offsets_D1[d + 1]
+            hashes[out_D1[d] + s] = xxh64(data, np.uint64(first + begins[at + s]), np.uint64(stop))
+    return hashes, out_D1
+
+
+def widened(hashes_S: U64, words: int) -> U64:
+    """Hashes of the shingles of twice `words` words, from those of `words` words in text order; [S - words]."""
+    return _widened(hashes_S, words)  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def _widened(hashes_S: Any, words: Any) -> Any:
+    if len(hashes_S) <= words:
+        return hashes_S.copy()
+    out = np.empty(len(hashes_S) - words, dtype=np.uint64)
+    for s in range(len(out)):
+        h = (hashes_S[s] * np.uint64(0x9E3779B185EBCA87)) ^ (hashes_S[s + words] * np.uint64(0xC2B2AE3D27D4EB4F))
+        h = (h ^ (h >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+        h = (h ^ (h >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+        out[s] = h ^ (h >> np.uint64(33))
+    return out

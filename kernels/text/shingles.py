@@ -1,0 +1,148 @@
+"""The normal form in which near-duplicate detection compares texts."""
+
+from __future__ import annotations
+
+import unicodedata
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.text.characters import JOINERS, SINGLE, decode, tables
+from puna.kernels.text.normal_words import SPACE, Table, Words, normal_words
+from puna.kernels.text.unspaced import weights
+from puna.kernels.text.words import split, split_ranges
+
+LIMIT = 0x40000  # no letters beyond
+FIRST_OF_THREE = np.uint8(0xE0)
+_OPEN = {"Cn", "Co", "Cs"}  # unassigned, private, surrogate
+
+
+def character(c: str) -> str:
+    """What stands for one character in a normal text: letters and digits in lower case, marks, or spaces."""
+    return "".join(map(_part, unicodedata.normalize("NFD", c.casefold())))
+
+
+def _part(c: str) -> str:
+    if "\u0300" <= c < "\u0370" or c in JOINERS:  # Latin accents
+        return ""
+    return c if c.isalnum() or unicodedata.category(c).startswith("M") else " "
+
+
+def normalized(text: str) -> str:
+    """Lower-case words without punctuation and Latin accents, parted by single spaces; numbers stay as they are.
+
+    Each character is mapped alone; then scripts without spaces are parted into words. Numbers tell apart what templates make alike
+    (statistics, product pages), so they are not mapped to one digit.
+    """
+    return " ".join(split("".join(map(character, text))))
+
+
+def normal(data: NDArray[np.uint8], offsets_D1: NDArray[Any]) -> Words:
+    """`normalized` of documents given as UTF-8 bytes one after another."""
+    words = normal_words(data, offsets_D1, table())
+    # No letter of a script without spaces has fewer than three bytes.
+    places = np.flatnonzero(words.data >= FIRST_OF_THREE)
+    if not len(places):
+        return words
+    long = np.zeros(len(words.offsets_D1) - 1, np.bool_)
+    long[np.searchsorted(words.offsets_D1, places, side="right") - 1] = True
+    return Words(*_parted(words.data, words.offsets_D1, words.begins, words.words_D1, long, len(places), tables().flags, weights()))
+
+
+@njit(cache=True, nogil=True)
+def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, room: int, flags: Any, breaks: Any) -> Any:
+    """`Words` again with words in scripts without spaces. `long`: documents that have characters of three bytes; `room`: how many.
+
+    What lies beyond a space decides nothing, so that only words with such letters are parted.
+    """
+    documents = len(offsets_D1) - 1
+    most = np.int64(0)
+    for d in range(documents):
+        most = max(most, offsets_D1[d + 1] - offsets_D1[d])
+    out = np.empty(len(data) + 2 * room, np.uint8)
+    out_begins = np.empty(len(begins) + 2 * room, np.int32)
+    out_D1, out_words_D1 = np.zeros(documents + 1, np.int64), np.zeros(documents + 1, np.int64)
+    codes, start, stop = np.empty(most, np.uint32), np.empty(most, np.int32), np.empty(most, np.int32)
+    size, count, d = 0, 0, 0
+    while d < documents:
+        same = d  # documents that stay as they are, up to this one, are copied together
+        while same < documents and not long[same]:
+            same += 1
+        if same > d:
+            bytes_moved, words_moved = size - offsets_D1[d], count - words_D1[d]
+            out[size : bytes_moved + offsets_D1[same]] = data[offsets_D1[d] : offsets_D1[same]]
+            out_begins[count : words_moved + words_D1[same]] = begins[words_D1[d] : words_D1[same]]
+            out_D1[d + 1 : same + 1] = offsets_D1[d + 1 : same + 1] + bytes_moved
+            out_words_D1[d + 1 : same + 1] = words_D1[d + 1 : same + 1] + words_moved
+            size, count, d = out_D1[same], out_words_D1[same], same
+            continue
+        first, last, began = offsets_D1[d], offsets_D1[d + 1], size
+        for word in range(words_D1[d], words_D1[d + 1]):
+            at, end = first + begins[word], first + begins[word + 1] - 1 if word + 1 < words_D1[d + 1] else last
+            parts, wide = 0, False
+            for i in range(at, end):
+                wide = wide or data[i] >= FIRST_OF_THREE
+            if wide:
+                characters = decode(data, at, end, codes)
+                if (flags[codes[:characters]] & SINGLE).any():
+                    parts = split_ranges(codes[:characters], flags, breaks, start, stop)
+            place = 0
+            for part in range(max(1, parts)):
+                if size > began:
+                    out[size] = SPACE
+                    size += 1
+                out_begins[count] = size - began
+                count += 1
+                if not parts:
+                    for i in range(at, end):
+                        out[size + i - at] = data[i]
+                    size += end - at
+                    continue
+                while place < stop[part]:
+                    shown = place >= start[part]
+                    out[size] = data[at]
+                    size, at = size + shown, at + 1
+                    while at < end and data[at] & 0xC0 == 0x80:
+                        out[size] = data[at]
+                        size, at = size + shown, at + 1
+                    place += 1
+        d += 1
+        out_D1[d], out_words_D1[d] = size, count
+    return out[:size], out_D1, out_begins[:count], out_words_D1
+
+
+@lru_cache(maxsize=1)
+def table() -> Table:
+    """`character` of every character, for the kernel; made once per process in a sixth of a second."""
+    return Table.of([_form(chr(point)) for point in range(LIMIT)])
+
+
+def _form(c: str) -> bytes:
+    """`character` as bytes; most are decided by their category: what Unicode leaves open, and ideographs."""
+    category = unicodedata.category(c)
+    if category in _OPEN:
+        return b" "
+    if category == "Lo" and c >= "\u3400" and not unicodedata.decomposition(c) and not "\uac00" <= c <= "\ud7a3":
+        return _part(c).encode()  # such letters have neither case nor parts
+    return character(c).encode()
+
+
+def words_of(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> Words:
+    """The words of texts that are normal already, given as bytes one after another: what lies between single spaces."""
+    begin = np.zeros(len(data) + 1, bool)
+    begin[np.flatnonzero(data == SPACE) + 1] = True
+    begin[offsets[:-1][np.diff(offsets) > 0]] = True
+    begins = np.flatnonzero(begin)
+    bounds = np.searchsorted(begins, offsets)
+    begins -= np.repeat(offsets[:-1], np.diff(bounds))
+    return Words(data, offsets, begins.astype(np.int32), bounds)
+
+
+def packed(texts: list[str]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """The UTF-8 bytes of all texts one after another, and where each begins (and the last ends)."""
+    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+    offsets = np.cumsum([0, *map(len, encoded)]).astype(np.int64)
+    return np.frombuffer(b"".join(encoded), dtype=np.uint8), offsets

@@ -1,0 +1,125 @@
+"""How much of a text is code and how much of it reasons, measured on the text alone.
+
+Its lines of code are the certain ones; `puna.kernels.text.code_lines` says why there is another notion, which in doubt takes
+a line for code.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from string import ascii_letters, digits, whitespace
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.text.characters import cut, decode
+from puna.kernels.text.listed import Listed, kinds_held, listed
+from puna.kernels.text.strings import buffers
+from puna.kernels.text.words import folded_hashes
+
+SEEDS = Path(__file__).parent / "data" / "reasoning.txt"
+NEWLINE, BACKSLASH = 10, 92
+MARKS = "{}[]()=<>;_\\*&|#+@^~`"  # what code has many of and prose has few
+ENDS = "{}"
+OPEN, CLOSE, BULLET = 0x28, 0x29, 0x2022
+# Operators and relations, letters of formulas, raised and lowered digits.
+FORMULA_RANGES = ((0x2070, 0x209C), (0x2200, 0x22FF), (0x27C0, 0x27EF), (0x2980, 0x2AFF), (0x1D400, 0x1D7FF))
+FORMULA = "\u00b1\u00b2\u00b3\u00b9\u00d7\u00f7\u2102\u210d\u2115\u2119\u211a\u211d\u2124\u2202\u2207"
+SMALL = 128
+
+
+class Technical(NamedTuple):
+    """`code_lines` of `lines` read as code; `formulas`: marks of formulas; `reasoning_words`: different words of deduction."""
+
+    lines: int
+    code_lines: int
+    formulas: int
+    reasoning_words: int
+
+
+IS_MARK, IS_END, IS_LETTER, IS_SPACE, IS_DIGIT = 1, 2, 4, 8, 16
+SETS = ((IS_MARK, MARKS), (IS_END, ENDS), (IS_LETTER, ascii_letters), (IS_SPACE, whitespace), (IS_DIGIT, digits))
+IS = np.array([sum(bit for bit, characters in SETS if chr(code) in characters) for code in range(SMALL)] + [0], np.uint8)
+"""The bits above of each ASCII character, and of all others."""
+FORMULA_CODES = np.array(sorted(map(ord, FORMULA)), np.uint32)
+FORMULA_BOUNDS = np.array(FORMULA_RANGES, np.uint32)
+
+
+@lru_cache(maxsize=1)
+def reasoning_words() -> Listed:
+    """The words of deduction of all languages."""
+    lines = [line for line in SEEDS.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    return listed(np.unique(np.concatenate([folded_hashes(line.partition(":")[2].split()) for line in lines])))
+
+
+def measured(texts: pa.Array | pa.ChunkedArray, characters: int) -> list[Technical]:
+    """Code and reasoning in the first so many characters of each text."""
+    words = reasoning_words()
+    held = kinds_held(texts, characters, words, np.zeros(words.size, np.int64), 1)
+    return [Technical(*found) for found in np.hstack([_counted(*buffers(texts), characters), held]).tolist()]
+
+
+@njit(cache=True)
+def _counted(data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: int) -> NDArray[np.int64]:
+    """The first three numbers of `Technical` of each text, int64[texts, 3]."""
+    texts, longest = len(offsets) - 1, 0
+    for n in range(texts):
+        longest = max(longest, min(offsets[n + 1] - offsets[n], characters))
+    codes, found = np.empty(longest, np.uint32), np.zeros((texts, 3), np.int64)
+    for n in range(texts):
+        many = decode(data, offsets[n], cut(data, offsets[n], offsets[n + 1], characters), codes)
+        found[n, 0], found[n, 1] = code_lines(codes[:many])
+        found[n, 2] = formula_marks(codes[:many])
+    return found
+
+
+@njit(cache=True, borrows=True)
+def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
+    """Lines that are not blank, and those of them that read as code.
+
+    Such a line ends in a brace, or has at least two brackets, operators and the like besides one in parentheses, and these are an
+    eighth of what it shows; at most a third of it is digits, and it has a letter or nothing but marks: tables of numbers are no code,
+    nor are the items of a list.
+    """
+    lines = code = shown = marks = digits = letters = last = opened = closed = item = 0
+    for at in range(len(codes) + 1):
+        if at == len(codes) or codes[at] == NEWLINE:
+            if shown:
+                lines += 1
+                dense = marks - min(opened, closed, 1) >= 2 and 8 * marks >= shown
+                if not item and (dense or last & IS_END) and 3 * digits <= shown and (letters > 0 or marks == shown):
+                    code += 1
+            shown = marks = digits = letters = last = opened = closed = item = 0
+            continue
+        # Without a branch: most characters are letters, and every word ends in another.
+        kind = IS[min(codes[at], np.uint32(SMALL))]
+        item |= shown == 0 and codes[at] == BULLET
+        opened += codes[at] == OPEN
+        closed += codes[at] == CLOSE
+        shown += kind & IS_SPACE == 0
+        marks += kind & IS_MARK != 0
+        digits += kind & IS_DIGIT != 0
+        letters += kind & IS_LETTER != 0
+        last = last if kind & IS_SPACE else kind
+    return lines, code
+
+
+@njit(cache=True, borrows=True)
+def formula_marks(codes: NDArray[np.uint32]) -> int:
+    """Commands of TeX (a backslash and a letter) and characters that only formulas have."""
+    found = 0
+    for at in range(len(codes)):
+        code = codes[at]
+        if code < SMALL:
+            if code == BACKSLASH and at + 1 < len(codes) and codes[at + 1] < SMALL and IS[codes[at + 1]] & IS_LETTER:
+                found += 1
+            continue
+        for one in FORMULA_CODES:
+            found += code == one
+        for bounds in FORMULA_BOUNDS:
+            found += bounds[0] <= code <= bounds[1]
+    return found

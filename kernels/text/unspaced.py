@@ -1,0 +1,86 @@
+"""Where words begin in scripts that are written without spaces: Han and kana, Thai, Lao, Khmer, Burmese.
+
+A boundary between two letters is decided by the six letters around it: the sum of the weights of their one, two and three letters
+in a row, each at its place, as in BudouX (Google 2021) and before it in Sassano's boosting of word boundaries (2014). The weights
+were learned from where ICU's dictionaries part words (`tests/benchmarks/word_breaks.py`, which tells how well they agree). A
+letter that is no part of such a script stands for any other of its kind, and what lies beyond white space or punctuation is not seen,
+so that a line has the same words alone as in its text.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.text.characters import ALPHABETIC, DECIMAL, SINGLE, WORD
+
+FILE = Path(__file__).parent / "data" / "word_breaks.npz"
+BITS = 18
+AROUND = 3
+BLANK, LETTER, DIGIT = np.uint64(0x20), np.uint64(0x61), np.uint64(0x30)
+# First place and length of each feature among the six letters, the boundary lying before place 3.
+FEATURES = np.array(
+    [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (2, 2), (3, 2), (0, 3), (1, 3), (2, 3), (3, 3)], np.int64
+)
+ROOM = len(FEATURES)
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+FINISH = np.uint64(0xBF58476D1CE4E5B9)
+
+
+@lru_cache(maxsize=1)
+def weights() -> NDArray[np.int8]:
+    """The weight of each bin of features, int8[2^BITS]; the first is the sum without any."""
+    with np.load(FILE, allow_pickle=False) as stored:
+        found: NDArray[np.int8] = np.zeros(1 << BITS, np.int8)
+        found[np.cumsum(stored["gaps"], dtype=np.int64)] = stored["values"]
+    return found
+
+
+@njit(cache=True, inline="always")
+def _kind(code: np.uint32, flags: np.uint16) -> np.uint64:
+    """What a character counts as: itself in a script without spaces and for marks, else a letter, a digit or a blank."""
+    if flags & SINGLE or (flags & WORD and not flags & (ALPHABETIC | DECIMAL)):
+        return np.uint64(code)
+    if flags & ALPHABETIC:
+        return LETTER
+    return DIGIT if flags & WORD else BLANK
+
+
+@njit(cache=True)
+def features(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, out: NDArray[np.int64]) -> None:
+    """Write the bins of the features of the boundary before `at` to `out`, int64[ROOM]."""
+    around = np.full(2 * AROUND, BLANK)
+    for step in range(AROUND):
+        back = at - 1 - step
+        if back < 0 or (step > 0 and around[AROUND - step] == BLANK):
+            break
+        around[AROUND - 1 - step] = _kind(codes[back], flags[codes[back]])
+    for step in range(AROUND):
+        here = at + step
+        if here >= len(codes) or (step > 0 and around[AROUND + step - 1] == BLANK):
+            break
+        around[AROUND + step] = _kind(codes[here], flags[codes[here]])
+    for number in range(len(FEATURES)):
+        value = np.uint64(number + 1)
+        for place in range(FEATURES[number, 0], FEATURES[number, 0] + FEATURES[number, 1]):
+            value = (value + around[place]) * MULTIPLIER
+            value ^= value >> np.uint64(29)
+        # The first bin is the constant's.
+        out[number] = 1 + np.int64((value * FINISH) >> np.uint64(64 - BITS)) % ((1 << BITS) - 1)
+
+
+@njit(cache=True)
+def begins_word(codes: NDArray[np.uint32], flags: NDArray[np.uint16], breaks: NDArray[np.int8], at: int, room: NDArray[np.int64]) -> bool:
+    """Whether a word begins with the letter `at`, which follows one of a script without spaces, too. `breaks`: `weights`, or none:
+    then each letter is a word; `room`: int64[ROOM]."""
+    if not len(breaks):
+        return True
+    features(codes, flags, at, room)
+    total = np.int64(breaks[0])
+    for bin in room:
+        total += breaks[bin]
+    return bool(total > 0)

@@ -1,0 +1,106 @@
+"""Hashes of all windows of so many words of texts, and their positions: for exact repeated passages.
+
+A window of k words that occurs twice marks what a suffix array with a minimum match of k words marks, in one pass and within
+any memory; two windows with one 64-bit hash are taken as equal. Words are parted by ASCII white space, and where words begin in scripts
+that are written without (`unspaced`); punctuation stays with its word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.text.characters import ALPHABETIC, DECIMAL, JOINER, SINGLE, WORD, decode, tables
+from puna.kernels.text.hashing import I64, U64, xxh64
+from puna.kernels.text.unspaced import ROOM, begins_word, weights
+
+BASE = np.uint64(0x9E3779B97F4A7C15)  # odd
+
+
+def window_hashes(data: NDArray[np.uint8], offsets_D1: I64, width: int) -> tuple[U64, I64, I64, I64, I64]:
+    """Windows of `width` words of documents given as UTF-8 bytes one after another.
+
+    Returns hashes_N, their documents' offsets_D1, and of the words the first bytes and the ends in `data` and offsets_D1.
+    """
+    data, offsets_D1 = np.ascontiguousarray(data), np.ascontiguousarray(offsets_D1, dtype=np.int64)
+    return _window_hashes(data, offsets_D1, width, tables().flags, weights())  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def _ends(data: Any, first: Any, last: Any, flags: Any, breaks: Any, ends: Any) -> Any:
+    """Write where the words of data[first:last], a run without white space, end to `ends`; returns how many."""
+    wide = False
+    for at in range(first, last):
+        wide = wide or data[at] >= 0xE0
+    count = 0
+    if wide:
+        codes, features = np.empty(last - first, np.uint32), np.empty(ROOM, np.int64)
+        characters = decode(data, first, last, codes)
+        single = False  # whether the last letter is of a script without spaces
+        at = first
+        for place in range(characters):
+            here = flags[codes[place]]
+            if here & SINGLE:
+                after = place > 0 and single and flags[codes[place - 1]] & (WORD | JOINER) != 0
+                begins = place > 0 and (not after or begins_word(codes[:characters], flags, breaks, place, features))
+            else:
+                begins = single and here & (ALPHABETIC | DECIMAL) != 0
+            if begins:
+                ends[count] = at
+                count += 1
+            if here & (ALPHABETIC | DECIMAL):
+                single = here & SINGLE != 0
+            at += 1
+            while at < last and data[at] & 0xC0 == 0x80:
+                at += 1
+    ends[count] = last
+    return count + 1
+
+
+@njit(cache=True, nogil=True)
+def _window_hashes(data: Any, offsets_D1: Any, width: Any, flags: Any, breaks: Any) -> Any:
+    documents = len(offsets_D1) - 1
+    most = (offsets_D1[documents] - offsets_D1[0]) // 2 + documents + 1
+    begins, ends = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
+    words = np.empty(most, dtype=np.uint64)
+    hashes = np.empty(most, dtype=np.uint64)
+    words_D1, hashes_D1 = np.zeros(documents + 1, dtype=np.int64), np.zeros(documents + 1, dtype=np.int64)
+    last = np.uint64(1)
+    for _ in range(width):
+        last *= BASE
+    w = n = 0
+    for d in range(documents):
+        i, stop, first = offsets_D1[d], offsets_D1[d + 1], w
+        while i < stop:
+            while i < stop and (data[i] == 32 or 9 <= data[i] <= 13):
+                i += 1
+            if i == stop:
+                break
+            begins[w] = i
+            while i < stop and not (data[i] == 32 or 9 <= data[i] <= 13):
+                i += 1
+            for k in range(w, w + _ends(data, begins[w], i, flags, breaks, ends[w:])):
+                if k > w:
+                    begins[k] = ends[k - 1]
+                words[k] = xxh64(data, np.uint64(begins[k]), np.uint64(ends[k]))
+            w = k + 1
+        value = np.uint64(0)
+        for k in range(first, w):
+            value = value * BASE + words[k]
+            if k - first >= width:
+                value -= words[k - width] * last
+            if k - first >= width - 1:
+                hashes[n] = _mixed(value)
+                n += 1
+        words_D1[d + 1], hashes_D1[d + 1] = w, n
+    return hashes[:n], hashes_D1, begins[:w], ends[:w], words_D1
+
+
+@njit(cache=True, nogil=True)
+def _mixed(h: Any) -> Any:
+    h = (h ^ (h >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    h = (h ^ (h >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    return h ^ (h >> np.uint64(33))

@@ -1,0 +1,1 @@
+"""fastText models and the grades model, without a store."""

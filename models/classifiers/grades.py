@@ -1,0 +1,176 @@
+"""The grade that a judge would give an English document, as data to train a language model on: Puna's own quality model.
+
+A linear model of what a document is made of: its words, numbers and marks, its lines by length and ending, and its size. Each is
+hashed to a bucket and counts by the square root of its share in what is read (READ, MOST): no place in a document says more than another.
+`grade_training.py` learns the weights from grades of 0 (nothing) to 5 (teaches); NOTICE tells where they come from.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.text.strings import buffers
+
+WEIGHTS = Path(__file__).with_name("grades.safetensors")
+GOOD = 3  # sound text
+LANGUAGE = "en"
+"""The graded documents' language: of others the model knows nothing."""
+READ = 20_000  # bytes of a document
+BUCKETS = 1 << 15
+SIZES = np.array([20, 50, 100, 200, 400, 800, 1600, 3200], np.float64)  # words; the weight of each counts where a document has more
+MOST = 0.1  # of a share: what is one token nearly alone is like nothing that was graded
+SHARE, SIZE = 10.0, 2.0  # what the root of a share is multiplied by, and what a size that is exceeded counts: all weights shrink alike
+BASE, MIXED, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93), np.uint64(1)
+CAPITAL, CAPITALS, DIGITS, LINE_WORDS, LINE = 0x110000, 0x110001, 0x110100, 0x110200, 0x110300  # tokens that are no characters
+LETTER_A, LETTER_Z, UPPER_A, UPPER_Z, ZERO, NINE = 0x61, 0x7A, 0x41, 0x5A, 0x30, 0x39
+NEWLINE, SPACE, APOSTROPHE, CLOSED, COLON = 0x0A, 0x20, 0x27, 0x29, 0x3A
+FINAL = np.frombuffer(b'.!?"', np.uint8)
+FINAL_STOP, FINAL_QUOTE, CLOSING_QUOTE, ELLIPSIS = 0x2E, 0x22, 0x201D, 0x2026
+LINES = np.array([1, 3, 9, 19, 49], np.int64)  # most words of a line of each length but the longest
+
+
+class Model(NamedTuple):
+    """Weights [BUCKETS + sizes] and what is added to their sum, which is the grade; `slope`, `middle`: its chance to be a good one."""
+
+    weights: NDArray[np.float32]
+    bias: float
+    slope: float
+    middle: float
+
+
+@lru_cache(maxsize=1)
+def load() -> Model:
+    """The weights that come with the code."""
+    from safetensors.numpy import load_file
+
+    found = load_file(WEIGHTS)
+    bias, slope, middle = found["scale"].tolist()
+    return Model(found["weights"].astype(np.float32), bias, slope, middle)
+
+
+def good_chances(texts: pa.ChunkedArray, model: Model) -> NDArray[np.float64]:
+    """Probability that a judge grades each English text GOOD or more, float64[n]."""
+    chances: NDArray[np.float64] = 1 / (1 + np.exp(-model.slope * (grades_of(texts, model) - model.middle)))
+    return chances
+
+
+def grades_of(texts: pa.ChunkedArray, model: Model) -> NDArray[np.float64]:
+    """The grade of each text, float64[n], from about 0 to about 5."""
+    found: NDArray[np.float64] = _graded(*buffers(texts), model.weights, model.bias)
+    return found
+
+
+@njit(cache=True, borrows=True)
+def _count(token: np.uint64, by: int, counts: NDArray[np.int32], met: NDArray[np.int32], number: int) -> int:
+    """Count a token `by` times; returns how many buckets of `met` are filled."""
+    state = token * BASE
+    state = (state ^ (state >> np.uint64(32))) * MIXED
+    bucket = np.int64(state >> np.uint64(40)) & (BUCKETS - 1)
+    if counts[bucket] == 0:
+        met[number] = bucket
+        number += 1
+    counts[bucket] += by
+    return number
+
+
+@njit(cache=True, borrows=True)
+def _count_line(words: int, last: int, counts: NDArray[np.int32], met: NDArray[np.int32], number: int) -> int:
+    """Count a line by its length and how it ends, once and by its words."""
+    length, ending = 0, 2 if last == COLON else 0
+    while length < len(LINES) and words > LINES[length]:
+        length += 1
+    for c in FINAL:
+        ending = 1 if c == last else ending
+    number = _count(np.uint64(LINE + 3 * length + ending), 1, counts, met, number)
+    number = _count(np.uint64(LINE_WORDS + 3 * length + ending), 1 + words, counts, met, number)
+    return number
+
+
+@njit(cache=True, borrows=True)
+def _wide_mark(data: NDArray[np.uint8], at: int, stop: int) -> bool:
+    """Whether quotes, dashes and their like (U+2000 to U+207F, three bytes) begin here."""
+    return data[at] == 0xE2 and at + 2 < stop and data[at + 1] >> 1 == 0x40
+
+
+@njit(cache=True, borrows=True)
+def _word(data: NDArray[np.uint8], at: int, stop: int) -> tuple[np.uint64, int, int]:
+    """The word of letters that begins at `at`, in lower case, its end and number of capitals; apostrophes between letters belong to it."""
+    token, capitals = np.uint64(0), 0
+    while at < stop:
+        c, width = int(np.int64(data[at])), 1
+        if _wide_mark(data, at, stop) and data[at + 1] == 0x80 and data[at + 2] == 0x99:
+            c, width = APOSTROPHE, 3
+        if UPPER_A <= c <= UPPER_Z:
+            c, capitals = c + LETTER_A - UPPER_A, capitals + 1
+        elif c == APOSTROPHE:
+            if at + width >= stop or not LETTER_A <= data[at + width] <= LETTER_Z:
+                break
+        elif not LETTER_A <= c <= LETTER_Z and (c < 0x80 or _wide_mark(data, at, stop)):
+            break
+        token, at = token * BASE + np.uint64(c) + ONE, at + width
+    return token, at, capitals
+
+
+@njit(cache=True, borrows=True)
+def tokens(data: NDArray[np.uint8], at: int, stop: int, counts: NDArray[np.int32], met: NDArray[np.int32]) -> tuple[int, int]:
+    """Count what the bytes at..stop are made of, by bucket; returns how many words there are, and how many buckets are `met`.
+
+    Words are runs of letters (every byte from 0x80 on is one, but for wide marks); numbers are known by how many digits they have,
+    up to five.
+    """
+    number = words = in_line = last = 0
+    while at < stop:
+        c, begin = int(np.int64(data[at])), at
+        if c <= SPACE:
+            if c == NEWLINE and last:
+                number = _count_line(in_line, last, counts, met, number)
+                in_line = last = 0
+            at += 1
+            continue
+        if ZERO <= c <= NINE:
+            while at < stop and ZERO <= data[at] <= NINE:
+                at += 1
+            token = np.uint64(DIGITS + min(at - begin, 5))
+        elif _wide_mark(data, at, stop):
+            token, at = np.uint64(0x2000 + ((data[at + 1] & 1) << 6) + (data[at + 2] & 0x3F)), at + 3
+        elif c < 0x80 and not (LETTER_A <= c | 0x20 <= LETTER_Z):
+            token, at = np.uint64(c), at + 1
+        else:
+            token, at, capitals = _word(data, at, stop)
+            if capitals:
+                number = _count(np.uint64(CAPITALS if 1 < capitals == at - begin else CAPITAL), 1, counts, met, number)
+            c = LETTER_A
+        if c == LETTER_A or ZERO <= c <= NINE:
+            words, in_line = words + 1, in_line + 1
+        if c not in (APOSTROPHE, CLOSED):  # of `(see above.)` the full stop ends the line
+            last = FINAL_QUOTE if token == CLOSING_QUOTE else FINAL_STOP if token == ELLIPSIS else c
+        number = _count(token, 1, counts, met, number)
+    if last:
+        number = _count_line(in_line, last, counts, met, number)
+    return words, number
+
+
+@njit(cache=True)
+def _graded(data: NDArray[np.uint8], offsets: NDArray[np.int64], weights: NDArray[np.float32], bias: float) -> NDArray[np.float64]:
+    counts, met = np.zeros(BUCKETS, np.int32), np.empty(BUCKETS, np.int32)
+    out = np.empty(len(offsets) - 1)
+    for d in range(len(out)):
+        size = offsets[d + 1] - offsets[d]
+        words, number = tokens(data, offsets[d], offsets[d] + min(size, READ), counts, met)
+        total = 0.0
+        for k in range(number):
+            total += weights[met[k]] * np.sqrt(min(float(counts[met[k]]), MOST * max(words, 1)))
+            counts[met[k]] = 0
+        total *= SHARE / np.sqrt(max(words, 1))
+        for k in range(len(SIZES)):
+            if words * max(1.0, size / READ) > SIZES[k]:
+                total += weights[BUCKETS + k] * SIZE
+        out[d] = total + bias
+    return out

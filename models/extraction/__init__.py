@@ -1,0 +1,1 @@
+"""The text of a web page: blocks, features, the content model."""

@@ -1,0 +1,195 @@
+"""Attributes of a page's elements: classes, what hides, formulas; and what the page says about itself."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.numba_cache import njit
+from puna.models.extraction import layout as L
+from puna.models.extraction.layout import Scan
+from puna.models.extraction.search import find, has, is_space
+from puna.models.extraction.tags import NUMBER, fnv
+from puna.models.extraction.write import annotation, formula
+
+A_CLASS, A_ID, A_ROLE, A_STYLE, A_HIDDEN, A_ARIA_HIDDEN, A_ALT, A_ALTTEXT = (
+    np.uint64(fnv(name.encode())) for name in ["class", "id", "role", "style", "hidden", "aria-hidden", "alt", "alttext"]
+)
+A_TYPE, A_ITEMPROP, A_HREF, A_CONTENT, A_PROPERTY, A_NAME, A_REL = (
+    np.uint64(fnv(name.encode())) for name in ["type", "itemprop", "href", "content", "property", "name", "rel"]
+)
+T_A, T_IMG, T_SCRIPT, T_MATH, T_META, T_LINK = (NUMBER[name] for name in ["a", "img", "script", "math", "meta", "link"])
+
+
+@njit(cache=True, borrows=True)
+def attributes(page: Scan, element: int, tag: int, at: int) -> int:
+    """Read the attributes from `at` on; returns where the tag ends."""
+    html, s = page.html, page.state
+    size = len(html)
+    s[L.MATHS] = tag == T_MATH
+    s[L.ABOUT] = s[L.ABOUT_STOP] = s[L.VALUE] = s[L.VALUE_STOP] = 0
+    while at < size and html[at] != 62:
+        if is_space(html[at]) or html[at] == 47:
+            at += 1
+            continue
+        name = (L.OFFSET ^ np.uint64(html[at])) * L.PRIME  # a name may begin with `=`
+        at += 1
+        while at < size and html[at] != 61 and not is_space(html[at]) and html[at] != 62:
+            name = (name ^ np.uint64(html[at])) * L.PRIME
+            at += 1
+        start = stop = at
+        if at + 1 < size and html[at] == 61 and html[at + 1] == 34:
+            start = at + 2
+            stop = find(html, start, 34)
+            at = stop + 1
+        _attribute(page, element, tag, name, start, stop)
+    at = min(at + 1, size)
+    has_value = s[L.VALUE_STOP] > s[L.VALUE]
+    if tag in (T_META, T_LINK) and has_value:
+        _said(page)
+    elif s[L.MATHS] and has_value:
+        formula(page, s[L.VALUE], s[L.VALUE_STOP])
+        if tag == T_MATH and s[L.SKIP] < 0:
+            s[L.SKIP] = element
+    elif tag == T_MATH and s[L.SKIP] < 0:
+        annotation(page, element, at)
+    return at
+
+
+@njit(cache=True, borrows=True)
+def _attribute(page: Scan, element: int, tag: int, name: np.uint64, start: int, stop: int) -> None:
+    """What one attribute means; html[start:stop] is its value."""
+    html, s, flags = page.html, page.state, page.elements[element, L.FLAGS]
+    if name == A_CLASS:
+        _words(page, element, start, stop, 0, True)
+        if tag == T_IMG and (has(html, start, stop, b"math") or has(html, start, stop, b"tex")):
+            s[L.MATHS] = 1
+        if s[L.SKIP] < 0 and _unseen(html, start, stop, tag):
+            s[L.SKIP] = element
+    elif name == A_ID:
+        _words(page, element, start, stop, 1, False)
+    elif name in (A_ROLE, A_ITEMPROP):
+        _words(page, element, start, stop, 2, False)
+    elif name == A_HIDDEN:
+        page.elements[element, L.FLAGS] = flags | L.HIDDEN
+    elif name == A_ARIA_HIDDEN and stop > start and html[start] == 116:
+        page.elements[element, L.FLAGS] = flags | L.ARIA_HIDDEN
+    elif name == A_STYLE and _hides(html, start, stop):
+        page.elements[element, L.FLAGS] = flags | L.HIDDEN
+    elif name == A_TYPE and tag == T_SCRIPT:
+        page.elements[element, L.CHILDREN] = 1 if has(html, start, stop, b"math/tex") else 2 if has(html, start, stop, b"ld+json") else 0
+    elif (tag == T_META and name in (A_PROPERTY, A_NAME)) or (tag == T_LINK and name == A_REL):
+        s[L.ABOUT], s[L.ABOUT_STOP] = start, stop
+    elif (
+        (tag == T_META and name == A_CONTENT)
+        or (tag == T_LINK and name == A_HREF)
+        or (tag == T_IMG and name == A_ALT)
+        or (tag == T_MATH and name == A_ALTTEXT)
+    ):
+        s[L.VALUE], s[L.VALUE_STOP] = start, stop
+
+
+@njit(cache=True, borrows=True)
+def _hides(html: NDArray[np.uint8], start: int, stop: int) -> bool:
+    """Whether a style hides its element."""
+    gone = has(html, start, stop, b"display:none") or has(html, start, stop, b"display: none")
+    return bool(gone or has(html, start, stop, b"visibility:hidden") or has(html, start, stop, b"visibility: hidden"))
+
+
+@njit(cache=True, borrows=True)
+def _said(page: Scan) -> None:
+    """What a `meta` or `link` says about the page: its type, what made it, its address."""
+    html, s = page.html, page.state
+    if has(html, s[L.ABOUT], s[L.ABOUT_STOP], b"og:type"):
+        _about(page, s[L.VALUE], s[L.VALUE_STOP], 3)
+    elif has(html, s[L.ABOUT], s[L.ABOUT_STOP], b"generator"):
+        _about(page, s[L.VALUE], min(s[L.VALUE_STOP], s[L.VALUE] + 6), 6)
+    elif has(html, s[L.ABOUT], s[L.ABOUT_STOP], b"canonical"):
+        _address(page, s[L.VALUE], s[L.VALUE_STOP])
+
+
+@njit(cache=True, borrows=True)
+def _unseen(html: NDArray[np.uint8], start: int, stop: int, tag: int) -> bool:
+    """Whether a class names what is no text: marks of permanent links, edit links, the drawn twin of a formula."""
+    if tag == T_A and (has(html, start, stop, b"headerlink") or (stop - start == 6 and has(html, start, stop, b"anchor"))):
+        return True
+    for at in range(start, stop):
+        c = html[at] | 32
+        if c == 107 and has(html, at, min(stop, at + 10), b"katex-html"):
+            return True
+        if c == 109 and (has(html, at, min(stop, at + 15), b"mathjax_preview") or has(html, at, min(stop, at + 14), b"mw-editsection")):
+            return True
+    return False
+
+
+@njit(cache=True, borrows=True)
+def _words(page: Scan, element: int, start: int, stop: int, kind: int, sign: bool) -> None:
+    """Hashes of the words of a class or an id: letters only, cut where a capital begins."""
+    s, html = page.state, page.html
+    word, length = L.OFFSET ^ np.uint64(kind), 0
+    total = np.uint64(0)
+    lower = False
+    for at in range(start, stop + 1):
+        c = html[at] if at < stop else 32
+        letter = 97 <= (c | 32) <= 122
+        if length and (not letter or (lower and c < 97)):
+            if length > 1 and s[L.TOKEN] - page.elements[element, L.TOKENS] < L.MAX_TOKENS:
+                page.tokens[s[L.TOKEN]] = word
+                s[L.TOKEN] += 1
+                total += word * word
+            word, length = L.OFFSET ^ np.uint64(kind), 0
+        if letter:
+            word = (word ^ np.uint64(c | 32)) * L.PRIME
+            length += 1
+        lower = letter and c >= 97
+    if sign:
+        page.signs[element, 0] = (page.signs[element, 0] ^ total) * L.PRIME
+
+
+@njit(cache=True, borrows=True)
+def _about(page: Scan, start: int, stop: int, kind: int) -> None:
+    """A word about the page: the hash of html[start:stop]."""
+    s = page.state
+    if s[L.PAGE_TOKEN] < len(page.page):
+        word = L.OFFSET ^ np.uint64(kind)
+        for at in range(start, min(stop, start + 64)):
+            word = (word ^ np.uint64(page.html[at])) * L.PRIME
+        page.page[s[L.PAGE_TOKEN]] = word
+        s[L.PAGE_TOKEN] += 1
+
+
+@njit(cache=True, borrows=True)
+def _address(page: Scan, start: int, stop: int) -> None:
+    """The words of an address, after its host."""
+    html = page.html
+    at = find(html, start, 58, stop) + 3
+    at = find(html, at, 47, stop)
+    while at < stop:
+        first = at + 1
+        at = first
+        while at < stop and 97 <= (html[at] | 32) <= 122:
+            at += 1
+        if at - first > 1 or (at == stop and first == stop):
+            _about(page, first, at, 5)
+
+
+@njit(cache=True, borrows=True)
+def types(page: Scan, start: int, stop: int) -> None:
+    """The `@type`s of linked data."""
+    html = page.html
+    at = start
+    while at + 8 < stop:
+        at = find(html, at, 64, stop)
+        if (
+            at + 8 < stop
+            and html[at + 1] == 116
+            and html[at + 2] == 121
+            and html[at + 3] == 112
+            and html[at + 4] == 101
+            and html[at + 5] == 34
+        ):
+            first = find(html, at + 6, 34, stop) + 1
+            last = find(html, first, 34, stop)
+            if last < stop and last - first < 40 and first - at < 16:
+                _about(page, first, last, 4)
+        at += 1

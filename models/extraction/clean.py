@@ -1,0 +1,111 @@
+"""The last touch of a text: wrong encodings mended, control characters and white space that nobody sees taken out."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.numba_cache import njit
+from puna.models.extraction.repair import CONTROL, FIRST, repaired, roles
+
+LEAST = np.array([0, 0, 0x80, 0x800, 0x10000], np.int64)  # the first code point of so many bytes
+TAB, LINE_END, SPACE, DELETED, NO_BREAK = 9, 10, 32, 127, 0xA0
+MISREAD, DOUBTFUL = 1, 2  # of a text: `repaired` may mend it; there may be nothing to read, or something that was not decoded
+
+
+def plain(text: str) -> str:
+    """The text without control characters, mended."""
+    return _of(text, False)
+
+
+def cleaned(text: str) -> str:
+    """The text without control characters, white space at the ends of lines, line ends around it and more than one blank line; mended."""
+    return _of(text, True)
+
+
+def _of(text: str, lines: bool) -> str:
+    data = np.frombuffer(bytearray(repaired(text).encode()), np.uint8)  # of the type of `texts_of`: one loop is compiled
+    found: NDArray[np.uint8] = _cleaned(data, np.array([0, len(data)]), roles(), lines)[0]
+    return found.tobytes().decode()
+
+
+def all_cleaned(texts: NDArray[np.uint8], ends: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8]]:
+    """Texts in UTF-8, one after the other, as `cleaned` leaves those that are not `MISREAD`; where each begins, and the end; doubts."""
+    return _cleaned(texts, ends, roles(), True)  # type: ignore[no-any-return]
+
+
+@njit(cache=True)
+def _cleaned(
+    texts: NDArray[np.uint8], ends: NDArray[np.int64], roles: NDArray[np.uint8], lines: bool
+) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8]]:
+    n = len(ends) - 1
+    out, places, doubts = np.empty(len(texts), np.uint8), np.zeros(n + 1, np.int64), np.empty(n, np.uint8)
+    for k in range(n):
+        places[k + 1], doubts[k] = _clean(texts[ends[k] : ends[k + 1]], out, places[k], roles, lines)
+    return out[: places[n]], places, doubts
+
+
+@njit(cache=True, borrows=True)
+def _clean(text: NDArray[np.uint8], out: NDArray[np.uint8], start: int, roles: NDArray[np.uint8], lines: bool) -> tuple[int, int]:
+    """Write a text from `start` on; returns where it ends, and the doubts about it. `lines`: their ends are cleaned, too."""
+    at, end, before = 0, start, np.int64(0)  # before: the role of the character before
+    misread, sound, seen = False, True, False  # seen: something that is no white space
+    while at < len(text):
+        c, length, role = np.int64(text[at]), 1, np.int64(0)
+        if c >= 0x80:
+            c, length = _character(text, at)
+            role = np.int64(roles[c] if 0 <= c < 1 << 16 else 0)
+            misread |= bool(before << 1 & role or role & CONTROL)
+            sound &= bool(c >= 0 and c != 0xFFFD)
+        before = role & FIRST
+        if c == LINE_END and lines:
+            end = _line_end(out, start, end)
+            if end > start and not (end > start + 1 and out[end - 1] == LINE_END and out[end - 2] == LINE_END):
+                out[end] = LINE_END
+                end += 1
+        elif not _is_control(c):
+            for k in range(at, at + length):
+                out[end] = text[k]
+                end += 1
+            seen |= bool(SPACE < c < 0x80 or NO_BREAK < c < 0x1680 or c > 0x3000)
+        at += length
+    end = _line_end(out, start, end) if lines else end
+    while lines and end > start and out[end - 1] == LINE_END:
+        end -= 1
+    return end, MISREAD * misread + DOUBTFUL * (not (sound and seen))
+
+
+@njit(cache=True, borrows=True)
+def _line_end(out: NDArray[np.uint8], start: int, end: int) -> int:
+    """Where a line ends that is written up to `end`, without its last white space."""
+    while end > start:
+        if out[end - 1] == SPACE or out[end - 1] == TAB:
+            end -= 1
+        elif end > start + 1 and out[end - 1] == 0xA0 and out[end - 2] == 0xC2:
+            end -= 2
+        else:
+            break
+    return end
+
+
+@njit(cache=True, borrows=True)
+def _is_control(c: int) -> bool:
+    """Whether a character is a control, or one that shows nothing: soft hyphens, breaks and joints of no width, byte order marks."""
+    if c < 0x80:
+        return (0 <= c < SPACE and c != TAB and c != LINE_END) or c == DELETED
+    return c == 0xAD or c == 0x200B or c == 0x2060 or c == 0xFEFF or c == 0xFFFE or c == 0xFFFF
+
+
+@njit(cache=True, borrows=True)
+def _character(text: NDArray[np.uint8], at: int) -> tuple[int, int]:
+    """The code point of a character beyond ASCII, and its bytes; -1 where there is none."""
+    first = np.int64(text[at])
+    length = 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+    if first < 0xC2 or first > 0xF4 or at + length > len(text):
+        return -1, 1
+    c = first & (0x7F >> length)
+    for k in range(1, length):
+        if text[at + k] & 0xC0 != 0x80:
+            return -1, 1
+        c = c << 6 | np.int64(text[at + k] & 0x3F)
+    return (-1 if c < LEAST[length] or 0xD800 <= c < 0xE000 or c > 0x10FFFF else int(c)), length

@@ -1,0 +1,303 @@
+"""HTML as the parser writes it out again (every element closed, every value quoted) to blocks of text, in one pass.
+
+A block is the text between two boundaries: the tags of block elements and line breaks. Each holds its text, its place
+in the tree of elements and counts; elements hold their parents, the blocks that they span and the words of their
+classes. Text is UTF-8: entities decoded, white space collapsed except in `pre`, formulas from alternative texts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.numba_cache import njit
+from puna.models.extraction import layout as L
+from puna.models.extraction.attributes import attributes, types
+from puna.models.extraction.layout import TAG_BIT, Pages, Scan, page_of
+from puna.models.extraction.search import find, is_space, tag_name
+from puna.models.extraction.tags import IS_BLOCK, IS_RAW, IS_SPACED, IS_VOID, NUMBER
+from puna.models.extraction.write import boundary, formula, write
+
+T_A, T_BR, T_IMG, T_INPUT, T_LI, T_OL, T_TD, T_TH, T_TR = (
+    NUMBER[name] for name in ["a", "br", "img", "input", "li", "ol", "td", "th", "tr"]
+)
+T_PRE, T_TEXTAREA, T_TITLE, T_SVG, T_HEAD = (NUMBER[name] for name in ["pre", "textarea", "title", "svg", "head"])
+QUOTES = L.BIT["noscript"] | L.BIT["textarea"]
+NO_BOUND = 1 << 62
+
+
+def read_page(tree: Any) -> Scan:
+    """The blocks and elements of a page that Resiliparse has parsed."""
+    return scan(serialised(tree))
+
+
+def serialised(tree: Any) -> bytes:
+    """A page that Resiliparse has parsed, written out again."""
+    document = tree.document
+    return document.html.encode("utf-8", "replace") if document is not None else b" "
+
+
+def scan(html: bytes) -> Scan:
+    """The blocks and elements of a page; `html` is the serialisation of a parsed tree, UTF-8."""
+    return page_of(read_pages([html])[0], 0)  # type: ignore[no-any-return]
+
+
+def read_pages(htmls: list[bytes], max_depth: int = NO_BOUND, max_blocks: int = NO_BOUND) -> tuple[Pages, NDArray[np.int64]]:
+    """The pages' blocks and elements; and each page's depth and number of blocks [pages, 2]. One beyond a bound is left empty."""
+    ends = np.zeros(len(htmls) + 1, np.int64)
+    np.cumsum([len(html) for html in htmls], out=ends[1:])
+    return _read(np.frombuffer(b"".join(htmls), np.uint8), ends, max_depth, max_blocks)  # type: ignore[no-any-return]
+
+
+@njit(cache=True)
+def _read(html: NDArray[np.uint8], ends: NDArray[np.int64], max_depth: int, max_blocks: int) -> tuple[Pages, NDArray[np.int64]]:
+    n = len(ends) - 1
+    tags, words = np.full(n, 2, np.int64), np.empty(n, np.int64)  # of each page, at most
+    every = tokens = 0
+    for p in range(n):
+        for at in range(ends[p], ends[p + 1]):
+            tags[p] += html[at] == 60
+        words[p] = min((ends[p + 1] - ends[p]) // 2, L.MAX_TOKENS * tags[p]) + 64
+        every, tokens = every + tags[p], tokens + words[p]
+    pages = Pages(
+        html,
+        np.zeros((n, L.STATES), np.int64),
+        np.empty(len(html) + 8 * every + 64 * n, np.uint8),
+        np.empty(n * L.MAX_TITLE, np.uint8),
+        np.empty((every, L.COLUMNS), np.int64),
+        np.empty((every, 2), np.uint64),
+        np.empty(tokens, np.uint64),
+        np.empty((every + n, L.HASHES + 1), np.int64),
+        np.empty(len(html) // 2 + 64 * n, np.uint64),
+        np.empty(n * L.MAX_HEAD_WORDS, np.uint64),
+        np.zeros((n + 1, L.TABLES), np.int64),
+    )
+    found = np.zeros((n, 2), np.int64)
+    for p in range(n):
+        state = pages.states[p]
+        at, end = pages.starts[p], pages.starts[p + 1]
+        at[L.HTML] = ends[p]
+        size = ends[p + 1] - ends[p]
+        page = Scan(
+            html[ends[p] : ends[p + 1]],
+            state,
+            pages.text[at[L.TEXT] : at[L.TEXT] + size + 8 * tags[p] + 64],
+            pages.title[at[L.TITLE] : at[L.TITLE] + L.MAX_TITLE],
+            pages.elements[at[L.ROOT] : at[L.ROOT] + tags[p]],
+            pages.signs[at[L.ROOT] : at[L.ROOT] + tags[p]],
+            pages.tokens[at[L.WORD] : at[L.WORD] + words[p]],
+            pages.blocks[at[L.BLOCK] : at[L.BLOCK] + tags[p] + 1],
+            pages.hashes[at[L.TEXT_WORD] : at[L.TEXT_WORD] + size // 2 + 64],
+            pages.page[at[L.HEAD_WORD] : at[L.HEAD_WORD] + L.MAX_HEAD_WORDS],
+        )
+        _scan(page)
+        found[p, 1] = state[L.BLOCKS]
+        for e in range(state[L.ELEMENTS]):
+            found[p, 0] = max(found[p, 0], page.elements[e, L.DEPTH])
+        end[:], end[L.HTML] = at, ends[p + 1]
+        if found[p, 0] <= max_depth and found[p, 1] <= max_blocks:
+            end[L.TEXT], end[L.TITLE] = at[L.TEXT] + state[L.OUT], at[L.TITLE] + state[L.TITLE_STOP]
+            end[L.ROOT], end[L.WORD] = at[L.ROOT] + state[L.ELEMENTS], at[L.WORD] + state[L.TOKEN]
+            end[L.BLOCK], end[L.TEXT_WORD] = at[L.BLOCK] + state[L.BLOCKS], at[L.TEXT_WORD] + state[L.HASH]
+            end[L.HEAD_WORD] = at[L.HEAD_WORD] + state[L.PAGE_TOKEN]
+    return pages, found
+
+
+@njit(cache=True)
+def _scan(page: Scan) -> None:
+    s, html = page.state, page.html
+    page.elements[0], page.elements[0, L.PARENT] = 0, -1
+    page.signs[0], page.blocks[0] = L.OFFSET, 0
+    s[L.ELEMENTS], s[L.SKIP], s[L.FORMULA_AT], s[L.NEXT_GAP] = 1, -1, -1, L.BLANK
+    size = len(html)
+    while s[L.AT] < size:
+        if html[s[L.AT]] != 60:
+            _text(page)
+        elif s[L.AT] + 1 < size and html[s[L.AT] + 1] == 47:
+            _end_tag(page)
+        elif s[L.AT] + 1 < size and (97 <= html[s[L.AT] + 1] | 32 <= 122):
+            _start_tag(page)
+        else:
+            _declaration(page)
+    boundary(page, L.BLANK)
+    while s[L.CURRENT] >= 0:
+        _close(page)
+
+
+@njit(cache=True, borrows=True)
+def _declaration(page: Scan) -> None:
+    """Skip a comment, a doctype or a stray `<`."""
+    s, html = page.state, page.html
+    at = s[L.AT]
+    if at + 3 < len(html) and html[at + 1] == 33 and html[at + 2] == 45 and html[at + 3] == 45:
+        at += 4
+        while at < len(html) and not (html[at] == 62 and html[at - 1] == 45 and html[at - 2] == 45):
+            at += 1
+        s[L.AT] = at + 1
+    elif at + 1 < len(html) and (html[at + 1] == 33 or html[at + 1] == 63):
+        s[L.AT] = find(html, at, 62) + 1
+    else:
+        s[L.AT] += 1
+
+
+@njit(cache=True, borrows=True)
+def _end_tag(page: Scan) -> None:
+    s, html = page.state, page.html
+    tag, _, at = tag_name(html, s[L.AT] + 2)
+    s[L.AT] = find(html, at, 62) + 1
+    element, steps = s[L.CURRENT], 0
+    while element > 0 and page.elements[element, L.TAG] != tag and steps < 64:
+        element, steps = page.elements[element, L.PARENT], steps + 1
+    if element <= 0 or page.elements[element, L.TAG] != tag:
+        return
+    while s[L.CURRENT] != element:
+        _close(page)
+    _close(page)
+
+
+@njit(cache=True, borrows=True)
+def _close(page: Scan) -> None:
+    """Close the current element."""
+    s = page.state
+    element = s[L.CURRENT]
+    tag = page.elements[element, L.TAG]
+    if IS_BLOCK[tag]:
+        boundary(page, L.BLANK if IS_SPACED[tag] else L.LINE)
+    page.elements[element, L.END] = s[L.BLOCKS]
+    if s[L.SKIP] == element:
+        s[L.SKIP] = -1
+    if tag == T_A and s[L.IN_LINK] == element:
+        s[L.IN_LINK] = 0
+    if tag in (T_PRE, T_TEXTAREA):
+        s[L.IN_PRE] -= 1
+    elif tag == T_LI:
+        s[L.NEXT_MARKER] = 0
+    s[L.CURRENT] = page.elements[element, L.PARENT]
+
+
+@njit(cache=True, borrows=True)
+def _start_tag(page: Scan) -> None:
+    s, html, elements = page.state, page.html, page.elements
+    tag, name, at = tag_name(html, s[L.AT] + 1)
+    if IS_BLOCK[tag]:
+        boundary(page, L.BLANK if IS_SPACED[tag] else L.LINE)
+    elif tag == T_A and s[L.AT] >= 4 and html[s[L.AT] - 2] == 97 and html[s[L.AT] - 3] == 47:
+        s[L.SPACE] = 1  # links side by side are words of their own
+    parent, element = s[L.CURRENT], s[L.ELEMENTS]
+    s[L.ELEMENTS] += 1
+    elements[element] = 0
+    elements[element, L.TAG], elements[element, L.PARENT], elements[element, L.DEPTH] = tag, parent, elements[parent, L.DEPTH] + 1
+    elements[element, L.FIRST], elements[element, L.TOKENS] = s[L.BLOCKS], s[L.TOKEN]
+    elements[element, L.FLAGS] = elements[parent, L.FLAGS] | TAG_BIT[tag]
+    elements[parent, L.CHILDREN] += 1
+    elements[element, L.HOLDER] = element if IS_BLOCK[tag] else elements[parent, L.HOLDER]
+    page.signs[element, 0] = name
+    s[L.CURRENT] = element
+    s[L.AT] = attributes(page, element, tag, at)
+    page.signs[element, 1] = (page.signs[parent, 1] ^ page.signs[element, 0]) * L.PRIME
+    if IS_RAW[tag]:
+        _raw(page, tag, element)
+    elif tag == T_TITLE:
+        _title(page)
+    else:
+        _opened(page, tag, element)
+        if IS_VOID[tag]:
+            elements[element, L.END] = s[L.BLOCKS]
+            s[L.CURRENT] = parent
+            if s[L.SKIP] == element:
+                s[L.SKIP] = -1
+
+
+@njit(cache=True, borrows=True)
+def _opened(page: Scan, tag: int, element: int) -> None:
+    """What the start of an element means for the text."""
+    s = page.state
+    if tag == T_BR:
+        boundary(page, L.LINE)
+        s[L.BREAKS] += 1
+        if s[L.BREAKS] > 1 and s[L.NEXT_GAP] == L.LINE:
+            s[L.NEXT_GAP] = L.BLANK
+    elif tag == T_A:
+        s[L.IN_LINK] = element
+        if s[L.OPEN]:
+            page.blocks[s[L.BLOCKS], L.LINKS] += 1
+        else:
+            page.blocks[s[L.BLOCKS], L.LINKS] = 1
+    elif tag in (T_PRE, T_TEXTAREA):
+        s[L.IN_PRE] += 1
+    elif tag == T_LI:
+        parent = page.elements[element, L.PARENT]
+        s[L.NEXT_MARKER] = page.elements[parent, L.CHILDREN] if page.elements[parent, L.TAG] == T_OL else -1
+    elif tag == T_TR:
+        s[L.ROW_CELLS] = 0
+    elif tag in (T_TD, T_TH):
+        if s[L.ROW_CELLS]:
+            s[L.NEXT_GAP] = L.TAB
+        s[L.ROW_CELLS] += 1
+    elif tag in (T_SVG, T_HEAD):
+        if s[L.SKIP] < 0:
+            s[L.SKIP] = element
+    elif tag == T_INPUT:
+        page.blocks[s[L.BLOCKS], L.FORMS] += 1
+    elif tag == T_IMG:
+        page.blocks[s[L.BLOCKS], L.IMAGES] += 1
+    elif s[L.OPEN] and not IS_BLOCK[tag]:
+        page.blocks[s[L.BLOCKS], L.INLINE] += 1
+
+
+@njit(cache=True, borrows=True)
+def _raw(page: Scan, tag: int, element: int) -> None:
+    """Skip the content of a script and its like; a formula in one is text, types of a linked-data description are about the page."""
+    s, html = page.state, page.html
+    start = at = s[L.AT]
+    kind = page.elements[element, L.CHILDREN]  # set by the attributes: 1 formula, 2 linked data
+    page.elements[element, L.CHILDREN] = 0
+    while True:
+        at = find(html, at, 60)
+        if at + 1 >= len(html):
+            at = len(html)
+            break
+        if html[at + 1] == 47 and tag_name(html, at + 2)[0] == tag:
+            break
+        at += 1
+    if kind == 1:
+        formula(page, start, at)
+    elif kind == 2:
+        types(page, start, at)
+    s[L.AT] = at
+
+
+@njit(cache=True, borrows=True)
+def _title(page: Scan) -> None:
+    """Keep the title's text."""
+    s, html = page.state, page.html
+    at = s[L.AT]
+    stop = find(html, at, 60)
+    if s[L.TITLE_STOP] == 0:
+        for here in range(at, min(stop, at + len(page.title))):
+            page.title[here - at] = html[here]
+        s[L.TITLE_STOP] = min(stop - at, len(page.title))
+    s[L.AT] = stop
+
+
+@njit(cache=True, borrows=True)
+def _is_markup(html: NDArray[np.uint8], at: int, stop: int) -> bool:
+    """Whether text begins with an escaped tag or comment: pages that a browser saved, snippets to embed."""
+    while at < stop and is_space(html[at]):
+        at += 1
+    if at + 4 >= stop or html[at] != 38 or html[at + 1] != 108 or html[at + 2] != 116 or html[at + 3] != 59:
+        return False
+    return bool(html[at + 4] == 33 or html[at + 4] == 47 or 97 <= (html[at + 4] | 32) <= 122)
+
+
+@njit(cache=True, borrows=True)
+def _text(page: Scan) -> None:
+    """The text up to the next tag; markup that stands as text in `noscript` or `textarea` is none."""
+    s, html = page.state, page.html
+    stop = find(html, s[L.AT], 60)
+    quoted = page.elements[s[L.CURRENT], L.FLAGS] & QUOTES and _is_markup(html, s[L.AT], stop)
+    if s[L.SKIP] < 0 and not quoted:
+        write(page, s[L.AT], stop)
+    s[L.AT] = stop

@@ -1,0 +1,343 @@
+"""Trains the extractor's model: `python -m puna.models.extraction.training PAGES TRUTH [PAGES TRUTH ...] OUT`.
+
+PAGES holds `ID.html`; TRUTH is JSON lines (zstd or not) with file_id, url, `_internal.page_type.primary` and
+`ground_truth.main_content`, as the development part of WCXB has; where that is null, the snippets `ground_truth.with` and
+`ground_truth.without` label the blocks that hold them. OUT is the weights file. Needs `lightgbm`.
+
+Pages are split by domain: what a model feeds to the next is always made by models that did not see the page, and the
+printed F1 is of such pages. The weights written are of models that saw all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.models.extraction import layout as L
+from puna.models.extraction.article import FEATURES as ARTICLE_FEATURES
+from puna.models.extraction.article import article_features
+from puna.models.extraction.decode import decode
+from puna.models.extraction.features import BUCKETS
+from puna.models.extraction.labels import label
+from puna.models.extraction.layout import Scan, alone
+from puna.models.extraction.linear import Bags, bags, class_bags, fit_logistic, text_bags
+from puna.models.extraction.model import (
+    FEATURES,
+    PAGE_TYPES,
+    SEEN,
+    TYPE_BUCKETS,
+    article_chance,
+    chances,
+    kept,
+    page_words,
+    seen,
+)
+from puna.models.extraction.scan import read_page
+from puna.models.extraction.text import text_of
+from puna.models.extraction.trees import Trees, splits
+
+FOLDS = 4
+ROWS_PER_PAGE = 300  # blocks of a page that training sees; the others' weight goes to these
+FURTHER = 0.5  # weight of a page of the second set and those after it: they have other notions of what is content
+SNIPPETS = 0.5  # weight of a page that snippets label, beside one that is labelled whole
+ROUNDS = 250
+OPTIONS: dict[str, Any] = {
+    "objective": "cross_entropy", "num_leaves": 31, "learning_rate": 0.08, "feature_fraction": 0.25, "bagging_fraction": 0.7,
+    "bagging_freq": 1, "min_data_in_leaf": 50, "lambda_l2": 5, "max_bin": 63, "verbose": -1, "num_threads": 1, "seed": 1,
+    "deterministic": True, "force_row_wise": True,
+}  # fmt: skip
+ARTICLE_ROUNDS, ARTICLE_OPTIONS = 320, OPTIONS | {"learning_rate": 0.06}
+LEAST = 0.1  # pages that are less likely to be articles do not train the trees for articles
+
+
+class Page(NamedTuple):
+    """A labelled page: `shares` [blocks] of words that are content, which of them are `known`; `weight` in training.
+
+    `truth`: None where snippets tell.
+    """
+
+    file: str
+    scan: Scan
+    truth: str | None
+    kind: int
+    fold: int
+    shares: NDArray[np.float32]
+    known: NDArray[np.bool_]
+    weight: float
+
+
+# --- pages -----------------------------------------------------------------------------------------------
+
+
+def read(folder: Path, labels: Path, weight: float = 1) -> list[Page]:
+    """The labelled pages that have blocks, of a weight in training."""
+    from resiliparse.parse.html import HTMLTree
+
+    pages = []
+    for row in _rows(labels):
+        file = folder / f"{row.get('file_id', '')}.html"
+        if "file_id" not in row or not file.is_file():
+            continue
+        page = read_page(HTMLTree.parse(decode(file.read_bytes(), None, html=True)))
+        if not len(page.blocks):
+            continue
+        page = Scan._make(array.copy() for array in page._replace(html=page.html[:0]))  # less than the buffers they are cut from
+        truth = row["ground_truth"]
+        wanted = truth.get("main_content", "")
+        if wanted is None:
+            shares, known = snippet_labels(page, truth.get("with") or [], truth.get("without") or [])
+        else:
+            text = page.text.tobytes()
+            shares, _ = label([text[b[L.START] : b[L.STOP]].decode("utf-8", "replace") for b in page.blocks], wanted)
+            known = np.ones(len(shares), np.bool_)
+        host = urlsplit(row.get("url") or "").hostname or row["file_id"]
+        domain = ".".join(host.split(".")[-2:])
+        fold = hashlib.sha256(domain.encode()).digest()[0] % FOLDS
+        kind = PAGE_TYPES.index(row["_internal"]["page_type"]["primary"])
+        own = weight * (SNIPPETS if wanted is None else 1)
+        pages.append(Page(row["file_id"], page, wanted, kind, fold, shares, known, own))
+    if len({page.fold for page in pages}) < FOLDS:
+        raise SystemExit(f"{labels}: too few labelled pages with a file in {folder} ({len(pages)})")
+    return pages
+
+
+def snippet_labels(page: Scan, wanted: list[str], unwanted: list[str]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Shares of content [blocks] and which are known: 1 in the only block with a wanted snippet, 0 in all with an unwanted one."""
+    text, starts = page.text.tobytes(), page.blocks[:, L.START]
+
+    def holding(snippet: str) -> set[int]:
+        found: set[int] = set()
+        words = snippet.strip().encode()
+        at = text.find(words) if words else -1
+        while at >= 0:
+            first, last = np.searchsorted(starts, [at, at + len(words) - 1], side="right") - 1
+            if first == last:
+                found.add(int(first))
+            at = text.find(words, at + 1)
+        return found
+
+    zeros = set().union(*(holding(snippet) for snippet in unwanted))
+    ones = {block for blocks in map(holding, wanted) if len(blocks) == 1 for block in blocks}
+    shares, known = np.zeros(len(page.blocks), np.float32), np.zeros(len(page.blocks), np.bool_)
+    shares[list(ones)] = 1
+    known[list(ones ^ zeros)] = True
+    return shares, known
+
+
+def _rows(truth: Path) -> list[dict[str, Any]]:
+    data = truth.read_bytes()
+    if truth.suffix == ".zst":
+        import zstandard
+
+        data = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)).read()
+    return [json.loads(line) for line in data.decode("utf-8").split("\n") if line.strip()]
+
+
+def page_digest(body: bytes) -> str:
+    """16 hex digits that say whether the weights have seen a page."""
+    return hashlib.blake2b(body, digest_size=8).hexdigest()
+
+
+def word_f1(text: str, truth: str) -> float:
+    """F1 of bags of words, letters in either case; 1 where both are empty."""
+    found, wanted = (Counter(re.findall(r"\w+", t.lower())) for t in (text, truth))
+    if not found or not wanted:
+        return float(not found and not wanted)
+    return 2 * sum((found & wanted).values()) / (found.total() + wanted.total())
+
+
+# --- linear models ---------------------------------------------------------------------------------------
+
+
+class Linear(NamedTuple):
+    """The linear models' weights, as in `Model`."""
+
+    class_weights: NDArray[np.float32]
+    text_weights: NDArray[np.float32]
+    type_weights: NDArray[np.float32]
+    type_bias: NDArray[np.float32]
+
+
+class Corpus(NamedTuple):
+    """All blocks of all pages: page, fold, label, weight in training of each (0: not known); bags of words of blocks and pages."""
+
+    pages: list[Page]
+    page: NDArray[np.int64]
+    fold: NDArray[np.int64]
+    label: NDArray[np.float32]
+    weight: NDArray[np.float32]
+    classes: Bags
+    texts: Bags
+    heads: Bags
+
+
+def corpus(pages: list[Page]) -> Corpus:
+    """The pages' blocks; every page has its weight, its known blocks by a root of their words."""
+    counts = [len(page.shares) for page in pages]
+    known = np.concatenate([page.known for page in pages])
+    number = np.repeat(np.arange(len(pages)), counts)
+    fold = np.repeat([page.fold for page in pages], counts)
+    words = np.concatenate([page.scan.blocks[:, L.WORDS] for page in pages]) + 1.0
+    weight = words**0.6 * known
+    weight *= (np.array([page.weight for page in pages]) / np.maximum(np.bincount(number, weight), 1e-9))[number]
+    share = np.minimum(1, ROWS_PER_PAGE / np.maximum(np.bincount(number, known), 1))[number]
+    weight = np.where(np.random.default_rng(0).random(len(number)) < share, weight / share, 0)
+    weight *= np.count_nonzero(weight) / weight.sum()
+    return Corpus(
+        pages,
+        number,
+        fold,
+        np.concatenate([page.shares for page in pages]),
+        weight.astype(np.float32),
+        bags([row for page in pages for row in class_bags(page.scan)]),
+        bags([row for page in pages for row in text_bags(page.scan)]),
+        bags([page_words(page.scan) for page in pages]),
+    )
+
+
+def fit_linear(data: Corpus, without: int | None) -> Linear:
+    """The linear models of all pages, or of those outside a fold."""
+    rows = np.flatnonzero((data.weight > 0) & (data.fold != (-1 if without is None else without)))
+    heads = np.array([n for n, page in enumerate(data.pages) if page.fold != without and page.truth is not None])
+    weight = np.minimum(data.weight, 10)
+    classes, _ = fit_logistic(data.classes, rows, data.label, weight, BUCKETS, 4, 1e-3)
+    texts, _ = fit_logistic(data.texts, rows, data.label, weight, BUCKETS, 4, 1e-3)
+    kinds = np.array([page.kind for page in data.pages])
+    ones = np.ones(len(kinds), np.float32)
+    types = [fit_logistic(data.heads, heads, (kinds == k).astype(np.float32), ones, TYPE_BUCKETS, 10, 1e-2) for k in range(len(PAGE_TYPES))]
+    return Linear(classes, texts, np.stack([w for w, _ in types], axis=1), np.array([b for _, b in types], np.float32))
+
+
+def rows_of(page: Page, linear: Linear) -> NDArray[np.float32]:
+    """What the trees for articles see of a page; those of all pages see the first `SEEN` columns."""
+    rows, _ = seen(alone(page.scan), *linear)
+    return np.concatenate([rows, article_features(page.scan)], axis=1)
+
+
+# --- trees -----------------------------------------------------------------------------------------------
+
+
+def fit_trees(rows: NDArray[np.float32], data: Corpus, without: int | None) -> tuple[Trees, Trees]:
+    """Boosted trees of all pages and those for articles, or the same of pages outside a fold."""
+    chance = article_chance(rows[:, FEATURES:SEEN])
+    weight = data.weight * np.where(chance < LEAST, 0, chance)
+    weight *= np.count_nonzero(weight) / weight.sum()
+    inside = data.fold != (-1 if without is None else without)
+    return (
+        _fitted(rows[:, :SEEN], data.label, data.weight * inside, OPTIONS, ROUNDS),
+        _fitted(rows, data.label, weight * inside, ARTICLE_OPTIONS, ARTICLE_ROUNDS),
+    )
+
+
+def _fitted(
+    rows: NDArray[np.float32], label: NDArray[np.float32], weight: NDArray[np.float32], options: dict[str, Any], rounds: int
+) -> Trees:
+    import lightgbm
+
+    used = weight > 0
+    made = lightgbm.train(options, lightgbm.Dataset(rows[used], label[used], weight=weight[used]), rounds)
+    return as_arrays([tree["tree_structure"] for tree in made.dump_model()["tree_info"]])
+
+
+def as_arrays(structures: list[dict[str, Any]]) -> Trees:
+    """LightGBM's trees as arrays."""
+    roots: list[int] = []
+    nodes: list[tuple[int, float]] = []
+    children: list[list[int]] = []
+    leaves: list[float] = []
+
+    def add(node: dict[str, Any]) -> int:
+        if "leaf_value" in node:
+            leaves.append(node["leaf_value"])
+            return ~(len(leaves) - 1)
+        number = len(nodes)
+        nodes.append((node["split_feature"], node["threshold"]))
+        children.append([0, 0])
+        children[number] = [add(node["left_child"]), add(node["right_child"])]
+        return number
+
+    roots = [add(structure) for structure in structures]
+    sides = np.array(children, np.int32).reshape(-1, 2)
+    return Trees(
+        np.array(roots, np.int32),
+        np.array([feature for feature, _ in nodes], np.int16),
+        np.array([threshold for _, threshold in nodes], np.float32),
+        sides[:, 0].copy(),
+        sides[:, 1].copy(),
+        np.array(leaves, np.float32),
+    )
+
+
+# --- all together ----------------------------------------------------------------------------------------
+
+
+def all_rows(data: Corpus) -> NDArray[np.float32]:
+    """What the trees see of every block (`rows_of`), each page scored by linear models that did not see it."""
+    rows = np.empty((len(data.page), SEEN + ARTICLE_FEATURES), np.float32)
+    for fold in range(FOLDS):
+        linear = fit_linear(data, fold)
+        for number, page in enumerate(data.pages):
+            if page.fold == fold:
+                rows[data.page == number] = rows_of(page, linear)
+    return rows
+
+
+def unseen_texts(data: Corpus, rows: NDArray[np.float32], fold: int) -> dict[str, str]:
+    """Texts of a fold's pages, by file, by trees that did not see the fold."""
+    trees, articles = map(splits, fit_trees(rows, data, fold))
+    texts = {}
+    for number, page in enumerate(data.pages):
+        if page.fold == fold:
+            pages, own = alone(page.scan), np.ascontiguousarray(rows[data.page == number, :SEEN])
+            types = np.ascontiguousarray(own[:1, FEATURES:])
+            keep = kept(pages, chances(pages, own, types, trees, articles), types, False)
+            texts[page.file] = text_of(page.scan, keep)
+    return texts
+
+
+def unseen_f1(data: Corpus, rows: NDArray[np.float32]) -> dict[str, float]:
+    """Mean F1 of words over all pages and by type, each page by models that did not see its domain."""
+    texts = {file: text for fold in range(FOLDS) for file, text in unseen_texts(data, rows, fold).items()}
+    scores: dict[str, list[float]] = {"all": []}
+    for page in data.pages:
+        for name in ("all", PAGE_TYPES[page.kind]) if page.truth is not None else ():
+            scores.setdefault(name, []).append(word_f1(texts[page.file], page.truth or ""))
+    return {name: round(float(np.mean(values)), 4) for name, values in scores.items()}
+
+
+def weights(data: Corpus, rows: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
+    """The weights file's arrays, of models that saw all pages."""
+    found: dict[str, NDArray[Any]] = {name: values.astype(np.float16) for name, values in fit_linear(data, None)._asdict().items()}
+    for name, trees in zip(("trees", "articles"), fit_trees(rows, data, None), strict=True):
+        found |= {f"{name}.{field}": values for field, values in trees._asdict().items()}
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    """Train, write the weights, print the F1 of unseen pages."""
+    from safetensors.numpy import save_file
+
+    if len(arguments) < 3 or len(arguments) % 2 == 0:
+        raise SystemExit("usage: python -m puna.models.extraction.training PAGES TRUTH [PAGES TRUTH ...] OUT")
+    *sets, out = map(Path, arguments)
+    weights_of = [1.0, *[FURTHER] * (len(sets) // 2 - 1)]
+    read_sets = [(folder, read(folder, labels, weight)) for folder, labels, weight in zip(sets[::2], sets[1::2], weights_of, strict=True)]
+    data = corpus([page for _, pages in read_sets for page in pages])
+    rows = all_rows(data)
+    seen = " ".join(page_digest((folder / f"{page.file}.html").read_bytes()) for folder, pages in read_sets for page in pages)
+    save_file(weights(data, rows), out, metadata={"trained_on": seen})
+    print(unseen_f1(data, rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

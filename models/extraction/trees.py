@@ -1,0 +1,101 @@
+"""Gradient-boosted trees as arrays, evaluated by compiled code."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.bytes import lowest
+from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.cpu.vectors import load, masked_above, peak
+
+LANES = 32  # rows side by side, two vectors
+MAX_LEAVES = 32  # of a tree, a bit each
+EVERY = np.uint32(0xFFFFFFFF)
+
+
+class Trees(NamedTuple):
+    """Binary trees one after the other: node i sends a row left where row[feature[i]] <= threshold[i].
+
+    A child >= 0 is a node, below 0 the leaf ~child. `roots` [trees]: the first node (or leaf) of each tree.
+    """
+
+    roots: NDArray[np.int32]
+    feature: NDArray[np.int16]
+    threshold: NDArray[np.float32]
+    left: NDArray[np.int32]
+    right: NDArray[np.int32]
+    leaf: NDArray[np.float32]
+
+
+class Splits(NamedTuple):
+    """The same trees, their nodes sorted by feature and threshold; `starts` [features + 1]: where each feature's begin.
+
+    `stays`: of the tree's leaves, from the left, a bit each, those that a row above the threshold may still reach. `leaf` [trees, 32]:
+    their values.
+    """
+
+    starts: NDArray[np.int64]
+    threshold: NDArray[np.float32]
+    tree: NDArray[np.int64]
+    stays: NDArray[np.uint32]
+    leaf: NDArray[np.float32]
+
+
+def splits(trees: Trees) -> Splits:
+    """Trees in the order in which `logits` goes through them."""
+    tree, stays = np.zeros(len(trees.feature), np.int64), np.zeros(len(trees.feature), np.uint32)
+    leaf = np.zeros((len(trees.roots), MAX_LEAVES), np.float32)
+
+    def leaves(node: int, number: int, first: int) -> int:
+        """Settle what is below a node, whose leftmost leaf is `first`; returns the leaf after its last."""
+        if node < 0:
+            if first == MAX_LEAVES:
+                raise ValueError(f"tree {number} has more than {MAX_LEAVES} leaves; train it with fewer (num_leaves)")
+            leaf[number, first] = trees.leaf[~node]
+            return first + 1
+        middle = leaves(int(trees.left[node]), number, first)
+        tree[node], stays[node] = number, int(EVERY) & ~((1 << middle) - (1 << first))
+        return leaves(int(trees.right[node]), number, middle)
+
+    for number, root in enumerate(trees.roots.tolist()):
+        leaves(root, number, 0)
+    order = np.lexsort((trees.threshold, trees.feature))
+    starts = np.searchsorted(trees.feature[order], np.arange(int(trees.feature.max(initial=-1)) + 2))
+    return Splits(starts, trees.threshold[order], tree[order], stays[order], leaf)
+
+
+@njit(cache=True)
+def logits(trees: Splits, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Sums of the trees' leaves [rows].
+
+    Rows do not go down the trees: each threshold below a row's value takes the leaves on its left from those that the row may
+    reach, the leftmost of which is left (QuickScorer, Lucchese et al. 2015). Rows side by side share instructions without a jump.
+    """
+    starts, threshold, tree, stays, leaf = trees
+    count, features = len(rows), len(starts) - 1
+    out = np.zeros(count, np.float32)
+    reach, values = np.empty((len(leaf), LANES), np.uint32), np.empty((features, LANES), np.float32)
+    for first in range(0, count, LANES):
+        lanes = min(LANES, count - first)
+        for k in range(LANES):
+            for f in range(features):
+                values[f, k] = rows[first + k, f] if k < lanes else np.float32(-np.inf)
+        reach.fill(EVERY)
+        for f in range(features):
+            place = values[f].ctypes.data
+            low, high = load(place), load(place + 2 * LANES)
+            highest = max(peak(low), peak(high))
+            for node in range(starts[f], starts[f + 1]):
+                if not highest > threshold[node]:
+                    break
+                at = reach.ctypes.data + 4 * LANES * tree[node]
+                masked_above(at, low, threshold[node], stays[node])
+                if lanes > LANES // 2:
+                    masked_above(at + 2 * LANES, high, threshold[node], stays[node])
+        for t in range(len(leaf)):
+            for k in range(lanes):
+                out[first + k] += leaf[t, lowest(np.int64(reach[t, k]))]
+    return out

@@ -1,0 +1,230 @@
+"""Text of a page: from the HTML between tags into blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.numba_cache import njit
+from puna.models.extraction import layout as L
+from puna.models.extraction.layout import Scan
+from puna.models.extraction.search import find, has
+
+MAX_INDENT = 200  # spaces before the first character of a line of code
+FIRST_MARK = 0xD8  # the lowest first byte of a mark that is a letter to `_in_word`
+# What a byte of ASCII adds to a word's hash: a letter in lower case, 48 for any digit; 0 is in no word.
+LETTERS = np.array([(c | 32 if chr(c).isalpha() else 48 * chr(c).isdigit()) if c < 128 else 0 for c in range(256)], np.uint8)
+
+
+@njit(cache=True, borrows=True)
+def boundary(page: Scan, gap: int) -> None:
+    """End the open block, if there is one; what stands before the next is at least `gap`."""
+    s = page.state
+    if s[L.OPEN]:
+        block = page.blocks[s[L.BLOCKS]]
+        block[L.STOP] = s[L.OUT]
+        block[L.HASHES] = s[L.HASH]
+        s[L.BLOCKS] += 1
+        s[L.OPEN] = s[L.SPACE] = s[L.BREAKS] = 0
+        s[L.NEXT_GAP] = gap
+        page.blocks[s[L.BLOCKS]] = 0
+        page.blocks[s[L.BLOCKS], L.START] = s[L.OUT]
+    elif s[L.NEXT_GAP] == L.LINE:
+        s[L.NEXT_GAP] = gap
+
+
+@njit(cache=True, borrows=True)
+def _open(page: Scan) -> None:
+    """Begin a block at the current element."""
+    s = page.state
+    block = page.blocks[s[L.BLOCKS]]
+    block[L.ELEMENT], block[L.START], block[L.GAP], block[L.MARKER], block[L.PRE] = (
+        page.elements[s[L.CURRENT], L.HOLDER],
+        s[L.OUT],
+        s[L.NEXT_GAP],
+        s[L.NEXT_MARKER],
+        s[L.IN_PRE] > 0,
+    )
+    if s[L.IN_LINK] and block[L.LINKS] == 0:
+        block[L.LINKS] = 1
+    s[L.OPEN], s[L.SPACE], s[L.NEXT_GAP], s[L.NEXT_MARKER] = 1, 0, L.LINE, 0
+
+
+@njit(cache=True, borrows=True)
+def _put(page: Scan, c: int) -> None:
+    """Write one byte of text."""
+    s = page.state
+    page.text[s[L.OUT]] = c
+    s[L.OUT] += 1
+
+
+@njit(cache=True, borrows=True)
+def _entity(html: NDArray[np.uint8], at: int, stop: int) -> tuple[int, int]:
+    """The character of an entity at an ampersand, and its length; the serialisation has only four. 160: a space that does not break."""
+    if at + 3 < stop and html[at + 2] == 116 and html[at + 3] == 59:
+        if html[at + 1] == 108:
+            return 60, 4
+        if html[at + 1] == 103:
+            return 62, 4
+    if at + 4 < stop and html[at + 1] == 97 and html[at + 2] == 109 and html[at + 3] == 112 and html[at + 4] == 59:
+        return 38, 5
+    if at + 5 < stop and html[at + 1] == 110 and html[at + 2] == 98 and html[at + 3] == 115 and html[at + 4] == 112 and html[at + 5] == 59:
+        return 32, 6
+    if at + 5 < stop and html[at + 1] == 113 and html[at + 2] == 117 and html[at + 3] == 111 and html[at + 4] == 116 and html[at + 5] == 59:
+        return 34, 6
+    return 38, 1
+
+
+@njit(cache=True, borrows=True)
+def write(page: Scan, start: int, stop: int) -> None:
+    """html[start:stop] as text of the open block, which begins with its first visible character.
+
+    What is counted lies in local variables until the end: handing the page on for each byte would take forty times as long.
+    """
+    s, html, text, hashes = page.state, page.html, page.text, page.hashes
+    out, place, opened, space, verbatim = s[L.OUT], s[L.HASH], s[L.OPEN], s[L.SPACE], s[L.VERBATIM]
+    chars = words = wide = upper = digits = commas = stops = last = 0
+    word, in_word = L.OFFSET, False
+    at = start
+    while at < stop:
+        c, length = np.int64(html[at]), 1
+        if c == 38:
+            c, length = _entity(html, at, stop)
+        at += length
+        if (c < 32 and not 9 <= c <= 13) or c == 127:
+            continue  # control characters are not written
+        kind = _in_word(c)
+        if in_word and not kind:
+            words, place = words + 1, _kept(hashes, place, word)
+            word, in_word = L.OFFSET, False
+        if c <= 32:
+            if s[L.IN_PRE] and (opened or c == 32 or c == 9):
+                if not opened:
+                    verbatim += 1  # indentation before the first visible character
+                elif c != 13:
+                    text[out] = c
+                    out += 1
+            else:
+                space, verbatim = 1, 0
+            continue
+        if not opened:
+            s[L.OUT], opened = out, 1
+            _open(page)
+            for _ in range(min(verbatim, MAX_INDENT) if s[L.IN_PRE] else 0):
+                text[out] = 32
+                out += 1
+            verbatim = 0
+        elif space:
+            text[out] = 32
+            out += 1
+        text[out] = c
+        out, space, last = out + 1, 0, int(c) if c < 128 or c >= 192 else last
+        chars += int(c < 128 or c >= 192)
+        if 0 < kind < 128:
+            word, in_word = (word ^ np.uint64(kind)) * L.PRIME, True
+            upper += int(c <= 90 and c >= 65)
+            digits += kind == 48
+            while at < stop and LETTERS[html[at]]:  # the rest of the word, which most bytes are
+                last = int(html[at])
+                kind = int(LETTERS[last])
+                text[out], word = last, (word ^ np.uint64(kind)) * L.PRIME
+                upper += int(last <= 90 and last >= 65)
+                digits += kind == 48
+                out, at, chars = out + 1, at + 1, chars + 1
+        elif kind:
+            word, in_word = (word ^ np.uint64(kind)) * L.PRIME, True
+            if c >= FIRST_MARK:
+                mark = _mark(html, at, c)
+                commas, stops, last = commas + (mark == 44), stops + (mark > 0 and mark != 44), mark if mark else last
+            if 0xE3 <= c <= 0xED:  # most letters of Chinese, Japanese and Korean: two make a word, about
+                wide += at & 1
+            elif (c == 0xE0 or c == 0xE1) and at < len(html) and _is_unspaced(c, html[at]):
+                wide += at & 3 == 0  # four, marks among them; a letter is three bytes
+        else:
+            commas += c == 44
+            stops += c == 33 or c == 46 or c == 58 or c == 59 or c == 63
+    if in_word:
+        words, place = words + 1, _kept(hashes, place, word)
+    s[L.OUT], s[L.HASH], s[L.SPACE], s[L.VERBATIM] = out, place, space, verbatim
+    if chars or last:
+        block = page.blocks[s[L.BLOCKS]]
+        block[L.LAST] = last
+        block[L.CHARS] += chars
+        block[L.WORDS] += words + wide
+        block[L.UPPER] += upper
+        block[L.DIGITS] += digits
+        block[L.COMMAS] += commas
+        block[L.STOPS] += stops
+        if s[L.IN_LINK]:
+            block[L.LINKED_CHARS] += chars
+            block[L.LINKED_WORDS] += words + wide
+
+
+@njit(cache=True, borrows=True)
+def _mark(html: NDArray[np.uint8], at: int, first: int) -> int:
+    """The ASCII mark that means what the character does whose first byte stands before `at`: a sentence's end or a comma; 0 for letters."""
+    second, third = int(html[at]) if at < len(html) else 0, int(html[at + 1]) if at + 1 < len(html) else 0
+    if first == 0xE3 and second == 0x80:  # Chinese and Japanese
+        return 44 if third == 0x81 else 46 if third == 0x82 else 0
+    if first == 0xEF and second == 0xBC:  # ASCII's own, of full width
+        mark = third - 0x81 + 33
+        return mark if mark == 33 or mark == 44 or mark == 46 or mark == 63 else 0
+    if first == 0xE0 and second == 0xA5:  # of India
+        return 46 if third == 0xA4 or third == 0xA5 else 0
+    if first == 0xD8:  # Arabic
+        return 44 if second == 0x8C else 63 if second == 0x9F else 0
+    return 46 if first == 0xDB and second == 0x94 else 0  # Urdu
+
+
+@njit(cache=True, borrows=True)
+def _is_unspaced(first: int, second: int) -> bool:
+    """Whether a letter that begins with these bytes is Thai or Lao, or Burmese or Khmer."""
+    return 0xB8 <= second <= 0xBB if first == 0xE0 else 0x80 <= second <= 0x82 or 0x9E <= second <= 0x9F
+
+
+@njit(cache=True, borrows=True)
+def _in_word(c: int) -> int:
+    """What a byte adds to a word's hash, see `LETTERS`; one beyond ASCII adds itself."""
+    return c if c >= 128 else int(LETTERS[c])
+
+
+@njit(cache=True, borrows=True)
+def _kept(hashes: NDArray[np.uint64], place: int, word: np.uint64) -> int:
+    """Keep the hash of a word, where there is room; returns where the next one goes."""
+    if place == len(hashes):
+        return place
+    hashes[place] = word
+    return place + 1
+
+
+@njit(cache=True, borrows=True)
+def formula(page: Scan, start: int, stop: int) -> None:
+    """Write a formula, unless it is the twin of the one just written."""
+    s = page.state
+    if s[L.SKIP] >= 0 or (s[L.OPEN] and s[L.FORMULA_AT] == s[L.OUT]):
+        return
+    s[L.SPACE] = 1
+    write(page, start, stop)
+    s[L.SPACE] = 1
+    s[L.FORMULA_AT] = s[L.OUT]
+
+
+@njit(cache=True, borrows=True)
+def annotation(page: Scan, element: int, at: int) -> None:
+    """Take a formula's TeX annotation, where it has one, for its text."""
+    html, s = page.html, page.state
+    if at < s[L.PLAIN_STOP]:
+        return  # a formula in the formula that was looked through
+    stop = at
+    while stop < len(html):
+        stop = find(html, stop, 60)
+        if stop + 6 < len(html) and html[stop + 1] == 47 and has(html, stop + 2, stop + 6, b"math"):
+            break
+        if stop + 11 < len(html) and has(html, stop + 1, stop + 11, b"annotation") and html[stop + 11] == 32:
+            end = find(html, stop, 62)
+            if has(html, stop, end, b"x-tex"):
+                formula(page, end + 1, find(html, end + 1, 60))
+                s[L.SKIP] = element
+                return
+        stop += 1
+    s[L.PLAIN_STOP] = stop

@@ -1,0 +1,1 @@
+"""Layouts of checkpoints: Hugging Face, GGUF, AWQ, INT8, adapters."""

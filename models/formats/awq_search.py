@@ -1,0 +1,198 @@
+"""A dense model in AWQ's four bits (Lin et al. 2024): before matrices are rounded, inputs that are large where the model is used are made
+smaller and their weights larger, which leaves the model as it is and these weights a smaller error.
+
+The scales of a matrix's inputs are s = (mean |x|)^a, divided by the root of the largest times the least; of 21 exponents a from 0, which
+is plain rounding, to 1 the one with the least squared error of the products on what was read is taken (the paper's equations 4 and 5).
+What the inputs are divided by moves into what makes them: the norm before them, or the rows of the matrix before. Then each group's range
+may shrink, where that lessens the error, too. Matrices that read the same inputs share scales.
+
+Shapes: T tokens read, D inputs, N outputs, groups of `group` neighbouring inputs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from puna.models.forest import Forest
+from puna.models.formats.awq import ORDER
+from puna.models.formats.checkpoint import WEIGHTS, save
+from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.transformer import Attention, Linear, Transformer, forest_attend, rotary_table
+
+GROUPS = (128, 64, 32)
+READ, LENGTH = 16, 512  # stretches of a text that are read, and their tokens
+EXPONENTS = 21
+SHRINKS = tuple(1 - i / 20 for i in range(11))  # shares of a group's range
+ROWS = 1024  # tokens whose products are compared
+FIRST = 2.0**-20
+
+
+class Packed(NamedTuple):
+    """A matrix as `awq.py` says: q [D / group, group, N] and zeros [D / group, N] from 0 to 15, scales [D / group, N] fp16."""
+
+    q: Tensor
+    zeros: Tensor
+    scales: Tensor
+
+    def weight(self) -> Tensor:
+        """What it stands for [N, D]."""
+        return ((self.q - self.zeros[:, None]) * self.scales.float()[:, None]).flatten(0, 1).T.contiguous()
+
+    def tensors(self, base: str) -> dict[str, Tensor]:
+        """As a checkpoint has them."""
+        return {f"{base}qweight": pack(self.q.flatten(0, 1)), f"{base}qzeros": pack(self.zeros), f"{base}scales": self.scales}
+
+
+def pack(numbers: Tensor) -> Tensor:
+    """[rows, M] int32, eight numbers each in AutoAWQ's order, of [rows, 8 M] from 0 to 15."""
+    eights = numbers.to(torch.int64).unflatten(1, (-1, 8))[..., list(ORDER)]
+    whole = (eights << (4 * torch.arange(8))).sum(-1)
+    return torch.where(whole >= 1 << 31, whole - (1 << 32), whole).to(torch.int32)
+
+
+def group_of(model: Transformer) -> int:
+    """The largest group that divides the inputs of all layers' matrices. ValueError where the model has no such form."""
+    config = model.config
+    if model.head != "lm" or config.moe is not None or config.mla is not None or config.parallel_block:
+        raise ValueError("four bits (awq) are for language models with plain attention and feed-forward blocks one after the other")
+    for name, module in model.model.layers.named_modules():
+        if isinstance(module, Linear) and module.out_features % 8:
+            raise ValueError(f"{name} has {module.out_features} outputs: AutoAWQ's layout packs eight, so they must be a multiple of 8")
+    inputs = (config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim)
+    found = next((group for group in GROUPS if all(width % group == 0 for width in inputs)), None)
+    if found is None:
+        raise ValueError(f"inputs of {inputs} divide into no groups of {GROUPS}: the model has no form in AWQ's layout")
+    return found
+
+
+def rounded(w_ND: Tensor, group: int, share: Tensor | float = 1.0) -> Packed:
+    """To the nearest of 16 numbers from a group's least to its largest; `share` [N, D / group] of that range, cut to it."""
+    w_NgG = w_ND.detach().float().unflatten(1, (-1, group))
+    low, high = w_NgG.amin(-1).clamp(max=0) * share, w_NgG.amax(-1).clamp(min=0) * share
+    scales = ((high - low) / 15).clamp(min=FIRST).half()
+    zeros = (-low / scales.float()).round().clamp(0, 15)
+    q = ((w_NgG / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, 15)
+    return Packed(q.to(torch.int32).permute(1, 2, 0), zeros.to(torch.int32).T.contiguous(), scales.T.contiguous())
+
+
+def _error(x_TD: Tensor, differences: Sequence[Tensor]) -> float:
+    return sum(float((x_TD @ difference.T).square().sum()) for difference in differences)
+
+
+def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[int, int] = (1, 1)) -> Tensor:
+    """[D] what the inputs of matrices [N, D] are best divided by; heads: G and R, of which the R of each group have one scale together."""
+    size_GRK = x_TD.abs().mean(0).clamp(min=1e-8).view(*heads, -1)
+    size_D = size_GRK.mean(1, keepdim=True).expand_as(size_GRK).flatten()
+    best, found = float("inf"), torch.ones_like(size_D)
+    for number in range(EXPONENTS):
+        s_D = size_D ** (number / (EXPONENTS - 1))
+        s_D = s_D / (s_D.max() * s_D.min()).sqrt()
+        error = _error(x_TD, [w_ND - rounded(w_ND * s_D, group).weight() / s_D for w_ND in weights])
+        if error < best:
+            best, found = error, s_D
+    return found
+
+
+def shares_of(x_TD: Tensor, w_ND: Tensor, group: int) -> Tensor:
+    """[N, D / group] shares of each group's range with the least squared error of its own products."""
+    x_gTG = x_TD.unflatten(1, (-1, group)).transpose(0, 1)
+    gram_gGG = x_gTG.transpose(1, 2) @ x_gTG
+    best = torch.full((len(w_ND), len(gram_gGG)), float("inf"))
+    found = torch.ones_like(best)
+    for share in SHRINKS:
+        d_gNG = (w_ND - rounded(w_ND, group, share).weight()).unflatten(1, (-1, group)).transpose(0, 1)
+        error_Ng = ((d_gNG @ gram_gGG) * d_gNG).sum(-1).T
+        found = torch.where(error_Ng < best, share, found)
+        best = torch.minimum(error_Ng, best)
+    return found
+
+
+def stretches(ids: Sequence[int]) -> list[Sequence[int]]:
+    """Stretches of a text, evenly over it. ValueError where it is too short for one."""
+    count = min(READ, len(ids) // LENGTH)
+    if not count:
+        raise ValueError(f"a text of {len(ids)} tokens is too short to choose scales by: {LENGTH} at least, {READ * LENGTH} are good")
+    return [ids[at : at + LENGTH] for at in (i * (len(ids) // count) for i in range(count))]
+
+
+def write(model: Transformer, tokenizer: Tokenizer, rows: Sequence[Sequence[int]], folder: Path) -> None:
+    """The model, which is changed, as a checkpoint in AutoAWQ's layout: four bits for the layers' matrices, the rest in fp16."""
+    group, found = group_of(model), packed(model, rows)
+    save(model.half(), folder, tokenizer)
+    state = load_file(folder / WEIGHTS)
+    for base, one in found.items():
+        del state[f"{base}weight"]
+        state |= one.tensors(base)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def packed(model: Transformer, rows: Sequence[Sequence[int]], search: bool = True) -> dict[str, Packed]:
+    """The layers' matrices by name, and the model's norms and matrices changed to what stands beside and for them: in place.
+
+    rows: token ids of texts like those that the model will read. `search=False` rounds to the nearest alone. ValueError: see `group_of`.
+    """
+    group, found = group_of(model), dict[str, Packed]()
+    for number, (block, seen) in enumerate(_layers(model, rows)):
+        linears = {name: module for name, module in block.named_modules() if isinstance(module, Linear)}
+        heads = (model.config.num_key_value_heads, model.config.num_attention_heads // model.config.num_key_value_heads)
+        made_by: dict[nn.Module, tuple[str, ...]] = {
+            block.input_layernorm: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            block.self_attn.v_proj: ("self_attn.o_proj",),
+            block.post_attention_layernorm: ("mlp.gate_proj", "mlp.up_proj"),
+            block.mlp.up_proj: ("mlp.down_proj",),
+        }
+        for before, names in made_by.items() if search else ():
+            alike = heads if before is block.self_attn.v_proj else (1, 1)
+            s_D = scales_of(seen[names[0]], [linears[name].weight for name in names], group, alike)
+            _divide(before, s_D.view(*alike, -1)[:, 0].flatten())
+            for name in names:
+                linears[name].weight *= s_D
+                seen[name] = seen[name] / s_D
+        for name, module in linears.items():
+            # Scores are products of queries and keys: their errors are not their products' alone, and AWQ leaves their ranges.
+            cut = search and not name.endswith(("q_proj", "k_proj"))
+            whole = rounded(module.weight, group, shares_of(seen[name], module.weight, group) if cut else 1.0)
+            found[f"model.layers.{number}.{name}."] = whole
+            module.weight.copy_(whole.weight())
+    return found
+
+
+def _divide(module: Any, s_N: Tensor) -> None:
+    """Make what a norm or a matrix gives smaller."""
+    for parameter in (module.weight, getattr(module, "bias", None)):
+        if parameter is not None:
+            parameter /= s_N if parameter.ndim == 1 else s_N[:, None]
+
+
+def _layers(model: Transformer, rows: Sequence[Sequence[int]]) -> Iterator[tuple[Any, dict[str, Tensor]]]:
+    """Each layer with what its matrices read [T, D], before anything of it is changed."""
+    forest = Forest.pack([list(row) for row in rows])
+    attend, x_TD = forest_attend(model.config, forest.mask), model.model.embed_tokens(forest.tokens)
+    cos, sin = rotary_table(model.config, forest.positions, x_TD.dtype)
+    some = torch.linspace(0, len(x_TD) - 1, min(ROWS, len(x_TD))).long()
+    for block in model.model.layers:
+        assert isinstance(block.self_attn, Attention)
+        seen: dict[str, Tensor] = {}
+
+        def keep(name: str, x: Tensor, seen: dict[str, Tensor] = seen) -> None:
+            seen[name] = x[some].float()
+
+        hooks = [
+            module.register_forward_pre_hook(lambda _, given, name=name, keep=keep: keep(name, given[0]))
+            for name, module in block.named_modules() if isinstance(module, Linear)
+        ]  # fmt: skip
+        x_TD, _ = block(x_TD, cos, sin, attend)
+        for hook in hooks:
+            hook.remove()
+        yield block, seen

@@ -1,0 +1,228 @@
+"""Checkpoints in Hugging Face's layout: config.json, model.safetensors and the tokenizer's files; GGUF files are read, too.
+
+What is written here loads in transformers, vLLM and llama.cpp's converter as a model of its family; what
+they write is read back, sharded or not, in fp32, fp16, bf16 or AWQ's four bits. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from puna.models.bounds import check_sizes, read_object, weight_names
+from puna.models.config import ModelConfig
+from puna.models.formats.awq import spelled_out
+from puna.models.formats.families import architecture, from_disk, hub_config, parse_config, to_disk
+from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.transformer import Head, Transformer
+
+if TYPE_CHECKING:
+    from puna.models.formats.gguf.files import GgufFile
+
+T = TypeVar("T")
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+GGUF = ".gguf"
+
+
+class CheckpointError(ValueError):
+    """A folder that is no checkpoint, or one that this model cannot represent."""
+
+
+def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = None) -> None:
+    """Write config.json and model.safetensors, and the tokenizer beside them.
+
+    Tensors keep their dtype. With a tokenizer, the configuration names its special tokens, and generation_config.json how to sample.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tied = model.head == "lm" and model.config.tie_word_embeddings
+    state = {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in to_disk(model.state_dict(), model.config).items()
+        if not (tied and name == "lm_head.weight")
+    }
+    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    _write_json(folder / "config.json", _hub_config(model, tokenizer))
+    if tokenizer is not None:
+        tokenizer.save(folder)
+        ids = {"bos_token_id": tokenizer.bos, "eos_token_id": list(tokenizer.stop_ids) or None, "pad_token_id": tokenizer.pad}
+        _write_json(folder / "generation_config.json", {**tokenizer.generation, **ids})
+
+
+def load(
+    path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
+) -> Transformer:
+    """Read a checkpoint of any layout in `families.py`, a folder or a GGUF file; the model is on `device` in `dtype`.
+
+    Tensors go there one by one, so that nothing but the model itself is held whole. An AWQ checkpoint's matrices are spelled out
+    (`awq.py`).
+
+    `dtype=None` keeps each tensor's own; blocks of few bits in a GGUF file are unpacked to float32.
+    `head=None` takes the head that the checkpoint holds. A scalar head that it lacks is zero: all first
+    rewards are equal, and training shapes the hidden states before it trusts any of their directions.
+    Raises CheckpointError, naming the file and the field, for what is missing, damaged or not computed here.
+    """
+    path = Path(path)
+    if path.suffix == GGUF:
+        return _from_gguf(path, lambda file: built(file.config, file.state(file.config, dtype, device), head, path))
+    config = read_config(path)
+    check_files(path)
+    try:
+        state = from_disk(spelled_out(_read_tensors(path, dtype, device), dtype), config)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return built(config, state, head, path)
+
+
+def load_with_tokenizer(
+    path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[Transformer, Tokenizer]:
+    """The model of `load` with the tokenizer beside it, or in the GGUF file. CheckpointError where there is none."""
+    path = Path(path)
+    try:
+        tokenizer = _from_gguf(path, lambda file: file.tokenizer()) if path.suffix == GGUF else Tokenizer.load(path)
+    except CheckpointError:
+        raise
+    except (ValueError, OSError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        told = str(error) if isinstance(error, ValueError | OSError) else repr(error)
+        raise CheckpointError(told if str(path) in told else f"{path}: {told}") from error
+    return load(path, head, dtype, device), tokenizer
+
+
+def _from_gguf(path: Path, read: Callable[[GgufFile], T]) -> T:
+    from puna.models.formats.gguf.files import GgufFile
+
+    try:
+        return read(GgufFile(path))
+    except CheckpointError:
+        raise
+    except (ValueError, OSError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{path}: {error if isinstance(error, ValueError | OSError) else repr(error)}") from error
+
+
+def check_files(folder: Path) -> None:
+    """Raise CheckpointError where config.json has sizes that the weights in the folder cannot have. Reads headers only."""
+    tensors = sum(len(file.keys()) for _, file in weight_files(folder))
+    size = sum((folder / name).stat().st_size for name in _names(folder))
+    try:
+        check_sizes(read_object(folder / "config.json"), tensors, size)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+def built(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path: Path) -> Transformer:
+    """The model whose parameters are these tensors themselves."""
+    found: Head = "scalar" if "score.weight" in state else "lm"
+    with torch.device("meta"):
+        model = Transformer(config, head or found)
+    embedding = state.get("model.embed_tokens.weight")
+    if model.head == "scalar":
+        state.pop("lm_head.weight", None)
+        if "score.weight" not in state:
+            head_1D = torch.zeros(1, config.hidden_size)
+            state["score.weight"] = head_1D if embedding is None else head_1D.to(embedding)
+    else:
+        state.pop("score.weight", None)
+        if config.tie_word_embeddings and embedding is not None:
+            state["lm_head.weight"] = embedding
+        elif "lm_head.weight" not in state:
+            raise CheckpointError(
+                f"{path} has no language-model head (lm_head.weight), and its embeddings are not tied"
+            )
+    _check_tensors(model, state, path)
+    model.load_state_dict(state, assign=True)
+    if model.head == "lm" and config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def read_config(folder: Path | str) -> ModelConfig:
+    """The shape of the checkpoint in `folder`, from its config.json."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist: a model folder holds config.json and {WEIGHTS}")
+    try:
+        raw = read_object(path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    try:
+        return parse_config(raw)
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _hub_config(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    raw: dict[str, Any] = {
+        **hub_config(model.config),
+        "architectures": [architecture(model.config.model_type, model.head)],
+        # Readers differ in where they look for the rotary base.
+        "rope_theta": model.config.rope_theta,
+        "torch_dtype": str(model.model.embed_tokens.weight.dtype).removeprefix("torch."),
+        "bos_token_id": None if tokenizer is None else tokenizer.bos,
+        "eos_token_id": None if tokenizer is None else tokenizer.eos,
+        "pad_token_id": None if tokenizer is None else _padding(model.head, tokenizer),
+    }
+    if model.head == "scalar":
+        raw |= {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+    return raw
+
+
+def _padding(head: Head, tokenizer: Tokenizer) -> int | None:
+    """The padding token; for rewards, which others read at the last token that is not padding, one that ends no answer."""
+    if head == "lm" or tokenizer.pad not in tokenizer.stop_ids:
+        return tokenizer.pad
+    return min(tokenizer.special - {*tokenizer.stop_ids, tokenizer.bos}, default=None)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
+    """The checkpoint's safetensors files, each with its open reader. CheckpointError for one that is missing or damaged."""
+    for name in _names(folder):
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} does not exist: weights are read from safetensors only")
+        try:
+            with safe_open(path, "pt") as file:
+                yield path, file
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
+
+
+def _names(folder: Path) -> Sequence[str]:
+    """Return the names of the folder's weight files. CheckpointError for an index that names anything else."""
+    try:
+        return weight_names(folder / INDEX) if (folder / INDEX).is_file() else [WEIGHTS]
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _read_tensors(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> dict[str, Tensor]:
+    def placed(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype if dtype and tensor.is_floating_point() else tensor.dtype)
+
+    return {key: placed(file.get_tensor(key)) for _, file in weight_files(folder) for key in file.keys()}  # noqa: SIM118  no mapping
+
+
+def _check_tensors(model: Transformer, state: dict[str, Tensor], folder: Path) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    problems = [f"{name} is missing" for name in expected if name not in state]
+    problems += [f"{name} is unknown" for name in state if name not in expected]
+    problems += [
+        f"{name} has shape {list(state[name].shape)}, config.json asks for {list(shape)}"
+        for name, shape in expected.items()
+        if name in state and tuple(state[name].shape) != shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(f"{folder}: {'; '.join(problems[:3])}{more}")

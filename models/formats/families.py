@@ -1,0 +1,239 @@
+"""The layouts of checkpoints: how each model family names its configuration and its tensors.
+
+In memory there is one decoder and one `ModelConfig`; on disk a model lies in the layout of its family
+(`ModelConfig.model_type`), so that transformers, vLLM, llama.cpp and lm-eval read what is written here, and
+what they wrote is read back. Only the experts' tensors differ in more than the configuration: in memory they
+are stacked, on disk each expert has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from puna.models.bounds import check_numbers
+from puna.models.config import Mla, ModelConfig
+from puna.models.formats import awq
+from puna.models.settings import problems
+
+PREFIX = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
+    "deepseek_v3": "DeepseekV3",
+    "puna": "Puna",
+}
+SUFFIX = {"lm": "ForCausalLM", "scalar": "ForSequenceClassification"}
+# What a checkpoint may ask for and this decoder does not compute: name -> the values it does, default last.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", None),
+    "mlp_bias": (False, None),
+    "partial_rotary_factor": (1.0, None),
+    "decoder_sparse_step": (1, None),
+    "mlp_only_layers": ([], (), None),
+}
+# Where the experts of a layer lie on disk: their folder, and the names of gate, up and down.
+EXPERTS = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+}
+
+
+def architecture(model_type: str, head: str) -> str:
+    """transformers' class of a family's model with an `lm` or a `scalar` head."""
+    return PREFIX[model_type] + SUFFIX[head]
+
+
+def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """The shape in a Hugging Face configuration of any family in `PREFIX`.
+
+    Raises ValueError, naming the field, for what is missing or not computed here.
+    """
+    check_numbers(raw)
+    kind = raw.get("model_type") or "llama"
+    if kind not in PREFIX:
+        raise ValueError(f"model_type = {kind!r} is not supported (only {', '.join(PREFIX)})")
+    for name, plain in PLAIN.items():
+        if raw.get(name, plain[-1]) not in plain:
+            raise ValueError(f"{name} = {raw[name]!r} is not supported (only {plain[0]!r})")
+    if raw.get("quantization_config") is not None and (reason := awq.refused(raw["quantization_config"])):
+        raise ValueError(reason)
+    known = ModelConfig.model_fields
+    values = {"num_key_value_heads": raw.get("num_attention_heads"), **raw, "model_type": kind}
+    values |= _rope(raw)
+    if kind != "puna":
+        values |= _window(raw, kind) | _biases(raw, kind) | _experts(raw, kind) | _latent(raw, kind)
+        values |= {"qk_norm": kind in ("qwen3", "qwen3_moe"), "parallel_block": False}
+    chosen = {name: values[name] for name in known if values.get(name) is not None}
+    missing = [name for name, field in known.items() if field.is_required() and name not in chosen]
+    if missing:
+        raise ValueError(f"missing {', '.join(missing)}")
+    try:
+        return ModelConfig(**chosen)
+    except ValidationError as error:
+        raise ValueError(problems(error)) from error
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, from wherever a version of transformers wrote them."""
+    where = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    rope = dict(raw.get(where) or {})
+    other = raw.get("rope_scaling") or {}
+    if other and any(other.get(name) != rope.get(name) for name in ("rope_type", "factor") if name in other):
+        raise ValueError(f"rope_parameters and rope_scaling disagree: {rope} and {other}")
+    theta = rope.pop("rope_theta", raw.get("rope_theta"))
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    if kind == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    if kind not in ("linear", "llama3"):
+        raise ValueError(f"{where}.rope_type = {kind!r} is not supported (only 'default', 'linear' and 'llama3')")
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    needed = names if kind == "llama3" else names[:1]
+    lacking = [name for name in needed if name not in rope]
+    if lacking:
+        raise ValueError(f"{where} of type {kind!r} lacks {', '.join(lacking)}")
+    return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **{name: rope[name] for name in needed}}}
+
+
+def _window(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """`sliding_window` and `sliding_layers`."""
+    window, layers = raw.get("sliding_window"), None
+    if kind.startswith("qwen"):
+        window = window if raw.get("use_sliding_window") else None
+        count = raw.get("num_hidden_layers") or 0
+        types = raw.get("layer_types")
+        if window is not None and kind != "qwen3_moe":
+            first = raw.get("max_window_layers", 28)
+            layers = [i for i in range(count) if (types[i] == "sliding_attention" if types else i >= first)]
+            window = window if layers else None
+    elif kind not in ("mistral", "mixtral"):
+        window = None
+    return {"sliding_window": window, "sliding_layers": tuple(layers) if layers else None}
+
+
+def _biases(raw: Mapping[str, Any], kind: str) -> dict[str, bool]:
+    both = bool(raw.get("attention_bias")) and kind in ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
+    return {"qkv_bias": both or kind == "qwen2", "o_bias": both}
+
+
+def _experts(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    if kind not in EXPERTS:
+        return {"moe": None}
+    own = kind == "qwen3_moe"
+    experts = raw.get("num_local_experts") or raw.get("num_experts")
+    width = raw.get("moe_intermediate_size" if own else "intermediate_size")
+    chosen = raw.get("num_experts_per_tok")
+    if not (experts and width and chosen):
+        raise ValueError("missing the number of experts, num_experts_per_tok or the experts' width")
+    normed = bool(raw.get("norm_topk_prob", False)) if own else True
+    moe = {
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": width,
+        "norm_topk_prob": normed,
+        "router_aux_loss_coef": raw.get("router_aux_loss_coef", 0.001),
+    }
+    return {"moe": moe}
+
+
+def _latent(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    if kind != "deepseek_v3":
+        return {"mla": None}
+    dense = raw.get("first_k_dense_replace") or 0
+    if dense < (raw.get("num_hidden_layers") or 0):
+        raise ValueError(f"first_k_dense_replace = {dense}: DeepSeek's sigmoid-routed experts are not supported")
+    if raw.get("rope_interleave", True):
+        raise ValueError("rope_interleave = True is not supported (only False)")
+    return {"mla": {name: raw.get(name) or 0 for name in Mla.model_fields}, "head_dim": None}
+
+
+def hub_config(config: ModelConfig) -> dict[str, Any]:
+    """The configuration under its family's own field names; `parse_config` is the inverse."""
+    raw = config.to_dict()
+    nested = {name: raw.pop(name) for name in ("rope_scaling", "moe", "mla")}
+    if config.model_type == "puna":
+        return {**raw, **nested, "hidden_act": "silu", "rope_parameters": _rope_parameters(config)}
+    for name in ("sliding_window", "sliding_layers", "qkv_bias", "o_bias", "qk_norm", "parallel_block"):
+        del raw[name]
+    raw |= {"hidden_act": "silu", "rope_parameters": _rope_parameters(config)}
+    if config.model_type in ("llama", "qwen3", "qwen3_moe", "deepseek_v3"):
+        raw["attention_bias"] = config.o_bias
+    if config.model_type == "llama":
+        raw["mlp_bias"] = False
+    if config.model_type in ("mistral", "mixtral"):
+        raw["sliding_window"] = config.sliding_window
+    if config.model_type.startswith("qwen"):
+        raw |= {"use_sliding_window": config.sliding_window is not None, "sliding_window": config.sliding_window}
+    if config.model_type in ("qwen2", "qwen3"):
+        kinds = ["full_attention" if window is None else "sliding_attention" for window in config.windows]
+        raw |= {"layer_types": kinds, "max_window_layers": config.num_hidden_layers}
+    if config.model_type == "mixtral":
+        raw |= {name: nested["moe"][name] for name in ("num_experts_per_tok", "router_aux_loss_coef")}
+        raw["num_local_experts"] = nested["moe"]["num_experts"]
+    if config.model_type == "qwen3_moe":
+        raw |= nested["moe"] | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    if config.mla is not None:
+        raw |= nested["mla"] | {"q_lora_rank": config.mla.q_lora_rank or None, "rope_interleave": False}
+        raw |= {"first_k_dense_replace": config.num_hidden_layers, "num_nextn_predict_layers": 0}
+        del raw["head_dim"]
+    return raw
+
+
+def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
+    if config.rope_scaling is None:
+        return {"rope_type": "default", "rope_theta": config.rope_theta}
+    scaling = config.rope_scaling.model_dump()
+    names = ("rope_type", "factor") if config.rope_scaling.rope_type == "linear" else tuple(scaling)
+    return {"rope_theta": config.rope_theta, **{name: scaling[name] for name in names}}
+
+
+def to_disk(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """A state dictionary under its family's names on disk, experts apart."""
+    if config.model_type not in EXPERTS:
+        return dict(state)
+    folder, gate, up, down = EXPERTS[config.model_type]
+    written: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        layer, found, part = name.partition(".mlp.")
+        if not found:
+            written[name] = tensor
+            continue
+        for expert in range(len(tensor) if part.startswith("experts.") else 0):
+            place = f"{layer}.{folder}.experts.{expert}"
+            if part == "experts.down_proj":
+                written[f"{place}.{down}.weight"] = tensor[expert]
+            else:
+                written[f"{place}.{gate}.weight"], written[f"{place}.{up}.weight"] = tensor[expert].chunk(2)
+        if part == "gate.weight":
+            written[f"{layer}.{folder}.gate.weight"] = tensor
+    return written
+
+
+def from_disk(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The inverse of `to_disk`. Names that belong to no expert pass as they are."""
+    if config.model_type not in EXPERTS or config.moe is None:
+        return dict(tensors)
+    folder, gate, up, down = EXPERTS[config.model_type]
+    if config.moe.num_experts > len(tensors):
+        raise ValueError(f"num_experts = {config.moe.num_experts:,}, but there are {len(tensors):,} tensors: the files hold fewer experts")
+    state = {
+        name.replace(f".{folder}.gate.", ".mlp.gate."): tensor
+        for name, tensor in tensors.items()
+        if f".{folder}.experts." not in name
+    }
+    for layer in range(config.num_hidden_layers):
+        here, there = f"model.layers.{layer}.mlp.experts", f"model.layers.{layer}.{folder}.experts"
+        names = [[f"{there}.{e}.{part}.weight" for e in range(config.moe.num_experts)] for part in (gate, up, down)]
+        lacking = [name for part in names for name in part if name not in tensors]
+        if lacking:
+            raise ValueError(f"{lacking[0]} is missing")
+        gates, ups, downs = (torch.stack([tensors[name] for name in part]) for part in names)
+        state |= {f"{here}.gate_up_proj": torch.cat([gates, ups], 1), f"{here}.down_proj": downs}
+    return state

@@ -1,0 +1,205 @@
+"""The tokenizer inside a GGUF file, by llama.cpp's rules; both directions.
+
+`tokenizer.ggml.pre` names the regular expressions that cut a text before merges are applied. A name that is not known here is an
+error: another splitter gives other tokens without any sign of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from puna.models.tokens.tokenizer import SPLIT, Tokenizer
+from puna.models.tokens.tokenizer_trial import GPT2
+
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token"}
+"""The ids of special tokens that a file names (GGUF writes "seperator"), and their names on the hub."""
+LONGEST = 1024
+"""Most characters of a token: merges are found by every cut of it."""
+LLAMA3 = SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+PRE: dict[str, tuple[tuple[str, ...], bool]] = {
+    "gpt-2": ((GPT2,), False),
+    "smollm": ((r"\p{N}", GPT2), False),
+    "qwen2": ((SPLIT,), False),
+    "llama-bpe": ((LLAMA3,), True),
+}
+"""Splitters by name: regular expressions in turn, and whether a word that is a token as a whole needs no merges."""
+SAME = {
+    **dict.fromkeys(("gpt2", "mpt", "olmo", "jais"), "gpt-2"),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell"), "smollm"),
+    **dict.fromkeys(("stablelm2", "deepseek-r1-qwen"), "qwen2"),
+    **dict.fromkeys(("llama3", "llama-v3"), "llama-bpe"),
+}
+"""Other names of the same splitters in llama.cpp."""
+
+
+def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a file's `tokenizer.*` fields. ValueError names what is missing or not known."""
+    if "tokenizer.ggml.tokens" not in fields:
+        raise ValueError("the file holds no tokenizer (tokenizer.ggml.tokens)")
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    if (longest := max(map(len, tokens), default=0)) > LONGEST:
+        raise ValueError(f"tokenizer.ggml.tokens holds a token of {longest:,} characters: at most {LONGEST} are read")
+    types: list[int] = fields.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    kind = fields.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        backend = _byte_level(fields, tokens)
+    elif kind == "llama":
+        backend = _sentence_piece(fields, tokens, types)
+    else:
+        raise ValueError(f"tokenizer.ggml.model = {kind!r} is not supported (only 'gpt2' and 'llama')")
+    special = [token for token, type_ in zip(tokens, types, strict=True) if type_ in (CONTROL, UNKNOWN)]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    backend.add_tokens([AddedToken(token, normalized=False) for token, type_ in zip(tokens, types, strict=True) if type_ == USER])
+    found = {name: fields.get(f"tokenizer.ggml.{key}_token_id") for key, name in NAMES.items()}
+    named = {name: tokens[id_] for name, id_ in found.items() if id_ is not None and id_ < len(tokens)}
+    bos = named.get("bos_token")
+    if bos is not None and fields.get("tokenizer.ggml.add_bos_token", kind == "llama"):
+        backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))])
+    stops = [id_ for key in ("eos", "eot", "eom") if (id_ := fields.get(f"tokenizer.ggml.{key}_token_id")) is not None]
+    return Tokenizer(backend, named, fields.get("tokenizer.chat_template"), stops, _generation(fields))
+
+
+def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    name = fields.get("tokenizer.ggml.pre")
+    known = SAME.get(str(name), name)
+    if known not in PRE:
+        raise ValueError(f"tokenizer.ggml.pre = {name!r} is not supported (only {', '.join(sorted({*PRE, *SAME}))})")
+    patterns, whole_words = PRE[known]
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", ())]
+    backend = tokenizers.Tokenizer(BPE({token: id_ for id_, token in enumerate(tokens)}, merges, ignore_merges=whole_words))
+    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
+    """SentencePiece's BPE: of all neighbours the pair whose union has the highest score is merged first."""
+    scores: list[float] = fields["tokenizer.ggml.scores"]
+    vocabulary = {token: id_ for id_, token in enumerate(tokens)}
+    normal = [id_ for id_, type_ in enumerate(types) if type_ in (NORMAL, USER, UNUSED)]
+    merges = []
+    for id_ in sorted(normal, key=lambda id_: (-scores[id_], id_)):
+        token = tokens[id_]
+        for cut in range(1, len(token)):
+            if token[:cut] in vocabulary and token[cut:] in vocabulary:
+                merges.append((token[:cut], token[cut:]))
+    unknown = fields.get("tokenizer.ggml.unknown_token_id")
+    backend = tokenizers.Tokenizer(
+        BPE(vocabulary, merges, unk_token=None if unknown is None else tokens[unknown], fuse_unk=True, byte_fallback=True)
+    )
+    prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
+    steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return backend
+
+
+def tokenizer_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
+    """The `tokenizer.*` fields of a file; `rows` of the embeddings may be more than there are tokens.
+
+    ValueError where llama.cpp would read other tokens than this tokenizer gives.
+    """
+    raw = json.loads(tokenizer.vocabulary.backend.to_str())
+    if raw["model"]["type"] != "BPE":
+        raise ValueError(f"a tokenizer of the kind {raw['model']['type']} has no form in GGUF")
+    if tokenizer.vocab_size > rows:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the embeddings {rows} rows")
+    added = {token["id"]: token for token in raw["added_tokens"]}
+    tokens, types = [f"[PAD{id_}]" for id_ in range(rows)], [UNUSED] * rows
+    for token, id_ in {**raw["model"]["vocab"], **{token["content"]: id_ for id_, token in added.items()}}.items():
+        tokens[id_] = token
+        types[id_] = NORMAL if id_ not in added else CONTROL if added[id_]["special"] else USER
+    fields: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in raw["model"]["merges"]]
+    if (raw.get("decoder") or {}).get("type") == "ByteLevel":
+        pre = _splitter(raw)
+        fields |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre}
+        fields["tokenizer.ggml.merges"] = [" ".join(merge) for merge in merges]
+    else:
+        fields |= _pieces(raw, tokens, types, merges)
+    for key, name in NAMES.items():
+        id_ = tokenizer.vocabulary.id_of(tokenizer.named.get(name))
+        if id_ is not None:
+            fields[f"tokenizer.ggml.{key}_token_id"] = id_
+    ends = [id_ for id_ in tokenizer.stop_ids if id_ != tokenizer.eos]
+    if ends:
+        fields["tokenizer.ggml.eot_token_id"] = ends[-1]
+    begins = tokenizer.bos is not None and tokenizer.vocabulary.backend.encode("a").ids[:1] == [tokenizer.bos]
+    fields["tokenizer.ggml.add_bos_token"] = begins
+    if tokenizer.template is not None:
+        source = tokenizer.template.source
+        fields["tokenizer.chat_template"] = source if isinstance(source, str) else source["default"]
+    return fields
+
+
+def _splitter(raw: Mapping[str, Any]) -> str:
+    """The name of a byte-level tokenizer's splitter in llama.cpp."""
+    steps = raw["pre_tokenizer"].get("pretokenizers") or [raw["pre_tokenizer"]]
+    patterns: list[str] = []
+    for step in steps:
+        if step["type"] == "Digits" and step["individual_digits"]:
+            patterns.append(r"\p{N}")
+        elif step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"] and "Regex" in step["pattern"]:
+            patterns.append(step["pattern"]["Regex"])
+        elif step["type"] == "ByteLevel" and not step["add_prefix_space"]:
+            patterns += [GPT2] if step["use_regex"] else []
+        else:
+            patterns.append(step["type"])
+    found = (tuple(patterns), bool(raw["model"].get("ignore_merges")))
+    name = next((name for name, known in PRE.items() if known == found), None)
+    normal = (raw.get("normalizer") or {}).get("type")
+    if name is None or normal not in (None, "NFC"):
+        raise ValueError(
+            "llama.cpp has no name for this tokenizer's splitter "
+            f"({' then '.join(patterns)}, ignore_merges {found[1]}, normaliser {normal}), and another one would give other tokens"
+        )
+    return name
+
+
+def _pieces(raw: Mapping[str, Any], tokens: Sequence[str], types: list[int], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Fields of SentencePiece's kind: a piece's score is the rank of the first merge that makes it."""
+    normalizer = json.dumps([raw.get("normalizer"), raw.get("pre_tokenizer")], ensure_ascii=False)
+    if not raw["model"].get("byte_fallback") or '"▁"' not in normalizer:
+        raise ValueError("a tokenizer that is neither byte-level nor falls back to bytes as SentencePiece does has no form in GGUF")
+    if '"prepend_scheme": "first"' in normalizer:
+        raise ValueError(
+            "llama.cpp puts SentencePiece's blank before a text always or never, this tokenizer (prepend_scheme first) at the "
+            "beginning only: it would read other tokens"
+        )
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(merges):
+        ranks.setdefault("".join(merge), rank)
+    scores = [-float(ranks.get(token, len(merges))) for token in tokens]
+    unknown = raw["model"].get("unk_token")
+    for id_, token in enumerate(tokens):
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            types[id_] = BYTE
+        elif token == unknown:
+            types[id_] = UNKNOWN
+    prefix = "Prepend" in normalizer or '"prepend_scheme": "always"' in normalizer
+    return {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": scores, "tokenizer.ggml.add_space_prefix": prefix}
+
+
+SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+"""GGUF's fields of how to sample, by transformers' names."""
+
+
+def _generation(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """How to sample; numbers of 32 bits as they were written before."""
+    found = {name: fields[field] for name, field in SAMPLING.items() if field in fields}
+    return {"do_sample": True, **{name: round(value, 6) for name, value in found.items()}} if found else {}

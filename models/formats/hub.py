@@ -1,0 +1,314 @@
+"""The decoder as transformers models, for TRL, PEFT, lm-eval and `generate`.
+
+Same modules, same weights, same files as `Transformer`: checkpoints of the families in `families.py` (Llama
+and SmolLM2, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE) load, a folder saved here has the same
+layout, and `from_transformer` shares a model's weights without a copy. Without a cache, a padded batch is one forest
+of its real tokens, so padding costs nothing; with one (`generate`), rows stay a padded batch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    DynamicCache,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
+from transformers.utils.generic import can_return_tuple
+
+from puna.kernels.attention import ForestMask
+from puna.models.config import ModelConfig
+from puna.models.formats.checkpoint import INDEX, WEIGHTS, check_files
+from puna.models.formats.families import EXPERTS, architecture, hub_config, parse_config
+from puna.models.transformer import Attend, Block, Decoder, Head, Linear, Transformer, decode, forest_attend
+
+
+class PunaConfig(PreTrainedConfig):
+    """The configuration of a model that no family's layout holds (`model_type` puna).
+
+    Any other model has its family's own configuration class: `PunaConfig.from_pretrained` and `from_shape`
+    return that one.
+    """
+
+    model_type = "puna"
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """The configuration in a folder, of its family's class."""
+        return AutoConfig.from_pretrained(*args, **kwargs)
+
+    @staticmethod
+    def from_shape(shape: ModelConfig, **options: Any) -> PreTrainedConfig:
+        """From the decoder's own configuration, with any other field of the family's class."""
+        raw = hub_config(shape)
+        return AutoConfig.for_model(raw.pop("model_type"), **raw | options)
+
+
+AutoConfig.register("puna", PunaConfig, exist_ok=True)
+for _kind in EXPERTS:  # transformers applies a family's conversion to classes of others only where registered
+    register_checkpoint_conversion_mapping(_kind, get_checkpoint_conversion_mapping(_kind), overwrite=True)
+
+
+def shape_of(config: PreTrainedConfig) -> ModelConfig:
+    """The decoder's own configuration. Raises ValueError for what it does not compute."""
+    return parse_config(config.to_dict())
+
+
+class PunaBlock(GradientCheckpointingLayer, Block):
+    """A decoder layer that transformers can checkpoint."""
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
+        return Block.forward(self, x_TD, cos, sin, attend)
+
+
+class PunaPreTrainedModel(PreTrainedModel):
+    """Loading, saving and conversion shared by the models below."""
+
+    config_class = PunaConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["PunaBlock"]
+    _supports_sdpa = True
+    head: Head | None = None
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As transformers, under the family's architecture name, so that any reader of it loads the folder."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        path = Path(save_directory) / "config.json"
+        if self.head is not None and path.is_file():
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw["architectures"] = [architecture(raw["model_type"], self.head)]
+            path.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers. CheckpointError for a local folder whose index or sizes are not those of its own safetensors files."""
+        folder = Path(name) if isinstance(name, str | Path) else None
+        if folder is not None and any((folder / file).is_file() for file in (INDEX, WEIGHTS)):
+            check_files(folder)
+        return super().from_pretrained(name, *args, **kwargs)
+
+    @classmethod
+    def from_transformer(cls, model: Transformer, **options: Any) -> Self:
+        """Wrap a model's own weights: what one trains, the other has. `options` are fields of the
+        family's configuration, such as `pad_token_id`."""
+        if model.head != cls.head:
+            raise ValueError(f"{cls.__name__} needs a model with a {cls.head!r} head, not {model.head!r}")
+        if cls.head == "scalar":
+            options = {"num_labels": 1, **options}
+        with torch.device("meta"):
+            twin = cls(PunaConfig.from_shape(model.config, **options))
+        twin.load_state_dict(model.state_dict(), assign=True)
+        _share(model, twin)
+        return twin
+
+    def to_transformer(self) -> Transformer:
+        """The plain model over the same weights. Merge adapters first (`merge_and_unload` in PEFT)."""
+        assert self.head is not None
+        with torch.device("meta"):
+            model = Transformer(shape_of(self.config), self.head)
+        model.load_state_dict(self.state_dict(), assign=True)
+        _share(self, model)
+        return model
+
+
+def _share(source: nn.Module, target: nn.Module) -> None:
+    """Make target's parameters the very objects of the source's."""
+    for name, parameter in source.named_parameters(remove_duplicate=False):
+        module, _, leaf = name.rpartition(".")
+        setattr(target.get_submodule(module), leaf, parameter)
+
+
+class PunaModel(PunaPreTrainedModel):
+    """The backbone: token ids or embeddings [B, T] to hidden states [B, T, D]."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        shape = shape_of(config)
+        decoder = Decoder(shape)
+        self.shape = shape
+        self.embed_tokens = decoder.embed_tokens
+        self.layers = nn.ModuleList(PunaBlock(shape, i) for i in range(shape.num_hidden_layers))
+        self.norm = decoder.norm
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """`attention_mask` [B, T] marks real tokens; without one, `position_ids` that restart within a row
+        begin a new document. Other arguments of transformers' callers are accepted; they change nothing.
+        """
+        for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+            if kwargs.get(name, getattr(self.config, name, False)):
+                # TRL asks for routers' logits wherever the balance of experts has a weight.
+                where = "configuration (TRL: router_aux_loss_coef=0)" if name == "output_router_logits" else "configuration"
+                raise ValueError(f"{name} is not supported: layers keep none of them; leave it out of the call and of the {where}")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ValueError(f"attention_mask must be [batch, tokens], not {list(attention_mask.shape)}")
+        x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if past_key_values is None and use_cache and not self.gradient_checkpointing:
+            past_key_values = DynamicCache(config=self.config)
+        if past_key_values is None:
+            hidden = self._forest(x_BTD, attention_mask, position_ids)
+        else:
+            hidden = self._cached(x_BTD, attention_mask, position_ids, past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+
+    def _forest(self, x_BTD: Tensor, keep: Tensor | None, positions: Tensor | None) -> Tensor:
+        """All rows' real tokens as one forest; hidden states of padding are zero."""
+        B, T, D = x_BTD.shape
+        counted = torch.arange(T, device=x_BTD.device).expand(B, T)
+        positions = counted if positions is None else positions.expand(B, T)
+        if keep is None:
+            real = torch.ones(B, T, dtype=torch.bool, device=x_BTD.device)
+            first = (counted == 0) | F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
+        else:
+            real = keep.bool()
+            first = real & (real.cumsum(1) == 1)
+        starts = first[real].nonzero()[:, 0]
+        total = int(real.sum())
+        lengths = torch.diff(starts, append=starts.new_tensor([total]))
+        mask = ForestMask.from_end((starts + lengths).to(torch.int32).repeat_interleave(lengths))
+        attend = forest_attend(self.shape, mask)
+        h_ND, _ = decode(self.layers, self.norm, self.shape, x_BTD[real], positions[real], attend)
+        if total == B * T:
+            return h_ND.view(B, T, D)
+        return torch.zeros_like(x_BTD).masked_scatter(real[..., None], h_ND)
+
+    def _cached(self, x_BTD: Tensor, keep: Tensor | None, positions: Tensor | None, cache: Any) -> Tensor:
+        """A padded batch after the keys and values of the cache, which grows by it."""
+        B, T, D = x_BTD.shape
+        past = cache.get_seq_length()
+        counted = torch.arange(past, past + T, device=x_BTD.device)
+        positions = counted.expand(B, T) if positions is None else positions.expand(B, T)
+
+        def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
+            q, k, v = (x.view(B, T, *x.shape[1:]).transpose(1, 2) for x in (q_NHK, k_NGK, v_NGK))
+            k, v = cache.update(k, v, layer)
+            # The cache of a sliding layer has dropped its oldest keys.
+            index = torch.arange(k.shape[2], device=q.device) + max(0, past + T - k.shape[2])
+            visible = index <= counted[:, None]
+            if (window := self.shape.windows[layer]) is not None:
+                visible = visible & (counted[:, None] - index < window)
+            visible = visible.expand(B, T, -1)
+            if keep is not None:
+                padded = F.pad(keep.bool(), (0, max(0, int(index[-1]) + 1 - keep.shape[1])), value=True)
+                # A padding query sees itself, so that its softmax is defined.
+                visible = visible & padded[:, None, index] | (index == counted[:, None])
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)
+            return out.transpose(1, 2).flatten(0, 1)
+
+        flat, _ = decode(self.layers, self.norm, self.shape, x_BTD.flatten(0, 1), positions.flatten(), attend)
+        return flat.view(B, T, D)
+
+
+class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
+    """The language model."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    head: Head | None = "lm"
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.model = PunaModel(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits [B, T, V], and with `labels` [B, T] (-100: ignored) transformers' shifted cross-entropy."""
+        outputs = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True, **kwargs
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+
+
+class PunaForSequenceClassification(PunaPreTrainedModel):
+    """A score per sequence, read at its last real token: the reward model."""
+
+    head: Head | None = "scalar"
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = PunaModel(config)
+        self.score = Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **_: Any,
+    ) -> SequenceClassifierOutputWithPast:
+        """Scores [B, labels]. The last real token is the mask's, or else the last that is not padding."""
+        hidden = self.model(
+            input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, return_dict=True
+        ).last_hidden_state
+        B, T = hidden.shape[:2]
+        real = torch.ones(B, T, dtype=torch.bool, device=hidden.device)
+        if attention_mask is not None:
+            real = attention_mask.bool()
+        elif input_ids is not None and self.config.pad_token_id is not None:
+            real = input_ids != self.config.pad_token_id
+        elif B > 1:
+            raise ValueError(
+                "give an attention_mask or set config.pad_token_id: the last real token is unknown"
+            )
+        last = (torch.arange(T, device=hidden.device) * real).argmax(1)
+        logits = self.score(hidden[torch.arange(B, device=hidden.device), last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutputWithPast(loss=loss, logits=logits)

@@ -1,0 +1,100 @@
+"""A dense model on a CPU, in fp32 or with its layers' matrices in INT8, by loops that compute a layer each: generation's way through the
+model, with the model's own weights.
+
+Where the loops do not reach (experts, latent attention, parallel blocks, other types and devices, INT8 without AVX-512 VNNI) the
+model's own operators serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from puna.kernels.cpu.lazy import has_numba
+from puna.kernels.dense_layers import PROJECTIONS, DenseLayer, DenseLayers
+from puna.kernels.operators import INTERPRETED
+from puna.kernels.paged_attention import PAGE, PagedPlan
+from puna.models.config import ModelConfig
+from puna.models.formats.quantised import QuantisedLinear
+from puna.models.transformer import Transformer, rotary_table
+
+if has_numba():
+    from puna.kernels.cpu.int8_products import AVAILABLE
+
+# Where a layer's weights stand in a block of the model.
+WEIGHTS = {
+    "input_norm": "input_layernorm.weight",
+    "post_norm": "post_attention_layernorm.weight",
+    **{name: f"self_attn.{name}_proj.weight" for name in "qkvo"},
+    **{f"{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkvo"},
+    **{f"{name}_norm": f"self_attn.{name}_norm.weight" for name in "qk"},
+    **{name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
+}
+
+PLAIN = {WEIGHTS[name] for name in PROJECTIONS}
+SMALL = {f"{place.removesuffix('weight')}{part}" for place in PLAIN for part in ("q", "scale")}
+
+
+class Loops:
+    """The layers and the final norm with their rotation."""
+
+    def __init__(self, model: Transformer) -> None:
+        config = model.config
+        self.config, self.layers = config, _dense_layers(model)
+        self._turns = rotary_table(config, torch.arange(0), torch.float32)
+
+    def __call__(
+        self, x_ND: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]
+    ) -> Tensor:
+        """Hidden states of embedded tokens, in their place; their keys and values go into each layer's pages."""
+        longest = PAGE * plan.tables.shape[1]
+        if len(self._turns[0]) < longest:
+            self._turns = rotary_table(self.config, torch.arange(2 * longest), torch.float32)
+        self.layers(x_ND, *self._turns, pages, plan, windows)
+        return x_ND
+
+
+class Pass(Protocol):
+    """A way through a model: embedded tokens, each layer's pages, plan and windows to hidden states."""
+
+    def __call__(
+        self, x_ND: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]
+    ) -> Tensor: ...
+
+
+def loops(model: Transformer) -> Pass | None:
+    """The model by loops, where they can compute it: not with adapters, of which the loops know nothing. A model whose layers come and go
+    (`offload.py`) brings a way of its own."""
+    own: Pass | None = getattr(model.model, "by_loops", None)
+    if own is not None:
+        return own
+    return Loops(model) if fits(model.config, model.model.layers, list(model.parameters())) else None
+
+
+def fits(config: ModelConfig, blocks: nn.ModuleList, parameters: Sequence[Tensor]) -> bool:
+    """Whether loops can compute these layers of a model with these parameters."""
+    if not has_numba() or INTERPRETED or config.parallel_block:
+        return False
+    small = [module for module in blocks.modules() if isinstance(module, QuantisedLinear)]
+    places = (SMALL if small else PLAIN) | {place for name, place in WEIGHTS.items() if name not in PROJECTIONS}
+    needed = {place for place in places if not place.endswith(("bias", "q_norm.weight", "k_norm.weight"))}
+    plain = all(needed <= {name for name, _ in block.named_parameters()} <= places for block in blocks)
+    bytes_ = {id(module.q) for module in small if module.q.dtype == torch.int8 and AVAILABLE}
+    alike = all((p.dtype == torch.float32 or id(p) in bytes_) and p.is_cpu and p.is_contiguous() for p in parameters)
+    return plain and alike
+
+
+def _dense_layers(model: Transformer) -> DenseLayers:
+    config, layers = model.config, []
+    for block in model.model.layers:
+        found = dict(block.named_parameters())
+        given: dict[str, Any] = {name: found.get(place) for name, place in WEIGHTS.items()}
+        for name in PROJECTIONS:
+            place = WEIGHTS[name].removesuffix("weight")
+            given[name], given[f"{name}_scale"] = found.get(f"{place}q", given[name]), found.get(f"{place}scale")
+        layers.append(DenseLayer(**given))
+    norm = model.model.norm.weight
+    return DenseLayers(layers, norm, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps)

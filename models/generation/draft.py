@@ -1,0 +1,154 @@
+"""Guesses by a draft: a smaller model of the same vocabulary that runs ahead of a larger one (Leviathan et al. 2023; Chen et al. 2023).
+
+A draft keeps keys and values of its own in the pages of the larger model's cache: what is shared, copied, kept or given up there is so
+here. A guess drawn from the draft's distribution q is taken with probability min(1, p / q), p being the larger model's, and what
+stands in the place of one that is not is drawn from what q left of p, max(p - q, 0). So answers have the model's distribution, after
+penalties and cuts, and at temperature 0 they are those without a draft; else they are others, which follow from the seed and from where
+guesses were made: in a step too full for guesses a token is drawn without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from puna.kernels.exact import exact_passes
+from puna.kernels.operators import wide
+from puna.kernels.token_cut import cut
+from puna.kernels.token_draw import invert
+from puna.models.generation.engine import Engine, Event
+from puna.models.generation.sampling import DIVERGED, Draw, Drawn, RowError, draw, shifted
+from puna.models.generation.schedule import Answer
+from puna.models.generation.step import Stretch, run
+from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.transformer import Transformer
+
+
+class DraftedEngine(Engine):
+    """An engine in which `draft` guesses, where `SamplingParams.speculate` asks for guesses; `limits` are the engine's.
+
+    A draft computes no exact passes: nothing depends on its bits.
+    """
+
+    def __init__(self, model: Transformer, draft: Transformer, tokenizer: Tokenizer | None = None, **limits: Any) -> None:
+        if draft.head != "lm" or draft.config.vocab_size != model.config.vocab_size:
+            raise ValueError(f"a draft needs a language-model head over the model's {model.config.vocab_size} tokens")
+        self.draft = draft
+        self._numbers: WeakKeyDictionary[Answer, Any] = WeakKeyDictionary()  # for each token: of its guess, and whether that is taken
+        self._odds: dict[Answer, list[Tensor]] = {}  # the draft's distribution of each guess of this step
+        self._ready: Sequence[Answer] = ()
+        self._wrong: dict[Answer, RowError] = {}  # answers of this step that the draft could not guess for
+        super().__init__(model, tokenizer, **limits)
+
+    @property
+    def models(self) -> tuple[Transformer, ...]:
+        return self.model, self.draft
+
+    def _compute(self, work: Sequence[Answer]) -> Tensor:
+        """Guess one token of each answer after the other; of prompts the draft computes what the larger model does."""
+        for answer in work:
+            answer.drafted = min(answer.drafted, answer.computed)  # the last guesses may have been wrong
+        begun = [answer for answer in work if answer.count > 1 or not answer.logprobs]
+        if begun:
+            self._follow(begun, [answer.tokens[answer.drafted : answer.computed + answer.count] for answer in begun])
+        self._odds, self._wrong = {answer: [] for answer in work if answer.guess}, {}
+        asked, number = list(self._odds), 0
+        while asked:
+            due = [[answer.guess[number - 1]] if number else answer.tokens[answer.drafted :] for answer in asked]
+            logits_BV = self.draft.logits(self._follow(asked, due))
+            draws = [self._guess_of(answer, number) for answer in asked]
+            q_BV, errors = distribution(logits_BV, draws)
+            self._wrong |= {asked[row]: error for row, error in errors.items()}
+            for answer, q_V, token in zip(asked, q_BV, invert(q_BV, _uniforms(draws, q_BV)).tolist(), strict=True):
+                answer.guess[number] = token
+                self._odds[answer].append(q_V)
+            number += 1
+            asked = [answer for answer in asked if len(answer.guess) > number]
+        return super()._compute(work)
+
+    def _follow(self, answers: Sequence[Answer], due: Sequence[Sequence[int]]) -> Tensor:
+        """Have the draft compute what is due of each answer after what it has; hidden states of the last tokens [B, D]."""
+        work = [Stretch(answer.pages, answer.drafted, tokens) for answer, tokens in zip(answers, due, strict=True)]
+        weight = self.draft.model.embed_tokens.weight
+        with exact_passes(weight.dtype, weight.device, False):
+            hidden_ND = run(self.draft, self.caches[1], work, self._loops[1])
+        for answer, tokens in zip(answers, due, strict=True):
+            answer.drafted += len(tokens)
+        return hidden_ND[torch.tensor([len(tokens) for tokens in due]).cumsum(0).to(hidden_ND.device) - 1]
+
+    def _guess_of(self, answer: Answer, number: int) -> Draw:
+        """The draw of an answer's guess of this number."""
+        params = answer.request.params
+        if answer not in self._numbers:
+            seed = [params.seed, answer.number, *answer.request.words, 1]  # others than the draws of the answer itself
+            self._numbers[answer] = np.random.default_rng(seed).random((params.max_tokens, 2))
+        before = [*answer.own, *answer.guess[:number]] if params.shifts else ()
+        return Draw(params, self._numbers[answer][len(answer.logprobs) + number, 0], answer.request.prompt, before)
+
+    def _draw(self, ready: Sequence[Answer]) -> list[Event]:
+        self._ready = ready
+        return super()._draw(ready)
+
+    def _drawn(self, logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
+        """Rows with a guess are settled by it; the others are drawn."""
+        rows: list[int] = []
+        odds: list[tuple[int, float, Tensor]] = []  # each guess with the number that it is judged by, and its distribution
+        row, errors = 0, dict[int, RowError]()
+        for answer in self._ready:
+            if answer in self._wrong:
+                errors[row] = self._wrong[answer]
+            for number, q_V in enumerate(self._odds.get(answer, ())):
+                rows.append(row + number)
+                odds.append((answer.guess[number], self._numbers[answer][len(answer.logprobs) + number, 1], q_V))
+            row += len(answer.guess) + 1
+        self._odds = {}
+        settled: dict[int, int] = {}
+        if rows:
+            some = [draws[row] for row in rows]
+            guessed, numbers, q = zip(*odds, strict=True)
+            (p_SV, wrong), q_SV = distribution(logits_SV[rows], some), torch.stack(q)
+            errors |= {rows[number]: error for number, error in wrong.items()}
+            settled = dict(zip(rows, judged(p_SV, q_SV, guessed, numbers, _uniforms(some, p_SV)).tolist(), strict=True))
+        drawn = draw(logits_SV, draws, settled)
+        return drawn._replace(errors={**errors, **drawn.errors})
+
+
+def judged(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: Sequence[float], uniforms: Tensor) -> Tensor:
+    """[S] tokens of the distribution p: a guess drawn from q with probability min(1, p / q), by its number in [0, 1), else one drawn from
+    max(p - q, 0), which q cannot give, by the inverse of its cumulative distribution at `uniforms`."""
+    guess_S1 = torch.tensor(guesses, device=p_SV.device)[:, None]
+    number_S = torch.tensor(numbers, dtype=torch.float64, device=p_SV.device)
+    taken = number_S * q_SV.gather(1, guess_S1)[:, 0].double() < p_SV.gather(1, guess_S1)[:, 0].double()
+    return torch.where(taken, guess_S1[:, 0], invert((p_SV - q_SV).clamp_min_(0.0), uniforms))
+
+
+def distribution(logits_SV: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, dict[int, RowError]]:
+    """Return what each row is drawn from [S, V], in fp32 at least, after penalties, masks and cuts, and the errors of rows that fail.
+
+    At temperature 0 it is the likeliest token alone. A row that fails, having a NaN or no finite entry, has all tokens alike.
+    """
+    z_SV = logits_SV.to(wide(logits_SV.dtype), copy=True)
+    scale = torch.tensor([1.0 / (row.params.temperature or 1.0) for row in rows], device=z_SV.device)
+    tops = (z_SV.amax(1) * scale.to(z_SV)).tolist()
+    errors = {row: RowError(DIVERGED, asked=False) for row, top in enumerate(tops) if not math.isfinite(top)}
+    for row in errors:
+        z_SV[row] = 0
+    errors = {**shifted(z_SV, rows, scale), **errors}
+    p_SV = torch.softmax(z_SV * scale.to(z_SV)[:, None], -1)
+    cuts = [i for i, row in enumerate(rows) if row.params.cuts]
+    if cuts:
+        p_SV[cuts] = cut(p_SV[cuts], [rows[i].params for i in cuts])
+    greedy = [i for i, row in enumerate(rows) if not row.params.temperature]
+    if greedy:
+        p_SV[greedy] = torch.zeros_like(z_SV[greedy]).scatter_(1, z_SV[greedy].argmax(1, keepdim=True), 1.0)
+    return p_SV, errors
+
+
+def _uniforms(draws: Sequence[Draw], like: Tensor) -> Tensor:
+    return torch.tensor([one.uniform for one in draws], dtype=torch.float64, device=like.device)

@@ -1,0 +1,75 @@
+"""Answers of a given form: a JSON schema as a mask of the tokens that may come next, by llguidance.
+
+What a schema cannot hold an answer to (a keyword that llguidance does not know) is refused, not left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from puna.models.tokens.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+    from llguidance._lib import JsonCompileOptions
+
+STATES = 1024
+"""Answers whose place in the schema is kept at once; for others it is found again from their first token."""
+
+
+LAYOUT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As json.dumps writes it: where blanks are free, a weak model may write nothing else."""
+
+
+class Grammar:
+    """What the tokens of a tokenizer may spell; `size` is the model's vocabulary, whose other entries are never allowed."""
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        from llguidance import LLTokenizer
+
+        if not tokenizer.stop_ids:
+            raise ValueError("the tokenizer names no token that ends an answer, so an answer of a given form could not end")
+        self.size = size
+        self.tokens = LLTokenizer(tokenizer.vocabulary.backend.to_str(), n_vocab=size, eos_token=list(tokenizer.stop_ids))
+
+    def schema(self, schema: Mapping[str, Any] | None) -> Mask:
+        """The mask of a JSON schema; None: any JSON object. ValueError where the schema is none, or cannot be kept to."""
+        from llguidance import LLMatcher
+
+        if schema is not None and not isinstance(schema, Mapping):
+            raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
+        text = json.dumps({"type": "object"} if schema is None else schema)
+        grammar = LLMatcher.grammar_from_json_schema(text, defaults=LAYOUT)
+        wrong, told = LLMatcher.validate_grammar_with_warnings(grammar, self.tokens)
+        if wrong or told:
+            raise ValueError(f"the JSON schema cannot be kept to: {' '.join(told)}")
+        return Mask(LLMatcher(self.tokens, grammar), self.size)
+
+
+class Mask:
+    """Which tokens may follow an answer's tokens, for `SamplingParams.mask`."""
+
+    def __init__(self, start: LLMatcher, size: int) -> None:
+        self.size, self._start = size, start
+        self._reached: dict[tuple[int, ...], LLMatcher] = {}
+
+    def __call__(self, answer: Sequence[int]) -> Tensor:
+        """[V] bool on CPU."""
+        tokens = tuple(answer)
+        state = self._reached.pop(tokens[:-1], None) if tokens else None
+        if state is None or not state.consume_token(tokens[-1]):
+            state = self._start.deep_copy()
+            state.consume_tokens(list(tokens))
+        if state.is_error():
+            raise ValueError(f"the answer {list(tokens)} left the form that it was to have: {state.get_error()}")
+        words = np.frombuffer(state.compute_bitmask(), dtype=np.uint8)
+        if len(self._reached) >= STATES:
+            self._reached.pop(next(iter(self._reached)))
+        self._reached[tokens] = state
+        return torch.from_numpy(np.unpackbits(words, bitorder="little")[: self.size].astype(bool))

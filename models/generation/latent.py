@@ -1,0 +1,115 @@
+"""Latent attention over pages of latents: a token keeps one narrow vector and the rotated part of its key (DeepSeek-V2, 2.1), in place of
+the keys and values of all heads that grow out of them.
+
+Two ways to the same numbers, up to the order of sums:
+
+- spelled out: the keys and values of all pages at hand grow anew in each step, by the product of training, and are attended over as ever.
+  A token has the bits that it has in training, so exact passes take this way. It is cheap where many queries look at few tokens.
+- absorbed: queries go through the keys' matrix, and what the softmax makes of the latents through the values': no key or value is ever
+  spelled out (the paper's 2.1.2). It is cheap where few queries look at many tokens, as in decoding.
+
+Passes that are not exact take the way that multiplies less.
+
+Shapes: N tokens of the step, H heads, L width of a latent, C that of a key's own part, R of its rotated part, V of a value; P pages of S
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from puna.kernels.exact import exact
+from puna.kernels.operators import uses_triton, wide
+from puna.kernels.paged_attention import PAGE, PagedPlan, new_pages, paged_attention
+from puna.models.config import Mla
+from puna.models.formats.quantised import QuantisedLinear
+from puna.models.transformer import LatentAttention, Linear, OverLatents
+
+
+def new_latents(count: int, mla: Mla, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Pages of zeros [P, S, 1, L + R]; on a CPU they take memory as they are first written, and are fp32 at least."""
+    shape = (count, PAGE, 1, mla.kv_lora_rank + mla.qk_rope_head_dim)
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(shape, np.float64 if wide(dtype) == torch.float64 else np.float32))
+
+
+class LatentPages(OverLatents):
+    """A step's attention: layers [layers] of `new_latents`, the step's plan, and where its tokens go, [N] int64."""
+
+    def __init__(self, layers: Sequence[Tensor], plan: PagedPlan, places_N: Tensor) -> None:
+        self.layers, self.plan, self.places = layers, plan, places_N
+        self._room: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+
+    def over_latents(self, layer: LatentAttention, q_NHC: Tensor, q_NHR: Tensor, latent_NL: Tensor, k_NR: Tensor) -> Tensor:
+        """What the queries see [N, H, V], once the tokens themselves are in the pages."""
+        pages = self.layers[layer.layer]
+        pages.view(-1, pages.shape[3])[self.places] = torch.cat([latent_NL, k_NR], -1).to(pages.dtype)
+        matrix = None if exact() else _matrix(layer)
+        if matrix is None or not self._absorbing(layer):
+            return self._spelled_out(layer, torch.cat([q_NHC, q_NHR], -1), pages)
+        mla, H = layer.mla, q_NHC.shape[1]
+        keys_HCL, values_HVL = matrix.view(H, -1, mla.kv_lora_rank).split([mla.qk_nope_head_dim, mla.v_head_dim], 1)
+        q_NHL = torch.bmm(q_NHC.transpose(0, 1), keys_HCL).transpose(0, 1)
+        q_NHK, scale = torch.cat([q_NHL, q_NHR], -1), mla.qk_head_dim**-0.5
+        if uses_triton(q_NHK):
+            seen_NHL = paged_attention(q_NHK, pages, pages[..., : mla.kv_lora_rank], self.plan, scale=scale)
+        else:
+            rows = pages[self._at_hand[0]]
+            seen_NHL = self._attend(q_NHK, rows, rows[..., : mla.kv_lora_rank], scale)
+        return torch.bmm(seen_NHL.transpose(0, 1), values_HVL.transpose(1, 2)).transpose(0, 1)
+
+    def _spelled_out(self, layer: LatentAttention, q_NHK: Tensor, pages: Tensor) -> Tensor:
+        """Attention over keys and values of all heads, for as long as the layer needs them."""
+        mla, rows = layer.mla, pages[self._at_hand[0]].to(q_NHK.dtype).view(-1, pages.shape[3])
+        grown = layer.spelled_out(*(part.contiguous() for part in rows.split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)))
+        return self._attend(q_NHK, *(part.unflatten(0, (-1, PAGE)) for part in grown))
+
+    def _attend(self, q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, scale: float | None = None) -> Tensor:
+        """Over the pages at hand, put into the layout that attention reads; the layers of a step take turns at the room for it."""
+        shape = G, K, V = (*k_PSGK.shape[2:], v_PSGV.shape[3])
+        if shape not in self._room:
+            self._room[shape] = new_pages(len(k_PSGK), G, K, V, q_NHK.dtype, q_NHK.device)
+        for to, given in zip(self._room[shape], (k_PSGK, v_PSGV), strict=True):
+            to.copy_(given)
+        return paged_attention(q_NHK, *self._room[shape], self._at_hand[1], scale=scale)
+
+    @cached_property
+    def _at_hand(self) -> tuple[Tensor, PagedPlan]:
+        """The pages that somebody looks at, and the plan over these alone."""
+        plan = self.plan
+        tables, sequence, position = (t.numpy() for t in (plan.tables, plan.sequence, plan.position))
+        last = np.zeros(len(tables), np.int32)
+        np.maximum.at(last, sequence, position // PAGE)
+        seen = np.arange(tables.shape[1]) <= last[:, None]
+        used, numbers = np.unique(tables[seen], return_inverse=True)
+        renumbered = np.zeros_like(tables)
+        renumbered[seen] = numbers
+        return torch.from_numpy(used.astype(np.int64)).to(plan.device), PagedPlan(
+            torch.from_numpy(renumbered), plan.sequence, plan.position, plan.device
+        )
+
+    def _absorbing(self, layer: LatentAttention) -> bool:
+        """Whether that multiplies less than spelling out: both look at as many pairs of query and key."""
+        mla, (pairs, tokens) = layer.mla, self._sizes
+        wider = 2 * mla.kv_lora_rank - mla.qk_nope_head_dim - mla.v_head_dim
+        grow = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
+        return pairs * wider < (tokens - len(self.places)) * grow
+
+    @cached_property
+    def _sizes(self) -> tuple[int, int]:
+        """Pairs of a query and a key that it sees; tokens that would be spelled out."""
+        return int(self.plan.position.sum(dtype=torch.int64)) + len(self.places), PAGE * len(self._at_hand[0])
+
+
+def _matrix(layer: LatentAttention) -> Tensor | None:
+    """[H (C + V), L] what keys and values grow by; None where an adapter has a part in it."""
+    grow = layer.kv_b_proj
+    if isinstance(grow, QuantisedLinear):
+        return grow.q.to(grow.scale.dtype) * grow.scale[:, None]
+    return grow.weight if type(grow) is Linear else None

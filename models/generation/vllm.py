@@ -1,0 +1,95 @@
+"""vLLM as the second engine of generation: the same prompts, parameters and completions, computed by its `LLM`.
+
+What is drawn is another draw of the same distribution. Log-probs are those that `Completion` promises, of the whole vocabulary at the
+request's temperature: vLLM tells them raw, at temperature 1, or processed, after penalties and cuts, too. Where neither is what is
+promised (another temperature together with penalties or cuts), the request is refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from puna.models.generation.engine import Completion, Prompt, request_of
+from puna.models.generation.sampling_params import SamplingParams
+from puna.models.tokens.tokenizer import Tokenizer
+
+
+class VllmEngine:
+    """Samples from the model in a folder of Hugging Face's layout.
+
+    weights: `same` or `fp8`, which vLLM computes as it loads them. memory: the share of the GPU's memory that it takes.
+    ImportError without the package vllm.
+    """
+
+    def __init__(self, folder: Path | str, tokenizer: Tokenizer, weights: str = "same", memory: float = 0.9) -> None:
+        import vllm
+
+        if weights not in ("same", "fp8"):
+            raise ValueError(f"vLLM does not quantise a model to {weights} as it loads it: choose fp8 or same")
+        self.tokenizer, self._vllm = tokenizer, vllm
+        self._settings = {
+            "model": str(folder), "tokenizer": str(folder), "quantization": None if weights == "same" else weights, "seed": 0,
+            "gpu_memory_utilization": memory,
+        }  # fmt: skip
+        self._mode, self._llm = "", None
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, progress: Callable[[int, int], None] | None = None
+    ) -> list[list[Completion]]:
+        """`Engine.generate`: equal prompts draw different answers, and an answer follows from the seed and its prompt, as far as vLLM's
+        products do not depend on what is computed beside it. `progress` is told once, at the end."""
+        if not prompts:
+            return []
+        seen: Counter[tuple[int, ...]] = Counter()
+        asked, how = [], []
+        for index, prompt in enumerate(prompts):
+            request = request_of(self.tokenizer, prompt, params, index)
+            seed = np.random.SeedSequence([params.seed, seen[request.words], *request.words]).generate_state(1)
+            seen[request.words] += params.n
+            asked.append({"prompt_token_ids": request.prompt})
+            how.append(self._params(params, sorted(request.stop_ids), request.stop_texts, int(seed[0])))
+        found = [self._completions(one.outputs) for one in self._loaded(params).generate(asked, how, use_tqdm=False)]
+        if progress is not None:
+            progress(len(found) * params.n, len(found) * params.n)
+        return found
+
+    def _loaded(self, params: SamplingParams) -> Any:
+        """vLLM's model, loaded to tell log-probs as these parameters need them."""
+        if params.temperature in (0.0, 1.0):
+            mode = "raw_logprobs"
+        elif params.cuts or params.shifts:
+            raise ValueError(
+                f"vLLM does not tell log-probs of the whole vocabulary at temperature {params.temperature} with penalties, top_k, top_p or "
+                "min_p: set the temperature to 1, or leave the others out"
+            )
+        else:
+            mode = "processed_logprobs"
+        if self._llm is not None and mode != self._mode:
+            raise ValueError("vLLM was loaded for other parameters: use an engine for each way of sampling")
+        if self._llm is None:
+            self._mode, self._llm = mode, self._vllm.LLM(**self._settings, logprobs_mode=mode)
+        return self._llm
+
+    def _params(self, params: SamplingParams, stop_ids: list[int], stop_texts: Sequence[str], seed: int) -> Any:
+        if params.mask is not None or params.speculate:
+            raise ValueError("vLLM is given no masks and no guesses: leave mask and speculate out")
+        return self._vllm.SamplingParams(
+            n=params.n, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p,
+            max_tokens=params.max_tokens, seed=seed, repetition_penalty=params.repetition_penalty, presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty, logit_bias=dict(params.logit_bias) or None, stop_token_ids=stop_ids,
+            stop=list(stop_texts) or None, ignore_eos=True, logprobs=0, detokenize=bool(stop_texts),
+        )  # fmt: skip
+
+    @staticmethod
+    def _completions(outputs: Sequence[Any]) -> list[Completion]:
+        found = []
+        for output in sorted(outputs, key=lambda output: output.index):
+            tokens = [int(token) for token in output.token_ids]
+            logprobs = [float(step[token].logprob) for token, step in zip(tokens, output.logprobs, strict=True)]
+            found.append(Completion(tokens, logprobs, output.finish_reason == "stop"))
+        return found

@@ -1,0 +1,1 @@
+"""Languages and scripts, and a model that tells them apart."""

@@ -1,0 +1,181 @@
+"""The prose of texts, for classifiers of languages: lines of letters and spaces, from one pass over a part's bytes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.text.characters import ALPHANUMERIC, BREAK, DECIMAL, SPACE, UPPER, tables
+from puna.kernels.text.code_lines import CODE_MARKS, CODE_SIGNS, looks_like_code, may_be_code
+
+I64 = NDArray[np.int64]
+U8 = NDArray[np.uint8]
+PROSE = 0.75
+LEAST = 4  # characters of a line
+WINDOWS = 4
+IS_LETTER, IS_CAPITAL, IS_SPACE, IS_ALPHANUMERIC, IS_BREAK, IS_SIGN, IS_BULLET = 1, 2, 4, 8, 16, 32, 64
+BULLETS = "•–-* "
+BLANK = ord(" ")
+NOTHING_IN = "{}([\\"  # what ends no line of prose
+NOT_LAST = np.array([chr(byte) in NOTHING_IN for byte in range(256)])
+
+
+class Prose(NamedTuple):
+    """The prose of texts: text n's is the UTF-8 in data[bounds[n]:bounds[n + 1]], lines with a blank between, and has so many letters
+    (and marks of numbers such as ²), of which so many are capitals."""
+
+    data: memoryview
+    bounds: I64
+    letters: I64
+    capitals: I64
+
+    def of(self, text: int) -> str:
+        """The prose of one text."""
+        return str(self.data[self.bounds[text] : self.bounds[text + 1]], "utf-8", "surrogatepass")
+
+
+def prose(data: U8, offsets: I64, wanted: NDArray[np.bool_], limit: int) -> Prose:
+    """The lines that are prose of each wanted text data[offsets[n]:offsets[n + 1]], in windows of it that have `limit` characters.
+
+    A line, without the white space around it, is prose if what follows a list's bullet (it is no word: names in a list are no prose)
+    is mostly letters and spaces, has several words or is written without spaces, and is no code.
+    """
+    room = int(offsets[-1] - offsets[0]) // (LEAST + 1) + WINDOWS * len(wanted) + 1
+    begins, ends, letters, capitals = (np.empty(room, np.int64) for _ in range(4))
+    unsure, bounds = np.empty(room, np.bool_), np.zeros(len(offsets), np.int64)
+    _lines(data, offsets, wanted, limit, kinds(), begins, ends, letters, capitals, unsure, bounds)
+    count = bounds[-1]
+    begins, ends, kept = begins[:count], ends[:count], ~unsure[:count]
+    known: dict[bytes, bool] = {}
+    for line in np.flatnonzero(~kept).tolist():  # references say the same again and again
+        text = data[begins[line] : ends[line]].tobytes()
+        if text not in known:
+            known[text] = looks_like_code(text.decode("utf-8", "surrogatepass").lstrip(BULLETS))
+        kept[line] = not known[text]
+    made = np.zeros((3, len(offsets)), np.int64)
+    out = np.empty(int((ends - begins)[kept].sum() + np.count_nonzero(kept)), np.uint8)
+    _joined(data, bounds, begins, ends, letters, capitals, kept, out, made)
+    return Prose(out.data, made[0], made[1, :-1], made[2, :-1])
+
+
+@lru_cache(maxsize=1)
+def kinds() -> U8:
+    """What each code point is in a line."""
+    flags = tables().flags
+    found = np.zeros(len(flags), np.uint8)
+    for kind, flag in ((IS_SPACE, SPACE), (IS_ALPHANUMERIC, ALPHANUMERIC), (IS_BREAK, BREAK)):
+        found[flags & flag != 0] |= kind
+    letter = flags & (ALPHANUMERIC | DECIMAL) == ALPHANUMERIC
+    found[letter] |= IS_LETTER
+    found[letter & (flags & UPPER != 0)] |= IS_CAPITAL
+    found[list(CODE_SIGNS)] |= IS_SIGN
+    found[[ord(bullet) for bullet in BULLETS]] |= IS_BULLET
+    return found
+
+
+@njit(cache=True, borrows=True)
+def _lines(
+    data: U8, offsets: I64, wanted: Any, limit: int, kinds: U8,
+    begins: I64, ends: I64, letters: I64, capitals: I64, unsure: Any, bounds: I64,
+) -> None:  # fmt: skip
+    """Lines that are prose unless they are code, of which some are `unsure`; `bounds` of the texts among them."""
+    count = 0
+    for d in range(len(wanted)):
+        first, last = offsets[d], offsets[d + 1]
+        size, windows = 0, 1
+        if wanted[d] and last - first > limit:
+            for at in range(first, last):
+                size += data[at] & 0xC0 != 0x80
+            windows = WINDOWS if size > limit else 1
+        start, passed = first, 0
+        for window in range(windows if wanted[d] else 0):
+            stop = last
+            if windows > 1:
+                begin = window * (size - limit // WINDOWS) // (WINDOWS - 1)
+                start, passed = _after(data, start, last, begin - passed), begin
+                stop = _after(data, start, last, limit // WINDOWS)
+            at = start
+            while at < stop:
+                at, begins[count], ends[count], letters[count], capitals[count], unsure[count] = _line(data, at, stop, kinds)
+                count += ends[count] > begins[count]
+        bounds[d + 1] = count
+
+
+@njit(cache=True, borrows=True)
+def _after(data: U8, at: int, last: int, characters: int) -> int:
+    """Where the characters after so many from `at` begin."""
+    while at < last:
+        characters -= data[at] & 0xC0 != 0x80
+        if characters < 0:
+            break
+        at += 1
+    return at
+
+
+@njit(cache=True, borrows=True)
+def _line(data: U8, at: int, last: int, kinds: U8) -> tuple[int, int, int, int, int, bool]:
+    """Where the line after that at `at` begins; where this one's prose begins and ends, the same if it is none; its letters,
+    capitals, and whether it may be code for all that is seen here."""
+    begin = start = stop = at
+    size = length = spaces = inner_spaces = letters = capitals = signs = 0
+    blank = several = equals = alphanumeric = False
+    bullets = begun = False
+    code: Any
+    while at < last:
+        here = at
+        code = np.uint32(data[at])
+        at += 1
+        if code >= 0x80:
+            more = 1 if code < 0xE0 else 2 if code < 0xF0 else 3
+            code &= np.uint32(0x3F >> more)
+            for _ in range(more):
+                code = code << np.uint32(6) | np.uint32(data[at]) & np.uint32(0x3F)
+                at += 1
+        kind = kinds[code]
+        if kind & IS_BREAK:
+            break
+        if not begun:
+            if not bullets and not kind & IS_SPACE:
+                bullets, begin = True, here
+            if (kind & IS_BULLET) if bullets else (kind & IS_SPACE):
+                continue
+            begun, start, stop = True, here, here
+        size += 1
+        if kind & IS_SPACE:
+            spaces += 1
+            blank |= code == BLANK
+            continue
+        stop, length, inner_spaces, several = at, size, spaces, blank
+        letters += kind & IS_LETTER
+        capitals += kind & IS_CAPITAL != 0
+        signs += kind & IS_SIGN != 0
+        alphanumeric |= kind & IS_ALPHANUMERIC != 0
+        equals |= code == ord("=")
+    if length < LEAST or not alphanumeric or (not several and stop - start == length) or NOT_LAST[data[stop - 1]]:
+        return at, begin, begin, 0, 0, False
+    if length - letters - inner_spaces > (1 - PROSE) * length or signs > max(2.0, CODE_MARKS * length):
+        return at, begin, begin, 0, 0, False
+    return at, begin, stop, letters, capitals, equals or may_be_code(data, start, stop)
+
+
+@njit(cache=True, borrows=True)
+def _joined(data: U8, bounds: I64, begins: I64, ends: I64, letters: I64, capitals: I64, kept: Any, out: U8, made: I64) -> None:
+    """The kept lines of each text with blanks between; made[0]: bounds of the texts, made[1], made[2]: their letters and capitals."""
+    size = 0
+    for d in range(len(bounds) - 1):
+        begun = size
+        for line in range(bounds[d], bounds[d + 1]):
+            if kept[line]:
+                if size > begun:
+                    out[size] = BLANK
+                    size += 1
+                for at in range(begins[line], ends[line]):
+                    out[size] = data[at]
+                    size += 1
+                made[1, d] += letters[line]
+                made[2, d] += capitals[line]
+        made[0, d + 1] = size

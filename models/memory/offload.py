@@ -1,0 +1,301 @@
+"""A model larger than its memory: layers that stay, and layers whose weights are brought each time that they compute.
+
+The layers that do not stay come in turn while those before them compute: from disk into one of two buffers, by a thread; to a GPU into
+one of two sets of weights, by a stream of copies from pinned memory. `planner.py` chooses how many stay. What is computed, and in which
+order, is what a model in memory computes, so answers have the same bits. On a CPU keys and values may come in turn, too
+(`streamed_cache.py`), so that more answers share what is brought for a pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from puna.kernels.exact import exact_passes
+from puna.kernels.kv_append import kv_append_
+from puna.kernels.paged_attention import PAGE, PagedPlan, paged_attention
+from puna.models.config import ModelConfig
+from puna.models.formats.checkpoint import CheckpointError, built, check_files, read_config, weight_files
+from puna.models.formats.families import from_disk
+from puna.models.generation.dense import fits
+from puna.models.memory.streams import Buffer, Counts, Entry, Layout, Loader, Reader, entries
+from puna.models.transformer import Attend, Block, Transformer
+
+Level = Literal["host", "disk"]
+LAYERS = "model.layers."
+
+
+class Source:
+    """A checkpoint's files: what lies where, read as it is asked for. CheckpointError for one that is damaged or not read here."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: layers are read from the safetensors files of a model's folder; import the model first")
+        self.folder, self.dtype, self.config = folder, dtype, read_config(folder)
+        check_files(folder)
+        found: dict[str, Entry] = {}
+        try:
+            for path, _ in weight_files(folder):
+                found |= entries(path)
+            meta = {name: torch.empty(one.shape, dtype=dtype, device="meta") for name, one in found.items()}
+            self._empty: Transformer | None = built(self.config, from_disk(meta, self.config), "lm", folder)
+        except ValueError as error:
+            raise error if isinstance(error, CheckpointError) else CheckpointError(f"{folder}: {error}") from error
+        self._one_layer = self.config.replace(num_hidden_layers=1, sliding_layers=None)
+        self._rest = {name: one for name, one in found.items() if not name.startswith(LAYERS)}
+        own: list[dict[str, Entry]] = [{} for _ in range(self.config.num_hidden_layers)]
+        for name, one in found.items():
+            if name.startswith(LAYERS):
+                number, _, part = name.removeprefix(LAYERS).partition(".")
+                own[int(number)][part] = one
+        self.layouts = [Layout.of(tensors) for tensors in own]
+        first, layer = self.weights({name: torch.empty(one.shape, device="meta") for name, one in own[0].items()}), own[0]
+        self.as_it_lies = first.keys() == layer.keys() and all(one.dtype == dtype for tensors in own for one in tensors.values())
+        # Bytes of a layer's weights as they are computed with, of what belongs to no layer, and of what is read for a layer at most.
+        whole, one_layer = (sum(p.numel() for p in part.parameters()) for part in (self._empty, self._empty.model.layers[0]))
+        self.layer_bytes = one_layer * dtype.itemsize
+        self.rest_bytes = whole * dtype.itemsize - self.config.num_hidden_layers * self.layer_bytes
+        self.read_bytes = max(layout.size for layout in self.layouts)
+        self.reader = Reader(sorted({one.path for one in found.values()}))
+
+    def take_empty(self) -> Transformer:
+        """The model without weights, once: what is read for its layers later must not hold it."""
+        model, self._empty = self._empty, None
+        assert model is not None
+        return model
+
+    def weights(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A layer's tensors by their names in a block."""
+        state = from_disk({f"{LAYERS}0.{part}": tensor for part, tensor in tensors.items()}, self._one_layer)
+        return {name.removeprefix(f"{LAYERS}0."): tensor for name, tensor in state.items()}
+
+    def rest(self, device: torch.device) -> dict[str, Tensor]:
+        """What belongs to no layer."""
+        return {name: self._read(Layout.of({name: one}), device)[name] for name, one in self._rest.items()}
+
+    def layer(self, number: int, device: torch.device) -> dict[str, Tensor]:
+        """A layer's weights by their names in a block, in memory of their own."""
+        return self.weights(self._read(self.layouts[number], device))
+
+    def _read(self, layout: Layout, device: torch.device) -> dict[str, Tensor]:
+        buffer = Buffer(layout.size)
+        self.reader.fill(layout, buffer)
+        return {name: tensor.to(device, self.dtype) for name, tensor in buffer.tensors(layout).items()}
+
+
+class Shelf(Protocol):
+    """Where layers wait that do not stay."""
+
+    def take(self, number: int) -> dict[str, Tensor]:
+        """A layer's weights by their names in a block, until it is given back."""
+        ...
+
+    def give(self) -> None:
+        """Give back what was taken first."""
+        ...
+
+
+class Disk:
+    """Layers on disk, read ahead by a thread into `buffers`; pinned where they go on to a GPU."""
+
+    def __init__(self, source: Source, numbers: Sequence[int], buffers: int = 2, pinned: bool = False) -> None:
+        self.source, self._held = source, list[Buffer]()
+        self._loader = Loader(source.reader, {number: source.layouts[number] for number in numbers}, buffers, pinned)
+
+    @property
+    def counts(self) -> Counts:
+        """What was read, how long, and how long computing waited for it."""
+        return self._loader.counts
+
+    def take(self, number: int) -> dict[str, Tensor]:
+        """A layer's weights in one of the buffers."""
+        self._held.append(self._loader.take(number))
+        return self.source.weights(self._held[-1].tensors(self.source.layouts[number]))
+
+    def give(self) -> None:
+        """The buffer that was taken first may be written to."""
+        self._loader.give(self._held.pop(0))
+
+
+class Host:
+    """Layers in pinned memory beside a GPU."""
+
+    def __init__(self, source: Source, numbers: Sequence[int]) -> None:
+        place = torch.device("cpu")
+        self._layers = {n: {name: t.pin_memory() for name, t in source.layer(n, place).items()} for n in numbers}
+
+    def take(self, number: int) -> dict[str, Tensor]:
+        """The layer's weights."""
+        return self._layers[number]
+
+    def give(self) -> None:
+        """Nothing: they stay where they are."""
+
+
+class Shell:
+    """A layer without weights of its own."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        with torch.device("meta"):
+            self.block = Block(config, 0)
+        parts = {id(p): (module, name) for module in self.block.modules() for name, p in module._parameters.items() if p is not None}
+        self._places = {name: parts[id(p)] for name, p in self.block.named_parameters()}
+
+    def put(self, weights: dict[str, Tensor]) -> None:
+        """Compute with these from now on."""
+        for name, (module, part) in self._places.items():
+            module._parameters[part] = nn.Parameter(weights[name], requires_grad=False)
+
+    def copy(self, weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        """Compute with a copy of these."""
+        if next(self.block.parameters()).is_meta:
+            self.put({name: torch.empty(tensor.shape, dtype=dtype, device=device) for name, tensor in weights.items()})
+        for name, (module, part) in self._places.items():
+            own = module._parameters[part]
+            assert own is not None
+            own.data.copy_(weights[name].to(device, non_blocking=True))
+
+    def compute(self, number: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
+        """What the layer of this number computes with the weights that are here."""
+        self.block.self_attn.layer = number
+        found: tuple[Tensor, Tensor | None] = self.block(x_TD, cos, sin, attend)
+        return found
+
+
+Compute = Callable[[int, Tensor, Tensor, Tensor, Attend], tuple[Tensor, Tensor | None]]
+
+
+def in_turn(shelf: Shelf, source: Source) -> Compute:
+    """How a CPU computes layers: with their weights where they were read, or spelled out in the dtype that it computes in."""
+    shell = Shell(source.config)
+
+    def compute(number: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
+        weights = shelf.take(number)
+        try:
+            if source.as_it_lies:
+                shell.put(weights)
+            else:
+                shell.copy(weights, source.dtype, x_TD.device)
+            return shell.compute(number, x_TD, cos, sin, attend)
+        finally:
+            shelf.give()
+
+    return compute
+
+
+class Slot:
+    """A layer's weights on a GPU: `copied` once they have come, `used` once they may go."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.shell, self.number = Shell(config), -1
+        self.copied, self.used = torch.cuda.Event(), torch.cuda.Event()
+
+
+class Copies:
+    """How a GPU computes layers: while one does, the next of `numbers` is copied into the other of two slots."""
+
+    def __init__(self, shelf: Shelf, source: Source, numbers: Sequence[int], device: torch.device) -> None:
+        self.shelf, self.dtype, self.device = shelf, source.dtype, device
+        self._next = dict(zip(numbers, [*numbers[1:], *numbers[:1]], strict=True))
+        self._slots = [Slot(source.config) for _ in range(2)]
+        self._stream = torch.cuda.Stream(device)
+        self._taken: list[Slot] = []  # slots whose weights are on their way from the shelf
+
+    def __call__(self, number: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
+        """What the layer computes."""
+        slot = next((slot for slot in self._slots if slot.number == number), None) or self._fetch(number)
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(slot.copied)
+        found = slot.shell.compute(number, x_TD, cos, sin, attend)
+        slot.used.record(current)
+        following = self._next[number]
+        if all(slot.number != following for slot in self._slots):
+            self._slots.sort(key=lambda other: other is slot)  # the other one first
+            self._fetch(following)
+        return found
+
+    def _fetch(self, number: int) -> Slot:
+        """Have a layer's weights copied into the first slot."""
+        slot = self._slots[0]
+        while self._taken:
+            self._taken.pop(0).copied.synchronize()
+            self.shelf.give()
+        weights = self.shelf.take(number)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(slot.used)
+            slot.shell.copy(weights, self.dtype, self.device)
+            slot.copied.record(self._stream)
+        slot.number = number
+        self._taken.append(slot)
+        return slot
+
+
+class Streamed(nn.Module):
+    """A layer of a model whose weights do not stay."""
+
+    def __init__(self, compute: Compute, number: int) -> None:
+        super().__init__()
+        self._compute, self.number = compute, number
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
+        return self._compute(self.number, x_TD, cos, sin, attend)
+
+
+class ExactPass:
+    """Generation's way through a model on a CPU that would be computed by loops if it were in memory: the operators in exact passes, which
+    have the loops' bits."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._decoder = weakref.ref(model.model)  # which holds this
+
+    def __call__(self, x_ND: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]) -> Tensor:
+        """Hidden states of embedded tokens; their keys and values go into each layer's pages."""
+        position_N = plan.position.long()
+        where_N = plan.tables[plan.sequence.long(), position_N // PAGE].long() * PAGE + position_N % PAGE
+
+        def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> Tensor:
+            kv_append_(*pages[layer], k_NGK, v_NGV, where_N)
+            return paged_attention(q_NHK, *pages[layer], plan, windows[layer])
+
+        with exact_passes(x_ND.dtype, x_ND.device):
+            decoder = self._decoder()
+            assert decoder is not None
+            return decoder(x_ND, position_N, attend)
+
+
+def spread(streamed: int, layers: int) -> list[int]:
+    """Which layers do not stay: as far from each other as can be, so that each is read while others compute."""
+    return [i for i in range(layers) if (i + 1) * streamed // layers > i * streamed // layers]
+
+
+def offloaded(source: Source, level: Level, streamed: int, device: torch.device, keys: bool = False) -> tuple[Transformer, Shelf | None]:
+    """The model with all but `streamed` of its layers on the device, and where those are; with `keys` keys and values come in turn, too."""
+    model, layers = source.take_empty(), source.config.num_hidden_layers
+    numbers = spread(streamed, layers)
+    state = source.rest(device)
+    for number in sorted(set(range(layers)) - set(numbers)):
+        state |= {f"{LAYERS}{number}.{name}": tensor for name, tensor in source.layer(number, device).items()}
+    model.load_state_dict(state, assign=True, strict=False)
+    if source.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.requires_grad_(False)
+    cuda = device.type == "cuda"
+    if (numbers or keys) and not cuda and _by_loops(source, model):
+        model.model.by_loops = ExactPass(model)  # type: ignore[assignment]
+    model.model.streamed_keys = keys  # type: ignore[assignment]
+    if not numbers:
+        return model, None
+    shelf = Host(source, numbers) if level == "host" else Disk(source, numbers, 3 if cuda else 2, cuda)
+    compute: Compute = Copies(shelf, source, numbers, device) if cuda else in_turn(shelf, source)
+    model.model.layers = nn.ModuleList(Streamed(compute, n) if n in numbers else block for n, block in enumerate(model.model.layers))
+    return model, shelf
+
+
+def _by_loops(source: Source, model: Transformer) -> bool:
+    """Whether the model would be computed by loops if it were in memory."""
+    return fits(source.config, nn.ModuleList([Shell(source.config).block]), [p for p in model.parameters() if not p.is_meta])

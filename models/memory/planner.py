@@ -1,0 +1,235 @@
+"""How a model larger than its memory answers fastest: which layers stay, how many answers at once, how many tokens a step (FlexGen, Sheng
+et al. 2023).
+
+A pass through the model takes as long as the longer of two things that overlap, and a quarter of the shorter: bringing the layers that do
+not stay, whatever the number of tokens, and computing all layers, each as long as its weights take to be read from memory or its products
+to be multiplied. Memory for one more answer is memory for less of the weights, so every division is weighed by the tokens per second that
+it gives. Keys and values of layers can come, too, which leaves room for more answers and is more to bring. The rates are measured at start,
+with the model's own first layer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from shutil import disk_usage
+from statistics import median
+from tempfile import gettempdir
+
+import torch
+
+from puna.kernels.exact import exact_passes
+from puna.kernels.paged_attention import PAGE
+from puna.models.accounting import Precision, cache_bytes, forward_flops
+from puna.models.config import ModelConfig
+from puna.models.memory.offload import Level, Shell, Source
+from puna.models.memory.streams import Buffer
+from puna.models.memory.workload import Work
+from puna.models.parameters import matrix_parameters
+from puna.models.transformer import rotary_table
+
+STEP_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+PROBE_TOKENS = 256
+PROBE_LAYERS = 5
+OWN = 8_000_000  # bytes of the interpreter's own objects and of what its allocators hold back: 3 to 7 MB were seen beside the rest
+EXPOSED = 0.25  # of the shorter of bringing and computing: .09 to .46 of the reading was waited for in tests/benchmarks/offload.py
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the machine does with this model: bytes per second that come from where layers wait, bytes of weights that are read per second
+    for one token, and operations per second on many."""
+
+    bringing: float
+    bandwidth: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model decides its memory and its time, in bytes; `brought` is read for a layer that does not stay, `beside` what a layer
+    that comes takes for itself."""
+
+    config: ModelConfig
+    element: int
+    layer: int
+    rest: int
+    brought: int
+    beside: int
+    token: int  # keys and values of a token, those of a draft with them
+    moving: int = 0  # of these, a layer's that need not stay
+    disk: int = 0  # room for those that do not
+
+    @staticmethod
+    def of(source: Source, device: torch.device, draft: ModelConfig | None = None) -> Shape:
+        """Two buffers beside a CPU, with a layer spelled out where it lies in another dtype; two layers on a GPU, where keys and values
+        stay. So do latents, which are small."""
+        beside = 2 * source.read_bytes + (0 if source.as_it_lies else source.layer_bytes)
+        if device.type == "cuda":
+            beside = 2 * source.layer_bytes
+        precision: Precision = "fp32" if source.dtype == torch.float32 else "bf16"
+        token = sum(cache_bytes(config, 1, precision) for config in (source.config, draft) if config is not None)
+        stay = device.type == "cuda" or source.config.mla is not None
+        moving = 0 if stay else cache_bytes(source.config, 1, precision) // source.config.num_hidden_layers
+        read, disk = source.read_bytes, disk_usage(gettempdir()).free * 9 // 10
+        return Shape(source.config, source.dtype.itemsize, source.layer_bytes, source.rest_bytes, read, beside, token, moving, disk)
+
+    def kept(self, tokens: int, streams: bool = False) -> int:
+        """Keys and values of so many tokens of one answer: in memory, where they come in turn, those of two layers."""
+        gone = self.moving * max(0, self.config.num_hidden_layers - 2) if streams else 0
+        return (-(-tokens // PAGE) + 1) * PAGE * (self.token - gone)
+
+    def scratch(self, step_tokens: int, answers: int) -> int:
+        """What a step needs while it computes: one layer's numbers for its tokens, and the answers' logits, four times in fp32."""
+        config = self.config
+        heads = config.head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+        inner = config.intermediate_size
+        if config.moe is not None:
+            inner = config.moe.num_experts_per_tok * (config.moe.moe_intermediate_size + config.hidden_size)
+        each = 6 * config.hidden_size + heads + config.value_dim * config.num_attention_heads + 3 * inner
+        return self.element * each * step_tokens + 16 * config.vocab_size * answers
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was chosen: layers that do not stay, whether keys and values do not, answers at once, tokens a step, bytes of keys and values
+    in memory; and what is to be expected."""
+
+    streamed: int
+    keys: bool
+    layers: int
+    sequences: int
+    step_tokens: int
+    pages: int
+    memory: int
+    tokens_per_second: float
+    step_seconds: float
+    bound: str
+
+    def line(self, level: Level) -> str:
+        """The choice in one line."""
+        where = f"{self.layers - self.streamed} of {self.layers} layers stay in memory, {self.streamed} come from {level} for each pass"
+        keys = f" that come from {gettempdir()} in turn" if self.keys else ""
+        return (
+            f"{where if self.streamed else f'all {self.layers} layers fit into memory'}; {self.sequences} answers at once, "
+            f"{self.step_tokens} tokens a step, {self.pages / 1e9:.2f} GB of keys and values{keys}, {self.memory / 1e9:.2f} GB in all: "
+            f"{self.tokens_per_second:.3g} tokens/s expected, {self.step_seconds:.3g} s a step, bound by {self.bound}"
+        )
+
+
+def choose(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int | None = None) -> Plan:
+    """The plan with the most tokens per second among those that fit; of what comes within a hundredth of it keys and values that stay, and
+    the fewest answers at once.
+
+    `step_tokens`: what a pass computes at least, where something else than generation needs it. ValueError where nothing fits, with what
+    would.
+    """
+    plans = list(_plans(shape, memory, rates, work, step_tokens))
+    if not plans:
+        longest = max(work.prompt + work.answer, work.longest)
+        least = OWN + shape.rest + shape.beside + shape.kept(longest, shape.moving > 0) + shape.scratch(step_tokens or STEP_TOKENS[0], 1)
+        raise ValueError(
+            f"memory = {memory / 1e9:.3g} GB is too little even with all layers offloaded: one answer of {longest} tokens with its "
+            f"prompt needs {least / 1e9:.3g} GB; give more memory, or ask for fewer tokens"
+        )
+    best = max(plan.tokens_per_second for plan in plans)
+    near = (plan for plan in plans if plan.tokens_per_second >= 0.99 * best)
+    return min(near, key=lambda plan: (plan.keys, plan.sequences, -plan.tokens_per_second))
+
+
+def _plans(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int | None) -> Iterator[Plan]:
+    ways = product(STEP_TOKENS if step_tokens is None else (step_tokens,), (False, True) if shape.moving else (False,))
+    layers = shape.config.num_hidden_layers
+    for tokens, keys in ways:
+        for answers in range(1, work.answers + 1):
+            each, longest = shape.kept(work.prompt + work.answer, keys), shape.kept(work.longest, keys)
+            pages = max(answers * each, longest)
+            left = memory - OWN - shape.rest - shape.scratch(max(tokens, answers), answers) - pages
+            if left >= layers * shape.layer:
+                streamed = 0
+            elif left >= shape.beside:
+                streamed = layers - min((left - shape.beside) // shape.layer, layers - 1)
+            else:
+                break
+            if keys and pages * layers * shape.moving > shape.disk * (shape.token - (layers - 2) * shape.moving):
+                break
+            waves = -(-work.answers // answers)
+            prefill = -(-answers * work.prompt // tokens)
+            size = min(tokens, answers * work.prompt)
+            first = pass_seconds(shape, rates, streamed, size, work.prompt // 2, 0, keys)[0]
+            step, bound = pass_seconds(shape, rates, streamed, answers, work.prompt + work.answer // 2, answers, keys)
+            seconds = waves * (prefill * first + work.answer * step)
+            spent = memory - left + (layers - streamed) * shape.layer + (shape.beside if streamed else 0)
+            speed = work.answers * work.answer / seconds
+            yield Plan(streamed, keys, layers, answers, tokens, pages, spent, speed, step, bound)
+
+
+def pass_seconds(
+    shape: Shape, rates: Rates, streamed: int, tokens: int, context: int, drawn: int, keys: bool = False
+) -> tuple[float, str]:
+    """Seconds of a pass over so many tokens behind `context` others each, `drawn` of them drawn from, and what it is bound by."""
+    config = shape.config
+    moving = max(drawn, 1) * context + max(tokens, PAGE * drawn) if keys else 0  # tokens that are seen, and pages that go back
+    bringing = (streamed * shape.brought + moving * config.num_hidden_layers * shape.moving) / rates.bringing
+    head = config.vocab_size * config.hidden_size
+    matrices = 2 * (matrix_parameters(config) - head) * tokens
+    attention = forward_flops(config, [context + 1]) - forward_flops(config, [context]) - 2 * matrix_parameters(config)
+    weights = config.num_hidden_layers * shape.layer
+    reading = (weights + (head * shape.element if drawn else 0) + (shape.kept(context) * drawn)) / rates.bandwidth
+    multiplying = (matrices + attention * tokens + 2 * head * drawn) / rates.flops
+    computing, bound = max((reading, "reading weights"), (multiplying, "products"))
+    return max(bringing, computing) + EXPOSED * min(bringing, computing), "bringing layers" if bringing > computing else bound
+
+
+def measure(source: Source, level: Level, device: torch.device) -> Rates:
+    """The rates of this machine with this model's first layer; a few seconds."""
+    shell = Shell(source.config)
+    shell.put(source.layer(0, device))
+    rates = [_compute_seconds(shell, source, tokens, device) for tokens in (1, PROBE_TOKENS)]
+    matrices = (matrix_parameters(source.config) - source.config.vocab_size * source.config.hidden_size) / source.config.num_hidden_layers
+    found = Rates(float("inf"), source.layer_bytes / rates[0], 2 * matrices * PROBE_TOKENS / rates[1])
+    if device.type == "cuda":
+        pinned = {name: p.detach().cpu().pin_memory() for name, p in shell.block.named_parameters()}
+        copying = _best(lambda: [tensor.to(device, non_blocking=True) for tensor in pinned.values()], device)
+        found = replace(found, bringing=source.read_bytes / copying)
+    if level == "disk":
+        found = replace(found, bringing=min(found.bringing, _disk_rate(source)))
+    return found
+
+
+def _disk_rate(source: Source) -> float:
+    """Bytes per second that layers are read with: the median of some, since others use the disk now and then."""
+    buffer, rates = Buffer(source.read_bytes), []
+    for layout in source.layouts[:PROBE_LAYERS]:
+        before = time.perf_counter()
+        done = source.reader.fill(layout, buffer)
+        rates.append(done / (time.perf_counter() - before))
+    return median(rates)
+
+
+def _compute_seconds(shell: Shell, source: Source, tokens: int, device: torch.device) -> float:
+    config = source.config
+    x_TD = torch.full((tokens, config.hidden_size), 0.1, dtype=source.dtype, device=device)
+    cos, sin = rotary_table(config, torch.arange(tokens, device=device), source.dtype)
+
+    def attend(_: int, q_THK: torch.Tensor, __: torch.Tensor, v_TGV: torch.Tensor) -> torch.Tensor:
+        return q_THK.new_zeros(tokens, config.num_attention_heads, config.value_dim)
+
+    exact = device.type == "cpu" and source.dtype == torch.float32
+    with torch.inference_mode(), exact_passes(source.dtype, device, exact):
+        return _best(lambda: shell.compute(0, x_TD, cos, sin, attend), device)
+
+
+def _best(function: Callable[[], object], device: torch.device, tries: int = 3) -> float:
+    """Seconds of the fastest call, after one that is not counted."""
+    best = float("inf")
+    for number in range(tries + 1):
+        before = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if number:
+            best = min(best, time.perf_counter() - before)
+    return best

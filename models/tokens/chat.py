@@ -1,0 +1,268 @@
+"""Conversations as token ids with their loss mask, by the model's own chat template.
+
+Each answer is rendered as serving would meet it: P is the conversation before it with the generation prompt, F the conversation
+with it. F has to begin with P; what follows, up to the first stop token, is the answer, and it alone is trained. An answer that
+cannot be told apart so is refused with its turn and the reason (`ChatError`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from puna.models.tokens.template import REASONING, Message, Template, TemplateError, TemplateLimitError
+from puna.models.tokens.vocabulary import Vocabulary
+
+PROBE: tuple[Message, ...] = (
+    {"role": "user", "content": "Name a colour."},
+    {"role": "assistant", "content": "Turquoise."},
+    {"role": "user", "content": "Another one."},
+)
+"""A conversation that every chat template should write."""
+MODES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
+"""Variables of the template that are tried in turn until the prompt begins the conversation."""
+
+
+class ChatError(ValueError):
+    """A conversation that this template cannot write, or whose answers cannot be told apart: `turn` from 0, and `reason`."""
+
+    def __init__(self, turn: int, reason: str) -> None:
+        super().__init__(f"turn {turn}: {reason}")
+        self.turn, self.reason = turn, reason
+
+
+@dataclass
+class Row:
+    """Token ids and, for each, whether it is trained: it belongs to an answer or is the token that ends one."""
+
+    ids: list[int] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+
+    def extend(self, ids: Sequence[int], trained: bool) -> None:
+        """Append tokens that are all trained, or all not."""
+        self.ids += ids
+        self.trained += [trained] * len(ids)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A turn as text: `prompt`, `body` and the `stop` token behind it; `content` is the body's characters that the turn holds."""
+
+    prompt: str
+    body: str
+    stop: int
+    content: tuple[int, int]
+
+
+class ChatFormat:
+    """A template over a vocabulary. `declared`: stop tokens that the model's configuration names."""
+
+    def __init__(self, vocabulary: Vocabulary, template: Template, declared: Sequence[int]) -> None:
+        self.vocabulary, self.template, self._declared = vocabulary, template, tuple(declared)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The declared stop tokens; where none of them ends an answer, with the special token that does so in mid-dialogue."""
+        for shown in (PROBE[:2], PROBE):
+            try:
+                text = self.template.render(shown, add_generation_prompt=False)
+            except TemplateError:
+                return self._declared
+            behind = text.partition(PROBE[1]["content"])[2]
+            if self.vocabulary.find_special(behind, self._declared):
+                return self._declared
+        found = self.vocabulary.find_special(behind, self.vocabulary.special)
+        return self._declared if found is None else (*self._declared, found[2])
+
+    def prompt(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Ids of a conversation. Special tokens that a message writes out are read as text."""
+        (plain, given), mark = self.vocabulary.guard(([dict(message) for message in messages], tools))
+        return self.vocabulary.encode_markup(self._render(plain, add_generation_prompt, given, {}), mark)[0]
+
+    def pair(
+        self, messages: Sequence[Message], finished: bool, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[list[int], list[int], list[bool]]:
+        """Ids of a conversation up to its last turn, of that answer, and per token of the answer whether it is format.
+
+        Format is what the template and not the answer writes: the stop token, and any header within. Special tokens that a
+        message writes out are read as text. The answer ends in its stop token unless it was cut off (`finished=False`).
+        """
+        (plain, given), mark = self.vocabulary.guard(([dict(message) for message in messages], tools))
+        answer = self._answer(plain, len(plain) - 1, given)
+        begin, end = answer.content
+        body, stop = (answer.body, self.vocabulary.token(answer.stop)) if finished else (answer.body[:end], "")
+        prompt, ids, spans = self._encoded(answer.prompt, body + stop, mark, len(plain) - 1)
+        special = self.vocabulary.special
+        return prompt, ids, [i in special or b <= begin or a >= end for i, (a, b) in zip(ids, spans, strict=True)]
+
+    def rows(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Row]:
+        """The rows that train every answer of a conversation, each answer in one of them.
+
+        One row, or more where the template writes earlier answers otherwise once a later turn follows.
+        """
+        self._check(messages, tools)
+        rows: list[Row] = []
+        text, last = "", -1
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            answer = self._answer(messages, turn, tools)
+            stop = self.vocabulary.token(answer.stop)
+            prompt, ids, _ = self._encoded(answer.prompt, answer.body + stop, None, turn)
+            if not (rows and self._continued(rows[-1], prompt, text, answer.prompt, last)):
+                rows.append(Row())
+                rows[-1].extend(prompt, False)
+            rows[-1].extend(ids, True)
+            text, last = answer.prompt + answer.body + stop, answer.stop
+        if not rows:
+            raise ChatError(max(len(messages) - 1, 0), "no turn is the assistant's: there is nothing to train")
+        return rows
+
+    def _continued(self, row: Row, prompt: list[int], text: str, asked: str, stop: int) -> bool:
+        """Extend the row to the next prompt, where that begins with it."""
+        if prompt[: len(row.ids)] == row.ids:
+            row.extend(prompt[len(row.ids) :], False)
+        elif stop in self.vocabulary.special and asked.startswith(text):
+            row.extend(self.vocabulary.encode_behind(asked[len(text) :], stop)[0], False)
+        else:
+            return False
+        return True
+
+    def _encoded(
+        self, prompt: str, answer: str, mark: str | None, turn: int
+    ) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+        """Ids of prompt and answer, and the answer's characters; the answer apart where both fuse at their border."""
+        asked, _ = self.vocabulary.encode_markup(prompt, mark)
+        ids, spans = self.vocabulary.encode_markup(prompt + answer, mark)
+        if ids[: len(asked)] == asked:
+            size = len(prompt)
+            return asked, ids[len(asked) :], [(a - size, b - size) for a, b in spans[len(asked) :]]
+        found, spans = self.vocabulary.encode_behind(answer, mark=mark)
+        if self.vocabulary.decode(asked + found) != self.vocabulary.decode(ids):
+            raise ChatError(turn, "prompt and answer share a token, and encoded apart they give another text")
+        return asked, found, spans
+
+    # --- one answer --------------------------------------------------------------------------------------
+
+    def _answer(self, messages: Sequence[Message], turn: int, tools: Any) -> _Answer:
+        """The answer of a turn as text. ChatError where it cannot be told apart."""
+        for mode in MODES:
+            prompt = self._render(messages[:turn], True, tools, mode)
+            whole = self._render(messages[: turn + 1], False, tools, mode)
+            if whole.startswith(prompt):
+                break
+        else:
+            raise ChatError(turn, "the conversation with the answer does not begin with the prompt that serving would give")
+        behind = whole[len(prompt) :]
+        found = self.vocabulary.find_special(behind, self.stop_ids)
+        if found is None:
+            found = self._stop_of_next(messages, turn, whole, tools, mode, len(behind))
+        start, stop, id_ = found
+        if rest := self.vocabulary.without_special(behind[stop:]).strip():
+            raise ChatError(turn, f"the template writes {rest[:40]!r} behind the end of the answer")
+        body = behind[:start]
+        self._check_shown(messages, turn, prompt, body)
+        return _Answer(prompt, body, id_, _content(messages[turn], body))
+
+    def _stop_of_next(
+        self, messages: Sequence[Message], turn: int, whole: str, tools: Any, mode: dict[str, bool], size: int
+    ) -> tuple[int, int, int]:
+        """The stop token that the next turn begins with, as (start, stop, id) from `size` on: some templates end no answer."""
+        following = messages[turn + 1 : turn + 2] or PROBE[2:]
+        try:
+            longer = self.template.render([*messages[: turn + 1], *following], add_generation_prompt=False, tools=tools, **mode)
+        except TemplateError:
+            longer = ""
+        behind = longer[len(whole) :] if longer.startswith(whole) else ""
+        found = self.vocabulary.find_special(behind, self.stop_ids)
+        if found is None or behind[: found[0]].strip():
+            raise ChatError(turn, "the template writes no stop token behind the answer")
+        return size, size, found[2]
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Any, mode: dict[str, bool]) -> str:
+        """The text of the conversation; ChatError names the first turn that the template refuses."""
+        try:
+            return self.template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **mode)
+        except TemplateLimitError as error:  # tried again on parts, it would take as long once more
+            raise ChatError(max(len(messages) - 1, 0), str(error)) from error
+        except TemplateError as error:
+            for count in range(1, len(messages)):
+                try:
+                    self.template.render(messages[:count], add_generation_prompt=add_generation_prompt, tools=tools, **mode)
+                except TemplateError as earlier:
+                    if str(earlier) == str(error):
+                        raise ChatError(count - 1, f"the chat template refuses it: {error}") from error
+            raise ChatError(max(len(messages) - 1, 0), f"the chat template refuses it: {error}") from error
+
+    # --- what is refused ---------------------------------------------------------------------------------
+
+    def _check(self, messages: Sequence[Message], tools: Any) -> None:
+        """ChatError for turns that no training row may hold."""
+        for turn, message in enumerate(messages):
+            if not isinstance(message.get("role"), str):
+                raise ChatError(turn, "it names no role")
+            content = message.get("content")
+            if content is not None and not isinstance(content, str):
+                raise ChatError(turn, f"its content is a {type(content).__name__}, not text")
+            if token := self.vocabulary.special_in(dict(message)):
+                raise ChatError(turn, f"it writes out the control token {token}")
+        if token := self.vocabulary.special_in(tools):
+            raise ChatError(0, f"the tools write out the control token {token}")
+
+    def _check_shown(self, messages: Sequence[Message], turn: int, prompt: str, body: str) -> None:
+        """ChatError where the template leaves out a part of the answer, or a turn since the answer before it."""
+        written = _squeezed(body)
+        for name, part in _parts(messages[turn]):
+            if _squeezed(part) not in written:
+                raise ChatError(turn, f"the template does not write its {name}, or writes it otherwise")
+        before = _squeezed(prompt)
+        for earlier in range(turn - 1, -1, -1):
+            if messages[earlier].get("role") == "assistant":
+                break
+            content = messages[earlier].get("content")
+            if isinstance(content, str) and not any(_squeezed(form) in before for form in _written(content)):
+                raise ChatError(earlier, f"the template does not write this turn of the role {messages[earlier].get('role')!r}")
+
+
+def _parts(message: Message) -> Iterator[tuple[str, str]]:
+    """What of an answer has to be written, by name: reasoning, content, names of called functions."""
+    reasoning = next((message[key] for key in REASONING if message.get(key)), None)
+    if isinstance(reasoning, str):
+        yield "reasoning", reasoning
+    if isinstance(message.get("content"), str):
+        yield "content", message["content"]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        yield "tool call", str(function.get("name", ""))
+
+
+def _content(message: Message, body: str) -> tuple[int, int]:
+    """The characters of the body that the message wrote: from the first part found to the last; calls reach to its end."""
+    spans = []
+    for name, part in _parts(message):
+        # As the message has it, or trimmed as most templates write it.
+        text = part if part in body else part.strip()
+        if name != "tool call" and text and text in body:
+            spans.append((body.rindex(text), body.rindex(text) + len(text)))
+    if message.get("tool_calls"):
+        spans.append((spans[0][0] if spans else 0, len(body.rstrip())))
+    if not spans:
+        empty = not any(part.strip() for _, part in _parts(message))
+        return (len(body.rstrip()), len(body.rstrip())) if empty else (0, len(body.rstrip()))
+    return min(a for a, _ in spans), max(b for _, b in spans)
+
+
+def _squeezed(text: str) -> str:
+    """Without blanks, which templates trim and add."""
+    return "".join(text.split())
+
+
+def _written(content: str) -> Iterator[str]:
+    """How a template may write a turn's text: as it is, or as JSON."""
+    return itertools.chain((content,), (json.dumps(content, ensure_ascii=ascii_)[1:-1] for ascii_ in (False, True)))

@@ -1,0 +1,239 @@
+"""The tokenizer that travels with a model: any Hugging Face fast tokenizer with its chat template, or one trained here.
+
+Text never turns into a special token: a page or a user that writes ``<|eot_id|>`` gets the bytes of those characters, in
+documents, prompts and answers alike. A conversation to be trained on (`render`) that writes one out is refused.
+
+The tokenizers that are trained here are byte-level BPE with Llama 3's special tokens and chat format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import Regex, decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
+
+from puna.models.tokens.chat import ChatError, ChatFormat, Row
+from puna.models.tokens.template import CHATML, LLAMA3, OWN, Message, Template, TemplateError
+from puna.models.tokens.tokenizer_files import SAMPLING, TokenizerError, read_files
+from puna.models.tokens.vocabulary import Vocabulary
+
+__all__ = ["CHATML", "ChatError", "Message", "Row", "Template", "TemplateError", "Tokenizer", "TokenizerError"]
+
+BOS = "<|begin_of_text|>"
+EOS = "<|end_of_text|>"
+START_HEADER = "<|start_header_id|>"
+END_HEADER = "<|end_header_id|>"
+EOT = "<|eot_id|>"
+PAD = "<|finetune_right_pad_id|>"
+SPECIAL_TOKENS = (BOS, EOS, START_HEADER, END_HEADER, EOT, PAD)
+SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
+
+# The alternatives of Llama 3's pattern, except that digits come one by one: contractions; a word with at
+# most one mark or blank before it; one digit; marks with a blank before and line ends after; blanks up to
+# the last line end; blanks, of which the last stays with the word that follows.
+SPLIT = "|".join(
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+
+TEMPLATES = OWN
+"""Chat templates by name, for models that bring none."""
+
+
+class Tokenizer:
+    """Text to token ids and back, and conversations by the model's chat template.
+
+    `bos` and `eos` are the ids of the tokens that begin and end a document, None where the model has none; `pad` fills up a
+    batch and is always masked; `special` holds the ids of all special tokens; `generation` what generation_config.json says of
+    sampling, by transformers' names.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        named: Mapping[str, str],
+        template: str | Mapping[str, str] | None = None,
+        stops: Sequence[int] = (),
+        generation: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`named`: special tokens by their names (`bos_token`, …). `stops`: tokens that end an answer, besides `eos_token`.
+
+        TokenizerError for a special token that the vocabulary lacks; TemplateError for a template that does not compile.
+        """
+        self.vocabulary = Vocabulary(backend)
+        self.named, self.generation = dict(named), dict(generation or {})
+        if missing := [token for token in self.named.values() if self.vocabulary.id_of(token) is None]:
+            raise TokenizerError(f"the tokenizer lacks the special tokens {', '.join(missing)}")
+        self.bos, self.eos, pad = (self.vocabulary.id_of(self.named.get(f"{name}_token")) for name in ("bos", "eos", "pad"))
+        self.pad: int = next((id_ for id_ in (pad, self.eos) if id_ is not None), 0)
+        self.special = self.vocabulary.special
+        self.template = None if template is None else Template(template, self.named)
+        self._stops = tuple(dict.fromkeys(id_ for id_ in (self.eos, *stops) if id_ is not None))
+
+    @staticmethod
+    def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Learn merges from texts until there are `vocab_size` tokens (6 special ones, 256 bytes).
+
+        The result depends on how often each word occurs, not on the order of the texts or on the number
+        of threads. A text too poor in words yields fewer tokens.
+        """
+        if vocab_size < SMALLEST_VOCABULARY:
+            raise ValueError(f"vocab_size {vocab_size} is below {SMALLEST_VOCABULARY}, the bytes and special tokens")
+        backend = tokenizers.Tokenizer(BPE())
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=list(SPECIAL_TOKENS),
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer=trainer)
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{BOS} $A",
+            pair=f"{BOS} $A {BOS}:1 $B:1",
+            special_tokens=[(BOS, backend.token_to_id(BOS))],
+        )
+        return Tokenizer(backend, {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}, LLAMA3)
+
+    @staticmethod
+    def load(folder: Path | str) -> Tokenizer:
+        """Read the tokenizer of a folder in Hugging Face's layout, with its chat template and stop tokens.
+
+        `tokenizer.json` is the vocabulary; `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`,
+        `generation_config.json` and `config.json` complete it where they are there.
+        """
+        found = read_files(Path(folder))
+        return Tokenizer(found.backend, found.named, found.template, found.stops, found.generation)
+
+    def save(self, folder: Path | str) -> None:
+        """Write `tokenizer.json` and `tokenizer_config.json`, which transformers' AutoTokenizer loads."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **self.named,
+            "clean_up_tokenization_spaces": False,
+            "model_input_names": ["input_ids", "attention_mask"],
+        }
+        if self.template is not None:
+            source = self.template.source
+            config["chat_template"] = (
+                source if isinstance(source, str) else [{"name": name, "template": text} for name, text in source.items()]
+            )
+        (folder / "tokenizer.json").write_text(self.vocabulary.backend.to_str(pretty=True), encoding="utf-8")
+        text = json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True)
+        (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+    def with_template(self, source: str | Mapping[str, str]) -> Tokenizer:
+        """The same vocabulary with another chat template. TemplateError where it does not compile."""
+        return Tokenizer(self.vocabulary.backend, self.named, source, self._stops, self.generation)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return self.vocabulary.size
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, nothing added before or after."""
+        return self.vocabulary.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts, on all threads."""
+        return self.vocabulary.encode_batch(texts)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of ids; bytes that are no UTF-8 become U+FFFD."""
+        return self.vocabulary.decode(ids, skip_special_tokens)
+
+    def document(self, text: str) -> list[int]:
+        """Ids of a document: begin, text, end, as far as the model has these tokens."""
+        return [*([] if self.bos is None else [self.bos]), *self.encode(text), *self.end]
+
+    @property
+    def end(self) -> list[int]:
+        """The token that ends a document, as far as the model has one."""
+        return [] if self.eos is None else [self.eos]
+
+    @property
+    def begin(self) -> int:
+        """The token that begins a packed document, by which they are told apart: `bos`, or `eos` where there is none (as Qwen packs
+        them). TokenizerError where there is neither."""
+        if not self.lead:
+            raise TokenizerError("the tokenizer names neither bos_token nor eos_token, by which packed documents are told apart")
+        return self.lead[0]
+
+    @property
+    def lead(self) -> list[int]:
+        """What a text to be continued or scored stands behind: `bos`, or `eos` where there is none, or nothing."""
+        id_ = self.eos if self.bos is None else self.bos
+        return [] if id_ is None else [id_]
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How the model's makers sample, as far as they say so: fields of `SamplingParams` (temperature, top_p, top_k, …)."""
+        return {name: self.generation[name] for name in SAMPLING if name in self.generation} if self.generation.get("do_sample") else {}
+
+    # --- conversations -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _chat(self) -> ChatFormat:
+        if self.template is None:
+            raise TemplateError("the tokenizer has no chat template: import the model with one (chat_template of import_model)")
+        return ChatFormat(self.vocabulary, self.template, self._stops)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer; without a chat template those that the model's configuration names."""
+        return self._stops if self.template is None else self._chat.stop_ids
+
+    def chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Ids of a conversation, up to where the model's answer begins: those of transformers' `apply_chat_template`.
+
+        A message is a mapping with `role` and `content`. ChatError where the template refuses it.
+        """
+        return self._chat.prompt(messages, add_generation_prompt, tools)
+
+    def render_pair(
+        self,
+        prompt: str | Sequence[Message],
+        answer: str | Message,
+        finished: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[list[int], list[int], list[bool]]:
+        """Prompt ids (up to where the answer begins), answer ids, and the answer's format mask.
+
+        A string is one user message, or the assistant's. The answer ends in its stop token unless it was cut off
+        (`finished=False`). The mask holds one flag per *answer* token, True at what the template writes and the answer does
+        not: headers, the stop token. ChatError where the answer cannot be told apart.
+        """
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        said = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+        return self._chat.pair([*asked, said], finished, tools)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Row]:
+        """The rows that train every answer of a conversation: ids and loss mask, rendered together.
+
+        ChatError with the turn and the reason where an answer cannot be told apart, or a turn writes out a special token.
+        """
+        return self._chat.rows(messages, tools)

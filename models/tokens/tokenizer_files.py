@@ -1,0 +1,164 @@
+"""The files of a tokenizer in Hugging Face's layout, read as transformers reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from puna.models.bounds import read_object
+from puna.models.tokens.tokenizer_trial import Trial, unknown
+from puna.models.tokens.vocabulary import with_tokens
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The special tokens that have a name; a chat template may use them."""
+TOKENS = 1 << 22
+"""Most tokens, and the bound of their ids."""
+ADDED = 1 << 16
+"""Most tokens that are added to a vocabulary."""
+LONGEST = 1 << 12
+"""Most characters of a token."""
+REPEATS = 16
+"""Most places of a post-processor that stand for the text."""
+WORD = 256
+"""Most characters of a token or word where a vocabulary is searched at every character, as Unigram and WordPiece do."""
+
+
+class TokenizerError(ValueError):
+    """A folder that holds no tokenizer, or one that cannot be read."""
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The vocabulary; special tokens by name; the chat template, or several by name; the ids that end an answer; how to sample."""
+
+    backend: tokenizers.Tokenizer
+    named: dict[str, str]
+    template: str | dict[str, str] | None
+    stops: list[int]
+    generation: dict[str, Any]
+
+
+def read_files(folder: Path) -> TokenizerFiles:
+    """The tokenizer in a folder. FileNotFoundError where it has none, TokenizerError for what cannot be read."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: a tokenizer or model folder holds tokenizer.json")
+    content, config = _json(path), _json(folder / "tokenizer_config.json")
+    try:
+        check_content(content, len(_added(config)))
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise TokenizerError(f"{path} is no tokenizer: {error}") from error
+    others = _json(folder / "special_tokens_map.json")
+    named = {name: text for name in NAMED if (text := _text(config.get(name) or others.get(name)))}
+    stops = _stop_ids(folder)
+    written = [token for id_ in stops if (token := backend.id_to_token(id_)) is not None]
+    with_tokens(backend, [*named.values(), *_listed(config), *_listed(others), *written], _added(config))
+    return TokenizerFiles(backend, named, _template(folder, config), stops, _generation(folder))
+
+
+def check_content(content: Mapping[str, Any], more: int) -> None:
+    """Raise ValueError where a tokenizer.json has more or longer tokens than are read, or steps that cost too much.
+
+    `more`: tokens that are added to its own.
+    """
+    model, added = content.get("model") or {}, content.get("added_tokens") or []
+    pieces = model.get("vocab") or {}
+    named = {piece[0]: id_ for id_, piece in enumerate(pieces)} if isinstance(pieces, list) else pieces
+    named = {**named, **{token["content"]: token["id"] for token in added}}
+    if len(added) + more > ADDED:
+        raise ValueError(f"{len(added) + more:,} tokens are added to the vocabulary: at most {ADDED:,} are read")
+    if (top := max(named.values(), default=0)) >= TOKENS:
+        raise ValueError(f"it has a token with the id {top:,}: ids below {TOKENS:,} are read")
+    searched = model.get("type") in ("Unigram", "WordPiece")
+    limit = WORD if searched else LONGEST
+    if (longest := max(*map(len, named), model.get("max_input_chars_per_word") or 0, 0)) > limit:
+        raise ValueError(f"it has a token or a word of {longest:,} characters: at most {limit:,} are read")
+    if (why := unknown(content.get("decoder"))) is not None:
+        raise ValueError(f"its decoder has {why}, which is not known to take time in proportion to a text")
+    if json.dumps(content.get("post_processor")).count('"Sequence"') > REPEATS:
+        raise ValueError(f"its post_processor repeats a text more than {REPEATS} times")
+    if (trial := Trial.of(content)) is not None:
+        trial.check()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return read_object(path)
+    except ValueError as error:
+        raise TokenizerError(str(error)) from error
+
+
+def _text(token: Any) -> str | None:
+    """A token's text, written as it is or as an object."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) and found else None
+
+
+def _listed(config: Mapping[str, Any]) -> list[str]:
+    """Special tokens without a name."""
+    found: list[Any] = []
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        value = config.get(name) or []
+        found += list(value.values()) if isinstance(value, dict) else value
+    return [text for token in found if (text := _text(token))]
+
+
+def _added(config: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
+    """Tokens that the configuration adds to the vocabulary, in the order of their ids."""
+    found = config.get("added_tokens_decoder") or {}
+    flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
+    return [
+        tokenizers.AddedToken(token["content"], **{flag: bool(token.get(flag)) for flag in flags})
+        for _, token in sorted(found.items(), key=lambda item: int(item[0]))
+    ]
+
+
+def _stop_ids(folder: Path) -> list[int]:
+    """`eos_token_id` of the generation's configuration, or else of the model's."""
+    for name in ("generation_config.json", "config.json"):
+        found = _json(folder / name).get("eos_token_id")
+        if found is not None:
+            return [int(id_) for id_ in (found if isinstance(found, list) else [found])]
+    return []
+
+
+NOT_SAMPLING = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config")
+"""Fields of generation_config.json that do not say how to sample."""
+SAMPLING = {
+    "temperature": (0.0, 10.0), "top_p": (1e-9, 1.0), "top_k": (0, 1 << 31), "min_p": (0.0, 1.0), "repetition_penalty": (1e-9, 10.0),
+}  # fmt: skip
+"""Fields of generation_config.json that are sampled by, and what they may be."""
+
+
+def _generation(folder: Path) -> dict[str, Any]:
+    """What generation_config.json says of sampling. TokenizerError for a number that is none or out of its range."""
+    path = folder / "generation_config.json"
+    found = {name: value for name, value in _json(path).items() if value is not None and name not in NOT_SAMPLING}
+    for name, (low, high) in SAMPLING.items():
+        value = found.get(name, low)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not (whole or (isinstance(value, float) and isinstance(low, float))) or not low <= value <= high:
+            raise TokenizerError(f"{path}: {name} is {value!r}, not a number from {low:g} to {high:g}")
+    return found
+
+
+def _template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The chat template, or several by name; a file of its own counts before the configuration's."""
+    found = config.get("chat_template")
+    named = {entry["name"]: entry["template"] for entry in found} if isinstance(found, list) else {}
+    if isinstance(found, str):
+        named["default"] = found
+    if isinstance(written := _json(folder / "chat_template.json").get("chat_template"), str):
+        named["default"] = written
+    for path in [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]:
+        if path.is_file():
+            named["default" if path.stem == "chat_template" else path.stem] = path.read_text(encoding="utf-8")
+    return named["default"] if set(named) == {"default"} else named or None

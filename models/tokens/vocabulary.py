@@ -1,0 +1,196 @@
+"""Text to token ids and back: a Hugging Face fast tokenizer, and which of its tokens are special.
+
+Text never turns into a special token: `encode` gives the bytes of its characters. Only `encode_markup` reads special tokens,
+from text that a chat template wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+
+from puna.models.tokens.tokenizer_trial import Trial, steps_of
+
+MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
+"""Code points that no text is meant to hold."""
+Span = tuple[int, int]
+
+
+class Vocabulary:
+    """The tokens of a model. `special`: ids of its special tokens."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        self.backend, self._trial = backend, Trial.of(steps_of(backend))
+        added = backend.get_added_tokens_decoder()
+        self._special_tokens = {token.content: (id_, token) for id_, token in added.items() if token.special}
+        self.special = frozenset(id_ for id_, _ in self._special_tokens.values())
+
+    @cached_property
+    def size(self) -> int:
+        """One more than the largest id."""
+        return max(self.backend.get_vocab().values(), default=-1) + 1
+
+    def id_of(self, token: str | None) -> int | None:
+        """The id of a token by its text; None where there is none."""
+        found: int | None = None if token is None else self.backend.token_to_id(token)
+        return found
+
+    def token(self, id_: int) -> str:
+        """The text of a token."""
+        return str(self.backend.id_to_token(id_))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, nothing added before or after. ValueError where the tokenizer's patterns take too long on it."""
+        if self._trial is not None:
+            self._trial.check(text)
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts, on all threads."""
+        if self._trial is not None:
+            return [self.encode(text) for text in texts]
+        return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of ids; bytes that are no UTF-8 become U+FFFD."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    # --- text that a template wrote ------------------------------------------------------------------
+
+    @cached_property
+    def _reader(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, which finds special tokens in text."""
+        made = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        made.encode_special_tokens = False
+        return made
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        """Finds a special token with the blanks that it takes in; group 1 is the token."""
+        parts = []
+        for text, (_, token) in sorted(self._special_tokens.items(), key=lambda item: -len(item[0])):
+            before, behind = (r"\s*" if taken else "" for taken in (token.lstrip, token.rstrip))
+            parts.append(f"{before}({re.escape(text)}){behind}")
+        return re.compile("|".join(parts) or "(?!)")
+
+    @cached_property
+    def _by_context(self) -> bool:
+        """Whether the start of a text is encoded otherwise than its middle, as SentencePiece's blank does."""
+        alone, behind = self.encode("a"), self.encode("\na")
+        return behind[-len(alone) :] != alone
+
+    def encode_markup(self, text: str, mark: str | None = None) -> tuple[list[int], list[Span]]:
+        """Ids of a rendered conversation, special tokens read as such, and each one's characters [start, stop).
+
+        `mark`: what `guard` put into the special tokens that are part of a content; they are read as text.
+        """
+        if mark is None or mark not in text:
+            if self._trial is not None:
+                self._trial.check(text, markup=True)
+            encoding = self._reader.encode(text, add_special_tokens=False)
+            return encoding.ids, encoding.offsets
+        ids: list[int] = []
+        spans: list[Span] = []
+        start = 0
+        for found in self._special_pattern.finditer(text):
+            self._append(text[start : found.start()], start, mark, ids, spans)
+            token = next(group for group in found.groups() if group is not None)
+            ids.append(self._special_tokens[token][0])
+            spans.append(found.span())
+            start = found.end()
+        self._append(text[start:], start, mark, ids, spans)
+        return ids, spans
+
+    def _append(self, piece: str, start: int, mark: str, ids: list[int], spans: list[Span]) -> None:
+        """Add the ids of a piece of text between special tokens; its marks go."""
+        kept = [index for index, character in enumerate(piece) if character != mark]
+        if not kept:
+            return
+        plain = piece.replace(mark, "")
+        place = [start + index for index in [*kept, kept[-1] + 1]]
+        found, offsets = self._encode_within(plain) if ids else self._encode(plain)
+        ids += found
+        spans += [(place[a], place[b]) for a, b in offsets]
+
+    def _encode(self, text: str) -> tuple[list[int], list[Span]]:
+        if self._trial is not None:
+            self._trial.check(text)
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def _encode_within(self, text: str) -> tuple[list[int], list[Span]]:
+        """Ids and characters of a text that stands behind another one."""
+        if self._by_context:
+            lead = self.encode("\n")
+            ids, spans = self._encode("\n" + text)
+            if ids[: len(lead)] == lead:
+                return ids[len(lead) :], [(max(a - 1, 0), max(b - 1, 0)) for a, b in spans[len(lead) :]]
+        return self._encode(text)
+
+    def encode_behind(self, text: str, special: int | None = None, mark: str | None = None) -> tuple[list[int], list[Span]]:
+        """Ids and characters of markup that stands behind the token `special`, or behind some text."""
+        lead = self.token(special) if special is not None else "\n" if self._by_context else ""
+        lead_ids = [special] if special is not None else self.encode(lead)
+        ids, spans = self.encode_markup(lead + text, mark)
+        if ids[: len(lead_ids)] != lead_ids:
+            return self.encode_markup(text, mark)
+        size = len(lead)
+        return ids[len(lead_ids) :], [(max(a - size, 0), max(b - size, 0)) for a, b in spans[len(lead_ids) :]]
+
+    def find_special(self, text: str, among: Iterable[int]) -> tuple[int, int, int] | None:
+        """The first of these tokens in a rendered text: (start, stop, id)."""
+        wanted = set(among)
+        for found in self._special_pattern.finditer(text):
+            for token in found.groups():
+                if token is not None and self._special_tokens[token][0] in wanted:
+                    start = text.index(token, found.start())
+                    return start, start + len(token), self._special_tokens[token][0]
+        return None
+
+    def without_special(self, text: str) -> str:
+        """A rendered text without its special tokens."""
+        return self._special_pattern.sub("", text)
+
+    def special_in(self, value: Any) -> str | None:
+        """The first special token that is written out in a string, or in the strings of a list or mapping."""
+        if isinstance(value, str):
+            found = self._special_pattern.search(value)
+            return None if found is None else found.group().strip()
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        return next((token for item in values if (token := self.special_in(item)) is not None), None)
+
+    def guard(self, value: Any) -> tuple[Any, str | None]:
+        """`value` with a mark inside every special token that its strings write out, and the mark; None where it needs none."""
+        if self.special_in(value) is None:
+            return value, None
+        written = json.dumps(value, ensure_ascii=False, default=str)
+        mark = next(mark for mark in MARKS if mark not in written)
+        return self._marked(value, mark), mark
+
+    def _marked(self, value: Any, mark: str) -> Any:
+        if isinstance(value, str):
+            for token in self._special_tokens:
+                value = value.replace(token, token[0] + mark + token[1:])
+            return value
+        if isinstance(value, dict):
+            return {key: self._marked(item, mark) for key, item in value.items()}
+        return [self._marked(item, mark) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def with_tokens(backend: tokenizers.Tokenizer, special: Iterable[str], added: Iterable[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
+    """The tokenizer with these special tokens and further tokens, where it lacks them; as transformers completes it."""
+    known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    backend.add_tokens([token for token in added if token.content not in known])
+    backend.add_special_tokens([
+        tokenizers.AddedToken(token, special=True, normalized=False) for token in dict.fromkeys(special) if not known.get(token)
+    ])
+    return backend

@@ -1,0 +1,1 @@
+"""Classifiers that a curation trains or applies."""

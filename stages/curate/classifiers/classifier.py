@@ -1,0 +1,344 @@
+"""Training of fastText classifiers, one model per fold: no document is scored by a model that saw it.
+
+Documents fall into folds by the hash of their id. The model of a fold is trained on the labelled documents of the other
+folds. Lines in a fixed order give the same model every time (`puna.models.classifiers.fit`).
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from pydantic import Field
+
+from puna.kernels.text.strings import buffers
+from puna.models.classifiers.dictionary import write
+from puna.models.classifiers.fit import Scorer, fit
+from puna.stages.contract import Figure, SeededConfig, StageRun
+from puna.stages.draws import folds, uniform
+from puna.storage import Artifact, Part, PunaError
+
+FOLD = "fold-{}.bin"
+MAX_REPEATS = 10
+GOLDEN = 0.6180339887498949
+FINEST = 1_000_000
+"""Scores have six digits: documents are counted by them, so that no number is kept for each document."""
+BARS = 20
+ENDS_WORD = re.compile(r"[\0\t-\r ]")  # for fastText
+Labels = dict[str, list[str | None]]
+"""Classifier → the class of each document, or None."""
+
+
+class ClassifierConfig(SeededConfig):
+    """fastText's settings; the defaults are DCLM's (Li et al. 2024): pairs of words, otherwise fastText's own."""
+
+    folds: int = Field(3, ge=2, le=20, description="Parts the documents are cut into for out-of-fold scores")
+    word_ngrams: int = Field(2, ge=1, le=5, description="Longest word n-gram, words")
+    dimension: int = Field(100, ge=8, le=1000, description="Length of a word's vector")
+    learning_rate: float = Field(0.1, gt=0, le=10, description="Learning rate at the start, decaying to 0")
+    epochs: int = Field(5, ge=1, le=1000, description="Passes over the training documents")
+    min_count: int = Field(1, ge=1, description="Rarer words are left out, occurrences")
+    buckets: int = Field(
+        200_000, ge=10_000, description="Hash buckets for word n-grams; fastText's default of 2,000,000 makes models of 0.8 GB"
+    )
+    max_characters: int = Field(4000, ge=1, description="Read of each document, characters")
+    max_class_documents: int = Field(100_000, ge=1, description="Training documents of one class, at most")
+    class_ratio: float = Field(
+        3.0, ge=1, description="Classes of more than so many times the median class are cut by hash; of fewer than its inverse, repeated"
+    )
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Labelled documents as lines of words, in files with their `id`, `fold`, `draw` (their place in a random order) and `line`, and
+    a column of classes for each classifier, null where a document has none.
+
+    `documents`: how many could have a label. `counts`: classifier → class → documents in each fold, int64[folds].
+    """
+
+    files: list[str]
+    documents: int
+    counts: dict[str, dict[str, NDArray[np.int64]]]
+
+    def of(self, name: str) -> Counter[str]:
+        """How many documents of each class a classifier has."""
+        return Counter({label: int(found.sum()) for label, found in self.counts.get(name, {}).items()})
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How the labelled documents are scored out of fold.
+
+    `labels`: the classes. `told` int64[classes, classes]: documents of a class (row) by their most probable one (column).
+    `counted`: documents of the class `positive` and others by their probability of it, as `counted` gives it.
+    """
+
+    labels: list[str]
+    told: NDArray[np.int64]
+    counted: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One model to train: on the documents outside `fold` that have a class in the column `name`, to score those of the fold.
+
+    `quota`: class → how many documents are trained on, and how often each.
+    """
+
+    fold: int
+    name: str
+    classes: tuple[str, ...]
+    quota: dict[str, tuple[int, int]]
+    text: str
+    model: str
+    positive: str
+
+
+def prepare(
+    run: StageRun, documents: Artifact, config: ClassifierConfig, exempt: tuple[str, ...], label: Callable[..., Labels], *args: Any
+) -> Examples:
+    """Write the labelled documents below the scratch folder.
+
+    `label(rows, *args)` gives, for the classifiers by name, the class of each of some documents (`id`, `source`, `text`), or None.
+    Documents of the sources `exempt` have none.
+    """
+    parts = run.parts(documents, columns=["id", "source", "text"])
+    files, rows = [], 0
+    counts: dict[str, dict[str, NDArray[np.int64]]] = {}
+    for file, count, found in run.map(_prepare, parts, str(run.scratch), config, exempt, label, *args, rows=len(parts)):
+        files.append(file)
+        rows += count
+        for (name, label_, fold), number in found.items():
+            of_class = counts.setdefault(name, {}).setdefault(label_, np.zeros(config.folds, np.int64))
+            of_class[fold] += number
+    return Examples(files, rows, counts)
+
+
+def out_of_fold(
+    run: StageRun, examples: Examples, name: str, classes: list[str], config: ClassifierConfig, folder: Path, positive: str = ""
+) -> Scores:
+    """Train the classifier `name` on the documents that have one of the `classes`, keep the model of each fold in `folder`, and
+    score these documents.
+    """
+    folder.mkdir(exist_ok=True)
+    counts = {label: examples.counts[name][label] for label in classes}
+    jobs = []
+    for fold in range(config.folds):
+        usable = {label: int(found.sum() - found[fold]) for label, found in counts.items()}
+        if len(classes) < 2 or not min(usable.values()):
+            census = ", ".join(f"{label}: {found.sum()}" for label, found in counts.items()) or "none"
+            raise PunaError(
+                f"stage {run.stage}: a classifier needs two classes with labelled documents in every fold; it has "
+                f"{census} over {config.folds} folds. Give more documents, fewer folds, or other labels"
+            )
+        text = str(run.scratch / f"{name}-fold-{fold}.txt")
+        jobs.append(_Job(fold, name, tuple(classes), _quota(usable, config), text, str(folder / FOLD.format(fold)), positive))
+    told, counted_ = np.zeros((len(classes), len(classes)), np.int64), np.zeros(2 * (FINEST + 1), np.int64)
+    for confused, places, number in run.map(_train, jobs, examples.files, config, rows=len(jobs)):
+        told += confused
+        counted_[places] += number
+    return Scores(classes, told, counted_.reshape(2, -1))
+
+
+# --- measuring -------------------------------------------------------------------------------------------
+
+
+def counted(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Positives (row 0) and negatives by their scores in [0, 1], in steps of a millionth: int64[2, FINEST + 1]."""
+    return np.bincount(_places(scores, positive), minlength=2 * (FINEST + 1)).reshape(2, -1)
+
+
+def _places(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Where each score is counted in the rows of `counted`, one behind the other."""
+    return np.where(positive, 0, FINEST + 1) + np.rint(scores * FINEST).astype(np.int64)
+
+
+def auc(counts: NDArray[np.int64]) -> float:
+    """Area under the ROC curve of `counted` scores: the chance that a positive scores above a negative.
+
+    Ties are counted half (Mann-Whitney).
+    """
+    positive, negative = counts[:, counts.any(axis=0)]
+    if not positive.any() or not negative.any():
+        raise ValueError("an ROC curve needs positives and negatives")
+    twice = 2 * np.cumsum(negative) - negative  # negatives below, doubled, and equal ones
+    return int((positive * twice).sum()) / (2 * int(positive.sum()) * int(negative.sum()))
+
+
+def calibration(counts: NDArray[np.int64], bins: int = 10) -> list[tuple[float, float]]:
+    """Points of a calibration curve of `counted` scores: mean score and share of positives of each non-empty bin of scores."""
+    places = np.flatnonzero(counts.any(axis=0))
+    positive, both = counts[0, places], counts[:, places].sum(axis=0)
+    at = np.minimum(places * bins // FINEST, bins - 1)
+    rows, good, total = (np.bincount(at, values, bins) for values in (both, positive, both * places))
+    return [(total[b] / FINEST / rows[b], good[b] / rows[b]) for b in np.flatnonzero(rows).tolist()]
+
+
+def report_calibration(run: StageRun, name: str, what: str, counts: NDArray[np.int64]) -> None:
+    """Calibration of a classifier on its labels, out of fold, as the figure `name`."""
+    series = {"documents": calibration(counts), "perfect": [(0.0, 0.0), (1.0, 1.0)]}
+    run.figure(name, Figure(f"Calibration of the classifier of {what}, out of fold", "predicted probability", f"share of {what}", series))
+
+
+def report_quality(run: StageRun, counts: NDArray[np.int64]) -> None:
+    """How well a classifier tells good documents from others, out of fold: area under the ROC curve, calibration, histogram."""
+    run.metric("auc", auc(counts))
+    positives, negatives = counts.sum(axis=1).tolist()
+    run.metric("positives", positives)
+    run.metric("negatives", negatives)
+    report_calibration(run, "calibration", "good documents", counts)
+    places = np.flatnonzero(counts.any(axis=0))
+    at = np.minimum(places * BARS // FINEST, BARS - 1)
+    histogram = {}
+    for name, side in zip(("good documents", "others"), counts[:, places], strict=True):
+        bars = np.bincount(at, side, BARS) / side.sum()
+        histogram[name] = [(bar / BARS, share) for bar, share in enumerate(bars.tolist())]
+    run.figure("scores", Figure("Quality scores, out of fold", "probability", "share of documents", histogram, kind="bar"))
+
+
+# --- in a worker -----------------------------------------------------------------------------------------
+
+
+def _quota(counts: dict[str, int], config: ClassifierConfig) -> dict[str, tuple[int, int]]:
+    """Of each class of so many documents how many are trained on, and how often each: large classes are cut, small ones repeated.
+
+    Without this a type with few documents is never predicted.
+    """
+    # The lower median: of two classes the smaller one.
+    median = sorted(counts.values())[(len(counts) - 1) // 2]
+    most = min(config.max_class_documents, int(config.class_ratio * median))
+    least = min(most, int(median / config.class_ratio))
+    taken = {name: min(count, most) for name, count in counts.items()}
+    return {name: (count, min(MAX_REPEATS, max(1, -(-least // count)))) for name, count in taken.items()}
+
+
+def _prepare(
+    part: Part, scratch: str, config: ClassifierConfig, exempt: tuple[str, ...], label: Callable[..., Labels], *args: Any
+) -> tuple[str, int, Counter[tuple[str, str, int]]]:
+    """The file of a part; how many of its documents could have a label; and documents by classifier, class and fold."""
+    from puna.kernels.text.words import spaced
+
+    file = Path(scratch) / f"examples-{part.start}-{part.stop}.arrow"
+    table = part.read()
+    table = table.filter(pc.invert(pc.is_in(table["source"], pa.array(exempt, pa.string()))))
+    if not file.exists():
+        labels = {name: pa.array(found, pa.string()) for name, found in label(table, *args).items()}
+        having = functools.reduce(pc.or_, (pc.is_valid(found) for found in labels.values()))
+        ids, lines = table["id"].filter(having).to_pylist(), spaced(table["text"].filter(having), config.max_characters)
+        columns = {name: found.filter(having) for name, found in labels.items()}
+        made = {
+            "id": pa.array(ids, pa.string()),
+            "fold": folds(ids, config.seed, config.folds),
+            "draw": uniform(ids, config.seed, "training"),
+        }
+        _keep(pa.table(made | {"line": lines} | columns), file)
+    found = _read(str(file))
+    names = [name for name in found.column_names if name not in ("id", "fold", "draw", "line")]
+    counts: Counter[tuple[str, str, int]] = Counter()
+    for name in names:
+        rows = zip(found[name].to_pylist(), found["fold"].to_pylist(), strict=True)
+        counts.update((name, label_, fold) for label_, fold in rows if label_ is not None)
+    return str(file), len(table), counts
+
+
+def _train(
+    job: _Job, files: list[str], config: ClassifierConfig
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Train one model, keep it; how it scores the labelled documents of its fold: `told`, and what is not 0 in `counted` and where."""
+    _write_text(job, files)
+    c = config
+    text = Path(job.text)
+    settings = (c.learning_rate, c.epochs, c.word_ngrams, c.dimension, c.min_count, c.buckets, c.seed)
+    model = fit(text, *settings, state=text.with_suffix(""))
+    text.unlink()
+    write(model, Path(job.model))
+    scorer = Scorer(model)
+    classes, index = list(job.classes), {name: at for at, name in enumerate(job.classes)}
+    told, places = np.zeros((len(classes), len(classes)), np.int64), [np.zeros(0, np.int64)]
+    for rows in _rows(job, files, ["line"], inside=True):
+        values = predict(scorer, rows["line"], classes)
+        own = np.array([index[name] for name in rows[job.name].to_pylist()], np.int64)
+        np.add.at(told, (own, values.argmax(axis=1)), 1)
+        if job.positive:
+            places.append(_places(values[:, index[job.positive]], own == index[job.positive]))
+    return told, *np.unique(np.concatenate(places), return_counts=True)
+
+
+def _keep(examples: pa.Table, file: Path) -> None:
+    """Write examples so that they are there whole or not at all; as they are in memory, since every fold reads some columns of them."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, examples.schema) as writer:
+        writer.write_table(examples)
+    os.replace(temporary, file)
+
+
+def _read(file: str) -> pa.Table:
+    with pa.memory_map(file) as source:
+        return pa.ipc.open_file(source).read_all()
+
+
+def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool, chosen: pa.Array | None = None) -> Iterator[pa.Table]:
+    """The labelled documents of the job's fold (`inside`), or of the others, file by file; `chosen`: those with these ids alone."""
+    for file in files:
+        table = _read(file).select(["fold", job.name, *columns])
+        here = pc.equal(table["fold"], job.fold)
+        wanted = pc.and_(here if inside else pc.invert(here), pc.is_in(table[job.name], pa.array(job.classes)))
+        yield table.filter(wanted if chosen is None else pc.and_(wanted, pc.is_in(table["id"], chosen)))
+
+
+def _write_text(job: _Job, files: list[str]) -> None:
+    """The training file: documents in a random order that ids alone decide, so that not the order of the classes' sizes does."""
+    kept: dict[str, list[tuple[float, str]]] = {name: [] for name in job.classes}
+    for rows in _rows(job, files, ["id", "draw"], inside=False):
+        for name, draw, identity in zip(*(rows[column].to_pylist() for column in (job.name, "draw", "id")), strict=True):
+            kept[name].append((draw, identity))
+        for name, found in kept.items():
+            if len(found) > 2 * job.quota[name][0]:
+                kept[name] = heapq.nsmallest(job.quota[name][0], found)
+    order = []
+    for name, found in kept.items():
+        count, copies = job.quota[name]
+        for draw, identity in heapq.nsmallest(count, found):
+            # Each copy of a document has its own place in the order.
+            order += [((draw + copy * GOLDEN) % 1.0, identity, name) for copy in range(copies)]
+    chosen = pa.array({identity for _, identity, _ in order}, pa.string())
+    lines = pa.concat_tables(_rows(job, files, ["id", "line"], inside=False, chosen=chosen))
+    order.sort()
+    at = pc.index_in(pa.array([identity for _, identity, _ in order], pa.string()), lines["id"])
+    starts = pa.array([f"__label__{label_of(name)} " for *_, name in order], pa.large_string())
+    end, nothing = (pa.scalar(text, pa.large_string()) for text in ("\n", ""))
+    whole = pc.binary_join_element_wise(starts, lines["line"].cast(pa.large_string()).take(at), end, nothing)
+    with Path(job.text).open("wb") as out:
+        for chunk in whole.chunks:
+            data, bounds = buffers(chunk)
+            data[bounds[0] : bounds[-1]].tofile(out)
+
+
+def label_of(name: str) -> str:
+    """A class as a label of fastText, which ends at white space."""
+    return ENDS_WORD.sub(lambda match: f"%{ord(match[0]):02X}", name)
+
+
+def predict(model: Any, lines: pa.Array | pa.ChunkedArray, classes: list[str]) -> NDArray[np.float64]:
+    """Probability of every class for each line, float64[lines, classes], by a `Scorer` or by fastText itself."""
+    if isinstance(model, Scorer):
+        rows = model.probabilities(lines)[:, [model.labels.index(label_of(name)) for name in classes]].astype(np.float64)
+    else:
+        # A list, because fastText 0.9.3 cannot predict a single string under numpy 2.
+        index, rows = {f"__label__{label_of(name)}": at for at, name in enumerate(classes)}, np.zeros((len(lines), len(classes)))
+        for row, names, values in zip(rows, *model.predict(lines.to_pylist(), k=len(classes)), strict=True):
+            row[[index[name] for name in names]] = values
+    # fastText's softmax table leaves sums a little off one; six digits are what it has.
+    found: NDArray[np.float64] = np.round(np.clip(rows / np.maximum(rows.sum(axis=1, keepdims=True), 1e-12), 0, 1), 6)
+    return found

@@ -1,0 +1,150 @@
+"""Trains the quality model: `python -m puna.stages.curate.classifiers.grade_training TEXTS [TEXTS ...] OUT`.
+
+TEXTS are JSON lines with `text`, `grade` (0 to 5) and `site`; OUT is the weights file. `tests/benchmarks/quality.py --write` makes
+such lines of the grades that come with Puna (`stages/curate/data/grades.tsv`). Texts fall into folds by site: the figures printed,
+and what makes a probability of a grade, are of models that did not see the text's site; the weights written are of all texts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.models.classifiers.grades import BUCKETS, GOOD, MOST, READ, SHARE, SIZE, SIZES, Model, tokens
+from puna.stages.curate.classifiers.classifier import auc, counted
+from puna.storage import PunaError
+
+FOLDS = 5
+SHRINKAGE = 100.0
+"""Of weights to 0 (ridge regression); 50 and 200 do as well."""
+Grades = NDArray[np.float64]
+
+
+class Text(NamedTuple):
+    """A graded document."""
+
+    text: str
+    grade: float
+    site: str
+
+    @property
+    def fold(self) -> int:
+        """One of FOLDS, by the site."""
+        return int.from_bytes(hashlib.sha256(self.site.encode()).digest()[:4], "big") % FOLDS
+
+
+def read(files: list[Path]) -> list[Text]:
+    """The graded documents of JSON lines; PunaError names the line that is none."""
+    found, named = [], ", ".join(map(str, files))
+    for file in files:
+        try:
+            lines = file.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PunaError(f"{file}: {error}; JSON lines in UTF-8 are needed") from error
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                found.append(_text(json.loads(line)))
+            except (ValueError, KeyError, TypeError) as error:
+                raise PunaError(f"{file}: line {number}: {type(error).__name__}: {error}; text, grade and site are needed") from error
+    if len({row.fold for row in found}) < FOLDS:
+        raise PunaError(f"{named}: {len(found)} graded texts of too few sites for {FOLDS} folds")
+    if len({row.grade >= GOOD for row in found}) < 2:
+        raise PunaError(f"{named}: grades of less than {GOOD} and of {GOOD} or more are needed")
+    return found
+
+
+def _text(row: dict[str, object]) -> Text:
+    """The graded document of a row; ValueError where it is none."""
+    text, grade = row["text"], float(str(row["grade"]))
+    if not isinstance(text, str):
+        raise ValueError(f"text is {text!r}")
+    if not 0 <= grade <= 5:
+        raise ValueError(f"grade {grade} is none of 0 to 5")
+    return Text(text, grade, str(row["site"]))
+
+
+def rows_of(texts: list[str]) -> NDArray[np.float32]:
+    """What the model sees of each text, float32[texts, BUCKETS + sizes]."""
+    out = np.zeros((len(texts), BUCKETS + len(SIZES)), np.float32)
+    counts, met = np.zeros(BUCKETS, np.int32), np.empty(BUCKETS, np.int32)
+    for row, text in zip(out, texts, strict=True):
+        data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
+        words, number = tokens(data, 0, min(len(data), READ), counts, met)
+        here = met[:number]
+        row[here] = np.sqrt(np.minimum(counts[here] / max(words, 1), MOST)) * SHARE
+        row[BUCKETS:] = (words * max(1.0, len(data) / READ) > SIZES) * SIZE
+        counts[here] = 0
+    return out
+
+
+def ridge(rows: NDArray[np.float32], grades: Grades) -> tuple[NDArray[np.float32], float]:
+    """Weights and bias of the ridge regression with SHRINKAGE; the bias is free. Solved by rows, which are fewer than buckets."""
+    middle, mean = rows.mean(0), float(grades.mean())
+    centred = rows - middle
+    kernel = (centred @ centred.T).astype(np.float64)
+    weights = centred.T @ np.linalg.solve(kernel + SHRINKAGE * np.eye(len(rows)), grades - mean).astype(np.float32)
+    return weights, mean - float(middle @ weights)
+
+
+def unseen_grades(rows: NDArray[np.float32], texts: list[Text]) -> Grades:
+    """The grade of each text by a model that did not see its site."""
+    grades, fold = np.array([text.grade for text in texts]), np.array([text.fold for text in texts])
+    found = np.zeros(len(texts))
+    for one in range(FOLDS):
+        weights, bias = ridge(rows[fold != one], grades[fold != one])
+        found[fold == one] = rows[fold == one] @ weights + bias
+    return found
+
+
+def calibrated(found: Grades, good: NDArray[np.bool_]) -> tuple[float, float]:
+    """`slope` and `middle` of the logistic curve of being good over the grade, by Newton's method."""
+    at = np.column_stack([found, np.ones(len(found))])
+    line = np.zeros(2)
+    for _ in range(30):
+        chance = 1 / (1 + np.exp(-at @ line))
+        line += np.linalg.solve(at.T @ (at * (chance * (1 - chance))[:, None]), at.T @ (good - chance))
+    return float(line[0]), float(-line[1] / line[0])
+
+
+def train(texts: list[Text]) -> tuple[Model, Grades]:
+    """The model of all texts, and the grades that they get from models that did not see their sites."""
+    rows, grades = rows_of([text.text for text in texts]), np.array([text.grade for text in texts])
+    found = unseen_grades(rows, texts)
+    weights, bias = ridge(rows, grades)
+    slope, middle = calibrated(found, grades >= GOOD)
+    return Model(weights.astype(np.float16).astype(np.float32), bias, slope, middle), found
+
+
+def main() -> None:
+    """See the module."""
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    from safetensors.numpy import save_file
+
+    texts = read([Path(name) for name in sys.argv[1:-1]])
+    model, found = train(texts)
+    grades = np.array([text.grade for text in texts])
+    chances = 1 / (1 + np.exp(-found))  # in their order
+    for least in (2, 3, 4):
+        good = grades >= least
+        if good.all() or not good.any():
+            continue
+        print(f"{len(texts)} texts, grade >= {least}: {good.mean():.2f}, AUC on unseen sites {auc(counted(chances, good)):.4f}")
+    print(f"correlation {np.corrcoef(found, grades)[0, 1]:.3f}")
+    scale = np.array([model.bias, model.slope, model.middle], np.float64)
+    save_file({"weights": model.weights.astype(np.float16), "scale": scale}, sys.argv[-1])
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PunaError as error:
+        sys.exit(str(error))

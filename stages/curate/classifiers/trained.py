@@ -1,0 +1,126 @@
+"""A classifier as an artifact: the fastText model of each fold, and what must be known to apply them.
+
+A document is scored by the model of its fold, which was trained without the documents of that fold: those that the
+classifier learned from and those of the next crawl are scored alike, by a model that saw none of them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
+
+from puna.kernels.text.words import spaced
+from puna.models.classifiers.dictionary import read
+from puna.models.classifiers.fit import Scorer
+from puna.stages.curate.classifiers.classifier import FOLD, predict
+from puna.stages.draws import folds
+from puna.storage import Artifact, PunaError
+
+ABOUT = "classifier.json"
+
+
+@dataclass(frozen=True)
+class About:
+    """What is written beside the models.
+
+    `purpose`: the stage that applies it. `classes`: sorted names; none where there was nothing to learn. `exempt_sources`:
+    their documents are not scored. `split`: texts are split into words in lower case, as in training; else shown as they are.
+    `settings`: more that the stage needs. `max_tokens`, `encoder`: what an encoder reads of each document, and its digest, where the
+    classifier stands on one.
+    """
+
+    purpose: str
+    classes: tuple[str, ...] = ()
+    folds: int = 1
+    seed: int = 0
+    max_characters: int = 0
+    exempt_sources: tuple[str, ...] = ()
+    split: bool = True
+    settings: dict[str, float] | None = None
+    max_tokens: int = 0
+    encoder: str = ""
+
+    def write(self, folder: Path) -> None:
+        """Write it to the folder of the models."""
+        (folder / ABOUT).write_text(json.dumps(asdict(self), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+class Trained:
+    """The classifier in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.about = folder, read_about(folder)
+
+    @property
+    def classes(self) -> list[str]:
+        """Sorted names of the classes."""
+        return list(self.about.classes)
+
+    def scored(self, documents: pa.Table) -> list[int]:
+        """Rows of the documents that are scored, by their column `source`."""
+        return [row for row, source in enumerate(documents["source"].to_pylist()) if source not in self.about.exempt_sources]
+
+    def probabilities(self, ids: list[str], texts: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:
+        """Probability of each class for each document, float64[n, classes]."""
+        return self.of_lines(ids, self.lines(texts))
+
+    def lines(self, texts: pa.Array | pa.ChunkedArray) -> pa.Array:
+        """Documents as the models read them."""
+        most = self.about.max_characters
+        if self.about.split:
+            return spaced(texts, most)
+        return pa.array([" ".join(text[:most].split()) for text in texts.to_pylist()], pa.string())
+
+    def of_lines(self, ids: list[str], lines: pa.Array) -> NDArray[np.float64]:
+        """`probabilities` of documents that `lines` gave: several classifiers may read the same."""
+        found = np.zeros((len(ids), len(self.classes)))
+        of_fold = folds(ids, self.about.seed, self.about.folds)
+        for fold in np.unique(of_fold).tolist():
+            rows = np.flatnonzero(of_fold == fold)
+            model = _model(str(self.folder / FOLD.format(fold)), self.about.split)
+            found[rows] = predict(model, lines.take(pa.array(rows)), self.classes)
+        return found
+
+
+def read_about(folder: Path) -> About:
+    """What is known of the classifier in a folder."""
+    return TypeAdapter(About).validate_json((folder / ABOUT).read_bytes())
+
+
+def purpose_of(classifier: Artifact) -> str:
+    """The stage that applies a classifier, `classify` where it serves no other."""
+    return read_about(classifier.path()).purpose
+
+
+def trained(classifier: Artifact, purpose: str) -> Trained:
+    """The classifier of an artifact; PunaError where it was made for another purpose than the stage `purpose`."""
+    found = _trained(classifier.path())
+    if found.about.purpose != purpose and purpose != "classify":
+        raise PunaError(f"{purpose}: {classifier.id} was made for {found.about.purpose!r}; give one that was made for {purpose!r}")
+    return found
+
+
+@lru_cache(maxsize=4)
+def _trained(folder: Path) -> Trained:
+    return Trained(folder)
+
+
+@lru_cache(maxsize=20)
+def _model(file: str, split: bool) -> Any:
+    """The model of a file; `split`: it is shown words only, among which is no label."""
+    if split and (model := read(Path(file))) is not None:
+        return Scorer(model)
+    import fasttext
+
+    try:
+        return fasttext.load_model(file)
+    except ValueError as error:
+        raise PunaError(f"{file}: is no fastText model: {error}") from error

@@ -1,0 +1,127 @@
+"""Signals of a user's own: measured by their definitions, document after document, in a process that bounds what one may cost."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import cloudpickle
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from puna.stages.contract import Signal, StageRun
+from puna.stages.contract.signals import Definition
+from puna.stages.executors.subprocess_worker import Apart
+from puna.storage import PunaError
+
+FAILED = "_failed"
+"""Column of measured parts: per document the signals whose definition failed, and how."""
+IN_A_ROW = 16
+"""Documents, one after another, for which a definition takes too long: it does so for all of them, then, and the run is stopped."""
+
+
+class Budget(NamedTuple):
+    """What a definition may take for one document: seconds of the clock, and MiB beyond what its process has when it starts."""
+
+    seconds: float
+    memory_mb: int
+
+
+def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget: Budget) -> pa.Table:
+    """`table` with a column for each signal, of the documents in the same order, and the column `FAILED`.
+
+    A definition that raises an exception or exceeds its budget leaves the value null. PunaError where one gives a value of another
+    type than it declares, or is too slow for `IN_A_ROW` documents one after another: that is wrong for all documents.
+    """
+    # Without signals one list stands for all: so many new ones would have garbage collected.
+    failed: list[list[str]] = [[] for _ in range(table.num_rows)] if own else [[]] * table.num_rows
+    for made in own:
+        rows = zip(*(documents[name].to_pylist() for name in made.columns), strict=True)
+        values = [_value(made, answer, failed[at]) for at, answer in enumerate(_answers(made, rows, budget))]
+        table = table.append_column(made.name, pa.array(values, made.field.type))
+    return table.append_column(FAILED, pa.array(failed, pa.list_(pa.string())))
+
+
+def _answers(made: Signal, rows: Iterator[tuple[Any, ...]], budget: Budget) -> Iterator[dict[str, Any]]:
+    """What became of each document: a value, or why there is none."""
+    code = base64.b64encode(cloudpickle.dumps(made.definition)).decode()
+    broken = 0
+    for row in rows:
+        said = process().ask({"definition": code, "row": row}, budget.seconds, budget.memory_mb)
+        broken = broken + 1 if isinstance(said, str) else 0
+        if broken == IN_A_ROW:
+            raise PunaError(f"signal {made.name}: of {broken} documents one after another, {said}; mend it, or give it a larger budget")
+        yield {"failed": said} if isinstance(said, str) else said
+
+
+@lru_cache(maxsize=1)
+def process() -> Apart:
+    """The one that measures for this process."""
+    return Apart(measured)
+
+
+def measured(job: dict[str, Any]) -> dict[str, Any]:
+    """In that process: the value of one document; or why there is none."""
+    try:
+        value = _definition(job["definition"])(*job["row"])
+    except Exception as error:  # noqa: BLE001 - a definition may fail in any way, and the other documents go on
+        return {"failed": f"{type(error).__name__}: {error}"[:300]}
+    if value is None or (isinstance(value, float) and value != value):
+        return {"value": None}
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return {"wrong": f"{value!r:.100} ({type(value).__name__})"}
+    return {"value": value}
+
+
+@lru_cache(maxsize=64)
+def _definition(code: str) -> Definition:
+    found: Definition = pickle.loads(base64.b64decode(code))  # noqa: S301 - from our own parent
+    return found
+
+
+def _value(made: Signal, answer: dict[str, Any], failed: list[str]) -> float | int | str | None:
+    if "failed" in answer:
+        failed.append(f"{made.name}\t{answer['failed']}")
+        return None
+    value: float | int | str | None = answer.get("value")
+    if "wrong" in answer or not (value is None or isinstance(value, (int, float) if made.kind is float else made.kind)):
+        gave = answer.get("wrong") or f"{value!r:.100} ({type(value).__name__})"
+        raise PunaError(f"signal {made.name}: its definition gave {gave} and declares {made.kind.__name__}")
+    return value
+
+
+def failed_in(table: pa.Table) -> list[tuple[str, str, str]]:
+    """Signal, document and what went wrong, for every value of a measured part that a definition failed to give."""
+    table = table.filter(pc.greater(pc.list_value_length(table[FAILED]), 0))
+    rows = zip(table["id"].to_pylist(), table[FAILED].to_pylist(), strict=True)
+    return [(*failure.split("\t", 1)[:1], identity, failure.split("\t", 1)[1]) for identity, failures in rows for failure in failures]
+
+
+class Failures:
+    """What the definitions failed to give: how often each did, and the first time."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
+
+    def add(self, failed: list[tuple[str, str, str]]) -> None:
+        """Count those of one part."""
+        for name, identity, said in failed:
+            self.counts[name] += 1
+            self.first.setdefault(name, f"document {identity}: {said}")
+
+    def check(self, documents: int) -> None:
+        """PunaError where a definition failed for every document: it is the definition that is wrong."""
+        for name, count in self.counts.items():
+            if count == documents:
+                raise PunaError(f"signal {name}: its definition failed for all {count} documents; {self.first[name]}")
+
+    def report(self, run: StageRun) -> None:
+        """Record them as metrics."""
+        for name in sorted(self.counts):
+            run.metric(f"failed_{name}", self.counts[name])
+            run.metric(f"first_failure_{name}", self.first[name])

@@ -1,0 +1,380 @@
+"""Evaluating a model: bits per byte, multiple choice, and answers checked by their scorer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, JsonValue, model_validator
+
+from puna.models.memory.workload import Work
+from puna.models.serving import ServingSettings, engine_of, prepared, vllm_engine
+from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
+from puna.stages.conversations import answer_text, messages_of, prompt_ids, shown
+from puna.stages.evaluation import multiple_choice
+from puna.stages.evaluation.page_choice import heldout_pages, training_text
+from puna.stages.evaluation.variety import variety
+from puna.stages.search import SearchConfig, Values, search
+from puna.stages.training import bits_per_byte, intervals
+from puna.stages.training.bad_rows import BadRows, BadRowsConfig
+from puna.stages.training.corpus import Chosen, rank
+from puna.stages.training.ngrams import NGrams, dictionary_bits
+from puna.stages.training.train import load_served
+from puna.stages.verifiers.base import Score, ended, is_correct
+from puna.stages.verifiers.registry import from_json
+from puna.stages.verifiers.scoring import Scorer, verifiers_named
+from puna.stages.verifiers.settings import ScoringConfig
+from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    from puna.models.generation import AnswerEngine
+    from puna.models.tokens.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
+
+ALL = "all"
+
+
+class PagesConfig(StageConfig):
+    """Held-out pages."""
+
+    max_bytes: int = Field(400_000, ge=1000, description="Held-out text to score, bytes; pages are chosen by a hash of their id")
+    max_page_bytes: int = Field(100_000, ge=100, description="Longer pages are left out, bytes")
+    questions: int = Field(100, ge=0, description="Multiple-choice questions made of the pages; 0: none")
+    options: int = Field(4, ge=2, le=26, description="Options of a question, the right one included")
+    prompt_words: int = Field(40, ge=1, description="Words of the page that a question shows")
+    option_words: int = Field(20, ge=1, description="Words of each option")
+    baseline_tokens: int = Field(
+        2_000_000, ge=0, description="Longest training, tokens, to which n-grams and a dictionary are compared that read as many tokens of "
+        "the mixture's training text as the model did; 0: none"
+    )  # fmt: skip
+    ngram_order: int = Field(4, ge=1, le=16, description="Longest n-grams that are counted, tokens")
+    continuations: int = Field(3, ge=0, description="Pages that the model is shown the beginning of, to write on: examples for a reader")
+
+
+class AnswersConfig(StageConfig):
+    """Answers to held-out prompts."""
+
+    prompts_per_task: int = Field(100, ge=1, description="Held-out prompts of each task")
+    temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
+    max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
+    taste: dict[str, JsonValue] | None = Field(
+        None, description="A verifier, {name: …, …}, of what annotators like beside right answers; metric `liked`: right and to their taste"
+    )
+    search: SearchConfig | None = Field(None, description="Search for each answer among several; null: one answer")
+    examples: int = Field(4, ge=0, description="Answers of each task kept as examples for a reader")
+    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
+
+
+    @model_validator(mode="after")
+    def _tries_differ(self) -> AnswersConfig:
+        if self.search is not None and not self.temperature:
+            raise ValueError("search chooses among answers, which at temperature 0 are all alike: give a temperature above 0")
+        return self
+
+
+class EvaluateConfig(BadRowsConfig, SeededConfig):
+    """What is measured, on how much."""
+
+    pages: PagesConfig = Field(PagesConfig(), description="Bits per byte and multiple choice on held-out pages")
+    answers: AnswersConfig = Field(AnswersConfig(), description="Answers to held-out prompts")
+    context: int | None = Field(None, ge=2, description="Longest context on pages, tokens; null: what the model was trained with")
+    micro_batch_tokens: int = Field(8192, ge=16, description="Tokens of one forward pass")
+    serving: ServingSettings = Field(ServingSettings(), description="How the model computes what is measured")
+
+    @model_validator(mode="after")
+    def _context_fits(self) -> EvaluateConfig:
+        if self.context is not None and self.context > self.micro_batch_tokens:
+            raise ValueError(f"context {self.context} does not fit into micro_batch_tokens {self.micro_batch_tokens}")
+        return self
+
+    def reaches(self) -> list[tuple[str, str]]:
+        """The code of the taste, and of what chooses among answers."""
+        own = (self.answers.taste, None if self.answers.search is None else self.answers.search.verifier)
+        return [symbol for given in own if given is not None for symbol in from_json(given).reaches()]
+
+
+def needs(config: EvaluateConfig, facts: Facts) -> list[str]:
+    """The engine."""
+    return config.serving.unmet("serving")
+
+
+@stage(kind="evaluation", needs=needs, named=verifiers_named)
+def evaluate(
+    model: Model,
+    documents: Documents | None,
+    mixture: Mixture | None,
+    prompts: Prompts | None,
+    judges: list[Model] | None,
+    config: EvaluateConfig,
+    run: StageRun,
+) -> None:
+    """Measure a model on pages and prompts it was not trained on; every number has its 95 % interval.
+
+    Pages (the mixture's held-out split; without a mixture, all documents): bits per byte, the end of each page
+    included, beside those of counting: token n-grams of as much training text, without and with the counts of the page itself, and zstd
+    with that text as its dictionary (see `baseline_tokens`); and multiple choice between the
+    page's own continuation and those of others. Prompts: answers in the chat format, scored by the prompt's
+    verifier, for which `judges` are models that it may name; a prompt counts as solved at a score of 1, and not by an answer that was
+    cut off (`cut_off_right` counts those whose text passes). Where a
+    verifier fails on an answer, the answer is left out of the task's numbers and counted in `unscored_answers`. `variety` tells whether a
+    task's answers follow one template: the mean share of an answer's runs of three words, its question's words left out, that no other
+    answer has. Prompts that the chat
+    template refuses are not asked, and are in `dropped`; see `bad_rows`. The side table `scores` has the `score` of each prompt and,
+    where there is a taste, whether its answer is `liked`, 1 or 0, so that two models can be compared prompt by prompt. `answer_tokens`
+    is what the answers cost, those drawn and not taken in a search (`answers.search`) included.
+    """
+    if documents is None and prompts is None:
+        raise PunaError("evaluate needs documents or prompts: give at least one of them")
+    if mixture is not None and documents is None:
+        raise PunaError("evaluate: a mixture without its documents; give both")
+    import torch
+
+    from puna.models.formats.checkpoint import read_config
+
+    longest = read_config(model.path()).max_position_embeddings
+    work = Work(min(512, longest), config.answers.max_tokens, longest=min(longest, config.micro_batch_tokens))
+    network, tokenizer, limits = load_served(model, config.serving, work, run, config.micro_batch_tokens)
+    try:
+        prepared(network, config.serving.weights)
+    except ValueError as error:
+        raise PunaError(f"evaluate: {model.id}: {error}") from error
+    if documents is not None:
+        pages = heldout_pages(documents, mixture, config.pages.max_page_bytes, config.pages.max_bytes, run)
+        context = config.context or min(network.config.max_position_embeddings, config.micro_batch_tokens)
+        read = training_text(model, documents, mixture, tokenizer, context, config.pages.baseline_tokens, run)
+        _bits(pages, read, network, tokenizer, context, config, run)
+        _questions(pages, network, tokenizer, config, run)
+        _continuations(pages, network, tokenizer, config, limits, run)
+    if prompts is not None:
+        engine: AnswerEngine
+        if config.serving.engine == "vllm":
+            del network  # vLLM takes its share of a GPU that has it free
+            torch.cuda.empty_cache()
+            engine = vllm_engine(model.path(), tokenizer, config.serving)
+        else:
+            engine = engine_of(network, tokenizer, config.serving.weights, **limits)
+        _answers(prompts, judges or (), engine, tokenizer, config, run)
+
+
+def _row(task: str, metric: str, found: intervals.Interval, n: int) -> dict[str, Any]:
+    return {"task": task, "metric": metric, "value": found.value, "low": found.low, "high": found.high, "n": n}
+
+
+# --- pages ----------------------------------------------------------------------------------------------
+
+
+def _by_category(pages: Sequence[Any]) -> Iterator[tuple[str, list[int]]]:
+    """(task name, indices): all pages first, then each category where there is more than one."""
+    yield "pages", list(range(len(pages)))
+    categories = sorted({page.category for page in pages})
+    if len(categories) > 1:
+        for category in categories:
+            yield f"pages/{category}", [i for i, page in enumerate(pages) if page.category == category]
+
+
+def _bits(
+    pages: Sequence[Chosen],
+    read: Sequence[list[int]],
+    model: Transformer,
+    tokenizer: Tokenizer,
+    context: int,
+    config: EvaluateConfig,
+    run: StageRun,
+) -> None:
+    encoded = [[*tokenizer.lead, *ids, *tokenizer.end] for ids in tokenizer.encode_batch([page.text for page in pages])]
+    nats = bits_per_byte.document_nats(
+        model, encoded, context, config.micro_batch_tokens, progress=lambda done, total: run.progress(done, total, "bits per byte")
+    )
+    sizes = [float(len(page.text.encode())) for page in pages]
+    found = {"bits_per_byte": [bits_per_byte.bits(n) for n in nats]}
+    if read:
+        counted = NGrams(read, config.pages.ngram_order, tokenizer.vocab_size)
+        for name, page in (("ngram", False), ("ngram_page", True)):
+            found[f"{name}_bits_per_byte"] = [bits_per_byte.bits(n) for n in counted.nats(encoded, page=page)]
+        text = "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in read)
+        squeezed = dictionary_bits([page.text for page in pages], text.encode())
+        found["dictionary_bits_per_byte"] = [float(value) for value in squeezed]
+        run.metric("baseline_tokens", sum(map(len, read)))
+    rows = []
+    for task, members in _by_category(pages):
+        weights = [sizes[i] for i in members]
+        for metric, values in found.items():
+            rows.append(_row(task, metric, intervals.ratio([values[i] for i in members], weights), len(members)))
+        targets = [float(len(encoded[i]) - 1) for i in members]
+        rows.append(_row(task, "nats_per_token", intervals.ratio([nats[i] for i in members], targets), len(members)))
+    run.write_rows(rows)
+    for metric, values in found.items():
+        run.metric(metric, sum(values) / sum(sizes))
+    run.metric("page_bytes", int(sum(sizes)))
+    series: dict[str, list[tuple[Any, float]]] = {
+        metric.removesuffix("_bits_per_byte") if metric != "bits_per_byte" else "model": [
+            (task.removeprefix("pages/") if "/" in task else ALL, sum(values[i] for i in members) / sum(sizes[i] for i in members))
+            for task, members in _by_category(pages)
+        ]
+        for metric, values in found.items()
+    }
+    run.figure(
+        "bits_per_byte",
+        Figure(title="Held-out pages", x="category", y="bits per byte", kind="bar", series=series, note="Page by page; less is better."),
+    )
+
+
+def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun) -> None:
+    settings = config.pages
+    if not settings.questions:
+        return
+    documents = [(page.id, page.category, page.text) for page in pages]
+    items = multiple_choice.build(
+        documents, settings.questions, settings.options, settings.prompt_words, settings.option_words, run.seed("questions")
+    )
+    run.metric("questions", len(items))
+    if not items:
+        return
+    found = multiple_choice.likelihoods(
+        model, tokenizer, items, config.micro_batch_tokens, progress=lambda done, total: run.progress(done, total, "multiple choice")
+    )
+    rows = []
+    for metric, normalised in (("accuracy", False), ("accuracy_normalized", True)):
+        right = [multiple_choice.chosen(item, values, normalised) == item.answer for item, values in zip(items, found, strict=True)]
+        run.metric(f"choice_{metric}", sum(right) / len(right))
+        for task, members in _by_category(items):
+            interval = intervals.wilson(sum(right[i] for i in members), len(members))
+            rows.append(_row(task.replace("pages", "choice"), metric, interval, len(members)))
+    run.write_rows(rows)
+    run.metric("choice_chance", 1.0 / settings.options)
+
+
+def _continuations(
+    pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, limits: dict[str, Any], run: StageRun
+) -> None:
+    from puna.models.generation import Engine, SamplingParams
+
+    shown: list[tuple[Chosen, str]] = []
+    for page in pages:
+        words = multiple_choice.WORD.findall(page.text)[: config.pages.prompt_words]
+        if len(words) == config.pages.prompt_words and len(shown) < config.pages.continuations:
+            shown.append((page, "".join(words)))
+    if not shown:
+        return
+    params = SamplingParams(temperature=0.8, max_tokens=64, stop=tuple(tokenizer.end), seed=run.seed("continuations"))
+    prompts = [[*tokenizer.lead, *tokenizer.encode(text)] for _, text in shown]
+    written = Engine(model, tokenizer, **limits).generate(prompts, params)
+    rows = []
+    for (page, text), (completion,) in zip(shown, written, strict=True):
+        own = page.text[len(text) : len(text) + 300]
+        rows.append(
+            {"id": f"page-{page.id}", "kind": "continuation", "prompt": text, "text": answer_text(completion.tokens, tokenizer),
+             "detail": json.dumps({"category": page.category, "page": own}, ensure_ascii=False)}
+        )  # fmt: skip
+    run.write_rows(rows, "examples")
+
+
+# --- prompts --------------------------------------------------------------------------------------------
+
+
+def _answers(
+    prompts: Artifact, judges: Sequence[Artifact], engine: AnswerEngine, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun
+) -> None:
+    from puna.models.generation import SamplingParams
+
+    drawn = _asked(prompts, config.answers.prompts_per_task, run.seed("prompts"))
+    bad = BadRows(config, "evaluate")
+    rendered = list(bad.rendered(drawn, partial(prompt_ids, tokenizer)))
+    bad.check_left(len(rendered), f"{len(drawn)} held-out prompts")
+    bad.write(run)
+    rows, asked = [row for row, _ in rendered], [ids for _, ids in rendered]
+    scorer = Scorer(rows, config.answers.scoring, run, judges, needed="evaluate")
+    params = SamplingParams(
+        temperature=config.answers.temperature, max_tokens=config.answers.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("answers"),
+        speculate=config.serving.speculate, branches=config.serving.branches,
+    )
+    if config.answers.search is None:
+        completions = [row[0] for row in engine.generate(asked, params, progress=lambda done, total: run.progress(done, total, "answers"))]
+        spent = sum(len(completion.tokens) for completion in completions)
+    else:
+        chosen = search(engine, asked, params, config.answers.search, _chooser(config, rows, judges, run))
+        completions, spent = [one.completion for one in chosen], sum(one.tokens for one in chosen)
+    run.metric("answer_tokens", spent)
+    texts = [answer_text(completion.tokens, tokenizer) for completion in completions]
+    scores = scorer.scores(list(zip(rows, texts, strict=True)))
+    scorer.report()
+    liked: Sequence[Score] = [Score(None)] * len(rows)
+    if (taste := config.answers.taste) is not None:
+        tasted = [{**row, "verifier": json.dumps(taste)} for row in rows]
+        liked = Scorer(tasted, config.answers.scoring, run, judges).scores(list(zip(tasted, texts, strict=True)))
+    found = [
+        {**row, "text": text, "gold": ended(score.value, completion.finished), "liked": like.value, "detail": score.detail,
+         "finished": completion.finished}
+        for row, text, score, like, completion in zip(rows, texts, scores, liked, completions, strict=True)
+    ]  # fmt: skip
+    passing = zip(scores, completions, strict=True)
+    run.metric("cut_off_right", sum(is_correct(score.value) and not completion.finished for score, completion in passing))
+    _judge(found, config.answers.examples, run)
+
+
+def _chooser(config: EvaluateConfig, rows: Sequence[dict[str, Any]], judges: Sequence[Artifact], run: StageRun) -> Values | None:
+    """Scores by the search's verifier, by which an answer is chosen."""
+    assert config.answers.search is not None
+    if (spec := config.answers.search.verifier) is None:
+        return None
+    asked = [{**row, "verifier": json.dumps(spec)} for row in rows]
+    scorer = Scorer(asked, config.answers.scoring, run, judges)
+    return lambda answers: [score.value for score in scorer.scores([(asked[number], text) for number, text in answers])]
+
+
+def _asked(prompts: Artifact, per_task: int, seed: int) -> list[dict[str, Any]]:
+    """Held-out prompts, at most `per_task` of each task, those with the smallest hashes."""
+    tasks: dict[str, list[dict[str, Any]]] = {}
+    for row in prompts.read().to_pylist():
+        if row["split"] == "heldout":
+            tasks.setdefault(row["task"], []).append(row)
+    if not tasks:
+        raise PunaError(f"{prompts.id} has no held-out prompts")
+    return [row for task in sorted(tasks) for row in sorted(tasks[task], key=lambda row: (rank(seed, row["id"]), row["id"]))[:per_task]]
+
+
+def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> None:
+    rows, chosen = [], []
+    tasks = sorted({row["task"] for row in found})
+    bars: list[tuple[Any, float]] = []
+    for task in [ALL, *tasks]:
+        members = [row for row in found if task in (ALL, row["task"])]
+        scored = [row["gold"] for row in members if row["gold"] is not None]
+        if scored:
+            accuracy = intervals.wilson(sum(map(is_correct, scored)), len(scored))
+            rows.append(_row(task, "accuracy", accuracy, len(scored)))
+            rows.append(_row(task, "score", intervals.mean(scored), len(scored)))
+            bars.append((task, accuracy.value))
+        if tasted := [_liked(row) for row in members if row["gold"] is not None and row["liked"] is not None]:
+            rows.append(_row(task, "liked", intervals.wilson(sum(tasted), len(tasted)), len(tasted)))
+        rows.append(_row(task, "finished", intervals.wilson(sum(row["finished"] for row in members), len(members)), len(members)))
+        different = variety([(shown(messages_of(row)), row["text"]) for row in members])
+        rows.append(_row(task, "variety", intervals.mean(different), len(members)))
+        if task != ALL:
+            chosen += members[:examples]
+    run.write_rows(rows)
+    judged = [row for row in found if row["gold"] is not None]
+    scores = [{"id": row["id"], "name": "score", "value": row["gold"]} for row in judged]
+    scores += [{"id": row["id"], "name": "liked", "value": float(_liked(row))} for row in judged if row["liked"] is not None]
+    run.write_rows(scores, "scores")
+    run.write_rows(
+        [
+            {"id": f"prompt-{row['id']}", "kind": "answer", "prompt": shown(messages_of(row)), "text": row["text"],
+             "detail": json.dumps({"task": row["task"], "reference": row["reference"], "score": row["gold"],
+                                   "verifier": row["detail"]}, ensure_ascii=False)}
+            for row in chosen
+        ],
+        "examples",
+    )  # fmt: skip
+    if not bars:
+        raise PunaError(f"evaluate: no answer could be scored; the first: {found[0]['detail']}")
+    run.metric("accuracy", bars[0][1])
+    run.metric("prompts", len(found))
+    run.figure("accuracy", Figure(title="Held-out tasks solved", x="task", y="accuracy", kind="bar", series={"accuracy": bars}))
+
+
+def _liked(row: dict[str, Any]) -> bool:
+    """Whether an answer is right and to the annotators' taste."""
+    return is_correct(row["gold"]) and is_correct(row["liked"])

@@ -1,0 +1,34 @@
+"""What `run.map` runs on: local processes, Dask or Ray, all with the shape of `concurrent.futures.Executor`."""
+
+from __future__ import annotations
+
+from puna.stages.executors.parts import PartExecutor, ordered
+from puna.stages.executors.processes import Processes, cores
+from puna.storage import PunaError
+
+__all__ = ["FORMS", "PROCESSES", "PartExecutor", "connected", "cores", "local", "ordered"]
+
+PROCESSES = "processes"
+FORMS = "processes, dask, dask://HOST:PORT, ray or ray://HOST:PORT"
+
+
+def local(workers: int | None = None) -> PartExecutor | None:
+    """A pool of local processes, or None for one worker: it then works where it is asked."""
+    count = workers or cores()
+    return None if count == 1 else Processes(count)
+
+
+def connected(name: str, workers: int | None = None) -> PartExecutor | None:
+    """The executor that a person names; without an address, Dask and Ray are started on this machine with `workers` workers."""
+    engine, _, address = name.partition("://")
+    if engine == "dask":
+        from puna.stages.executors.dask_cluster import DaskCluster
+
+        return DaskCluster(address, workers or cores())
+    if engine == "ray":
+        from puna.stages.executors.ray_cluster import RayCluster
+
+        return RayCluster(address, workers or cores())
+    if name == PROCESSES:
+        return local(workers)
+    raise PunaError(f"--executor {name}: there is no such executor; it is {FORMS}")

@@ -1,0 +1,162 @@
+"""Workers of a Dask cluster, or of one started on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+import uuid
+from concurrent.futures import CancelledError
+from typing import Any
+
+from puna.stages.executors.address import probed
+from puna.stages.executors.parts import ATTEMPTS, Part, PartExecutor
+from puna.stages.executors.worker import Answer, compute
+from puna.storage import PunaError
+
+# Set before a local scheduler starts. Our parts hold no results in the workers: nothing is to be written to disk by Dask.
+LOCAL = {
+    "distributed.scheduler.allowed-failures": ATTEMPTS - 1,
+    "distributed.scheduler.work-stealing": False,
+    "distributed.worker.memory.target": False,
+    "distributed.worker.memory.spill": False,
+    "distributed.worker.daemon": False,
+    "distributed.scheduler.http.routes": ["distributed.http.health"],
+    "distributed.worker.http.routes": ["distributed.http.health"],
+}
+JOIN_SECONDS = 60
+LOOK_SECONDS = 5.0
+
+
+class DaskCluster(PartExecutor):
+    """The workers of the Dask scheduler at `address`; without one, `workers` processes of this machine.
+
+    Dask itself begins a part again whose worker died, and, without counting, one whose result was lost with its worker:
+    each attempt is told to the driver by the worker, which gives a part up after `ATTEMPTS`.
+    """
+
+    def __init__(self, address: str, workers: int) -> None:
+        super().__init__()
+        try:
+            import dask
+            from distributed import Client, LocalCluster
+        except ImportError as error:
+            raise PunaError("--executor dask: Dask is not installed; pip install 'puna[dask]'") from error
+        self._local: Any = None
+        if address:
+            target: Any = f"tcp://{probed('dask', address)}"
+        else:
+            with dask.config.set(LOCAL):
+                self._local = target = LocalCluster(
+                    n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50, host="127.0.0.1",
+                    security=True,  # other users of this machine could else have the workers run code
+                )
+        self._where = address or "on this machine"
+        self.below = not address
+        self._gone = f"the Dask scheduler {self._where} is gone, or has dropped the work; what is finished is kept: run again"
+        try:
+            self._client: Any = Client(target, timeout=20, set_as_default=False)
+            self._client.wait_for_workers(1, timeout=JOIN_SECONDS)
+        except (OSError, TimeoutError) as error:
+            raise PunaError(f"--executor dask: the cluster {self._where} cannot be used ({error}); has it workers?") from error
+        self._topic = f"puna-{uuid.uuid4().hex}"
+        self._begun: dict[str, tuple[Part, Any, int]] = {}
+        self._begun_lock = threading.Lock()
+        self._client.subscribe_topic(self._topic, self._attempted)
+        self._looked = 0.0
+        self._threads = 1
+        self._devices = False
+        self._look()
+
+    @property
+    def slots(self) -> int:
+        """Two parts a thread: while one is computed, the next one is there."""
+        return 2 * self._threads
+
+    def has_device(self) -> bool:
+        """Whether a worker was started with `--resources GPU=1`."""
+        self._look()
+        return self._devices
+
+    def _submit(self, part: Part) -> Any:
+        self._look()
+        return super()._submit(part)
+
+    def _look(self) -> None:
+        """Count the workers anew, now and then: they come and go. Never from the client's own loop, which must not wait."""
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        workers = self._client.scheduler_info()["workers"].values()
+        self._threads = max(1, sum(worker["nthreads"] for worker in workers))
+        self._devices = any("GPU" in worker.get("resources", {}) for worker in workers)
+
+    def _begin(self, part: Part) -> None:
+        if self._client.status != "running":  # what is submitted now would never end
+            raise PunaError(self._gone)
+        key = f"{self._topic}-{uuid.uuid4().hex}"
+        future = self._client.submit(
+            _compute, self._topic, key, part.payload, key=key, pure=False, retries=0, resources={"GPU": 1} if part.device else None
+        )
+        with self._begun_lock:
+            self._begun[key] = (part, future, 0)
+        self._client.loop.add_callback(self._relay, part, future, key)
+
+    async def _relay(self, part: Part, future: Any, key: str) -> None:
+        from distributed.scheduler import KilledWorker
+
+        try:
+            answer: Answer = await future.result()
+        except KilledWorker as error:
+            part.attempts = max(ATTEMPTS, error.allowed_failures + 1)  # Dask has counted these itself
+            self._lost(part, str(error).partition("Inspecting")[0].strip())
+        except (asyncio.CancelledError, CancelledError):
+            if self._given_up(key):
+                part.attempts = ATTEMPTS
+                self._lost(part, "its worker ended each time before the result arrived")
+            else:
+                self._failed(part, PunaError(self._gone))
+        except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for this part
+            self._failed(part, PunaError(f"Dask could not compute a part ({type(error).__name__}: {error})"))
+        else:
+            self._answered(part, answer)
+        finally:
+            with self._begun_lock:
+                self._begun.pop(key, None)
+            future.release()
+
+    def _given_up(self, key: str) -> bool:
+        with self._begun_lock:
+            return key in self._begun and self._begun[key][2] > ATTEMPTS
+
+    async def _attempted(self, event: tuple[float, Any]) -> None:
+        """A worker says that it begins a part."""
+        key = event[1]
+        with self._begun_lock:
+            if key not in self._begun:
+                return
+            part, future, count = self._begun[key]
+            self._begun[key] = (part, future, count + 1)
+        if count + 1 > ATTEMPTS:
+            await future.cancel()
+
+    def _end(self) -> None:
+        """See `PartExecutor`. Dask lets a call that was begun go on, but nobody waits for it any more."""
+        with self._begun_lock:
+            for _, future, _ in self._begun.values():
+                self._client.loop.add_callback(future.cancel)
+
+    def _close(self) -> None:
+        with contextlib.suppress(Exception):  # the scheduler may be gone
+            self._client.close(timeout=5)
+        if self._local is not None:
+            self._local.close(timeout=20)
+
+
+def _compute(topic: str, key: str, payload: bytes) -> Answer:
+    """In a worker of Dask: compute a part, after saying so."""
+    from distributed import get_worker
+
+    get_worker().log_event(topic, key)
+    return compute(payload)

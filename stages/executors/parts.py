@@ -1,0 +1,208 @@
+"""The driver's side of every executor: parts under way, attempts counted, results in order."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from typing import Any
+
+from puna.stages.executors.worker import Answer, packed
+from puna.storage import PunaError
+
+ATTEMPTS = 3
+"""How often a part is begun whose worker ends each time."""
+BYTES_UNDER_WAY = 1 << 30
+"""Most bytes of arguments and of results that wait in the driver at one time."""
+AHEAD = 64
+
+
+class Part:
+    """One call on its way: what a worker is sent, how often that was tried, the future that its caller holds."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: bool) -> None:
+        self.name = getattr(function, "__qualname__", str(function))
+        self.payload = packed(function, args, kwargs)
+        self.device = device
+        self.attempts = 0
+        self.future: PartFuture = PartFuture(len(self.payload))
+
+
+class PartFuture(Future[Any]):
+    """A future that knows its bytes: those of the arguments until it is done, then those of the result."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.bytes = size
+
+
+class PartExecutor(Executor):
+    """An executor whose workers may die: a part of a dead worker is begun again, at most `ATTEMPTS` times in all.
+
+    An engine gives `slots`, how many parts may be with its workers at one time, and `_begin`, which sends a part away and
+    sees to it that `_answered` or `_lost` is called once, from any thread. `cpu_seconds` and `resident_bytes` are those of
+    the parts so far: the sum, and the largest worker. `below`: the workers are processes below this one, or else of a cluster.
+    """
+
+    below = True
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._settled = threading.Condition(self._lock)
+        self._waiting: deque[Part] = deque()
+        self._running = 0
+        self._closed = False
+        self.cpu_seconds = 0.0
+        self.resident_bytes = 0
+
+    @property
+    def slots(self) -> int:
+        """How many parts may be with the workers at one time."""
+        raise NotImplementedError
+
+    def has_device(self) -> bool:
+        """Whether a worker offers an accelerator."""
+        return False
+
+    def _begin(self, part: Part) -> None:
+        raise NotImplementedError
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PartFuture:
+        """Have `function(*args, **kwargs)` computed by a worker."""
+        return self._submit(Part(function, args, kwargs, device=False))
+
+    def submit_to_device(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PartFuture:
+        """Have it computed by a worker that has an accelerator."""
+        return self._submit(Part(function, args, kwargs, device=True))
+
+    def _submit(self, part: Part) -> PartFuture:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the executor was shut down and takes no more work")
+            self._waiting.append(part)
+        self._advance()
+        return part.future
+
+    def _advance(self) -> None:
+        """Send waiting parts away while there are slots."""
+        while True:
+            with self._lock:
+                if not self._waiting and not self._running:
+                    self._settled.notify_all()
+                if not self._waiting or self._running >= self.slots:
+                    return
+                part = self._waiting.popleft()
+                if part.attempts == 0 and not part.future.set_running_or_notify_cancel():
+                    continue
+                part.attempts += 1
+                self._running += 1
+            try:
+                self._begin(part)
+            except Exception as error:  # noqa: BLE001 - its caller is told
+                with self._lock:
+                    self._running -= 1
+                part.future.set_exception(error)
+
+    def _answered(self, part: Part, answer: Answer) -> None:
+        with self._lock:
+            self._running -= 1
+            self.cpu_seconds += answer.cpu_seconds
+            self.resident_bytes = max(self.resident_bytes, answer.resident_bytes)
+        part.future.bytes = len(answer.result)
+        part.payload = b""
+        try:
+            part.future.set_result(answer.value())
+        except Exception as error:  # noqa: BLE001 - the part's own
+            part.future.set_exception(error)
+        self._advance()
+
+    def _lost(self, part: Part, reason: str) -> None:
+        """The worker that had the part is gone."""
+        if part.attempts >= ATTEMPTS or self._closed:
+            said = f"{part.attempts} times, which is as often as it is tried" if part.attempts > 1 else "once"
+            self._failed(
+                part,
+                PunaError(
+                    f"a worker process ended in the middle of its work ({part.name}; {said}; {reason}). Most likely the system ran out of "
+                    "memory: use fewer workers, or a machine with more memory; what is finished is kept"
+                ),
+            )
+            return
+        with self._lock:
+            self._running -= 1
+            self._waiting.appendleft(part)
+        self._advance()
+
+    def _failed(self, part: Part, error: Exception) -> None:
+        with self._lock:
+            self._running -= 1
+        part.future.set_exception(error)
+        self._advance()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more work; `wait` for what was taken, with `cancel_futures` only for what is under way."""
+        self._refuse(cancel_futures)
+        if wait:
+            self._wait(None)
+        self._close()
+
+    def stop(self) -> None:
+        """Take no more work and end what is under way: who asked for it does not wait for it any more."""
+        self._refuse(drop=True)
+        self._end()
+        while not self._wait(0.1):  # a worker that was being started may begin its part only now
+            self._end()
+        self._close()
+
+    def _refuse(self, drop: bool) -> None:
+        """Take no more work; `drop` what waits."""
+        with self._lock:
+            self._closed = True
+            dropped = list(self._waiting) if drop else []
+            if drop:
+                self._waiting.clear()
+        for part in dropped:
+            if not part.future.cancel():  # it was begun before, and its worker was lost
+                part.future.set_exception(PunaError(f"{part.name}: stopped before it was begun again"))
+
+    def _wait(self, seconds: float | None) -> bool:
+        """Whether nothing is under way, at the latest after so many seconds."""
+        with self._settled:
+            return self._settled.wait_for(lambda: not self._running and not self._waiting, seconds)
+
+    def _end(self) -> None:
+        """End what is under way, in the middle; a worker that is not this executor's own may go on with it in vain."""
+
+    def _close(self) -> None:
+        """Stop the workers."""
+        raise NotImplementedError
+
+
+def ordered(
+    executor: Executor | None, function: Callable[..., Any], items: Iterable[Any], arguments: tuple[Any, ...], ahead: int = AHEAD
+) -> Iterator[Any]:
+    """Results of `function(item, *arguments)` in the order of `items`.
+
+    Under way are at most `ahead` of them (more where an executor has more slots than that), and no more than
+    `BYTES_UNDER_WAY` bytes of arguments and results, or one.
+    """
+    if executor is None:
+        for item in items:
+            yield function(item, *arguments)
+        return
+    waiting: deque[Future[Any]] = deque()
+    try:
+        for item in items:
+            while waiting and (len(waiting) >= _most(executor, ahead) or sum(getattr(f, "bytes", 0) for f in waiting) > BYTES_UNDER_WAY):
+                yield waiting.popleft().result()
+            waiting.append(executor.submit(function, item, *arguments))
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def _most(executor: Executor, ahead: int) -> int:
+    return max(ahead, 2 * executor.slots) if isinstance(executor, PartExecutor) else ahead

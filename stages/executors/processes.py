@@ -1,0 +1,141 @@
+"""A pool of local processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor
+from functools import partial
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any
+
+from puna.stages.executors.parts import Part, PartExecutor
+from puna.stages.executors.worker import Answer, compute
+
+# What numpy, torch, numba, Arrow and tokenizers read when they are loaded, and not again.
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS")
+_environment = threading.Lock()
+SAVE_SECONDS = 20.0
+"""Longest wait for the workers of a run that is stopped; Prefect kills the whole run after 30 s."""
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Processes(PartExecutor):
+    """Local processes that share the cores evenly, each in a pool of its own: one that is killed takes no other with it."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__()
+        self._workers = workers
+        self._context = _Context(max(1, cores() // workers))
+        self._idle: list[ProcessPoolExecutor] = []
+        self._busy: set[ProcessPoolExecutor] = set()
+
+    @property
+    def slots(self) -> int:
+        """One part a process."""
+        return self._workers
+
+    def _begin(self, part: Part) -> None:
+        with self._lock:
+            pool = self._idle.pop() if self._idle else self._started()
+            self._busy.add(pool)
+        try:
+            pool.submit(compute, part.payload).add_done_callback(partial(self._done, part, pool))
+        except BrokenExecutor as error:  # it was killed while it had nothing to do
+            self._ended(pool)
+            self._lost(part, str(error))
+
+    def _started(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(1, mp_context=self._context, initializer=_start, initargs=(os.getpid(),))
+
+    def _ended(self, pool: ProcessPoolExecutor) -> None:
+        with self._lock:
+            self._busy.discard(pool)
+        pool.shutdown(wait=False)
+
+    def _done(self, part: Part, pool: ProcessPoolExecutor, future: Future[Answer]) -> None:
+        try:
+            answer = future.result()
+        except (BrokenExecutor, CancelledError) as error:
+            self._ended(pool)
+            self._lost(part, str(error))
+            return
+        with self._lock:
+            self._busy.discard(pool)
+            self._idle.append(pool)
+        self._answered(part, answer)
+
+    def _end(self) -> None:
+        """End the workers: a training in one of them saves its state first, for which it has `SAVE_SECONDS`."""
+        workers = [worker for worker in self._context.made if worker.is_alive()]
+        deadline = time.monotonic() + SAVE_SECONDS
+        try:
+            for worker in workers:
+                worker.terminate()
+            while any(worker.is_alive() for worker in workers) and time.monotonic() < deadline:
+                time.sleep(0.02)
+        finally:
+            for worker in workers:
+                worker.kill()
+
+    def _close(self) -> None:
+        with self._lock:
+            idle, busy = list(self._idle), list(self._busy)
+        for pool in idle + busy:
+            pool.shutdown(wait=pool in idle, cancel_futures=True)
+
+
+class _Worker(SpawnProcess):
+    """A process whose libraries use `threads` threads each: its environment says so before they are loaded."""
+
+    threads = 1
+
+    def start(self) -> None:
+        """Start it with an environment of its own."""
+        with _environment:
+            before = {name: os.environ.get(name) for name in THREADS}
+            os.environ.update(dict.fromkeys(THREADS, str(self.threads)))
+            try:
+                super().start()
+            finally:
+                for name, value in before.items():
+                    if value is None:
+                        del os.environ[name]
+                    else:
+                        os.environ[name] = value
+
+
+class _Context(SpawnContext):
+    """Starts workers of `threads` threads each, and knows them."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__()
+        self._threads = threads
+        self.made: list[SpawnProcess] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]
+        """A worker that is to be started."""
+        made = _Worker(*args, **kwargs)
+        made.threads = self._threads
+        self.made = [*(worker for worker in self.made if worker.exitcode is None), made]
+        return made
+
+
+def _start(parent: int) -> None:
+    """Prepare a worker."""
+    # Ctrl-C reaches every process of a terminal: the worker ends at once, a training after its step, and the driver alone says so.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+
+
+def _follow(parent: int) -> None:
+    """End this worker when the process that started it is gone: a killed driver cannot tell its workers."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

@@ -1,0 +1,91 @@
+"""Workers of a Ray cluster, or of one started on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from puna.stages.executors.address import probed
+from puna.stages.executors.parts import Part, PartExecutor
+from puna.stages.executors.worker import Answer, compute
+from puna.storage import PunaError
+
+OBJECT_STORE_BYTES = 80 << 20
+
+
+class RayCluster(PartExecutor):
+    """The workers of the Ray cluster whose client port is at `address`; without one, `workers` processes of this machine."""
+
+    below = False
+
+    def __init__(self, address: str, workers: int) -> None:
+        super().__init__()
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            import ray
+        except ImportError as error:
+            raise PunaError("--executor ray: Ray is not installed; pip install 'puna[ray]'") from error
+        self._ray: Any = ray
+        environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}}
+        self._folder = ""
+        if address:
+            ray.init(f"ray://{probed('ray', address)}", log_to_driver=False)
+        else:
+            self._folder = tempfile.mkdtemp(prefix="ray-")  # sockets lie in it: its path must be short
+            try:
+                ray.init(
+                    num_cpus=workers, include_dashboard=False, log_to_driver=False, object_store_memory=OBJECT_STORE_BYTES,
+                    _temp_dir=self._folder, runtime_env=environment,
+                )  # fmt: skip
+            except Exception as error:
+                ray.shutdown()
+                # Its own limit, 15 seconds for the start of its agents, cannot be set.
+                raise PunaError(
+                    f"--executor ray: Ray did not start on this machine ({str(error).strip()}); its logs are in {self._folder}. "
+                    "Most likely the machine is too busy: try again when it is not, or use --executor processes"
+                ) from error
+        self._resources: dict[str, float] = ray.cluster_resources()
+        self._task = ray.remote(compute)
+        self._begun: dict[Part, Any] = {}
+
+    @property
+    def slots(self) -> int:
+        """Two parts a core: while one is computed, the next one is there."""
+        return max(1, 2 * int(self._resources.get("CPU", 1)))
+
+    def has_device(self) -> bool:
+        """Whether the cluster has a GPU."""
+        return self._resources.get("GPU", 0) >= 1
+
+    def _begin(self, part: Part) -> None:
+        # The attempts are counted here, not by Ray.
+        task = self._task.options(max_retries=0, num_cpus=1, num_gpus=1 if part.device else 0)
+        self._begun[part] = begun = task.remote(part.payload)
+        begun.future().add_done_callback(partial(self._done, part))
+
+    def _done(self, part: Part, future: Future[Answer]) -> None:
+        from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, WorkerCrashedError
+
+        self._begun.pop(part, None)
+        try:
+            answer = future.result()
+        except (WorkerCrashedError, NodeDiedError, ObjectLostError, OutOfMemoryError) as error:
+            self._lost(part, str(error).strip().partition("\n")[0])
+        except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for this part
+            self._failed(part, PunaError(f"Ray could not compute a part ({type(error).__name__}: {str(error).strip()})"))
+        else:
+            self._answered(part, answer)
+
+    def _end(self) -> None:
+        for begun in list(self._begun.values()):
+            self._ray.cancel(begun, force=True)
+
+    def _close(self) -> None:
+        self._ray.shutdown()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,141 @@
+"""A process that does jobs one at a time, and is ended with all it started when one takes too long: for code of anybody's."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from puna.stages import plugins
+
+START_SECONDS = 120.0
+"""How long the process may take to load what it needs."""
+GRACE_SECONDS = 5.0
+ANSWER_BYTES = 1 << 20
+
+Work = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Apart:
+    """The process; it is started with the first job, and again after one that did not come to its end or where modules were added.
+
+    `work`, a function of a module, does a job: JSON in, JSON out. The process ends with its parent, whose end closes its pipe.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._process: subprocess.Popen[bytes] | None = None
+        self._loaded: tuple[list[str], dict[str, str]] = [], {}
+        self._lock = threading.Lock()
+
+    def ask(self, job: dict[str, Any], seconds: float, memory_mb: int | None = None) -> dict[str, Any] | str:
+        """What becomes of a job; or why nothing does: it took longer than `seconds`, or ended the process.
+
+        `memory_mb`: how much memory the process may take beyond what it has when it was started (Linux).
+        """
+        with self._lock:
+            if self._process is None or self._loaded != (sys.path, plugins.added()):
+                self.close()
+                self._start()
+            said = self._exchange({"job": job, "seconds": seconds, "memory_mb": memory_mb}, seconds)
+            if isinstance(said, str):
+                self.close()
+        return said
+
+    def close(self) -> None:
+        """End the process and what it started."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def _start(self) -> None:
+        self._loaded = list(sys.path), plugins.added()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        program, modules = f"from {serve.__module__} import serve; serve()", [file or name for name, file in plugins.added().items()]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program, self._work.__module__, self._work.__name__, *modules],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, start_new_session=True,
+        )  # fmt: skip
+        said = self._read(START_SECONDS)
+        if isinstance(said, str):
+            self.close()
+            raise RuntimeError(f"the process for {self._work.__module__} did not start: {said}")
+
+    def _exchange(self, job: dict[str, Any], seconds: float) -> dict[str, Any] | str:
+        """What the process says of a job, or why it says nothing."""
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return "its process ended"
+        return self._read(seconds)
+
+    def _read(self, seconds: float) -> dict[str, Any] | str:
+        assert self._process is not None and self._process.stdout is not None
+        end, found = time.monotonic() + seconds, b""
+        pipe = self._process.stdout.fileno()
+        while not found.endswith(b"\n"):
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([pipe], [], [], left)[0]:
+                return f"no answer within {seconds:g} seconds"
+            piece = os.read(pipe, 1 << 16)
+            if not piece:
+                return "its process ended"
+            found += piece
+            if len(found) > ANSWER_BYTES:
+                return "its process wrote too much"
+        answer: dict[str, Any] = json.loads(found)
+        return answer
+
+
+def serve() -> None:
+    """In the process: read jobs as lines, write answers as lines. What the work prints goes nowhere."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+    def say(value: dict[str, Any]) -> None:
+        out.write(json.dumps(value) + "\n")
+        out.flush()
+
+    module, name, *modules = sys.argv[1:]
+    for added in modules:
+        plugins.add(added)
+    work: Work = getattr(importlib.import_module(module), name)
+    say({"ready": True})
+    limited = False
+    for line in sys.stdin.buffer:
+        asked = json.loads(line)
+        if asked["memory_mb"] is not None and not limited:
+            limited = _limit(asked["memory_mb"])
+        # The parent ends this process in time; should it be gone, the alarm does, whatever the work is busy with.
+        signal.setitimer(signal.ITIMER_REAL, asked["seconds"] + GRACE_SECONDS)
+        answer = work(asked["job"])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        say(answer)
+
+
+def _limit(memory_mb: int) -> bool:
+    """Bound the memory of this process: so much beyond what it has now. Only Linux tells and bounds it."""
+    with contextlib.suppress(OSError, ValueError):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (memory_mb << 20),) * 2)
+    return True

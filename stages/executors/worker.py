@@ -1,0 +1,129 @@
+"""What runs in a worker, whichever engine started it: one part of the work, packed by the driver."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import platform
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+
+from puna.stages import plugins
+from puna.stages.identity import libraries, sources
+from puna.stages.identity.modules import GROUPS
+from puna.storage import PunaError
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a process computes with: its Python, Puna's sources, the plugins and the libraries."""
+
+    python: str
+    code: str
+    plugins: dict[str, str]
+    libraries: dict[str, str]
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """What `other` has in place of what is here, one phrase each."""
+        found = []
+        if self.python != other.python:
+            found.append(f"Python {other.python} instead of {self.python}")
+        if self.code != other.code:
+            found.append("other source files of Puna")
+        for title, mine, theirs in (("plugin ", self.plugins, other.plugins), ("", self.libraries, other.libraries)):
+            for name in sorted(set(mine) | set(theirs)):
+                if mine.get(name) != theirs.get(name):
+                    found.append(f"{title}{name} {theirs.get(name, 'missing')} instead of {mine.get(name, 'none')}")
+        return found
+
+
+def fingerprint() -> Fingerprint:
+    """The fingerprint of this process."""
+    files = {name: sources.seen(Path(file)) for name, file in plugins.added().items() if file}
+    return Fingerprint(platform.python_version(), sources.whole(), files | _packages(), libraries.installed())
+
+
+@functools.cache
+def _packages() -> dict[str, str]:
+    """The installed packages that offer plugins, and their versions."""
+    dists = [entry.dist for group in GROUPS for entry in entry_points(group=group) if entry.dist is not None]
+    return {dist.name: dist.version for dist in dists}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a part: its result, pickled, or the error that it raised; what it cost; or why the worker refused it."""
+
+    result: bytes = b""
+    error: bytes = b""
+    refused: str = ""
+    cpu_seconds: float = 0.0
+    resident_bytes: int = 0
+
+    def value(self) -> Any:
+        """The result; raises the part's error."""
+        if self.refused:
+            raise PunaError(self.refused)
+        if self.error:
+            raise pickle.loads(self.error)  # noqa: S301 - from our own worker
+        return pickle.loads(self.result)  # noqa: S301
+
+
+def packed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """A part as a worker takes it. What the driver's `__main__` defines (a notebook, a script) travels with it."""
+    call = cloudpickle.dumps((function, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps((asdict(fingerprint()), plugins.added(), call), protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def compute(payload: bytes) -> Answer:
+    """Compute one part; whatever it raises is part of the answer, so that every engine hands errors over alike."""
+    asked, modules, call = pickle.loads(payload)  # noqa: S301 - from the driver
+    try:
+        if refused := _refused(Fingerprint(**asked), modules):
+            return Answer(refused=refused)
+        started = time.process_time()
+        function, args, kwargs = pickle.loads(call)  # noqa: S301
+        result = cloudpickle.dumps(function(*args, **kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # noqa: BLE001 - it is raised again in the driver
+        return Answer(error=_portable(error))
+    return Answer(result, cpu_seconds=time.process_time() - started, resident_bytes=psutil.Process().memory_info().rss)
+
+
+def _refused(asked: Fingerprint, modules: dict[str, str]) -> str:
+    """Why this worker must not compute for that driver; empty when it computes with the same things."""
+    here = f"the worker on {socket.gethostname()} (process {os.getpid()})"
+    for name, file in modules.items():
+        if name not in plugins.added():
+            if file and not Path(file).is_file():
+                return f"{here} has no file {file}, which --module names: share its folder with the workers, or install it as a package"
+            plugins.add(file or name)
+    mine = fingerprint()
+    # A module that another driver had added is in nobody's way.
+    mine = replace(mine, plugins={name: digest for name, digest in mine.plugins.items() if name in asked.plugins or name in _packages()})
+    if differences := asked.differences(mine):
+        return f"{here} was refused: it has {'; '.join(differences)}. Install there what is installed here, and start it again"
+    return ""
+
+
+def _portable(error: Exception) -> bytes:
+    """An error that can be unpickled in the driver, with the worker's traceback as a note."""
+    note = f"in a worker on {socket.gethostname()}:\n" + "".join(traceback.format_exception(error)).rstrip()
+    error.add_note(note)
+    try:
+        packed: bytes = cloudpickle.dumps(error)
+        pickle.loads(packed)  # noqa: S301 - classes whose constructor takes other arguments fail only here
+    except Exception:  # noqa: BLE001 - whatever its class does
+        plain = RuntimeError(f"{type(error).__module__}.{type(error).__qualname__}: {error}")
+        plain.add_note(note)
+        packed = cloudpickle.dumps(plain)
+    return packed

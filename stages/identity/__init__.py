@@ -1,0 +1,1 @@
+"""The code that an artifact's key stands for."""

@@ -1,0 +1,143 @@
+"""Modules as what they bind: the statements behind each name, and the imports, as this process read them from their files."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import threading
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from puna.stages.identity import sources
+from puna.stages.identity.canonical import canonical
+from puna.stages.identity.modules import notebook, source_file
+from puna.stages.identity.syntax import Binding, bound, statements
+from puna.storage import PunaError
+
+Target = tuple[str, str | None]
+"""What an import names: a module, or a symbol of one."""
+
+
+@dataclass(eq=False)
+class Module:
+    """The top-level bindings of one source file.
+
+    `symbols`: name → the statements that bind or change it. `imports`: name → what it may be, first-party, in the order
+    of the statements. `foreign`: name → where an unconditional import from outside Puna takes it.
+    """
+
+    name: str
+    file: Path
+    symbols: dict[str, list[Binding]] = field(default_factory=dict)
+    imports: dict[str, list[Target]] = field(default_factory=dict)
+    foreign: dict[str, str] = field(default_factory=dict)
+    _canonical: dict[int, tuple[ast.AST, list[ast.AST]]] = field(default_factory=dict)
+
+    def canonical(self, node: ast.AST) -> tuple[ast.AST, list[ast.AST]]:
+        """See `canonical`; one statement may bind several names."""
+        if id(node) not in self._canonical:
+            self._canonical[id(node)] = canonical(node)
+        return self._canonical[id(node)]
+
+
+def load(name: str) -> Module:
+    """The parsed bindings of module `name`; PunaError where its file is no longer what this process imported."""
+    file = source_file(name)
+    if file is not None:
+        return _read(name, file)
+    cells = notebook() if name == "__main__" else ""
+    if not cells:
+        raise PunaError(f"module {name}: its source is kept nowhere; declare the stage in a file, or give it version=")
+    return _parse(name, Path("notebook"), cells)
+
+
+def _read(name: str, file: Path) -> Module:
+    stat = file.stat()
+    return _at(name, file, stat.st_mtime_ns, stat.st_size, sources.seen(file))
+
+
+@lru_cache(maxsize=1024)
+def _at(name: str, file: Path, mtime: int, size: int, digest: str) -> Module:
+    sources.check([file])
+    return _parse(name, file, file.read_text(encoding="utf-8"))
+
+
+def is_module(name: str) -> bool:
+    return source_file(name) is not None
+
+
+@lru_cache(maxsize=4096)
+def is_followed(origin: str) -> bool:
+    """Whether what an import names comes from a module that is followed."""
+    top = origin.split(".")[0]
+    return top == "puna" or (top not in sys.stdlib_module_names and source_file(top) is not None)
+
+
+# Python 3.11 counts the depth of the trees of all threads in one place, and calls a mismatch what two of them built at once.
+_PARSING = threading.Lock()
+
+
+@lru_cache(maxsize=1024)
+def _parse(name: str, file: Path, content: str) -> Module:
+    module = Module(name, file)
+    loose: list[Binding] = []
+    with _PARSING:
+        tree = ast.parse(content)
+    for binding in statements(tree.body):
+        node = binding.node
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for local, target in imported(node, name).items():
+                module.imports.setdefault(local, []).append(target)
+            for local, origin in origins(node).items():
+                # An import that a condition decides counts as a definition does.
+                if binding.guards:
+                    module.symbols.setdefault(local, []).append(binding)
+                elif not is_followed(origin):
+                    module.foreign[local] = origin
+            continue
+        names = bound(node)
+        for symbol in sorted(names):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not binding.guards and not node.decorator_list:
+                module.symbols[symbol] = []  # a later definition replaces an earlier one: a notebook's cell that was run again
+            module.symbols.setdefault(symbol, []).append(binding)
+        if not names or getattr(node, "decorator_list", None):
+            loose.append(binding)
+    # A registration (`@op.register_fake`, `register(op)`) changes what `op` does: it counts wherever op does.
+    for binding in loose:
+        for mention in getattr(binding.node, "decorator_list", None) or [binding.node]:
+            for inner in ast.walk(mention):
+                if isinstance(inner, ast.Name) and binding not in module.symbols.get(inner.id, [binding]):
+                    module.symbols[inner.id].append(binding)
+    return module
+
+
+def origins(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
+    """Local name → what an import binds to it, dotted."""
+    if isinstance(node, ast.Import):
+        return {alias.asname or alias.name.split(".")[0]: alias.name if alias.asname else alias.name.split(".")[0] for alias in node.names}
+    base = "puna." if node.level else f"{node.module}."
+    return {alias.asname or alias.name: base + alias.name for alias in node.names}
+
+
+def imported(node: ast.Import | ast.ImportFrom, where: str) -> dict[str, Target]:
+    """Local name → (module, symbol or None) for the first-party names that an import binds."""
+    found: dict[str, Target] = {}
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            if is_followed(alias.name):
+                top = alias.name.split(".")[0]
+                found[alias.asname or top] = (alias.name if alias.asname else top, None)
+        return found
+    base = node.module or ""
+    if node.level:
+        package = where if (source_file(where) or Path()).name == "__init__.py" else where.rpartition(".")[0]
+        for _ in range(node.level - 1):
+            package = package.rpartition(".")[0]
+        base = f"{package}.{base}" if base else package
+    if node.level or is_followed(base):
+        for alias in node.names:
+            if alias.name == "*":
+                raise PunaError(f"module {where}: `from {base} import *` hides what is used; name the imports")
+            found[alias.asname or alias.name] = (base, alias.name)
+    return found

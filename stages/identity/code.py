@@ -1,0 +1,317 @@
+"""The version of a stage's code: a hash over the syntax trees of everything first-party that it reaches.
+
+From the stage's function and its configuration the names they use are followed, through imports (also those inside
+functions), to functions, classes and constants of Puna, of plugins and of a user's own modules. Comments, docstrings,
+annotations, bounds, error texts, names of local variables and formatting do not count, nor does the module in which a symbol
+stands: code may move. Data files that reached code opens do count, and so do the versions of the libraries that it uses (see
+`libraries`). The contract and the store are not followed: they move artifacts and do not decide their content; `FORMAT`, here
+and of the manifest, stands for them.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from puna.stages.identity import data_files, libraries, sources
+from puna.stages.identity.bindings import Module, Target, imported, is_followed, is_module, load, origins
+from puna.stages.identity.modules import source_file
+from puna.stages.identity.reach import Reach, keep, kept
+from puna.stages.identity.syntax import text
+from puna.storage.manifest import MEANING, code_version
+
+if TYPE_CHECKING:
+    from puna.stages.contract.declaration import Stage
+
+FORMAT = 1
+"""Of the contract: what stages are given and how parts are cut and joined. A change of it makes every artifact anew."""
+Name = tuple[str, str]
+OUTSIDE = ("puna.storage", "puna.stages.contract", "puna.stages.identity", "puna.stages.executors", "puna.stages.plugins")
+
+
+def symbols(stage: Stage, named: Iterable[Name] = ()) -> dict[str, str]:
+    """What decides what a stage makes, apart from its configuration's values and inputs: name → hash or version.
+
+    `named`: the symbols that the configuration names, which are reached too.
+    """
+    if stage.version:
+        return reached(*named) | {"version": stage.version}
+    return reached(*_roots(stage), *named)
+
+
+def check_unedited(stage: Stage, named: Iterable[Name] = ()) -> None:
+    """PunaError where a file that the stage reaches is no longer what this process imported or read."""
+    sources.check(_reach(*([] if stage.version else _roots(stage)), *named).files)
+
+
+def _roots(stage: Stage) -> tuple[Name, Name]:
+    return (stage.function.__module__, stage.function.__name__), (stage.config.__module__, stage.config.__qualname__.split(".")[0])
+
+
+def reached(*roots: Name) -> dict[str, str]:
+    """Return `module.symbol` → hash for everything that these symbols (module, name) reach, themselves included.
+
+    Data files are there as `module:path`, libraries as `library:name` → version. `meaning` is one hash of all of that without
+    any module: the one that counts in a key. The others tell what changed.
+    """
+    found = _reach(*roots)
+    made = {"contract": str(FORMAT), **found.symbols}
+    data, versions = [], {}
+    for name, file in found.data:
+        # It may have been read already, and kept.
+        sources.check([file])
+        made[name] = sources.seen(file)
+        data.append((os.path.basename(file), made[name]))
+    for library in found.libraries:
+        if version := libraries.version_in_key(library):
+            versions[f"library:{library}"] = version
+    content = json.dumps([found.meaning, sorted(set(data)), versions])
+    return made | versions | {MEANING: hashlib.sha256(content.encode()).hexdigest()[:32]}
+
+
+def _reach(*roots: Name) -> Reach:
+    """What these symbols reach: as it was kept, or found out."""
+    found = kept(roots)
+    if found is None:
+        followed = _followed(*roots)
+        found = Reach(
+            {f"{where}.{what}": symbol.hash for (where, what), symbol in followed.symbols.items()},
+            {str(file): sources.seen(file) for file in followed.sources},
+            [(f"{where}:{os.path.relpath(file, load(where).file.parent)}", str(file)) for where, file in followed.data()],
+            sorted({library for symbol in followed.symbols.values() for library in symbol.libraries}),
+            followed.meaning(roots),
+        )
+        keep(roots, found)
+    return found
+
+
+@dataclass
+class Followed:
+    """What was reached: the symbols by (module, name), and the source files that they come from."""
+
+    symbols: dict[Name, Symbol] = field(default_factory=dict)
+    sources: set[Path] = field(default_factory=set)
+
+    def meaning(self, roots: Iterable[Name]) -> str:
+        """Return one hash of what these symbols mean: of every reached statement and of what each name in it stands for.
+
+        Symbols are told apart as in a minimal automaton (Hopcroft 1971, as colour refinement): each is coloured by its own text,
+        then again and again by its colour and those that it uses, in their order, until no colour splits. Where a symbol stands
+        does not enter.
+        """
+        edges = {
+            name: [end for use in (*symbol.uses, *load(name[0]).imports.get(name[1], [])) for end in self._ends(use)]
+            for name, symbol in self.symbols.items()
+        }
+        colours = {name: symbol.hash for name, symbol in self.symbols.items()}
+        classes = 0
+        while (now := len(set(colours.values()))) > classes:
+            classes = now
+            colours = {name: _hash([colours[name], *(colours[end] for end in edges[name])]) for name in colours}
+        begin = sorted(colours[end] for root in roots for end in self._ends(root))
+        return _hash([*begin, "", *sorted(set(colours.values()))])
+
+    def _ends(self, target: Target, through: frozenset[Target] = frozenset()) -> list[Name]:
+        """Return the reached symbols that a name of a module stands for, followed through imports that pass it on."""
+        where, what = target
+        if what is None or target in through or where.startswith(OUTSIDE):
+            return []
+        if (where, what) in self.symbols:
+            return [(where, what)]
+        if passed := load(where).imports.get(what, []):
+            return [end for one in passed for end in self._ends(one, through | {target})]
+        module = f"{where}.{what}"
+        return [name for name in sorted(self.symbols) if name[0] == module] if is_module(module) else []
+
+    def data(self) -> Iterator[tuple[str, Path]]:
+        """The data files, each with the module that opens it."""
+        said = {word for symbol in self.symbols.values() for word in symbol.texts}
+        for (where, _), symbol in self.symbols.items():
+            for opened in symbol.opened:
+                if sources.ROOT.is_relative_to(opened.path):
+                    continue  # where Puna lies, not what it reads
+                if not opened.path.is_dir():
+                    yield where, opened.path
+                    continue
+                # A name that is passed on: one of those that the code writes down, where they are files of the folder.
+                named = [opened.path / word for word in sorted(said) if (opened.path / word).is_file()] if opened.names else []
+                for file in named or data_files.below(opened.path):
+                    yield where, file
+
+
+def _followed(*roots: Name) -> Followed:
+    found = Followed()
+    todo, seen = list(roots), set[Name]()
+    while todo:
+        where, what = todo.pop()
+        if (where, what) in seen or where.startswith(OUTSIDE):
+            continue
+        seen.add((where, what))
+        source = load(where)
+        if source.file.is_file():
+            found.sources.add(source.file)
+        for target in source.imports.get(what, []):
+            todo.extend(_targets(*target))
+        symbol = _symbol(source, what)
+        if symbol is not None:
+            found.symbols[where, what] = symbol
+            todo.extend(symbol.uses)
+        elif what not in source.imports and is_module(f"{where}.{what}"):
+            todo.extend((f"{where}.{what}", name) for name in load(f"{where}.{what}").symbols)
+    return found
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One binding: the hash of its statements, and the first-party names, data files, texts and libraries that it uses.
+
+    `uses` are in the order of the text and repeat where it does; modules in it are not part of the hash.
+    """
+
+    hash: str
+    uses: tuple[Name, ...]
+    opened: tuple[data_files.Opened, ...]
+    texts: tuple[str, ...]
+    libraries: tuple[str, ...]
+
+
+@lru_cache(maxsize=8192)
+def _symbol(source: Module, name: str) -> Symbol | None:
+    bindings = source.symbols.get(name)
+    if bindings is None:
+        return None
+    uses: list[Name] = []
+    opened: list[data_files.Opened] = []
+    words: list[str] = []
+    foreign: dict[str, str] = {}
+    shown: list[str] = []
+    for binding in bindings:
+        shown += [guard.branch for guard in binding.guards]
+        for node in binding.nodes:
+            plain, annotations = source.canonical(node)
+            inside = list(ast.walk(plain))
+            local = {**source.imports}
+            for inner in inside:
+                if isinstance(inner, ast.Import | ast.ImportFrom):
+                    local.update({n: [t] for n, t in imported(inner, source.name).items()})
+                    foreign.update({f" {origin}": origin for origin in origins(inner).values() if not is_followed(origin)})
+                elif isinstance(inner, ast.Name) and inner.id in source.foreign:
+                    foreign[inner.id] = source.foreign[inner.id]
+            named, plain_text = _named(plain, source, local)
+            shown.append(plain_text)
+            uses += named
+            for annotation in annotations:
+                uses += _named(annotation, source, local)[0]
+            words += data_files.texts(inside)
+            foreign.update({f" {name}": name for name in _found_packages(inside)})
+            if any(isinstance(n, ast.Name) and isinstance(_constant(source, n.id), Path) for n in inside):
+                opened += data_files.opened(plain, partial(_constant, source))
+    opened += _beside(dict.fromkeys(words), source.file.parent)
+    shown += sorted(f"{local}={origin}" for local, origin in foreign.items() if not local.startswith(" "))
+    return Symbol(
+        hashlib.sha256("\n".join(shown).encode()).hexdigest()[:16],
+        tuple(uses),
+        tuple(dict.fromkeys(one for one in opened if one.path.exists() and one.path.suffix != ".py")),
+        tuple(dict.fromkeys(words)),
+        tuple(sorted({origin.split(".")[0] for origin in foreign.values()} - _SILENT)),
+    )
+
+
+_SILENT = frozenset(sys.stdlib_module_names) - {"re", "unicodedata"}
+
+
+@lru_cache(maxsize=65536)
+def _constant(source: Module, name: str, depth: int = 0) -> data_files.Value:
+    """The path or text that a name of a module stands for, followed through first-party imports."""
+    if name == "__file__":
+        return source.file
+    bindings = source.symbols.get(name, [])
+    if len(bindings) == 1 and isinstance(node := bindings[0].node, ast.Assign | ast.AnnAssign) and not bindings[0].guards and depth < 20:
+        return data_files.value(node.value, lambda inner: _constant(source, inner, depth + 1) if inner != name else None)
+    if not bindings and len(targets := source.imports.get(name, [])) == 1 and depth < 20:
+        module, symbol = targets[0]
+        if symbol is not None and source_file(module) is not None:
+            return _constant(load(module), symbol, depth + 1)
+    return None
+
+
+def version(symbols: dict[str, str]) -> str:
+    """One hash for a set of reached symbols, 64 hex digits."""
+    return code_version(symbols)
+
+
+def _targets(module: str, symbol: str | None) -> list[tuple[str, str]]:
+    if symbol is None or module.startswith(OUTSIDE):
+        return []
+    return [(module, symbol)]
+
+
+def _named(node: ast.AST, source: Module, local: dict[str, list[Target]]) -> tuple[list[Name], str]:
+    """Return the first-party symbols that a tree names, in the order of its text, and the text without their modules.
+
+    `module.symbol` reads as `symbol`, and an import of such names is left out: what they stand for is what counts.
+    """
+    uses: list[Name] = []
+
+    def reference(inner: ast.AST) -> str | None:
+        if isinstance(inner, ast.Import | ast.ImportFrom):
+            return "" if imported(inner, source.name) and not any(not is_followed(o) for o in origins(inner).values()) else None
+        if isinstance(inner, ast.Attribute) and (chain := _chain(inner)):
+            targets = [_resolve(target, chain[1:]) for target in local.get(chain[0], [])]
+            uses.extend(target for target in targets if target is not None)
+            # A module under a condition is a symbol too: its name counts with the attribute.
+            if targets and None not in targets and chain[0] not in source.symbols:
+                return f"Name(id={chain[-1]!a})"
+        elif isinstance(inner, ast.Name):
+            if inner.id in source.symbols:
+                uses.append((source.name, inner.id))
+            uses.extend(name for target in local.get(inner.id, []) for name in _targets(*target))
+        return None
+
+    shown = text(node, reference)
+    return uses, shown
+
+
+def _chain(node: ast.expr) -> list[str]:
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
+
+
+def _resolve(target: Target, attributes: list[str]) -> Name | None:
+    """Return the symbol that `alias.a.b` names, where alias and all but the last attribute are modules; None otherwise."""
+    module = target[0] if target[1] is None else f"{target[0]}.{target[1]}"
+    for name in attributes[:-1]:
+        module = f"{module}.{name}"
+    return (module, attributes[-1]) if attributes and is_module(module) else None
+
+
+def _hash(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _found_packages(nodes: list[ast.AST]) -> Iterator[str]:
+    """Libraries whose files are read without importing them: `find_spec("name")`, `files("name")`."""
+    for node in nodes:
+        if isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.args[0], ast.Constant):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ("find_spec", "files", "import_module") and isinstance(node.args[0].value, str):
+                yield node.args[0].value
+
+
+def _beside(words: Iterable[str], folder: Path) -> Iterator[data_files.Opened]:
+    """Files beside the module, or in the folder `data` there, that a string names."""
+    for word in words:
+        for path in (folder / word, folder / "data" / word):
+            if path.is_file():
+                yield data_files.Opened(path)

@@ -1,0 +1,82 @@
+"""Which modules are followed, and where their source lies: Puna's, those of plugins, and a user's own beside them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from importlib.metadata import EntryPoints, entry_points
+from pathlib import Path
+
+from puna.stages.identity import sources
+
+GROUPS = ("puna.stages", "puna.signals", "puna.rules", "puna.verifiers", "puna.losses", "puna.flows")
+"""The groups of entry points in which packages offer plugins."""
+
+_places: dict[str, Path] = {}
+
+
+def source_file(name: str) -> Path | None:
+    """The source file of a module that is followed; None for one of an installed library, and for a name that is no module."""
+    top, *rest = name.split(".")
+    if top == "puna":
+        return _found(sources.ROOT.joinpath(*rest)) if rest else None
+    loaded = getattr(sys.modules.get(name), "__file__", None)
+    file = Path(loaded) if loaded and loaded.endswith(".py") else _searched(top, rest)
+    return file if file is not None and _is_own(top, file) else None
+
+
+def is_library(name: str) -> bool:
+    """Whether a module is Python's own or one of an installed distribution without plugins."""
+    if name.split(".")[0] in sys.stdlib_module_names:
+        return True
+    try:
+        return importlib.util.find_spec(name.split(".")[0]) is not None and source_file(name) is None
+    except (ImportError, ValueError):
+        return False
+
+
+def notebook() -> str:
+    """The cells that were run so far, where `__main__` is a notebook; empty elsewhere."""
+    cells = getattr(sys.modules["__main__"], "In", None)
+    return "\n".join(map(str, cells)) if isinstance(cells, list) else ""
+
+
+def _found(path: Path) -> Path | None:
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+def _searched(top: str, rest: list[str]) -> Path | None:
+    """Where a module that is not loaded yet would come from; nothing is imported."""
+    if top in sys.stdlib_module_names or top == "__main__":
+        return None
+    if top not in _places:
+        try:
+            spec = importlib.util.find_spec(top)
+        except (ImportError, ValueError):
+            return None
+        if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+            return None
+        _places[top] = Path(spec.origin)
+    origin = _places[top]
+    return origin if not rest else _found(origin.parent.joinpath(*rest)) if origin.name == "__init__.py" else None
+
+
+def _is_own(top: str, file: Path) -> bool:
+    """Whether a module is followed: it offers plugins, or comes from no installed distribution."""
+    if top in sys.stdlib_module_names:
+        return False
+    return top in _offering() or not {"site-packages", "dist-packages"} & set(file.parts)
+
+
+@functools.lru_cache(maxsize=1)
+def installed(path: tuple[str, ...]) -> EntryPoints:
+    """Return the entry points of all packages on `path`, which is `sys.path`; their files are read once."""
+    return entry_points()  # type: ignore[return-value]  # of 3.11 typeshed gives a dictionary
+
+
+@functools.cache
+def _offering() -> frozenset[str]:
+    """The top-level modules that entry points of our groups name."""
+    everything = installed(tuple(sys.path))
+    return frozenset(entry.value.split(":")[0].split(".")[0] for group in GROUPS for entry in everything.select(group=group))

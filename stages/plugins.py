@@ -1,0 +1,146 @@
+"""Code from outside Puna: stages, signals, rules, verifiers, losses and flows of other packages and of a user's files.
+
+A package offers them by entry points in one of the `GROUPS`; each names a module, whose import declares things
+(`@stage`, …), or one object. A user's own file is named on the command line, `--module mine.py`, and may declare anything.
+What comes in this way is registered as Puna's own is: by the declarations that importing it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from puna.stages.identity import sources
+from puna.stages.identity.modules import GROUPS, installed
+from puna.storage import PunaError
+
+T = TypeVar("T")
+
+_offers: dict[str, dict[str, object]] = {}
+_broken: dict[str, str] = {}
+_modules: dict[str, str] = {}
+_registries: list[tuple[dict[str, Any], Callable[[Any], str]]] = []
+
+
+def registry(entries: dict[str, T], module_of: Callable[[T], str]) -> dict[str, T]:
+    """Return `entries`, from which the declarations of a module are removed again if its import fails."""
+    _registries.append((entries, module_of))
+    return entries
+
+
+def offers(group: str) -> dict[str, object]:
+    """What installed packages offer in an entry-point group, by name: modules or objects, imported once.
+
+    One that cannot be imported is left out and named in the log; see `broken`. The others are not touched by it.
+    """
+    if group not in GROUPS:
+        raise PunaError(f"{group}: no group of plugins; there are {', '.join(GROUPS)}")
+    if group not in _offers:
+        _offers[group] = {}
+        for entry in sorted(installed(tuple(sys.path)).select(group=group), key=lambda e: (e.name, e.value)):
+            _load(entry)
+    return _offers[group]
+
+
+def broken() -> list[str]:
+    """One sentence for each plugin that could not be imported: its name, its package, what went wrong."""
+    return list(_broken.values())
+
+
+def _load(entry: EntryPoint) -> None:
+    package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "no package"
+    title = f"plugin {entry.name!r} ({entry.group}, {entry.value}, of {package})"
+    found = _offers[entry.group]
+    if entry.name in found:
+        said = "a plugin of another package has the same name; uninstall one of them"
+    else:
+        try:
+            found[entry.name] = entry.load()
+            return
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin may fail in any way, and the others go on
+            _forget()
+            said = f"cannot be loaded: {_what(error)}. Repair or uninstall the package"
+    _broken[f"{entry.group}:{entry.name}:{entry.value}"] = f"{title}: {said}"
+    logging.getLogger("puna").warning("%s: %s", title, said)
+
+
+def add(text: str) -> ModuleType:
+    """Import what `--module` names, a Python file or a dotted module; PunaError where that fails.
+
+    A file's folder is appended to `sys.path`, so that it can import what lies beside it; its module is named after it.
+    """
+    name, file = _at(Path(text)) if text.endswith(".py") or "/" in text else (text, "")
+    if file:
+        sources.seen(Path(file))
+    try:
+        module = importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        _forget()
+        raise PunaError(f"--module {text}: cannot be imported: {_what(error)}") from error
+    _modules[name] = str(file)
+    return module
+
+
+def added() -> dict[str, str]:
+    """The modules that were added, in order: name → file, empty for a dotted module. Workers add the same ones."""
+    return dict(_modules)
+
+
+def is_allowed(module: str) -> bool:
+    """True if data may name functions of a module: a person added it, or an installed package offers plugins from it.
+
+    Puna's own modules are not: a verifier of Puna has a name.
+    """
+    if module.split(".")[0] == "puna":
+        return False
+    return is_offered(module) or any(module == name or module.startswith(f"{name}.") for name in _modules)
+
+
+def is_offered(module: str) -> bool:
+    """True if an installed package offers plugins from a module."""
+    offered = {entry.value.partition(":")[0] for group in GROUPS for entry in installed(tuple(sys.path)).select(group=group)}
+    return any(module == name or module.startswith(f"{name}.") for name in offered)
+
+
+def _at(path: Path) -> tuple[str, Path]:
+    """The module name of a file and the file, whose folder is importable from now on."""
+    file = path.expanduser().resolve()
+    name = file.stem
+    if not file.is_file():
+        raise PunaError(f"--module {path}: there is no such file")
+    if not name.isidentifier() or file.suffix != ".py":
+        raise PunaError(f"--module {path}: its name must be a Python name and end in .py, for example my_stages.py")
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+        importlib.invalidate_caches()
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        other = getattr(loaded, "__file__", None)
+    else:
+        spec = importlib.util.find_spec(name)
+        other = spec.origin if spec else None
+    if other is None or not Path(other).exists() or not Path(other).samefile(file):
+        raise PunaError(f"--module {path}: there is another module named {name} ({other or 'built in'}); rename the file")
+    return name, file
+
+
+def _forget() -> None:
+    """Remove from all registries the declarations of modules whose import failed."""
+    for entries, module_of in _registries:
+        for name in [name for name, entry in entries.items() if module_of(entry) not in sys.modules]:
+            del entries[name]
+
+
+def _what(error: BaseException) -> str:
+    """What went wrong, and in which line."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen") and f.filename != __file__]
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and "importlib" not in frames[-1].filename else ""
+    return f"{type(error).__name__}: {str(error).strip() or 'no message'}{where}"

@@ -1,0 +1,1 @@
+"""Prompts and the tasks that generate them."""

@@ -1,0 +1,162 @@
+"""Verifiable prompts from procedural generators, Puna's own and reasoning-gym's, split by structure or by question."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+from pydantic import Field, JsonValue, model_validator
+
+from puna.stages.contract import SeededConfig, StageConfig, StageRun, stage
+from puna.stages.conversations import asking
+from puna.stages.draws import hashed, identifier
+from puna.stages.prompts import tasks
+from puna.stages.prompts.tasks import Drawn
+from puna.stages.verifiers.reasoning_gym import generator
+from puna.stages.verifiers.registry import to_text
+from puna.storage import PunaError
+
+ALONE = "question: "
+"""Begins the structure of a question that shares it with no other."""
+
+
+class Task(StageConfig):
+    """One generator."""
+
+    task: str = Field(
+        min_length=1,
+        description="Name of the generator: Puna's own numbers, letters, sentence, scene and record, or one of reasoning-gym's",
+    )
+    name: str = Field("", description="What the task is called in tables and reports; empty: as its generator")
+    parameters: dict[str, JsonValue] = Field(
+        default_factory=dict, description="The generator's own parameters; those left out keep its defaults"
+    )
+    gold: bool = Field(
+        True, description="Give its gold answers; false: its questions have their verifiers alone, as where nobody wrote any"
+    )
+
+
+class PromptsConfig(SeededConfig):
+    """Which questions, and how many."""
+
+    tasks: tuple[Task, ...] = Field(description="Generators, each giving the same number of questions", min_length=1)
+    train: int = Field(400, ge=0, description="Training questions per task")
+    heldout: int = Field(100, ge=0, description="Held-out questions per task; the same ones whatever `train` and `skip` are")
+    skip: int = Field(0, ge=0, description="Training questions per task to pass over, so that rounds take disjoint slices")
+    draws: int = Field(
+        10_000, ge=1, description="Draws from each generator; the different questions among them are what is chosen from"
+    )
+    heldout_fraction: float = Field(
+        0.2, gt=0, lt=1, description="Share of all structures (of reasoning-gym's: of questions) set aside for held-out use, fraction"
+    )
+    references: bool = Field(True, description="Give the gold answers; without them prompts have their verifiers alone")
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> PromptsConfig:
+        if self.train + self.heldout == 0:
+            raise ValueError("train and heldout are both 0: there is nothing to generate")
+        return self
+
+
+@stage(kind="prompts")
+def prompts(config: PromptsConfig, run: StageRun) -> None:
+    """Generate questions with gold answers by procedural generators, each with the generator's own verifier.
+
+    The generators repeat themselves at small sizes, so questions are counted by their text: no text occurs
+    twice, over all tasks. Those drawn are put in the order of a hash of their text; so the training questions
+    of all rounds are random samples of the same set, disjoint whichever sizes are asked for. (In the order of drawing, later
+    slices would hold only what small sub-spaces have not used up.) Held out are whole structures, which Puna's own generators
+    name: no training question has the structure of a held-out one, in any task. reasoning-gym's name none: there a
+    question is held out by its hash. PunaError when a task has too few different questions.
+    """
+    taken: set[str] = set()
+    for number, task in enumerate(config.tasks):
+        run.write_rows(questions(task, config, run.seed("generator", number), taken))
+        run.progress(number + 1, len(config.tasks), task.task)
+    for split, count in (("train", config.train), ("heldout", config.heldout)):
+        run.metric(f"{split}_prompts", count * len(config.tasks))
+
+
+def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> list[dict[str, Any]]:
+    """Rows of the prompts table for one task; `taken` holds the questions of the tasks before and grows."""
+    pool: dict[str, Drawn] = {}
+    for drawn in _draws(task, config.draws, seed):
+        pool.setdefault(drawn.question, drawn)
+    fresh = sorted(set(pool) - taken, key=lambda question: hashed(config.seed, question))
+    taken.update(fresh)
+    held = _held_out({pool[question].structure for question in fresh}, config)
+    sides: dict[str, list[str]] = {"heldout": [], "train": []}
+    for question in fresh:
+        sides["heldout" if pool[question].structure in held else "train"].append(question)
+    wanted = {"heldout": (0, config.heldout), "train": (config.skip, config.skip + config.train)}
+    for split, (_, stop) in wanted.items():
+        if stop > len(sides[split]):
+            raise PunaError(
+                f"task {task.task}: {config.draws} draws with the parameters {json.dumps(task.parameters, sort_keys=True)} give "
+                f"{len(fresh)} different questions, {len(sides['train'])} to train on and {len(sides['heldout'])} held out; "
+                f"{stop} {split} questions are needed: draw more, widen the parameters or ask for fewer"
+            )
+    return [
+        {
+            "id": identifier(question),
+            "task": task.name or task.task,
+            "split": split,
+            "messages": asking(question),
+            "tools": None,
+            "reference": pool[question].answer if config.references and task.gold else None,
+            "verifier": _verifier(task, pool[question]),
+        }
+        for split, (start, stop) in wanted.items()
+        for question in sides[split][start:stop]
+    ]
+
+
+def _held_out(structures: set[str], config: PromptsConfig) -> set[str]:
+    """The structures that are set aside: those of a small hash where each question has its own, else as many as the share says."""
+    if all(structure.startswith(ALONE) for structure in structures):
+        return {one for one in structures if hashed(config.seed, one.removeprefix(ALONE)) < config.heldout_fraction * 2**64}
+    count = max(1, round(config.heldout_fraction * len(structures)))
+    return set(sorted(structures, key=lambda one: hashed(config.seed, one))[:count])
+
+
+def _draws(task: Task, count: int, seed: int) -> Iterator[Drawn]:
+    """So many draws of a task's generator."""
+    own = tasks.of(task.task, task.parameters)
+    if own is not None:
+        random = Random(seed)
+        yield from (own.draw(random) for _ in range(count))
+        return
+    parameters = json.dumps(task.parameters, sort_keys=True)
+    # reasoning-gym draws entry i from seed + i with Python's generator, which takes any integer.
+    dataset = generator(task.task, parameters, seed=seed, size=count)
+    for draw in range(count):
+        entry = _draw(dataset, draw, task, parameters)
+        if entry is not None:
+            question = str(entry["question"])
+            verifier = {"name": "reasoning_gym", "generator": task.task, "parameters": task.parameters, "entry": entry}
+            yield Drawn(question, str(entry["answer"]), verifier, ALONE + question)
+
+
+def _draw(dataset: Any, index: int, task: Task, parameters: str) -> dict[str, Any] | None:
+    """One entry; None where the generator divides by zero, as basic_arithmetic does in a few of its draws."""
+    try:
+        entry: dict[str, Any] = dataset[index]
+    except ZeroDivisionError:
+        return None
+    except (AssertionError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        # Some generators check their parameters only when they draw.
+        raise PunaError(f"task {task.task}: drawing with the parameters {parameters} failed: {error!r}") from error
+    if entry["answer"] is None:
+        raise PunaError(f"task {task.task}: gives no reference answers; choose another task")
+    return entry
+
+
+def _verifier(task: Task, drawn: Drawn) -> str:
+    """The generator's own verifier; the tuples of reasoning-gym's entries come back as lists, which its scorers take."""
+    try:
+        name = drawn.verifier["name"]
+        return to_text(name, **{key: value for key, value in drawn.verifier.items() if key != "name"})
+    except TypeError as error:
+        raise PunaError(f"task {task.task}: its entries hold what JSON cannot ({error}); choose another task") from error

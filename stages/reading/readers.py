@@ -1,0 +1,226 @@
+"""Readers of the other inputs: folders of pages, Parquet, JSON, CSV, saved and remote Hugging Face data sets.
+
+Each yields a `Page` or, where a record is none, a `Rejected` with the rule that says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from puna.stages.reading.bodies import gunzipped
+from puna.stages.reading.dates import moment
+from puna.stages.reading.files import DAMAGE, address, address_of, field_at, suffix, unpacked
+from puna.stages.reading.pages import Page, Rejected
+from puna.stages.reading.rows import Row, Unread, read_rows, records, values
+from puna.storage import PunaError
+
+MEDIA_TYPES = {
+    ".html": "text/html", ".htm": "text/html", ".xhtml": "application/xhtml+xml", ".txt": "text/plain", ".text": "text/plain",
+    ".md": "text/markdown", ".rst": "text/x-rst", ".tex": "text/x-tex", ".py": "text/x-python", ".pyx": "text/x-cython",
+    ".c": "text/x-c", ".h": "text/x-c", ".cc": "text/x-c++", ".cpp": "text/x-c++", ".hpp": "text/x-c++", ".cu": "text/x-cuda",
+    ".java": "text/x-java", ".js": "text/x-javascript", ".ts": "text/x-typescript", ".go": "text/x-go", ".rs": "text/x-rust",
+    ".rb": "text/x-ruby", ".php": "text/x-php", ".cs": "text/x-csharp", ".swift": "text/x-swift", ".kt": "text/x-kotlin",
+    ".scala": "text/x-scala", ".pl": "text/x-perl", ".lua": "text/x-lua", ".r": "text/x-r", ".jl": "text/x-julia",
+    ".hs": "text/x-haskell", ".sh": "text/x-shellscript", ".sql": "text/x-sql", ".f90": "text/x-fortran", ".m": "text/x-matlab",
+    ".asm": "text/x-asm", ".s": "text/x-asm", ".proto": "text/x-protobuf", ".cmake": "text/x-cmake", ".toml": "text/x-toml",
+    ".yaml": "text/x-yaml", ".yml": "text/x-yaml", ".ini": "text/x-ini", ".css": "text/css", ".xml": "text/xml",
+}  # fmt: skip
+DATE_COLUMNS = (
+    "fetched_at", "fetch_time", "crawled_at", "crawl_date", "crawl_time", "crawl_timestamp", "crawl_ts", "date", "datetime", "timestamp",
+    "published_at", "publish_date", "date_published", "added", "created", "created_at",
+)  # fmt: skip
+"""Fields that usually hold the time of a row, the best first."""
+BATCH_ROWS = 1024
+PACKED_ROOM = 1 << 16
+"""Packed bytes that are read of a page beyond twice those that it may unpack to."""
+FAULTS = {"row_too_large": "record_too_large", "truncated_file": "truncated_record", "not_an_object": "not_a_page"}
+"""Rules of `Rejected` by the rules of `Fault`; all others are malformed records."""
+FIELDS_SHOWN = 8
+"""Fields of a record that is no page that a message names."""
+
+
+class Columns:
+    """Which fields of a row hold the page; see `IngestConfig` for the names."""
+
+    def __init__(self, text: str, html: str | None, url: str | None, date: str | None) -> None:
+        self.body = html or text
+        self.content_type = "text/html" if html else "text/plain"
+        self.url = url
+        self.date = date
+        self.option = "html_column" if html else "text_column"
+
+    def check(self, names: list[str], where: str) -> None:
+        """PunaError where a needed column is missing from `names`."""
+        wanted = [(self.body, self.option), (self.url, "url_column"), (self.date, "date_column")]
+        for column, option in wanted:
+            if column is not None and column.split(".")[0] not in names:
+                there = ", ".join(names) or "none"
+                raise PunaError(f"{where}: no column {column!r}; it has {there}. Name another one with ingest.{option}")
+
+
+def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Iterator[Page | Rejected]:
+    """One file as one page; its media type follows from its name. Files carry no date: it is 1970-01-01.
+
+    No more than one byte over `max_bytes` is unpacked.
+    """
+    media = MEDIA_TYPES.get(suffix(name))
+    if media is None:
+        yield Rejected("not_a_page", name, f"{name}: {suffix(name) or 'a file without an ending'} is no known kind of page")
+        return
+    try:
+        if name.lower().endswith(".gz"):
+            body = gunzipped(handle.read(2 * max_bytes + PACKED_ROOM), max_bytes)
+        else:
+            body = unpacked(handle, name).read(max_bytes + 1)
+    except DAMAGE as error:
+        yield Rejected("truncated_record", name, f"{name}: {error}")
+        return
+    yield Page(address(source, name), 0, media, None, body, name)
+
+
+def read_table(handle: BinaryIO, source: str, name: str, kind: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
+    """Yield one page per record of a file of JSON, CSV or TSV."""
+    for record in read_rows(handle, name, kind, max_bytes):
+        if isinstance(record, Row):
+            yield _row(record.fields, source, name, record.number - 1, columns)
+        else:
+            rule = FAULTS.get(record.rule, "malformed_record")
+            where = f"row {record.number}{f', field {record.field}' if record.field else ''}"
+            yield Rejected(rule, f"{name}#{record.number - 1}", f"{name}, {where}: {record.reason}")
+
+
+def parquet_columns(handle: BinaryIO, name: str, columns: Columns) -> list[str]:
+    """The columns to read from a Parquet file; PunaError where one is missing or the file is none."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        names = pq.ParquetFile(handle).schema_arrow.names
+    except (pa.ArrowInvalid, OSError) as error:
+        raise PunaError(f"{name}: not a readable Parquet file ({error})") from error
+    return _chosen(names, name, columns)
+
+
+def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
+    """One page per row of a Parquet file, read in batches.
+
+    A text that many rows share, which the format says in a bit each, is held once, and not at all above `max_bytes`.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    chosen = parquet_columns(handle, name, columns)
+    file = pq.ParquetFile(handle)
+    shared = [path for number in range(len(file.schema)) if (path := file.schema.column(number).path) == columns.body]
+    file = pq.ParquetFile(handle, read_dictionary=shared)
+    end = 0
+    for group in range(file.num_row_groups):
+        number, end = end, end + file.metadata.row_group(group).num_rows
+        try:
+            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=chosen, row_groups=[group]):
+                yield from _of_batch(batch, source, name, number, columns, max_bytes)
+                number += batch.num_rows
+        except (pa.ArrowException, OSError) as error:
+            said = f"{name}, rows {number} to {end - 1}: the Parquet file is damaged ({error})"
+            yield Rejected("truncated_record", f"{name}#{number}", said)
+
+
+def _of_batch(batch: Any, source: str, name: str, number: int, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
+    """The pages of a batch of a Parquet file whose first row is `number`."""
+    import pyarrow.compute as pc
+
+    place = batch.schema.get_field_index(columns.body)
+    if place < 0 or not _are_shared_texts(batch.schema.field(place).type):
+        yield from (_row(row, source, name, at, columns) for at, row in enumerate(records(batch), number))
+        return
+    texts, others = batch.column(place), batch.drop_columns(columns.body)
+    sizes = pc.binary_length(texts.dictionary)
+    held = values(pc.if_else(pc.greater(sizes, max_bytes), None, texts.dictionary))
+    rows = records(others) if others.num_columns else [{}] * len(texts)
+    for at, (which, row) in enumerate(zip(texts.indices.to_pylist(), rows, strict=True), number):
+        if which is not None and held[which] is None and (size := sizes[which].as_py()) is not None:
+            yield Rejected("body_too_large", f"{name}#{at}", f"{name}, row {at + 1}", float(size), float(max_bytes))
+        else:
+            yield _row({**row, columns.body: None if which is None else held[which]}, source, name, at, columns)
+
+
+def _are_shared_texts(kind: Any) -> bool:
+    """Whether a column has each of its texts once, and numbers of them."""
+    import pyarrow as pa
+
+    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return pa.types.is_dictionary(kind) and any(one(kind.value_type) for one in texts)
+
+
+def read_arrow(handle: BinaryIO, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
+    """One page per row of a file of a saved Hugging Face data set (Arrow stream), read in batches."""
+    import pyarrow as pa
+
+    number = 0
+    try:
+        reader = pa.ipc.open_stream(handle)
+        chosen = _chosen(reader.schema.names, name, columns)
+        for batch in reader:
+            for row in records(batch.select(chosen)):
+                yield _row(row, source, name, number, columns)
+                number += 1
+    except (pa.ArrowInvalid, OSError) as error:
+        raise PunaError(f"{name}, after row {number}: damaged Arrow file ({error})") from error
+
+
+def read_stream(rows: Any, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
+    """One page per row of a streaming Hugging Face data set (any iterable of dicts)."""
+    for number, row in enumerate(rows):
+        if number == 0:
+            columns.check(list(row), name)
+        yield _row(row, source, name, number, columns)
+
+
+def _chosen(names: list[str], where: str, columns: Columns) -> list[str]:
+    columns.check(names, where)
+    wanted = {c.split(".")[0] for c in (columns.body, columns.url or "url", columns.date) if c is not None}
+    if columns.date is None:
+        wanted.update([name for name in DATE_COLUMNS if name in names][:1])
+    return [name for name in names if name in wanted]
+
+
+def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Columns) -> Page | Rejected:
+    where = f"{name}#{number}"
+    body = field_at(row, columns.body)
+    if body is None:
+        fields = ", ".join(list(row)[:FIELDS_SHOWN]) + (", …" if len(row) > FIELDS_SHOWN else "")
+        return Rejected("not_a_page", where, f"{name}, row {number + 1}: no text in a field {columns.body!r}; it has {fields or 'none'}")
+    if isinstance(body, str):
+        try:
+            body = body.encode()
+        except UnicodeEncodeError as error:  # JSON may hold halves of surrogate pairs
+            return Rejected("malformed_record", where, f"{name}, row {number + 1}: {error}")
+    if not isinstance(body, bytes):
+        return Rejected("malformed_record", where, f"{name}, row {number + 1}: {columns.body} {_held(body)}")
+    url = field_at(row, columns.url or "url")
+    if not isinstance(url, str) or "://" not in url:
+        if columns.url is not None and not isinstance(url, str):
+            return Rejected("malformed_record", where, f"{name}, row {number + 1}: {columns.url} {_held(url)}")
+        url = address_of(url if isinstance(url, str) else "", source, name, number)
+    if not _encodable(url):
+        return Rejected("malformed_record", where, f"{name}, row {number + 1}: the address {url!r} is not Unicode text")
+    column = columns.date or next((c for c in DATE_COLUMNS if row.get(c) is not None), None)
+    at = moment(field_at(row, column)) if column else 0
+    if at is None and columns.date is None:
+        at = 0  # A column that only happens to be called so is no reason to lose the text.
+    if at is None:
+        return Rejected("malformed_record", where, f"{name}, row {number + 1}: {column} holds {field_at(row, column or '')!r}, not a date")
+    return Page(url, at, columns.content_type, "utf-8", body, where)
+
+
+def _held(value: Any) -> str:
+    return value.reason if isinstance(value, Unread) else f"holds {type(value).__name__}, not text"
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON may hold halves of surrogate pairs
+        return False
+    return True

@@ -1,0 +1,136 @@
+"""What the rows of a file hold: which field is the page, which its address."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from puna.stages.contract import External, ExternalFile
+from puna.stages.reading.dates import moment
+from puna.stages.reading.files import suffix
+from puna.stages.reading.readers import DATE_COLUMNS
+from puna.stages.reading.rows import SIDECARS, Row, read_rows, records
+from puna.storage import PunaError
+
+TEXT = ("text", "content", "body", "raw_content", "document", "article", "maintext", "plain_text", "markdown", "passage", "page_content")
+HTML = ("html", "raw_html", "page_html", "html_content", "content_html", "body_html")
+URL = ("url", "uri", "link", "source_url", "page_url", "warc_target_uri", "href")
+TAG = re.compile(r"<(?:!doctype|html|head|body|div|p|span|a|h[1-6]|li|td)\b", re.IGNORECASE)
+ROWS, FILES = 50, 50
+"""Rows and files that are looked at."""
+TEXT_CHARACTERS, HTML_CHARACTERS = 100, 40
+"""Mean lengths from which on a field without a usual name is taken for the page."""
+TABLES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".arrow")
+CELL_BYTES = 1 << 26
+"""Longest row that is looked at."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The fields that hold the page; `html` says which of text and HTML `page` is; `url`, `date` None: rows bring no address, no time.
+
+    `others`: the fields that hold the pages of other files of the input, with one of these files each.
+    """
+
+    page: str
+    html: bool
+    url: str | None
+    date: str | None
+    names: tuple[str, ...]
+    others: tuple[str, ...] = ()
+
+
+def sniff(external: External) -> Found | None:
+    """Return the fields of the rows of an input; None where it has other files than rows (archives, pages) and no row holds text.
+
+    Files may differ: fields with usual names go before others, those of more bytes before those of less.
+    """
+    tables = [file for file in external.files if suffix(file.name) in TABLES and file.name.rsplit("/", 1)[-1] not in SIDECARS]
+    every = tables[:: max(1, len(tables) // FILES)][:FILES]
+    votes: dict[Found, tuple[int, int]] = {}
+    examples: dict[Found, str] = {}
+    without: PunaError | None = None
+    for file in every:
+        rows = [dict(flat(row)) for row in itertools.islice(_rows(file), max(ROWS // len(every), 1))]
+        try:
+            found = fields_of(rows, file.shown) if rows else None
+        except PunaError as error:
+            without = without or error
+            continue
+        if found is not None:
+            same = next((one for one in votes if (one.page, one.html) == (found.page, found.html)), found)
+            usual = found.page.lower().rpartition(".")[2] in (*TEXT, *HTML)
+            size = votes.pop(same, (0, 0))[1] + file.bytes
+            # An address that not all files have is none: rows without it would be lost.
+            both = same if same.url == found.url else replace(same, url=None)
+            votes[both], examples[both] = (usual, size), examples.pop(same, file.name)
+    if not votes and without is not None and len(tables) == len(external.files):
+        raise without
+    best = max(votes, key=lambda found: votes[found], default=None)
+    return best and replace(best, others=tuple(f"{found.page} ({examples[found]})" for found in votes if found is not best))
+
+
+def fields_of(rows: list[dict[str, Any]], where: str) -> Found:
+    """The field of flat rows that holds the page: by its usual name, else the one with the longest texts."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    texts = {name: [value for row in rows if isinstance(value := row.get(name), str | bytes) and value] for name in names}
+    texts = {name: values for name, values in texts.items() if len(values) * 2 >= len(rows)}
+    mean = {name: sum(map(len, values)) / len(values) for name, values in texts.items()}
+    html = [name for name, values in texts.items() if sum(bool(TAG.search(_head(value))) for value in values) * 2 > len(values)]
+    known = [name for usual in HTML for name in html if name.lower() == usual]
+    known += [name for usual in TEXT for name in texts if name.lower().rpartition(".")[2] == usual]
+    least = {name: HTML_CHARACTERS if name in html else TEXT_CHARACTERS for name in texts}
+    others = (name for name in texts if mean[name] >= least[name] and not _is_address(texts[name]))
+    known += sorted(others, key=lambda name: -mean[name])
+    if not known:
+        raise PunaError(
+            f"{where}: no field holds text; it has {', '.join(names) or 'none'}. Name it with --columns text=FIELD or html=FIELD"
+        )
+    url = next((name for usual in URL for name in names if name.lower().rpartition(".")[2].replace("-", "_") == usual), None)
+    date = next((name for name in DATE_COLUMNS if any(moment(row.get(name)) for row in rows)), None)
+    return Found(known[0], known[0] in html, url, date, tuple(names))
+
+
+def _head(value: str | bytes) -> str:
+    head = value[:4000]
+    return head.decode("utf-8", errors="replace") if isinstance(head, bytes) else head
+
+
+def _is_address(values: list[str | bytes]) -> bool:
+    return all("://" in _head(value)[:12] for value in values)
+
+
+def flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested fields by their dotted names."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _rows(file: ExternalFile) -> Iterator[dict[str, Any]]:
+    """The first rows of a file; lines that are no objects are passed over here, `ingest` tells of them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with file.open() as handle:
+        if suffix(file.name) == ".parquet":
+            try:
+                for batch in pq.ParquetFile(handle).iter_batches(batch_size=1):  # rows may share one long text
+                    yield from records(batch)
+            except (pa.ArrowInvalid, OSError) as error:
+                raise PunaError(f"{file.shown}: not a readable Parquet file ({error})") from error
+        elif suffix(file.name) == ".arrow":
+            try:
+                for batch in pa.ipc.open_stream(handle):
+                    yield from records(batch.slice(0, ROWS))
+            except (pa.ArrowInvalid, OSError) as error:
+                raise PunaError(f"{file.shown}: not a readable Arrow file ({error})") from error
+        else:
+            kind = suffix(file.name).removeprefix(".")
+            found = read_rows(handle, file.shown, kind if kind in ("csv", "tsv") else "json", CELL_BYTES)
+            yield from (row.fields for row in found if isinstance(row, Row))

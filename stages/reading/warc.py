@@ -1,0 +1,128 @@
+"""WARC and WET archives as pages: the HTTP responses inside the records that `warc_frames` finds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
+
+from fastwarc.warc import WarcRecord
+
+from puna.stages.reading.bodies import decoded
+from puna.stages.reading.dates import microseconds
+from puna.stages.reading.pages import Page, Rejected
+from puna.stages.reading.warc_frames import MAX_HEADER_BYTES, frames
+
+NANOSECONDS = re.compile(r"(\.\d{6})\d+")
+STATUS = re.compile(r"(?:HTTP/\d(?:\.\d)?|ICY) +(\d{3})(?!\d)", re.IGNORECASE)
+HEADER_END = re.compile(rb"\r?\n\r?\n")
+HEADER_LINE = re.compile(r"\r?\n(?![ \t])")  # a line that begins with a blank goes on with the one before
+WEB = ("http://", "https://")
+SCHEMES = ("http", "https", "ftp", "file", "")
+SCRIPTS = re.compile(r"text/x-(?:(?:java|ecma|live|j)script|component|cross-domain-policy)")
+
+
+def read_warc(handle: BinaryIO, name: str, max_body_bytes: int) -> Iterator[Page | Rejected]:
+    """Every record of the archive `name` as a page, or as the reason why it is none."""
+    for number, frame in enumerate(frames(handle, max_body_bytes + MAX_HEADER_BYTES)):
+        where, said = f"{name}#{number}", f"{name}, offset {frame.offset}"
+        if frame.problem:
+            yield Rejected(frame.rule, where, f"{said}: {frame.problem}", frame.value, frame.threshold)
+            continue
+        try:
+            record = WarcRecord.from_bytes(frame.data)
+        except OSError as error:
+            yield Rejected("malformed_record", where, f"{said}: {error}")
+            continue
+        found: Page | Rejected
+        try:
+            found = _page(record, where, said, max_body_bytes)
+        except Exception as error:  # noqa: BLE001 - what nobody foresaw costs this record, not those after it
+            found = Rejected("failed", where, f"{said}: {type(error).__name__}: {error}")
+        yield found
+
+
+def _page(record: Any, where: str, said: str, limit: int) -> Page | Rejected:
+    kind = record.headers.get("WARC-Type", "").lower()
+    url = (record.headers.get("WARC-Target-URI") or "").strip("<> ")
+    said = f"{said}: {kind or 'no type'} {url}".rstrip()
+    if kind not in ("response", "resource", "conversion"):
+        return Rejected("not_a_response", where, said)
+    fetched = _date(record.headers.get("WARC-Date"))
+    if fetched is None or not url:
+        return Rejected("malformed_record", where, f"{said}: no usable {'WARC-Target-URI' if not url else 'WARC-Date'}")
+    if (why := _no_page(url)) is not None:
+        return Rejected("not_a_page", where, f"{said}: {why}")
+    header = (record.headers.get("Content-Type") or "").strip()
+    if kind == "response" and header.lower().startswith("application/http"):
+        return _response(record.reader.read(), where, said, url, fetched, limit)
+    if kind == "response" and not url.startswith(WEB):
+        return Rejected("not_a_response", where, f"{said}: not an HTTP response")
+    media, charset = media_type(header)
+    if kind == "conversion":
+        media, charset = media or "text/plain", charset or "utf-8"
+    return _of_media(Page(url, fetched, media, charset, record.reader.read(), where), said)
+
+
+def _no_page(url: str) -> str | None:
+    """Why what stands at an address is no page whatever it holds: a crawler's own records, and what is told to crawlers."""
+    if url.startswith(WEB) and "/robots.txt" not in url and url.isprintable():
+        return None  # most are; `urlsplit` would leave out what cannot be printed
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return None
+    if parts.scheme.lower() not in SCHEMES:
+        return f"{parts.scheme}: is no address of a page"
+    return "it is for crawlers" if parts.path == "/robots.txt" else None
+
+
+def _of_media(page: Page, said: str) -> Page | Rejected:
+    """The page, unless its medium is a script's, which a website serves to browsers; of a folder of code it is a document."""
+    return Rejected("not_a_page", page.where, f"{said}: {page.content_type}") if SCRIPTS.fullmatch(page.content_type) else page
+
+
+def _response(block: bytes, where: str, said: str, url: str, fetched: int, limit: int) -> Page | Rejected:
+    end = HEADER_END.search(block, 0, MAX_HEADER_BYTES)
+    first, *lines = HEADER_LINE.split(block[: end.start() if end else MAX_HEADER_BYTES].decode("utf-8", "replace"))
+    status = STATUS.match(first)
+    if status is None:
+        return Rejected("malformed_record", where, f"{said}: no HTTP status line")
+    if not 200 <= int(status[1]) < 300:
+        return Rejected("http_status", where, said, float(status[1]))
+    fields: dict[str, str] = {}
+    for name, _, value in (line.partition(":") for line in lines):
+        fields.setdefault(name.strip().lower(), value.strip())
+    encodings = f"{fields.get('content-encoding', '')},{fields.get('transfer-encoding', '')}"
+    try:
+        body = decoded(block[end.end() :] if end else b"", encodings.lower(), limit)
+    except ValueError as error:
+        return Rejected("undecodable_body", where, f"{said}: {error}")
+    media, charset = media_type(fields.get("content-type", ""))
+    return _of_media(Page(url, fetched, media, charset, body, where), said)
+
+
+@lru_cache(maxsize=128)
+def media_type(header: str) -> tuple[str, str | None]:
+    """A Content-Type header as lower-case media type and character set."""
+    media, _, parameters = header.partition(";")
+    charset = None
+    for parameter in parameters.split(";"):
+        key, _, value = parameter.partition("=")
+        if key.strip().lower() == "charset":
+            charset = value.strip().strip("\"'").lower() or None
+    return media.strip().lower(), charset
+
+
+def _date(text: str | None) -> int | None:
+    """WARC-Date (W3C profile of ISO 8601, up to nanoseconds) in microseconds since 1970, or None."""
+    if not text:
+        return None
+    text = NANOSECONDS.sub(r"\1", text.strip())
+    try:
+        return microseconds(datetime.fromisoformat(text))
+    except ValueError:
+        return None

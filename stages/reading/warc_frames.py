@@ -1,0 +1,383 @@
+"""Framing of WARC and WET archives that survives truncation and damage.
+
+FastWARC parses what is inside a record, but it ends quietly where an archive is cut off and stops at the
+first damaged byte. So records are framed here: each one is found by its own header, a bad one is reported
+with its offset in the file, and reading goes on at the next record (ISO 28500).
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import zstandard
+
+from puna.stages.reading.bodies import unzstd
+from puna.stages.reading.files import GZIP_MAGIC, SLICE_BYTES, ZSTD_MAGIC
+
+CHUNK_BYTES = 1 << 20
+PACKED_BYTES = 1 << 14  # of gzip, unpacked at once: what stands behind a member is copied, and most are small
+OUTPUT_BYTES = 1 << 24
+OVERRUNS = 8
+"""Members that may run on over the next ones to the end of the file: for each the rest is read again, so there is an end to it."""
+MAX_HEADER_BYTES = 1 << 16
+ZSTD_DICTIONARY_MAGIC = b"\x5d\x2a\x4d\x18"
+ANY_LENGTH = re.compile(rb"^[ \t]*content-length[ \t]*:[^\d\n]*(\d{1,4000})", re.IGNORECASE | re.MULTILINE)
+LENGTH = re.compile(rb"^content-length[ \t]*:[ \t]*0*(\d{1,18})[ \t]*\r?$", re.IGNORECASE | re.MULTILINE)
+HEADER_END = re.compile(rb"\r\n\r\n|\n\n")
+RECORD_START = re.compile(rb"\nWARC/\d\.\d\r?\n")
+HEADER_END_OR_START = re.compile(HEADER_END.pattern + b"|" + RECORD_START.pattern)
+START_BYTES = len(b"\nWARC/1.0\r\n")
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A stretch of compressed input that cannot be read."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One framed record: its offset in the file (of its compressed member), its bytes, or what is wrong with it."""
+
+    offset: int
+    problem: str = ""
+    rule: str = ""
+    value: float | None = None
+    threshold: float | None = None
+    data: bytes = b""
+
+
+def frames(handle: BinaryIO, max_record_bytes: int) -> Iterator[Frame]:
+    """Every record of a WARC file (plain, gzip or zstd; one or many records per member), good or bad, in order."""
+    head = handle.read(4)
+    handle.seek(0)
+    if head[:3] == GZIP_MAGIC:
+        return _frames(_Buffer(_gzip_blocks(handle), members=True), max_record_bytes)
+    if head in (ZSTD_MAGIC, ZSTD_DICTIONARY_MAGIC):
+        return _frames(_Buffer(_zstd_blocks(handle), members=True), max_record_bytes)
+    return _frames(_Buffer(_plain_blocks(handle), members=False), max_record_bytes)
+
+
+Block = tuple[int, bytes | Damage]
+"""Offset in the file of the bytes (plain) or of the member they come from (compressed), and the bytes or damage."""
+
+
+def _plain_blocks(handle: BinaryIO) -> Iterator[Block]:
+    offset = 0
+    while chunk := handle.read(CHUNK_BYTES):
+        yield offset, chunk
+        offset += len(chunk)
+
+
+def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
+    """Decompressed gzip members; after a damaged one, reading goes on at the next member's magic number."""
+    base, data, at = 0, handle.read(CHUNK_BYTES), 0  # what was read, its offset in the file, and how much of it is done
+    overruns = 0
+    while data:
+        if not data[at] and not data[at:].strip(b"\0"):  # padding after the last member
+            base, data, at = base + len(data), handle.read(CHUNK_BYTES), 0
+            continue
+        member, begun, engine = base + at, at, zlib.decompressobj(31)
+        held: list[bytes] = []  # a small member is let out only when its checksum was right
+        size = 0
+        try:
+            while not engine.eof:
+                packed = data[at : at + PACKED_BYTES]
+                held.append(engine.decompress(packed, OUTPUT_BYTES))
+                size += len(held[-1])
+                if size >= OUTPUT_BYTES:
+                    yield member, b"".join(held)
+                    held, size = [], 0
+                at += len(packed) - len(engine.unused_data if engine.eof else engine.unconsumed_tail)
+                if at == len(data):
+                    base, data, at, begun = base + len(data), handle.read(CHUNK_BYTES), 0, 0
+                if not data and not engine.eof:
+                    if overruns < OVERRUNS:
+                        handle.seek(member + 3)
+                        base, data, at = _next_member(handle, member + 3, handle.read(CHUNK_BYTES), 0)
+                    if data:
+                        overruns += 1
+                        yield member, Damage("damaged gzip data (it runs on over the next member)")
+                        break
+                    yield member, b"".join(held)
+                    yield member, Damage("the file ends inside a gzip member")
+                    return
+            else:
+                yield member, b"".join(held)
+        except zlib.error as error:
+            if "check" not in str(error):  # the bytes before the damage are right; a wrong checksum says nothing about where
+                yield member, b"".join(held)
+            yield member, Damage(f"damaged gzip data ({error})")
+            base, data, at = _next_member(handle, base, data, begun + 3 if base + begun == member else begun)
+
+
+def _next_member(handle: BinaryIO, base: int, data: bytes, at: int) -> tuple[int, bytes, int]:
+    """The first member that begins with a record, from data[at] on: the offset of what was read, that, and the member's place in it.
+
+    Empty bytes at the end of the file. `base`: the offset of `data`, behind which `handle` stands.
+    """
+    while True:
+        found = data.find(GZIP_MAGIC, at)
+        known = found if found >= 0 else max(0, len(data) - 2)  # before that there is none
+        if (found < 0 or len(data) - found < PACKED_BYTES) and (more := handle.read(CHUNK_BYTES)):
+            base, data, at = base + known, data[known:] + more, 0
+        elif found < 0:
+            return base + len(data), b"", 0
+        else:
+            try:  # the magic number also occurs by chance inside compressed data
+                if zlib.decompressobj(31).decompress(data[found : found + PACKED_BYTES], 16).startswith(b"WARC/"):
+                    return base, data, found
+            except zlib.error:
+                pass
+            at = found + 1
+
+
+def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
+    """Decompressed zstd frames, slice by slice; after a damaged one, reading goes on at the next frame's magic number.
+
+    A dictionary may come first, in a skippable frame (WARC-Zstandard).
+    """
+    offset, damages = 0, 0
+    try:
+        dictionary, offset = _dictionary(handle)
+        decompressor = zstandard.ZstdDecompressor(dict_data=dictionary)
+        decompressor.decompressobj()  # which looks into the dictionary
+    except (ValueError, EOFError, zstandard.ZstdError) as error:
+        yield 0, Damage(f"the archive's dictionary cannot be read: {error}")
+        return
+    while packed := handle.read(SLICE_BYTES):
+        member, engine = offset, decompressor.decompressobj()
+        held = bytearray()  # a small frame is let out only when its checksum, if it has one, was right
+        try:
+            while not engine.eof:
+                if not packed:
+                    yield member, bytes(held)
+                    yield member, Damage("the file ends inside a zstd frame")
+                    return
+                held += engine.decompress(packed)
+                offset += len(packed)
+                if len(held) >= OUTPUT_BYTES:
+                    yield member, bytes(held)
+                    held.clear()
+                packed = b"" if engine.eof else handle.read(SLICE_BYTES)
+            yield member, bytes(held)
+            offset -= len(engine.unused_data)
+        except zstandard.ZstdError as error:
+            if "checksum" not in str(error):
+                yield member, bytes(held)
+            yield member, Damage(f"damaged zstd data ({error})")
+            damages += 1
+            # The damage may have taken the next frames for its own, which is looked for a few times only.
+            behind = member + len(ZSTD_MAGIC)
+            offset = _next_frame(handle, behind if damages <= OVERRUNS else max(behind, offset))
+        handle.seek(offset)
+
+
+def _dictionary(handle: BinaryIO) -> tuple[zstandard.ZstdCompressionDict | None, int]:
+    """The dictionary that an archive begins with, and how many bytes it takes; `handle` stands behind it."""
+    head = handle.read(8)
+    if head[:4] != ZSTD_DICTIONARY_MAGIC:
+        handle.seek(0)
+        return None, 0
+    size = int.from_bytes(head[4:], "little")
+    if size > OUTPUT_BYTES:
+        raise ValueError(f"{size} bytes are announced, {OUTPUT_BYTES} are read at most")
+    raw = handle.read(size)
+    raw = unzstd(raw, OUTPUT_BYTES) if raw[:4] == ZSTD_MAGIC else raw
+    return zstandard.ZstdCompressionDict(raw), 8 + size
+
+
+def _next_frame(handle: BinaryIO, offset: int) -> int:
+    """Offset of the first frame from `offset` on, or of the end of the file."""
+    handle.seek(offset)
+    data = b""
+    while more := handle.read(SLICE_BYTES):  # the next one may be near, many times
+        data += more
+        if (found := data.find(ZSTD_MAGIC)) >= 0:
+            return offset + found
+        tail = data[1 - len(ZSTD_MAGIC) :]
+        offset, data = offset + len(data) - len(tail), tail
+    return offset + len(data)
+
+
+def _frames(buffer: _Buffer, max_record_bytes: int) -> Iterator[Frame]:
+    """Cut a stream of blocks into records."""
+    while buffer.skip_blank():
+        offset = buffer.offset
+        header = buffer.header()
+        if header is None:
+            problem = buffer.damage or "the file ends inside the record's header"
+            rule = "truncated_record"
+            if buffer.damage is None and buffer.size > MAX_HEADER_BYTES:
+                problem, rule = f"no header of at most {MAX_HEADER_BYTES} bytes", "malformed_record"
+            yield Frame(offset, problem, rule)
+            buffer.resynchronize()
+            continue
+        match = LENGTH.search(header)
+        if not header.startswith(b"WARC/") or match is None:
+            problem = "the record's header has no usable Content-Length" if header.startswith(b"WARC/") else "no WARC record starts here"
+            yield Frame(offset, problem, "malformed_record")
+            buffer.resynchronize()
+            continue
+        if HEADER_END.search(header) is None:
+            yield Frame(offset, "the next record begins inside the record's header", "malformed_record")
+            buffer.resynchronize()
+            continue
+        length = int(match[1])
+        if any(int(other) != length for other in ANY_LENGTH.findall(header)):
+            # Another reader may believe the other one, and ask for as much memory.
+            yield Frame(offset, "the record's header announces several lengths", "malformed_record")
+            buffer.resynchronize()
+            continue
+        size = len(header) + length
+        if length > max_record_bytes and buffer.discard(size):
+            yield Frame(offset, f"the record has {length} bytes", "record_too_large", float(length), float(max_record_bytes))
+            continue
+        data = buffer.take(size) if length <= max_record_bytes else None
+        if data is None:
+            end = "gzip member or zstd frame" if buffer.cut else "file"
+            yield Frame(offset, buffer.damage or f"the {end} ends inside the record ({length} bytes announced)", "truncated_record")
+            buffer.resynchronize()
+            continue
+        yield Frame(offset, data=data)
+
+
+class _Buffer:
+    """Bytes read ahead, with the file offset that they, or the members they came from, begin at."""
+
+    def __init__(self, blocks: Iterator[Block], members: bool) -> None:
+        self._blocks = blocks
+        self._members = members
+        self._data = bytearray()
+        self._starts: deque[tuple[int, int]] = deque()  # (bytes ever dropped or held before a block, its offset)
+        self._records: deque[int] = deque()  # bytes ever dropped or held before a member that begins with a record
+        self._dropped = 0
+        self.damage: str | None = None
+        self.cut = False
+        """Whether what was asked for last goes on behind the end of its member: no record does, whatever length it announces."""
+
+    @property
+    def size(self) -> int:
+        return len(self._data)
+
+    @property
+    def offset(self) -> int:
+        """File offset of the first byte (plain files) or of its member (compressed files)."""
+        if not self._starts:
+            return 0
+        before, offset = self._starts[0]
+        return offset if self._members else offset + self._dropped - before
+
+    def _more(self) -> bool:
+        """Read one block; False at the end of the file and at damage, which stays until `resynchronize`."""
+        block = next(self._blocks, None) if self.damage is None else None
+        if block is None:
+            return False
+        offset, data = block
+        if not self._data:
+            self._starts.clear()
+        place = self._dropped + len(self._data)
+        if self._members and isinstance(data, bytes) and data.startswith(b"WARC/") and self._starts and self._starts[-1][1] != offset:
+            self._records.append(place)
+        self._starts.append((place, offset))
+        if isinstance(data, Damage):
+            self.damage = data.reason
+            return False
+        self._data += data
+        return True
+
+    def _drop(self, count: int) -> None:
+        del self._data[:count]
+        self._dropped += count
+        while len(self._starts) > 1 and self._starts[1][0] <= self._dropped:
+            self._starts.popleft()
+
+    def skip_blank(self) -> bool:
+        """Drop line ends between records; True while there is something left (bytes or damage)."""
+        while True:
+            blank = 0
+            while blank < len(self._data) and self._data[blank] in b"\r\n":
+                blank += 1
+            self._drop(blank)
+            if self._data or self.damage is not None:
+                return True
+            if not self._more() and self.damage is None:
+                return False
+
+    def header(self) -> bytes | None:
+        """The header with its blank line, or without one up to where another record begins; None when it does not end within bounds.
+
+        What comes after that is not looked at, so that many beginnings of records are no work for each other.
+        """
+        searched = 0
+        while True:
+            if match := HEADER_END_OR_START.search(self._data, searched):
+                end = match.start() + 1 if RECORD_START.match(self._data, match.start()) else match.end()
+                return bytes(self._data[:end]) if end <= MAX_HEADER_BYTES else None
+            searched = max(0, len(self._data) - START_BYTES)
+            if len(self._data) > MAX_HEADER_BYTES or not self._more():
+                return None
+
+    def _member_end(self) -> int | None:
+        """How many of the bytes belong to the first one's member, where another one follows that begins with a record.
+
+        Members of a fixed size, as bgzip makes them, end anywhere.
+        """
+        while self._records and self._records[0] <= self._dropped:
+            self._records.popleft()
+        return self._records[0] - self._dropped if self._records else None
+
+    def take(self, count: int) -> bytes | None:
+        """The first `count` bytes, or None (nothing is dropped) when there are fewer in the file or in the member."""
+        while True:
+            end = self._member_end()
+            self.cut = end is not None and end < count
+            if self.cut:
+                return None
+            if len(self._data) >= count:
+                break
+            if not self._more():
+                return None
+        data = bytes(self._data[:count])
+        self._drop(count)
+        return data
+
+    def discard(self, count: int) -> bool:
+        """Drop `count` bytes without holding them; False when there are fewer in the file or in the member."""
+        while True:
+            end = self._member_end()
+            self.cut = end is not None and end < count
+            if self.cut:
+                return False
+            if count <= len(self._data):
+                break
+            # One byte stays, so that the member is known that the next block may belong to.
+            count -= max(0, len(self._data) - 1)
+            self._drop(max(0, len(self._data) - 1))
+            if not self._more():
+                return False
+        self._drop(count)
+        return True
+
+    def resynchronize(self) -> None:
+        """Drop everything up to where the next record may start."""
+        if self.damage is not None:
+            self.damage = None
+            self._drop(len(self._data))
+            return
+        while True:
+            match, end = RECORD_START.search(self._data), self._member_end()
+            found = [at for at in (match and match.start() + 1, end) if at is not None]
+            if found:
+                self._drop(min(found))
+                return
+            self._drop(max(0, len(self._data) - (START_BYTES - 1)))
+            if not self._more():
+                self._drop(len(self._data))
+                return

@@ -1,0 +1,115 @@
+"""Low-rank adapters through PEFT, put into the model and merged out of it again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from puna.models.training.settings import LoraSettings
+from puna.stages.contract import StageRun
+from puna.stages.training.settings import AdapterConfig
+from puna.storage import PunaError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from puna.models.transformer import Transformer
+
+ADAPTER, WEIGHTS = "adapter", "adapter_model.safetensors"
+"""Where adapters lie in a model's artifact."""
+INITIALIZATIONS: dict[str, bool | str] = {"zero": True, "pissa": "pissa"}
+"""PEFT's `init_lora_weights`."""
+
+
+def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
+    """PEFT's settings for this model; PunaError names a target that it does not have."""
+    from peft import LoraConfig
+
+    from puna.models.training.optimizers.muon import inner_matrices
+
+    parts = {name.split(".")[-2] for name in inner_matrices(model) if name.endswith(".weight")}
+    if unknown := sorted(set(lora.targets) - parts):
+        raise PunaError(f"lora.targets: the model has no projection {unknown[0]}; it has {', '.join(sorted(parts))}")
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=sorted(lora.targets or parts),
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        init_lora_weights=INITIALIZATIONS[lora.initialization],
+        modules_to_save=["score"] if model.head == "scalar" else None,
+        bias="none",
+    )
+
+
+@contextmanager
+def adapted(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterator[dict[str, float]]:
+    """The model with adapters inside, where `method` is `lora`, kept and merged on leaving; gives `learning_rate_scales`.
+
+    Beside matrices in 4 bits they stay adapters until `save_model`: merged, the model would take its memory before training.
+    """
+    from puna.models.formats.adapters import held_bytes, merge
+
+    if config.method == "full":
+        yield {}
+        return
+    run.metric("trainable_parameters", inject(model, config.lora, run.seed("lora")))
+    run.metric("weight_bytes", held_bytes(model))
+    yield learning_rate_scales(model, config.lora)
+    if keeps(config.lora):
+        keep(model, run.folder / ADAPTER)
+    if config.quantization == "none":
+        merge(model)
+
+
+def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
+    """Put adapters beside the model's projections and freeze all else but a scalar head; returns what is trained.
+
+    The model's outputs stay what they are (to rounding, where the adapters begin as a part of the matrix: PiSSA).
+    """
+    import torch
+    from peft import inject_adapter_in_model
+
+    settings = peft_config(model, lora)
+    settings.modules_to_save = None  # PEFT copies such a module; here the head itself is trained
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(settings, model)
+    if model.head == "scalar":
+        model.score.requires_grad_(True)
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def keeps(lora: LoraSettings) -> bool:
+    """Whether adapters are kept. Those of PiSSA are changes to a matrix that was changed before them, which nobody else has."""
+    return lora.keep and lora.initialization == "zero"
+
+
+def keep(model: Transformer, folder: Path) -> None:
+    """Write the adapters, and a scalar head, as PEFT reads them."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    known: Any = model.peft_config  # PEFT leaves it there
+    settings = copy.copy(known["default"])
+    state = get_peft_model_state_dict(model, adapter_name="default")
+    if model.head == "scalar":
+        settings.modules_to_save = ["score"]
+        state |= {"score.weight": model.score.weight}
+    folder.mkdir(exist_ok=True)
+    save_file({f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder / WEIGHTS)
+    settings.task_type = "CAUSAL_LM" if model.head == "lm" else "SEQ_CLS"
+    settings.inference_mode = True
+    settings.save_pretrained(str(folder))
+
+
+def learning_rate_scales(model: Transformer, lora: LoraSettings) -> dict[str, float]:
+    """By how much the learning rate of a parameter differs from that of the others: LoRA+'s matrices B."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad and ".lora_B." in name]
+    return dict.fromkeys(names, lora.loraplus_ratio)

@@ -1,0 +1,111 @@
+"""Preferences as examples: the ranked or labelled answers of a prompt, its context once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from puna.stages.conversations import BadRow, Message, message_of, others_of
+from puna.stages.training.bad_rows import BadRows, Limit
+from puna.stages.training.train import Example, render
+from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    from puna.models.tokens.tokenizer import Tokenizer
+
+Tiers = list[list[Message]]
+"""Answers to a prompt, the best first; those of a tier are equals."""
+
+
+def read_preferences(artifacts: Sequence[Artifact], levels: Sequence[str] | None) -> list[dict[str, Any]]:
+    """The preferences of the given levels, or of none; in an order that does not depend on that of the artifacts. None: all levels."""
+    rows = [row for artifact in artifacts for row in artifact.read().to_pylist()]
+    rows = [row for row in rows if levels is None or row["level"] is None or row["level"] in levels]
+    return sorted(rows, key=lambda row: str(row["id"]))
+
+
+def check_splits(artifacts: Sequence[Artifact]) -> None:
+    """PunaError when one set of preferences trains on a prompt that another holds out: its accuracy would be no held-out one."""
+    where: dict[str, dict[str, str]] = {"train": {}, "heldout": {}}
+    for artifact in artifacts:
+        table = artifact.read(columns=["prompt_id", "split"])
+        for prompt, split in zip(table["prompt_id"].to_pylist(), table["split"].to_pylist(), strict=True):
+            where[split].setdefault(prompt, artifact.id)
+    if both := sorted(set(where["train"]) & set(where["heldout"])):
+        prompt = both[0]
+        raise PunaError(
+            f"prompt {prompt} is held out in {where['heldout'][prompt]} and trained on in {where['train'][prompt]}; "
+            "make both with one seed and one heldout_fraction"
+        )
+
+
+def ranked(row: dict[str, Any]) -> Tiers:
+    """The answers of a preference in tiers of equals, best first: edited, chosen, others in between, rejected."""
+    (edited, best, worst), between = _sides(row)
+    if not best or not worst:
+        known = "a good answer is" if best else "a bad answer is" if worst else "no answer is"
+        raise BadRow("one_sided", f"row {row['id']}: only {known} known, which compares nothing; loss kto of dpo learns from such rows")
+    return [*([edited] if edited else []), best, *between, worst]
+
+
+def labelled(row: dict[str, Any]) -> Tiers:
+    """The good and the bad answers of a preference, in two tiers that may be empty; those between the best and the worst are neither."""
+    (edited, best, worst), _ = _sides(row)
+    if not best and not worst:
+        raise BadRow("one_sided", f"row {row['id']}: neither a good nor a bad answer is known")
+    return [edited + best, worst]
+
+
+def _sides(row: dict[str, Any]) -> tuple[Tiers, Tiers]:
+    """The edited, the best and the worst answers; and the tiers between them."""
+    tiers: dict[int, list[Message]] = {}
+    for other in others_of(row):
+        tiers.setdefault(other.pop("rank"), []).append(other)
+    edited, chosen, rejected = ([] if (one := message_of(row, side)) is None else [one] for side in ("edited", "chosen", "rejected"))
+    return [edited, chosen + tiers.pop(0, []), tiers.pop(-1, []) + rejected], [tiers[rank] for rank in sorted(tiers)]
+
+
+class Ranked(NamedTuple):
+    """A prompt with the ranked answers of its preferences; `rows` are these, a group of the example each."""
+
+    example: Example
+    rows: list[dict[str, Any]]
+
+
+def render_ranked(
+    tokenizer: Tokenizer,
+    rows: Sequence[dict[str, Any]],
+    limit: Limit,
+    bad: BadRows,
+    tiers_of: Callable[[dict[str, Any]], Tiers] = ranked,
+) -> list[Ranked]:
+    """Each prompt with the ranked answers of all its preferences, or as many of them as a packed row holds."""
+    limit = limit._replace(what="the prompt with its answers")
+    ordered = sorted(rows, key=lambda row: (row["prompt_id"], row["id"]))
+    found: list[Ranked] = []
+    for row, example in bad.examples(ordered, lambda row: render(tokenizer, row, [tiers_of(row)]), len, limit):
+        if found and found[-1].rows[0]["prompt_id"] == row["prompt_id"] and found[-1].example.prompt == example.prompt:
+            last, more = found[-1], len(example) - len(example.prompt)
+            if len(last.example) + more <= limit.tokens:
+                found[-1] = Ranked(_joined(last.example, example), [*last.rows, row])
+                continue
+        found.append(Ranked(example, [row]))
+    return found
+
+
+def _joined(one: Example, other: Example) -> Example:
+    """The answers of both behind their common prompt."""
+    start = len(one.answers)
+    shifted = [[[start + index for index in tier] for tier in tiers] for tiers in other.groups]
+    return Example(one.prompt, one.answers + other.answers, one.masks + other.masks, one.groups + shifted)
+
+
+def pairs_of(example: Example, pairs: str) -> list[tuple[int, int]]:
+    """(better, worse) indices of answers: the best of each ranking against the worst, or against each that is worse."""
+    return [
+        (better, worse)
+        for tiers in example.groups
+        for better in tiers[0]
+        for tier in (tiers[-1:] if pairs == "best_worst" else tiers[1:])
+        for worse in tier
+    ]

@@ -1,0 +1,119 @@
+"""What a policy's answers are rewarded by: a reward model, the verifiers of the prompts, or both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from puna.stages.conversations import answer_text
+from puna.stages.verifiers.reward_model import sigmoid
+from puna.stages.verifiers.scoring import Scorer
+from puna.storage import PunaError
+
+if TYPE_CHECKING:
+    from puna.models.generation import Completion
+    from puna.models.tokens.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
+
+Completions = Sequence[Sequence["Completion"]]
+Ids = Sequence[Sequence[int]]
+Scores = Callable[[Ids, Completions], list[list[float]]]
+"""A number for each answer to each prompt."""
+Reward = Literal["reward_model", "verifier", "product"]
+Ensemble = Literal["mean", "min"]
+ENSEMBLE = (
+    "The reward of several reward models: the mean of their numbers; or the least, which no answer can raise that deceives some of them "
+    "only (Coste et al. 2023)"
+)
+REWARDS = (
+    "What an answer is rewarded by: the reward model's number; the score of the prompt's verifier, 0 to 1; "
+    "or product: the score times the sum of `floor` and the sigmoid of the number, less its `center`"
+)
+Center = Literal["start", "zero"]
+CENTER = (
+    "With reward product: the number whose sigmoid is one half. Preferences tell differences of numbers only, so that 0 means nothing. "
+    "start: the mean over right answers of the model before training (InstructGPT, Ouyang et al. 2022, section 3.5, centers alike); zero: 0"
+)
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The rewards of answers to prompts, given as ids. `gold`: the verifiers' scores; `numbers`: the reward models' number.
+
+    With both: the score times the sum of `floor` and the sigmoid of the number less `center`.
+    """
+
+    gold: Scores | None
+    numbers: Scores | None
+    floor: float = 0.0
+    center: float = 0.0
+
+    def __call__(self, prompts: Ids, completions: Completions) -> list[list[float]]:
+        """A reward for each answer to each prompt."""
+        if self.gold is None or self.numbers is None:
+            alone = self.gold or self.numbers
+            assert alone is not None
+            return [list(some) for some in alone(prompts, completions)]
+        both = zip(self.gold(prompts, completions), self.numbers(prompts, completions), strict=True)
+        return [[score * (self.floor + sigmoid(number, self.center)) for score, number in zip(*pair, strict=True)] for pair in both]
+
+    def centered(self, prompts: Ids, completions: Completions) -> Rewards:
+        """With the mean number of these answers as center, each weighing what the verifiers score it; the same where none has a score."""
+        if self.gold is None or self.numbers is None:
+            return self
+        both = zip(self.gold(prompts, completions), self.numbers(prompts, completions), strict=True)
+        pairs = [(score, number) for some in both for score, number in zip(*some, strict=True)]
+        weight = math.fsum(score for score, _ in pairs)
+        return replace(self, center=math.fsum(score * number for score, number in pairs) / weight) if weight else self
+
+
+def rewards_of(
+    scorer: Scorer | None,
+    reward_models: Sequence[Transformer],
+    rows: Sequence[dict[str, Any]],
+    asked: Ids,
+    tokenizer: Tokenizer,
+    micro_batch_tokens: int,
+    floor: float = 0.0,
+    ensemble: Ensemble = "mean",
+) -> Rewards:
+    """Rewards by the verifier's score, the reward models' number, or both; `asked` are the ids of `rows`."""
+    gold = None if scorer is None else gold_of(scorer, rows, asked, tokenizer)
+    return Rewards(gold, ensemble_of(reward_models, micro_batch_tokens, ensemble) if reward_models else None, floor)
+
+
+def ensemble_of(models: Sequence[Transformer], micro_batch_tokens: int, how: Ensemble) -> Scores:
+    """The number of one or more reward models for each answer."""
+    from puna.models.training.rollouts import reward_model_scorer
+
+    members = [reward_model_scorer(model, micro_batch_tokens) for model in models]
+
+    def numbers(prompts: Ids, completions: Completions) -> list[list[float]]:
+        found = [member(prompts, completions) for member in members]
+        return [[combined(values, how) for values in zip(*some, strict=True)] for some in zip(*found, strict=True)]
+
+    return numbers
+
+
+def combined(numbers: Sequence[float], how: Ensemble) -> float:
+    """The reward of one answer from each member's number, in whatever order they come."""
+    return min(numbers) if how == "min" else math.fsum(numbers) / len(numbers)
+
+
+def gold_of(scorer: Scorer, rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer) -> Scores:
+    """The verifier's scores of answers to prompts, given as ids; 0 where it fails. `asked` are the ids of `rows`."""
+    by_ids: dict[tuple[int, ...], dict[str, Any]] = {}
+    for ids, row in zip(asked, rows, strict=True):
+        known = by_ids.setdefault(tuple(ids), row)
+        if (known["verifier"], known["reference"]) != (row["verifier"], row["reference"]):
+            raise PunaError(f"prompts {known['id']} and {row['id']} are one text with two ways to score it; leave one of them out")
+
+    def gold(prompts: Ids, completions: Completions) -> list[list[float]]:
+        pairs = zip(prompts, completions, strict=True)
+        answers = [(by_ids[tuple(ids)], answer_text(one.tokens, tokenizer)) for ids, some in pairs for one in some]
+        found = iter([score.value or 0.0 for score in scorer.scores(answers)])
+        return [[next(found) for _ in some] for some in completions]
+
+    return gold

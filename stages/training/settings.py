@@ -1,0 +1,194 @@
+"""Settings of the stages that train a policy or a reward model on answers, and what of them TRL's trainers have."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeFloat, field_validator, model_validator
+
+from puna.models.training.settings import LoraSettings, TrainingSettings
+from puna.stages.contract import SeededConfig, did_you_mean
+from puna.stages.conversations import Level
+from puna.stages.plugins import offers
+from puna.stages.training.bad_rows import BadRowsConfig
+
+CLEAR: tuple[Level, ...] = ("significantly_better", "better")
+TRL_LOSSES = ("sigmoid", "ipo", "hinge")
+"""What TRL's DPOTrainer computes as `models.training.losses` does."""
+LOSSES = (*TRL_LOSSES, "simpo", "orpo", "kto")
+TRL_ONLY: dict[str, tuple[object, ...]] = {
+    "optimizer.name": ("adamw",),
+    "optimizer.embedding_scale": (1.0,),
+    "optimizer.spike_window": (0,),
+    "schedule.shape": ("cosine", "linear", "constant"),
+    "schedule.final_ratio": (0.0,),
+    "schedule.anneal_steps": (0.0,),
+    "schedule.average": (0,),
+    "schedule.ema": (0.0,),
+    "compute.linear_precision": ("same",),
+    "compute.deterministic": (False,),
+}
+"""Settings that TRL's trainers have with these values only: with others they do something else than Puna, or nothing at all."""
+
+
+class AdapterConfig(BadRowsConfig, SeededConfig):
+    """Configuration of a stage that trains all weights of a model, or adapters."""
+
+    method: Literal["full", "lora"] = Field("full", description="All weights, or low-rank adapters that are merged at the end")
+    lora: LoraSettings = Field(LoraSettings(), description="The adapters, where method is `lora`")
+
+    @property
+    def quantization(self) -> Literal["none", "nf4"]:
+        """How the matrices of the model are kept while it is trained."""
+        return self.lora.quantization if self.method == "lora" else "none"
+
+    def unmet(self) -> list[str]:
+        """What adapters need and this machine lacks."""
+        return self.lora.unmet("lora") if self.method == "lora" else []
+
+
+class AdaptableConfig(AdapterConfig):
+    """The same by Puna's loop or TRL's trainer."""
+
+    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's")
+    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation")
+
+    @model_validator(mode="after")
+    def _trl_trains_the_same(self) -> Self:
+        if self.engine == "puna":
+            return self
+        for path, known in TRL_ONLY.items():
+            group, name = path.split(".")
+            if (value := getattr(getattr(self.training, group), name)) not in known:
+                raise ValueError(f"engine trl trains with {path} {' or '.join(map(str, known))}: training.{path} cannot be {value}")
+        if self.method == "lora" and self.lora.loraplus_ratio != 1:
+            raise ValueError("engine trl trains A and B at one rate: lora.loraplus_ratio must be 1")
+        if self.quantization != "none":
+            raise ValueError("engine trl is given the matrices as they are: lora.quantization must be none")
+        return self
+
+
+class SftConfig(AdaptableConfig):
+    """How the model is fine-tuned."""
+
+    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's SFTTrainer")
+    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one instruction")
+    neftune_alpha: float = Field(
+        0.0,
+        ge=0,
+        le=100,
+        description="Noise on the embeddings while training: uniform up to this, over the root of an example's mean tokens times the "
+        "model's width (NEFTune, Jain et al. 2023, takes 5 to 15); needs engine puna; 0: none",
+    )
+    more_steps: int = Field(
+        0, ge=0, description="Steps beyond those of `training`: of a control arm, as many as its round has of reinforcement learning"
+    )
+
+    @model_validator(mode="after")
+    def _noise_has_an_engine(self) -> Self:
+        if self.engine == "trl" and self.neftune_alpha:
+            raise ValueError("neftune_alpha needs engine puna: TRL's trainer is not given it")
+        return self
+
+    def lengthened(self, examples: int) -> Self:
+        """With `more_steps` among the steps of `training`, for that many examples."""
+        if not self.more_steps:
+            return self
+        steps = self.training.train_config(examples).steps + self.more_steps
+        return self.model_copy(update={"training": self.training.replace(steps=steps), "more_steps": 0})
+
+
+class RewardModelConfig(AdaptableConfig):
+    """How the reward model is trained."""
+
+    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's RewardTrainer")
+    levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels that are learned from and measured on")
+    nll_weight: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the best answers' negative log-likelihood under the policy's head (GRM): "
+        "keeps what the policy knows while rewards are still equal; needs engine puna",
+    )
+    head_only: bool = Field(
+        False,
+        description="Leave the model as it is and fit the head alone, exactly: for few preferences, and many times faster; of `training` "
+        "only compute.micro_batch_tokens counts",
+    )
+    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences")
+
+    @model_validator(mode="after")
+    def _engine(self) -> RewardModelConfig:
+        if self.engine == "trl" and self.nll_weight:
+            raise ValueError(f"TRL's RewardTrainer has no such term: nll_weight must be 0 with engine trl, not {self.nll_weight}")
+        if self.head_only and (self.engine == "trl" or self.method == "lora" or self.nll_weight):
+            raise ValueError("head_only trains no layer: engine must be puna, method full and nll_weight 0")
+        return self
+
+
+class DpoConfig(AdaptableConfig):
+    """How the policy is optimised."""
+
+    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's DPOTrainer")
+    loss: str = Field(
+        "sigmoid",
+        description="Preference loss: sigmoid (DPO), ipo, hinge; without a reference simpo, orpo (set nll_weight 1); kto, which takes "
+        "single answers called good or bad, too; or a plugin's",
+    )
+    beta: float = Field(0.1, gt=0, description="Strength of the tie to the reference: the scale of the implicit reward")
+    simpo_gamma: float = Field(0.5, ge=0, description="Margin between the rewards of two answers that loss simpo asks for")
+    kto_weights: tuple[NonNegativeFloat, NonNegativeFloat] = Field(
+        (1.0, 1.0), description="Weights of a good and of a bad answer with loss kto; where one kind is rarer, raise its weight"
+    )
+    nll_weight: float = Field(0.2, ge=0, description="Weight of the log-likelihood term on the better answer")
+    nll_normalization: Literal["sequence", "tokens"] = Field(
+        "sequence", description="The likelihood term: mean over answers of each answer's mean, or mean over tokens (TRL's)"
+    )
+    mask_format: bool = Field(True, description="Leave header and termination tokens out of the preference term")
+    levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels that are learned from")
+    pairs: Literal["best_worst", "best_rest"] = Field(
+        "best_rest",
+        description="The best of a preference's ranked answers against the worst alone, or against each of the others",
+    )
+    training: TrainingSettings = Field(
+        TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences, with engine trl one pair"
+    )
+
+    @field_validator("loss")
+    @classmethod
+    def _known(cls, loss: str) -> str:
+        if loss in LOSSES:
+            return loss
+        from puna.models.training.losses import REGISTRY
+
+        offers("puna.losses")
+        if loss not in REGISTRY:
+            raise ValueError(f"there is no preference loss {loss}" + did_you_mean(loss, sorted({*LOSSES, *REGISTRY})))
+        return loss
+
+    @model_validator(mode="after")
+    def _engine(self) -> DpoConfig:
+        if self.engine == "trl":
+            if self.loss not in TRL_LOSSES:
+                raise ValueError(f"TRL's DPOTrainer has no loss {self.loss}, only {', '.join(TRL_LOSSES)}: set engine puna")
+            if self.method == "lora" and self.lora.initialization == "pissa":
+                raise ValueError(
+                    "TRL's reference is the policy without its adapters, which with pissa is not the policy that training starts "
+                    "from: set engine puna, or lora.initialization zero"
+                )
+            if self.nll_weight and self.mask_format:
+                raise ValueError(
+                    "TRL leaves what mask_format masks out of the likelihood term as well: set mask_format false or nll_weight 0 "
+                    "with engine trl"
+                )
+            if self.nll_weight and self.nll_normalization != "tokens":
+                raise ValueError("TRL's likelihood term is a mean over tokens: nll_normalization must be tokens with engine trl")
+        return self
+
+    def reaches(self) -> list[tuple[str, str]]:
+        """A loss from outside: its code decides the model as the stage's own does."""
+        if self.loss in LOSSES:
+            return []
+        from puna.models.training.losses import REGISTRY
+
+        function = REGISTRY[self.loss].function
+        return [(function.__module__, function.__qualname__)]

@@ -1,0 +1,227 @@
+"""TRL's trainers as the second engine of sft, reward_model and dpo, on the same artifacts and the same tokens.
+
+Everything is tokenized here, by the chat format of the tokenizer that travels with the model, and TRL gets
+token ids; its own defaults that cost a CPU dearly (bf16, gradient checkpointing) are off, and so is telemetry.
+A run that was interrupted goes on from its saved state (`trl_state`).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
+
+from puna.stages.contract import StageRun
+from puna.stages.training.lora import ADAPTER, keeps, peft_config
+from puna.stages.training.rankings import pairs_of
+from puna.stages.training.train import Example, training_precision, write_log
+from puna.storage import Artifact
+
+# Read when huggingface_hub is imported, which the imports inside the functions below do.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+if TYPE_CHECKING:
+    import torch
+    from peft import LoraConfig
+
+    from puna.models.tokens.tokenizer import Tokenizer
+    from puna.models.training.settings import TrainingSettings
+    from puna.models.transformer import Transformer
+    from puna.stages.training.settings import AdaptableConfig, DpoConfig, RewardModelConfig, SftConfig
+
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+
+
+def train_sft(model: Transformer, examples: Sequence[Example], tokenizer: Any, config: SftConfig, run: StageRun) -> Transformer:
+    """TRL's SFTTrainer; the loss is the mean over a step's answer tokens, as in Puna's own engine."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from puna.models.formats.hub import PunaForCausalLM
+
+    def make(adapters: LoraConfig | None) -> Any:
+        return SFTTrainer(
+            model=PunaForCausalLM.from_transformer(model, pad_token_id=tokenizer.pad_token_id),
+            args=SFTConfig(**arguments(config.training, len(examples), run)),
+            train_dataset=Dataset.from_list([labelled(example) for example in examples]),
+            processing_class=tokenizer,
+            peft_config=adapters,
+        )
+
+    return train(make, model, config, run)
+
+
+def train_reward(
+    model: Transformer, examples: Sequence[Example], tokenizer: Any, config: RewardModelConfig, run: StageRun
+) -> Transformer:
+    """TRL's RewardTrainer; it knows pairs only, so that each pair of a ranked group is a row of its own."""
+    from datasets import Dataset
+    from trl import RewardConfig, RewardTrainer
+
+    from puna.models.formats.hub import PunaForSequenceClassification
+
+    pairs = [
+        {"chosen_ids": e.prompt + e.answers[better], "rejected_ids": e.prompt + e.answers[worse]}
+        for e in examples
+        for tiers in e.groups
+        for i, tier in enumerate(tiers)
+        for better in tier
+        for worse in chain.from_iterable(tiers[i + 1 :])
+    ]
+
+    def make(adapters: LoraConfig | None) -> Any:
+        return RewardTrainer(
+            model=PunaForSequenceClassification.from_transformer(model, pad_token_id=tokenizer.pad_token_id),
+            args=RewardConfig(**arguments(config.training, len(pairs), run), disable_dropout=False),
+            train_dataset=Dataset.from_list(pairs),
+            processing_class=tokenizer,
+            peft_config=adapters,
+        )
+
+    return train(make, model, config, run)
+
+
+def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, config: DpoConfig, run: StageRun) -> Transformer:
+    """TRL's DPOTrainer with the preference loss and `sft`; the reference is a copy of the starting policy, or it without adapters.
+
+    TRL has one mask for both terms: with `mask_format` the likelihood term leaves format tokens out, too,
+    and it is a mean over tokens.
+    """
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    from puna.models.formats.hub import PunaForCausalLM
+
+    class PreparedDPOTrainer(DPOTrainer):
+        """TRL's trainer on rows that hold token ids already."""
+
+        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
+            return dataset
+
+        def _set_signature_columns_if_needed(self) -> None:
+            self._signature_columns = ["prompt_ids", "chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask"]
+
+    pairs = [
+        {
+            "prompt_ids": e.prompt,
+            "chosen_ids": e.answers[better],
+            "rejected_ids": e.answers[worse],
+            "chosen_mask": e.masks[better] if config.mask_format else [True] * len(e.answers[better]),
+            "rejected_mask": e.masks[worse] if config.mask_format else [True] * len(e.answers[worse]),
+        }
+        for e in examples
+        for better, worse in pairs_of(e, config.pairs)
+    ]
+    weights = {"loss_type": [config.loss, "sft"], "loss_weights": [1.0, config.nll_weight]}
+
+    def make(adapters: LoraConfig | None) -> Any:
+        frozen = None if adapters else PunaForCausalLM.from_transformer(copy.deepcopy(model), pad_token_id=tokenizer.pad_token_id)
+        return PreparedDPOTrainer(
+            model=PunaForCausalLM.from_transformer(model, pad_token_id=tokenizer.pad_token_id),
+            ref_model=frozen,
+            args=DPOConfig(**arguments(config.training, len(pairs), run), beta=config.beta, disable_dropout=False, **weights),
+            train_dataset=Dataset.from_list(pairs),
+            data_collator=PreferenceCollator(tokenizer.pad_token_id),
+            processing_class=tokenizer,
+            peft_config=adapters,
+        )
+
+    return train(make, model, config, run)
+
+
+def labelled(example: Example) -> dict[str, list[int]]:
+    """A row of TRL's SFT: ids, and labels that leave the prompt out."""
+    (answer,) = example.answers
+    (mask,) = example.masks
+    learned = [id_ if counts else -100 for id_, counts in zip(answer, mask, strict=True)]
+    return {"input_ids": example.prompt + answer, "labels": [-100] * len(example.prompt) + learned}
+
+
+class PreferenceCollator:
+    """Pairs as one padded batch, all better answers first; masked tokens are not completion tokens."""
+
+    def __init__(self, pad: int) -> None:
+        self.pad = pad
+
+    def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        """[2n, T] int64 `input_ids`, `attention_mask` and `completion_mask`, as DPOTrainer takes them."""
+        import torch
+
+        sides = [(row, side) for side in ("chosen", "rejected") for row in rows]
+        ids = [row["prompt_ids"] + row[f"{side}_ids"] for row, side in sides]
+        masks = [[0] * len(row["prompt_ids"]) + [int(flag) for flag in row[f"{side}_mask"]] for row, side in sides]
+        longest = max(map(len, ids))
+        return {
+            "input_ids": torch.tensor([x + [self.pad] * (longest - len(x)) for x in ids]),
+            "attention_mask": torch.tensor([[1] * len(x) + [0] * (longest - len(x)) for x in ids]),
+            "completion_mask": torch.tensor([m + [0] * (longest - len(m)) for m in masks]),
+        }
+
+
+def arguments(training: TrainingSettings, rows: int, run: StageRun) -> dict[str, Any]:
+    """What TRL's three configurations share."""
+    import torch
+
+    config = training.train_config(rows)
+    optimizer, schedule, compute = config.optimizer, config.schedule, config.compute
+    return {
+        "output_dir": str(run.scratch / "trl"),
+        "max_steps": config.steps,
+        "per_device_train_batch_size": training.batch_size,
+        "learning_rate": schedule.learning_rate,
+        "warmup_steps": config.warmup_steps,
+        "lr_scheduler_type": SCHEDULES[schedule.shape],
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.beta1,
+        "adam_beta2": optimizer.beta2,
+        "adam_epsilon": optimizer.epsilon,
+        "max_grad_norm": optimizer.max_grad_norm or 0.0,
+        "max_length": compute.micro_batch_tokens,
+        "seed": run.seed("trl") % 2**31,
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": training_precision(compute, run) == "bf16",
+        "gradient_checkpointing": compute.activation_checkpointing,
+        "dataloader_pin_memory": False,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def hub_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> Any:
+    """The tokenizer as transformers loads it: TRL asks it for the padding token only, and for that of `tokenizer` where it names none."""
+    from transformers import AutoTokenizer
+
+    found = AutoTokenizer.from_pretrained(artifact.path())
+    if found.pad_token_id is None:
+        found.pad_token = tokenizer.vocabulary.token(tokenizer.pad)
+    return found
+
+
+def train(make: Callable[[LoraConfig | None], Any], model: Transformer, config: AdaptableConfig, run: StageRun) -> Transformer:
+    """Run the trainer that `make` gives, with adapters where `config` wants them, merged at the end; its log becomes `training_log`."""
+    import torch
+    from transformers import PrinterCallback
+
+    from puna.models.training.loop import weights_digest
+    from puna.stages.training.trl_state import Recorder
+
+    seed, save_seconds = run.seed("trl"), config.training.compute.save_seconds
+    identity = {"config": config.identity(), "seed": seed, "initial": weights_digest(model)}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # adapters are drawn before TRL sets its own seed
+        trainer = make(peft_config(model, config.lora) if config.method == "lora" else None)
+        trainer.remove_callback(PrinterCallback)
+        recorder = Recorder(trainer, identity, save_seconds, run)
+        trainer.add_callback(recorder)
+        recorder.train()
+    write_log(recorder.rows, run)
+    if config.method == "lora" and keeps(config.lora):
+        trainer.model.save_pretrained(str(run.folder / ADAPTER), selected_adapters=["default"])
+        (run.folder / ADAPTER / "README.md").unlink(missing_ok=True)  # a form to fill in
+    trained = trainer.model.merge_and_unload() if config.method == "lora" else trainer.model
+    return cast("Transformer", trained.to_transformer())
