@@ -3,11 +3,9 @@
 from puna.storage.artifact import Artifact
 from puna.storage.errors import PunaError
 from puna.storage.manifest import InputRecord, Manifest
-from puna.storage.pandas_later import spare_pandas
 from puna.storage.parts import Part
 from puna.storage.store import Store
 from puna.storage.work import Identity, Work
 
 __all__ = ["Artifact", "Identity", "InputRecord", "Manifest", "Part", "PunaError", "Store", "Work"]
 
-spare_pandas()

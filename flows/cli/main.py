@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -218,9 +216,6 @@ def up(
     from puna.flows.web import serve as serving
 
     serving.up(store, host, port, limit, auth, urls)
-    # All is closed and said. DuckDB's binding would have the interpreter's end report what it never gave back.
-    sys.stdout.flush()
-    os._exit(0)
 
 
 @app.command()
@@ -252,7 +247,6 @@ def serve(
     from puna.flows.engine.defaults import prepare
     from puna.flows.server.client import end_with, from_environment, named_server
 
-    gc.disable()  # until everything is offered: what is imported for that stays
     opened = Store.open(store)
     prepare(opened.root, terminal="WARNING")
     schedules: dict[str, str] = {}

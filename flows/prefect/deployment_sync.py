@@ -52,7 +52,7 @@ class Offering:
         self._seen: object = None
         self._lost: dict[str, int] = {}
 
-    def publish(self, crons: Mapping[str, str], served: Callable[[str, UUID], None]) -> None:
+    def publish(self, crons: Mapping[str, str], served: Callable[[str, UUID], object]) -> None:
         """Have the server offer everything; `crons`: schedules by `[PROJECT/]FLOW`. Schedules that are there stay.
 
         `served` is called with title and id of each deployment as soon as it is there.

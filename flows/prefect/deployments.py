@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
-import gc
 import inspect
 import logging
 import os
@@ -18,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
+from uuid import UUID
 
 import psutil
 from prefect import Flow as PrefectFlow
@@ -25,6 +24,7 @@ from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.context import FlowRunContext
+from prefect.deployments.runner import RunnerDeployment
 from prefect.runner import Runner
 from prefect.settings import get_current_settings
 from prefect.states import Failed
@@ -37,7 +37,6 @@ from puna.flows.engine.launch import Request, run_flow, run_stage
 from puna.flows.prefect import task  # noqa: F401 - its import has sessions run their steps as tasks
 from puna.flows.prefect.deployment_sync import Offering
 from puna.flows.prefect.forms import Offer, changed, offers, picked
-from puna.flows.prefect.ready import Ready
 from puna.flows.server.client import Server
 from puna.flows.server.reporter import MADE_UP
 from puna.stages.contract import Stage
@@ -200,39 +199,36 @@ def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: in
     offering = Offering(store, server, [(offer, flow_of(offer)) for offer in OFFERS.values()], linked=supervised)
     # What a person paused or scheduled stays so when this ends.
     runner = _Runner(limit=limit, pause_on_shutdown=False)
-    ready = Ready(runner._heartbeat_seconds)
     for name, text in schedules.items():
         print(f"{name}: every run of `{text}`, UTC")
     # A script's background jobs, and all that they start, ignore this signal; here it is how a run is ended.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    async def serve() -> None:
-        loop = asyncio.get_running_loop()
-
-        def prepare() -> None:
-            asyncio.run_coroutine_threadsafe(ready.prepare(), loop)
-
-        threading.Thread(target=_offer, args=(offering, runner, crons, supervised, prepare), daemon=True).start()
-        await runner.start()
-
+    threading.Thread(target=_offer, args=(offering, runner, crons, supervised), daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve())
+        asyncio.run(runner.start())
 
 
-def _offer(offering: Offering, runner: Runner, crons: dict[str, str], supervised: bool, offered: Callable[[], object]) -> None:
-    """Offer everything, each from the moment the server has it, and say so to `offered`; then keep the forms up to date."""
+class _Existing(RunnerDeployment):
+    """A deployment that the server holds already: the runner is given its id and nothing is sent."""
+
+    id: UUID
+
+    async def aapply(self, *unused: Any, **settings: Any) -> UUID:
+        """Return the id."""
+        return self.id
+
+
+def _offer(offering: Offering, runner: Runner, crons: dict[str, str], supervised: bool) -> None:
+    """Publish every form, then keep the forms up to date."""
     try:
-        offering.publish(crons, lambda title, deployment: runner._deployment_registry.register_deployment(deployment, title))
+        offering.publish(crons, lambda title, deployment: runner.add_deployment(_Existing(name=title, id=deployment)))
     except PunaError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
         return
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # at the end DuckDB would take what is frozen for leaks, and say so
-    gc.enable()
     ends = "" if supervised else "; Ctrl-C ends"
     print(f"{len(OFFERS)} flows and stages are offered at {get_current_settings().ui_url}/deployments{ends}", flush=True)
-    offered()
     while True:
         time.sleep(FRESH_SECONDS)
         try:

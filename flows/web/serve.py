@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import fcntl
-import gc
 import logging
 import os
 import signal
@@ -27,7 +25,6 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 
 from puna.flows.engine.defaults import ADDRESSES, ALLOWED, REFUSED, SERVED, prepare
-from puna.flows.prefect.database import prepared
 from puna.flows.server.client import Server, read_note, remove_note, write_note
 from puna.flows.web import guard
 from puna.flows.web.guard import Bounded, OwnSite, check_auth
@@ -56,8 +53,6 @@ def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False
     except PunaError:
         _listening(host, port).close()
         store = Store.open(uri)
-    # What is imported now stays: looking for garbage among it takes a fifth of the start.
-    gc.disable()
     with written(store.uri), _alone(store.root) as alone:
         if not alone:
             note = read_note(store.root)
@@ -88,9 +83,6 @@ def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False
 
 
 def _ready(store: Store, url: str, server: Server, began: float) -> None:
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # at the end DuckDB would take what is frozen for leaks, and say so
-    gc.enable()
     write_note(store.root, {"url": url, "api": server.url, "auth": server.auth, "pid": os.getpid()})
     print(f"puna is up after {time.perf_counter() - began:.1f} s, for {store.uri}; Ctrl-C ends it")
     print(f"  {url}/puna   runs, artifacts, questions\n  {url}/       Prefect: forms, schedules, run records", flush=True)
@@ -160,7 +152,6 @@ def _configure(store: Store, url: str, server: Server) -> None:
     """Prefect's settings for this process and its worker; before Prefect is imported."""
     prepare(store.root, terminal="ERROR")
     home = Path(os.environ["PREFECT_HOME"])
-    prepared(home)
     os.environ.update(server.environment())
     os.environ.update(
         # The browser asks where it found the page, whatever name it knows this machine by; other sites' pages may not.

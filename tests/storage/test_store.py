@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -490,15 +489,3 @@ def test_an_index_that_is_gone_old_or_damaged_costs_only_time(tmp_path: Path, da
     place.write_text(place.read_text().replace('"run": ""', '"run": "other"'))
     shutil.rmtree(made[1].folder)
     assert {one["key"]: one["sound"] for one in store.entries()} == {made[2].key: True}
-
-
-@pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="pandas is not installed")
-def test_pyarrow_knows_pandas_only_where_it_is_imported() -> None:
-    script = """
-import json, sys, pyarrow as pa, puna.storage
-values, before = pa.array([1, 2]).to_pylist(), "pandas" in sys.modules
-import pandas
-print(json.dumps([values, before, pa.array(pandas.Series([1.0, float("nan")])).null_count, int(pa.table({"a": [1, 2]}).to_pandas()["a"].sum())]))
-"""
-    result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert json.loads(result.stdout) == [[1, 2], False, 1, 3]
