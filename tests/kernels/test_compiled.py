@@ -82,16 +82,22 @@ def test_a_loop_follows_a_change_of_whatever_it_reaches(ask, tmp_path):
     assert ask() == (3 * (8 + 26), True)
 
 
-def test_a_loop_is_not_compiled_again_for_what_it_does_not_reach(ask, tmp_path):
-    expected = (3 * (4 + 15), True)
-    change(tmp_path, "inner", "def inner(x):", "# A comment\n\n\ndef inner(x):\n    # and another")
-    change(tmp_path, "inner", "@njit()\n# A comment\n\n\n", "# A comment\n\n\n@njit()\n")
-    assert ask() == expected
-    change(tmp_path, "inner", "x - 1", "x - 2")  # another loop of the file
-    assert ask() == expected
-    change(tmp_path, "outer", "What it says", "Better words")
-    change(tmp_path, "constants", "UNUSED = 7", "UNUSED = 8")
-    assert ask() == expected
+def test_a_loop_is_not_compiled_again_for_a_file_that_its_own_does_not_import(ask, tmp_path):
+    (tmp_path / "other.py").write_text("import outer\n")
+    assert ask() == (3 * (4 + 15), True)
+    change(tmp_path, "inner", "@njit()\ndef inner", "# A comment may be part of what is compiled: the file counts whole\n@njit()\ndef inner")
+    assert ask() == (3 * (4 + 15), False)
+
+
+def test_a_loop_knows_the_values_of_its_factory(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(numba_cache.ROOT / ".pkg"))
+    text = "from puna.kernels.cpu.numba_cache import njit\n\ndef adder(n):\n    @njit()\n    def add(x):\n        return x + n\n    return add\n"
+    (tmp_path / "factory.py").write_text(text)
+    ask = "from factory import adder; print(*(adder(n)(1) for n in (2, 3, 2)))"
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["3", "4", "3"]
 
 
 def test_a_loop_that_hashes_texts_is_loaded_in_a_process_that_compiled_none(tmp_path, monkeypatch):
