@@ -10,11 +10,11 @@ from typing import get_args
 from puna.flows.engine.declare import Output, current_walk, publish, setting, step
 from puna.flows.engine.recipe import Step
 from puna.stages.align.average import average
-from puna.stages.align.chosen import chosen
 from puna.stages.align.data_quality import data_quality
 from puna.stages.align.distill import distill
 from puna.stages.align.dpo import dpo
 from puna.stages.align.grpo import grpo
+from puna.stages.align.instructions import chosen
 from puna.stages.align.new_prompts import NewPromptsConfig
 from puna.stages.align.new_prompts import new_prompts as unused_prompts
 from puna.stages.align.ppo import ppo

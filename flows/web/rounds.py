@@ -13,7 +13,7 @@ from puna.flows.html.svg import draw, grid
 from puna.flows.prefect.trigger import Wanted, new_preferences, want, wanted
 from puna.flows.report.alignment import gate_basis, models_by_step
 from puna.flows.web.frame import artifact_link, field, option, page, projects_nav
-from puna.stages.align.approval import ApprovalConfig, approval
+from puna.stages.align.gate import ApprovalConfig, approval
 from puna.stages.contract import execute
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.aliases import DEFAULT

@@ -1,4 +1,4 @@
-"""The gate of a round: whether its candidate may take the policy's place, by measurement or by a person's word."""
+"""The gate of a round: its candidate takes the policy's place by measurement, or by a person's decision."""
 
 from __future__ import annotations
 
@@ -11,6 +11,26 @@ from puna.stages.contract import Evaluation, Figure, Kind, Prompts, StageConfig,
 from puna.stages.contract.declaration import Reads
 from puna.stages.training.intervals import Interval, mean
 from puna.storage import Artifact, PunaError
+
+
+class ApprovalConfig(StageConfig):
+    """Who decides, and how."""
+
+    by: str = Field(min_length=1, description="Who decides")
+    approved: bool = Field(True, description="Whether the candidate takes the policy's place")
+    reason: str = Field("", description="Why")
+
+
+@stage(kind="evaluation")
+def approval(gate: Evaluation, config: ApprovalConfig, run: StageRun) -> None:
+    """Record a person's decision on the candidate of a `gate`; the next run of the flow `round` carries it out."""
+    if gate.manifest.stage != "gate":
+        raise PunaError(f"approval: {gate.id} was made by {gate.manifest.stage}, not by a round's gate")
+    run.write_rows([{"task": "all", "metric": "approved", "value": float(config.approved), "low": None, "high": None, "n": 1}])
+    said = f"{'approved' if config.approved else 'refused'} by {config.by}{': ' + config.reason if config.reason else ''}"
+    run.metric("verdict", "passed" if config.approved else "refused")
+    run.metric("reason", said)
+
 
 Weighed = Annotated[Artifact, Kind("model"), Reads(("config.json",))]
 """A model that is only named."""

@@ -14,7 +14,7 @@ from puna.models.serving import ServingSettings, engine_of, prepared, vllm_engin
 from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import answer_text, messages_of, prompt_ids, shown
 from puna.stages.evaluation import multiple_choice
-from puna.stages.evaluation.page_choice import heldout_pages, training_text
+from puna.stages.evaluation.multiple_choice import heldout_pages, training_text
 from puna.stages.evaluation.variety import variety
 from puna.stages.search import SearchConfig, Values, search
 from puna.stages.training import bits_per_byte, intervals

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from puna.stages.contract import External, Model, StageConfig, StageRun, stage
-from puna.stages.io.checkpoint_files import local_folder, snapshot
+from puna.stages.io.import_model import local_folder, snapshot
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:

@@ -1,21 +1,55 @@
-"""The mixture: how often each training document is read."""
+"""The mixture: how often each training document is read.
+
+Weights by the number of near-duplicates of a document: FineWeb-2's rehydration (Penedo et al. 2025).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, field_validator
 
 from puna.stages.contract import Documents, Evaluation, Figure, Mixture, SeededConfig, StageRun, stage
 from puna.stages.draws import uniform
-from puna.stages.pretrain.cluster_weights import FINEWEB_2, cluster_sizes, weights_of
 from puna.stages.training.corpus import check_mixture, of_part
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Exchange
+
+FINEWEB_2 = {1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0, 100: 8.0, 1000: 1.0}
+"""Minimum size of a cluster → its weight: text that many sites copy is better than most, text that thousands copy is boilerplate."""
+
+
+def cluster_sizes(deduplicated: Sequence[Artifact]) -> pa.Table:
+    """The documents (`id`) in whose favour near-duplicates were removed, and how many they are with these (`size`).
+
+    A document removed in favour of one that a later artifact removes counts for the last survivor.
+    """
+    kept: dict[str, str] = {}
+    for artifact in deduplicated:
+        if "duplicates" not in artifact.tables:
+            raise PunaError(f"{artifact.id} has no table `duplicates`; give the artifacts of the stages that removed duplicates")
+        table = artifact.read("duplicates", columns=["id", "kept_id"])
+        kept |= dict(zip(table["id"].to_pylist(), table["kept_id"].to_pylist(), strict=True))
+    counts: Counter[str] = Counter()
+    for survivor in kept.values():
+        while survivor in kept:
+            survivor = kept[survivor]
+        counts[survivor] += 1
+    return pa.table({"id": pa.array(counts, pa.string()), "size": pa.array([1 + count for count in counts.values()], pa.int64())})
+
+
+def weights_of(sizes: NDArray[np.int64], weights: Mapping[int, float]) -> NDArray[np.float64]:
+    """The weight of each cluster's size, float64[n]: that of the greatest least size which it reaches; 1 below all of them."""
+    steps = sorted(weights)
+    table = np.array([1.0, *(weights[step] for step in steps)])
+    return table[np.searchsorted(steps, sizes, side="right")]
+
 
 TOLERANCE = 1e-6
 """How far weights may be from adding up to 1: what rounding to seven digits leaves."""

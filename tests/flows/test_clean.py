@@ -13,7 +13,7 @@ from puna.flows.engine.inputs import column_changes
 from puna.flows.engine.trace import load
 from puna.stages.contract import External, execute
 from puna.stages.curate.ingest import IngestConfig, ingest
-from puna.stages.io.import_documents import ImportDocumentsConfig, import_documents
+from puna.stages.io.imports import ImportDocumentsConfig, import_documents
 from puna.stages.reading.sniff import fields_of, sniff
 from puna.storage import PunaError, Store
 

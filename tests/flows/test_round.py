@@ -25,7 +25,7 @@ from puna.flows.engine.session import Session, session
 from puna.flows.engine.trace import load
 from puna.flows.report import write
 from puna.flows.web import application
-from puna.stages.align.approval import ApprovalConfig, approval
+from puna.stages.align.gate import ApprovalConfig, approval
 from puna.stages.contract import Answers, Model, Prompts, SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import answering, asking
 from puna.storage import Artifact, PunaError, Store, maintenance

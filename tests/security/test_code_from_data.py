@@ -12,7 +12,7 @@ import pytest
 
 from puna.stages import plugins
 from puna.stages.contract import External, execute
-from puna.stages.io.import_prompts import ImportPromptsConfig, import_prompts
+from puna.stages.io.imports import ImportPromptsConfig, import_prompts
 from puna.stages.verifiers.registry import from_json
 from puna.storage import Artifact, PunaError, Store
 from tests.security import cases_code

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from puna.stages.align.approval import ApprovalConfig, approval
-from puna.stages.align.gate import GateConfig, compare, gate, objections
+from puna.stages.align.gate import ApprovalConfig, GateConfig, approval, compare, gate, objections
 from puna.stages.align.new_prompts import NewPromptsConfig, new_prompts
 from puna.stages.contract import Evaluation, Model, Prompts, StageConfig, StageRun, execute, stage
 from puna.stages.conversations import asking

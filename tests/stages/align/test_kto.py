@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from puna.stages.align.dpo import DpoConfig, dpo
 from puna.stages.contract import External, execute
 from puna.stages.conversations import answering, asking, content_of, dump
-from puna.stages.io.import_preferences import ImportPreferencesConfig, import_preferences
+from puna.stages.io.imports import ImportPreferencesConfig, import_preferences
 from puna.stages.training.kto import mismatched
 from puna.stages.training.rankings import labelled
 from puna.stages.training.train import Example

@@ -11,8 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from puna.stages.align.chosen import ChosenConfig, chosen
-from puna.stages.align.instructions import InstructionsConfig, instructions
+from puna.stages.align.instructions import ChosenConfig, InstructionsConfig, chosen, instructions
 from puna.stages.align.preferences import PreferencesConfig, preferences
 from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
 from puna.stages.contract import execute, parse

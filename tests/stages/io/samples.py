@@ -13,10 +13,16 @@ import pyarrow.parquet as pq
 import zstandard
 
 from puna.stages.contract import External, execute, parse
-from puna.stages.io.import_documents import ImportDocumentsConfig, import_documents
-from puna.stages.io.import_instructions import ImportInstructionsConfig, import_instructions
-from puna.stages.io.import_preferences import ImportPreferencesConfig, import_preferences
-from puna.stages.io.import_prompts import ImportPromptsConfig, import_prompts
+from puna.stages.io.imports import (
+    ImportDocumentsConfig,
+    ImportInstructionsConfig,
+    ImportPreferencesConfig,
+    ImportPromptsConfig,
+    import_documents,
+    import_instructions,
+    import_preferences,
+    import_prompts,
+)
 from puna.storage import Artifact, Store
 
 STAGES: dict[str, Any] = {

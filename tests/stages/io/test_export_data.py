@@ -14,8 +14,7 @@ from puna.stages.contract import External, execute
 from puna.stages.conversations import answering, asking, dump
 from puna.stages.io import export_data as module
 from puna.stages.io.export_data import export_data
-from puna.stages.io.import_instructions import ImportInstructionsConfig, import_instructions
-from puna.stages.io.import_preferences import ImportPreferencesConfig, import_preferences
+from puna.stages.io.imports import ImportInstructionsConfig, ImportPreferencesConfig, import_instructions, import_preferences
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 

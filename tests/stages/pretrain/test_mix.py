@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from puna.stages.contract import execute
-from puna.stages.pretrain.cluster_weights import FINEWEB_2, cluster_sizes, weights_of
-from puna.stages.pretrain.mix import MixConfig, down_sampled, mix, plan
+from puna.stages.pretrain.mix import FINEWEB_2, MixConfig, cluster_sizes, down_sampled, mix, plan, weights_of
 from puna.storage import Artifact, PunaError, Store
 
 

@@ -1,0 +1,91 @@
+"""Imports of rows in the field's layouts: prompts, preferences, instructions, documents."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from puna.stages.contract import External, StageRun, stage
+from puna.stages.io.importing import HELDOUT, ImportConfig, PromptRowsConfig, SplitConfig, import_rows
+
+
+class ImportPreferencesConfig(SplitConfig):
+    """How files become preferences."""
+
+    layout: Literal["auto", "pairs", "kto", "ranked"] = Field(
+        "auto", description="Layout of the rows; auto looks for one and stops where several fit"
+    )
+    heldout_fraction: float = Field(0.1, ge=0, lt=1, description=HELDOUT)
+
+
+@stage(kind="preferences")
+def import_preferences(inputs: list[External], config: ImportPreferencesConfig, run: StageRun) -> None:
+    """Import preferences between answers: chosen and rejected, labelled single answers (KTO), or answers with scores or ranks.
+
+    Chosen and rejected are text, messages, or dialogues of HH ("\\n\\nHuman:"); without a prompt, the context is what both have in
+    common, message by message. A ranking is one row: the best answer is chosen, the worst rejected, the others keep their rank.
+
+    `examples` shows each input's layout, why it was taken, the columns and a row; `dropped` names every row that could not be
+    taken, with file, row, field and reason. Rows that are there twice are kept once. A tenth of the prompts is held out by
+    default: what is trained on the others is measured on these.
+    """
+    import_rows("preferences", config.layout, inputs, config, run)
+
+
+class ImportInstructionsConfig(SplitConfig):
+    """How files become instructions."""
+
+    layout: Literal["auto", "messages", "prompt_completion", "instruction_output"] = Field(
+        "auto", description="Layout of the rows; auto looks for one and stops where several fit"
+    )
+
+
+@stage(kind="instructions")
+def import_instructions(inputs: list[External], config: ImportInstructionsConfig, run: StageRun) -> None:
+    """Import conversations to learn from: messages (role and content, or from and value), prompt and completion, or instruction and output.
+
+    `examples` shows each input's layout, why it was taken, the columns and a row; `dropped` names every row that could not be
+    taken, with file, row, field and reason. Rows that are there twice are kept once.
+    """
+    import_rows("instructions", config.layout, inputs, config, run)
+
+
+class ImportDocumentsConfig(ImportConfig):
+    """How files become documents."""
+
+    layout: Literal["auto", "text"] = Field(
+        "auto", description="Layout of the rows; auto looks for one and stops where several fit"
+    )
+
+
+@stage(kind="documents")
+def import_documents(inputs: list[External], config: ImportDocumentsConfig, run: StageRun) -> None:
+    """Import documents from rows with a text, and perhaps a title, an address and a date; pages of HTML and archives go through `ingest`.
+
+    `examples` shows each input's layout, why it was taken, the columns and a row; `dropped` names every row that could not be
+    taken, with file, row, field and reason. Rows that are there twice are kept once.
+    """
+    import_rows("documents", config.layout, inputs, config, run)
+
+
+class ImportPromptsConfig(PromptRowsConfig):
+    """How files become prompts."""
+
+    layout: Literal["auto", "messages", "prompt", "instruction"] = Field(
+        "auto", description="Layout of the rows; auto looks for one and stops where several fit"
+    )
+    heldout_fraction: float = Field(0.1, ge=0, lt=1, description=HELDOUT)
+
+
+@stage(kind="prompts")
+def import_prompts(inputs: list[External], config: ImportPromptsConfig, run: StageRun) -> None:
+    """Import prompts to be answered: conversations, questions or instructions, with a reference answer and a verifier where there is one.
+
+    Of a conversation that ends in an answer, that answer is the reference.
+
+    `examples` shows each input's layout, why it was taken, the columns and a row; `dropped` names every row that could not be
+    taken, with file, row, field and reason; a verifier of a row may name code only in modules that `--module` or an installed plugin
+    names. Rows that are there twice are kept once. A tenth of the prompts is held out by default.
+    """
+    import_rows("prompts", config.layout, inputs, config, run)
