@@ -21,6 +21,7 @@ from puna.kernels.operators import operator, wide
 if TYPE_CHECKING:
     import triton.language as tl
 
+NUMERICS = {"gradient_norm": 1, "adamw_": 1}
 CHUNK = 1 << 16  # elements of one program
 BLOCK = 2048  # elements that a program holds at once
 CPU_CHUNK = 1 << 16  # elements whose clipped gradient stays in a core's cache until it is used

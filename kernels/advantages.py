@@ -21,6 +21,7 @@ from puna.kernels.operators import fused_on_cpu, operator
 if TYPE_CHECKING:
     import triton.language as tl
 
+NUMERICS = {"advantages": 1}
 BLOCK = 1024  # tokens that a Triton program holds at once
 
 

@@ -26,6 +26,7 @@ from puna.kernels.kv_append import kv_append_
 from puna.kernels.operators import differentiable, operator, uses_triton, wide
 from puna.kernels.paged_attention import PAGE, PagedPlan, new_pages, paged_attention
 
+NUMERICS = {"attention": 1, "prepare": 1}
 TILE_TENSORS = 3  # of a layout; in exact passes those for `paged_attention` follow
 
 __all__ = ["ForestMask", "Tile", "attention", "attention_reference"]

@@ -32,6 +32,8 @@ if has_numba():
     from puna.kernels.cpu.int8_products import AVAILABLE, products8, quantize_row, row_bytes
     from puna.kernels.cpu.vectors import LANES, add, load_first, store_first
 
+NUMERICS = {"DenseLayer": 1, "DenseLayers": 1}
+
 
 @dataclass(frozen=True, eq=False)
 class DenseLayer:

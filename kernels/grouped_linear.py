@@ -22,6 +22,8 @@ from puna.kernels.operators import differentiable, operator
 if TYPE_CHECKING:
     import triton.language as tl
 
+NUMERICS = {"grouped_linear": 1}
+
 
 def grouped_linear_reference(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:
     """[N, F]: row n times the transposed matrix of its expert."""

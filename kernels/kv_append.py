@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 if has_numba():
     from puna.kernels.cpu.vectors import carray, load_first, pointer, store_first
 
+NUMERICS = {"kv_append_": 1}
 BLOCK = 1024  # numbers of a token that a program copies
 
 

@@ -26,6 +26,7 @@ if has_numba():
 
     ROWS, COLUMNS = TILE
 
+NUMERICS = {"product": 1, "linear": 1}
 FEW_ROWS = 64  # of x; up to there the loop is as fast as any library
 AHEAD = 16 << 10  # bytes that weights are asked for ahead: twice as fast where they come from memory
 KEPT = 256 << 10  # bytes of a panel up to which the next one is asked for: both stay in a core's cache

@@ -22,6 +22,8 @@ from puna.kernels.output_layer import LOWEST, accumulate, block_size, chunks, fa
 if TYPE_CHECKING:
     import triton.language as tl
 
+NUMERICS = {"linear_cross_entropy": 1}
+
 
 def linear_cross_entropy_reference(x_ND: Tensor, w_VD: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     """sum_i weights[i] * -log softmax(x w^T)[i, targets[i]], a scalar."""

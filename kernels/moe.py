@@ -21,6 +21,7 @@ from puna.kernels.operators import differentiable, operator, wide
 if TYPE_CHECKING:
     import triton.language as tl
 
+NUMERICS = {"top_k_routing": 1, "dispatch": 1, "combine": 1}
 BLOCK = 1024  # columns of a row that a program holds at once
 
 

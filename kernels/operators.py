@@ -3,6 +3,9 @@
 Each operator has a portable version (torch operators; loops of its own on CPU) and a Triton version. The
 dispatcher picks by the tensors' device; fp64, which is for checks, is always portable. With TRITON_INTERPRET=1
 Triton's interpreter runs the Triton versions on CPU tensors: how tests see them without a GPU.
+
+A file's `NUMERICS` gives each operation the version of the numbers that it computes. Artifacts' keys hold that version and the reference,
+not the loops and Triton programs: raise it when bits change (`tests/identity/numerics.py` compares them).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from puna.kernels.operators import wide
 
+NUMERICS = {"CHUNK_BYTES": 1, "CHUNK_BYTES_GPU": 1}
 CHUNK_BYTES = 4 << 20  # one chunk's logits on CPU: about a core's share of the last-level cache
 CHUNK_BYTES_GPU = 512 << 20  # on a GPU: enough rows for products at full speed
 BLOCK = 4096  # logits that a Triton program holds at once

@@ -57,6 +57,7 @@ if has_numba():
         total,
     )
 
+NUMERICS = {"PAGE": 1, "PagedPlan": 1, "new_pages": 1, "paged_attention": 1}
 PAGE = 16  # tokens of a page: one wide vector of scores
 TILE = 16  # neighbouring queries that are computed together
 KEPT = 8  # pages of values that stay in the first cache while a tile's queries take turns at them

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 if has_numba():
     from puna.kernels.cpu.vectors import LANES, add, carray, fill, higher, load_first, minus, peak, pointer, times, total
 
+NUMERICS = {"quantize_rows": 1, "low_precision_linear": 1, "quantized_linear": 1}
+
 Kind = Literal["int8", "fp8"]
 TYPES: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}

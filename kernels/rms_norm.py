@@ -25,6 +25,7 @@ if has_numba():
     from puna.kernels.cpu.vectors import LANES, add, carray, fill, fma, lane, load_first, over, pointer, root, store_first, times
     from puna.kernels.cpu.vectors import total as total_of
 
+NUMERICS = {"rms_norm": 1, "add_rms_norm": 1}
 ELEMENTS = 2048  # that a program computes at once, in as many rows as they make: a narrow one (of qk-norm) leaves its threads idle
 PROGRAMS = 264  # programs of the backward, each with its own part of dweight: two for each multiprocessor of a large GPU
 

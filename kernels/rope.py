@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 if has_numba():
     from puna.kernels.cpu.vectors import LANES, add, fill, load_first, minus, store_first, times
 
+NUMERICS = {"rope": 1}
 HEADS = 8  # heads turned at once by a Triton program
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 if has_numba():
     from puna.kernels.cpu.vectors import LANES, add, exp, fill, load_first, minus, over, store_first, times
 
+NUMERICS = {"swiglu": 1}
 BLOCK = 2048  # elements of one Triton program
 
 

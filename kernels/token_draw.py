@@ -19,6 +19,8 @@ from puna.kernels.operators import uses_triton
 if has_numba():
     from puna.kernels.cpu.vectors import add, carray, exp, fill, fma, higher, lane, load, pointer
 
+NUMERICS = {"token_draw": 1}
+
 LANES, BLOCK = 16, 128  # probabilities are summed in blocks of this many tokens
 LIKELIEST = -1.0  # in place of a uniform number: take the likeliest token, the first of equals
 

@@ -23,8 +23,9 @@ Target = tuple[str, str | None]
 class Module:
     """The top-level bindings of one source file.
 
-    `symbols`: name → the statements that bind or change it. `imports`: name → what it may be, first-party, in the order
-    of the statements. `foreign`: name → where an unconditional import from outside Puna takes it.
+    `symbols`: name → the statements that bind or change it. `imports`: name → what it may be, first-party, in the order of the
+    statements. `foreign`: name → where an unconditional import from outside Puna takes it. `numerics`: name → the version of the numbers
+    that a tensor operation computes, as the module's `NUMERICS` declares it.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Module:
     symbols: dict[str, list[Binding]] = field(default_factory=dict)
     imports: dict[str, list[Target]] = field(default_factory=dict)
     foreign: dict[str, str] = field(default_factory=dict)
+    numerics: dict[str, int] = field(default_factory=dict)
     _canonical: dict[int, tuple[ast.AST, list[ast.AST]]] = field(default_factory=dict)
 
     def canonical(self, node: ast.AST) -> tuple[ast.AST, list[ast.AST]]:
@@ -109,6 +111,9 @@ def _parse(name: str, file: Path, content: str) -> Module:
             for inner in ast.walk(mention):
                 if isinstance(inner, ast.Name) and binding not in module.symbols.get(inner.id, [binding]):
                     module.symbols[inner.id].append(binding)
+    for declared in module.symbols.get("NUMERICS", []):
+        if isinstance(declared.node, ast.Assign):
+            module.numerics.update(ast.literal_eval(declared.node.value))
     return module
 
 

@@ -1,11 +1,12 @@
 """The version of a stage's code: a hash over the syntax trees of everything first-party that it reaches.
 
-From the stage's function and its configuration the names they use are followed, through imports (also those inside
-functions), to functions, classes and constants of Puna, of plugins and of a user's own modules. Comments, docstrings,
-annotations, bounds, error texts, names of local variables and formatting do not count, nor does the module in which a symbol
-stands: code may move. Data files that reached code opens do count, and so do the versions of the libraries that it uses (see
-`libraries`). The contract and the store are not followed: they move artifacts and do not decide their content; `FORMAT`, here
-and of the manifest, stands for them.
+From the stage's function and its configuration the names they use are followed, through imports (also those inside functions), to
+functions, classes and constants of Puna, of plugins and of a user's own modules. Comments, docstrings, annotations, bounds, error
+texts, names of local variables and formatting do not count, nor does the module in which a symbol stands: code may move. Of a tensor
+operation count its reference and the version that its module's `NUMERICS` declares, not the loops, tiles and Triton programs that
+compute it (`tests/identity/numerics.py` compares the bits). Data files that reached code opens do count, and so do the versions of the
+libraries that it uses (see `libraries`). The contract and the store are not followed: they move artifacts and do not decide their
+content; `FORMAT`, here and of the manifest, stands for them.
 """
 
 from __future__ import annotations
@@ -188,6 +189,8 @@ def _symbol(source: Module, name: str) -> Symbol | None:
     bindings = source.symbols.get(name)
     if bindings is None:
         return None
+    if name in source.numerics:
+        return _operation(source, name)
     uses: list[Name] = []
     opened: list[data_files.Opened] = []
     words: list[str] = []
@@ -223,6 +226,13 @@ def _symbol(source: Module, name: str) -> Symbol | None:
         tuple(dict.fromkeys(words)),
         tuple(sorted({origin.split(".")[0] for origin in foreign.values()} - _SILENT)),
     )
+
+
+def _operation(source: Module, name: str) -> Symbol:
+    """Return the symbol of a tensor operation: its declared version, and its reference where it has one."""
+    reference = f"{name.rstrip('_')}_reference"
+    uses = ((source.name, reference),) if reference in source.symbols else ()
+    return Symbol(_hash(["numerics", str(source.numerics[name])]), uses, (), (), ())
 
 
 _SILENT = frozenset(sys.stdlib_module_names) - {"re", "unicodedata"}
