@@ -23,11 +23,9 @@ SINGLE = 128  # of a script written without spaces
 UPPER = 256  # str.isupper
 PUNCTUATION = 512  # category P
 ALPHANUMERIC = 1024  # str.isalnum
-SENTENCE_END = 2048  # ends a sentence inside a line; TERMINAL, where nothing else is said
-DIGIT = 4096  # str.isdigit
-CASED = 8192  # `Tables.lower` is another character
-JOINER = 16384  # inside a word a part of it, else nothing: joiners, soft hyphens, directions
-SEPARATOR = 32768  # parts words without being one: the zero width space, the Tibetan mark between syllables
+CASED = 2048  # `Tables.lower` is another character
+JOINER = 4096  # inside a word a part of it, else nothing: joiners, soft hyphens, directions
+SEPARATOR = 8192  # parts words without being one: the zero width space, the Tibetan mark between syllables
 
 POINTS = 0x110000
 ASSIGNED = ((0, 0x40000), (0xE0000, 0xE1000))
@@ -77,7 +75,6 @@ def tables() -> Tables:
     mark(SPACE, ask(str.isspace))
     mark(ALPHABETIC, ask(str.isalpha))
     mark(DECIMAL, ask(str.isdecimal))
-    mark(DIGIT, ask(str.isdigit))
     mark(UPPER, ask(str.isupper))
     mark(ALPHANUMERIC, alphanumeric)
     mark(WORD, alphanumeric | (first == b"M"))
@@ -91,7 +88,7 @@ def tables() -> Tables:
         flags[low : high + 1] |= np.where(flags[low : high + 1] & ALPHABETIC, np.uint16(SINGLE), np.uint16(0))
     # Surrogates are left out: they are no characters and the regular expression engine refuses them.
     for c in regex.findall(r"\p{Sentence_Terminal}", every[:0xD800] + every[0xE000:]):
-        flags[ord(c)] |= np.uint16(TERMINAL | SENTENCE_END)
+        flags[ord(c)] |= np.uint16(TERMINAL)
     lower = np.arange(POINTS, dtype=np.uint32)
     for c in characters:
         folded = c.lower()

@@ -131,21 +131,21 @@ def code_point(data: Any, i: Any) -> Any:
     return ((b & np.uint64(0x07)) << np.uint64(18)) | (second << np.uint64(12)) | (third << np.uint64(6)) | fourth, np.uint64(4)
 
 
-def shingle_hashes(words: Words, width: int, short: bool = True) -> tuple[U64, I64]:
+def shingle_hashes(words: Words, width: int) -> tuple[U64, I64]:
     """XXH64 of every run of `width` words (parted by single spaces) of each document; hashes_S and their offsets_D1.
 
-    A document of fewer words has one shingle, all of it (`short`), or none; one without words has none.
+    A document of fewer words has one shingle, all of it; one without words has none.
     """
-    return _shingle_hashes(words.data, words.offsets_D1, words.begins, words.words_D1, width, short)  # type: ignore[no-any-return]
+    return _shingle_hashes(words.data, words.offsets_D1, words.begins, words.words_D1, width)  # type: ignore[no-any-return]
 
 
 @njit(cache=True, nogil=True)
-def _shingle_hashes(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, width: Any, short: Any) -> Any:
+def _shingle_hashes(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, width: Any) -> Any:
     documents = len(offsets_D1) - 1
     out_D1 = np.zeros(documents + 1, dtype=np.int64)
     for d in range(documents):
         words = words_D1[d + 1] - words_D1[d]
-        least = 1 if short and words > 0 else 0
+        least = 1 if words > 0 else 0
         out_D1[d + 1] = out_D1[d] + max(least, words - width + 1)
     hashes = np.empty(out_D1[documents], dtype=np.uint64)
     for d in range(documents):

@@ -30,13 +30,12 @@ from puna.stages.curate.select import signals_of
 from puna.stages.curate.signals.divergence import BINS, LENGTHS, Corpus, expected_at
 from puna.stages.curate.signals.measure import (
     ANY_LIST,
+    NAMES,
     NO_LIST,
     Measurements,
     OwnWords,
-    Splitter,
     check_against_definitions,
     measure,
-    names,
     own_words,
 )
 from puna.stages.curate.signals.tally import Tally
@@ -59,11 +58,6 @@ FINAL_PUNCTUATION = (".", "?", "!", '"')
 class HeuristicsConfig(SeededConfig):
     """What is measured; thresholds are `select`'s."""
 
-    words: Splitter = Field(
-        "universal",
-        description="How words are split: for any script, or exactly as datatrove 0.10 does in English; "
-        "dolma: what dolma 1.2 measures is measured as it does, with words between white space, the rest as for any script",
-    )
     coverage_n: int = Field(5, ge=2, le=20, description="Length of the n-grams of ngram_coverage, words")
     line_coverage: float = Field(0.5, ge=0, le=1, description="Lines covered at least so much get a row in line_signals, fraction of words")
     c4_lines: bool = Field(False, description="Write the table c4_lines, a row for each line: what C4's rules on lines read")
@@ -103,7 +97,7 @@ class HeuristicsConfig(SeededConfig):
 def written(config: HeuristicsConfig) -> dict[str, tuple[str, ...]]:
     """The columns of the tables that it writes."""
     found: dict[str, tuple[str, ...]] = {
-        "signals": ("id", *names(config.words), FAILURE, *config.signals, "token_kl", "token_kl_excess"),
+        "signals": ("id", *NAMES, FAILURE, *config.signals, "token_kl", "token_kl_excess"),
         "line_signals": ("id", "line", "words", "ngram_coverage"),
     }
     return found | ({"c4_lines": ("id", "line", "words", "final_punctuation")} if config.c4_lines else {})
@@ -113,10 +107,10 @@ def written(config: HeuristicsConfig) -> dict[str, tuple[str, ...]]:
 def heuristics(documents: Documents, language: Signals | None, config: HeuristicsConfig, run: StageRun) -> None:
     """Measure documents with every number that Gopher's, C4's and FineWeb's rules ask for, and three of Llama 3's.
 
-    Gopher (arXiv 2112.11446), C4 (1910.10683) and FineWeb (2406.17557) as datatrove 0.10 defines them; where it is asked for,
-    Gopher and C4 as dolma 1.2 does (`puna.stages.curate.signals.dolma`). Llama 3 (2407.21783, section 3.1.1): n-grams seen
-    earlier in the document, per document and per line (`line_signals`); adult vocabulary; Kullback-Leibler divergence of the
-    document's words from the corpus's. With the signals of `language`, a document is compared with its own language.
+    Gopher (arXiv 2112.11446), C4 (1910.10683) and FineWeb (2406.17557) as datatrove 0.10 defines them, on the words of
+    `puna.kernels.text.words`. Llama 3 (2407.21783, section 3.1.1): n-grams seen earlier in the document, per document and per line
+    (`line_signals`); adult vocabulary; Kullback-Leibler divergence of the document's words from the corpus's. With the signals of
+    `language`, a document is compared with its own language.
     `puna.stages.curate.signals.definitions` says in plain Python what each signal is. Signals of your own (`signals`) are
     measured by their definitions, in a process of their own; a document for which one raises an exception, or takes too long or too much
     memory, has none, and the metric `failed_NAME` counts it. The signal `failure` says why a document is not measured, that or because it
@@ -198,10 +192,10 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
         if language is not None:
             languages = [name or "" for name in signals_of(language, documents["id"], ["language"])["language"].to_pylist()]
             listed = _own_words(language, documents["id"])
-        found = measure(documents["text"], config.words, config.coverage_n, config.line_coverage, listed)
-        check_against_definitions(found, documents["text"].filter(pc.invert(over)), config.words)
+        found = measure(documents["text"], config.coverage_n, config.line_coverage, listed)
+        check_against_definitions(found, documents["text"].filter(pc.invert(over)))
         found.values[np.array(over)] = np.nan
-        table = _table(documents["id"], languages, names(config.words), found)
+        table = _table(documents["id"], languages, found)
         if config.c4_lines:
             table = _with_c4_lines(table, documents["text"])
         table = with_own(table, documents, own, Budget(config.signal_seconds, config.signal_memory_mb))
@@ -252,10 +246,10 @@ def _own_words(language: Artifact, ids: pa.ChunkedArray) -> OwnWords | None:
     return own_words(lists, [places[key] for key in zip(table["language"].to_pylist(), table["script"].to_pylist(), strict=True)])
 
 
-def _table(ids: pa.ChunkedArray, languages: list[str], measured: tuple[str, ...], found: Measurements) -> pa.Table:
+def _table(ids: pa.ChunkedArray, languages: list[str], found: Measurements) -> pa.Table:
     """One row per document: id, signals, language, and the lists that later steps need."""
     columns: dict[str, pa.Array] = {"id": ids.combine_chunks()}
-    for name in measured:
+    for name in NAMES:
         values = pa.array(np.ascontiguousarray(found.values[name]), from_pandas=True)  # NaN is null
         columns[name] = values.cast(SIGNALS[name].field.type)
     columns["_language"] = pa.array(languages, pa.string())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, field_validator
 
 from puna.models.languages.registry import FACTOR
 from puna.stages import plugins
@@ -37,7 +37,6 @@ from puna.stages.curate.rules.groups import (
     active_rules,
     check_signals,
 )
-from puna.stages.curate.rules.sets import RuleSet, filled
 from puna.storage import Artifact, PunaError
 from puna.storage.schemas import table_schema
 
@@ -53,7 +52,6 @@ LINE_TABLES = {
 class SelectConfig(StageConfig):
     """Groups of rules; null turns a group off, null in a group turns a rule off."""
 
-    rule_set: RuleSet = Field("puna", description="Whose rules apply where a group or a rule is not given")
     language: LanguageRules | None = Field(None, description="Rules on language identification")
     gopher_repetition: GopherRepetitionRules | None = Field(GopherRepetitionRules(), description="Gopher's repetition rules")
     gopher_quality: GopherQualityRules | None = Field(GopherQualityRules(), description="Gopher's quality rules")
@@ -79,12 +77,6 @@ class SelectConfig(StageConfig):
     sql: dict[str, str] = Field(
         {}, description="Rules as conditions over signals and `source`, in DuckDB's SQL, by name: a document of which one is true goes"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill(cls, given: Any) -> Any:
-        own = [name for name in cls.model_fields if name not in ("rule_set", "groups", "sql", "per_language")]
-        return filled(given, own) if isinstance(given, dict) else given
 
     @field_validator("groups", mode="before")
     @classmethod

@@ -35,9 +35,7 @@ class SemanticDedupConfig(SeededConfig):
 
 
 @stage(kind="documents", filters="documents")
-def semantic_dedup(
-    documents: Documents, model: Model | None, encoder: External | None, config: SemanticDedupConfig, run: StageRun
-) -> None:
+def semantic_dedup(documents: Documents, model: Model | None, encoder: External | None, config: SemanticDedupConfig, run: StageRun) -> None:
     """Remove documents whose vectors are nearly those of a kept one (Abbas et al. 2023, SemDeDup, with another choice of the kept).
 
     Without an encoder vectors are TF-IDF over normal words, projected at random: they see through reordered and lightly edited
@@ -64,9 +62,7 @@ def semantic_dedup(
     centers = _centers(vectors, common, config, run)
     size = partitions(vectors.rows * (8 * config.dimensions if common is None else 8 * len(common)))
     clustered = run.exchange(_clustered, vectors.filled, common, centers, size, by="place", partitions=size)
-    found = remove(
-        run, documents, _decided, clustered.filled, config, method=method, rule="semantic_duplicate", threshold=config.threshold
-    )
+    found = remove(run, documents, _decided, clustered.filled, config, method=method, rule="semantic_duplicate", threshold=config.threshold)
     run.metric("clusters", max(found, default=0))
 
 

@@ -67,33 +67,26 @@ def prepare() -> None:
 
 
 def figures() -> dict[str, float]:
-    """Ratios (above 1: Puna is faster), CPU seconds of each side, recall, and equality with datatrove as 0 to 1."""
+    """Return ratios (above 1: Puna is faster), CPU seconds of each side, and recall."""
     import peers
-    import pyarrow as pa
 
-    from puna.stages.curate.minhash.config import MinhashDedupConfig
     from puna.stages.curate.minhash.decide import near_duplicates
 
     texts = corpus(SPEED_BYTES)
     own, _ = best(lambda: near_duplicates(texts))
-    parity = MinhashDedupConfig(normal_form="datatrove", scheme="mersenne", bands=14, rows=8, verify=False)
-    mode, found = best(lambda: near_duplicates(texts, parity))
     stage = stage_seconds(texts)
     datatrove = peers.run("datatrove", "peer_minhash_datatrove.py", texts=texts)
     rensa = peers.run("rensa", "peer_minhash_rensa.py", texts=texts)
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     return {
         "minhash_vs_datatrove": datatrove["seconds"] / own,
-        "minhash_mode_vs_datatrove": datatrove["seconds"] / mode,
         "minhash_stage_vs_datatrove": datatrove["seconds"] / stage,
         "minhash_vs_rensa": rensa["seconds"] / own,
         "minhash_mb_s": megabytes / own,
         "minhash_seconds": own,
-        "minhash_mode_seconds": mode,
         "minhash_stage_seconds": stage,
         "minhash_datatrove_seconds": datatrove["seconds"],
         "minhash_rensa_seconds": rensa["seconds"],
-        **equality(pa.chunked_array([pa.array(texts, pa.large_string())]), parity, found, datatrove),
         **recall(),
     }
 
@@ -120,34 +113,6 @@ def stage_seconds(texts: list[str]) -> float:
             execute(minhash_dedup, MinhashDedupConfig(), {"documents": documents}, store)
             least = min(least, time.process_time() - started)
     return least
-
-
-def equality(column: Any, parity: Any, found: Any, datatrove: dict[str, Any]) -> dict[str, float]:
-    """Shares of datatrove's signatures and edges that are equal here, and whether the clusters are the same."""
-    from puna.stages.curate.minhash import near_duplicates
-    from puna.stages.curate.minhash.sketch import shingled, signed
-
-    shingles = shingled(column, parity)
-    signatures, keys = signed(shingles, parity)
-    sizes = [int(b - a) for a, b in zip(shingles.offsets[:-1], shingles.offsets[1:], strict=True)]
-    theirs = datatrove["signatures"]
-    same = sum((row is None and not size) or row == mine.tolist() for row, mine, size in zip(theirs, signatures, sizes, strict=False))
-    filled = [n for n, size in enumerate(sizes) if size]
-    edges = set()
-    for band in range(parity.bands):
-        edges |= {(filled[a], filled[b]) for a, b in near_duplicates.edges(keys[filled, band]).tolist()}
-    other = {tuple(pair) for pair in datatrove["edges"]}
-    mine = defaultdict(set)
-    for gone, kept in zip(found.removed.tolist(), found.kept.tolist(), strict=True):
-        mine[kept] |= {gone, kept}
-    clusters = defaultdict(set)
-    for document, cluster in datatrove["clusters"]:
-        clusters[cluster].add(document)
-    return {
-        "minhash_equal_signatures": same / len(theirs),
-        "minhash_equal_edges": len(edges & other) / max(1, len(edges | other)),
-        "minhash_equal_clusters": float(sorted(map(sorted, mine.values())) == sorted(map(sorted, clusters.values()))),
-    }
 
 
 def recall() -> dict[str, float]:

@@ -58,7 +58,7 @@ def codes(file: str) -> dict[str, str]:
 def measured(texts: list[str]) -> Any:
     from puna.stages.curate.signals.measure import measure
 
-    return measure(pa.chunked_array([pa.array(texts, pa.large_string())]), "universal", 5, 0.5).values
+    return measure(pa.chunked_array([pa.array(texts, pa.large_string())]), 5, 0.5).values
 
 
 def quantile(values: Any, q: float) -> float:

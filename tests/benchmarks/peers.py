@@ -19,8 +19,6 @@ from typing import Any
 HERE = Path(__file__).parent
 PEERS: dict[str, tuple[str, ...]] = {
     "datatrove": ("datatrove==0.10.1", "spacy==3.8.18", "xxhash<4", "regex", "nltk", "ftfy", "tokenizers", "orjson"),
-    # With these two named, pip need not try version after version of them for s3fs.
-    "dolma": ("dolma==1.2.1", "aiobotocore==2.5.4", "boto3==1.28.17"),
     "rensa": ("rensa==0.5.0",),
     "trafilatura": ("trafilatura==2.3.1", "lxml_html_clean"),
 }

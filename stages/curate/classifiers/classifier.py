@@ -252,9 +252,7 @@ def _prepare(
     return str(file), len(table), counts
 
 
-def _train(
-    job: _Job, files: list[str], config: ClassifierConfig
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _train(job: _Job, files: list[str], config: ClassifierConfig) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Train one model, keep it; how it scores the labelled documents of its fold: `told`, and what is not 0 in `counted` and where."""
     _write_text(job, files)
     c = config

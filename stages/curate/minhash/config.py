@@ -43,12 +43,9 @@ class SignatureConfig(StageConfig):
 class MinhashDedupConfig(SignatureConfig):
     """How candidates are found, what counts as a duplicate, and which document survives."""
 
-    normal_form: Literal["puna", "datatrove"] = Field(
-        "puna",
-        description="Words that are compared. puna: no case, punctuation or Latin accents, numbers count, documents of few words "
-        "have one shingle; datatrove: exactly its words (all numbers alike, shorter documents than a shingle are never duplicates)",
+    words: int = Field(
+        5, ge=1, le=50, description="Words per shingle, without case, punctuation and Latin accents; a shorter document is one shingle"
     )
-    words: int = Field(5, ge=1, le=50, description="Words per shingle")
     bands: int = Field(18, ge=1, le=1000, description="Bands of the index; documents that agree in one are candidates")
     rows: int = Field(6, ge=1, le=64, description="Signature values per band")
     seed: int = Field(1, ge=0, le=2**32 - 1, description="Seed of the permutations, as in datasketch")

@@ -36,10 +36,6 @@ def shingled(texts: pa.ChunkedArray, config: MinhashDedupConfig) -> Shingles:
     from puna.kernels.text.strings import buffers
 
     data, offsets = buffers(texts)
-    if config.normal_form == "datatrove":
-        from puna.kernels.text.datatrove_words import datatrove_words
-
-        return of_words(datatrove_words(data, offsets), config)
     from puna.kernels.text.shingles import normal
 
     return of_words(normal(data, offsets), config)
@@ -49,7 +45,7 @@ def of_words(words: Words, config: MinhashDedupConfig) -> Shingles:
     """The shingles of normal texts."""
     from puna.kernels.text.normal_words import shingle_hashes
 
-    hashes, where = shingle_hashes(words, config.words, short=config.normal_form == "puna")
+    hashes, where = shingle_hashes(words, config.words)
     values = hashes if config.hash == "xxh64" else _sha1(words, where, config)
     return Shingles(hashes, where, np.diff(words.words_D1), values, words)
 

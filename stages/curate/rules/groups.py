@@ -165,16 +165,6 @@ class GopherQualityRules(WebRules):
     max_mean_word_length: Annotated[float | None, Drop("mean_word_length", ">", "keep")] = Field(
         10.0, ge=0, description="Maximum mean length of words, characters"
     )
-    # dolma's; measured with `heuristics.words: dolma` alone.
-    min_median_word_length: Annotated[float | None, Drop("median_word_length", "<")] = Field(
-        None, ge=0, description="Minimum median length of words between white space, characters; dolma: 3"
-    )
-    max_median_word_length: Annotated[float | None, Drop("median_word_length", ">")] = Field(
-        None, ge=0, description="Maximum median length of words between white space, characters; dolma: 10"
-    )
-    max_symbol_words: Annotated[Fraction | None, Drop("symbol_word_fraction", ">")] = Field(
-        None, description="Maximum fraction of words between white space with a # or an ellipsis; dolma: 0.1"
-    )
     max_hash_ratio: Annotated[float | None, Drop("hash_ratio", ">")] = Field(0.1, ge=0, description="Maximum number of # per word")
     max_ellipsis_ratio: Annotated[float | None, Drop("ellipsis_ratio", ">")] = Field(
         0.1, ge=0, description="Maximum number of ellipses per word"
@@ -186,7 +176,7 @@ class GopherQualityRules(WebRules):
         0.3, description="Maximum fraction of lines that end with an ellipsis"
     )
     min_alphabetic_words: Annotated[Fraction | None, Drop("alphabetic_word_fraction", "<")] = Field(
-        0.8, description="Minimum fraction of words with an alphabetic character; punctuation is a word for datatrove alone"
+        0.8, description="Minimum fraction of words with an alphabetic character; punctuation is no word"
     )
     min_stop_words: Annotated[int | None, Drop("stop_words", "<", "keep")] = Field(
         2, ge=0, description="Minimum number of distinct stop words of the document's language, or of any one where it is not known"
@@ -201,10 +191,6 @@ class GopherQualityRules(WebRules):
     )
     min_english_stop_words: Annotated[int | None, Drop("english_stop_words", "<")] = Field(
         None, ge=0, description="Minimum number of distinct English stop words; Gopher's 2 drops every other language"
-    )
-    # dolma's; measured with `heuristics.words: dolma` alone.
-    min_english_stop_word_occurrences: Annotated[int | None, Drop("english_stop_word_occurrences", "<")] = Field(
-        None, ge=0, description="Minimum number of English stop words, each as often as it occurs; dolma: 2"
     )
 
 
@@ -229,16 +215,6 @@ class C4Rules(WebRules):
     )
     min_terminated_sentences: Annotated[int | None, Drop("c4_sentences", "<", "keep")] = Field(
         None, ge=0, description="The same with only lines that end in terminal punctuation; C4: 5"
-    )
-    # dolma's; measured with `heuristics.words: dolma` alone.
-    max_any_curly_bracket_lines: Annotated[int | None, Drop("curly_bracket_lines", ">")] = Field(
-        None, ge=0, description="Maximum number of lines with '{', whatever else they are; dolma: 0"
-    )
-    max_any_lorem_ipsum_lines: Annotated[int | None, Drop("lorem_ipsum_lines", ">")] = Field(
-        None, ge=0, description="Maximum number of lines with 'lorem ipsum', whatever else they are; dolma: 0"
-    )
-    max_any_javascript_lines: Annotated[int | None, Drop("javascript_lines", ">")] = Field(
-        None, ge=0, description="Maximum number of lines with 'javascript', whatever else they are; dolma: 0"
     )
 
 
@@ -380,7 +356,7 @@ class DomainRules(RuleGroup):
 
 class LineRules(StageConfig):
     """Lines of kept documents that go: those that only repeat what the document said before, such as logs (Llama 3, section
-    3.1.1), and those that C4 takes out (Raffel et al. 2020), as dolma does it: every line is judged, blank ones too.
+    3.1.1), and those that C4 takes out (Raffel et al. 2020): every line is judged, blank ones too.
     """
 
     max_ngram_coverage: Annotated[float, Field(ge=0.5, le=1)] | None = Field(

@@ -46,26 +46,21 @@ def word_numbers(
     start: NDArray[np.int32],
     stop: NDArray[np.int32],
     word_flags: NDArray[np.uint8],
-    universal: bool,
 ) -> tuple[int, float, float]:
     """Non-symbol words, their mean length, share of words with a letter (0 for a text without words).
 
-    With the universal splitter the share is of the non-symbol words (datatrove: of all, so that the brackets and quotes of
-    code count as words without a letter), and the mean length is NaN where most words are of a script written without
-    spaces, of which English's bounds say nothing.
+    The mean length is NaN where most words are of a script written without spaces, of which English's bounds say nothing.
     """
     count, characters, letters, single = 0, 0, 0, 0
     for word in range(len(start)):
-        symbol = word_flags[word] & IS_SYMBOL
-        if not symbol:
-            count += 1
-            characters += stop[word] - start[word]
-            if flags[codes[start[word]]] & SINGLE:
-                single += 1
-        if word_flags[word] & HAS_LETTER and not (universal and symbol):
-            letters += 1
-    mean = np.nan if universal and 2 * single > count else characters / max(count, 1)
-    return count, mean, letters / max(count if universal else len(start), 1)
+        if word_flags[word] & IS_SYMBOL:
+            continue
+        count += 1
+        characters += stop[word] - start[word]
+        single += flags[codes[start[word]]] & SINGLE != 0
+        letters += word_flags[word] & HAS_LETTER != 0
+    mean = np.nan if 2 * single > count else characters / max(count, 1)
+    return count, mean, letters / max(count, 1)
 
 
 @njit(cache=True, borrows=True)
@@ -190,12 +185,10 @@ def top_gram_characters(
     n: int,
     slots: NDArray[np.int32],
     counts: NDArray[np.int32],
-    least: int,
-    between: int,
 ) -> int:
-    """Characters of the most frequent n-gram, with `between` characters from one of its words to the next, times its count.
+    """Return the characters of the most frequent n-gram, a space between its words, times its count.
 
-    Of equally frequent n-grams the first counts. 0 where none occurs `least` times. `keys`: see `gram_keys`; `slots`: room for a
+    Of equally frequent n-grams the first counts. 0 where none occurs twice. `keys`: see `gram_keys`; `slots`: room for a
     table; `counts`: as long as `keys`.
     """
     bits = emptied(slots, grams)
@@ -209,9 +202,7 @@ def top_gram_characters(
         counts[first] += 1
         if counts[first] > best or (counts[first] == best and first < best_first):
             best, best_first = counts[first], first
-    if best < least or grams == 0:
-        return 0
-    return int((length[best_first + n] - length[best_first] + between * (n - 1)) * best)
+    return int((length[best_first + n] - length[best_first] + n - 1) * best) if best > 1 else 0
 
 
 @njit(cache=True, borrows=True)

@@ -12,11 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
-from puna.kernels.text.characters import BREAK, DECIMAL, PUNCTUATION, SENTENCE_END, SPACE, TERMINAL
-from puna.kernels.text.english_tables import EnglishTables
-from puna.kernels.text.english_words import split_english
+from puna.kernels.text.characters import BREAK, DECIMAL, PUNCTUATION, SPACE, TERMINAL
 from puna.kernels.text.hash_table import emptied, slot_of
-from puna.kernels.text.words import BASE, DOT, HAS_LETTER, IS_SYMBOL, powers, prefix_hashes, split_ranges
+from puna.kernels.text.words import BASE, DOT, HAS_LETTER, IS_SYMBOL, split_ranges
 from puna.stages.curate.signals.gopher import stripped
 
 NEWLINE, RETURN, CURLY, OPEN, CLOSE, BLANK = 0x0A, 0x0D, 0x7B, 0x5B, 0x5D, 0x20
@@ -116,21 +114,6 @@ def without_citations(
 
 
 @njit(cache=True, borrows=True)
-def white_space_words(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: int, stop: int) -> tuple[int, int]:
-    """Number of words between white space, and the longest one's length."""
-    count, longest, run = 0, 0, 0
-    for at in range(start, stop):
-        if flags[codes[at]] & SPACE:
-            run = 0
-        else:
-            run += 1
-            if run == 1:
-                count += 1
-            longest = max(longest, run)
-    return count, longest
-
-
-@njit(cache=True, borrows=True)
 def sentences(
     codes: NDArray[np.uint32],
     flags: NDArray[np.uint16],
@@ -155,7 +138,7 @@ def sentences(
             count += 1
             ended = False
         position = stop[word]
-        if position == start[word] + 1 and flags[codes[start[word]]] & SENTENCE_END:
+        if position == start[word] + 1 and flags[codes[start[word]]] & TERMINAL:
             ended = True
         elif ended:
             at = start[word]
@@ -173,7 +156,6 @@ def c4_numbers(
     codes: NDArray[np.uint32],
     flags: NDArray[np.uint16],
     lower: NDArray[np.uint32],
-    english: EnglishTables,
     start: NDArray[np.int32],
     stop: NDArray[np.int32],
     line: NDArray[np.uint32],
@@ -186,7 +168,7 @@ def c4_numbers(
     A line counts for the last two when it passed the rules before: no word of more than 1000 characters, the terminal
     punctuation, three words; for curly brackets no "javascript". A curly bracket costs C4 the page, not the line: the
     sentences of such a line count. `line`: room for the longest line. Words of a line
-    with citation marks are found anew without the marks, with `english` if it has exceptions.
+    with citation marks are found anew without the marks.
     """
     at, total, word = 0, len(codes), 0
     found, lorem, curlies, open_found, open_lorem, open_curlies = 0, 0, 0, 0, 0, 0
@@ -196,7 +178,7 @@ def c4_numbers(
             opens |= codes[end] == OPEN
             curly |= codes[end] == CURLY
             run = 0 if flags[codes[end]] & SPACE else run + 1
-            count += run == 1  # words between white space, as `white_space_words` finds them
+            count += run == 1  # words between white space
             longest = max(longest, run)
             end += 1
         first_word = word
@@ -223,7 +205,7 @@ def c4_numbers(
             curlies += ends and lorem == 0
             open_curlies += open_lorem == 0
         if not kinds & POLICY:
-            here = _sentences_anew(text, flags, english) if marked else sentences(codes, flags, start, stop, first_word, word, a, b)
+            here = _sentences_anew(text, flags) if marked else sentences(codes, flags, start, stop, first_word, word, a, b)
             found += here if ends else 0
             open_found += here
     one.c4_sentences, one.c4_lorem_ipsum_lines, one.c4_curly_bracket_lines = found, lorem, curlies
@@ -243,13 +225,10 @@ def _ends_sentence(text: NDArray[np.uint32]) -> bool:
 
 
 @njit(cache=True)
-def _sentences_anew(text: NDArray[np.uint32], flags: NDArray[np.uint16], english: EnglishTables) -> int:
+def _sentences_anew(text: NDArray[np.uint32], flags: NDArray[np.uint16]) -> int:
     start, stop = np.empty(len(text) + 1, np.int32), np.empty(len(text) + 1, np.int32)
-    if english.longest_sequence:
-        count = split_english(text, flags, english, prefix_hashes(text), powers(len(text)), start, stop)
-    else:
-        # Where words begin in a script without spaces does not change how many sentences there are.
-        count = split_ranges(text, flags, NO_BREAKS, start, stop)
+    # Where words begin in a script without spaces does not change how many sentences there are.
+    count = split_ranges(text, flags, NO_BREAKS, start, stop)
     return int(sentences(text, flags, start, stop, 0, count, 0, len(text)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -12,15 +12,13 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.text.characters import decode, tables
-from puna.kernels.text.english_tables import EnglishTables, bare_tables, datatrove_flags
-from puna.kernels.text.english_words import english_tables, split_english
 from puna.kernels.text.hash_table import bits_of, cleared, contains, emptied, mix, perhaps, place, size_for, table_of
 from puna.kernels.text.strings import buffers
 from puna.kernels.text.technical import code_lines
 from puna.kernels.text.unspaced import weights
 from puna.kernels.text.words import describe, exact_hashes, folded_hashes, powers, prefix_hashes, split_ranges
 from puna.stages.contract import SIGNALS
-from puna.stages.curate.signals import definitions, dolma
+from puna.stages.curate.signals import definitions
 from puna.stages.curate.signals.divergence import BINS_BITS
 from puna.stages.curate.signals.encoding import misread_characters
 from puna.stages.curate.signals.gopher import (
@@ -39,17 +37,11 @@ from puna.stages.curate.signals.notices import Phrases, listed_phrases, notice_n
 from puna.storage import PunaError
 
 DATA = Path(__file__).parents[1] / "data"
-Splitter = Literal["universal", "datatrove", "dolma"]
 assert definitions  # importing it declares the signals that are measured here
 
 # One field for each compiled signal; what no measurement fills stays NaN, which is null.
 RECORD = np.dtype([(name, np.float64) for name, made in SIGNALS.items() if made.compiled])
-
-
-def names(splitter: Splitter) -> tuple[str, ...]:
-    """The signals that are measured with a splitter."""
-    passes = ("heuristics", "dolma") if splitter == "dolma" else ("heuristics",)
-    return tuple(name for name in RECORD.names or () if SIGNALS[name].compiled in passes)
+NAMES: tuple[str, ...] = RECORD.names or ()
 
 
 class Dirty(NamedTuple):
@@ -60,7 +52,7 @@ class Dirty(NamedTuple):
 
 
 class Vocabulary(NamedTuple):
-    """What texts are measured with, besides the words' splitter.
+    """Tables that texts are measured with.
 
     `flags`, `lower`: see `characters.Tables`; `breaks`: see `unspaced.weights`. `stop_keys`: a table of stop words' hashes;
     `stop_languages` uint64 at the same places: bit i is set when the word is language i's (0: English). `phrases`:
@@ -70,16 +62,15 @@ class Vocabulary(NamedTuple):
     flags: NDArray[np.uint16]
     lower: NDArray[np.uint32]
     breaks: NDArray[np.int8]
-    english: EnglishTables
     stop_keys: NDArray[np.uint64]
     stop_languages: NDArray[np.uint64]
     dirty: Dirty
     phrases: Phrases
 
 
-@lru_cache(maxsize=3)
-def vocabulary(splitter: Splitter) -> Vocabulary:
-    """The tables for a splitter."""
+@lru_cache(maxsize=1)
+def vocabulary() -> Vocabulary:
+    """Return the tables, made once per process."""
     lines = [line.split() for line in _lines("stop_words.txt")]
     bits: dict[int, int] = {}
     for language, (_, *words) in enumerate(lines):
@@ -92,9 +83,7 @@ def vocabulary(splitter: Splitter) -> Vocabulary:
     folded = folded_hashes([word for line in _lines("dirty_words.txt") for word in line.split()]).tolist()
     dirty = Dirty(table_of(folded), bits_of(folded))
     flags, lower = tables()
-    if splitter == "datatrove":
-        return Vocabulary(datatrove_flags(), lower, weights(), english_tables(), stop_keys, stop_languages, dirty, listed_phrases())
-    return Vocabulary(flags, lower, weights(), bare_tables(), stop_keys, stop_languages, dirty, listed_phrases())
+    return Vocabulary(flags, lower, weights(), stop_keys, stop_languages, dirty, listed_phrases())
 
 
 def _lines(name: str) -> list[str]:
@@ -185,9 +174,7 @@ def _salted(lists: tuple[tuple[str, ...], ...]) -> tuple[NDArray[np.uint64], NDA
     return table_of(keys), salts
 
 
-def measure(
-    texts: pa.Array | pa.ChunkedArray, splitter: Splitter, coverage_n: int, line_coverage: float, own: OwnWords | None = None
-) -> Measurements:
+def measure(texts: pa.Array | pa.ChunkedArray, coverage_n: int, line_coverage: float, own: OwnWords | None = None) -> Measurements:
     """All numbers of the documents but the divergence, which needs the whole corpus.
 
     Lines are reported where at least the share `line_coverage` of their words lies in n-grams of `coverage_n` words
@@ -196,10 +183,8 @@ def measure(
     data, offsets = buffers(texts)
     longest = int(np.diff(offsets).max(initial=0))
     values = np.full(len(offsets) - 1, np.nan, RECORD)
-    universal, as_dolma = splitter != "datatrove", splitter == "dolma"
     own = own_words([], [ANY_LIST] * len(values)) if own is None else own
-    found = _measure(data, offsets, vocabulary(splitter), own, _space(longest), values, universal, as_dolma, coverage_n, line_coverage)
-    return Measurements(values, *found)
+    return Measurements(values, *_measure(data, offsets, vocabulary(), own, _space(longest), values, coverage_n, line_coverage))
 
 
 @njit(cache=True)
@@ -210,8 +195,6 @@ def _measure(
     own: OwnWords,
     room: Space,
     values: Any,
-    universal: bool,
-    as_dolma: bool,
     coverage_n: int,
     line_coverage: float,
 ) -> tuple[
@@ -226,16 +209,13 @@ def _measure(
         characters = decode(data, offsets[d], offsets[d + 1], room.codes)
         codes = room.codes[:characters]
         hashes = prefix_hashes(codes)
-        if about.english.longest_sequence:
-            words = split_english(codes, about.flags, about.english, hashes, room.powers, room.start, room.stop)
-        else:
-            words = split_ranges(codes, about.flags, about.breaks, room.start, room.stop)
+        words = split_ranges(codes, about.flags, about.breaks, room.start, room.stop)
         one = values[d]
         signs, ellipses, newlines, alphanumeric, longest = character_numbers(codes, about.flags)
         start, stop = room.start[:words], room.stop[:words]
         power = room.powers
         describe(codes, about.flags, about.lower, hashes, power, start, stop, room.hash, room.power, room.folded, room.flags)
-        plain, mean_length, lettered = word_numbers(codes, about.flags, start, stop, room.flags, universal)
+        plain, mean_length, lettered = word_numbers(codes, about.flags, start, stop, room.flags)
         one.words, one.mean_word_length, one.alphabetic_word_fraction = plain, mean_length, lettered
         one.hash_ratio, one.ellipsis_ratio = signs / max(words, 1), ellipses / max(words, 1)
         one.bullet_line_fraction, one.ellipsis_line_fraction = line_numbers(codes, about.flags)
@@ -247,11 +227,10 @@ def _measure(
             one.stop_words, one.stop_word_fraction = found, occurrences / max(plain, 1)
         # What occurs once is no repetition, though datatrove counts it: a sentence would have the top 4-gram of a spam page.
         _line_repetition(codes, about.flags, room, hashes, newlines, one)
-        if not as_dolma:
-            _gram_repetition(room, words, max(characters, 1), 2 if universal else 1, one)
-        c4_numbers(codes, about.flags, about.lower, about.english, start, stop, room.line, one)
+        _gram_repetition(room, words, max(characters, 1), one)
+        c4_numbers(codes, about.flags, about.lower, start, stop, room.line, one)
         one.lines, one.terminated_line_fraction, one.short_line_fraction = fineweb_numbers(codes, about.flags)
-        if universal and mean_length != mean_length:
+        if mean_length != mean_length:
             # C4 counts words between white space: a line of a script without spaces has one, and none would be kept.
             # 30 characters are a short line of letters, but a sentence of such a script.
             one.c4_sentences = one.c4_open_sentences = one.short_line_fraction = np.nan
@@ -274,8 +253,6 @@ def _measure(
                 line[at], line_words[at], line_covered[at] = number, of_line[number], covered[number]
                 at += 1
         line_offsets[d + 1] = at
-        if as_dolma:
-            _measure_as_dolma(about, room, codes, hashes, newlines, one)
     last, end = bin_offsets[documents], line_offsets[documents]
     return (
         bin_offsets, bins[:last].copy(), counts[:last].copy(),
@@ -332,14 +309,13 @@ def _line_repetition(
 
 
 @njit(cache=True, borrows=True)
-def _gram_repetition(room: Space, words: int, size: int, least: int, one: Any) -> None:
-    """Write Gopher's numbers of repeated n-grams to the record of a document of `size` characters; a top n-gram occurs at least
-    `least` times."""
+def _gram_repetition(room: Space, words: int, size: int, one: Any) -> None:
+    """Write Gopher's numbers of repeated n-grams to the record of a document of `size` characters."""
     chain(room.hash, room.power, room.start[:words], room.stop[:words], room.joined, room.spaced, room.length)
     joined, spaced, length = room.joined[: words + 1], room.spaced[: words + 1], room.length[: words + 1]
-    one.top_2gram_character_fraction = _top(room, spaced, length, 2, least, 1) / size
-    one.top_3gram_character_fraction = _top(room, spaced, length, 3, least, 1) / size
-    one.top_4gram_character_fraction = _top(room, spaced, length, 4, least, 1) / size
+    one.top_2gram_character_fraction = _top(room, spaced, length, 2) / size
+    one.top_3gram_character_fraction = _top(room, spaced, length, 3) / size
+    one.top_4gram_character_fraction = _top(room, spaced, length, 4) / size
     one.duplicate_5gram_character_fraction = _duplicates(room, joined, length, 5) / size
     one.duplicate_6gram_character_fraction = _duplicates(room, joined, length, 6) / size
     one.duplicate_7gram_character_fraction = _duplicates(room, joined, length, 7) / size
@@ -349,51 +325,15 @@ def _gram_repetition(room: Space, words: int, size: int, least: int, one: Any) -
 
 
 @njit(cache=True, borrows=True)
-def _top(room: Space, spaced: NDArray[np.uint64], length: NDArray[np.int64], n: int, least: int, between: int) -> int:
+def _top(room: Space, spaced: NDArray[np.uint64], length: NDArray[np.int64], n: int) -> int:
     grams = gram_keys(spaced, length, room.powers, n, n, room.keys)
-    return int(top_gram_characters(room.keys, grams, length, n, room.slots, room.counts, least, between))
+    return int(top_gram_characters(room.keys, grams, length, n, room.slots, room.counts))
 
 
 @njit(cache=True, borrows=True)
 def _duplicates(room: Space, joined: NDArray[np.uint64], length: NDArray[np.int64], n: int) -> int:
     grams = gram_keys(joined, length, room.powers, n, 0, room.keys)
     return int(duplicate_gram_characters(room.keys, grams, length, n, room.slots))
-
-
-@njit(cache=True)
-def _dolma_repeated(room: Space, spaced: NDArray[np.uint64], length: NDArray[np.int64], n: int) -> float:
-    return float(dolma.repeated_gram_share(spaced, length, room.powers, n, room.keys, room.counts))
-
-
-@njit(cache=True)
-def _measure_as_dolma(
-    about: Vocabulary, room: Space, codes: NDArray[np.uint32], hashes: NDArray[np.uint64], newlines: int, one: Any
-) -> None:
-    """Write what dolma measures to a document's record, over what it measures in another way; the words in `room` are lost."""
-    words, lettered, symbols = dolma.split_white_space(
-        codes, about.flags, hashes, room.powers, room.start, room.stop, room.hash, room.power
-    )
-    start, stop = room.start[:words], room.stop[:words]
-    chain(room.hash, room.power, start, stop, room.joined, room.spaced, room.length)
-    spaced, length = room.spaced[: words + 1], room.length[: words + 1]
-    size = max(length[words], 1)  # characters that are no white space
-    one.words, one.alphabetic_word_fraction = words, lettered / max(words, 1)
-    keys = cleared(room.keys, newlines + 1)
-    bullets, ellipses, duplicates, repeated = dolma.line_numbers(codes, hashes, room.powers, keys, room.counts)
-    one.bullet_line_fraction, one.ellipsis_line_fraction, one.duplicate_line_fraction = bullets, ellipses, duplicates
-    one.duplicate_line_character_fraction = repeated / size
-    one.top_2gram_character_fraction = _top(room, spaced, length, 2, 1, 0) / size
-    one.top_3gram_character_fraction = _top(room, spaced, length, 3, 1, 0) / size
-    one.top_4gram_character_fraction = _top(room, spaced, length, 4, 1, 0) / size
-    one.duplicate_5gram_character_fraction = _dolma_repeated(room, spaced, length, 5)
-    one.duplicate_6gram_character_fraction = _dolma_repeated(room, spaced, length, 6)
-    one.duplicate_7gram_character_fraction = _dolma_repeated(room, spaced, length, 7)
-    one.duplicate_8gram_character_fraction = _dolma_repeated(room, spaced, length, 8)
-    one.duplicate_9gram_character_fraction = _dolma_repeated(room, spaced, length, 9)
-    one.duplicate_10gram_character_fraction = _dolma_repeated(room, spaced, length, 10)
-    one.median_word_length, one.symbol_word_fraction = dolma.median_length(start, stop, room.counts), symbols / max(words, 1)
-    one.english_stop_word_occurrences = dolma.occurrences(room.hash[:words], about.stop_keys, about.stop_languages)
-    dolma.c4_lines(codes, about.flags, about.lower, one)
 
 
 @njit(cache=True, borrows=True)
@@ -421,11 +361,11 @@ def _count_bins(
     return found, bad
 
 
-def check_against_definitions(found: Measurements, texts: pa.ChunkedArray, splitter: Splitter, documents: int = 3) -> None:
+def check_against_definitions(found: Measurements, texts: pa.ChunkedArray, documents: int = 3) -> None:
     """PunaError where a signal that may be null for all documents is, although its definition gives the first ones a value."""
-    for name in names(splitter):
+    for name in NAMES:
         made = SIGNALS[name]
-        if made.optional and made.definition and splitter == "universal" and np.isnan(found.values[name]).all():
+        if made.optional and made.definition and np.isnan(found.values[name]).all():
             for text in texts.slice(0, documents).to_pylist():
                 if made.definition(text) is not None:
                     raise PunaError(f"signal {name} ({made.meaning}) was measured for no document, but its definition gives it a value")

@@ -17,7 +17,7 @@ from puna.stages.curate.select import SelectConfig
 from puna.storage.schemas import table_schema
 
 SCORING = (code_reasoning, domains, heuristics, language, quality)  # importing them declares their signals
-OFF = dict.fromkeys(name for name in SelectConfig.model_fields if name not in ("rule_set", "groups", "sql"))
+OFF = dict.fromkeys(name for name in SelectConfig.model_fields if name not in ("groups", "sql"))
 
 
 def rules_sql(config):

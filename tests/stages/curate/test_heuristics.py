@@ -19,7 +19,7 @@ from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.select import SelectConfig, select
 from puna.stages.curate.signals import divergence as divergences
 from puna.stages.curate.signals.divergence import BINS, DRAWS, Corpus, expected_at
-from puna.stages.curate.signals.measure import measure, names
+from puna.stages.curate.signals.measure import NAMES, measure
 from puna.stages.curate.signals.tally import Tally
 from puna.storage import Store
 
@@ -28,10 +28,10 @@ PIECES = ("the", "and", "of", "de", "la", "alpha", "beta.", "Gamma", "#", "...",
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=60).map(" ".join) | st.lists(st.sampled_from(PIECES), max_size=60).map("".join)
 
 
-def numbers(text, splitter="universal"):
+def numbers(text):
     """Signals of one text, null as None."""
-    values = measure(pa.array([text]), splitter, 5, 0.5).values[0]
-    return {name: None if math.isnan(values[name]) else float(values[name]) for name in names(splitter)}
+    values = measure(pa.array([text]), 5, 0.5).values[0]
+    return {name: None if math.isnan(values[name]) else float(values[name]) for name in NAMES}
 
 
 def has(char, bit):
@@ -189,7 +189,7 @@ def test_ngram_coverage(text, n):
         if gram in seen:
             covered |= set(range(i, i + n))
         seen.add(gram)
-    made = measure(pa.array([text]), "universal", n, 0.0)
+    made = measure(pa.array([text]), n, 0.0)
     # Splitting a line alone can differ from splitting the text where a break is no newline: only newlines are here.
     expected, of_line = Counter(pieces[i][0] for i in covered), Counter(line for line, _ in pieces)
     assert made.line.tolist() == sorted(of_line)
@@ -207,7 +207,7 @@ def test_dirty_words():
 
 def test_words_are_counted_by_document():
     texts = ["b a b, B 12 7", "", "a"]
-    made = measure(pa.array(texts), "universal", 5, 0.5)
+    made = measure(pa.array(texts), 5, 0.5)
     assert made.bin_offsets.tolist() == [0, 3, 3, 4]
     # Case and digits alike, in the order of first occurrence; punctuation does not count.
     assert made.counts.tolist() == [3, 1, 2, 1]
@@ -216,14 +216,14 @@ def test_words_are_counted_by_document():
 
 
 def divergence(corpus, text, **how):
-    made = measure(pa.array([text]), "universal", 5, 0.5)
+    made = measure(pa.array([text]), 5, 0.5)
     return float(corpus.divergences(np.array([0]), made.bin_offsets, made.bins, made.counts, **how)[0])
 
 
 def test_divergence_by_derivation():
     # A corpus of two words, 6 and 2 times; singletons: none, so the prior of a bin is 1 / BINS and that of all is 1.
     counts = np.zeros(BINS, np.int64)
-    a, b = measure(pa.array(["a b"]), "universal", 5, 0.5).bins
+    a, b = measure(pa.array(["a b"]), 5, 0.5).bins
     counts[a], counts[b] = 6, 2
     corpus = Corpus.of(counts)
     assert corpus.prior * BINS == 1
@@ -343,6 +343,6 @@ def test_a_text_beyond_its_budget_is_dropped_as_failed(tmp_path, make_documents)
         signals = execute(heuristics, HeuristicsConfig(max_text_bytes=1024), {"documents": documents}, store)
         row = signals.read().to_pylist()[-1]
         assert {name for name, value in row.items() if value is not None} == {"id", "failure"}
-        kept = execute(select, SelectConfig(rule_set="datatrove"), {"documents": documents, "signals": [signals]}, store)
+        kept = execute(select, SelectConfig(), {"documents": documents, "signals": [signals]}, store)
         dropped = {found["id"]: (found["rule"], found["detail"]) for found in kept.read("dropped").to_pylist()}
         assert dropped["b"] == ("failed", "heuristics: the text is longer than 1024 bytes")

@@ -29,7 +29,7 @@ FORBIDDEN = "Please enable JavaScript and cookies\n\nYour browser will be checke
 
 def dropped(text: str) -> list[str]:
     """The rules of the group `notices` that drop a text."""
-    values = measure(pa.array([text]), "universal", 5, 0.5).values
+    values = measure(pa.array([text]), 5, 0.5).values
     rules = [rule for rule in active_rules(SelectConfig()) if rule.name.startswith("notices.")]
     columns = {rule.drop.signal: values[rule.drop.signal] for rule in rules}
     return decide(pa.table({"id": ["a"], "source": ["web"], **columns}), rules)["rule"].to_pylist()
@@ -38,7 +38,7 @@ def dropped(text: str) -> list[str]:
 def test_words_of_different_phrases_are_counted_once() -> None:
     # "you agree" lies inside "you agree to", and "your preferences" occurs twice: 3 + 2 + 2 + 2 + 2 + 3 + 2 + 2 of 25 words, in 8 phrases.
     text = "You agree to it; we collect: your preferences. By using X your preferences, without prior notice, or our partners, opt out. No word is said."
-    values = measure(pa.array([text, text.replace("we collect", "they collect")]), "universal", 5, 0.5).values
+    values = measure(pa.array([text, text.replace("we collect", "they collect")]), 5, 0.5).values
     assert values["legal_phrase_ratio"].tolist() == [pytest.approx(18 / 25), 0.0]  # with seven phrases none counts
 
 
@@ -113,7 +113,7 @@ learned to look at the words and not at the number."""
 def test_a_law_and_an_article_on_errors_stay() -> None:
     assert len(notices.phrases(STATUTE, "legal")[1]) >= notices.MIN_LEGAL_PHRASES and dropped(STATUTE) == []
     text = "\n".join(paragraph.replace("\n", " ") for paragraph in ERRORS.split("\n\n"))
-    ratio = [notices.notice_ratio(text), measure(pa.array([text]), "universal", 5, 0.5).values["notice_ratio"][0]]
+    ratio = [notices.notice_ratio(text), measure(pa.array([text]), 5, 0.5).values["notice_ratio"][0]]
     # Title and paragraphs have a phrase, of 10, 51, 66 and 88 words; of a notice no more than 100 are counted.
     assert ratio == pytest.approx([100 / (10 + 51 + 66 + 88)] * 2) and dropped(text) == []
     assert dropped("\n".join(text.split("\n")[:2])) == ["notices.max_notice"]
@@ -121,7 +121,7 @@ def test_a_law_and_an_article_on_errors_stay() -> None:
 
 def test_a_notice_goes_with_its_lines_and_not_with_those_of_a_page_around_it() -> None:
     words = 5 + 12
-    values = measure(pa.array([FORBIDDEN]), "universal", 5, 0.5).values
+    values = measure(pa.array([FORBIDDEN]), 5, 0.5).values
     assert values["notice_ratio"][0] == pytest.approx(5 / words)
     assert dropped(FORBIDDEN.split("\n")[0]) == ["notices.max_notice"]
     assert dropped(f"{ARTICLE}\n{FORBIDDEN}") == []

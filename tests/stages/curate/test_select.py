@@ -17,7 +17,7 @@ from puna.stages.curate.select import SelectConfig, select, without_lines
 from puna.storage import PunaError, Store
 
 SCORING = (code_reasoning, domains, heuristics, language, quality)  # importing them declares their signals
-OFF = dict.fromkeys(name for name in SelectConfig.model_fields if name not in ("rule_set", "groups", "sql"))
+OFF = dict.fromkeys(name for name in SelectConfig.model_fields if name not in ("groups", "sql"))
 
 
 def config(**groups):
@@ -277,10 +277,3 @@ def test_rules_of_other_packages_are_groups_like_all_others(tmp_path, make_docum
     with pytest.raises(PunaError, match=r"'signs_of_test' is no group of rules .*; did you mean signs_of_tests\?"):
         config(groups={"signs_of_test": {}})
 
-
-def test_repeated_lines_have_the_papers_bound_where_no_other_toolkit_is_asked_for():
-    """An article that says a pull quote twice is no repetition; datatrove's and FineWeb's own sets keep their code's bound."""
-    bounds = {name: parse(SelectConfig, {"rule_set": name}, "select").fineweb for name in ("puna", "datatrove", "fineweb")}
-    assert {name: group and group.max_repeated_line_characters for name, group in bounds.items()} == {
-        "puna": 0.1, "datatrove": 0.01, "fineweb": 0.01,
-    }  # fmt: skip

@@ -18,7 +18,7 @@ from puna.stages.contract.config import parse
 from puna.stages.curate import heuristics as module
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.select import SelectConfig, select
-from puna.stages.curate.signals.measure import RECORD, measure, names
+from puna.stages.curate.signals.measure import RECORD, measure
 from puna.storage import PunaError, Store
 
 PIECES = ("the", "and", "of", "de", "la", "alpha", "beta.", "Gamma", "#", "...", "…", "- x", "• y", "\n", "\n\n", "\r\n", "12", "{", "[3]",
@@ -32,12 +32,11 @@ DOCUMENTS = [
 ]
 
 
-def different(texts: list[str], splitter: str = "universal") -> list[tuple[str, str, float, object]]:
+def different(texts: list[str]) -> list[tuple[str, str, float, object]]:
     """Signal, text, compiled value and definition's value, where they differ."""
-    values, wrong = measure(pa.array(texts, pa.string()), splitter, 5, 0.5).values, []
-    passes = ("heuristics",) if splitter == "universal" else ("dolma",)
+    values, wrong = measure(pa.array(texts, pa.string()), 5, 0.5).values, []
     for name, made in SIGNALS.items():
-        if made.compiled in passes and made.definition:
+        if made.compiled and made.definition:
             for text, value in zip(texts, values[name].tolist(), strict=True):
                 expected = made.definition(text)
                 same = math.isnan(value) if expected is None else value == pytest.approx(expected, rel=1e-12, abs=1e-15)
@@ -47,16 +46,15 @@ def different(texts: list[str], splitter: str = "universal") -> list[tuple[str, 
 
 
 @settings(deadline=None, max_examples=200)  # the first call compiles
-@given(TEXTS, st.sampled_from(["universal", "dolma"]))
-def test_compiled_signals_are_what_their_definitions_say(text: str, splitter: str) -> None:
-    assert different([text], splitter) == []
+@given(TEXTS)
+def test_compiled_signals_are_what_their_definitions_say(text: str) -> None:
+    assert different([text]) == []
 
 
 # The share of stop words is measured where a document's language is known alone.
 @pytest.mark.parametrize("name", [name for name in RECORD.names if name != "stop_word_fraction"])
 def test_a_measurement_that_is_missing_fails_at_commit(name, tmp_path, make_documents, monkeypatch) -> None:
     """Whichever compiled field is not filled, the run says so."""
-    splitter = "dolma" if SIGNALS[name].compiled == "dolma" else "universal"
 
     def without(*args: object):
         found = measure(*args)
@@ -68,12 +66,12 @@ def test_a_measurement_that_is_missing_fails_at_commit(name, tmp_path, make_docu
     rows = [(f"{n}", "web", text) for n, text in enumerate(DOCUMENTS)]
     documents = make_documents(store, rows)
     with pytest.raises(PunaError, match=f"signal {name} "):
-        execute(heuristics, HeuristicsConfig(words=splitter), {"documents": documents}, store)
+        execute(heuristics, HeuristicsConfig(), {"documents": documents}, store)
     monkeypatch.undo()
     store = Store.open(tmp_path / "with")
     documents = make_documents(store, rows)
-    made = execute(heuristics, HeuristicsConfig(words=splitter), {"documents": documents}, store)
-    assert set(made.read().column_names) - {"id"} >= set(names(splitter))
+    made = execute(heuristics, HeuristicsConfig(), {"documents": documents}, store)
+    assert set(made.read().column_names) - {"id"} >= set(RECORD.names)
     field = made.read().schema.field(name)
     assert field.metadata[b"unit"].decode() == SIGNALS[name].unit and field.type == SIGNALS[name].field.type
 
@@ -119,7 +117,7 @@ def test_a_signal_from_outside_is_measured_and_judged(own, tmp_path, make_docume
     assert table.schema.field("digit_share").metadata == {b"meaning": b"Digits among the characters", b"unit": b"fraction of characters"}
     assert made.manifest.metrics["failed_digit_share"] == 1
     assert made.manifest.metrics["first_failure_digit_share"] == "document c: ValueError: nothing to measure"
-    rules = {**dict.fromkeys(n for n in SelectConfig.model_fields if n not in ("rule_set", "groups", "sql")), "sql": {"digits": "digit_share > 0.5"}}
+    rules = {**dict.fromkeys(n for n in SelectConfig.model_fields if n not in ("groups", "sql")), "sql": {"digits": "digit_share > 0.5"}}
     chosen = execute(select, parse(SelectConfig, rules, "select"), {"documents": documents, "signals": [made]}, store)
     assert chosen.read()["id"].to_pylist() == ["b", "d"]
     assert [(row["id"], row["rule"], row["value"], row["detail"]) for row in chosen.read("dropped").to_pylist()] == [

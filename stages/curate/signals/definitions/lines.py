@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from puna.kernels.text.characters import PUNCTUATION, SENTENCE_END, TERMINAL, code_points
+from puna.kernels.text.characters import PUNCTUATION, TERMINAL, code_points
 from puna.kernels.text.technical import ENDS, MARKS
 from puna.kernels.text.words import split_codes
 from puna.stages.contract import signal
@@ -32,7 +32,7 @@ def sentences(line: str) -> int:
     for token in tokens:
         if token in ("", " "):
             continue
-        if len(token) == 1 and has(token, SENTENCE_END):
+        if len(token) == 1 and has(token, TERMINAL):
             ended = True
         elif ended and not all(has(c, PUNCTUATION) for c in token):
             count, ended = count + 1, False

@@ -1,0 +1,68 @@
+"""datatrove's four filters of text beside the rules of `select` with the same thresholds.
+
+One rule is off on both sides: Gopher's share of words with a letter. datatrove counts punctuation as words without one, Puna does not
+count it, so that datatrove drops most articles with many commas.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pyarrow as pa
+
+_ALL: dict[str, Any] = {"exempt_sources": ()}
+RULES: dict[str, dict[str, Any]] = {
+    "gopher_repetition": _ALL,
+    "gopher_quality": _ALL
+    | dict.fromkeys(("min_alphabetic_words", "min_stop_words", "min_stop_word_fraction", "max_misread"))
+    | {"min_english_stop_words": 2},
+    "c4": _ALL
+    | dict.fromkeys(("min_sentences", "max_lorem_ipsum_lines"))
+    | {"min_terminated_sentences": 5, "max_terminated_curly_bracket_lines": 0, "max_terminated_lorem_ipsum_lines": 0},
+    "fineweb": _ALL | {"max_repeated_line_characters": 0.01},
+}
+
+
+def measured(texts: list[str]) -> pa.Table:
+    """Return the signals of texts, the number of each as its id."""
+    from puna.stages.curate.signals.measure import NAMES, measure
+
+    values = measure(pa.array(texts, pa.large_string()), 5, 0.5).values
+    ids = [str(number) for number in range(len(texts))]
+    return pa.table({"id": ids, "source": ["web"] * len(ids), **{name: values[name] for name in NAMES}})
+
+
+def dropped(signals: pa.Table, group: str) -> dict[int, str]:
+    """Return the texts that a group of rules drops, each with the rule's name."""
+    from puna.stages.curate.rules.decide import decide
+    from puna.stages.curate.rules.groups import RuleGroup, active_rules
+    from puna.stages.curate.select import SelectConfig
+
+    off = [name for name, field in SelectConfig.model_fields.items() if isinstance(field.default, RuleGroup) or field.default is None]
+    rows = decide(signals, list(active_rules(SelectConfig(**dict.fromkeys(off) | {group: RULES[group]}))))
+    return dict(zip(map(int, rows["id"].to_pylist()), rows["rule"].to_pylist(), strict=True))
+
+
+def dropped_by_datatrove(texts: list[str], group: str) -> dict[int, str]:
+    """Return the texts that datatrove's filter drops, each with its reason."""
+    from datatrove.data import Document
+    from datatrove.pipeline.filters import C4QualityFilter, FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter
+
+    one = {
+        "gopher_repetition": GopherRepetitionFilter, "gopher_quality": lambda: GopherQualityFilter(max_non_alpha_words_ratio=None),
+        "c4": C4QualityFilter, "fineweb": FineWebQualityFilter,
+    }[group]()  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a mean of no words
+        results = [one.filter(Document(text=text, id="x")) for text in texts]
+    return {number: result[1] for number, result in enumerate(results) if isinstance(result, tuple)}
+
+
+def different(texts: list[str]) -> dict[int, tuple[str, str | None, str | None]]:
+    """Return the texts that only one side drops: the group, Puna's rule and datatrove's reason."""
+    signals, found = measured(texts), {}
+    for group in RULES:
+        ours, theirs = dropped(signals, group), dropped_by_datatrove(texts, group)
+        found |= {number: (group, ours.get(number), theirs.get(number)) for number in ours.keys() ^ theirs.keys()}
+    return found
