@@ -19,9 +19,10 @@ from puna.storage.runs import RunLog
 TAG = "puna"
 PAGE = 200
 UNFINISHED = ["RUNNING", "PENDING", "CANCELLING"]
+STOPPED = "stopped; what is finished is kept"
 OUTCOMES = {
     "finished": ("COMPLETED", None), "failed": ("FAILED", None), "crashed": ("CRASHED", None),
-    "stopped": ("CANCELLED", "stopped; what is finished is kept"),
+    "stopped": ("CANCELLED", STOPPED),
 }  # fmt: skip
 """What a server should say of a run that the store knows to be over."""
 SETTLED_AFTER = 8

@@ -25,9 +25,10 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.context import FlowRunContext
 from prefect.deployments.runner import RunnerDeployment
+from prefect.exceptions import TerminationSignal
 from prefect.runner import Runner
 from prefect.settings import get_current_settings
-from prefect.states import Failed
+from prefect.states import Cancelled, Failed
 from pydantic import Field
 
 from puna.flows.engine.declare import Flow, first_sentence
@@ -35,7 +36,7 @@ from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE, SERVED
 from puna.flows.engine.inputs import check_address
 from puna.flows.engine.launch import Request, run_flow, run_stage
 from puna.flows.prefect import task  # noqa: F401 - its import has sessions run their steps as tasks
-from puna.flows.prefect.deployment_sync import Offering
+from puna.flows.prefect.deployment_sync import STOPPED, Offering
 from puna.flows.prefect.forms import Offer, changed, offers, picked
 from puna.flows.server.client import Server
 from puna.flows.server.reporter import MADE_UP
@@ -112,6 +113,14 @@ def _told(request: Request, work: Callable[[], str]) -> Any:
                 client.update_flow_run(run.flow_run.id, name=request.title)
         get_run_logger().error(str(error))
         return Failed(message=str(error))
+    except TerminationSignal:
+        # A training waits for its step and holds the signal's handler meanwhile, so Prefect took the cancellation for a crash.
+        run = FlowRunContext.get()
+        if run is not None and run.flow_run is not None:
+            with get_client(sync_client=True) as client:
+                if (state := client.read_flow_run(run.flow_run.id).state) is not None and state.is_cancelling():
+                    return Cancelled(message=STOPPED)
+        raise
 
 
 def _input(spec: InputSpec, *, needed: bool) -> inspect.Parameter:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from prefect.context import FlowRunContext
+from prefect.exceptions import TerminationSignal
+from prefect.states import Cancelling, Running, State
+
+from puna.flows.engine.launch import Request
+from puna.flows.prefect import deployments
 from puna.flows.prefect.deployment_sync import Offering
 from puna.storage import Store, runs
 
@@ -54,3 +64,21 @@ def test_runs_that_another_process_serves_are_left_alone(tmp_path: Path) -> None
     for _ in range(3):
         offering.publish({}, lambda title, deployment: None)
     assert not server.states
+
+
+@pytest.mark.parametrize("state", [Cancelling(), Running()])
+def test_a_run_that_is_cancelled_within_a_training_is_no_crash(monkeypatch: pytest.MonkeyPatch, state: State) -> None:
+    """A training holds SIGTERM's handler until its state is written, so Prefect cannot tell a cancellation from a crash."""
+    server = SimpleNamespace(read_flow_run=lambda id: SimpleNamespace(state=state))
+    monkeypatch.setattr(deployments, "get_client", lambda sync_client: contextlib.nullcontext(server))
+    monkeypatch.setattr(FlowRunContext, "get", lambda: SimpleNamespace(flow_run=SimpleNamespace(id="a", name="b")))
+
+    def work() -> str:
+        raise TerminationSignal(signal.SIGTERM)
+
+    request = Request("stage:pretrain", None, (), ())
+    if state.is_cancelling():
+        assert deployments._told(request, work).is_cancelled()
+    else:
+        with pytest.raises(TerminationSignal):
+            deployments._told(request, work)
