@@ -125,7 +125,7 @@ def needs(config: TrainDomainsConfig, facts: Facts) -> list[str]:
     shown = ", ".join(f"{n} of {name}" for name, n in found.most_common() if name) or "none"
     return [
         f"two knowledge types with at least min_labels={config.min_labels} labelled documents are needed; of {len(texts)} pages "
-        f"the seed words label {shown}. Give more pages or a lower number; the flow curate can do without them, --set domains=null"
+        f"the seed words label {shown}. Give more pages or a lower number, or do without them, --set domains=null"
     ]
 
 
@@ -144,8 +144,8 @@ def train_domains(documents: Documents, config: TrainDomainsConfig, run: StageRu
     if examples.documents and len(kept) < 2:
         raise PunaError(
             f"train_domains: the seed words label {labels.total()} documents of {', '.join(kept) or 'no type'}; two types with at least "
-            f"train_domains.min_labels={config.min_labels} are needed. Give more pages or a lower number, or a classifier that was "
-            "trained before; the flow curate can do without knowledge types, --set domains=null"
+            f"train_domains.min_labels={config.min_labels} are needed. Give more pages or a lower number, a classifier that was trained "
+            "before, or do without knowledge types, --set domains=null"
         )
     if examples.documents:
         _report_labels(run, out_of_fold(run, examples, NAME, kept, config, run.folder))

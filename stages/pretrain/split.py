@@ -31,16 +31,17 @@ class SplitConfig(SeededConfig):
 
 
 @stage(kind="mixture")
-def split(documents: Documents, signals: Signals, config: SplitConfig, run: StageRun) -> None:
+def split(documents: Documents, signals: Signals | None, config: SplitConfig, run: StageRun) -> None:
     """Hold pages out before anything is learned from the others: tokenizer, mixture experiments, the model.
 
     A hash of a page's address decides, not of its content: a page stays on its side when the corpus grows and
     when it is fetched again, and two versions of one page are never on different sides. What is written is the
-    mixture that reads each training document once; `mix` turns it into the one that training reads.
+    mixture that reads each training document once; `mix` turns it into the one that training reads. Without
+    signals all documents are of one category.
     """
     if not documents.rows():
         raise PunaError(f"split: {documents.id} has no documents: there is nothing to hold out or to train on")
-    if config.category not in signals.columns():
+    if signals is not None and config.category not in signals.columns():
         raise PunaError(f"{signals.id} has no signal {config.category!r}; set split.category to one of {', '.join(signals.columns())}")
     cut = max(1, documents.record().cut)
     measured = run.exchange(_measured, run.parts(documents, columns=["id", "url", "text"]), signals, config, by="id", partitions=cut)
@@ -56,10 +57,17 @@ def split(documents: Documents, signals: Signals, config: SplitConfig, run: Stag
     run.metric("heldout_bytes", heldout_bytes)
 
 
-def _measured(part: Part, signals: Artifact, config: SplitConfig) -> pa.Table:
+def _measured(part: Part, signals: Artifact | None, config: SplitConfig) -> pa.Table:
     """Of a part's documents the id, the chance that their comparable address has, the category and the size in bytes."""
     table = part.read()
     ids = table["id"]
+    chance = uniform([urls.normalized(url) for url in table["url"].to_pylist()], config.seed, "heldout")
+    category = pa.array([UNKNOWN] * len(ids)) if signals is None else _categories(ids, signals, config)
+    return pa.table({"id": ids, "chance": chance, "category": category, "bytes": pc.binary_length(table["text"]).cast(pa.int64())})
+
+
+def _categories(ids: pa.ChunkedArray, signals: Artifact, config: SplitConfig) -> pa.Array:
+    """Return the category of each id; a document without one is `unknown`. Raise PunaError if a document has no signals."""
     own = signals.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", config.category])
     place = pc.index_in(ids, own["id"].combine_chunks())
     if place.null_count:
@@ -67,10 +75,8 @@ def _measured(part: Part, signals: Artifact, config: SplitConfig) -> pa.Table:
         raise PunaError(
             f"{signals.id} has no row for {place.null_count} documents of a part, for example {missing}; score these documents first"
         )
-    chance = uniform([urls.normalized(url) for url in table["url"].to_pylist()], config.seed, "heldout")
     category = pc.fill_null(own[config.category].take(place).cast(pa.string()), UNKNOWN)
-    category = pc.if_else(pc.equal(category, ""), UNKNOWN, category)
-    return pa.table({"id": ids, "chance": chance, "category": category, "bytes": pc.binary_length(table["text"]).cast(pa.int64())})
+    return pc.if_else(pc.equal(category, ""), UNKNOWN, category)
 
 
 def _amounts(rows: pa.Table, sides: Sides) -> tuple[dict[str, int], int, int]:

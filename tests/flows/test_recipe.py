@@ -188,13 +188,18 @@ def test_signals_that_are_left_out_are_not_read() -> None:
 
 
 def test_what_another_step_needs_is_missed_before_anything_runs() -> None:
-    found = trace(flow_named("pipeline"), load("demo", ["domains=null"])).complaints
-    assert found == [
-        "split needs signals (signals), which comes from domains, and the recipe leaves that out; keep domains, or leave out split too: "
-        "--set split=null"
-    ]
+    found = trace(flow_named("pipeline"), load("demo", ["tokenizer=null"])).complaints
+    assert found[0] == (
+        "mix_experiment needs tokenizer (tokenizer), which comes from tokenizer, and the recipe leaves that out; keep tokenizer, or leave out "
+        "mix_experiment too: --set mix_experiment=null"
+    )
     found = trace(flow_named("pipeline"), load("demo", ["sample=null", "rounds=1", "controls=false"])).complaints
     assert len(found) == 1 and found[0].startswith("preferences_1 needs answers (answers), which comes from sample, ") and found[0].endswith("--set preferences=null")
+
+
+def test_a_pipeline_does_without_knowledge_types() -> None:
+    """Pages of one topic, as docs/tutorial.md has it."""
+    assert trace(flow_named("pipeline"), load("demo", ["domains=null", "train_quality=null"])).complaints == []
 
 
 def test_the_second_selection_is_by_models_alone() -> None:

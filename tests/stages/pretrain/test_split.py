@@ -111,6 +111,14 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert "b" not in {r["category"] for r in table if r["weight"] == 0}
 
 
+def test_without_signals_all_documents_are_of_one_category(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given = corpus(store, [(address, "a", 10) for address in pages(60)])
+    one = execute(split, SplitConfig(heldout_fraction=0.1), given, store).read().to_pylist()
+    none = execute(split, SplitConfig(heldout_fraction=0.1), {"documents": given["documents"]}, store).read().to_pylist()
+    assert none == [{**row, "category": "unknown"} for row in one] and {"train", "heldout"} == {row["split"] for row in none}
+
+
 def test_same_bytes_for_any_parts(tmp_path: Path) -> None:
     found = set()
     for part_rows in (7, 1000):
