@@ -4,6 +4,7 @@ what only looks at a store is run. The journey's commands are run by test_journe
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
 import json
 import os
@@ -15,6 +16,8 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import typer
 import yaml
@@ -25,11 +28,13 @@ from puna.flows.engine.declare import first_sentence
 from puna.flows.engine.launch import chosen, stage_config
 from puna.flows.engine.trace import load
 from puna.flows.prefect.forms import offers
+from puna.flows.report.run import Run
 from puna.flows.web.start import list_page
+from puna.stages import executors
 from puna.stages.contract import Stage
-from puna.storage import Store
+from puna.storage import PunaError, Store
 from puna.storage.schemas import TABLES
-from tests.flows.report.conftest import everything
+from tests.flows.report.conftest import Built, everything
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -151,8 +156,8 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)}
 
 
-def reference() -> Any:
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+def script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -160,7 +165,7 @@ def reference() -> Any:
 
 
 def test_links_lead_somewhere() -> None:
-    made = {ROOT / "docs" / name for name in reference().PAGES}
+    made = {ROOT / "docs" / name for name in script("reference").PAGES}
     for page in PAGES:
         for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
             if re.match(r"https?://", target):
@@ -178,11 +183,11 @@ def test_the_site_has_every_page() -> None:
             yield from pages(value) if isinstance(value, list) else [value]
 
     listed = set(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
-    assert listed == {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]} | set(reference().PAGES)
+    assert listed == {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]} | set(script("reference").PAGES)
 
 
 def test_the_reference_is_of_the_code() -> None:
-    written = {name: write() for name, write in reference().PAGES.items()}
+    written = {name: write() for name, write in script("reference").PAGES.items()}
     told = written["reference/commands.md"]
     for name, command in PROGRAM.commands.items():
         part = told.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
@@ -212,6 +217,50 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert table["url"].tolist() == ["https://example.org/puna", "https://example.org/grass"] and fate["what"].tolist() == ["kept", "scored", "dropped"]
 
 
+def test_the_readmes_figures_and_picture_are_of_one_run() -> None:
+    """What docs/figures.py wrote of a run stands in README unchanged, and the picture is the one it took."""
+    figures, known = script("figures"), json.loads((ROOT / "docs/figures.json").read_text(encoding="utf-8"))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert figures.written(text, known) == text
+    assert hashlib.sha256((ROOT / "docs/pictures/report.png").read_bytes()).hexdigest() == known["picture"]
+    other = json.loads(json.dumps(known))
+    other["rounds"][0]["over_strongest_control"]["accuracy"] = {"control": "x", "gain": [-0.25, -0.3, -0.2], "verdict": "cost"}
+    assert "a loss against its strongest control (-.250; -.300 to -.200)" in " ".join(figures.passage(other).split())
+
+
+def test_figures_are_read_from_a_run(tmp_path: Path) -> None:
+    """Of four questions: one right before, three after the round, two of the strongest control."""
+    built, right = Built(tmp_path), {"evaluate_sft": 1, "control_gold_1": 2, "evaluate_round_1": 3}
+    for step, count in right.items():
+        scores = [{"id": f"q{n}", "name": "score", "value": float(n < count)} for n in range(4)]
+        built.add(step, {}, "evaluate", scores=scores)
+    with pytest.raises(PunaError, match="no finished run"):
+        script("figures").measured(Run.open(built.store, "latest"))
+    built.store.record(built.run, {"event": "finished"})
+    found = script("figures").measured(Run.open(built.store, "latest"))
+    (one,) = found["rounds"]
+    assert (found["heldout"], one["before"]["accuracy"], one["after"]["accuracy"]) == (4, 0.25, 0.75)
+    claim = one["over_strongest_control"]["accuracy"]
+    assert (claim["control"], claim["gain"][0], claim["verdict"]) == ("gold answers only", 0.25, "earned nothing")
+
+
+def test_the_readmes_clean_and_demo_are_what_they_are_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `puna clean` line gives documents, what was dropped and why, and a report; `make demo` runs commands that there are."""
+    (line,) = [line for page, line in COMMANDS if page.name == "README.md" and line.startswith("puna clean")]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(executors, "cores", lambda: 1)
+    (tmp_path / "crawl").mkdir()
+    (tmp_path / "crawl/page.html").write_text("<html><body><p>Too short to keep.</p></body></html>")
+    pq.write_table(pa.table({"url": ["https://example.org/a"], "html": ["<html><body><p>Also short.</p></body></html>"]}), "more.parquet")
+    done = CliRunner().invoke(app, ["clean", *words_of(line)[1:]])
+    assert done.exit_code == 0, done.output
+    gone = [json.loads(row) for row in Path("clean/documents.dropped.jsonl").read_text().splitlines()]
+    assert len(gone) == 2 and all(row["rule"] for row in gone) and Path("clean/documents.jsonl").exists() and Path("clean/documents.report.html").exists()
+    shown = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    asked = [shlex.split(row.partition(" -m puna.flows.cli.main ")[2]) for row in shown.splitlines() if " -m puna.flows.cli.main " in row]
+    assert [words[0] for words in asked] == ["demo-pages", "run"]
+    for name, *words in asked:
+        PROGRAM.commands[name].make_context(name, words, resilient_parsing=False)
 
 
 def test_the_readme_is_read_in_three_minutes() -> None:

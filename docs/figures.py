@@ -1,0 +1,140 @@
+"""README's figures and its picture, from the run that made them.
+
+    make demo
+    python tests/benchmarks/equal_checks.py --store .puna --json > equal_checks.json
+    python docs/figures.py --store .puna --equal-checks equal_checks.json
+
+Writes docs/figures.json from the store and the benchmark, README's passage between its two markers from docs/figures.json, and
+docs/pictures/report.png: the first screen of the run's report, by a browser without a window. Without `--store`: the passage alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / ".pkg"))
+
+from puna.flows.report import arms, write  # noqa: E402
+from puna.flows.report.run import Run  # noqa: E402
+from puna.storage import PunaError, Store  # noqa: E402
+
+FIGURES, README, PICTURE = ROOT / "docs/figures.json", ROOT / "README.md", ROOT / "docs/pictures/report.png"
+BEGIN, END = "<!-- by docs/figures.py -->", "<!-- end -->"
+SCREEN = "1200,470"
+"""Width and height of the picture, pixels."""
+
+
+def measured(run: Run) -> dict[str, Any]:
+    """Return the figures of a whole run of the pipeline with control arms. Raise PunaError if a part is missing."""
+    rounds = arms.rounds((step.name, step.artifact) for step in run.kind("evaluation"))
+    if run.log.state != "finished" or run.log.opened is None or run.log.closed is None or not rounds:
+        raise PunaError(f"run {run.log.name}: is no finished run with rounds and their control arms; `make demo` makes one")
+    spent = {step.artifact.key: float(step.artifact.manifest.timings.get("cpu_seconds", 0.0)) for step in run.steps}
+    return {
+        "run": run.log.name,
+        "day": run.log.opened.date().isoformat(),
+        "commit": run.log.about.get("commit"),
+        "versions": run.log.about.get("versions"),
+        "minutes": round((run.log.closed - run.log.opened).total_seconds() / 60, 1),
+        "cpu_minutes": round(sum(spent.values()) / 60, 1),
+        "heldout": len(rounds[0].scores["round"]["accuracy"]),
+        "rounds": [_round(one) for one in rounds],
+    }
+
+
+def _round(one: arms.Arms) -> dict[str, Any]:
+    claims = [claim for claim in one.claims() if claim.name == next(iter(arms.CLAIMS))]
+    return {
+        "number": one.number,
+        "before": {metric: round(one.share("before", metric).value, 3) for metric in one.metrics},
+        "after": {metric: round(one.share("round", metric).value, 3) for metric in one.metrics},
+        "over_strongest_control": {
+            one.metric: {"control": arms.NAMES[one.control], "gain": [round(value, 3) for value in one.gain], "verdict": one.verdict}
+            for one in claims
+        },
+    }
+
+
+def share(value: float) -> str:
+    """Return a share as RESULTS.md writes it: .87 and 1.0."""
+    return f"{value:.3f}".removeprefix("0") if value >= 0 else f"-{share(-value)}"
+
+
+def passage(figures: dict[str, Any]) -> str:
+    """Return the passage of README: each round's share of right answers, its gain, and what is as good without a round."""
+    rounds, equal = figures["rounds"], figures["equal_checks"]
+    before = share(rounds[0]["before"]["accuracy"])
+    told = [f"Of {figures['heldout']} held-out questions {before} are answered correctly before the rounds."]
+    for one in rounds:
+        claim = one["over_strongest_control"]["accuracy"]
+        gain, low, high = claim["gain"]
+        verdict = {"earned": "more than", "cost": "a loss against", "earned nothing": "no gain over"}[claim["verdict"]]
+        told.append(
+            f"Round {one['number']} reaches {share(one['after']['accuracy'])}: {verdict} its strongest control "
+            f"({share(gain)}; {share(low)} to {share(high)})."
+        )
+    told.append(
+        f"Two controls need no RL: finetuning on checked answers with equally many checks reaches {share(equal['right'])}, and the "
+        f"checked answer to the nearest training question, without a model, {share(equal['lookup'][0])}."
+    )
+    return textwrap.fill(" ".join(told), 138, break_on_hyphens=False, break_long_words=False)
+
+
+def written(text: str, figures: dict[str, Any]) -> str:
+    """Return README's text with the passage between its markers."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise PunaError(f"README.md: lacks the markers {BEGIN} and {END}, between which its figures stand")
+    return f"{before}{begin}\n{passage(figures)}\n{end}{after}"
+
+
+def photographed(page: Path, chromium: str, picture: Path) -> None:
+    """Write the first screen of a page as a picture, by a browser that has no profile and asks no other host."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
+        made = Path(folder, "picture.png")
+        words = [chromium, *flags, f"--user-data-dir={folder}/profile", f"--window-size={SCREEN}", f"--screenshot={made}", page.as_uri()]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        if not made.exists():
+            raise PunaError(f"{chromium}: made no picture of {page}: {done.stderr.strip()[-300:]}")
+        os.replace(made, picture) if made.stat().st_dev == picture.parent.stat().st_dev else picture.write_bytes(made.read_bytes())
+
+
+def digest(picture: Path) -> str:
+    """Return the SHA-256 of a picture, which docs/figures.json names."""
+    return hashlib.sha256(picture.read_bytes()).hexdigest()
+
+
+def main() -> None:
+    """Write figures, passage and picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", type=Path, help="store of a whole run of the recipe demo")
+    parser.add_argument("--run", default="latest", help="the run, where it is not the newest")
+    parser.add_argument("--chromium", default="chromium", help="the browser that takes the picture")
+    parser.add_argument("--equal-checks", type=Path, help="what tests/benchmarks/equal_checks.py --json printed of that run")
+    given = parser.parse_args()
+    if (given.store is None) != (given.equal_checks is None):
+        parser.error("give --store and --equal-checks together, or neither")
+    if given.store:
+        store = Store.open(given.store)
+        photographed(write(store, given.run, None).absolute(), given.chromium, PICTURE)
+        beside = json.loads(given.equal_checks.read_text(encoding="utf-8"))
+        figures = {**measured(Run.open(store, given.run)), "equal_checks": beside, "picture": digest(PICTURE)}
+        FIGURES.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    figures = json.loads(FIGURES.read_text(encoding="utf-8"))
+    README.write_text(written(README.read_text(encoding="utf-8"), figures), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
