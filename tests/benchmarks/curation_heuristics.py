@@ -54,7 +54,7 @@ def texts_of(file: Path) -> list[str]:
     if file.suffix != ".jsonl":
         return [found.strip() for found in HEADING.split(text) if found.strip()]
     rows = [json.loads(line) for line in text.split("\n") if line]
-    found = [row["text"] if "text" in row else row["ground_truth"]["main_content"] for row in rows]
+    found = [row["text"] if "text" in row else row["ground_truth"].get("main_content") for row in rows]
     return [text for text in found if text]
 
 

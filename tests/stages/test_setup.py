@@ -11,7 +11,7 @@ COMPILED = """
 import json, runpy, sys
 runpy.run_path(sys.argv[1], run_name="__main__")
 from puna.models.extraction.model import _scores, kept
-from puna.models.classifiers.fit import _descend, _score
+from puna.models.classifiers.fasttext import _descend, _score
 from puna.models.classifiers.grades import _graded
 from puna.stages.curate.signals.measure import _measure
 from puna.kernels.text.technical import _counted

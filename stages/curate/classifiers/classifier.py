@@ -1,7 +1,7 @@
 """Training of fastText classifiers, one model per fold: no document is scored by a model that saw it.
 
 Documents fall into folds by the hash of their id. The model of a fold is trained on the labelled documents of the other
-folds. Lines in a fixed order give the same model every time (`puna.models.classifiers.fit`).
+folds. Lines in a fixed order give the same model every time (`puna.models.classifiers.fasttext`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import Field
 
-from puna.kernels.text.strings import buffers
-from puna.models.classifiers.dictionary import write
-from puna.models.classifiers.fit import Scorer, fit
+from puna.models.classifiers.fasttext import Model, Settings, fit, write
 from puna.stages.contract import Figure, SeededConfig, StageRun
 from puna.stages.draws import folds, uniform
 from puna.storage import Artifact, Part, PunaError
@@ -91,16 +89,16 @@ class Scores:
 
 @dataclass(frozen=True)
 class _Job:
-    """One model to train: on the documents outside `fold` that have a class in the column `name`, to score those of the fold.
+    """A model to train on the documents outside `fold` that have a class in the column `name`, to score those of the fold.
 
-    `quota`: class → how many documents are trained on, and how often each.
+    `quota`: class → how many documents are trained on, and how often each. `state`: the folder in which its training is saved.
     """
 
     fold: int
     name: str
     classes: tuple[str, ...]
     quota: dict[str, tuple[int, int]]
-    text: str
+    state: str
     model: str
     positive: str
 
@@ -142,8 +140,8 @@ def out_of_fold(
                 f"stage {run.stage}: a classifier needs two classes with labelled documents in every fold; it has "
                 f"{census} over {config.folds} folds. Give more documents, fewer folds, or other labels"
             )
-        text = str(run.scratch / f"{name}-fold-{fold}.txt")
-        jobs.append(_Job(fold, name, tuple(classes), _quota(usable, config), text, str(folder / FOLD.format(fold)), positive))
+        state = str(run.scratch / f"{name}-fold-{fold}")
+        jobs.append(_Job(fold, name, tuple(classes), _quota(usable, config), state, str(folder / FOLD.format(fold)), positive))
     told, counted_ = np.zeros((len(classes), len(classes)), np.int64), np.zeros(2 * (FINEST + 1), np.int64)
     for confused, places, number in run.map(_train, jobs, examples.files, config, rows=len(jobs)):
         told += confused
@@ -254,23 +252,23 @@ def _prepare(
 
 def _train(job: _Job, files: list[str], config: ClassifierConfig) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Train one model, keep it; how it scores the labelled documents of its fold: `told`, and what is not 0 in `counted` and where."""
-    _write_text(job, files)
-    c = config
-    text = Path(job.text)
-    settings = (c.learning_rate, c.epochs, c.word_ngrams, c.dimension, c.min_count, c.buckets, c.seed)
-    model = fit(text, *settings, state=text.with_suffix(""))
-    text.unlink()
+    lines, places = _training_lines(job, files)
+    c, labels = config, [label_of(name) for name in job.classes]
+    settings = Settings(c.learning_rate, c.epochs, c.word_ngrams, c.dimension, c.min_count, c.buckets, c.seed)
+    try:
+        model = fit(lines, places, labels, settings, Path(job.state))
+    except ValueError as error:
+        raise PunaError(f"classifier {job.name}, fold {job.fold}: {error}") from error
     write(model, Path(job.model))
-    scorer = Scorer(model)
     classes, index = list(job.classes), {name: at for at, name in enumerate(job.classes)}
-    told, places = np.zeros((len(classes), len(classes)), np.int64), [np.zeros(0, np.int64)]
+    told, scores = np.zeros((len(classes), len(classes)), np.int64), [np.zeros(0, np.int64)]
     for rows in _rows(job, files, ["line"], inside=True):
-        values = predict(scorer, rows["line"], classes)
+        values = predict(model, rows["line"], classes)
         own = np.array([index[name] for name in rows[job.name].to_pylist()], np.int64)
         np.add.at(told, (own, values.argmax(axis=1)), 1)
         if job.positive:
-            places.append(_places(values[:, index[job.positive]], own == index[job.positive]))
-    return told, *np.unique(np.concatenate(places), return_counts=True)
+            scores.append(_places(values[:, index[job.positive]], own == index[job.positive]))
+    return told, *np.unique(np.concatenate(scores), return_counts=True)
 
 
 def _keep(examples: pa.Table, file: Path) -> None:
@@ -295,8 +293,8 @@ def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool, chos
         yield table.filter(wanted if chosen is None else pc.and_(wanted, pc.is_in(table["id"], chosen)))
 
 
-def _write_text(job: _Job, files: list[str]) -> None:
-    """The training file: documents in a random order that ids alone decide, so that not the order of the classes' sizes does."""
+def _training_lines(job: _Job, files: list[str]) -> tuple[pa.ChunkedArray, NDArray[np.int32]]:
+    """Return the lines that a model learns from, in a random order that ids alone decide, and the place of each one's class."""
     kept: dict[str, list[tuple[float, str]]] = {name: [] for name in job.classes}
     for rows in _rows(job, files, ["id", "draw"], inside=False):
         for name, draw, identity in zip(*(rows[column].to_pylist() for column in (job.name, "draw", "id")), strict=True):
@@ -314,13 +312,8 @@ def _write_text(job: _Job, files: list[str]) -> None:
     lines = pa.concat_tables(_rows(job, files, ["id", "line"], inside=False, chosen=chosen))
     order.sort()
     at = pc.index_in(pa.array([identity for _, identity, _ in order], pa.string()), lines["id"])
-    starts = pa.array([f"__label__{label_of(name)} " for *_, name in order], pa.large_string())
-    end, nothing = (pa.scalar(text, pa.large_string()) for text in ("\n", ""))
-    whole = pc.binary_join_element_wise(starts, lines["line"].cast(pa.large_string()).take(at), end, nothing)
-    with Path(job.text).open("wb") as out:
-        for chunk in whole.chunks:
-            data, bounds = buffers(chunk)
-            data[bounds[0] : bounds[-1]].tofile(out)
+    places = {name: place for place, name in enumerate(job.classes)}
+    return lines["line"].cast(pa.large_string()).take(at), np.array([places[name] for *_, name in order], np.int32)
 
 
 def label_of(name: str) -> str:
@@ -329,8 +322,8 @@ def label_of(name: str) -> str:
 
 
 def predict(model: Any, lines: pa.Array | pa.ChunkedArray, classes: list[str]) -> NDArray[np.float64]:
-    """Probability of every class for each line, float64[lines, classes], by a `Scorer` or by fastText itself."""
-    if isinstance(model, Scorer):
+    """Probability of every class for each line, float64[lines, classes], by a `Model` or by fastText itself."""
+    if isinstance(model, Model):
         rows = model.probabilities(lines)[:, [model.labels.index(label_of(name)) for name in classes]].astype(np.float64)
     else:
         # A list, because fastText 0.9.3 cannot predict a single string under numpy 2.

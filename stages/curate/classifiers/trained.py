@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from puna.kernels.text.words import spaced
-from puna.models.classifiers.dictionary import read
-from puna.models.classifiers.fit import Scorer
+from puna.models.classifiers.fasttext import read
 from puna.stages.curate.classifiers.classifier import FOLD, predict
 from puna.stages.draws import folds
 from puna.storage import Artifact, PunaError
@@ -117,7 +116,7 @@ def _trained(folder: Path) -> Trained:
 def _model(file: str, split: bool) -> Any:
     """The model of a file; `split`: it is shown words only, among which is no label."""
     if split and (model := read(Path(file))) is not None:
-        return Scorer(model)
+        return model
     import fasttext
 
     try:

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.kernels.text.code_lines import BLOCKS, QUERIES, STATEMENTS, WHOLE, looks_like_code, may_be_code
-from puna.models.classifiers.dictionary import write
-from puna.models.classifiers.fit import fit
+from puna.models.classifiers.fasttext import Settings, fit, write
 from puna.models.languages.prose import prose
 from puna.models.languages.registry import SCALED, read_rows, shipped, shipped_names, with_rows
 from puna.models.languages.vote import group_numbers, vote, voters, votes
@@ -21,7 +20,7 @@ from puna.stages.contract import External, execute
 from puna.stages.curate import language as module
 from puna.stages.curate.language import LanguageConfig, identify, language
 from puna.stages.curate.train_classifier import ImportClassifierConfig, import_classifier
-from puna.storage import PunaError, Store
+from puna.storage import Store
 
 SENTENCES = {
     "en": "The council will decide next week whether the old bridge across the river is to be repaired.",
@@ -234,8 +233,8 @@ def test_rows_of_ones_own_lie_over_the_table(tmp_path):
 
 def test_codes_and_groups_of_ones_own_rows_count(tmp_path, make_documents):
     """An identifier that was not trained gives its three classes a third each, and so the first one."""
-    (tmp_path / "train.txt").write_text("__label__aq1 kala mato\n__label__aq2 kala veri\n__label__deu der die\n" * 5)
-    write(fit(tmp_path / "train.txt", 0.1, 0, 1, 4, 1, 0, 0), tmp_path / "lid.bin")
+    lines, labels = pa.array(["kala mato", "kala veri", "der die"]), ["aq1", "aq2", "deu"]
+    write(fit(lines, np.arange(3, dtype=np.int32), labels, Settings(0.1, 0, 1, 4, 1, 0, 0)), tmp_path / "lid.bin")
     store = Store.open(tmp_path / "store")
     given = {"documents": make_documents(store, [("0", "web", "kala mato veri kala mato veri kala mato veri kala mato veri")])}
     model = External.resolve(str(tmp_path / "lid.bin"))[0]
@@ -270,7 +269,7 @@ def test_languages_that_the_user_groups_count_together_in_the_vote():
 )
 def test_a_wrong_row_is_named(tmp_path, text, said):
     (tmp_path / "mine.tsv").write_text(text, encoding="utf-8")
-    with pytest.raises(PunaError, match=said):
+    with pytest.raises(ValueError, match=said):
         read_rows(tmp_path / "mine.tsv")
 
 

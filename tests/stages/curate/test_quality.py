@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from puna.stages.contract import execute
-from puna.stages.curate.classifiers.classifier import GOLDEN, _Job, _keep, _quota, _write_text, auc, calibration, counted
+from puna.stages.curate.classifiers.classifier import GOLDEN, _Job, _keep, _quota, _training_lines, auc, calibration, counted
 from puna.stages.curate.classifiers.trained import trained
 from puna.stages.curate.quality import QualityConfig, quality, ranks_within
 from puna.stages.curate.train_classifier import TrainClassifierConfig, train_classifier
@@ -73,13 +73,13 @@ def test_what_is_trained_on_is_drawn_by_ids_from_all_files(tmp_path, seed):
         columns = zip(("id", "fold", "draw", "line", "class"), zip(*rows[at : at + 7], strict=True), strict=True)
         _keep(pa.table({name: list(values) for name, values in columns}), tmp_path / f"{at}.arrow")
         files.append(str(tmp_path / f"{at}.arrow"))
-    job = _Job(1, "class", ("a", "b"), {"a": (5, 1), "b": (3, 2)}, str(tmp_path / "text"), "", "")
-    _write_text(job, files)
+    job = _Job(1, "class", ("a", "b"), {"a": (5, 1), "b": (3, 2)}, "", "", "")
+    lines, classes = _training_lines(job, files)
     expected = []
     for name, (count, copies) in job.quota.items():
         for draw, line in sorted((row[2], row[3]) for row in rows if row[4] == name and row[1] != 1)[:count]:
-            expected += [((draw + copy * GOLDEN) % 1, f"__label__{name} {line}") for copy in range(copies)]
-    assert (tmp_path / "text").read_text().splitlines() == [line for _, line in sorted(expected)]
+            expected += [((draw + copy * GOLDEN) % 1, (line, "ab".index(name))) for copy in range(copies)]
+    assert list(zip(lines.to_pylist(), classes.tolist(), strict=True)) == [line for _, line in sorted(expected)]
 
 
 def test_scores_tell_the_sources_apart(tmp_path, make_documents, themed):

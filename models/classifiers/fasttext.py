@@ -1,0 +1,291 @@
+"""A fastText classifier (Joulin et al. 2016, arXiv 1607.01759): the mean of the vectors of words and n-grams, a softmax over labels.
+
+Trained on one thread and from first weights of its own, so that the same lines give the same model. Its file is one that fastText loads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.cpu.vectors import prefetch
+from puna.kernels.text.hash_table import ONE, place, size_for
+from puna.kernels.text.strings import buffers
+from puna.models.training.state import Saver, check_identity, load_arrays, save_state
+
+LABEL = "__label__"
+MAGIC, VERSION, SOFTMAX, SUPERVISED = 793712314, 12, 3, 3
+HEAD = struct.Struct("<14i d 3i 2q")  # magic number, version, settings, then the sizes of the dictionary
+SHAPE = struct.Struct("<b2q")  # of a matrix that is not compressed
+AFTER_NAME = struct.Struct("<x q b")  # its count, and 1 for a label
+LINES = 1 << 14  # cut into words at a time
+SLICE = 1 << 11  # lines of a training after which it may be saved
+SAVE_SECONDS, REPEATED_SECONDS = 10.0, 0.5
+BASIS, PRIME = np.uint32(2166136261), np.uint32(16777619)  # FNV-1a with 32 bits, of which fastText makes the hashes of n-grams
+LONG_BASIS, LONG_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)  # with 64 bits it tells words apart
+NGRAM = np.uint64(116049371)
+
+
+class Settings(NamedTuple):
+    """fastText's `lr`, `epoch`, `wordNgrams`, `dim`, `minCount`, `bucket` and `seed`."""
+
+    rate: float
+    epochs: int
+    ngrams: int
+    dimension: int
+    min_count: int
+    buckets: int
+    seed: int
+
+
+class Weights(NamedTuple):
+    """The numbers of a model: `first` float32[words + buckets, dimension], the vectors of words and of n-grams of up to `ngrams` words;
+    `last` float32[labels, dimension]."""
+
+    first: NDArray[np.float32]
+    last: NDArray[np.float32]
+    words: int
+    ngrams: int
+    buckets: int
+
+
+class Model:
+    """A classifier: `words` large_string, the frequent ones first, and `labels`."""
+
+    def __init__(self, words: pa.Array, labels: list[str], weights: Weights) -> None:
+        self.words, self.labels, self.weights = words, labels, weights
+        self._keys, self._places, _ = _table(*buffers(words))
+
+    def probabilities(self, lines: pa.Array | pa.ChunkedArray) -> NDArray[np.float32]:
+        """Return the probability of each label float32[lines, labels]; 0 for a line without a known word."""
+        return _score(*_ended(lines), self._keys, self._places, self.weights)  # type: ignore[no-any-return]
+
+
+def fit(
+    lines: pa.Array | pa.ChunkedArray, classes: NDArray[np.int32], labels: list[str], settings: Settings, state: Path | None = None
+) -> Model:
+    """Return the model of lines of words with spaces between them; `classes`: the place of each line's label in `labels`.
+
+    state: folder in which the training is saved as `Saver` says, and from which it goes on; after `REPEATED_SECONDS` at its end, too.
+    """
+    rate, epochs, ngrams, dimension, min_count, buckets, seed = settings
+    words, codes, bounds = _encoded(lines)
+    counts = np.bincount(codes, minlength=len(words))
+    order = np.argsort(-counts, kind="stable")
+    order = order[counts[order] >= min_count]
+    known = np.full(len(words), -1, np.int32)
+    known[order] = np.arange(len(order))
+    buckets = buckets if ngrams > 1 else 0
+    first = _aligned(len(order) + buckets, dimension)
+    first[: len(order)] = (2 * np.random.default_rng(seed).random((len(order), dimension), np.float32) - 1) / np.float32(dimension)
+    last, short = _aligned(len(labels), dimension), _table(*buffers(words))[2]
+    weights = Weights(first, last, len(order), ngrams, buckets)
+    step, steps, seconds = 0, epochs * len(classes), 0.0
+    text = b"".join(hashlib.sha256(part.data).digest() for part in (codes, bounds, classes, buffers(words)[0]))
+    identity = {"settings": list(settings), "text": text.hex()}
+    if state is not None and (found := load_arrays(state)) is not None:
+        arrays, record = found
+        check_identity(state, record, identity)
+        first[:], last[:], step, seconds = arrays["first"], arrays["last"], record["done"], record["seconds"]
+
+    def save() -> None:
+        assert state is not None
+        record = {**identity, "unit": "line", "done": step, "of": steps, "seconds": seconds}
+        save_state(state, step, {"first": first, "last": last}, record)
+
+    with Saver(SAVE_SECONDS, None if state is None else save) as saver:
+        while step < steps:
+            started, stop = time.perf_counter(), min(steps, step + SLICE)
+            if not _descend(codes, bounds, known, short, classes, weights, rate, epochs, step, stop):
+                raise ValueError(f"the training of a classifier diverged: try a smaller learning_rate than {rate}")
+            step, seconds = stop, seconds + time.perf_counter() - started
+            saver.stepped(step == steps and seconds >= REPEATED_SECONDS)
+            saver.end_if_asked()
+    return Model(words.take(pa.array(order)), labels, weights)
+
+
+def write(model: Model, file: Path) -> None:
+    """Write the model as fastText does, but for how often each word occurred."""
+    (first, last, words, ngrams, buckets), labels = model.weights, [(LABEL + label).encode() for label in model.labels]
+    names = [*model.words.cast(pa.large_binary()).to_pylist(), *labels]
+    sizes = (len(names), words, len(labels), 0, -1)
+    with file.open("wb") as out:
+        out.write(HEAD.pack(MAGIC, VERSION, first.shape[1], 5, 0, 1, 5, ngrams, SOFTMAX, SUPERVISED, buckets, 0, 0, 100, 1e-4, *sizes))
+        out.write(b"".join(name + AFTER_NAME.pack(1, n >= words) for n, name in enumerate(names)))
+        for matrix in (first, last):
+            out.write(SHAPE.pack(0, *matrix.shape))
+            matrix.tofile(out)
+
+
+def read(file: Path) -> Model | None:
+    """Return the model of a file; None for one that is compressed, of parts of words, with another loss, or damaged."""
+    data, at, names, matrices = file.read_bytes(), HEAD.size, [], []
+    try:
+        magic, version, dimension, *_, ngrams, loss, kind, buckets, _, longest, _, _, size, words, labels, _, cut = HEAD.unpack_from(data)
+        if (magic, version, loss, kind, longest, cut) != (MAGIC, VERSION, SOFTMAX, SUPERVISED, 0, -1):
+            return None
+        for _ in range(size):
+            names.append(data[at : data.index(b"\0", at)])
+            at += len(names[-1]) + AFTER_NAME.size
+        for rows in (words + buckets, labels):
+            if SHAPE.unpack_from(data, at) != (0, rows, dimension):
+                return None
+            at += SHAPE.size
+            matrices.append(np.frombuffer(data, np.float32, rows * dimension, at).reshape(rows, dimension))
+            at += matrices[-1].nbytes
+    except (struct.error, ValueError):
+        return None
+    known = pa.array(names[:words], pa.large_binary()).cast(pa.large_string())
+    first, last = matrices
+    return Model(known, [name.decode().removeprefix(LABEL) for name in names[words:]], Weights(first, last, words, ngrams, buckets))
+
+
+def _aligned(rows: int, dimension: int) -> NDArray[np.float32]:
+    """Return zeros from the beginning of a cache line on, so that a row of 16 is one."""
+    room = np.zeros(rows * dimension + 16, np.float32)
+    start = -room.ctypes.data % 64 // 4
+    return room[start : start + rows * dimension].reshape(rows, dimension)
+
+
+def _ended(lines: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Return the bytes of lines with fastText's word for the end and a space behind it, and where each begins; a zero byte, which ends
+    a name in a file, is a one."""
+    whole = pc.replace_substring(lines.cast(pa.large_string()), "\0", "\1")
+    ended = pc.binary_join_element_wise(whole, *(pa.scalar(text, pa.large_string()) for text in ("</s>", "", " ")))
+    data, bounds = buffers(pc.ascii_ltrim_whitespace(ended))  # where the line is empty
+    return data[: bounds[-1]], bounds
+
+
+def _encoded(lines: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int32], NDArray[np.int64]]:
+    """Return the distinct words of lines, the number among these of each word, and where the words of each line begin."""
+    kind, chunks, starts, total = pa.dictionary(pa.int32(), pa.large_string()), [], [np.zeros(1, np.int64)], 0
+    for start in range(0, len(lines), LINES):
+        data, bounds = _ended(lines.slice(start, LINES))
+        ends = np.flatnonzero(data == 32) + 1
+        words = pa.LargeStringArray.from_buffers(len(ends), pa.py_buffer(np.append(0, ends)), pa.py_buffer(data))
+        chunks.append(words.dictionary_encode())
+        starts.append(np.searchsorted(ends, bounds[1:], side="right") + total)
+        total += len(ends)
+    column = pa.chunked_array(chunks or [pa.array([], kind)], kind).unify_dictionaries()
+    codes = np.concatenate([chunk.indices.to_numpy() for chunk in column.chunks])
+    return pc.ascii_rtrim_whitespace(column.chunk(0).dictionary), codes, np.concatenate(starts)
+
+
+@njit(cache=True, borrows=True)
+def _read(data: NDArray[np.uint8], start: int, stop: int, short: NDArray[np.uint64], long: NDArray[np.uint64]) -> int:
+    """Write both hashes of the words in data[start:stop], a space after each; return their number."""
+    count, a, b = 0, BASIS, LONG_BASIS
+    for at in range(start, stop + 1):
+        if at < stop and data[at] != 32:
+            # fastText's bytes and hashes have a sign.
+            a, b = np.uint32(np.uint32(a ^ np.uint32(np.int32(np.int8(data[at])))) * PRIME), (b ^ np.uint64(data[at])) * LONG_PRIME
+        elif b != LONG_BASIS:
+            short[count], long[count] = np.uint64(np.int64(np.int32(a))), max(b, ONE)
+            count, a, b = count + 1, BASIS, LONG_BASIS
+    return count
+
+
+@njit(cache=True)
+def _table(data: NDArray[np.uint8], bounds: NDArray[np.int64]) -> tuple[NDArray[np.uint64], NDArray[np.int32], NDArray[np.uint64]]:
+    """Return a table of words' long hashes, the place of each in the list (-1 where the table is free), and their short hashes."""
+    short, long = np.zeros(len(bounds) - 1, np.uint64), np.ones(len(bounds) - 1, np.uint64)
+    keys = np.zeros(size_for(len(short)), np.uint64)
+    places = np.full(len(keys), -1, np.int32)
+    for n in range(len(short)):
+        _read(data, bounds[n], bounds[n + 1], short[n:], long[n:])
+        slot = place(keys, long[n])
+        keys[slot], places[slot] = long[n], n
+    return keys, places, short
+
+
+@njit(cache=True, borrows=True)
+def _forward(known: NDArray[np.int32], short: NDArray[np.uint64], weights: Weights, rows: NDArray[np.int32], hidden: NDArray[np.float32],
+             output: NDArray[np.float32]) -> int:  # fmt: skip
+    """Write the mean vector of words (`known`: their rows, -1 for none) and n-grams, and the probabilities of the labels; return the number
+    of rows, -1 where the weights are no numbers."""
+    first, last, count = weights.first, weights.last, 0
+    for row in known:
+        if row >= 0:
+            rows[count] = row
+            count += 1
+    for i in range(len(short)):
+        gram = short[i]
+        for j in range(i + 1, min(len(short), i + weights.ngrams)):
+            gram = gram * NGRAM + short[j]
+            rows[count] = weights.words + np.int64(gram % np.uint64(weights.buckets))
+            prefetch(first.ctypes.data + 4 * len(hidden) * np.int64(rows[count]))
+            count += 1
+    hidden[:] = 0
+    for row in rows[:count]:
+        for k in range(len(hidden)):
+            hidden[k] += first[row, k]
+    for k in range(len(hidden)):
+        hidden[k] /= np.float32(max(count, 1))
+    highest, total = np.float32(-np.inf), np.float32(0)
+    for c in range(len(output)):
+        dot = np.float32(0)
+        for k in range(len(hidden)):
+            dot += last[c, k] * hidden[k]
+        output[c], highest = dot, max(highest, dot)
+    for c in range(len(output)):
+        output[c] = np.float32(np.exp(np.float64(output[c] - highest)))
+        total += output[c]
+    for c in range(len(output)):
+        output[c] /= total
+    return count if total == total else -1
+
+
+@njit(cache=True)
+def _descend(codes: NDArray[np.int32], bounds: NDArray[np.int64], known: NDArray[np.int32], short: NDArray[np.uint64],
+             classes: NDArray[np.int32], weights: Weights, rate: float, epochs: int, start: int, stop: int) -> bool:  # fmt: skip
+    """Train the matrices in place from one step to another, a line each, the rate falling to 0; return whether they stayed numbers."""
+    first, last, longest = weights.first, weights.last, np.diff(bounds).max() if len(classes) else 0
+    here, hashes, rows = np.empty(longest, np.int32), np.empty(longest, np.uint64), np.empty(longest * max(1, weights.ngrams), np.int32)
+    hidden, grad, output = np.empty(first.shape[1], np.float32), np.empty(first.shape[1], np.float32), np.empty(len(last), np.float32)
+    for step in range(start, stop):
+        epoch, n = divmod(step, len(classes))
+        words = bounds[n + 1] - bounds[n]
+        for i in range(words):
+            code = codes[bounds[n] + i]
+            here[i], hashes[i] = known[code], short[code]
+        count = _forward(here[:words], hashes[:words], weights, rows, hidden, output)
+        if count < 0:
+            return False
+        slope = rate * (1 - (epoch * len(codes) + bounds[n]) / (epochs * len(codes)))
+        grad[:] = 0
+        for c in range(len(last)):
+            move = np.float32(slope * (np.float32(c == classes[n]) - output[c]))
+            for k in range(len(grad)):
+                grad[k] += move * last[c, k]
+                last[c, k] += move * hidden[k]
+        for k in range(len(grad)):
+            grad[k] /= np.float32(max(count, 1))
+        for row in rows[:count]:
+            for k in range(len(grad)):
+                first[row, k] += grad[k]
+    return True
+
+
+@njit(cache=True)
+def _score(data: NDArray[np.uint8], bounds: NDArray[np.int64], keys: NDArray[np.uint64], places: NDArray[np.int32],
+           weights: Weights) -> NDArray[np.float32]:  # fmt: skip
+    """Return the probabilities of the labels for each line of words."""
+    found, longest = np.zeros((len(bounds) - 1, len(weights.last)), np.float32), np.diff(bounds).max() // 2 + 1 if len(bounds) > 1 else 0
+    known, short, long = np.empty(longest, np.int32), np.empty(longest, np.uint64), np.empty(longest, np.uint64)
+    rows, hidden = np.empty(longest * max(1, weights.ngrams), np.int32), np.empty(weights.first.shape[1], np.float32)
+    for n in range(len(found)):
+        words = _read(data, bounds[n], bounds[n + 1], short, long)
+        for i in range(words):
+            known[i] = places[place(keys, long[i])]
+        if _forward(known[:words], short[:words], weights, rows, hidden, found[n]) <= 0:
+            found[n] = 0
+    return found
