@@ -1,6 +1,6 @@
-"""`puna sample`: real web pages, Wikipedia extracts and code out of pinned packages, as WARC files."""
+"""The demo's sample: real web pages, Wikipedia extracts and code out of pinned packages, as WARC files."""
 
-from puna.flows.demo.build import SampleFile, SampleReport, announcement, build_sample
+from puna.flows.demo.build import SampleFile, SampleReport, build_sample
 from puna.flows.demo.packages import PACKAGES, Package
 
-__all__ = ["PACKAGES", "Package", "SampleFile", "SampleReport", "announcement", "build_sample"]
+__all__ = ["PACKAGES", "Package", "SampleFile", "SampleReport", "build_sample"]

@@ -1,14 +1,13 @@
 """Service descriptions of botocore (JSON with HTML inside) as pages of an API reference."""
 
+import gzip
 import json
 import re
 from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from puna.flows.demo.archives import MAX_MEMBER, Member, gunzip
-from puna.flows.demo.warc import Page
-from puna.storage import PunaError
+from puna.flows.demo.warc import Member, Page
 
 SITE = "https://boto3.amazonaws.com/v1/documentation/api/latest/reference/services/"
 DEPTH = 2  # levels of nested structures that a page spells out
@@ -25,12 +24,12 @@ _DESCRIPTION = re.compile(r"botocore/data/([^/]+)/([^/]+)/service-2\.json(\.gz)?
 
 
 def wanted(path: str) -> bool:
-    """Whether a member of the wheel is the description of a service."""
+    """True if a member of the wheel is the description of a service."""
     return _DESCRIPTION.match(path) is not None
 
 
 def reference(members: list[Member]) -> Iterator[Page]:
-    """The overview of each service in its newest version, and the operations of the DETAILED ones."""
+    """Yield the overview of each service in its newest version, and the operations of the DETAILED ones."""
     newest: dict[str, Member] = {}
     for member in sorted(members, key=lambda member: member.path):  # the path holds the version's date
         if match := _DESCRIPTION.match(member.path):
@@ -40,17 +39,12 @@ def reference(members: list[Member]) -> Iterator[Page]:
 
 
 def _service(service: str, member: Member) -> Iterator[Page]:
-    body = gunzip(member.body, member.path, MAX_MEMBER) if member.path.endswith(".gz") else member.body
-    try:
-        model = json.loads(body)
-        name = model["metadata"].get("serviceId") or model["metadata"]["serviceFullName"]
-        yield _page(f"{service}.html", name, _overview(service, model), member)
-        if service in DETAILED:
-            for operation in sorted(model["operations"]):
-                path = f"{service}/client/{_snake(operation)}.html"
-                yield _page(path, f"{operation} - {name}", _operation(model, operation), member)
-    except (ValueError, KeyError, TypeError) as error:
-        raise PunaError(f"{member.path}: not the expected service description ({error!r})") from error
+    model = json.loads(gzip.decompress(member.body) if member.path.endswith(".gz") else member.body)
+    name = model["metadata"].get("serviceId") or model["metadata"]["serviceFullName"]
+    yield _page(f"{service}.html", name, _overview(service, model), member)
+    for operation in sorted(model["operations"]) if service in DETAILED else ():
+        path = f"{service}/client/{_snake(operation)}.html"
+        yield _page(path, f"{operation} - {name}", _operation(model, operation), member)
 
 
 def _page(path: str, title: str, content: str, member: Member) -> Page:
@@ -74,10 +68,7 @@ def _page(path: str, title: str, content: str, member: Member) -> Page:
 
 
 def _overview(service: str, model: dict[str, Any]) -> str:
-    items = "\n".join(
-        f'<li><a href="{service}/client/{_snake(name)}.html">{_snake(name)}</a></li>'
-        for name in sorted(model["operations"])
-    )
+    items = "\n".join(f'<li><a href="{service}/client/{_snake(name)}.html">{_snake(name)}</a></li>' for name in sorted(model["operations"]))
     heading = escape(model["metadata"]["serviceFullName"])
     return f"<h1>{heading}</h1>\n{model.get('documentation', '')}\n<h2>Methods</h2>\n<ul>\n{items}\n</ul>"
 
@@ -100,7 +91,7 @@ def _error(shapes: dict[str, Any], name: str) -> str:
 
 
 def _members(shapes: dict[str, Any], name: str, depth: int, above: tuple[str, ...]) -> str:
-    """A definition list of a structure's members; '' at ``depth`` 0, in a cycle, or when it has none."""
+    """Return a definition list of a structure's members; '' at `depth` 0, in a cycle, or where it has none."""
     shape = shapes[name]
     if shape["type"] in ("list", "map"):
         inner = shape["member"] if shape["type"] == "list" else shape["value"]
@@ -119,6 +110,6 @@ def _members(shapes: dict[str, Any], name: str, depth: int, above: tuple[str, ..
 
 
 def _snake(name: str) -> str:
-    """``ListObjectsV2`` → ``list_objects_v2``."""
+    """Return list_objects_v2 for ListObjectsV2."""
     spaced = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", name)
     return re.sub(r"([a-z\d])([A-Z])", r"\1_\2", spaced).lower()

@@ -10,23 +10,21 @@ from urllib.parse import quote, unquote, urlsplit
 from resiliparse.parse.encoding import detect_encoding
 from resiliparse.parse.html import HTMLTree
 
-from puna.flows.demo.archives import Member
-from puna.flows.demo.warc import Page
-from puna.storage import PunaError
+from puna.flows.demo.warc import Member, Page
 
 MIN_CODE = 200  # bytes; shorter source files are empty packages
 MAX_CODE = 64_000  # bytes; generated tables and the longest modules stay out
 
 
 def documentation(members: list[Member], folder: str, site: str) -> Iterator[Page]:
-    """HTML pages below ``folder`` of an archive, under the address ``site``."""
+    """Yield the HTML pages below a folder of an archive, under the address `site`."""
     for member in members:
         if member.path.startswith(folder) and member.path.endswith(".html"):
             yield html_page(site + quote(member.path.removeprefix(folder)), member)
 
 
 def source_code(members: list[Member], site: str) -> Iterator[Page]:
-    """Python files of MIN_CODE to MAX_CODE bytes, under the address of the repository's raw files."""
+    """Yield the Python files of MIN_CODE to MAX_CODE bytes, under the address of the repository's raw files."""
     for member in members:
         if member.path.endswith(".py") and MIN_CODE <= len(member.body) <= MAX_CODE:
             content_type = f"text/x-python; charset={charset(member.body)}"
@@ -34,7 +32,7 @@ def source_code(members: list[Member], site: str) -> Iterator[Page]:
 
 
 def saved_pages(members: list[Member], folder: str) -> Iterator[Page]:
-    """Web pages saved as test data, under the address they came from.
+    """Yield web pages saved as test data, under the address they came from.
 
     The address is the one that the tests give for the file, else the one that the page names as its own, else
     one made of the file's name, which starts with the host.
@@ -49,12 +47,12 @@ def saved_pages(members: list[Member], folder: str) -> Iterator[Page]:
 
 
 def html_page(url: str, member: Member) -> Page:
-    """A page of HTML with the charset its bytes are in."""
+    """Return a page of HTML with the charset its bytes are in."""
     return Page(url, member.modified, f"text/html; charset={charset(member.body)}", member.body)
 
 
 def charset(body: bytes) -> str:
-    """The charset that the bytes decode in: UTF-8 when valid, else as detected (saved pages were recoded)."""
+    """Return the charset that the bytes decode in: UTF-8 when valid, else as detected (saved pages were recoded)."""
     try:
         body.decode("utf-8")
     except UnicodeDecodeError:
@@ -63,23 +61,18 @@ def charset(body: bytes) -> str:
 
 
 def _test_addresses(members: list[Member]) -> dict[str, str]:
-    """File name → address, from the tests' own table of pages and from metadata files beside the pages."""
+    """Return file name → address, from the tests' own table of pages and from metadata files beside the pages."""
     found: dict[str, str] = {}
     for member in members:
         if member.path == "tests/unit_tests.py":
             found.update(_mock_pages(member))
-        elif "/metadata/" in member.path and member.path.endswith(".json"):
-            try:
-                url = json.loads(member.body).get("url")
-            except (ValueError, AttributeError) as error:
-                raise PunaError(f"{member.path}: not a JSON object with a url ({error})") from error
-            if url:
-                found[PurePosixPath(member.path).stem + ".html"] = url
+        elif "/metadata/" in member.path and member.path.endswith(".json") and (url := json.loads(member.body).get("url")):
+            found[PurePosixPath(member.path).stem + ".html"] = url
     return found
 
 
 def _mock_pages(member: Member) -> dict[str, str]:
-    """The literal MOCK_PAGES = {address: file} of a test module; the module is parsed, not run."""
+    """Return file → address of the literal MOCK_PAGES of a test module, which is parsed, not run."""
     for statement in ast.parse(member.body).body:
         if isinstance(statement, ast.Assign) and any(
             isinstance(target, ast.Name) and target.id == "MOCK_PAGES" for target in statement.targets
@@ -90,7 +83,7 @@ def _mock_pages(member: Member) -> dict[str, str]:
 
 
 def _own_address(body: bytes) -> str | None:
-    """What a page's canonical link or og:url says, when that is a whole address."""
+    """Return a page's canonical link or og:url, where that is a whole address."""
     head = HTMLTree.parse_from_bytes(body, charset(body)).head
     if head is None:
         return None
@@ -108,7 +101,7 @@ def _is_whole(url: str) -> bool:
 
 
 def _address_of_name(name: str) -> str:
-    """``heise.de.lithium.html`` → ``https://heise.de/lithium``; a name without a host gets a reserved one."""
+    """Return https://heise.de/lithium for heise.de.lithium.html; a name without a host gets a reserved one."""
     stem = name.removesuffix(".html")
     match = re.match(r"((?:[\w-]+\.)+(?:com|org|net|info|blog|me|co\.uk|gv\.at|[a-z]{2}))(?:\.(.+))?$", stem)
     if match is None:
@@ -117,7 +110,7 @@ def _address_of_name(name: str) -> str:
 
 
 def _normal(url: str) -> str:
-    """An address as a crawler requests it: with a path, percent-encoded, without a fragment."""
+    """Return an address as a crawler requests it: with a path, percent-encoded, without a fragment."""
     parts = urlsplit(url)
     path = quote(unquote(parts.path) or "/", safe="/:@!$&'()*+,;=~-._")
     query = "?" + quote(parts.query, safe="/?:@!$&'()*+,;=~-._%") if parts.query else ""

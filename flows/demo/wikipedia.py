@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from urllib.parse import quote
 
-from puna.flows.demo.archives import Member
-from puna.flows.demo.warc import Page
-from puna.storage import PunaError
+from puna.flows.demo.warc import Member, Page
 
 LONG = 600  # bytes of UTF-8; every extract from this length on is taken
 SHORT_SHARE = 16  # of the shorter ones, one in this many
@@ -17,24 +15,17 @@ _LANGUAGES = {"en-us": "en", "fr-fr": "fr", "es-es": "es"}
 
 
 def wanted(path: str) -> bool:
-    """Whether a member of the wheel holds the extracts of a language."""
+    """True if a member of the wheel holds the extracts of a language."""
     return _language(path) is not None
 
 
 def articles(members: list[Member]) -> Iterator[Page]:
-    """One HTML page for each extract taken: title, short description, paragraphs, topic."""
+    """Yield one HTML page for each extract taken: title, short description, paragraphs, topic."""
     for member in members:
-        language = _language(member.path)
-        if language is None:
-            continue
-        try:
-            extracts: dict[str, dict[str, str]] = json.loads(member.body)
-            for title in sorted(extracts):
-                entry = extracts[title]
-                if _taken(entry["title"], entry["extract"]):
-                    yield _article(language, entry, member)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PunaError(f"{member.path}: not the expected table of extracts ({error!r})") from error
+        extracts: dict[str, dict[str, str]] = json.loads(member.body)
+        for _, entry in sorted(extracts.items()):
+            if _taken(entry["title"], entry["extract"]):
+                yield _article(str(_language(member.path)), entry, member)
 
 
 def _language(path: str) -> str | None:
