@@ -51,7 +51,7 @@ class Tables(NamedTuple):
 
 @lru_cache(maxsize=1)
 def tables() -> Tables:
-    """The two tables, made once per process (about a tenth of a second)."""
+    """Return the two tables, made once per process (about a tenth of a second)."""
     import regex
 
     # What has properties; all else is unassigned or for private use: no `str.is…` is true of it.
@@ -99,12 +99,12 @@ def tables() -> Tables:
 
 
 def code_points(text: str) -> NDArray[np.uint32]:
-    """The code points of `text`, uint32[len(text)]."""
+    """Return the code points of `text`, uint32[len(text)]."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
 
 
 def letters_and_capitals(text: str) -> tuple[int, int]:
-    """How many letters, marks of numbers such as ² included, the text has, and how many of these are capitals."""
+    """Return the number of the text's letters, marks of numbers such as ² included, and of capitals among these."""
     letters, capitals = _letters_and_capitals(code_points(text), tables().flags)
     return int(letters), int(capitals)
 
@@ -121,7 +121,7 @@ def _letters_and_capitals(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) 
 
 @njit(cache=True, borrows=True)
 def cut(data: NDArray[np.uint8], first: int, last: int, characters: int) -> int:
-    """Where the first so many characters of the valid UTF-8 in data[first:last] end."""
+    """Return the end of the first `characters` characters of the valid UTF-8 in data[first:last]."""
     at, missing = first, characters
     while missing > 0 and at < last:
         stop, missing = min(at + missing, last), 0

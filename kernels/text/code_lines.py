@@ -50,7 +50,7 @@ IN_CODE[[ord(character) for character in f"{ascii_letters}{digits}_"]] |= IN_WOR
 
 
 def looks_like_code(line: str) -> bool:
-    """Whether a line (without the white space around it) is more likely code than prose or boilerplate."""
+    """True if a line (without the white space around it) is more likely code than prose or boilerplate."""
     if line.startswith(("•", "–")):
         return False
     if CODE_START.match(line) or line[-1] in "{}([\\" or not any(map(str.isalnum, line)):
@@ -66,7 +66,7 @@ def looks_like_code(line: str) -> bool:
 
 @njit(cache=True, borrows=True)
 def may_be_code(data: NDArray[np.uint8], start: int, stop: int) -> bool:
-    """Whether `looks_like_code` may say so of the line data[start:stop] for another reason than its signs; False of most prose.
+    """True if `looks_like_code` may say so of the line data[start:stop] for another reason than its signs; False of most prose.
 
     The caller has seen that it has letters or digits, no `=`, and does not end in an open or curly bracket or a backslash.
     """

@@ -34,7 +34,7 @@ class FuzzyIndex:
 
 
 def build_fuzzy(texts: list[str], n: int, step: int, misses: int, min_words: int) -> FuzzyIndex:
-    """The index of some prompts; those of fewer than `min_words` words have no n-grams in it."""
+    """Return the index of some prompts; those of fewer than `min_words` words have no n-grams in it."""
     found = []
     for text in texts:
         words = word_hashes(text).words
@@ -64,7 +64,7 @@ class FuzzyMatch:
 
 
 def fuzzy_match(text: Hashed, index: FuzzyIndex) -> FuzzyMatch | None:
-    """The prompt that one passage of the document covers best, or None; of equals the first."""
+    """Return the prompt that one passage of the document covers best, or None; of equals the first."""
     grams = gram_hashes(text.words, index.n)
     sampled = places_held(np.ascontiguousarray(grams[:: index.step]), index.table)
     low = np.searchsorted(index.hashes, grams[sampled * index.step], side="left")
@@ -86,7 +86,7 @@ def fuzzy_match(text: Hashed, index: FuzzyIndex) -> FuzzyMatch | None:
 
 
 def _passage(grams: NDArray[np.uint64], at: int, weights: dict[int, float], misses: int) -> tuple[int, int]:
-    """First and last n-gram of the passage around `at` in which at most `misses` in a row are foreign."""
+    """Return first and last n-gram of the passage around `at` in which at most `misses` in a row are foreign."""
     ends = []
     for direction in (-1, 1):
         end, missed, here = at, 0, at + direction

@@ -28,7 +28,7 @@ class Hashed(NamedTuple):
 
 
 def word_hashes(text: str) -> Hashed:
-    """The words of a text without case and punctuation."""
+    """Return the words of a text without case and punctuation."""
     lowered = text.lower()
     words = split_codes(code_points(lowered))
     kept = words.flags & IS_SYMBOL == 0
@@ -56,7 +56,7 @@ def gram_hashes(words: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
 
 @njit(cache=True)
 def places_held(grams: NDArray[np.uint64], table: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Places of the n-grams that a table (`hash_table.table_of`) holds; a place too many is as likely as two equal hashes."""
+    """Return places of the n-grams that a table (`hash_table.table_of`) holds; a place too many is as likely as two equal hashes."""
     out, size = np.empty(len(grams), np.int64), 0
     for at in range(len(grams)):
         if contains(table, grams[at]):
@@ -75,14 +75,14 @@ class Sieve(NamedTuple):
 
 
 def sieve(grams: Iterable[tuple[int, int, NDArray[np.uint64]]]) -> Sieve:
-    """Of lengths, steps and hashes of n-grams."""
+    """Return the sieve of n-grams, given by lengths, steps and hashes."""
     some = [(length, step, hashes) for length, step, hashes in grams if len(hashes)]
     keys = table_of({value for _, _, hashes in some for value in hashes.tolist()})
     return Sieve(keys, np.array([length for length, _, _ in some], np.int64), np.array([step for _, step, _ in some], np.int64))
 
 
 def may_hold(texts: pa.Array | pa.ChunkedArray, grams: Sieve) -> NDArray[np.bool_]:
-    """Which texts may hold one of the n-grams: those that do, those of which only `str` knows the lower case, few others."""
+    """Return a mask of the texts that may hold an n-gram: all that do, those whose lower case only `str` knows, and few others."""
     found: NDArray[np.bool_] = _may_hold(*buffers(texts), *tables(), weights(), grams)
     return found
 
@@ -125,7 +125,7 @@ def _mixed(
 
 @njit(cache=True, borrows=True)
 def _any_held(words: NDArray[np.uint64], count: int, grams: Sieve) -> bool:
-    """Whether one of the n-grams of `count` words is held, see `gram_hashes`."""
+    """True if one of the n-grams of `count` words is held, see `gram_hashes`."""
     for k in range(len(grams.lengths)):
         n, step = grams.lengths[k], grams.steps[k]
         value, leaving, due = np.uint64(0), ONE, n - 1

@@ -27,7 +27,7 @@ def mix(value: np.uint64) -> np.uint64:
 
 @njit(cache=True, borrows=True)
 def size_for(entries: int) -> int:
-    """A power of two that keeps the table at most half full."""
+    """Return a power of two that keeps the table at most half full."""
     size = 8
     while size < 2 * entries:
         size *= 2
@@ -36,7 +36,7 @@ def size_for(entries: int) -> int:
 
 @njit(cache=True, borrows=True)
 def place(keys: NDArray[np.uint64], key: np.uint64) -> int:
-    """Where `key` (not 0) is, or would go, in a table whose free places hold 0."""
+    """Return the place of `key` (not 0), or its free place, in a table whose free places hold 0."""
     mask = len(keys) - 1
     at = np.int64(key & np.uint64(mask))
     while keys[at] != 0 and keys[at] != key:
@@ -46,7 +46,7 @@ def place(keys: NDArray[np.uint64], key: np.uint64) -> int:
 
 @njit(cache=True)
 def cleared(space: NDArray[np.uint64], entries: int) -> NDArray[np.uint64]:
-    """An empty table for `entries` keys, made of the beginning of `space` (at least `size_for(entries)` long)."""
+    """Return an empty table for `entries` keys, made of the beginning of `space` (at least `size_for(entries)` long)."""
     keys = space[: size_for(entries)]
     keys[:] = 0
     return keys
@@ -64,7 +64,7 @@ def emptied(slots: NDArray[np.int32], entries: int) -> int:
 
 @njit(cache=True, borrows=True)
 def slot_of(slots: NDArray[np.int32], bits: int, keys: NDArray[np.uint64], key: np.uint64) -> int:
-    """Where the place of `key` in `keys`, from 1 on, is or would go in a table of 2^bits slots, of which free ones hold 0.
+    """Return the slot that holds the place of `key` in `keys`, counted from 1, or its free slot, in a table of 2^bits slots.
 
     A quarter full at most, and half as large as one of the keys themselves: most looks are the first slot's alone.
     """
@@ -77,19 +77,20 @@ def slot_of(slots: NDArray[np.int32], bits: int, keys: NDArray[np.uint64], key: 
 
 @njit(cache=True, borrows=True)
 def contains(keys: NDArray[np.uint64], hash_: np.uint64) -> bool:
-    """Whether a table made by `table_of` holds the hash."""
+    """True if a table made by `table_of` holds the hash."""
     key = mix(hash_)
     return bool(keys[place(keys, key)] == key)
 
 
 @njit(cache=True, borrows=True)
 def perhaps(bits: NDArray[np.uint64], hash_: np.uint64) -> bool:
-    """Whether the hash may be one of those of `bits_of`: of others few."""
+    """True if the hash may be one of those of `bits_of`: of others few."""
     return bool(bits[hash_ >> np.uint64(54)] >> ((hash_ >> np.uint64(48)) & np.uint64(63)) & ONE)
 
 
 def bits_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
-    """A bit for each of 65,536 beginnings of hashes that are mixed, set where one of these begins so: 8 KiB that stay in a core's cache."""
+    """Return a bit for each of 65,536 beginnings of hashes that are mixed, set where one of these begins so: 8 KiB that stay in a core's
+    cache."""
     bits = np.zeros(1 << 10, np.uint64)
     for value in hashes:
         bits[value >> 54] |= ONE << np.uint64(value >> 48 & 63)
@@ -97,7 +98,7 @@ def bits_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
 
 
 def table_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
-    """A table of hashes, for `contains`; a quarter full at most."""
+    """Return a table of hashes, for `contains`; a quarter full at most."""
     found = [np.uint64(mix(np.uint64(h))) for h in hashes]
     keys = np.zeros(2 * size_for(len(found)), np.uint64)
     for key in found:

@@ -21,7 +21,7 @@ ONE, TWO, THREE, FOUR, EIGHT = (np.uint64(n) for n in (1, 2, 3, 4, 8))
 
 
 def slice_hashes(data: NDArray[np.uint8], offsets_N1: I64) -> U64:
-    """XXH64 of each slice `data[offsets_N1[i] : offsets_N1[i + 1]]`, [N]."""
+    """Return XXH64 of each slice `data[offsets_N1[i] : offsets_N1[i + 1]]`, [N]."""
     return _slice_hashes(np.ascontiguousarray(data), np.ascontiguousarray(offsets_N1))  # type: ignore[no-any-return]
 
 
@@ -53,7 +53,7 @@ def _round(lane: Any, value: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def xxh64(data: Any, start: Any, stop: Any) -> Any:
-    """XXH64 of `data[start:stop]`; both bounds uint64."""
+    """Return XXH64 of `data[start:stop]`; both bounds uint64."""
     at = start
     if stop - start >= np.uint64(32):
         a, b, c, d = P1 + P2, P2, np.uint64(0), np.uint64(0) - P1

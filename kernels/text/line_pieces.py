@@ -19,7 +19,7 @@ NEWLINES, LOWEST, HIGHEST = (np.uint64(byte * 0x0101010101010101) for byte in (N
 
 @njit(cache=True)
 def _white(data: U8, at: int, stop: int) -> int:
-    """Bytes of the white space character (str.isspace) that begins at `at`, or 0."""
+    """Return bytes of the white space character (str.isspace) that begins at `at`, or 0."""
     byte = data[at]
     if byte < 0x80:
         return 1 if byte == 0x20 or 0x09 <= byte <= 0x0D or 0x1C <= byte <= 0x1F else 0
@@ -39,7 +39,7 @@ def _white(data: U8, at: int, stop: int) -> int:
 
 @njit(cache=True)
 def _stripped(data: U8, start: int, stop: int) -> tuple[int, int]:
-    """The range start..stop of valid UTF-8 without white space at its ends."""
+    """Return the range start..stop of valid UTF-8 without white space at its ends."""
     first, last = np.uint64(start), np.uint64(stop)  # unsigned: see `hashing`
     while first < last:
         byte = data[first]
@@ -64,7 +64,7 @@ def _stripped(data: U8, start: int, stop: int) -> tuple[int, int]:
 
 @njit(cache=True)
 def _line_end(data: U8, start: int, stop: int) -> int:
-    """Where the first newline from `start` on is, or `stop`; eight bytes are looked at together."""
+    """Return the first newline from `start` on, or `stop`; eight bytes are compared together."""
     at, end = np.uint64(start), np.uint64(stop)
     while at + EIGHT <= end:
         others = load64(data, at) ^ NEWLINES
@@ -79,7 +79,7 @@ def _line_end(data: U8, start: int, stop: int) -> int:
 
 @njit(cache=True)
 def _piece_end(data: U8, at: int, stop: int, newlines: int) -> int:
-    """End of the piece that begins at `at`: where the next `newlines` newlines in a row begin."""
+    """Return end of the piece that begins at `at`: where the next `newlines` newlines in a row begin."""
     at = _line_end(data, at, stop)
     while newlines == 2 and at < stop and (at + 1 == stop or data[at + 1] != NEWLINE):
         at = _line_end(data, at + 1, stop)
@@ -98,7 +98,7 @@ def _hash(data: U8, start: int, stop: int) -> np.uint64:
 
 @njit(cache=True)
 def piece_hashes(data: U8, offsets: I64, counted: NDArray[np.bool_], newlines: int) -> tuple[U64, I64, NDArray[np.int32]]:
-    """Hashes of the pieces that are not blank of the documents that are `counted`, with document and place in it, in order.
+    """Return hashes of the pieces that are not blank of the documents that are `counted`, with document and place in it, in order.
 
     Document d is data[offsets[d] : offsets[d + 1]]. Pieces are parted by `newlines` newlines in a row (1 or 2).
     """
@@ -121,7 +121,7 @@ def piece_hashes(data: U8, offsets: I64, counted: NDArray[np.bool_], newlines: i
 
 @njit(cache=True)
 def _newlines(data: U8, start: int, stop: int) -> int:
-    """How many newlines there are from start to stop."""
+    """Return the number of newlines from start to stop."""
     found = 0
     for byte in data[start:stop]:
         found += byte == NEWLINE
@@ -129,7 +129,7 @@ def _newlines(data: U8, start: int, stop: int) -> int:
 
 
 def frequent_of(hashes: U64, most: int) -> tuple[I64, I64, NDArray[np.bool_]]:
-    """Where the hashes are that occur more than `most` times, how often each does, and whether it is there for the first time."""
+    """Return the places of hashes that occur more than `most` times, the count of each, and whether it is its first place."""
     ordered = np.sort(hashes)
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(ordered) else np.zeros(0, np.int64)
     counts = np.diff(np.r_[starts, len(ordered)])
@@ -142,7 +142,7 @@ def frequent_of(hashes: U64, most: int) -> tuple[I64, I64, NDArray[np.bool_]]:
 
 @njit(cache=True)
 def _places(hashes: U64, known: U64, total: int) -> tuple[I64, I64]:
-    """The `total` places of hashes that are in the sorted `known`, and where each lies there."""
+    """Return the `total` places of hashes that are in the sorted `known`, and where each lies there."""
     at, place = np.empty(total, np.int64), np.empty(total, np.int64)
     if not total:
         return at, place
@@ -166,7 +166,7 @@ def _places(hashes: U64, known: U64, total: int) -> tuple[I64, I64]:
 
 @njit(cache=True)
 def bounds_of(data: U8, offsets: I64, documents: I64, places: NDArray[np.int32], newlines: int) -> tuple[I64, I64, NDArray[np.int32]]:
-    """Where the pieces at these places in these documents begin and end, and their numbers in the document; they are in order."""
+    """Return the beginnings and ends of the pieces at these places in these documents, and their numbers in the document, in order."""
     begins, ends, numbers = np.empty(len(documents), np.int64), np.empty(len(documents), np.int64), np.empty(len(documents), np.int32)
     at, number = np.int64(0), 0
     for i in range(len(documents)):
@@ -187,7 +187,7 @@ def bounds_of(data: U8, offsets: I64, documents: I64, places: NDArray[np.int32],
 
 @njit(cache=True)
 def _blank_before(data: U8, at: int, first: int) -> bool:
-    """Whether the line that ends before the newline at `at - 1` is blank, in a text that begins at `first`; True without one."""
+    """True if the line that ends before the newline at `at - 1` is blank, in a text that begins at `first`; True without one."""
     last = at - 1
     while last > first and data[last - 1] != NEWLINE:
         begin = last - 1
@@ -201,7 +201,7 @@ def _blank_before(data: U8, at: int, first: int) -> bool:
 
 @njit(cache=True)
 def with_blank_lines(data: U8, offsets: I64, documents: I64, starts: I64, stops: I64) -> I64:
-    """Where lines to remove end if each takes the blank lines after it along, int64 like `stops`.
+    """Return the ends of lines to remove where each takes the blank lines after it along, int64 like `stops`.
 
     It does where what stays before it is nothing or ends in a blank line, so that no more blank lines follow each other
     than before.
@@ -227,7 +227,8 @@ def with_blank_lines(data: U8, offsets: I64, documents: I64, starts: I64, stops:
 
 @njit(cache=True)
 def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts: I64, stops: I64) -> tuple[U8, I64, NDArray[np.bool_]]:
-    """The texts without the given pieces: bytes, offsets, and which documents lost pieces and have no ink left, of which no byte is kept.
+    """Return the texts without the given pieces: bytes, offsets, and which documents lost pieces and have no ink left, of which no byte
+    is kept.
 
     Pieces are in order. A removed piece takes one separator with it.
     """
@@ -266,7 +267,7 @@ def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts
 
 @njit(cache=True)
 def gathered(data: U8, starts: I64, stops: I64) -> tuple[U8, I64]:
-    """The pieces starts[i] .. stops[i] one after another: their bytes, and where each begins and the last ends."""
+    """Return the pieces starts[i] .. stops[i] one after another: their bytes, and where each begins and the last ends."""
     bounds = np.zeros(len(starts) + 1, np.int64)
     for i in range(len(starts)):
         bounds[i + 1] = bounds[i] + stops[i] - starts[i]

@@ -1,4 +1,4 @@
-"""How many words of a list texts have, by one compiled pass over their characters."""
+"""Counts of listed words in texts, by one compiled pass over their characters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Listed(NamedTuple):
 
 
 def listed(folded: NDArray[np.uint64]) -> Listed:
-    """The list of the words with these different hashes, see `words.folded_hashes`."""
+    """Return the list of the words with these different hashes, see `words.folded_hashes`."""
     keys = table_of(folded.tolist())
     numbers = np.zeros(len(keys), np.int32)
     for number, value in enumerate(folded):
@@ -38,8 +38,7 @@ def listed(folded: NDArray[np.uint64]) -> Listed:
 def kinds_held(
     texts: pa.Array | pa.ChunkedArray, characters: int, words: Listed, kinds: NDArray[np.int64], count: int
 ) -> NDArray[np.int64]:
-    """How many different words of each kind the first so many characters of each text have in any case, int64[texts, count]; `kinds`: of
-    each word its kind."""
+    """Return the number of different words of each kind in the first characters of each text, in any case, int64[texts, count]."""
     data, offsets = buffers(texts)
     found: NDArray[np.int64] = _kinds_held(data, offsets, characters, *tables(), weights(), words, kinds, count)
     return found

@@ -21,8 +21,8 @@ SPACE = np.uint8(32)
 
 
 class Table(NamedTuple):
-    """What stands for a character. `ascii` uint8[128]: one byte each, 32 for a break between words. For code point c, bounded
-    by the last one of the table, `pool[where[c] : where[c + 1]]` uint8. `growth`: most bytes that stand for one byte."""
+    """Forms of characters. `ascii` uint8[128]: one byte each, 32 for a break between words. For code point c, bounded by the last one of
+    the table, `pool[where[c] : where[c + 1]]` uint8. `growth`: most bytes that stand for one byte."""
 
     ascii: NDArray[np.uint8]
     where: I64
@@ -31,7 +31,7 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, forms: list[bytes]) -> Table:
-        """The table that gives code point c the bytes `forms[c]`, single bytes for ASCII; those past the end part words."""
+        """Return the table that gives code point c the bytes `forms[c]`, single bytes for ASCII; those past the end part words."""
         if any(len(form) != 1 for form in forms[:128]):
             raise ValueError("an ASCII character is replaced by one byte")
         forms = [*forms, b" "]
@@ -52,13 +52,13 @@ class Words(NamedTuple):
     words_D1: I64
 
     def texts(self) -> list[str]:
-        """Each document's normal text."""
+        """Return each document's normal text."""
         whole = self.data.tobytes()
         return [whole[a:b].decode("utf-8", "surrogatepass") for a, b in zip(self.offsets_D1[:-1], self.offsets_D1[1:], strict=True)]
 
 
 def normal_words(data: NDArray[np.uint8], offsets_D1: NDArray[Any], table: Table) -> Words:
-    """The normal words of documents given as UTF-8 bytes one after another.
+    """Return the normal words of documents given as UTF-8 bytes one after another.
 
     `data[offsets_D1[d] : offsets_D1[d + 1]]` is document d; the offsets need not begin at 0.
     """
@@ -119,7 +119,7 @@ def _normal_words(data: Any, offsets_D1: Any, ascii_table: Any, where: Any, pool
 
 @njit(cache=True, nogil=True, inline="always")
 def code_point(data: Any, i: Any) -> Any:
-    """The code point that begins at `i` with a byte that is not ASCII, and how many bytes it has."""
+    """Return the code point that begins at `i` with a byte that is not ASCII, and how many bytes it has."""
     one, two, three = np.uint64(1), np.uint64(2), np.uint64(3)
     b, second = np.uint64(data[i]), np.uint64(data[i + one]) & np.uint64(0x3F)
     if b < np.uint64(0xE0):
@@ -132,7 +132,7 @@ def code_point(data: Any, i: Any) -> Any:
 
 
 def shingle_hashes(words: Words, width: int) -> tuple[U64, I64]:
-    """XXH64 of every run of `width` words (parted by single spaces) of each document; hashes_S and their offsets_D1.
+    """Return XXH64 of every run of `width` words (parted by single spaces) of each document; hashes_S and their offsets_D1.
 
     A document of fewer words has one shingle, all of it; one without words has none.
     """
@@ -157,7 +157,7 @@ def _shingle_hashes(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, widt
 
 
 def widened(hashes_S: U64, words: int) -> U64:
-    """Hashes of the shingles of twice `words` words, from those of `words` words in text order; [S - words]."""
+    """Return hashes of the shingles of twice `words` words, from those of `words` words in text order; [S - words]."""
     return _widened(hashes_S, words)  # type: ignore[no-any-return]
 
 

@@ -1,5 +1,5 @@
-"""What texts may have of personal data, and where their long numbers are, each from one pass over their bytes: a search that cannot
-find anything is spared."""
+"""Hints at personal data in texts and the places of their long numbers, from one pass over their bytes: a search that cannot find
+anything is spared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ U8 = NDArray[np.uint8]
 
 
 class Hint(IntFlag):
-    """What was seen; a text without it has nothing of the kind."""
+    """Signs in a text; one without a sign has nothing of the kind."""
 
     AT = 1  # an @ in a word, a dot later in that word
     HIDDEN_AT = 2  # [at], (at), {at}
@@ -64,14 +64,14 @@ COUNTRIES[tuple(zip(*(name.encode() for name in IBAN_LENGTHS), strict=True))] = 
 
 
 def hints(data: U8, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What each text may have, `Hint`s; text n is the UTF-8 in data[offsets[n]:offsets[n + 1]]."""
+    """Return the `Hint`s of each text; text n is the UTF-8 in data[offsets[n]:offsets[n + 1]]."""
     found = np.zeros(len(offsets) - 1, np.int64)
     _hints(data, offsets, _roles(), _digits(), found)
     return found
 
 
 def hints_of(text: str) -> int:
-    """What one text may have."""
+    """Return the `Hint`s of one text."""
     data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
     return int(hints(data, np.array([0, len(data)]))[0])
 
@@ -84,7 +84,7 @@ def phone_stretches(text: str) -> list[tuple[int, int]]:
 
 @functools.cache
 def _in_phones() -> U8:
-    """Whether a code point is in phone numbers, and whether it is a digit; at the end of all others."""
+    """True if a code point is in phone numbers, and whether it is a digit; at the end of all others."""
     found = np.append(np.where(_digits(), np.uint8(IN_PHONE | OF_PHONE), np.uint8(0)), np.uint8(0))
     found[[ord(character) for character in BETWEEN_PHONES + IN_PHONES]] = IN_PHONE
     return found
@@ -108,7 +108,7 @@ def _stretches(codes: NDArray[np.uint32], kinds: NDArray[np.uint8]) -> NDArray[n
 
 @functools.cache
 def _digits() -> NDArray[np.bool_]:
-    """Whether a code point is a decimal digit; no later one is."""
+    """True if a code point is a decimal digit; no later one is."""
     every = np.arange(CODES_OF_DIGITS, dtype=np.uint32).tobytes().decode("utf-32-le", "surrogatepass")
     found = np.zeros(CODES_OF_DIGITS, np.bool_)
     found[[match.start() for match in re.finditer(r"\d", every)]] = True
@@ -117,7 +117,7 @@ def _digits() -> NDArray[np.bool_]:
 
 @functools.cache
 def _roles() -> U8:
-    """What each byte may be."""
+    """Return the roles that each byte may have."""
     found = np.zeros(256, np.uint8)
     for role, characters in (
         (IS_DIGIT, digits), (IS_BETWEEN, BETWEEN_PHONES), (IS_IN_PHONES, BETWEEN_PHONES + IN_PHONES), (IS_SIGN, "@:])}"),
@@ -174,7 +174,7 @@ def _hints(data: U8, offsets: NDArray[np.int64], roles: U8, wide: NDArray[np.boo
 
 @njit(cache=True, borrows=True)
 def _all(data: U8, start: int, stop: int, roles: U8, role: int) -> bool:
-    """Whether all bytes of data[start:stop] have a role."""
+    """True if all bytes of data[start:stop] have a role."""
     at = start
     while at < stop and roles[data[at]] & role:
         at += 1
@@ -183,7 +183,7 @@ def _all(data: U8, start: int, stop: int, roles: U8, role: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _of_number(data: U8, first: int, start: int, stop: int, roles: U8) -> int:
-    """What the digits data[start:stop] may be of, by what stands before them."""
+    """Return the hints that the digits data[start:stop] give, by the bytes before them."""
     found = 0
     if start > first and data[start - 1] == ord("+"):
         found |= ABROAD
@@ -201,7 +201,7 @@ def _of_number(data: U8, first: int, start: int, stop: int, roles: U8) -> int:
 
 @njit(cache=True, borrows=True)
 def _of_sign(data: U8, first: int, at: int, last: int, roles: U8) -> int:
-    """What the sign at `at` may be of."""
+    """Return the hints that the sign at `at` gives."""
     if data[at] == ord("@"):
         before = data[at - 1] if at > first else np.uint8(ord(" "))
         if not (roles[before] & IS_WORD or before == ord(".") or before == ord("%") or before == ord("+") or before == ord("-")):

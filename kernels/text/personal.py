@@ -51,7 +51,7 @@ EXAMPLE = re.compile(r"(?:^|\.)example\.(?:com|org|net|edu)$")
 
 
 def emails(text: str, seen: int = EVERY) -> Iterator[Span]:
-    """Addresses, in links too; not those of documentation (example.com), of repositories (git@…) or with a password (x:y@host)."""
+    """Yield addresses, in links too; not those of documentation (example.com), of repositories (git@…) or with a password (x:y@host)."""
     if seen & Hint.AT:
         for match in _around("@", EMAIL, text):
             local, _, domain = match[0].lower().rpartition("@")
@@ -66,7 +66,7 @@ def emails(text: str, seen: int = EVERY) -> Iterator[Span]:
 
 
 def _around(sign: str, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """What `pattern.finditer` gives where each match has one sign, `BEFORE` characters at most before it and `AFTER` behind.
+    """Yield what `pattern.finditer` yields, where each match has a sign with at most `BEFORE` characters before and `AFTER` behind it.
 
     No more is looked at than what lies between the signs before and after it: with many of them that is little.
     """
@@ -86,7 +86,7 @@ IBAN_DIGITS = re.compile(r"\d{2}(?<=[A-Za-z]{2}\d{2})(?<![\w-][A-Za-z]{2}\d{2})(
 
 
 def ibans(text: str, _seen: int = EVERY) -> Iterator[Span]:
-    """Account numbers of a known country's length with a right checksum (ISO 13616), solid or in groups of four."""
+    """Yield account numbers of a known country's length with a right checksum (ISO 13616), solid or in groups of four."""
     for match in IBAN_DIGITS.finditer(text):
         start = match.start() - 2
         length = IBAN_LENGTHS.get(text[start : start + 2].upper())
@@ -100,7 +100,7 @@ def ibans(text: str, _seen: int = EVERY) -> Iterator[Span]:
 
 
 def _compact(text: str, start: int, length: int) -> tuple[int, str]:
-    """The first `length` letters and digits from `start`, with single spaces between groups of four left out."""
+    """Return the first `length` letters and digits from `start`, with single spaces between groups of four left out."""
     found: list[str] = []
     at = start
     while at < len(text) and len(found) < length:
@@ -129,7 +129,7 @@ SAYS_CARD = re.compile(r"\b(?:card|cc|visa|mastercard|maestro|carte|tarjeta|kart
 
 
 def cards(text: str, _seen: int = EVERY) -> Iterator[Span]:
-    """Payment cards: the usual grouping, a right checksum (Luhn), and an issuer's prefix and length or the word before it."""
+    """Yield payment cards: the usual grouping, a right checksum (Luhn), and an issuer's prefix and length or the word before it."""
     for match in CARD.finditer(text):
         digits = re.sub(r"\D", "", match[0])
         if len(set(digits)) == 1 or not luhn(digits):
@@ -139,7 +139,7 @@ def cards(text: str, _seen: int = EVERY) -> Iterator[Span]:
 
 
 def luhn(digits: str) -> bool:
-    """Whether the last digit is the checksum of the others (ISO/IEC 7812)."""
+    """True if the last digit is the checksum of the others (ISO/IEC 7812)."""
     total = 0
     for place, digit in enumerate(reversed(digits)):
         value = int(digit) * (1 + place % 2)
@@ -151,7 +151,7 @@ SSN = re.compile(r"(?<![\w./-])(?!000|666|9)\d{3}-(?!00)\d{2}-(?!0000)\d{4}(?![\
 
 
 def ssns(text: str, _seen: int = EVERY) -> Iterator[Span]:
-    """United States social security numbers: three groups with dashes, none of the groups that are never given out."""
+    """Yield United States social security numbers: three groups with dashes, none of the groups that are never given out."""
     for match in SSN.finditer(text):
         yield Span(match.start(), match.end(), "ssn")
 
@@ -168,7 +168,7 @@ VERSION = re.compile(r"(?:\bv|version|versión|release|rel|update|build|firmware
 
 
 def ip_addresses(text: str, seen: int = EVERY) -> Iterator[Span]:
-    """Addresses that are routed in the Internet; not version numbers (small parts, or a word before that says so)."""
+    """Yield addresses that are routed in the Internet; not version numbers (small parts, or a word before that says so)."""
     for match in IPV4.finditer(text) if seen & Hint.IPV4 else ():
         parts = [int(part) for part in match[0].split(".")]
         before = text[max(0, match.start() - 24) : match.start()]
@@ -216,7 +216,7 @@ YEARS = re.compile(r"(?:19|20)\d\d\D{1,2}(?:19|20)\d\d|\d{1,2}[./-]\d{1,2}[./-](
 
 
 def phones(text: str, seen: int = EVERY) -> Iterator[Span]:
-    """Phone numbers: international ones, the fixed North American and French groupings, others beside a word like `tel`."""
+    """Yield phone numbers: international ones, the fixed North American and French groupings, others beside a word like `tel`."""
     stretches = phone_stretches(text)
     for pattern, needed, least, most in PHONE_FORMS:
         if not seen & needed:
@@ -239,7 +239,7 @@ def phones(text: str, seen: int = EVERY) -> Iterator[Span]:
 
 
 def _within(stretches: list[tuple[int, int]], pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """The matches of a form in stretches of a text out of which none of its matches reaches."""
+    """Yield the matches of a form in stretches of a text out of which none of its matches reaches."""
     for start, stop in stretches:
         yield from pattern.finditer(text, start, stop + BEHIND)
 
@@ -255,13 +255,13 @@ SAYS_CONTACT = re.compile(
 
 @lru_cache(maxsize=256)  # texts that say one thing again and again are hostile or forms
 def _has_contact(block: str) -> bool:
-    """Whether there is an e-mail address or a phone number in a short text."""
+    """True if there is an e-mail address or a phone number in a short text."""
     seen = hints_of(block)
     return any(any(finder(block, seen)) for finder in (emails, phones))
 
 
 def addresses(text: str, _seen: int = EVERY) -> Iterator[Span]:
-    """Postal addresses, see `puna.kernels.text.postal`."""
+    """Yield postal addresses, see `puna.kernels.text.postal`."""
     said: list[tuple[int, int]] | None = None
 
     def contacts(start: int, stop: int) -> bool:
@@ -292,12 +292,12 @@ NEEDED = {
 
 
 def needed(entities: Iterable[str]) -> int:
-    """The hints of which a text has one if it has something of these kinds."""
+    """Return the hints of which a text has one if it has something of these kinds."""
     return reduce(or_, (NEEDED[entity] for entity in entities), 0)
 
 
 def find(text: str, entities: tuple[str, ...], seen: int | None = None) -> list[Span]:
-    """Spans of the wanted entities, in text order, none overlapping another. `seen`: the text's hints, where they are known."""
+    """Return spans of the wanted entities, in text order, none overlapping another. `seen`: the text's hints, where they are known."""
     found: list[Span] = []
     seen = hints_of(text) if seen is None else seen
     numbers = bool(seen & Hint.NUMBERS) and NUMBERS.search(text) is not None
@@ -314,7 +314,7 @@ def find(text: str, entities: tuple[str, ...], seen: int | None = None) -> list[
 
 
 def masked(text: str, spans: list[Span]) -> str:
-    """The text with `<EMAIL>`, `<PHONE>`, … in place of the spans."""
+    """Return the text with `<EMAIL>`, `<PHONE>`, … in place of the spans."""
     pieces, at = [], 0
     for span in spans:
         pieces += [text[at : span.start], f"<{span.entity.upper()}>"]

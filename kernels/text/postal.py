@@ -119,7 +119,8 @@ def postal_addresses(text: str, contacts: Callable[[int, int], bool]) -> Iterato
 
 
 def _germanic(text: str) -> Iterator[tuple[int, int]]:
-    """Streets whose names begin anywhere and end in a word like Straße: looked for before the numbers alone, which is much cheaper."""
+    """Yield streets whose names begin anywhere and end in a word like Straße: looked for before the numbers alone, which is much
+    cheaper."""
     before = 0
     for match in SPACE_DIGIT.finditer(text):
         at = match.start()
@@ -132,7 +133,7 @@ def _germanic(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _in_contact_block(text: str, start: int, stop: int, contacts: Callable[[int, int], bool]) -> bool:
-    """Whether the street has a line to itself, or nearly, between blank lines with other contact data."""
+    """True if the street has a line to itself, or nearly, between blank lines with other contact data."""
     # No further than what counts: a text may be one line, or have no blank one.
     low, high = max(0, start - OWN_LINE - 1), stop + OWN_LINE + 1
     before, after = text[low:start].rpartition("\n")[2], text[stop:high].partition("\n")[0]

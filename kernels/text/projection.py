@@ -19,7 +19,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def document_frequency(hashes_W: U64, words_D1: I64, buckets: int) -> I64:
-    """In how many documents each bucket occurs, int64[buckets]; `buckets` is a power of two."""
+    """Return the number of documents in which each bucket occurs, int64[buckets]; `buckets` is a power of two."""
     return _document_frequency(hashes_W, words_D1, buckets)  # type: ignore[no-any-return]
 
 
@@ -37,7 +37,7 @@ def _document_frequency(hashes_W: Any, words_D1: Any, buckets: Any) -> Any:
 
 
 def project(hashes_W: U64, words_D1: I64, weights: NDArray[np.float64], dimensions: int) -> NDArray[np.float32]:
-    """Unit vectors [D, dimensions] of the documents' words; `weights` float64[buckets], the inverse document frequencies.
+    """Return unit vectors [D, dimensions] of the documents' words; `weights` float64[buckets], the inverse document frequencies.
 
     A word's weight in a document is (1 + log of its count) times its bucket's. A document without weight has a zero vector.
     `dimensions` is a multiple of 64.

@@ -26,7 +26,7 @@ class Words:
             rare[:] = sorted(range(len(word)), key=lambda place, word=word: -(COMMON.find(word[place]) % 256))[:2]  # type: ignore[misc]
 
     def any_in(self, text: bytes) -> bool:
-        """Whether one of the words occurs."""
+        """True if one of the words occurs."""
         return bool(_any_in(np.frombuffer(text, np.uint8), self._words, self._lengths, self._rare))
 
 
@@ -53,7 +53,7 @@ def _any_in(text: NDArray[np.uint8], words: NDArray[np.uint8], lengths: NDArray[
 
 @njit(cache=True, borrows=True)
 def _stands(text: NDArray[np.uint8], at: int, word: NDArray[np.uint8], length: int) -> bool:
-    """Whether the word stands there."""
+    """True if the word stands there."""
     same = 0
     while same < length and at + same < len(text) and text[at + same] == word[same]:
         same += 1

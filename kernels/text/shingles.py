@@ -21,7 +21,7 @@ _OPEN = {"Cn", "Co", "Cs"}  # unassigned, private, surrogate
 
 
 def character(c: str) -> str:
-    """What stands for one character in a normal text: letters and digits in lower case, marks, or spaces."""
+    """Return the form of a character in a normal text: letters and digits in lower case, marks, or spaces."""
     return "".join(map(_part, unicodedata.normalize("NFD", c.casefold())))
 
 
@@ -32,7 +32,7 @@ def _part(c: str) -> str:
 
 
 def normalized(text: str) -> str:
-    """Lower-case words without punctuation and Latin accents, parted by single spaces; numbers stay as they are.
+    """Return lower-case words without punctuation and Latin accents, parted by single spaces; numbers stay as they are.
 
     Each character is mapped alone; then scripts without spaces are parted into words. Numbers tell apart what templates make alike
     (statistics, product pages), so they are not mapped to one digit.
@@ -41,7 +41,7 @@ def normalized(text: str) -> str:
 
 
 def normal(data: NDArray[np.uint8], offsets_D1: NDArray[Any]) -> Words:
-    """`normalized` of documents given as UTF-8 bytes one after another."""
+    """Return `normalized` of documents given as UTF-8 bytes one after another."""
     words = normal_words(data, offsets_D1, table())
     # No letter of a script without spaces has fewer than three bytes.
     places = np.flatnonzero(words.data >= FIRST_OF_THREE)
@@ -54,7 +54,8 @@ def normal(data: NDArray[np.uint8], offsets_D1: NDArray[Any]) -> Words:
 
 @njit(cache=True, nogil=True)
 def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, room: int, flags: Any, breaks: Any) -> Any:
-    """`Words` again with words in scripts without spaces. `long`: documents that have characters of three bytes; `room`: how many.
+    """Return `Words` again with words in scripts without spaces. `long`: documents that have characters of three bytes; `room`: how
+    many.
 
     What lies beyond a space decides nothing, so that only words with such letters are parted.
     """
@@ -116,12 +117,12 @@ def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, r
 
 @lru_cache(maxsize=1)
 def table() -> Table:
-    """`character` of every character, for the kernel; made once per process in a sixth of a second."""
+    """Return `character` of every character, for the kernel; made once per process in a sixth of a second."""
     return Table.of([_form(chr(point)) for point in range(LIMIT)])
 
 
 def _form(c: str) -> bytes:
-    """`character` as bytes; most are decided by their category: what Unicode leaves open, and ideographs."""
+    """Return `character` as bytes; most are decided by their category: what Unicode leaves open, and ideographs."""
     category = unicodedata.category(c)
     if category in _OPEN:
         return b" "
@@ -131,7 +132,7 @@ def _form(c: str) -> bytes:
 
 
 def words_of(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> Words:
-    """The words of texts that are normal already, given as bytes one after another: what lies between single spaces."""
+    """Return the words of texts that are normal already, given as bytes one after another: what lies between single spaces."""
     begin = np.zeros(len(data) + 1, bool)
     begin[np.flatnonzero(data == SPACE) + 1] = True
     begin[offsets[:-1][np.diff(offsets) > 0]] = True
@@ -142,7 +143,7 @@ def words_of(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> Words:
 
 
 def packed(texts: list[str]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """The UTF-8 bytes of all texts one after another, and where each begins (and the last ends)."""
+    """Return the UTF-8 bytes of all texts one after another, and where each begins (and the last ends)."""
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
     offsets = np.cumsum([0, *map(len, encoded)]).astype(np.int64)
     return np.frombuffer(b"".join(encoded), dtype=np.uint8), offsets

@@ -1,4 +1,4 @@
-"""Whether a number may be that of a street or a box of `postal`, told from the words beside it alone."""
+"""Hints from neighbouring words alone that a number may be that of a street or a box of `postal`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPACE, COMMA, ORDINAL_END, DEGREE_END = ord(" "), ord(","), 0xBA, 0xB0  # the la
 
 
 def _table(*words: str) -> U8:
-    """Words as rows: their length, then their bytes."""
+    """Return words as rows: their length, then their bytes."""
     encoded = [word.encode() for word in words]
     found = np.zeros((len(words), 1 + max(map(len, encoded))), np.uint8)
     for row, word in zip(found, encoded, strict=True):
@@ -32,7 +32,7 @@ ENGLISH, FRENCH, SMALL = _table(*ENGLISH_KINDS), _table(*FRENCH_KINDS), _table("
 
 @njit(cache=True, borrows=True)
 def beside_a_street(data: U8, first: int, start: int, stop: int, last: int) -> bool:
-    """Whether words that addresses have stand before the number data[start:stop] of the text data[first:last], or behind it.
+    """True if words that addresses have stand before the number data[start:stop] of the text data[first:last], or behind it.
 
     True of every number in an address; false of most others.
     """
@@ -41,7 +41,7 @@ def beside_a_street(data: U8, first: int, start: int, stop: int, last: int) -> b
 
 @njit(cache=True, borrows=True)
 def _before(data: U8, first: int, start: int) -> bool:
-    """Names after a word for a street (`Via Garibaldi 7`, `Am Alten Markt 3`), or a word that ends in one or is one of a box."""
+    """Return names after a word for a street (`Via Garibaldi 7`, `Am Alten Markt 3`), or a word that ends in one or is one of a box."""
     at = start
     if at > first and (data[at - 1] == ORDINAL_END or data[at - 1] == DEGREE_END):  # n.º5
         at += 1
@@ -69,7 +69,7 @@ def _before(data: U8, first: int, start: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _behind(data: U8, stop: int, last: int) -> bool:
-    """Names and a word for a street behind them, `12 N. Main Street`, or the word at once, `12 bis, rue`."""
+    """Return names and a word for a street behind them, `12 N. Main Street`, or the word at once, `12 bis, rue`."""
     at = stop
     if at < last and _is_letter(data[at]):
         at += 1
@@ -97,7 +97,7 @@ def _is_letter(byte: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _in_name(byte: int) -> bool:
-    """Whether a byte may be in a name: of a letter, a digit, or a sign that names have; the slash is of `C/`."""
+    """True if a byte may be in a name: of a letter, a digit, or a sign that names have; the slash is of `C/`."""
     return _is_letter(byte) or byte >= 0x80 or ord("-") <= byte <= ord("9") or byte == ord("_") or byte == ord("'")
 
 
@@ -113,7 +113,7 @@ def _begins_name(byte: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _begins(data: U8, at: int, last: int, words: U8) -> bool:
-    """Whether one of the words is at the beginning of data[at:last]."""
+    """True if one of the words is at the beginning of data[at:last]."""
     for w in range(len(words)):
         size = np.int64(words[w, 0])
         if size <= last - at and data[at] == words[w, 1]:
@@ -127,7 +127,7 @@ def _begins(data: U8, at: int, last: int, words: U8) -> bool:
 
 @njit(cache=True, borrows=True)
 def _ends(data: U8, first: int, stop: int, words: U8) -> bool:
-    """Whether one of the words is at the end of data[first:stop]."""
+    """True if one of the words is at the end of data[first:stop]."""
     for w in range(len(words)):
         size = np.int64(words[w, 0])
         if size <= stop - first and data[stop - 1] == words[w, size]:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 
 def buffers(texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """The UTF-8 bytes of strings, and where each begins and the last ends, without copying where Arrow allows."""
+    """Return the UTF-8 bytes of strings, and where each begins and the last ends, without copying where Arrow allows."""
     array = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
     if isinstance(array, pa.ChunkedArray):  # no chunk at all
         array = pa.array([], pa.large_string())
@@ -19,5 +19,5 @@ def buffers(texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArr
 
 
 def strings(data: NDArray[np.uint8], bounds: NDArray[np.int64]) -> pa.Array:
-    """The strings whose UTF-8 bytes lie one after another in `data`; `bounds`: where each begins and the last ends."""
+    """Return the strings whose UTF-8 bytes lie one after another in `data`; `bounds`: where each begins and the last ends."""
     return pa.LargeStringArray.from_buffers(len(bounds) - 1, pa.py_buffer(bounds), pa.py_buffer(data)).cast(pa.string())

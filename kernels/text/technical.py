@@ -1,4 +1,4 @@
-"""How much of a text is code and how much of it reasons, measured on the text alone.
+"""Shares of code and of reasoning in a text, measured on the text alone.
 
 Its lines of code are the certain ones; `puna.kernels.text.code_lines` says why there is another notion, which in doubt takes
 a line for code.
@@ -51,13 +51,13 @@ FORMULA_BOUNDS = np.array(FORMULA_RANGES, np.uint32)
 
 @lru_cache(maxsize=1)
 def reasoning_words() -> Listed:
-    """The words of deduction of all languages."""
+    """Return the words of deduction of all languages."""
     lines = [line for line in SEEDS.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     return listed(np.unique(np.concatenate([folded_hashes(line.partition(":")[2].split()) for line in lines])))
 
 
 def measured(texts: pa.Array | pa.ChunkedArray, characters: int) -> list[Technical]:
-    """Code and reasoning in the first so many characters of each text."""
+    """Return code and reasoning in the first so many characters of each text."""
     words = reasoning_words()
     held = kinds_held(texts, characters, words, np.zeros(words.size, np.int64), 1)
     return [Technical(*found) for found in np.hstack([_counted(*buffers(texts), characters), held]).tolist()]
@@ -65,7 +65,7 @@ def measured(texts: pa.Array | pa.ChunkedArray, characters: int) -> list[Technic
 
 @njit(cache=True)
 def _counted(data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: int) -> NDArray[np.int64]:
-    """The first three numbers of `Technical` of each text, int64[texts, 3]."""
+    """Return the first three numbers of `Technical` of each text, int64[texts, 3]."""
     texts, longest = len(offsets) - 1, 0
     for n in range(texts):
         longest = max(longest, min(offsets[n + 1] - offsets[n], characters))
@@ -79,7 +79,7 @@ def _counted(data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: in
 
 @njit(cache=True, borrows=True)
 def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
-    """Lines that are not blank, and those of them that read as code.
+    """Return lines that are not blank, and those of them that read as code.
 
     Such a line ends in a brace, or has at least two brackets, operators and the like besides one in parentheses, and these are an
     eighth of what it shows; at most a third of it is digits, and it has a letter or nothing but marks: tables of numbers are no code,
@@ -110,7 +110,7 @@ def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
 
 @njit(cache=True, borrows=True)
 def formula_marks(codes: NDArray[np.uint32]) -> int:
-    """Commands of TeX (a backslash and a letter) and characters that only formulas have."""
+    """Return commands of TeX (a backslash and a letter) and characters that only formulas have."""
     found = 0
     for at in range(len(codes)):
         code = codes[at]

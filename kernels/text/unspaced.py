@@ -1,4 +1,4 @@
-"""Where words begin in scripts that are written without spaces: Han and kana, Thai, Lao, Khmer, Burmese.
+"""Beginnings of words in scripts that are written without spaces: Han and kana, Thai, Lao, Khmer, Burmese.
 
 A boundary between two letters is decided by the six letters around it: the sum of the weights of their one, two and three letters
 in a row, each at its place, as in BudouX (Google 2021) and before it in Sassano's boosting of word boundaries (2014). The weights
@@ -33,7 +33,7 @@ FINISH = np.uint64(0xBF58476D1CE4E5B9)
 
 @lru_cache(maxsize=1)
 def weights() -> NDArray[np.int8]:
-    """The weight of each bin of features, int8[2^BITS]; the first is the sum without any."""
+    """Return the weight of each bin of features, int8[2^BITS]; the first is the sum without any."""
     with np.load(FILE, allow_pickle=False) as stored:
         found: NDArray[np.int8] = np.zeros(1 << BITS, np.int8)
         found[np.cumsum(stored["gaps"], dtype=np.int64)] = stored["values"]
@@ -42,7 +42,7 @@ def weights() -> NDArray[np.int8]:
 
 @njit(cache=True, inline="always")
 def _kind(code: np.uint32, flags: np.uint16) -> np.uint64:
-    """What a character counts as: itself in a script without spaces and for marks, else a letter, a digit or a blank."""
+    """Return the kind of a character: itself in a script without spaces and for marks, else a letter, a digit or a blank."""
     if flags & SINGLE or (flags & WORD and not flags & (ALPHABETIC | DECIMAL)):
         return np.uint64(code)
     if flags & ALPHABETIC:
@@ -75,8 +75,8 @@ def features(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, out:
 
 @njit(cache=True)
 def begins_word(codes: NDArray[np.uint32], flags: NDArray[np.uint16], breaks: NDArray[np.int8], at: int, room: NDArray[np.int64]) -> bool:
-    """Whether a word begins with the letter `at`, which follows one of a script without spaces, too. `breaks`: `weights`, or none:
-    then each letter is a word; `room`: int64[ROOM]."""
+    """True if a word begins with the letter `at`, which follows one of a script without spaces, too. `breaks`: `weights`, or none: then
+    each letter is a word; `room`: int64[ROOM]."""
     if not len(breaks):
         return True
     features(codes, flags, at, room)

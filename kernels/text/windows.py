@@ -21,7 +21,7 @@ BASE = np.uint64(0x9E3779B97F4A7C15)  # odd
 
 
 def window_hashes(data: NDArray[np.uint8], offsets_D1: I64, width: int) -> tuple[U64, I64, I64, I64, I64]:
-    """Windows of `width` words of documents given as UTF-8 bytes one after another.
+    """Return windows of `width` words of documents given as UTF-8 bytes one after another.
 
     Returns hashes_N, their documents' offsets_D1, and of the words the first bytes and the ends in `data` and offsets_D1.
     """

@@ -70,7 +70,7 @@ class Words(NamedTuple):
 
 @njit(cache=True)
 def prefix_hashes(codes: NDArray[np.uint32]) -> NDArray[np.uint64]:
-    """Polynomial hash of every beginning, uint64[n + 1]: that of a..b is `out[b] - out[a] * BASE ** (b - a)`."""
+    """Return polynomial hash of every beginning, uint64[n + 1]: that of a..b is `out[b] - out[a] * BASE ** (b - a)`."""
     out = np.empty(len(codes) + 1, np.uint64)
     value = np.uint64(0)
     for at in range(len(codes)):
@@ -82,7 +82,7 @@ def prefix_hashes(codes: NDArray[np.uint32]) -> NDArray[np.uint64]:
 
 @njit(cache=True)
 def powers(count: int) -> NDArray[np.uint64]:
-    """BASE ** 0 .. BASE ** count modulo 2^64, uint64[count + 1]."""
+    """Return BASE ** 0 .. BASE ** count modulo 2^64, uint64[count + 1]."""
     out = np.empty(count + 1, np.uint64)
     value = ONE
     for n in range(count + 1):
@@ -93,7 +93,7 @@ def powers(count: int) -> NDArray[np.uint64]:
 
 @njit(cache=True, borrows=True)
 def _joins(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, stop: int) -> bool:
-    """Whether the ASCII symbol at `at`, inside a run without white space, holds its neighbours together."""
+    """True if the ASCII symbol at `at`, inside a run without white space, holds its neighbours together."""
     code = codes[at]
     before = flags[codes[at - 1]]
     after = flags[codes[at + 1]] if at + 1 < stop else 0
@@ -123,7 +123,7 @@ def _joins(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, stop: 
 
 @njit(cache=True, borrows=True)
 def _word_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: int, stop: int) -> int:
-    """End of the word of letters and digits that begins at `start`."""
+    """Return end of the word of letters and digits that begins at `start`."""
     at = start + 1
     while at < stop:
         here = flags[codes[at]]
@@ -192,7 +192,7 @@ def split_ranges(
 
 @njit(cache=True, borrows=True)
 def folded_hash(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], first: int, last: int) -> np.uint64:
-    """`Words.folded` of the word first..last."""
+    """Return `Words.folded` of the word first..last."""
     value, digit = np.uint64(0), False
     for at in range(first, last):
         code = codes[at]
@@ -240,7 +240,7 @@ def describe(
 
 
 def split_codes(codes: NDArray[np.uint32]) -> Words:
-    """The words of a text given as code points."""
+    """Return the words of a text given as code points."""
     flags, lower = tables()
     start, stop = np.empty(len(codes), np.int32), np.empty(len(codes), np.int32)
     count = split_ranges(codes, flags, weights(), start, stop)
@@ -259,7 +259,8 @@ def split_codes(codes: NDArray[np.uint32]) -> Words:
 
 
 def spaced(texts: pa.Array | pa.ChunkedArray, characters: int) -> pa.Array:
-    """The words of the first so many characters of each text in lower case, a space between them: `" ".join(split(text.lower()))`."""
+    """Return the words of the first so many characters of each text in lower case, a space between them: `"
+    ".join(split(text.lower()))`."""
     data, offsets = buffers(texts)
     out, bounds, alone = _spaced(data, offsets, characters, *tables(), weights())
     lines = strings(out, bounds)
@@ -275,7 +276,7 @@ def _spaced(
     data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: int, flags: NDArray[np.uint16], lower: NDArray[np.uint32],
     breaks: NDArray[np.int8],
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_]]:  # fmt: skip
-    """The bytes of the lines of words, where each begins and the last ends, and which are right: see `characters.lowered`."""
+    """Return the bytes of the lines of words, where each begins and the last ends, and which are right: see `characters.lowered`."""
     texts = len(offsets) - 1
     longest = size = 0
     for n in range(texts):
@@ -298,7 +299,7 @@ def _spaced(
 
 
 def split(text: str) -> list[str]:
-    """The words of `text` as strings, for people and tests."""
+    """Return the words of `text` as strings, for people and tests."""
     words = split_codes(code_points(text))
     return [text[a:b] for a, b in zip(words.start.tolist(), words.stop.tolist(), strict=True)]
 
@@ -314,7 +315,7 @@ def folded_hashes(vocabulary: list[str]) -> NDArray[np.uint64]:
 
 
 def _each(vocabulary: list[str]) -> Words:
-    """The words of a list, one for each entry."""
+    """Return the words of a list, one for each entry."""
     words = split_codes(code_points("\n".join(vocabulary)))
     ends = np.cumsum([len(entry) + 1 for entry in vocabulary], dtype=np.int64)
     counts = np.bincount(np.searchsorted(ends, words.start, side="right"), minlength=len(vocabulary))

@@ -6,6 +6,8 @@ Trained on one thread and from first weights of its own, so that the same lines 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import re
 import struct
 import time
 from pathlib import Path
@@ -27,6 +29,7 @@ MAGIC, VERSION, SOFTMAX, SUPERVISED = 793712314, 12, 3, 3
 HEAD = struct.Struct("<14i d 3i 2q")  # magic number, version, settings, then the sizes of the dictionary
 SHAPE = struct.Struct("<b2q")  # of a matrix that is not compressed
 AFTER_NAME = struct.Struct("<x q b")  # its count, and 1 for a label
+NAME = re.compile(rb"([^\0]*)\0.{9}", re.DOTALL)
 LINES = 1 << 14  # cut into words at a time
 SLICE = 1 << 11  # lines of a training after which it may be saved
 SAVE_SECONDS, REPEATED_SECONDS = 10.0, 0.5
@@ -115,12 +118,13 @@ def fit(
 
 def write(model: Model, file: Path) -> None:
     """Write the model as fastText does, but for how often each word occurred."""
-    (first, last, words, ngrams, buckets), labels = model.weights, [(LABEL + label).encode() for label in model.labels]
-    names = [*model.words.cast(pa.large_binary()).to_pylist(), *labels]
-    sizes = (len(names), words, len(labels), 0, -1)
+    first, last, words, ngrams, buckets = model.weights
+    sizes = (words + len(model.labels), words, len(model.labels), 0, -1)
     with file.open("wb") as out:
         out.write(HEAD.pack(MAGIC, VERSION, first.shape[1], 5, 0, 1, 5, ngrams, SOFTMAX, SUPERVISED, buckets, 0, 0, 100, 1e-4, *sizes))
-        out.write(b"".join(name + AFTER_NAME.pack(1, n >= words) for n, name in enumerate(names)))
+        for names, is_label in ((model.words.to_pylist(), 0), ([LABEL + label for label in model.labels], 1)):
+            after = AFTER_NAME.pack(1, is_label).decode()
+            out.write("".join([name + after for name in names]).encode())
         for matrix in (first, last):
             out.write(SHAPE.pack(0, *matrix.shape))
             matrix.tofile(out)
@@ -133,9 +137,9 @@ def read(file: Path) -> Model | None:
         magic, version, dimension, *_, ngrams, loss, kind, buckets, _, longest, _, _, size, words, labels, _, cut = HEAD.unpack_from(data)
         if (magic, version, loss, kind, longest, cut) != (MAGIC, VERSION, SOFTMAX, SUPERVISED, 0, -1):
             return None
-        for _ in range(size):
-            names.append(data[at : data.index(b"\0", at)])
-            at += len(names[-1]) + AFTER_NAME.size
+        for found in itertools.islice(NAME.finditer(data, at), size):
+            names.append(found[1])
+            at = found.end()
         for rows in (words + buckets, labels):
             if SHAPE.unpack_from(data, at) != (0, rows, dimension):
                 return None

@@ -47,7 +47,7 @@ class Model(NamedTuple):
 
 @lru_cache(maxsize=1)
 def load() -> Model:
-    """The weights that come with the code."""
+    """Return the weights that come with the code."""
     from safetensors.numpy import load_file
 
     found = load_file(WEIGHTS)
@@ -56,13 +56,13 @@ def load() -> Model:
 
 
 def good_chances(texts: pa.ChunkedArray, model: Model) -> NDArray[np.float64]:
-    """Probability that a judge grades each English text GOOD or more, float64[n]."""
+    """Return probability that a judge grades each English text GOOD or more, float64[n]."""
     chances: NDArray[np.float64] = 1 / (1 + np.exp(-model.slope * (grades_of(texts, model) - model.middle)))
     return chances
 
 
 def grades_of(texts: pa.ChunkedArray, model: Model) -> NDArray[np.float64]:
-    """The grade of each text, float64[n], from about 0 to about 5."""
+    """Return the grade of each text, float64[n], from about 0 to about 5."""
     found: NDArray[np.float64] = _graded(*buffers(texts), model.weights, model.bias)
     return found
 
@@ -95,13 +95,14 @@ def _count_line(words: int, last: int, counts: NDArray[np.int32], met: NDArray[n
 
 @njit(cache=True, borrows=True)
 def _wide_mark(data: NDArray[np.uint8], at: int, stop: int) -> bool:
-    """Whether quotes, dashes and their like (U+2000 to U+207F, three bytes) begin here."""
+    """True if quotes, dashes and their like (U+2000 to U+207F, three bytes) begin here."""
     return data[at] == 0xE2 and at + 2 < stop and data[at + 1] >> 1 == 0x40
 
 
 @njit(cache=True, borrows=True)
 def _word(data: NDArray[np.uint8], at: int, stop: int) -> tuple[np.uint64, int, int]:
-    """The word of letters that begins at `at`, in lower case, its end and number of capitals; apostrophes between letters belong to it."""
+    """Return the word of letters that begins at `at`, in lower case, its end and number of capitals; apostrophes between letters belong
+    to it."""
     token, capitals = np.uint64(0), 0
     while at < stop:
         c, width = int(np.int64(data[at])), 1

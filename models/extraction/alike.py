@@ -17,7 +17,7 @@ COPIED_WORDS = 5  # shorter texts may stand on a page again and again
 
 @njit(cache=True)
 def agreed(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Logits [blocks], each drawn towards the mean of the blocks with the same tags and classes up to the root.
+    """Return Logits [blocks], each drawn towards the mean of the blocks with the same tags and classes up to the root.
 
     Titles of cards, messages of a thread, cells of a column are content all or none; words weigh by their root.
     """
@@ -37,7 +37,8 @@ def agreed(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @njit(cache=True)
 def once(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """`keep` [blocks] without what repeats the words of a block kept before in another place: copies for narrow screens, quotations.
+    """Return `keep` [blocks] without what repeats the words of a block kept before in another place: copies for narrow screens,
+    quotations.
 
     Under the same path it is no copy: messages of a thread, entries of a reference may say the same.
     """

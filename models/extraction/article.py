@@ -1,4 +1,5 @@
-"""What the trees for articles see of a block besides: its distance from the body, units that repeat, pictures, the article's own words.
+"""Further features of a block for the trees for articles: its distance from the body, units that repeat, pictures, the article's own
+words.
 
 On pages that are lists of products or entries the same numbers mislead: trees of all pages do not see them.
 """
@@ -23,7 +24,7 @@ CAPTION = L.BIT["figcaption"]
 
 
 def names() -> list[str]:
-    """Names of the features, in order."""
+    """Return names of the features, in order."""
     found = ["caption", "from_focus", "after_focus_start", "before_focus_end", "from_most_prose"]
     found += [f"branch_{name}" for name in ("words", "linked", "stops", "blocks", "alike", "tag", "prose", "images")]
     found += [f"alike^{k}" for k in range(ABOVE)]
@@ -34,7 +35,7 @@ def names() -> list[str]:
 
 
 class Measures(NamedTuple):
-    """What the features of single blocks are measured against."""
+    """Totals that the features of single blocks are measured against."""
 
     sums: NDArray[np.int64]  # [blocks + 1, 5] running sums of words, linked words, sentence ends, words of sentences, images
     paragraph: NDArray[np.bool_]  # [blocks] prose without many links
@@ -53,7 +54,7 @@ FEATURES = len(names())
 
 @njit(cache=True)
 def article_features(page: Scan) -> NDArray[np.float32]:
-    """Features [blocks, FEATURES], see `names`."""
+    """Return features [blocks, FEATURES], see `names`."""
     out = np.zeros((len(page.blocks), FEATURES), np.float32)
     m = _measures(page)
     most = focus(page, m.sums[:, 3].astype(np.float64), 0.5)
@@ -106,7 +107,7 @@ def _measures(page: Scan) -> Measures:
 
 @njit(cache=True)
 def kin(page: Scan) -> NDArray[np.uint64]:
-    """Keys [elements] that children of one parent with the same tag and classes share."""
+    """Return keys [elements] that children of one parent with the same tag and classes share."""
     keys = np.empty(len(page.elements), np.uint64)
     for e in range(len(keys)):
         keys[e] = (np.uint64(page.elements[e, L.PARENT] + 1) * PRIME) ^ page.signs[e, 0]
@@ -134,7 +135,7 @@ def _slot(word: np.uint64) -> int:
 
 @njit(cache=True, borrows=True)
 def _from(words: NDArray[np.int64], b: int, first: int, end: int) -> int:
-    """Words between a block and the blocks [first, end): below 0 before them, above 0 after them, 0 among them."""
+    """Return words between a block and the blocks [first, end): below 0 before them, above 0 after them, 0 among them."""
     if b < first:
         return int(words[b + 1] - words[first] - 1)
     return int(words[b] - words[end] + 1) if b >= end else 0
@@ -142,7 +143,7 @@ def _from(words: NDArray[np.int64], b: int, first: int, end: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _standing(page: Scan, b: int, most: int, more: int, m: Measures, row: NDArray[np.float32]) -> int:
-    """Where the block stands to the elements with half and three quarters of the prose; returns the number of features."""
+    """Write the block's place relative to the elements with half and three quarters of the prose; return the number of features."""
     elements, words = page.elements, m.sums[:, 0]
     row[0] = (elements[page.blocks[b, L.ELEMENT], L.FLAGS] & CAPTION) != 0
     first, end = elements[most, L.FIRST], elements[most, L.END]
@@ -153,7 +154,7 @@ def _standing(page: Scan, b: int, most: int, more: int, m: Measures, row: NDArra
 
 @njit(cache=True, borrows=True)
 def _branch(page: Scan, b: int, m: Measures, row: NDArray[np.float32], k: int) -> int:
-    """The outermost element around the block that does not hold the focus."""
+    """Return the outermost element around the block that does not hold the focus."""
     elements, sums, branch = page.elements, m.sums, m.branch[page.blocks[b, L.ELEMENT]]
     row[k + 3] = -1
     if branch >= 0:
@@ -167,7 +168,7 @@ def _branch(page: Scan, b: int, m: Measures, row: NDArray[np.float32], k: int) -
 
 @njit(cache=True, borrows=True)
 def _units(page: Scan, b: int, m: Measures, row: NDArray[np.float32], k: int) -> int:
-    """How often the elements around the block repeat, the one that does most, and the pictures about."""
+    """Return how often the elements around the block repeat, the one that does most, and the pictures about."""
     elements, sums = page.elements, m.sums
     n = len(page.blocks)
     up, unit, most = page.blocks[b, L.ELEMENT], -1, 0
@@ -193,7 +194,7 @@ def _units(page: Scan, b: int, m: Measures, row: NDArray[np.float32], k: int) ->
 
 @njit(cache=True, borrows=True)
 def _paragraphs(page: Scan, b: int, m: Measures, row: NDArray[np.float32], k: int) -> int:
-    """The paragraphs before and after the block, and those of the element that has most of them."""
+    """Return the paragraphs before and after the block, and those of the element that has most of them."""
     blocks, elements, words = page.blocks, page.elements, m.sums[:, 0]
     parent = elements[blocks[b, L.ELEMENT], L.PARENT]
     before, after = m.around[b]
@@ -212,7 +213,7 @@ def _paragraphs(page: Scan, b: int, m: Measures, row: NDArray[np.float32], k: in
 
 @njit(cache=True, borrows=True)
 def _words(page: Scan, b: int, m: Measures, own: NDArray[np.int32], row: NDArray[np.float32], k: int) -> None:
-    """How many of the block's words other paragraphs say, each alike and the seldom ones more, and what it begins with.
+    """Write the number of the block's words that other paragraphs say, each alike and the rare ones more, and its first words.
 
     `own` [SLOTS] is zeros, and is left so.
     """

@@ -58,7 +58,7 @@ def attributes(page: Scan, element: int, tag: int, at: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _attribute(page: Scan, element: int, tag: int, name: np.uint64, start: int, stop: int) -> None:
-    """What one attribute means; html[start:stop] is its value."""
+    """Apply one attribute, whose value is html[start:stop]."""
     html, s, flags = page.html, page.state, page.elements[element, L.FLAGS]
     if name == A_CLASS:
         _words(page, element, start, stop, 0, True)
@@ -91,14 +91,14 @@ def _attribute(page: Scan, element: int, tag: int, name: np.uint64, start: int, 
 
 @njit(cache=True, borrows=True)
 def _hides(html: NDArray[np.uint8], start: int, stop: int) -> bool:
-    """Whether a style hides its element."""
+    """True if a style hides its element."""
     gone = has(html, start, stop, b"display:none") or has(html, start, stop, b"display: none")
     return bool(gone or has(html, start, stop, b"visibility:hidden") or has(html, start, stop, b"visibility: hidden"))
 
 
 @njit(cache=True, borrows=True)
 def _said(page: Scan) -> None:
-    """What a `meta` or `link` says about the page: its type, what made it, its address."""
+    """Record what a `meta` or `link` says about the page: its type, its generator, its address."""
     html, s = page.html, page.state
     if has(html, s[L.ABOUT], s[L.ABOUT_STOP], b"og:type"):
         _about(page, s[L.VALUE], s[L.VALUE_STOP], 3)
@@ -110,7 +110,7 @@ def _said(page: Scan) -> None:
 
 @njit(cache=True, borrows=True)
 def _unseen(html: NDArray[np.uint8], start: int, stop: int, tag: int) -> bool:
-    """Whether a class names what is no text: marks of permanent links, edit links, the drawn twin of a formula."""
+    """True if a class names what is no text: marks of permanent links, edit links, the drawn twin of a formula."""
     if tag == T_A and (has(html, start, stop, b"headerlink") or (stop - start == 6 and has(html, start, stop, b"anchor"))):
         return True
     for at in range(start, stop):
@@ -124,7 +124,7 @@ def _unseen(html: NDArray[np.uint8], start: int, stop: int, tag: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _words(page: Scan, element: int, start: int, stop: int, kind: int, sign: bool) -> None:
-    """Hashes of the words of a class or an id: letters only, cut where a capital begins."""
+    """Record hashes of the words of a class or an id: letters only, cut where a capital begins."""
     s, html = page.state, page.html
     word, length = L.OFFSET ^ np.uint64(kind), 0
     total = np.uint64(0)
@@ -148,7 +148,7 @@ def _words(page: Scan, element: int, start: int, stop: int, kind: int, sign: boo
 
 @njit(cache=True, borrows=True)
 def _about(page: Scan, start: int, stop: int, kind: int) -> None:
-    """A word about the page: the hash of html[start:stop]."""
+    """Record a word about the page: the hash of html[start:stop]."""
     s = page.state
     if s[L.PAGE_TOKEN] < len(page.page):
         word = L.OFFSET ^ np.uint64(kind)
@@ -160,7 +160,7 @@ def _about(page: Scan, start: int, stop: int, kind: int) -> None:
 
 @njit(cache=True, borrows=True)
 def _address(page: Scan, start: int, stop: int) -> None:
-    """The words of an address, after its host."""
+    """Record the words of an address, after its host."""
     html = page.html
     at = find(html, start, 58, stop) + 3
     at = find(html, at, 47, stop)
@@ -175,7 +175,7 @@ def _address(page: Scan, start: int, stop: int) -> None:
 
 @njit(cache=True, borrows=True)
 def types(page: Scan, start: int, stop: int) -> None:
-    """The `@type`s of linked data."""
+    """Record the `@type`s of linked data."""
     html = page.html
     at = start
     while at + 8 < stop:

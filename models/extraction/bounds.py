@@ -1,4 +1,4 @@
-"""What a page would cost a parser, from its tags alone: pages built to hang one are refused before it sees them.
+"""Cost of a page for a parser, from its tags alone: pages built to hang one are refused before it sees them.
 
 A parser of HTML takes time that grows with the square of four things: elements nested in each other, formatting
 elements (`b`, `font`, ...) that were never closed and that it opens again in every paragraph, attributes of one tag, and
@@ -45,13 +45,13 @@ class Burden(NamedTuple):
 
 
 def burden(html: bytes) -> Burden:
-    """Counts of a page, from above: what a parser meets is no more."""
+    """Return counts of a page, from above: what a parser meets is no more."""
     return Burden(*_burden(np.frombuffer(html, np.uint8)))
 
 
 @njit(cache=True, borrows=True)
 def _attributes(html: NDArray[np.uint8], at: int) -> tuple[int, int]:
-    """How many attributes follow in the tag, and where it ends."""
+    """Return the number of attributes in the rest of the tag, and its end."""
     count, size = 0, len(html)
     while at < size and html[at] != 62:
         if html[at] <= 32 or html[at] == 47:
@@ -77,7 +77,7 @@ def _attributes(html: NDArray[np.uint8], at: int) -> tuple[int, int]:
 
 @njit(cache=True, borrows=True)
 def _after_comment(html: NDArray[np.uint8], at: int) -> int:
-    """Where a comment, a doctype or a stray `<` at `at` ends; what ends it first, when in doubt."""
+    """Return the end of a comment, a doctype or a stray `<` at `at`; the earliest possible end, when in doubt."""
     size = len(html)
     if at + 3 < size and html[at + 1] == 33 and html[at + 2] == 45 and html[at + 3] == 45:
         at += 2

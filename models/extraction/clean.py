@@ -14,12 +14,13 @@ MISREAD, DOUBTFUL = 1, 2  # of a text: `repaired` may mend it; there may be noth
 
 
 def plain(text: str) -> str:
-    """The text without control characters, mended."""
+    """Return the text without control characters, mended."""
     return _of(text, False)
 
 
 def cleaned(text: str) -> str:
-    """The text without control characters, white space at the ends of lines, line ends around it and more than one blank line; mended."""
+    """Return the text without control characters, white space at the ends of lines, line ends around it and more than one blank line;
+    mended."""
     return _of(text, True)
 
 
@@ -30,7 +31,8 @@ def _of(text: str, lines: bool) -> str:
 
 
 def all_cleaned(texts: NDArray[np.uint8], ends: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8]]:
-    """Texts in UTF-8, one after the other, as `cleaned` leaves those that are not `MISREAD`; where each begins, and the end; doubts."""
+    """Return texts in UTF-8, one after the other, as `cleaned` leaves those that are not `MISREAD`; where each begins, and the end;
+    doubts."""
     return _cleaned(texts, ends, roles(), True)  # type: ignore[no-any-return]
 
 
@@ -77,7 +79,7 @@ def _clean(text: NDArray[np.uint8], out: NDArray[np.uint8], start: int, roles: N
 
 @njit(cache=True, borrows=True)
 def _line_end(out: NDArray[np.uint8], start: int, end: int) -> int:
-    """Where a line ends that is written up to `end`, without its last white space."""
+    """Return the end of a line that is written up to `end`, without its last white space."""
     while end > start:
         if out[end - 1] == SPACE or out[end - 1] == TAB:
             end -= 1
@@ -90,7 +92,7 @@ def _line_end(out: NDArray[np.uint8], start: int, end: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _is_control(c: int) -> bool:
-    """Whether a character is a control, or one that shows nothing: soft hyphens, breaks and joints of no width, byte order marks."""
+    """True if a character is a control, or one that shows nothing: soft hyphens, breaks and joints of no width, byte order marks."""
     if c < 0x80:
         return (0 <= c < SPACE and c != TAB and c != LINE_END) or c == DELETED
     return c == 0xAD or c == 0x200B or c == 0x2060 or c == 0xFEFF or c == 0xFFFE or c == 0xFFFF
@@ -98,7 +100,7 @@ def _is_control(c: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _character(text: NDArray[np.uint8], at: int) -> tuple[int, int]:
-    """The code point of a character beyond ASCII, and its bytes; -1 where there is none."""
+    """Return the code point of a character beyond ASCII, and its bytes; -1 where there is none."""
     first = np.int64(text[at])
     length = 2 if first < 0xE0 else 3 if first < 0xF0 else 4
     if first < 0xC2 or first > 0xF4 or at + length > len(text):

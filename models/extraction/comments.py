@@ -22,7 +22,7 @@ CLASS, ID = 0, 1  # as `attributes` tells their words apart
 
 
 def hashed(name: str, kind: int) -> int:
-    """The hash that `attributes` gives a word of a class or an id."""
+    """Return the hash that `attributes` gives a word of a class or an id."""
     value = int(L.OFFSET) ^ kind
     for byte in name.encode():
         value = (value ^ byte) * int(L.PRIME) % 2**64
@@ -34,7 +34,7 @@ SAYS_COMMENTS = np.array([hashed(name, kind) for name in NAMES for kind in (CLAS
 
 @njit(cache=True)
 def without_comments(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """`keep` [blocks] of an article without the comments below it; as it was where much that is kept comes after them."""
+    """Return `keep` [blocks] of an article without the comments below it; unchanged where much is kept after them."""
     elements, n = page.elements, len(page.blocks)
     kept = np.zeros(n + 1, np.int64)
     for b in range(n):

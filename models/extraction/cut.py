@@ -1,4 +1,4 @@
-"""Where to cut between what a page is about and the rest."""
+"""Cut between the topic of a page and the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOGETHER = 0.6  # weight of the view that a page's blocks are content or not all
 
 @njit(cache=True)
 def best_cut(p: NDArray[np.float32], words: NDArray[np.float64]) -> tuple[float, float]:
-    """The probability from which on blocks are kept, a multiple of 1 / LEVELS, for the highest expected F1 of words, and that F1.
+    """Return the probability from which on blocks are kept, a multiple of 1 / LEVELS, for the highest expected F1 of words, and that F1.
 
     The expectation is a mean of two. Were blocks independent, it is near 2 * (expected right words) / (kept words +
     expected content words). But a page's cards are all content or all not: so also with content being the blocks above

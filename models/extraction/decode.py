@@ -15,13 +15,13 @@ BEGINNINGS = {b"<\0": "utf-16-le", b"\0<": "utf-16-be"}
 
 
 def utf8(body: bytes, charset: str | None) -> bytes:
-    """The characters of an HTML page in UTF-8, see `decode`."""
+    """Return the characters of an HTML page in UTF-8, see `decode`."""
     text, same = _decoded(body, charset, html=True)
     return body if same else text.encode("utf-8", "replace")
 
 
 def decode(body: bytes, charset: str | None, html: bool) -> str:
-    """The page's characters.
+    """Return the page's characters.
 
     A byte order mark decides; then bytes that are valid UTF-8 beyond ASCII are UTF-8 whatever the server says (other
     encodings give that by chance almost never); then the server's character set, the page's own, and detection.
@@ -30,7 +30,7 @@ def decode(body: bytes, charset: str | None, html: bool) -> str:
 
 
 def _decoded(body: bytes, charset: str | None, html: bool) -> tuple[str, bool]:
-    """The page's characters, and whether the body is these in UTF-8."""
+    """Return the page's characters, and whether the body is these in UTF-8."""
     from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
     for mark, name in BOMS:
@@ -56,7 +56,7 @@ def _decoded(body: bytes, charset: str | None, html: bool) -> tuple[str, bool]:
 
 @functools.lru_cache(maxsize=1000)
 def _known(charset: str) -> str | None:
-    """The encoding that browsers take for a name."""
+    """Return the encoding that browsers take for a name."""
     from resiliparse.parse.encoding import map_encoding_to_html5
 
     return map_encoding_to_html5(charset, fallback_utf8=False)

@@ -1,4 +1,4 @@
-"""What the model sees of each block: its text, its place in the tree and on the page, its neighbours, its containers."""
+"""Features of each block: its text, its place in the tree and on the page, its neighbours, its containers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BUCKETS = 1 << 14  # of words in classes and of words in texts
 
 
 def names() -> list[str]:
-    """Names of the features, in order."""
+    """Return names of the features, in order."""
     own = [
         "words",
         "chars",
@@ -100,7 +100,7 @@ def names() -> list[str]:
 
 @njit(cache=True, borrows=True)
 def element_scores(page: Scan, weights: NDArray[np.float32], own: NDArray[np.float32], path: NDArray[np.float32]) -> None:
-    """Per element: the sum of its class words' weights, and of those of its ancestors and itself."""
+    """Write for each element the sum of its class words' weights, and of those of its ancestors and itself."""
     elements, tokens = page.elements, page.tokens
     count = len(elements)
     mask = np.uint64(BUCKETS - 1)
@@ -115,7 +115,7 @@ def element_scores(page: Scan, weights: NDArray[np.float32], own: NDArray[np.flo
 
 @njit(cache=True, borrows=True)
 def text_scores(page: Scan, weights: NDArray[np.float32], total: NDArray[np.float32]) -> None:
-    """Per block: the sum of its words' weights."""
+    """Write for each block the sum of its words' weights."""
     start = 0
     mask = np.uint64(BUCKETS - 1)
     for b in range(len(page.blocks)):
@@ -127,7 +127,7 @@ def text_scores(page: Scan, weights: NDArray[np.float32], total: NDArray[np.floa
 
 @njit(cache=True)
 def text_keys(page: Scan) -> NDArray[np.uint64]:
-    """A hash of each block's words [blocks]."""
+    """Return a hash of each block's words [blocks]."""
     keys = np.empty(len(page.blocks), np.uint64)
     start = 0
     for b in range(len(keys)):
@@ -141,7 +141,7 @@ def text_keys(page: Scan) -> NDArray[np.uint64]:
 
 @njit(cache=True)
 def _title_words(page: Scan) -> NDArray[np.uint64]:
-    """Hashes of the title's words, sorted."""
+    """Return hashes of the title's words, sorted."""
     found = np.empty(len(page.title) // 2 + 1, np.uint64)
     count = 0
     word, inside = OFFSET, False
@@ -159,7 +159,7 @@ def _title_words(page: Scan) -> NDArray[np.uint64]:
 
 @njit(cache=True, borrows=True)
 def focus(page: Scan, mass: NDArray[np.float64], share: float) -> int:
-    """The deepest element that holds more than a share of the text with sentences; `mass` [blocks + 1]: running sum of its words."""
+    """Return the deepest element that holds more than a share of the text with sentences; `mass` [blocks + 1]: running sum of its words."""
     elements = page.elements
     best = 0
     total = mass[-1]
@@ -170,7 +170,7 @@ def focus(page: Scan, mass: NDArray[np.float64], share: float) -> int:
 
 
 class Totals(NamedTuple):
-    """What the features of single blocks are measured against."""
+    """Totals that the features of single blocks are measured against."""
 
     sums: NDArray[np.float64]  # [blocks + 1, 4] running sums of words, linked words, sentence ends, text scores
     group: NDArray[np.float32]  # [blocks, 5] sums over blocks with the same path: number, words, linked words, sentence ends, text scores
@@ -214,7 +214,7 @@ def block_features(
 
 @njit(cache=True)
 def _totals(page: Scan, text: NDArray[np.float32]) -> tuple[Totals, int]:
-    """Sums over the page, and the element that it is about (`focus`)."""
+    """Return sums over the page, and the element that it is about (`focus`)."""
     blocks, elements = page.blocks, page.elements
     n = len(blocks)
     sums, mass = np.zeros((n + 1, 4), np.float64), np.zeros(n + 1, np.float64)
@@ -256,7 +256,7 @@ def _totals(page: Scan, text: NDArray[np.float32]) -> tuple[Totals, int]:
 
 @njit(cache=True, borrows=True)
 def _own(page: Scan, b: int, row: NDArray[np.float32]) -> int:
-    """The features of the block's own text; returns their number."""
+    """Return the features of the block's own text; return their number."""
     block = page.blocks[b]
     w, c = block[L.WORDS], block[L.CHARS]
     row[0], row[1], row[2], row[3], row[4], row[5] = w, c, ratio(block[L.LINKED_CHARS], c), block[L.LINKS], block[L.STOPS], block[L.COMMAS]
@@ -273,7 +273,7 @@ def _own(page: Scan, b: int, row: NDArray[np.float32]) -> int:
 def _element(
     page: Scan, b: int, own: NDArray[np.float32], path: NDArray[np.float32], text: NDArray[np.float32], row: NDArray[np.float32], k: int
 ) -> int:
-    """Where the block stands in the tree, and the linear models' scores."""
+    """Write the block's place in the tree, and the linear models' scores."""
     elements = page.elements
     e = page.blocks[b, L.ELEMENT]
     for bit in FLAG_BITS:
@@ -294,7 +294,7 @@ def _element(
 
 @njit(cache=True, borrows=True)
 def _position(page: Scan, b: int, h1: int, head: int, totals: Totals, text: NDArray[np.float32], row: NDArray[np.float32], k: int) -> int:
-    """Where the block stands on the page: from its ends, from the headings before it; and whether it repeats the title."""
+    """Write the block's place on the page: from its ends, from the headings before it, and whether it repeats the title."""
     blocks, sums = page.blocks, totals.sums
     n = len(blocks)
     row[k], row[k + 1], row[k + 2], row[k + 3] = b, b / n, sums[b, 0], sums[n, 0] - sums[b + 1, 0]
@@ -317,7 +317,7 @@ def _position(page: Scan, b: int, h1: int, head: int, totals: Totals, text: NDAr
 def _neighbours(
     page: Scan, b: int, totals: Totals, path: NDArray[np.float32], text: NDArray[np.float32], row: NDArray[np.float32], k: int
 ) -> int:
-    """The blocks before and after, one by one and together."""
+    """Return the blocks before and after, one by one and together."""
     blocks, sums = page.blocks, totals.sums
     n, e = len(blocks), page.blocks[b, L.ELEMENT]
     for d in NEIGHBOURS:
@@ -340,13 +340,13 @@ def _neighbours(
 
 @njit(cache=True, borrows=True)
 def above(page: Scan, element: int) -> int:
-    """The block element that holds an element; the root holds itself."""
+    """Return the block element that holds an element; the root holds itself."""
     return int(page.elements[page.elements[element, L.PARENT], L.HOLDER]) if element > 0 else element
 
 
 @njit(cache=True, borrows=True)
 def _containers(page: Scan, b: int, totals: Totals, row: NDArray[np.float32], k: int) -> int:
-    """The elements around the block, from the inside, up to the page's body."""
+    """Return the elements around the block, from the inside, up to the page's body."""
     elements, sums = page.elements, totals.sums
     total = sums[len(page.blocks), 0]
     up = page.blocks[b, L.ELEMENT]
@@ -363,7 +363,7 @@ def _containers(page: Scan, b: int, totals: Totals, row: NDArray[np.float32], k:
 
 @njit(cache=True, borrows=True)
 def _place(page: Scan, b: int, held: int, totals: Totals, row: NDArray[np.float32], k: int) -> int:
-    """The blocks of the same kind, the way to the element that the page is about, and copies."""
+    """Return the blocks of the same kind, the way to the element that the page is about, and copies."""
     elements, sums, group = page.elements, totals.sums, totals.group[b]
     total = sums[len(page.blocks), 0]
     row[k], row[k + 1], row[k + 2], row[k + 3] = group[0], group[1], ratio(group[2], group[1]), ratio(group[3], group[1])

@@ -12,7 +12,7 @@ PROBES = 32  # places looked at for a key before all are sorted
 
 @njit(cache=True)
 def numbered(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int]:
-    """A number for the key of each entry, equal where keys are; and how many there are."""
+    """Return a number for the key of each entry, equal where keys are; and how many there are."""
     n, size, count = len(keys), 2, 0
     while size < 2 * n:
         size *= 2
@@ -32,7 +32,7 @@ def numbered(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int]:
 
 @njit(cache=True)
 def _numbered_by_order(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int]:
-    """`numbered` in n log n steps whatever the keys are."""
+    """Return `numbered` in n log n steps whatever the keys are."""
     order, numbers, count = np.argsort(keys), np.empty(len(keys), np.int64), 0
     for k in range(len(order)):
         count += k == 0 or keys[order[k]] != keys[order[k - 1]]
@@ -42,7 +42,7 @@ def _numbered_by_order(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int
 
 @njit(cache=True)
 def groups(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """How many entries have the key of each, and how many of them stand before it."""
+    """Return the number of entries with the key of each, and of those before it."""
     numbers, count = numbered(keys)
     sizes, before = np.zeros(count, np.int64), np.empty(len(keys), np.int64)
     for k in range(len(keys)):
@@ -53,7 +53,7 @@ def groups(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 @njit(cache=True)
 def group_sums(keys: NDArray[np.uint64], values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Sums of the rows of `values` [n, k] over the entries with the key of each, in their order."""
+    """Return sums of the rows of `values` [n, k] over the entries with the key of each, in their order."""
     numbers, count = numbered(keys)
     sums, out = np.zeros((count, values.shape[1]), np.float32), np.empty(values.shape, np.float32)
     for k in range(len(keys)):
@@ -66,5 +66,5 @@ def group_sums(keys: NDArray[np.uint64], values: NDArray[np.float32]) -> NDArray
 
 @njit(cache=True)
 def ratio(a: float, b: float) -> float:
-    """a / b, 0 where there is nothing to divide by."""
+    """Return a / b, 0 where b is 0."""
     return a / b if b > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Which blocks of a page its annotated text holds: labels for training."""
+"""Labels for training: the blocks of a page that its annotated text holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HALF = 0.5
 
 
 def label(texts: Sequence[str], truth: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Share of each block's words that are content, and its number of words.
+    """Return share of each block's words that are content, and its number of words.
 
     Words of page and truth are aligned in order; a longer block that the alignment leaves out, because the truth has
     it elsewhere, counts by its n-grams unless the same text was content before.
@@ -54,7 +54,7 @@ def label(texts: Sequence[str], truth: str) -> tuple[NDArray[np.float32], NDArra
 
 @njit(cache=True)
 def _align(a: NDArray[np.int32], b: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Which entries of `a` the best monotone alignment with `b` matches; Gotoh's recurrence with free gaps."""
+    """Return a mask of the entries of `a` that the best monotone alignment with `b` matches; Gotoh's recurrence with free gaps."""
     n, m = len(a), len(b)
     never = np.float32(-1e9)
     steps = np.zeros((n + 1, m + 1), np.uint8)  # 1: skip of a, 2: skip of b, 3: match; +4: the match goes on a run

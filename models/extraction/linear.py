@@ -21,7 +21,7 @@ class Bags(NamedTuple):
 
 
 def bags(rows: list[NDArray[Any]]) -> Bags:
-    """Rows as one array."""
+    """Return rows as one array."""
     return Bags(np.append(0, np.cumsum([len(row) for row in rows])), np.concatenate(rows).astype(np.int32))
 
 
@@ -30,7 +30,7 @@ def _bucket(words: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def class_bags(page: Scan) -> list[NDArray[np.int32]]:
-    """Buckets of the tags and class words of each block's elements, up to the root."""
+    """Return buckets of the tags and class words of each block's elements, up to the root."""
     elements, tokens = page.elements, _bucket(page.tokens)
     stops = np.append(elements[1:, L.TOKENS], len(tokens))
     paths: dict[int, NDArray[np.int32]] = {-1: np.zeros(0, np.int32)}
@@ -42,7 +42,7 @@ def class_bags(page: Scan) -> list[NDArray[np.int32]]:
 
 
 def text_bags(page: Scan) -> list[NDArray[np.int64]]:
-    """Buckets of each block's distinct words."""
+    """Return buckets of each block's distinct words."""
     stops = page.blocks[:, L.HASHES]
     buckets = _bucket(page.hashes)
     return [np.unique(buckets[a:b]) for a, b in zip(np.append(0, stops[:-1]), stops, strict=True)]
@@ -52,7 +52,7 @@ def text_bags(page: Scan) -> list[NDArray[np.int64]]:
 def fit_logistic(
     data: Bags, chosen: NDArray[np.int64], y: NDArray[np.float32], w: NDArray[np.float32], size: int, epochs: int, l2: float
 ) -> tuple[NDArray[np.float32], float]:
-    """Weights [size] and bias of a logistic regression over the chosen bags, by AdaGrad (rate 0.05)."""
+    """Return weights [size] and bias of a logistic regression over the chosen bags, by AdaGrad (rate 0.05)."""
     weights, squares, bias = np.zeros(size, np.float32), np.full(size, np.float32(1e-3), np.float32), 0.0
     np.random.seed(0)
     for _ in range(epochs):

@@ -57,7 +57,7 @@ class Model(NamedTuple):
 
 @lru_cache(maxsize=1)
 def load() -> Model:
-    """The weights that come with the code."""
+    """Return the weights that come with the code."""
     from safetensors.numpy import load_file
 
     found = load_file(WEIGHTS)
@@ -68,7 +68,7 @@ def load() -> Model:
 
 @njit(cache=True)
 def page_words(page: Scan) -> NDArray[np.int64]:
-    """Buckets of the words about the page, sorted: types and address from its head, classes of its body."""
+    """Return buckets of the words about the page, sorted: types and address from its head, classes of its body."""
     words = np.empty(len(page.page) + 2 * L.MAX_TOKENS, np.uint64)
     words[: len(page.page)] = page.page
     count, html, body = len(page.page), False, False
@@ -89,7 +89,7 @@ def page_words(page: Scan) -> NDArray[np.int64]:
 
 @njit(cache=True)
 def page_types(page: Scan, weights: NDArray[np.float32], bias: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Logits of the page's type [page types]."""
+    """Return Logits of the page's type [page types]."""
     total = np.zeros(len(bias), np.float32)
     for word in page_words(page):
         total += weights[word]
@@ -118,7 +118,7 @@ def seen(
     type_weights: NDArray[np.float32],
     type_bias: NDArray[np.float32],
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """What the trees see of all blocks [blocks, SEEN], and logits of the pages' types [pages, page types]."""
+    """Return the features of all blocks [blocks, SEEN], and logits of the pages' types [pages, page types]."""
     n, starts = len(pages.starts) - 1, pages.starts[:, L.BLOCK]
     rows, types = np.zeros((starts[n], SEEN), np.float32), np.zeros((n, len(type_bias)), np.float32)
     for p in range(n):
@@ -130,7 +130,7 @@ def seen(
 
 
 def article_chance(types: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Chance of pages to be articles [...], from logits of their types [..., page types]."""
+    """Return chance of pages to be articles [...], from logits of their types [..., page types]."""
     odds = np.exp(types - types.max(-1, keepdims=True))
     found: NDArray[np.float32] = odds[..., ARTICLE] / odds.sum(-1)
     return found
@@ -138,7 +138,7 @@ def article_chance(types: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @njit(cache=True)
 def _scores(pages: Pages, rows: NDArray[np.float32], says: NDArray[np.float32], trees: Splits, articles: Splits) -> NDArray[np.float32]:
-    """Logits of the blocks to be content [blocks]; `says` [pages]: what the trees for articles have of a say."""
+    """Return Logits of the blocks to be content [blocks]; `says` [pages]: what the trees for articles have of a say."""
     starts = pages.starts[:, L.BLOCK]
     scores = logits(trees, rows)
     for p in range(len(says)):
@@ -154,34 +154,34 @@ def _scores(pages: Pages, rows: NDArray[np.float32], says: NDArray[np.float32], 
 
 
 def chances(pages: Pages, rows: NDArray[np.float32], types: NDArray[np.float32], trees: Splits, articles: Splits) -> NDArray[np.float32]:
-    """Chance of each block to be content [blocks], from what the trees see of it and the pages' types."""
+    """Return chance of each block to be content [blocks], from what the trees see of it and the pages' types."""
     scores = _scores(pages, rows, article_chance(types) - LIKELY, trees, articles)
     found: NDArray[np.float32] = 1 / (1 + np.exp(-scores))
     return found
 
 
 def judge(pages: Pages, model: Model) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Chance of each block to be content [blocks], and logits of the pages' types [pages, page types]."""
+    """Return chance of each block to be content [blocks], and logits of the pages' types [pages, page types]."""
     rows, types = seen(pages, model.class_weights, model.text_weights, model.type_weights, model.type_bias)
     return chances(pages, rows, types, model.trees, model.articles), types
 
 
 @njit(cache=True)
 def chosen(page: Scan, p: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Which blocks to keep [blocks], given each block's chance to be content; code, lists and tables stay whole, copies go."""
+    """Return a mask of the blocks to keep, given each block's chance to be content; code, lists and tables stay whole, copies go."""
     cut, _ = best_cut(p, page.blocks[:, L.WORDS] + 0.01)
     return once(page, made_whole(page, p >= cut))  # type: ignore[no-any-return]
 
 
 def content(pages: Pages, model: Model, headline: bool = False) -> NDArray[np.bool_]:
-    """Which blocks are the pages' content [blocks]; `headline`: with the main headings."""
+    """Return a mask of the pages' content [blocks]; `headline`: with the main headings."""
     p, types = judge(pages, model)
     return kept(pages, p, types, headline)  # type: ignore[no-any-return]
 
 
 @njit(cache=True)
 def kept(pages: Pages, p: NDArray[np.float32], types: NDArray[np.float32], headline: bool) -> NDArray[np.bool_]:
-    """Which blocks to keep [blocks], given each block's chance to be content and logits of the pages' types."""
+    """Return a mask of the blocks to keep, given each block's chance to be content and logits of the pages' types."""
     starts = pages.starts[:, L.BLOCK]
     keep = np.zeros(len(p), np.bool_)
     for number in range(len(types)):
@@ -195,7 +195,7 @@ def kept(pages: Pages, p: NDArray[np.float32], types: NDArray[np.float32], headl
 
 @njit(cache=True)
 def below_the_article(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32], types: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """`keep` [blocks] without cards and teasers of other articles on an article, and without comments where it is one beyond doubt.
+    """Return `keep` [blocks] without cards and teasers of other articles on an article, and without comments on a certain one.
 
     `p` [blocks]: the chance of each to be content; `types` [page types]: logits of the page's type.
     """

@@ -24,7 +24,7 @@ MEANT_A_SPACE = re.compile("Ã(?=[ \u00a0])")  # "à" whose second byte became a
 
 
 def repaired(text: str) -> str:
-    """The text with its doubly encoded lines decoded once more, and what Windows-1252 has in the places of C1 controls."""
+    """Return the text with its doubly encoded lines decoded once more, and what Windows-1252 has in the places of C1 controls."""
     if text.isascii():
         return text
     units = np.frombuffer(text.encode("utf-16-le", "surrogatepass"), np.uint16)
@@ -35,7 +35,7 @@ def repaired(text: str) -> str:
 
 
 def _decoded_again(text: str, suspicious: list[int]) -> str:
-    """The text with its suspicious lines repaired, by number, where one of them is bad beyond doubt."""
+    """Return the text with its suspicious lines repaired, by number, where one of them is bad beyond doubt."""
     from ftfy.badness import is_bad
 
     lines = text.split("\n")
@@ -47,7 +47,8 @@ def _decoded_again(text: str, suspicious: list[int]) -> str:
 
 
 def _undone(line: str) -> str:
-    """The line decoded once more; as it is where that leaves more letters with accents alone than it undoes: they would be undone, too.
+    """Return the line decoded once more; as it is where that leaves more letters with accents alone than it undoes: they would be
+    undone, too.
 
     "STAÐ“" ends a quotation in Icelandic capitals, and is how the Cyrillic "Г" looks when it is misread.
     """
@@ -60,8 +61,8 @@ def _undone(line: str) -> str:
 
 @functools.cache
 def roles() -> NDArray[np.uint8]:
-    """Of each UTF-16 unit: `FIRST`, the first byte of a character in UTF-8 is it in some encoding of one byte a character; `LATER`,
-    a later byte is; `CONTROL`, it is a C1 control."""
+    """Return the roles of each UTF-16 unit: `FIRST`, it can be the first byte of a character in UTF-8 in some encoding of one byte a
+    character; `LATER`, a later byte; `CONTROL`, it is a C1 control."""
     import ftfy.bad_codecs  # noqa: F401 - it names the encodings with no gaps
     from ftfy.chardata import CHARMAP_ENCODINGS
 
@@ -75,7 +76,7 @@ def roles() -> NDArray[np.uint8]:
 
 @njit(cache=True)
 def _looked_at(units: NDArray[np.uint16], roles: NDArray[np.uint8]) -> tuple[NDArray[np.int64], bool]:
-    """Numbers of the lines with a unit that is `FIRST` before one that is `LATER`; whether there is a `CONTROL`."""
+    """Return numbers of the lines with a unit that is `FIRST` before one that is `LATER`; whether there is a `CONTROL`."""
     lines = 1
     for unit in units:
         lines += unit == 10

@@ -29,23 +29,23 @@ NO_BOUND = 1 << 62
 
 
 def read_page(tree: Any) -> Scan:
-    """The blocks and elements of a page that Resiliparse has parsed."""
+    """Return the blocks and elements of a page that Resiliparse has parsed."""
     return scan(serialised(tree))
 
 
 def serialised(tree: Any) -> bytes:
-    """A page that Resiliparse has parsed, written out again."""
+    """Return a page that Resiliparse has parsed, written out again."""
     document = tree.document
     return document.html.encode("utf-8", "replace") if document is not None else b" "
 
 
 def scan(html: bytes) -> Scan:
-    """The blocks and elements of a page; `html` is the serialisation of a parsed tree, UTF-8."""
+    """Return the blocks and elements of a page; `html` is the serialisation of a parsed tree, UTF-8."""
     return page_of(read_pages([html])[0], 0)  # type: ignore[no-any-return]
 
 
 def read_pages(htmls: list[bytes], max_depth: int = NO_BOUND, max_blocks: int = NO_BOUND) -> tuple[Pages, NDArray[np.int64]]:
-    """The pages' blocks and elements; and each page's depth and number of blocks [pages, 2]. One beyond a bound is left empty."""
+    """Return the pages' blocks and elements; and each page's depth and number of blocks [pages, 2]. One beyond a bound is left empty."""
     ends = np.zeros(len(htmls) + 1, np.int64)
     np.cumsum([len(html) for html in htmls], out=ends[1:])
     return _read(np.frombuffer(b"".join(htmls), np.uint8), ends, max_depth, max_blocks)  # type: ignore[no-any-return]
@@ -212,7 +212,7 @@ def _start_tag(page: Scan) -> None:
 
 @njit(cache=True, borrows=True)
 def _opened(page: Scan, tag: int, element: int) -> None:
-    """What the start of an element means for the text."""
+    """Apply the start of an element to the text."""
     s = page.state
     if tag == T_BR:
         boundary(page, L.LINE)
@@ -284,7 +284,7 @@ def _title(page: Scan) -> None:
 
 @njit(cache=True, borrows=True)
 def _is_markup(html: NDArray[np.uint8], at: int, stop: int) -> bool:
-    """Whether text begins with an escaped tag or comment: pages that a browser saved, snippets to embed."""
+    """True if text begins with an escaped tag or comment: pages that a browser saved, snippets to embed."""
     while at < stop and is_space(html[at]):
         at += 1
     if at + 4 >= stop or html[at] != 38 or html[at + 1] != 108 or html[at + 2] != 116 or html[at + 3] != 59:
@@ -294,7 +294,7 @@ def _is_markup(html: NDArray[np.uint8], at: int, stop: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _text(page: Scan) -> None:
-    """The text up to the next tag; markup that stands as text in `noscript` or `textarea` is none."""
+    """Read the text up to the next tag; markup that stands as text in `noscript` or `textarea` is none."""
     s, html = page.state, page.html
     stop = find(html, s[L.AT], 60)
     quoted = page.elements[s[L.CURRENT], L.FLAGS] & QUOTES and _is_markup(html, s[L.AT], stop)

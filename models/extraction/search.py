@@ -13,7 +13,7 @@ from puna.models.extraction.tags import TAG_KEYS, TAG_VALUES
 
 @njit(cache=True, borrows=True)
 def find(html: NDArray[np.uint8], at: int, byte: int, stop: int = -1) -> int:
-    """Index of the first `byte` from `at` on, or `stop`, or the end."""
+    """Return index of the first `byte` from `at` on, or `stop`, or the end."""
     stop = len(html) if stop < 0 else stop
     address = html.ctypes.data
     while at + LANES <= stop:
@@ -28,7 +28,7 @@ def find(html: NDArray[np.uint8], at: int, byte: int, stop: int = -1) -> int:
 
 @njit(cache=True, borrows=True)
 def has(html: NDArray[np.uint8], start: int, stop: int, words: bytes) -> bool:
-    """Whether bytes occur in html[start:stop], letters in either case."""
+    """True if bytes occur in html[start:stop], letters in either case."""
     for at in range(start, stop - len(words) + 1):
         here = 0
         while here < len(words) and (
@@ -42,7 +42,7 @@ def has(html: NDArray[np.uint8], start: int, stop: int, words: bytes) -> bool:
 
 @njit(cache=True, borrows=True)
 def is_space(byte: int) -> bool:
-    """Whether a byte is white space between the parts of a tag; other control characters belong to names."""
+    """True if a byte is white space between the parts of a tag; other control characters belong to names."""
     return byte == 32 or byte == 10 or byte == 9 or byte == 13 or byte == 12
 
 

@@ -27,7 +27,7 @@ HEADINGS = "h1 h2 h3 h4 h5 h6"
 
 
 def flags(names: str) -> NDArray[np.bool_]:
-    """Which elements, by number, are among `names`."""
+    """Return a mask of the elements, by number, that are among `names`."""
     found = np.zeros(len(NAMES), np.bool_)
     found[[NUMBER[name] for name in names.split()]] = True
     return found
@@ -37,7 +37,7 @@ IS_BLOCK, IS_VOID, IS_RAW, IS_SPACED, IS_HEADING = map(flags, (BLOCK, VOID, RAW,
 
 
 def fnv(data: bytes) -> int:
-    """The FNV-1a hash of bytes, 64 bits."""
+    """Return the FNV-1a hash of bytes, 64 bits."""
     state = 0xCBF29CE484222325
     for byte in data:
         state = (state ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF

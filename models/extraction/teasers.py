@@ -1,4 +1,4 @@
-"""What stands below an article and is about others: teasers, lists of what else to read, other articles' beginnings.
+"""Text below an article that is about others: teasers, lists of what else to read, other articles' beginnings.
 
 The article's body is the deepest element that holds most of its prose. What is kept after the end of that element stays only
 where the trees have little doubt about it, or where it has the tags and classes of the body's paragraphs: an article may be
@@ -24,7 +24,7 @@ OWN = 0.1  # of the body's prose stands under a path that is the body's own
 
 @njit(cache=True)
 def without_teasers(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """`keep` [blocks] of an article without the doubtful blocks below its body; `p` [blocks]: the chance of each to be content."""
+    """Return `keep` [blocks] of an article without the doubtful blocks below its body; `p` [blocks]: the chance of each to be content."""
     blocks, elements, n = page.blocks, page.elements, len(page.blocks)
     prose, kept = np.zeros(n + 1, np.int64), np.zeros(n + 1, np.int64)  # running sums of words
     for b in range(n):

@@ -35,7 +35,7 @@ MAX_STEPS = 3  # from a cell to its table: row, body, table
 
 
 def hinted(html: bytes) -> bool:
-    """Whether a page in UTF-8 may have code or maths for `prepared`."""
+    """True if a page in UTF-8 may have code or maths for `prepared`."""
     return HINTS.any_in(html)
 
 
@@ -67,7 +67,8 @@ def prepared(tree: Any, size: int) -> bool:
 
 
 def _tables(document: Any, most: int) -> list[tuple[Any, list[str]]]:
-    """Tables in which each row is a line of code, with the lines; none where these are longer than the page, being nested in each other."""
+    """Return tables in which each row is a line of code, with the lines; none where these are longer than the page, being nested in each
+    other."""
     found: list[tuple[Any, list[str]]] = []
     for cell in document.query_selector_all(LINES)[:]:
         table = cell
@@ -86,7 +87,7 @@ def _tables(document: Any, most: int) -> list[tuple[Any, list[str]]]:
 
 
 def _editors(document: Any, most: int) -> list[tuple[Any, list[str]]]:
-    """Editors with their lines of code; none where these are longer than the page, being nested in each other."""
+    """Return editors with their lines of code; none where these are longer than the page, being nested in each other."""
     found = []
     for editor in document.query_selector_all(EDITOR)[:]:
         lines = [line.text for line in editor.query_selector_all("pre")[:]]
@@ -107,7 +108,7 @@ def _replaced(tree: Any, node: Any, tag: str, text: str) -> None:
 
 
 def tex(node: Any, depth: int = 0) -> str:
-    """A MathML element as TeX; what is nested deeper than any formula is written as plain text."""
+    """Return a MathML element as TeX; deeper nesting than any formula's is written as plain text."""
     if node.tag == "#text" or depth > MAX_NESTING:
         return " ".join((node.text or "").split())
     # A slice is a list, see above.

@@ -13,13 +13,13 @@ CELL_BYTES = 200  # longer cells are of tables made for layout: they stand on li
 
 
 def text_of(page: Scan, keep: NDArray[np.bool_]) -> str:
-    """The kept blocks, with blank lines between paragraphs, tabs between cells, and numbers or bullets before list items."""
+    """Return the kept blocks, with blank lines between paragraphs, tabs between cells, and numbers or bullets before list items."""
     return texts_of(alone(page), keep)[0].tobytes().decode("utf-8", "replace")  # type: ignore[no-any-return]
 
 
 @njit(cache=True)
 def texts_of(pages: Pages, keep: NDArray[np.bool_]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """The pages' texts one after the other, and where each begins and the last ends [pages + 1]; `keep` [blocks of all pages]."""
+    """Return the pages' texts one after the other, and where each begins and the last ends [pages + 1]; `keep` [blocks of all pages]."""
     n, starts = len(pages.starts) - 1, pages.starts[:, L.BLOCK]
     out, ends = np.empty(len(pages.text) + 16 * len(keep) + 16, np.uint8), np.zeros(n + 1, np.int64)
     for number in range(n):

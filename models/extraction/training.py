@@ -80,7 +80,7 @@ class Page(NamedTuple):
 
 
 def read(folder: Path, labels: Path, weight: float = 1) -> list[Page]:
-    """The labelled pages that have blocks, of a weight in training."""
+    """Return the labelled pages that have blocks, of a weight in training."""
     from resiliparse.parse.html import HTMLTree
 
     pages = []
@@ -112,7 +112,7 @@ def read(folder: Path, labels: Path, weight: float = 1) -> list[Page]:
 
 
 def snippet_labels(page: Scan, wanted: list[str], unwanted: list[str]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Shares of content [blocks] and which are known: 1 in the only block with a wanted snippet, 0 in all with an unwanted one."""
+    """Return shares of content [blocks] and which are known: 1 in the only block with a wanted snippet, 0 in all with an unwanted one."""
     text, starts = page.text.tobytes(), page.blocks[:, L.START]
 
     def holding(snippet: str) -> set[int]:
@@ -144,12 +144,12 @@ def _rows(truth: Path) -> list[dict[str, Any]]:
 
 
 def page_digest(body: bytes) -> str:
-    """16 hex digits that say whether the weights have seen a page."""
+    """Return 16 hex digits by which the weights know a page that they have seen."""
     return hashlib.blake2b(body, digest_size=8).hexdigest()
 
 
 def word_f1(text: str, truth: str) -> float:
-    """F1 of bags of words, letters in either case; 1 where both are empty."""
+    """Return F1 of bags of words, letters in either case; 1 where both are empty."""
     found, wanted = (Counter(re.findall(r"\w+", t.lower())) for t in (text, truth))
     if not found or not wanted:
         return float(not found and not wanted)
@@ -182,7 +182,7 @@ class Corpus(NamedTuple):
 
 
 def corpus(pages: list[Page]) -> Corpus:
-    """The pages' blocks; every page has its weight, its known blocks by a root of their words."""
+    """Return the pages' blocks; every page has its weight, its known blocks by a root of their words."""
     counts = [len(page.shares) for page in pages]
     known = np.concatenate([page.known for page in pages])
     number = np.repeat(np.arange(len(pages)), counts)
@@ -206,7 +206,7 @@ def corpus(pages: list[Page]) -> Corpus:
 
 
 def fit_linear(data: Corpus, without: int | None) -> Linear:
-    """The linear models of all pages, or of those outside a fold."""
+    """Return the linear models of all pages, or of those outside a fold."""
     rows = np.flatnonzero((data.weight > 0) & (data.fold != (-1 if without is None else without)))
     heads = np.array([n for n, page in enumerate(data.pages) if page.fold != without and page.truth is not None])
     weight = np.minimum(data.weight, 10)
@@ -219,7 +219,7 @@ def fit_linear(data: Corpus, without: int | None) -> Linear:
 
 
 def rows_of(page: Page, linear: Linear) -> NDArray[np.float32]:
-    """What the trees for articles see of a page; those of all pages see the first `SEEN` columns."""
+    """Return the features that the trees for articles see of a page; those of all pages see the first `SEEN` columns."""
     rows, _ = seen(alone(page.scan), *linear)
     return np.concatenate([rows, article_features(page.scan)], axis=1)
 
@@ -228,7 +228,7 @@ def rows_of(page: Page, linear: Linear) -> NDArray[np.float32]:
 
 
 def fit_trees(rows: NDArray[np.float32], data: Corpus, without: int | None) -> tuple[Trees, Trees]:
-    """Boosted trees of all pages and those for articles, or the same of pages outside a fold."""
+    """Return boosted trees of all pages and those for articles, or the same of pages outside a fold."""
     chance = article_chance(rows[:, FEATURES:SEEN])
     weight = data.weight * np.where(chance < LEAST, 0, chance)
     weight *= np.count_nonzero(weight) / weight.sum()
@@ -250,7 +250,7 @@ def _fitted(
 
 
 def as_arrays(structures: list[dict[str, Any]]) -> Trees:
-    """LightGBM's trees as arrays."""
+    """Return LightGBM's trees as arrays."""
     roots: list[int] = []
     nodes: list[tuple[int, float]] = []
     children: list[list[int]] = []
@@ -282,7 +282,7 @@ def as_arrays(structures: list[dict[str, Any]]) -> Trees:
 
 
 def all_rows(data: Corpus) -> NDArray[np.float32]:
-    """What the trees see of every block (`rows_of`), each page scored by linear models that did not see it."""
+    """Return the features of every block (`rows_of`), each page scored by linear models that did not see it."""
     rows = np.empty((len(data.page), SEEN + ARTICLE_FEATURES), np.float32)
     for fold in range(FOLDS):
         linear = fit_linear(data, fold)
@@ -293,7 +293,7 @@ def all_rows(data: Corpus) -> NDArray[np.float32]:
 
 
 def unseen_texts(data: Corpus, rows: NDArray[np.float32], fold: int) -> dict[str, str]:
-    """Texts of a fold's pages, by file, by trees that did not see the fold."""
+    """Return texts of a fold's pages, by file, by trees that did not see the fold."""
     trees, articles = map(splits, fit_trees(rows, data, fold))
     texts = {}
     for number, page in enumerate(data.pages):
@@ -316,7 +316,7 @@ def unseen_f1(data: Corpus, rows: NDArray[np.float32]) -> dict[str, float]:
 
 
 def weights(data: Corpus, rows: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
-    """The weights file's arrays, of models that saw all pages."""
+    """Return the weights file's arrays, of models that saw all pages."""
     found: dict[str, NDArray[Any]] = {name: values.astype(np.float16) for name, values in fit_linear(data, None)._asdict().items()}
     for name, trees in zip(("trees", "articles"), fit_trees(rows, data, None), strict=True):
         found |= {f"{name}.{field}": values for field, values in trees._asdict().items()}

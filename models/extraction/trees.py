@@ -45,12 +45,12 @@ class Splits(NamedTuple):
 
 
 def splits(trees: Trees) -> Splits:
-    """Trees in the order in which `logits` goes through them."""
+    """Return trees in the order in which `logits` goes through them."""
     tree, stays = np.zeros(len(trees.feature), np.int64), np.zeros(len(trees.feature), np.uint32)
     leaf = np.zeros((len(trees.roots), MAX_LEAVES), np.float32)
 
     def leaves(node: int, number: int, first: int) -> int:
-        """Settle what is below a node, whose leftmost leaf is `first`; returns the leaf after its last."""
+        """Settle the nodes below one whose leftmost leaf is `first`; return the leaf after its last."""
         if node < 0:
             if first == MAX_LEAVES:
                 raise ValueError(f"tree {number} has more than {MAX_LEAVES} leaves; train it with fewer (num_leaves)")
@@ -69,7 +69,7 @@ def splits(trees: Trees) -> Splits:
 
 @njit(cache=True)
 def logits(trees: Splits, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Sums of the trees' leaves [rows].
+    """Return sums of the trees' leaves [rows].
 
     Rows do not go down the trees: each threshold below a row's value takes the leaves on its left from those that the row may
     reach, the leftmost of which is left (QuickScorer, Lucchese et al. 2015). Rows side by side share instructions without a jump.

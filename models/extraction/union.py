@@ -25,7 +25,7 @@ class Origin(NamedTuple):
 
 
 def united(page: Scan, keep: NDArray[np.bool_], library: str) -> tuple[NDArray[np.bool_], Origin]:
-    """The blocks of `keep` and those whose words stand in the library's text [blocks]."""
+    """Return the blocks of `keep` and those whose words stand in the library's text [blocks]."""
     text = page.text.tobytes()
     blocks = [WORD.findall(text[block[L.START] : block[L.STOP]].decode("utf-8", "replace")) for block in page.blocks]
     taken = found_in(blocks, WORD.findall(library))
@@ -35,7 +35,7 @@ def united(page: Scan, keep: NDArray[np.bool_], library: str) -> tuple[NDArray[n
 
 
 def found_in(blocks: list[list[str]], wanted: list[str]) -> NDArray[np.bool_]:
-    """Which blocks have words, all runs of `RUN` of which (or all words, of shorter blocks) stand in `wanted` [blocks].
+    """Return a mask of the blocks whose runs of `RUN` words (or all words, of shorter blocks) all stand in `wanted` [blocks].
 
     Time is n log n in the words. Equal 64-bit hashes are taken for equal runs.
     """
@@ -54,7 +54,7 @@ def found_in(blocks: list[list[str]], wanted: list[str]) -> NDArray[np.bool_]:
 
 
 def _runs(words: NDArray[np.uint64], length: int) -> NDArray[np.uint64]:
-    """Hashes of all runs of `length` words."""
+    """Return hashes of all runs of `length` words."""
     count = max(0, len(words) - length + 1)
     state = np.zeros(count, np.uint64)
     for k in range(length):

@@ -25,7 +25,7 @@ PARAGRAPHS, ENOUGH = 5, 150  # paragraphs of a body that can do without the unit
 
 @njit(cache=True)
 def without_units(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """`keep` [blocks] of an article without the cards of others; `p` [blocks]: the chance of each block to be content."""
+    """Return `keep` [blocks] of an article without the cards of others; `p` [blocks]: the chance of each block to be content."""
     n = len(page.blocks)
     blocks = _filled(page)
     keys = kin(page)[blocks]
@@ -55,7 +55,7 @@ def without_units(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32]) -
 
 @njit(cache=True)
 def _filled(page: Scan) -> NDArray[np.int64]:
-    """The block elements that hold text, in order."""
+    """Return the block elements that hold text, in order."""
     elements = page.elements
     found, count = np.empty(len(elements), np.int64), 0
     for e in range(1, len(elements)):
@@ -67,7 +67,7 @@ def _filled(page: Scan) -> NDArray[np.int64]:
 
 @njit(cache=True)
 def _units(page: Scan, blocks: NDArray[np.int64], keys: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which elements of `blocks` are such units, by the `kin` of each; which blocks of text stand in none of them."""
+    """Return a mask of the elements of `blocks` that are such units, by the `kin` of each; and one of the blocks of text outside them."""
     n = len(page.blocks)
     sums = np.zeros((n + 1, 2), np.int64)  # words, titles
     for b in range(n):

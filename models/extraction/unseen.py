@@ -1,6 +1,5 @@
-"""What stands in a page and no reader sees: templates of page builders and scripts, what is said to browsers without JavaScript, and
-tags in brackets (WordPress's shortcodes) that a plugin which is gone left behind.
-"""
+"""Invisible text of a page: templates of page builders and scripts, notices to browsers without JavaScript, and tags in brackets
+(WordPress's shortcodes) that a removed plugin left behind."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ OPEN, CLOSE, EQUALS, SLASH, UNDERSCORE, HYPHEN = 0x5B, 0x5D, 0x3D, 0x2F, 0x5F, 0
 
 @njit(cache=True)
 def without_unseen(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """`keep` [blocks] without what nobody sees; blocks are narrowed to what stands between tags in brackets."""
+    """Return `keep` [blocks] without invisible text; blocks are narrowed to the text between tags in brackets."""
     blocks, n = page.blocks, len(page.blocks)
     out, words, left = keep.copy(), 0, 0
     for e in range(len(page.elements)):
@@ -46,7 +45,7 @@ def without_unseen(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 @njit(cache=True, borrows=True)
 def _says_template(page: Scan, element: int) -> bool:
-    """Whether an element calls itself a template, in a class or an id."""
+    """True if an element calls itself a template, in a class or an id."""
     last = page.elements[element + 1, L.TOKENS] if element + 1 < len(page.elements) else len(page.tokens)
     for t in range(page.elements[element, L.TOKENS], last):
         for name in SAYS_TEMPLATE:
@@ -71,7 +70,7 @@ def _drop_notices(page: Scan, keep: NDArray[np.bool_]) -> None:
 
 @njit(cache=True, borrows=True)
 def _asks(text: NDArray[np.uint8], start: int, stop: int) -> bool:
-    """Whether the words next to "JavaScript" ask to turn it on, or say that it is off, in one of some languages."""
+    """True if the words next to "JavaScript" ask to turn it on, or say that it is off, in one of some languages."""
     at = start
     while at < stop and not has(text, at, min(at + 10, stop), b"javascript"):
         at += 1
@@ -87,7 +86,7 @@ def _asks(text: NDArray[np.uint8], start: int, stop: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _begins(text: NDArray[np.uint8], start: int, stop: int, words: bytes) -> bool:
-    """Whether a word that begins so is in text[start:stop]."""
+    """True if a word that begins so is in text[start:stop]."""
     for at in range(start, stop - len(words) + 1):
         if (at == 0 or not 97 <= text[at - 1] | 32 <= 122) and has(text, at, at + len(words), words):
             return True
@@ -124,7 +123,7 @@ def _narrowed(page: Scan, block: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _is_builders(text: NDArray[np.uint8], first: int, last: int) -> bool:
-    """Whether a name begins as those of WPBakery, Divi, Avada, tagDiv, Jupiter, Enfold or Salient do."""
+    """True if a name begins as those of WPBakery, Divi, Avada, tagDiv, Jupiter, Enfold or Salient do."""
     if has(text, first, min(first + 3, last), b"vc_") or has(text, first, min(first + 6, last), b"et_pb_"):
         return True
     if has(text, first, min(first + 7, last), b"fusion_") or has(text, first, min(first + 4, last), b"tdc_"):
@@ -135,7 +134,7 @@ def _is_builders(text: NDArray[np.uint8], first: int, last: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _tag_end(text: NDArray[np.uint8], at: int, stop: int) -> int:
-    """Where a tag in brackets that begins at `at` ends, or `at`: `[name word="value"]`, `[vc_row]`, `[/name]`.
+    """Return the end of a tag in brackets that begins at `at`, or `at`: `[name word="value"]`, `[vc_row]`, `[/name]`.
 
     A lower-case name alone is none (`[sic]`), nor are notes, lists, BBCode's `[b]`: there must be an attribute with a value in quotes, a
     page builder's mark before the name, or a slash before one of four letters and more.

@@ -1,4 +1,4 @@
-"""What stays whole: code, and lists of definitions and tables of which enough is content.
+"""Blocks that stay whole: code, and lists of definitions and tables of which enough is content.
 
 Judging block by block leaves holes: one example in five, one method of a class. Inside the element that holds the page's
 content, blocks of code are always kept; a table stays whole once half of its words are kept, a list of definitions once
@@ -25,7 +25,7 @@ NEEDED[T_PRE], NEEDED[T_DL], NEEDED[T_TABLE] = 0, 0.1, 0.5
 
 @njit(cache=True)
 def made_whole(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """`keep` [blocks] with the holes in code, lists of definitions and tables filled, and the headings of what is kept."""
+    """Return `keep` [blocks] with the holes in code, lists of definitions and tables filled, and the headings of kept blocks."""
     elements, n = page.elements, len(page.blocks)
     words, kept = np.zeros(n + 1, np.int64), np.zeros(n + 1, np.int64)  # running sums
     for b in range(n):
@@ -59,7 +59,7 @@ def _headed(page: Scan, keep: NDArray[np.bool_]) -> None:
 
 @njit(cache=True)
 def with_headline(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """`keep` [blocks] and the page's main heading, the only `h1` that it has, where it stands above the end of the text."""
+    """Return `keep` [blocks] and the page's main heading, its only `h1`, where it stands above the end of the text."""
     found = end = -1
     for b in range(len(keep)):
         if page.elements[page.blocks[b, L.ELEMENT], L.TAG] == T_H1:
@@ -74,7 +74,7 @@ def with_headline(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 @njit(cache=True)
 def _content(page: Scan, kept: NDArray[np.int64]) -> tuple[int, int]:
-    """First block and end of the deepest element that holds nearly all kept words; none where nothing is kept."""
+    """Return first block and end of the deepest element that holds nearly all kept words; none where nothing is kept."""
     elements = page.elements
     first, end = 0, 0
     for e in range(len(elements)):

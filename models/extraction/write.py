@@ -18,7 +18,7 @@ LETTERS = np.array([(c | 32 if chr(c).isalpha() else 48 * chr(c).isdigit()) if c
 
 @njit(cache=True, borrows=True)
 def boundary(page: Scan, gap: int) -> None:
-    """End the open block, if there is one; what stands before the next is at least `gap`."""
+    """End the open block, if there is one; the next begins after at least `gap`."""
     s = page.state
     if s[L.OPEN]:
         block = page.blocks[s[L.BLOCKS]]
@@ -60,7 +60,8 @@ def _put(page: Scan, c: int) -> None:
 
 @njit(cache=True, borrows=True)
 def _entity(html: NDArray[np.uint8], at: int, stop: int) -> tuple[int, int]:
-    """The character of an entity at an ampersand, and its length; the serialisation has only four. 160: a space that does not break."""
+    """Return the character of an entity at an ampersand, and its length; the serialisation has only four. 160: a space that does not
+    break."""
     if at + 3 < stop and html[at + 2] == 116 and html[at + 3] == 59:
         if html[at + 1] == 108:
             return 60, 4
@@ -77,7 +78,7 @@ def _entity(html: NDArray[np.uint8], at: int, stop: int) -> tuple[int, int]:
 
 @njit(cache=True, borrows=True)
 def write(page: Scan, start: int, stop: int) -> None:
-    """html[start:stop] as text of the open block, which begins with its first visible character.
+    """Write html[start:stop] as text of the open block, which begins with its first visible character.
 
     What is counted lies in local variables until the end: handing the page on for each byte would take forty times as long.
     """
@@ -162,7 +163,8 @@ def write(page: Scan, start: int, stop: int) -> None:
 
 @njit(cache=True, borrows=True)
 def _mark(html: NDArray[np.uint8], at: int, first: int) -> int:
-    """The ASCII mark that means what the character does whose first byte stands before `at`: a sentence's end or a comma; 0 for letters."""
+    """Return the ASCII mark that means what the character does whose first byte stands before `at`: a sentence's end or a comma; 0 for
+    letters."""
     second, third = int(html[at]) if at < len(html) else 0, int(html[at + 1]) if at + 1 < len(html) else 0
     if first == 0xE3 and second == 0x80:  # Chinese and Japanese
         return 44 if third == 0x81 else 46 if third == 0x82 else 0
@@ -178,13 +180,13 @@ def _mark(html: NDArray[np.uint8], at: int, first: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _is_unspaced(first: int, second: int) -> bool:
-    """Whether a letter that begins with these bytes is Thai or Lao, or Burmese or Khmer."""
+    """True if a letter that begins with these bytes is Thai or Lao, or Burmese or Khmer."""
     return 0xB8 <= second <= 0xBB if first == 0xE0 else 0x80 <= second <= 0x82 or 0x9E <= second <= 0x9F
 
 
 @njit(cache=True, borrows=True)
 def _in_word(c: int) -> int:
-    """What a byte adds to a word's hash, see `LETTERS`; one beyond ASCII adds itself."""
+    """Return the code of a byte in a word's hash, see `LETTERS`; one beyond ASCII adds itself."""
     return c if c >= 128 else int(LETTERS[c])
 
 

@@ -40,7 +40,7 @@ class Grams(NamedTuple):
 
 @lru_cache(maxsize=1)
 def grams() -> Grams:
-    """The classifier that comes with Puna."""
+    """Return the classifier that comes with Puna."""
     with np.load(FILE, allow_pickle=False) as stored:
         labels, scripts = stored["labels"].tolist(), stored["scripts"].tolist()
         costs = np.repeat(stored["unseen"][None], 1 << BITS, axis=0)
@@ -58,7 +58,7 @@ def grams() -> Grams:
 
 @njit(cache=True)
 def bins(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], limit: int) -> NDArray[np.int64]:
-    """Bins of the n-grams of the first `limit` letters, in lower case; a word has a blank before and after it."""
+    """Return bins of the n-grams of the first `limit` letters, in lower case; a word has a blank before and after it."""
     letters, out = room(min(limit, len(codes)))
     count = _bins(codes, 0, len(codes), flags, lower, limit, letters, out)
     return out[:count]  # type: ignore[no-any-return]
@@ -66,7 +66,7 @@ def bins(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np
 
 @njit(cache=True)
 def room(limit: int) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """Room for the letters and bins of texts of which `limit` letters are looked at."""
+    """Return room for the letters and bins of texts of which `limit` letters are looked at."""
     return np.empty(2 * limit + 2, np.uint32), np.empty((2 * limit + 2) * LONGEST, np.int64)
 
 
@@ -136,9 +136,9 @@ def _add_costs(found: Any, costs: Any, first: int, last: int, block: Any, total:
 def advantages(
     codes: NDArray[np.uint32], bounds: NDArray[np.int64], texts: NDArray[np.int64], scripts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Of each of some `texts` codes[bounds[n]:bounds[n + 1]] and each label of its script the log-probability of the text over the root
-    of the number of its n-grams, the best one's being 0: independence overstates evidence, the more the longer the text. -inf for
-    labels of other scripts; float64[texts, labels]."""
+    """Return for each of some `texts` codes[bounds[n]:bounds[n + 1]] and each label of its script the log-probability of the text over
+    the root of the number of its n-grams, the best one's being 0: independence overstates evidence, the more the longer the text.
+    -inf for labels of other scripts; float64[texts, labels]."""
     model = grams()
     ranges = model.ranges[scripts]
     total, counts = _total_costs(codes, bounds, texts, ranges, *tables(), model.costs)

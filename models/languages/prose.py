@@ -34,12 +34,13 @@ class Prose(NamedTuple):
     capitals: I64
 
     def of(self, text: int) -> str:
-        """The prose of one text."""
+        """Return the prose of one text."""
         return str(self.data[self.bounds[text] : self.bounds[text + 1]], "utf-8", "surrogatepass")
 
 
 def prose(data: U8, offsets: I64, wanted: NDArray[np.bool_], limit: int) -> Prose:
-    """The lines that are prose of each wanted text data[offsets[n]:offsets[n + 1]], in windows of it that have `limit` characters.
+    """Return the lines that are prose of each wanted text data[offsets[n]:offsets[n + 1]], in windows of it that have `limit`
+    characters.
 
     A line, without the white space around it, is prose if what follows a list's bullet (it is no word: names in a list are no prose)
     is mostly letters and spaces, has several words or is written without spaces, and is no code.
@@ -64,7 +65,7 @@ def prose(data: U8, offsets: I64, wanted: NDArray[np.bool_], limit: int) -> Pros
 
 @lru_cache(maxsize=1)
 def kinds() -> U8:
-    """What each code point is in a line."""
+    """Return the kind of each code point in a line."""
     flags = tables().flags
     found = np.zeros(len(flags), np.uint8)
     for kind, flag in ((IS_SPACE, SPACE), (IS_ALPHANUMERIC, ALPHANUMERIC), (IS_BREAK, BREAK)):
@@ -82,7 +83,7 @@ def _lines(
     data: U8, offsets: I64, wanted: Any, limit: int, kinds: U8,
     begins: I64, ends: I64, letters: I64, capitals: I64, unsure: Any, bounds: I64,
 ) -> None:  # fmt: skip
-    """Lines that are prose unless they are code, of which some are `unsure`; `bounds` of the texts among them."""
+    """Write the lines that are prose unless they are code, of which some are `unsure`; `bounds` of the texts among them."""
     count = 0
     for d in range(len(wanted)):
         first, last = offsets[d], offsets[d + 1]
@@ -107,7 +108,7 @@ def _lines(
 
 @njit(cache=True, borrows=True)
 def _after(data: U8, at: int, last: int, characters: int) -> int:
-    """Where the characters after so many from `at` begin."""
+    """Return the place of the character so many after `at`."""
     while at < last:
         characters -= data[at] & 0xC0 != 0x80
         if characters < 0:
@@ -118,8 +119,8 @@ def _after(data: U8, at: int, last: int, characters: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _line(data: U8, at: int, last: int, kinds: U8) -> tuple[int, int, int, int, int, bool]:
-    """Where the line after that at `at` begins; where this one's prose begins and ends, the same if it is none; its letters,
-    capitals, and whether it may be code for all that is seen here."""
+    """Return the beginning of the next line; beginning and end of this one's prose, equal if it has none; its letters, capitals, and
+    whether it may be code for all that is seen here."""
     begin = start = stop = at
     size = length = spaces = inner_spaces = letters = capitals = signs = 0
     blank = several = equals = alphanumeric = False
@@ -164,7 +165,7 @@ def _line(data: U8, at: int, last: int, kinds: U8) -> tuple[int, int, int, int, 
 
 @njit(cache=True, borrows=True)
 def _joined(data: U8, bounds: I64, begins: I64, ends: I64, letters: I64, capitals: I64, kept: Any, out: U8, made: I64) -> None:
-    """The kept lines of each text with blanks between; made[0]: bounds of the texts, made[1], made[2]: their letters and capitals."""
+    """Write the kept lines of each text with blanks between; made[0]: bounds of the texts, made[1], made[2]: their letters and capitals."""
     size = 0
     for d in range(len(bounds) - 1):
         begun = size

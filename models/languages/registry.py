@@ -1,4 +1,4 @@
-"""What is known of each language: its stop words, and how its good text measures against English.
+"""Facts about each language: its stop words, and how its good text measures against English.
 
 A threshold in a recipe is English's. A language's own is that times the language's factor for the signal; where the table has no
 factor (null), there is no basis for the rule in this language, and it judges no document of it. English's factors are all 1.
@@ -45,7 +45,7 @@ class LanguageRow(BaseModel):
     @field_validator("stop_words")
     @classmethod
     def _lowered(cls, words: tuple[str, ...]) -> tuple[str, ...]:
-        """As texts are looked at."""
+        """Return the words in lower case, as texts are compared."""
         return tuple(word.lower() for word in words)
 
     @property
@@ -55,7 +55,7 @@ class LanguageRow(BaseModel):
 
 
 def read_rows(file: str | Path) -> tuple[LanguageRow, ...]:
-    """The rows of a file of tab-separated columns; ValueError names file, line and column.
+    """Return the rows of a file of tab-separated columns; ValueError names file, line and column.
 
     Columns are the fields of a row and the signals in `SCALED`: a number is a factor, `-` says that the rule abstains, and what is
     empty or no column is as in the row that this one replaces. Lists are words between blanks.
@@ -109,12 +109,12 @@ def _row(cells: dict[str, str], where: str) -> LanguageRow:
 
 @lru_cache(maxsize=1)
 def shipped() -> dict[str, LanguageRow]:
-    """The rows that come with Puna, by their keys."""
+    """Return the rows that come with Puna, by their keys."""
     return {row.key: row for row in read_rows(FILE)}
 
 
 def with_rows(own: Iterable[LanguageRow]) -> dict[str, LanguageRow]:
-    """The table with rows of one's own over it: what such a row does not say is as in the row it replaces, or in its script's."""
+    """Return the table with rows of one's own over it: what such a row does not say is as in the row it replaces, or in its script's."""
     table = dict(shipped())
     for row in own:
         before = row_of(table, row.language, row.script)
@@ -125,7 +125,7 @@ def with_rows(own: Iterable[LanguageRow]) -> dict[str, LanguageRow]:
 
 
 def row_of(table: Mapping[str, LanguageRow], language: str, script: str) -> LanguageRow:
-    """The row of a language in a script, else of its script, else of any language: that one abstains from nearly everything."""
+    """Return the row of a language in a script, else of its script, else of any language: that one abstains from nearly everything."""
     found = table.get(f"{language}-{script}") or table.get(f"-{script}") or table.get("-")
     return found or LanguageRow(factors=dict.fromkeys(SCALED))
 
@@ -139,25 +139,25 @@ class Names(NamedTuple):
 
     @classmethod
     def of(cls, own: Iterable[LanguageRow] = ()) -> Names:
-        """Those of the table that comes with Puna, with rows of one's own over it."""
+        """Return the names of the table that comes with Puna, with rows of one's own over it."""
         rows = [*shipped().values(), *own]
         codes = {code: row.language for row in rows for code in row.codes} | {row.language: row.language for row in rows if row.language}
         return cls(codes, {row.language: row.group for row in rows if row.group})
 
     def canonical(self, label: str) -> str:
-        """The language of a label of any identifier: `eng_Latn`, `eng` and `en` are `en`."""
+        """Return the language of a label of any identifier: `eng_Latn`, `eng` and `en` are `en`."""
         code = label.removeprefix("__label__").replace("_", "-").split("-")[0]
         return self.codes.get(code, code)
 
 
 @lru_cache(maxsize=1)
 def shipped_names() -> Names:
-    """Those of the table that comes with Puna."""
+    """Return the names of the table that comes with Puna."""
     return Names.of()
 
 
 def as_table(found: Iterable[tuple[str, str, int, LanguageRow]]) -> pa.Table:
-    """The side table `languages`: of (language, script, documents, row)."""
+    """Return the side table `languages`: of (language, script, documents, row)."""
     words = ("language", "script", "stop_words", "evidence")
     factors = [pa.field(f"{n}{FACTOR}", pa.float64(), metadata={"unit": "", "meaning": f"threshold of {n} over English's"}) for n in SCALED]
     schema = pa.schema([*((name, pa.string()) for name in words), ("documents", pa.int64()), *factors])

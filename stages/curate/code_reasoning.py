@@ -29,7 +29,7 @@ DIGITS = 6
 
 
 class TrainCodeReasoningConfig(ClassifierConfig):
-    """What labels a page, and fastText's settings."""
+    """Labels of pages, and fastText's settings."""
 
     dimension: int = Field(16, ge=8, le=1000, description="Length of a word's vector")
     learning_rate: float = Field(0.5, gt=0, le=10, description="Learning rate at the start, decaying to 0")
@@ -102,7 +102,7 @@ def code_reasoning(documents: Documents, classifier: Classifier, config: CodeRea
 
 
 def _score(documents: pa.Table, classifier: Artifact) -> pa.Table:
-    """Signals of a part."""
+    """Return signals of a part."""
     about = trained(classifier, "code_reasoning")
     rows = about.scored(documents)
     chosen = documents.take(pa.array(rows, pa.int64()))
@@ -130,7 +130,7 @@ def _score(documents: pa.Table, classifier: Artifact) -> pa.Table:
 
 
 def _labels(documents: pa.Table, graded: dict[str, Artifact] | None, config: TrainCodeReasoningConfig) -> Labels:
-    """Of each kind, which documents are of it: by their grades, or by what the text counts."""
+    """Return for each kind the documents of it: by their grades, or by the counts of the text."""
     found: dict[str, list[bool | None]] = {}
     if graded is None:
         counts = measured(documents["text"], config.max_characters)
@@ -143,7 +143,7 @@ def _labels(documents: pa.Table, graded: dict[str, Artifact] | None, config: Tra
 
 
 def _label(kind: str, found: Technical, config: TrainCodeReasoningConfig) -> bool | None:
-    """What the counts say with confidence, or None."""
+    """Return the label that the counts give with confidence, or None."""
     if kind == "code":
         fraction = found.code_lines / max(found.lines, 1)
         if found.code_lines >= config.min_code_lines and fraction >= config.min_code_line_fraction:
@@ -156,7 +156,7 @@ def _label(kind: str, found: Technical, config: TrainCodeReasoningConfig) -> boo
 
 
 def _graded(labels: list[Artifact]) -> dict[str, Artifact]:
-    """Kind → the signals with its grades."""
+    """Return kind → the signals with its grades."""
     found = {}
     for kind in KINDS:
         name = JUDGEMENT.format(kind)

@@ -27,7 +27,7 @@ DROPPED = table_schema("dropped").schema
 
 
 class DecontaminateConfig(StageConfig):
-    """What counts as contamination."""
+    """Bounds of contamination."""
 
     n: int = Field(13, ge=2, le=50, description="Length of the n-grams that are compared, words")
     min_characters: int = Field(
@@ -62,7 +62,7 @@ class Index:
     names: list[tuple[str, str]]
 
     def with_fuzzy(self, near: FuzzyIndex) -> Sieve:
-        """All n-grams without which a document holds no prompt, nor one with changes."""
+        """Return all n-grams without which a document holds no prompt, nor one with changes."""
         return sieve([*zip(self.lengths, [1] * len(self.lengths), self.hashes, strict=True), (near.n, near.step, near.hashes)])
 
 
@@ -108,7 +108,8 @@ def decontaminate(
 
 
 def _report(held: dict[str, tuple[int, dict[str, Any]]], prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per prompt that is the best match of a document: the prompt, what the first such document holds, and how many do."""
+    """Return a row per prompt that is the best match of a document: the prompt, the first such document's words, the number of
+    documents."""
     questions = {f"{row['task']} prompt {row['id']}": shown(messages_of(row)) for row in prompts}
     return [
         {
@@ -123,7 +124,8 @@ def _report(held: dict[str, tuple[int, dict[str, Any]]], prompts: list[dict[str,
 
 
 def prompts_of_splits(prompts: Artifact, splits: Sequence[str]) -> list[dict[str, Any]]:
-    """The prompts of these splits; all of a list that has none held out: it is one of evaluations. PunaError where there is nothing."""
+    """Return the prompts of these splits; all of a list that has none held out: it is one of evaluations. PunaError where there is
+    nothing."""
     rows = prompts.read(columns=["id", "task", "split", "messages", "reference"]).to_pylist()
     whole = all(row["split"] == "train" for row in rows)
     found = rows if whole else [row for row in rows if row["split"] in splits]
@@ -133,13 +135,13 @@ def prompts_of_splits(prompts: Artifact, splits: Sequence[str]) -> list[dict[str
 
 
 def _as_prompts(texts: Artifact) -> list[dict[str, Any]]:
-    """Documents as prompts without a reference; their task is their source."""
+    """Return documents as prompts without a reference; their task is their source."""
     rows = texts.read(columns=["id", "source", "text"]).to_pylist()
     return [{"id": row["id"], "task": row["source"], "messages": asking(row["text"]), "reference": None} for row in rows]
 
 
 def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tuple[Index, Counter[str]]:
-    """The index of held-out prompts, and per task how many are too short to be matched at all."""
+    """Return the index of held-out prompts, and per task how many are too short to be matched at all."""
     rows = sorted(rows, key=lambda row: (row["task"], row["id"]))
     unmatchable: Counter[str] = Counter()
     entries: dict[int, list[tuple[int, int]]] = {}
@@ -170,7 +172,7 @@ def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tupl
 
 
 def _fuzzy(rows: list[dict[str, Any]], config: DecontaminateConfig) -> FuzzyIndex:
-    """The fuzzy index of the same prompts in the same order as `build_index`."""
+    """Return the fuzzy index of the same prompts in the same order as `build_index`."""
     ordered = sorted(rows, key=lambda row: (row["task"], row["id"]))
     texts = [text_of(messages_of(row)) for row in ordered]
     return build_fuzzy(texts, config.fuzzy_n, config.fuzzy_step, config.fuzzy_misses, config.fuzzy_min_words)
@@ -187,7 +189,7 @@ class Match:
 
 
 def match(text: Hashed, index: Index) -> Match | None:
-    """What a document holds of the indexed prompts, or None."""
+    """Return the best match of a document with the indexed prompts, or None."""
     hits: dict[int, set[tuple[int, int]]] = {}
     first: dict[int, tuple[int, int]] = {}
     for length, hashes, owners, table in zip(index.lengths, index.hashes, index.owners, index.tables, strict=True):
@@ -209,9 +211,8 @@ def match(text: Hashed, index: Index) -> Match | None:
 def _find(
     documents: pa.Table, index: Index, fuzzy: FuzzyIndex, grams: Sieve, config: DecontaminateConfig
 ) -> tuple[dict[str, Any], tuple[list[int], dict[str, tuple[int, dict[str, Any]]]]]:
-    """Which documents of a part stay, and the rows of `dropped`; the prompts that they hold, and by the name of the best matched one
-    how many documents hold it and the first one's row.
-    """
+    """Return the kept documents and the rows of `dropped` of a part; the prompts found; and for each best matched prompt the number of
+    documents and the first one's row."""
     rows: list[dict[str, Any]] = []
     seen: set[int] = set()
     suspects = documents.filter(pa.array(may_hold(documents["text"], grams)))

@@ -31,7 +31,7 @@ SEEDS = Path(__file__).parent / "data" / "domains.txt"
 
 
 class TrainDomainsConfig(ClassifierConfig):
-    """When the seed words decide, and fastText's settings."""
+    """Bounds of the seed words, and fastText's settings."""
 
     dimension: int = Field(16, ge=8, le=1000, description="Length of a word's vector")
     learning_rate: float = Field(0.5, gt=0, le=10, description="Learning rate at the start, decaying to 0")
@@ -55,7 +55,8 @@ class Lexicon(NamedTuple):
 
 @lru_cache(maxsize=1)
 def seed_words() -> tuple[list[str], dict[str, int]]:
-    """The types, and the type that each seed word points to; one that is listed for two types (in any two languages) points to none."""
+    """Return the types, and the type that each seed word points to; one that is listed for two types (in any two languages) points to
+    none."""
     types: list[str] = []
     owner: dict[str, int] = {}
     for line in SEEDS.read_text(encoding="utf-8").splitlines():
@@ -72,7 +73,7 @@ def seed_words() -> tuple[list[str], dict[str, int]]:
 
 @lru_cache(maxsize=1)
 def lexicon() -> Lexicon:
-    """The seed words by their hashes."""
+    """Return the seed words by their hashes."""
     from puna.kernels.text.listed import listed
     from puna.kernels.text.words import folded_hashes
 
@@ -81,14 +82,14 @@ def lexicon() -> Lexicon:
 
 
 def looked_at(text: str) -> NDArray[np.int64]:
-    """`seed_counts` without the compiled tokenizer, whose start takes longer than a look at some pages before a run."""
+    """Return `seed_counts` without the compiled tokenizer, whose start takes longer than a look at some pages before a run."""
     types, owner = seed_words()
     words = set(re.findall(r"[^\W_]+", text.lower()))
     return np.bincount([owner[word] for word in words if word in owner], minlength=len(types))
 
 
 def seed_counts(texts: pa.Array | pa.ChunkedArray, characters: int) -> NDArray[np.int64]:
-    """Different seed words of each type in the first so many characters of each text, int64[texts, types]."""
+    """Return different seed words of each type in the first so many characters of each text, int64[texts, types]."""
     from puna.kernels.text.listed import kinds_held
 
     known = lexicon()
@@ -96,14 +97,14 @@ def seed_counts(texts: pa.Array | pa.ChunkedArray, characters: int) -> NDArray[n
 
 
 def seed_label(counts: NDArray[np.int64], min_seeds: int, max_second: float) -> str | None:
-    """The type that the seed words give with confidence, or None."""
+    """Return the type that the seed words give with confidence, or None."""
     order = np.argsort(-counts, kind="stable")
     best, second = int(counts[order[0]]), int(counts[order[1]])
     return seed_words()[0][order[0]] if best >= min_seeds and second <= max_second * best else None
 
 
 def needs(config: TrainDomainsConfig, facts: Facts) -> list[str]:
-    """Two types with enough labelled documents, as far as the pages that were looked at tell."""
+    """Return the lack of two types with enough labelled documents, as far as sampled pages tell."""
     (documents,) = facts.inputs.get("documents") or (InputFacts("documents"),)
     if documents.look is None:
         return []
@@ -173,13 +174,13 @@ def domains(documents: Documents, classifier: Classifier, config: DomainsConfig,
 
 
 def _seeds(documents: pa.Table, config: TrainDomainsConfig) -> Labels:
-    """The label of each document."""
+    """Return the label of each document."""
     counts = seed_counts(documents["text"], config.max_characters)
     return {NAME: [seed_label(found, config.min_seeds, config.max_second) for found in counts]}
 
 
 def _type(table: pa.Table, classifier: Artifact) -> tuple[pa.Table, dict[str, int]]:
-    """Signals of a part, and its documents by type."""
+    """Return signals of a part, and its documents by type."""
     model: Trained = trained(classifier, "domains")
     rule = model.about.settings or {}
     ids = table["id"].to_pylist()
@@ -207,7 +208,7 @@ def _type(table: pa.Table, classifier: Artifact) -> tuple[pa.Table, dict[str, in
 
 
 def _report_labels(run: StageRun, found: Scores) -> None:
-    """How well the classifier alone finds the labels of documents that it did not see."""
+    """Report the recall of the classifier alone on labelled documents that it did not see."""
     run.metric("labelled", int(found.told.sum()))
     run.metric("agreement", int(found.told.trace()) / int(found.told.sum()))
     for name, row, right in zip(found.labels, found.told.sum(axis=1).tolist(), found.told.diagonal().tolist(), strict=True):

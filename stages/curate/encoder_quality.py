@@ -28,7 +28,7 @@ PURPOSE = "encoder_quality"
 
 
 class TrainEncoderQualityConfig(SeededConfig):
-    """What is good, and how the classifier learns it."""
+    """Labels of good documents, and settings of the training."""
 
     positive_sources: tuple[str, ...] = Field(
         ("wikipedia",), description="Sources of good quality, where no judgements are given: their documents are the positives"
@@ -56,7 +56,7 @@ class Head(NamedTuple):
     bias: float
 
     def probabilities(self, vectors: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Probability of a good document for each vector [n, D]."""
+        """Return probability of a good document for each vector [n, D]."""
         logits = (vectors - self.mean) / self.scale @ self.weights + self.bias
         return np.asarray(1 / (1 + np.exp(-np.clip(logits, -60, 60))))
 
@@ -91,7 +91,7 @@ def train_encoder_quality(
 
 
 def _fitted(examples: Partition, config: TrainEncoderQualityConfig, labels: str) -> tuple[list[Head], NDArray[np.int64]]:
-    """In one worker: the head of each fold, and how all examples are scored out of fold."""
+    """Return the head of each fold, and the out-of-fold scores of all examples."""
     found = examples.read()
     positive = found["positive"].to_numpy() if found.num_rows else np.zeros(0, bool)
     of_fold = folds(found["id"].to_pylist(), config.seed, config.folds) if found.num_rows else np.zeros(0, np.int64)
@@ -136,7 +136,7 @@ def _digest(model: Artifact | None, encoder: External | None) -> str:
 
 
 def _examples(part: Part, labels: Artifact | None, place: Place, config: TrainEncoderQualityConfig) -> pa.Table:
-    """The labelled documents of a part, whether they are good, and their vectors."""
+    """Return the labelled documents of a part, whether they are good, and their vectors."""
     table = part.read()
     ids, sources = table["id"].to_pylist(), table["source"].to_pylist()
     good: dict[str, bool] = {i: source in config.positive_sources for i, source in zip(ids, sources, strict=True)}
@@ -153,7 +153,7 @@ def _examples(part: Part, labels: Artifact | None, place: Place, config: TrainEn
 
 
 def _score(part: Part, classifier: Artifact, place: Place) -> pa.Table:
-    """The quality of a part's documents."""
+    """Return the quality of a part's documents."""
     table, about = part.read(), read_about(classifier.path())
     rows = [row for row, source in enumerate(table["source"].to_pylist()) if source not in about.exempt_sources]
     chosen = table.take(pa.array(rows, pa.int64()))
@@ -169,7 +169,7 @@ def _heads(file: Path) -> list[Head]:
 
 
 def _probabilities(heads: list[Head], of_fold: NDArray[np.int64], vectors: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Probability of a good document, by the head that saw no document of its fold, float64[n]."""
+    """Return probability of a good document, by the head that saw no document of its fold, float64[n]."""
     values = np.zeros(len(vectors))
     for fold, head in enumerate(heads):
         values[of_fold == fold] = head.probabilities(vectors[of_fold == fold])
@@ -177,7 +177,7 @@ def _probabilities(heads: list[Head], of_fold: NDArray[np.int64], vectors: NDArr
 
 
 def fit(vectors: NDArray[np.float32], positive: NDArray[np.bool_], penalty: float) -> Head:
-    """The head that minimises the mean log-loss plus `penalty` / 2 times the squared weights, by Newton's method.
+    """Return the head that minimises the mean log-loss plus `penalty` / 2 times the squared weights, by Newton's method.
 
     vectors float32[n, D], positive bool[n]. The bias is not penalised, so that the mean probability is the share of positives.
     """

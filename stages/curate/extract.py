@@ -33,7 +33,7 @@ OPTION = re.compile(r"<opt(?:ion|group)\b[^<>]*>[^<]*|</opt(?:ion|group)\s*>", r
 
 
 class ExtractConfig(StageConfig):
-    """Who finds the main content of HTML, and the bounds of extraction."""
+    """Method of finding the main content of HTML, and bounds of extraction."""
 
     extractor: Literal["model", "resiliparse", "union"] = Field(
         "model",
@@ -76,7 +76,7 @@ class ExtractConfig(StageConfig):
 
 
 class Unreadable(Exception):
-    """Why a page gives no text: a rule, the measured value and its bound."""
+    """Reason why a page gives no text: a rule, the measured value and its bound."""
 
     def __init__(self, rule: str, detail: str, value: float | None = None, threshold: float | None = None) -> None:
         super().__init__(detail)
@@ -118,7 +118,7 @@ def extract(pages: Pages, config: ExtractConfig, run: StageRun) -> None:
 
 
 def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
-    """Documents and dropped rows of a part of `pages`."""
+    """Return documents and dropped rows of a part of `pages`."""
     kept: list[int] = []
     titles: list[str | None] = []
     texts: list[bytes] = []
@@ -149,7 +149,7 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
 
 
 def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfig) -> PageText:
-    """Title and text of one page; raises Unreadable."""
+    """Return title and text of one page; raises Unreadable."""
     (found,) = _found([(body, media, charset)], config)
     if isinstance(found, Exception):
         raise found
@@ -157,7 +157,7 @@ def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfi
 
 
 def _found(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig) -> list[_Found | Exception]:
-    """What each page gives (body, media type, character set), in order: any of them may fail in any way, and the others go on.
+    """Return the extraction or the error of each page (body, media type, character set), in order.
 
     Pages for the model are parsed one by one and read together, in bytes up to `TOGETHER`; a larger one is read alone.
     """
@@ -182,7 +182,7 @@ def _found(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig)
 
 
 def _read(pages: dict[int, _Parsed], config: ExtractConfig) -> dict[int, _Found | Exception]:
-    """What parsed pages give, by number; where reading them together fails, each is read alone."""
+    """Return the extraction of parsed pages by number; where reading them together fails, each is read alone."""
     try:
         return dict(zip(pages, _by_model(list(pages.values()), config), strict=True)) if pages else {}
     except Exception as error:  # noqa: BLE001 - as above
@@ -193,7 +193,7 @@ def _read(pages: dict[int, _Parsed], config: ExtractConfig) -> dict[int, _Found 
 
 
 def _of_text(body: bytes, media: str, charset: str | None, config: ExtractConfig) -> _Found:
-    """Plain text and code as they are; raises Unreadable."""
+    """Return plain text and code as they are; raises Unreadable."""
     if not media.startswith("text/"):
         raise Unreadable("extract_content_type", f"no text is known in {media}")
     wide = body.startswith(WIDE_MARKS) or (charset or "").startswith("utf-16")
@@ -204,7 +204,7 @@ def _of_text(body: bytes, media: str, charset: str | None, config: ExtractConfig
 
 
 def _readable(text: str, config: ExtractConfig) -> bytes:
-    """The text in UTF-8; raises Unreadable where there is nothing to read."""
+    """Return the text in UTF-8; raises Unreadable where there is nothing to read."""
     if not text.strip():
         raise Unreadable("extract_empty", "there is no text")
     bad = text.count("\ufffd") / len(text)
@@ -238,7 +238,7 @@ def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> _Parsed
 
 
 def _by_model(parsed: list[_Parsed], config: ExtractConfig) -> list[_Found | Exception]:
-    """What the model takes of pages, or it and Resiliparse."""
+    """Return the content that the model takes of pages, alone or together with Resiliparse."""
     pages, measures = read_pages([page.html for page in parsed], config.max_depth, config.max_blocks)
     keep = content(pages, load(), config.headline)
     origins: list[Origin | None] = [None] * len(parsed)

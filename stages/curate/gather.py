@@ -18,7 +18,7 @@ from puna.storage.shards import count
 
 
 class GatherConfig(StageConfig):
-    """What the documents are called from here on."""
+    """Source name of the documents."""
 
     sources: tuple[str, ...] = Field(
         (), description="Source of the documents of each input, in their order; an empty name, or no list: they keep their own"
@@ -47,7 +47,7 @@ def gather(documents: list[Documents], config: GatherConfig, run: StageRun) -> N
 
 
 def _named(given: tuple[Part, int, str]) -> tuple[pa.Table, int]:
-    """The rows of one part with the number of their input, under its name, and the bytes of their texts."""
+    """Return the rows of one part with the number of their input, under its name, and the bytes of their texts."""
     part, at, name = given
     table = part.read()
     if name:
@@ -58,7 +58,7 @@ def _named(given: tuple[Part, int, str]) -> tuple[pa.Table, int]:
 
 
 def _once(rows: pa.Table) -> tuple[dict[str, pa.Table], int]:
-    """In a worker: the documents of a range of ids, each once, and how many came again."""
+    """Return the documents of a range of ids, each once, and the number of repetitions."""
     rows = rows.sort_by([("id", "ascending"), ("fetched_at", "descending"), ("input", "ascending")])
     ids = rows["id"].to_pylist()
     first = np.array([at == 0 or ids[at] != ids[at - 1] for at in range(len(ids))], bool)

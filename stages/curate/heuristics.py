@@ -56,7 +56,7 @@ FINAL_PUNCTUATION = (".", "?", "!", '"')
 
 
 class HeuristicsConfig(SeededConfig):
-    """What is measured; thresholds are `select`'s."""
+    """Settings of the measurement; thresholds are `select`'s."""
 
     coverage_n: int = Field(5, ge=2, le=20, description="Length of the n-grams of ngram_coverage, words")
     line_coverage: float = Field(0.5, ge=0, le=1, description="Lines covered at least so much get a row in line_signals, fraction of words")
@@ -80,7 +80,7 @@ class HeuristicsConfig(SeededConfig):
     @field_validator("signals")
     @classmethod
     def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Every name is a declared signal with a definition that no compiled code measures already."""
+        """Raise ValueError unless every name is a declared signal with a definition and without compiled code."""
         plugins.offers("puna.signals")
         own = {name for name, made in SIGNALS.items() if made.definition and not made.compiled}
         for name in names:
@@ -89,13 +89,13 @@ class HeuristicsConfig(SeededConfig):
         return tuple(dict.fromkeys(names))
 
     def reaches(self) -> list[tuple[str, str]]:
-        """The definitions of these signals."""
+        """Return the definitions of these signals."""
         found = [SIGNALS[name].definition for name in self.signals]
         return [(one.__module__, one.__qualname__) for one in found if one is not None]
 
 
 def written(config: HeuristicsConfig) -> dict[str, tuple[str, ...]]:
-    """The columns of the tables that it writes."""
+    """Return the columns of the tables that it writes."""
     found: dict[str, tuple[str, ...]] = {
         "signals": ("id", *NAMES, FAILURE, *config.signals, "token_kl", "token_kl_excess"),
         "line_signals": ("id", "line", "words", "ngram_coverage"),
@@ -149,7 +149,7 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
 
 
 def _expected(job: tuple[str, np.random.Generator]) -> NDArray[np.float64]:
-    """What texts drawn from a corpus show; its counts lie in a file."""
+    """Return the divergence of random texts of a corpus, whose counts lie in a file."""
     file, generator = job
     return Corpus.of(np.load(file)).expected(generator)
 
@@ -212,7 +212,7 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
 
 
 def _why(over: pa.ChunkedArray, failed: pa.ChunkedArray, config: HeuristicsConfig) -> pa.ChunkedArray:
-    """Per document why it was not measured, or null: it is too long, or definitions of signals failed."""
+    """Return the reason why each document was not measured, or null: it is too long, or definitions of signals failed."""
     broken = pc.greater(pc.list_value_length(failed), 0)
     said = ["; ".join(f"signal {one}".replace("\t", ": ", 1) for one in own) for own in failed.filter(broken).to_pylist()]
     why = pc.replace_with_mask(pa.nulls(len(failed), pa.string()), broken.combine_chunks(), pa.array(said, pa.string()))
@@ -220,12 +220,12 @@ def _why(over: pa.ChunkedArray, failed: pa.ChunkedArray, config: HeuristicsConfi
 
 
 def _scratch_file(scratch: str, ids: pa.ChunkedArray, end: str) -> Path:
-    """Where what was measured of a part lies; which documents are a part depends on the table alone."""
+    """Return the scratch file of a part, named by its first and last id."""
     return Path(scratch) / f"measured-{of_value([ids[0].as_py(), ids[-1].as_py()])[:32]}.{end}"
 
 
 def _quantiles(name: str, scratch: str) -> dict[float, float]:
-    """Of the values of one signal that were found in all parts; empty where there is none."""
+    """Return the quantiles of one signal over all parts; empty where it has no value."""
     pieces = [np.load(file, mmap_mode="r") for file in sorted(Path(scratch).glob("measured-*.npy"))]
     values = np.concatenate([np.empty(0), *(piece[CALIBRATED.index(name)] for piece in pieces)])
     values = values[~np.isnan(values)]
@@ -234,7 +234,7 @@ def _quantiles(name: str, scratch: str) -> dict[float, float]:
 
 
 def _own_words(language: Artifact, ids: pa.ChunkedArray) -> OwnWords | None:
-    """The stop words of each document's language; None for signals that have no table of languages."""
+    """Return the stop words of each document's language; None for signals that have no table of languages."""
     if "languages" not in language.tables:
         return None
     rows = language.read("languages").to_pylist()
@@ -247,7 +247,7 @@ def _own_words(language: Artifact, ids: pa.ChunkedArray) -> OwnWords | None:
 
 
 def _table(ids: pa.ChunkedArray, languages: list[str], found: Measurements) -> pa.Table:
-    """One row per document: id, signals, language, and the lists that later steps need."""
+    """Return one row per document: id, signals, language, and the lists that later steps need."""
     columns: dict[str, pa.Array] = {"id": ids.combine_chunks()}
     for name in NAMES:
         values = pa.array(np.ascontiguousarray(found.values[name]), from_pandas=True)  # NaN is null
@@ -261,7 +261,7 @@ def _table(ids: pa.ChunkedArray, languages: list[str], found: Measurements) -> p
 
 
 def _with_c4_lines(table: pa.Table, texts: pa.ChunkedArray) -> pa.Table:
-    """`table` with lists of what C4's rules ask of each line: how it ends, and its words between white space."""
+    """Return `table` with lists of what C4's rules ask of each line: how it ends, and its words between white space."""
     lines = [text.split("\n") for text in texts.to_pylist()]
     ends = [[line.rstrip().endswith(FINAL_PUNCTUATION) for line in own] for own in lines]
     words = [[len(line.split()) for line in own] for own in lines]
@@ -275,7 +275,7 @@ def _read(file: str | Path) -> pa.Table:
 
 
 def _language_counts(table: pa.Table) -> dict[str, tuple[NDArray[np.uint32], NDArray[np.int64]]]:
-    """Bins of the words of each language, and how often each occurs."""
+    """Return bins of the words of each language, and how often each occurs."""
     names = np.array(table["_language"].to_pylist(), dtype="U")
     lengths = _lengths(table["_bins"])
     bins, counts = _flat(table["_bins"]), _flat(table["_counts"])
@@ -305,7 +305,7 @@ def _lengths(column: pa.ChunkedArray) -> NDArray[np.int64]:
 
 
 def _of_lines(table: pa.Table, column: str) -> pa.ChunkedArray:
-    """The document's id for each item of a column of lists."""
+    """Return the document's id for each item of a column of lists."""
     return table["id"].take(pa.array(np.repeat(np.arange(table.num_rows), _lengths(table[column]))))
 
 

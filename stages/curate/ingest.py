@@ -64,7 +64,7 @@ class InputColumns(StageConfig):
 
 
 class IngestConfig(StageConfig):
-    """How inputs become pages."""
+    """Settings of reading inputs as pages."""
 
     format: Literal["auto", "warc", "files", "parquet", "jsonl", "csv", "tsv", "dataset"] = Field(
         "auto", description="Format of every input file; auto goes by each file's name and first bytes"
@@ -90,7 +90,7 @@ class IngestConfig(StageConfig):
     dataset_split: str = Field("train", min_length=1, description="Split of a data set on the hub")
 
     def columns_of(self, source: str) -> readers.Columns:
-        """The fields of a row of an input that hold the page."""
+        """Return the fields of a row of an input that hold the page."""
         own = self.inputs.get(source, InputColumns())
         html = None if own.text else self.html_column
         return readers.Columns(own.text or self.text_column, own.html or html, own.url or self.url_column, own.date or self.date_column)
@@ -141,7 +141,7 @@ def _kinds(without: Counter[str], examples: dict[str, str]) -> str:
 
 
 def _batches(jobs: list[Job]) -> Iterator[list[Job]]:
-    """Files that are read together: many small ones, or a large one."""
+    """Yield files that are read together: many small ones, or a large one."""
     held: list[Job] = []
     size = 0
     for job in jobs:
@@ -155,7 +155,7 @@ def _batches(jobs: list[Job]) -> Iterator[list[Job]]:
 
 
 def _sorted(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
-    """In a worker: the pages and dropped rows of a range of ids, sorted by id, and counts of them; an id that comes again is dropped."""
+    """Return the pages and dropped rows of a range of ids, sorted by id, and their counts; a repeated id is dropped."""
     ids = rows["id"].to_pylist()
     first = np.array([at == 0 or ids[at] != ids[at - 1] for at in range(len(ids))], bool)
     is_page = np.asarray(pc.is_valid(rows["body"]), bool)
@@ -183,7 +183,7 @@ HINTS = {
 
 
 def _why(rules: Counter[str]) -> str:
-    """What became of records, for an error message."""
+    """Return the outcomes of records, for an error message."""
     return f": {', '.join(f'{count} {rule}' for rule, count in rules.most_common())}{_hints(rules)}" if rules else ""
 
 
@@ -193,7 +193,7 @@ def _hints(rules: Container[str]) -> str:
 
 
 def check_inputs(inputs: list[External], config: IngestConfig) -> None:
-    """PunaError where the inputs cannot be read as configured, as far as a look at their beginnings can tell.
+    """Raise PunaError where the inputs cannot be read as configured, as far as a look at their beginnings can tell.
 
     Parquet files and JSON lines must have the named columns, and not all of the inputs may be without rows.
     """
@@ -205,7 +205,7 @@ def check_inputs(inputs: list[External], config: IngestConfig) -> None:
 
 
 def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[list[Page], float]:
-    """Pages of the inputs that can be read in so many seconds, some of every file, and about which share of all bytes they are."""
+    """Return pages of the inputs that can be read in so many seconds, some of every file, and about which share of all bytes they are."""
     jobs = [job for job in _jobs(inputs, config) if job.file is not None]
     pages: list[Page] = []
     read, total = 0.0, sum(job.file.bytes for job in jobs if job.file is not None)
@@ -230,7 +230,7 @@ def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[
 
 
 def _first(job: Job, config: IngestConfig) -> bool | Rejected:
-    """Whether a file may hold pages; of JSON and CSV it reads up to the first, and tells why a row is none where there is none."""
+    """True if a file may hold pages; of JSON and CSV it reads up to the first, and tells why a row is none where there is none."""
     if job.file is None or job.format not in ("parquet", "jsonl", "csv", "tsv"):
         return job.file is None or job.file.bytes > 0
     wrong: Rejected | None = None
@@ -245,7 +245,7 @@ def _first(job: Job, config: IngestConfig) -> bool | Rejected:
 
 
 def _rows(job: Job, handle: BinaryIO, name: str, config: IngestConfig) -> Iterator[Page | Rejected]:
-    """The records of a file of JSON, CSV or TSV, which messages call `name`."""
+    """Yield the records of a file of JSON, CSV or TSV, which messages call `name`."""
     kind = "json" if job.format == "jsonl" else job.format
     return readers.read_table(handle, job.source, name, kind, config.columns_of(job.source), ROW_BYTES * config.max_body_bytes)
 
@@ -254,7 +254,7 @@ def _rows(job: Job, handle: BinaryIO, name: str, config: IngestConfig) -> Iterat
 
 
 def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
-    """One job per file; what can be refused is refused here, before any page is read."""
+    """Yield one job per file; a file that can be refused is refused here, before any page is read."""
     saved = {external.name for external in inputs if any(file.name.endswith(".arrow") for file in external.files)}
 
     def format_(external: External, file: ExternalFile) -> str | None:
@@ -270,7 +270,7 @@ def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
 
 
 def _format(file: ExternalFile) -> str:
-    """The format that a file's name tells, or else its first bytes."""
+    """Return the format that a file's name tells, or else its first bytes."""
     known = FORMATS.get(suffix(file.name))
     if known is not None:
         return known
@@ -290,7 +290,7 @@ def _format(file: ExternalFile) -> str:
 
 
 def _begins(head: bytes, magic: bytes) -> bool:
-    """Whether a file, packed by gzip or not, begins with `magic`."""
+    """True if a file, packed by gzip or not, begins with `magic`."""
     if head.startswith(GZIP_MAGIC):
         with contextlib.suppress(zlib.error):
             head = zlib.decompressobj(31).decompress(head, len(magic))
@@ -330,7 +330,7 @@ def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
 
 
 def _table(held: list[tuple[Page | Rejected, str]]) -> pa.Table:
-    """Records, each with its source, as rows: a page has a body, another one the rule that drops it."""
+    """Return records, each with its source, as rows: a page has a body, another one the rule that drops it."""
     columns = {name: [getattr(record, name, None) for record, _ in held] for name in RECORD.names}
     columns["id"] = [page_id(source, one) if isinstance(one, Page) else rejected_id(source, one) for one, source in held]
     columns["source"] = [source if isinstance(one, Page) else None for one, source in held]
@@ -359,7 +359,7 @@ def _records(job: Job, config: IngestConfig) -> Iterator[Page | Rejected]:
 
 
 def _judged(record: Page | Rejected, config: IngestConfig, accepted: dict[str, bool]) -> Page | Rejected:
-    """The page, or why it is not kept; `accepted` remembers the verdict on each media type."""
+    """Return the page, or why it is not kept; `accepted` remembers the verdict on each media type."""
     if isinstance(record, Rejected):
         return record
     if not record.body.strip():
@@ -376,6 +376,6 @@ def _judged(record: Page | Rejected, config: IngestConfig, accepted: dict[str, b
 
 
 def sniffed(body: bytes) -> str:
-    """The media type of a page whose server gave none: HTML by its first tag, else nothing."""
+    """Return the media type of a page whose server gave none: HTML by its first tag, else nothing."""
     head = body[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     return "text/html" if head.startswith((b"<!doctype html", b"<html")) else ""

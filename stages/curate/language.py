@@ -34,7 +34,7 @@ MIN_PROGRAM_LINES = 5
 
 
 class LanguageConfig(StageConfig):
-    """How a document is shown to the classifier."""
+    """Part of a document that the classifier reads, and rows of the table of languages."""
 
     max_characters: int = Field(
         10_000, ge=100, le=10_000_000, description="Characters looked at; of a longer document, windows spread over it"
@@ -49,7 +49,7 @@ class LanguageConfig(StageConfig):
     @field_validator("rows", mode="before")
     @classmethod
     def _of_file(cls, given: Any) -> Any:
-        """The rows of a file that is named: what counts is what they say."""
+        """Return the rows of a file that is named: what counts is what they say."""
         return read_rows(given) if isinstance(given, str) else given
 
 
@@ -83,7 +83,7 @@ def language(documents: Documents, classifier: Classifier | None, config: Langua
 def _identify(
     documents: pa.Table, classifier: Artifact | None, config: LanguageConfig
 ) -> tuple[pa.Table, tuple[list[tuple[str, str, int]], list[tuple[str, str, str]]]]:
-    """Signals of a part; and its languages and scripts, with the number of documents, and what failed."""
+    """Return signals of a part; and its languages and scripts, with the number of documents, and what failed."""
     if classifier is not None:
         trained(classifier, "language")
     names = Names.of(config.rows) if config.rows else shipped_names()
@@ -128,7 +128,7 @@ def _signals(ids: pa.ChunkedArray, found: list[Found]) -> pa.Table:
 
 
 def _classified(classifier: Artifact, identity: str, seen: str, names: Names) -> Found:
-    """What a classifier of one's own finds."""
+    """Return the languages that the user's own classifier finds."""
     model = trained(classifier, "language")
     found = model.probabilities([identity], pa.array([seen]))[0]
     codes, known = [names.canonical(name) for name in model.classes], names.groups
@@ -138,7 +138,7 @@ def _classified(classifier: Artifact, identity: str, seen: str, names: Names) ->
 
 
 def identify(text: str, max_characters: int = 10_000) -> Found:
-    """Language, score and script of `text`, as the stage finds them."""
+    """Return language, score and script of `text`, as the stage finds them."""
     data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
     found = prose(data, np.array([0, len(data)]), np.array([True]), max_characters)
     seen = shown(lambda: text, found, 0, max_characters)
@@ -146,7 +146,7 @@ def identify(text: str, max_characters: int = 10_000) -> Found:
 
 
 def shown(text: Callable[[], str], found: Prose, number: int, max_characters: int) -> str | None:
-    """What a classifier of languages is shown of the text that has this number in `found`; None where there is nothing in a language.
+    """Return the prose of one text that a language classifier reads; None where nothing of it is in a language.
 
     `text` gives the text itself, for which is asked where it has little prose.
     """
@@ -166,7 +166,7 @@ def shown(text: Callable[[], str], found: Prose, number: int, max_characters: in
 
 
 def _sample(text: str, limit: int) -> str:
-    """The text, or windows of it that together have `limit` characters."""
+    """Return the text, or windows of it that together have `limit` characters."""
     if len(text) <= limit:
         return text
     size = limit // WINDOWS

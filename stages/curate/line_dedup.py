@@ -36,7 +36,7 @@ EXAMPLES = 50
 
 
 class LineDedupConfig(StageConfig):
-    """What is counted, and what happens to a line that repeats."""
+    """Bounds of counting, and treatment of a line that repeats."""
 
     unit: Literal["line", "paragraph"] = Field("line", description="What is compared: lines, or paragraphs parted by an empty line")
     bucket_documents: int = Field(30_000_000, ge=1, description="Documents counted together, in the order of their ids")
@@ -59,7 +59,7 @@ class LineDedupConfig(StageConfig):
     )
 
     def limit(self, documents: int) -> int:
-        """How often a line may occur in a bucket of so many documents."""
+        """Return the most occurrences of a line in a bucket of so many documents."""
         return max(self.max_occurrences, int(self.max_per_million * documents / 1e6))
 
     @property
@@ -107,12 +107,12 @@ def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> 
 
 
 def _sizes(rows: int, size: int) -> dict[int, int]:
-    """Documents of each bucket."""
+    """Return documents of each bucket."""
     return {bucket: min(size, rows - bucket * size) for bucket in range(-(-rows // size))}
 
 
 def _shown(counts: Counter[int]) -> int:
-    """How often a line of a bucket occurs at least that is among the examples."""
+    """Return the smallest count of a line that is shown among the examples."""
     left = EXAMPLES
     for often in sorted(counts, reverse=True):
         left -= counts[often]
@@ -134,7 +134,7 @@ def _pieces(part: Part, config: LineDedupConfig) -> Iterator[pa.Table]:
 def _frequent(
     pieces: Partition, config: LineDedupConfig, sizes: dict[int, int], starts: NDArray[np.int64]
 ) -> tuple[pa.Table, list[tuple[int, int, int]]]:
-    """The pieces that occur too often in their bucket, by shard; and of each bucket how many lines occur how often."""
+    """Return the pieces that occur too often in their bucket, by shard; and of each bucket how many lines occur how often."""
     table = pieces.read()
     hashes, row, place = (table[name].to_numpy() for name in ("hash", "row", "place"))
     edges = np.searchsorted(row, [bucket * config.bucket_documents for bucket in [*sizes, len(sizes)]])
@@ -152,7 +152,7 @@ def _frequent(
 def _remove(
     documents: pa.Table, frequent: pa.Table, config: LineDedupConfig, sizes: dict[int, int], shown: dict[int, int]
 ) -> dict[str, pa.Table]:
-    """Documents of a part without the frequent pieces, what was removed, and the documents of which nothing is left."""
+    """Return documents of a part without the frequent pieces, what was removed, and the documents of which nothing is left."""
     row, place, bucket, hashes, occurrences, first = (
         frequent[name].to_numpy() for name in ("row", "place", "bucket", "hash", "occurrences", "first")
     )
@@ -205,7 +205,7 @@ def _remove(
 
 
 def _code(data: NDArray[np.uint8], begin: NDArray[np.int64], end: NDArray[np.int64], hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Which pieces look like code; each different one is looked at once."""
+    """Return a mask of the pieces that look like code; each distinct one is examined once."""
     _, first, which = np.unique(hashes, return_index=True, return_inverse=True)
     seen = np.array([looks_like_code(bytes(data[begin[at] : end[at]]).decode().strip()) for at in first.tolist()], np.bool_)
     return seen[which]

@@ -65,7 +65,7 @@ def minhash_dedup(documents: Documents, signals: Signals | None, config: Minhash
 
 
 def _members(run: StageRun, documents: Artifact, parts: list[Part], config: MinhashDedupConfig) -> Exchange:
-    """The candidates of each part."""
+    """Return the candidates of each part."""
     size = KEY_BYTES * config.bands * documents.rows()
     keys = run.exchange(_keys, parts, config, config.chosen_device(), by="key", partitions=partitions(size))
     edges = run.exchange(_edges, keys.filled, by="all", partitions=1)
@@ -74,7 +74,7 @@ def _members(run: StageRun, documents: Artifact, parts: list[Part], config: Minh
 
 
 def check_score(signals: Artifact | None, config: MinhashDedupConfig) -> None:
-    """PunaError where the signal that ranks documents is missing."""
+    """Raise PunaError where the signal that ranks documents is missing."""
     if signals is None:
         raise PunaError("minhash_dedup.survivor is best_score: give the signals that hold the score")
     if config.score not in signals.columns():
@@ -83,7 +83,7 @@ def check_score(signals: Artifact | None, config: MinhashDedupConfig) -> None:
 
 
 def _keys(part: Part, config: MinhashDedupConfig, device: Any) -> Iterator[pa.Table]:
-    """The keys of all bands of a part's documents, each with the document's row."""
+    """Yield the keys of all bands of a part's documents, each with the document's row."""
     for block in part.split():
         found = shingled(block.read()["text"], config)
         _, keys = signed(found, config, device)
@@ -94,7 +94,7 @@ def _keys(part: Part, config: MinhashDedupConfig, device: Any) -> Iterator[pa.Ta
 
 
 def _edges(keys: Partition) -> pa.Table:
-    """Neighbours among the documents that share a key."""
+    """Return neighbours among the documents that share a key."""
     from puna.stages.curate.minhash.near_duplicates import edges
 
     rows = keys.read()
@@ -107,7 +107,7 @@ def _edges(keys: Partition) -> pa.Table:
 
 
 def _components(edges: Partition, starts: NDArray[np.int64]) -> pa.Table:
-    """The documents of all edges, the component of each (its first document), and the part that holds it."""
+    """Return the documents of all edges, the component of each (its first document), and the part that holds it."""
     from puna.stages.curate.minhash.near_duplicates import roots, unite
 
     rows = edges.read()
@@ -122,7 +122,7 @@ def _components(edges: Partition, starts: NDArray[np.int64]) -> pa.Table:
 def _gathered(
     run: StageRun, documents: Artifact, parts: list[Part], members: Exchange, signals: Artifact | None, config: MinhashDedupConfig
 ) -> Exchange:
-    """The candidates with what deciding needs of them, by component."""
+    """Return the candidates with what deciding needs of them, by component."""
     each = SHINGLE_BYTES * 8 * documents.record().characters // max(1, documents.rows()) // 6 + 8 * config.bands * config.rows
     items = [(part.of(COLUMNS), own) for part, own in zip(parts, members.parts, strict=False) if own.runs]
     arguments = (signals, config, config.chosen_device())
@@ -130,7 +130,7 @@ def _gathered(
 
 
 def _candidates(item: tuple[Part, Partition], signals: Artifact | None, config: MinhashDedupConfig, device: Any) -> Iterator[pa.Table]:
-    """Candidates of one part: signatures and shingles of their texts, which are read a second time, because few documents are
+    """Yield candidates of one part: signatures and shingles of their texts, which are read a second time, because few documents are
     candidates and the shingles of all need more room than the texts."""
     part, members = item
     chosen = members.read()
@@ -143,7 +143,7 @@ def _candidates(item: tuple[Part, Partition], signals: Artifact | None, config: 
 
 
 def _decided(component: Partition, config: MinhashDedupConfig) -> tuple[pa.Table, dict[str, int]]:
-    """The documents of some whole components that go."""
+    """Return the documents of some whole components that go."""
     rows = component.read()
     if not rows.num_rows:
         return DECIDED.empty_table(), {"clusters": 0, "saved": 0}
@@ -152,7 +152,7 @@ def _decided(component: Partition, config: MinhashDedupConfig) -> tuple[pa.Table
 
 
 def _whole(parts: list[Part], signals: Artifact | None, config: MinhashDedupConfig, device: Any) -> tuple[pa.Table, dict[str, int]]:
-    """The documents that go of a small corpus, and how many are candidates."""
+    """Return the documents that go of a small corpus, and how many are candidates."""
     table = pa.concat_tables(part.read() for part in parts)
     found, candidates = at_once(table, signals, config, device)
     made, info = _evidence(found, table["id"], config)
@@ -160,7 +160,7 @@ def _whole(parts: list[Part], signals: Artifact | None, config: MinhashDedupConf
 
 
 def _evidence(found: Found, ids: pa.ChunkedArray, config: MinhashDedupConfig) -> tuple[pa.Table, dict[str, int]]:
-    """What was found as a table of DECIDED; and its numbers."""
+    """Return the evidence as a table of DECIDED, and its counts."""
     detail = [config.detail(ids[kept].as_py(), words) for kept, words in zip(found.kept.tolist(), found.new_words.tolist(), strict=True)]
     columns = {"id": ids.take(pa.array(found.removed)), "kept_id": ids.take(pa.array(found.kept)), "similarity": found.similarity}
     made = pa.table({**columns, "detail": pa.array(detail, pa.string())}, schema=DECIDED)

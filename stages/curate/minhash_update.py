@@ -64,8 +64,8 @@ def _revised(file: str) -> dict[str, pa.Table]:
 
 
 def _decide(sketches: list[str], previous: list[Artifact], folder: Path, files: list[str], config: MinhashDedupConfig) -> int:
-    """In a worker: write the index of the added documents, which of them go and which earlier decisions change; gives how many
-    documents hang together with an added one."""
+    """Write the index of the added documents, the removed ones, and the earlier decisions that change; return the number of documents
+    connected with an added one."""
     write_index(folder, sketches, config)
     indices = [*(Index.of(artifact) for artifact in previous), Index.open(folder)]
     members = _affected(indices, config)
@@ -85,7 +85,7 @@ def _decide(sketches: list[str], previous: list[Artifact], folder: Path, files: 
 
 
 def verdicts(artifacts: list[Artifact], ids: list[str] | None = None) -> dict[str, tuple[str, float]]:
-    """Removed document → its survivor and their similarity, after a `minhash_dedup` and its updates (of some ids only)."""
+    """Return removed document → its survivor and their similarity, after a `minhash_dedup` and its updates (of some ids only)."""
     found: dict[str, tuple[str, float]] = {}
     for artifact in artifacts:
         for table in ("revisions", "duplicates"):
@@ -121,12 +121,12 @@ class Members(NamedTuple):
 
 
 def _gathered(indices: list[Index], members: Members, name: str) -> NDArray[Any]:
-    """The rows of one array of the indices."""
+    """Return the rows of one array of the indices."""
     return np.concatenate([getattr(index, name)[members.row[members.segment == s]] for s, index in enumerate(indices)])
 
 
 def _affected(indices: list[Index], config: MinhashDedupConfig) -> Members:
-    """The added documents and all that hang together with one of them by shared bands."""
+    """Return the added documents and all that hang together with one of them by shared bands."""
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
     known = [np.zeros(len(index.facts), bool) for index in indices]
@@ -144,7 +144,7 @@ def _affected(indices: list[Index], config: MinhashDedupConfig) -> Members:
 
 
 def _decided(indices: list[Index], members: Members, config: MinhashDedupConfig) -> tuple[list[str], Found]:
-    """Ids of the members, and what happens to them, with members' numbers as rows."""
+    """Return ids of the members, and what happens to them, with members' numbers as rows."""
     from puna.stages.curate.minhash import near_duplicates
 
     names = [index.ids() for index in indices]

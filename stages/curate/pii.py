@@ -21,7 +21,7 @@ ALL: tuple[Entity, ...] = ("email", "iban", "card", "ssn", "ip_address", "addres
 
 
 class PiiConfig(StageConfig):
-    """What is masked, and where."""
+    """Kinds to mask, and the sources."""
 
     entities: tuple[Entity, ...] = Field(ALL, description="Kinds of personal data that are masked")
     drop: dict[Entity, PositiveInt] = Field(
@@ -47,7 +47,7 @@ def pii(documents: Documents, config: PiiConfig, run: StageRun) -> None:
 
 
 def _mask(documents: pa.Table, config: PiiConfig) -> dict[str, pa.Table]:
-    """Masked documents of a part, how much was masked in each, and what was dropped."""
+    """Return masked documents of a part, how much was masked in each, and what was dropped."""
     ids, texts = documents.column("id"), documents.column("text")
     sizes = pc.binary_length(texts).to_numpy()
     in_code = np.asarray(pc.is_in(documents.column("source"), pa.array(config.code_sources, pa.string())))

@@ -25,7 +25,7 @@ GOOD, OTHER = "good", "other"
 
 
 class QualityConfig(StageConfig):
-    """What is good."""
+    """Class that counts as good."""
 
     positive: str = Field(GOOD, min_length=1, description="Class of the classifier, where one is given, whose probability is the quality")
 
@@ -37,12 +37,12 @@ LANGUAGES = (
 
 
 def needs(config: QualityConfig, facts: Facts) -> list[str]:
-    """The signals of `language`, and no choice of a class, where no classifier is given."""
+    """Return the signals of `language`, and no choice of a class, where no classifier is given."""
     return [] if facts.inputs.get("classifier") else _lacking(config, bool(facts.inputs.get("language")))
 
 
 def _lacking(config: QualityConfig, language: bool) -> list[str]:
-    """What Puna's own model cannot do without, or has not."""
+    """Return the needs of Puna's own model that are not met."""
     classes = f"positive={config.positive!r}: the model that comes with Puna has no classes; give a classifier, or leave positive out"
     return [*([] if language else [LANGUAGES]), *([] if config.positive == GOOD else [classes])]
 
@@ -93,7 +93,7 @@ def write_scores(
 
 
 def _ranked(scores: Partition, language: Artifact | None, share: float) -> tuple[pa.Table, tuple[int, float]]:
-    """In one worker: all scores with their ranks."""
+    """Return all scores with their ranks."""
     found = scores.read()
     values = np.array(found["quality"].combine_chunks().to_numpy(zero_copy_only=False), np.float64)
     scored = ~np.isnan(values)
@@ -113,7 +113,7 @@ def _signals(rows: pa.Table) -> pa.Table:
 
 
 def _score(part: Part, classifier: Artifact, positive: str) -> pa.Table:
-    """The quality of a part's documents: their probability of the class `positive`; null where they are not scored."""
+    """Return the quality of a part's documents: their probability of the class `positive`; null where they are not scored."""
     table = part.read()
     about: Trained = trained(classifier, "quality")
     rows = about.scored(table)
@@ -123,7 +123,7 @@ def _score(part: Part, classifier: Artifact, positive: str) -> pa.Table:
 
 
 def _graded(part: Part, language: Artifact) -> pa.Table:
-    """The quality of a part's English documents by Puna's own model; null of the others."""
+    """Return the quality of a part's English documents by Puna's own model; null of the others."""
     table = part.read()
     rows = pc.indices_nonzero(pc.equal(signals_of(language, table["id"], ["language"])["language"], grades.LANGUAGE)).to_numpy()
     found = grades.good_chances(table["text"].take(pa.array(rows, pa.int64())), grades.load())
@@ -131,14 +131,14 @@ def _graded(part: Part, language: Artifact) -> pa.Table:
 
 
 def scores_of(ids: pa.ChunkedArray, rows: Sequence[int] | NDArray[np.uint64], values: NDArray[np.float64]) -> pa.Table:
-    """What `write_scores` takes: ids and the values of some of their rows."""
+    """Return the table that `write_scores` takes: ids and the values of some of their rows."""
     quality = np.full(len(ids), np.nan)
     quality[rows] = values
     return pa.table({"all": np.zeros(len(ids), np.int32), "id": ids, "quality": pa.array(quality, from_pandas=True)})
 
 
 def ranks_within(values: NDArray[np.float64], groups: NDArray[np.str_]) -> NDArray[np.float64]:
-    """Share of its group with a lower value, float64[n] in [0, 1); equal values have equal ranks."""
+    """Return share of its group with a lower value, float64[n] in [0, 1); equal values have equal ranks."""
     ranks = np.zeros(len(values))
     for group in np.unique(groups):
         members = groups == group

@@ -81,7 +81,7 @@ class SelectConfig(StageConfig):
     @field_validator("groups", mode="before")
     @classmethod
     def _of_their_classes(cls, given: Any) -> Any:
-        """Each group as the class that is declared under its name."""
+        """Return each group as the class that is declared under its name."""
         plugins.offers("puna.rules")
         if not isinstance(given or {}, Mapping):
             raise ValueError("groups are named with their thresholds: {NAME: {threshold: value}}, {NAME: {}} for its own")
@@ -95,7 +95,7 @@ class SelectConfig(StageConfig):
     @field_validator("sql", mode="before")
     @classmethod
     def _expressions(cls, given: Any) -> Any:
-        """Each is an expression that DuckDB can read."""
+        """Raise ValueError unless each is an expression that DuckDB can read."""
         if not isinstance(given or {}, Mapping):
             raise ValueError("rules are named with their conditions: {NAME: 'words < 50'}")
         for name, expression in (given or {}).items():
@@ -106,16 +106,16 @@ class SelectConfig(StageConfig):
         return given or {}
 
     def reaches(self) -> list[tuple[str, str]]:
-        """The classes of the groups from outside."""
+        """Return the classes of the groups from outside."""
         return [(RULE_GROUPS[name].__module__, RULE_GROUPS[name].__qualname__) for name in self.groups]
 
     def expressions(self) -> list[SqlRule]:
-        """The rules that are conditions."""
+        """Return the rules that are conditions."""
         return [parsed(name, expression) for name, expression in self.sql.items()]
 
 
 def needs(config: SelectConfig, facts: Facts) -> list[str]:
-    """The signals that the rules read, where it is known which ones come in."""
+    """Return the signals that the rules read, where it is known which ones come in."""
     inputs = facts.inputs.get("signals", ())
     if any(item.tables is None for item in inputs):
         return []
@@ -177,12 +177,12 @@ def _tell_abstained(languages: pa.Table, rules: list[Rule], run: StageRun) -> No
 
 
 def _types(signals: list[Artifact]) -> dict[str, pa.DataType | None]:
-    """Signal → type."""
+    """Return signal → type."""
     return {field.name: field.type for item in signals for field in item.schema() if field.name != "id"}
 
 
 def carried_signals(signals: list[Artifact]) -> dict[str, str]:
-    """Signal → id of the artifact that carries it; PunaError where two do."""
+    """Return signal → id of the artifact that carries it; PunaError where two do."""
     carried: dict[str, str] = {}
     for artifact in signals:
         for name in artifact.columns("signals"):
@@ -195,7 +195,7 @@ def carried_signals(signals: list[Artifact]) -> dict[str, str]:
 
 
 def signals_of(artifact: Artifact, ids: pa.ChunkedArray, columns: list[str]) -> pa.Table:
-    """Columns of the signals of the documents `ids`, in their order; PunaError where a document has none."""
+    """Return columns of the signals of the documents `ids`, in their order; PunaError where a document has none."""
     if len(ids) == 0:
         return artifact.schema().empty_table().select(columns)
     return _aligned(artifact.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", *columns]), ids, _named(artifact)).select(columns)
@@ -206,7 +206,7 @@ def _named(artifact: Artifact) -> str:
 
 
 def _aligned(signals: pa.Table, ids: pa.ChunkedArray, name: str) -> pa.Table:
-    """The signals of the documents `ids`, in their order; PunaError where a document has none."""
+    """Return the signals of the documents `ids`, in their order; PunaError where a document has none."""
     where = pc.index_in(ids, signals["id"].combine_chunks())
     if where.null_count:
         missing = ids.filter(pc.is_null(where))[0].as_py()
@@ -215,7 +215,7 @@ def _aligned(signals: pa.Table, ids: pa.ChunkedArray, name: str) -> pa.Table:
 
 
 def _line_tables(signals: list[Artifact], rules: LineRules | None) -> dict[str, Artifact | None]:
-    """The tables of lines that rules on lines read → the signals that carry them; None: no rule reads it."""
+    """Return the tables of lines that rules on lines read → the signals that carry them; None: no rule reads it."""
     if said := _lines_lacking(rules, [artifact.tables for artifact in signals]):
         raise PunaError(said[0])
     read = _lines_read(rules)
@@ -223,7 +223,7 @@ def _line_tables(signals: list[Artifact], rules: LineRules | None) -> dict[str, 
 
 
 def _lines_lacking(rules: LineRules | None, carried: Sequence[Collection[str]]) -> list[str]:
-    """What is wrong where a table of lines that a rule reads is not one of exactly one input; `carried`: the tables of each."""
+    """Return what is wrong where not exactly one input carries a table of lines that a rule reads; `carried`: the tables of each."""
     said = []
     for name in _lines_read(rules):
         count = sum(name in tables for tables in carried)
@@ -234,7 +234,7 @@ def _lines_lacking(rules: LineRules | None, carried: Sequence[Collection[str]]) 
 
 
 def _lines_read(rules: LineRules | None) -> list[str]:
-    """The tables of lines that the rules read."""
+    """Return the tables of lines that the rules read."""
     if rules is None:
         return []
     asked = (rules.max_ngram_coverage is not None, rules.final_punctuation or rules.min_line_words > 0)
@@ -251,7 +251,7 @@ def _select(
     named: list[str],
     *signals: pa.Table,
 ) -> dict[str, pa.Table]:
-    """One part: the kept documents, the dropped ones' rules, the removed lines."""
+    """Return the kept documents of a part, the dropped ones' rules, and the removed lines."""
     table = documents.select(["id", "source"])
     for name, of in zip(named, signals, strict=True):
         found = _aligned(of, documents["id"], name)
@@ -270,13 +270,13 @@ def _select(
 
 
 def _nothing_left(ids: pa.ChunkedArray, schema: pa.Schema) -> pa.Table:
-    """Rows of `dropped` for documents that lost all lines."""
+    """Return rows of `dropped` for documents that lost all lines."""
     rows = [{"id": identity, "rule": "lines", "detail": "no line was left"} for identity in ids.to_pylist()]
     return pa.Table.from_pylist(rows, schema=schema)
 
 
 def _lines_that_go(covered: pa.Table | None, c4: pa.Table | None, rules: LineRules) -> dict[str, dict[int, tuple[str, float]]]:
-    """Document → number of a line that goes → the rule and the line's value."""
+    """Return document → number of a line that goes → the rule and the line's value."""
     found: dict[str, dict[int, tuple[str, float]]] = {}
     if c4 is not None:
         short = pc.field("words") < rules.min_line_words
@@ -292,7 +292,7 @@ def _lines_that_go(covered: pa.Table | None, c4: pa.Table | None, rules: LineRul
 
 
 def remove_lines(documents: pa.Table, lines: dict[str, dict[int, tuple[str, float]]], rules: LineRules) -> tuple[pa.Table, pa.Table]:
-    """Documents without the lines that go, by document and number, and the rows of `removed_lines`."""
+    """Return documents without the lines that go, by document and number, and the rows of `removed_lines`."""
     texts, removed = [], []
     for identity, text, source in zip(*(documents[name].to_pylist() for name in ("id", "text", "source")), strict=True):
         gone = {} if source in rules.exempt_sources else lines.get(identity, {})
@@ -307,7 +307,7 @@ def remove_lines(documents: pa.Table, lines: dict[str, dict[int, tuple[str, floa
 
 
 def without_lines(text: str, gone: set[int]) -> tuple[str, dict[int, str]]:
-    """The text without the lines of these numbers, and the removed lines.
+    """Return the text without the lines of these numbers, and the removed lines.
 
     As in `line_dedup`, a line takes the blank lines after it along where what stays before it is nothing or ends in a blank
     line.

@@ -22,7 +22,7 @@ JOB_ROWS = 1 << 17
 
 
 class SemanticDedupConfig(SeededConfig):
-    """How documents become vectors, and from which similarity on one of two goes."""
+    """Vectors of documents, and the similarity from which one of two goes."""
 
     threshold: float = Field(0.95, gt=0, le=1, description="Cosine from which on a document is a duplicate of a kept one")
     dimensions: Literal[128, 256, 512, 1024] = Field(512, description="Dimensions of the projected TF-IDF vectors")
@@ -67,7 +67,7 @@ def semantic_dedup(documents: Documents, model: Model | None, encoder: External 
 
 
 def _words(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Hashes of the normal words of all texts, and the documents' offsets in them."""
+    """Return hashes of the normal words of all texts, and the documents' offsets in them."""
     from puna.kernels.text.normal_words import shingle_hashes
     from puna.kernels.text.shingles import normal
     from puna.kernels.text.strings import buffers
@@ -76,7 +76,7 @@ def _words(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.int64
 
 
 def _frequency(part: Part, config: SemanticDedupConfig) -> pa.Table:
-    """In how many documents of a part each bucket of the vocabulary occurs, where it occurs."""
+    """Return the number of documents of a part in which each bucket of the vocabulary occurs."""
     from puna.kernels.text.projection import document_frequency
 
     frequency = np.zeros(config.buckets, np.int64)
@@ -87,7 +87,7 @@ def _frequency(part: Part, config: SemanticDedupConfig) -> pa.Table:
 
 
 def _weights(counts: Partition, documents: int, config: SemanticDedupConfig) -> pa.Table:
-    """The inverse document frequency of each bucket."""
+    """Return the inverse document frequency of each bucket."""
     frequency = np.zeros(config.buckets, np.int64)
     for table in counts.tables():
         frequency[table["bucket"].to_numpy()] += table["documents"].to_numpy()
@@ -100,7 +100,7 @@ def _weight(weights: Partition) -> NDArray[np.float64]:
 
 
 def _projected(job: tuple[int, Part], weights: Partition, config: SemanticDedupConfig) -> pa.Table:
-    """Projected TF-IDF vectors of the documents of a part that are long enough."""
+    """Return projected TF-IDF vectors of the documents of a part that are long enough."""
     from puna.kernels.text.projection import project
 
     table = job[1].read()
@@ -120,14 +120,14 @@ def _encoded(job: tuple[int, Part], place: Place, config: SemanticDedupConfig) -
 
 
 def _vectors(number: int, table: pa.Table, words: NDArray[np.int64], vectors: NDArray[np.float32]) -> pa.Table:
-    """Documents with their vectors [n, D], number of words and time of fetching."""
+    """Return documents with their vectors [n, D], number of words and time of fetching."""
     values = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel(), pa.float32()), vectors.shape[1])
     part = np.full(len(words), number, np.int32)
     return pa.table({"part": part, "id": table["id"], "words": words, "fetched": table["fetched_at"].cast(pa.int64()), "vector": values})
 
 
 def _read(table: pa.Table, common: NDArray[np.float64] | None) -> NDArray[np.float32]:
-    """Unit vectors [n, D] of documents, without what all have in common."""
+    """Return unit vectors [n, D] of documents, without what all have in common."""
     column = table["vector"].combine_chunks()
     vectors = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
     if common is None:
@@ -143,7 +143,7 @@ def _sum(vectors: Partition) -> NDArray[np.float64]:
 def _centers(
     vectors: Exchange, common: NDArray[np.float64] | None, config: SemanticDedupConfig, run: StageRun
 ) -> NDArray[np.float32] | None:
-    """Centers [C, D] of clusters by spherical k-means from documents drawn at random; None: there is one cluster."""
+    """Return centers [C, D] of clusters by spherical k-means from documents drawn at random; None: there is one cluster."""
     count = vectors.rows // config.cluster_documents
     if count <= 1:
         return None
@@ -170,7 +170,7 @@ def _drawn(job: tuple[Partition, NDArray[np.int64]], common: NDArray[np.float64]
 
 
 def _sums(vectors: Partition, common: NDArray[np.float64] | None, centers: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The sums of the vectors of each cluster, float64[C, D]."""
+    """Return the sums of the vectors of each cluster, float64[C, D]."""
     own = _read(vectors.read(), common)
     sums = np.zeros(centers.shape, np.float64)
     np.add.at(sums, np.argmax(own @ centers.T, axis=1), own)
@@ -178,7 +178,7 @@ def _sums(vectors: Partition, common: NDArray[np.float64] | None, centers: NDArr
 
 
 def _clustered(vectors: Partition, common: NDArray[np.float64] | None, centers: NDArray[np.float32] | None, size: int) -> pa.Table:
-    """Documents by cluster, whole clusters in each of `size` partitions."""
+    """Return documents by cluster, whole clusters in each of `size` partitions."""
     table = vectors.read()
     own = _read(table, common)
     cluster = np.zeros(len(own), np.int64) if centers is None else np.argmax(own @ centers.T, axis=1)
@@ -188,7 +188,7 @@ def _clustered(vectors: Partition, common: NDArray[np.float64] | None, centers: 
 
 
 def _decided(clusters: Partition, config: SemanticDedupConfig) -> tuple[pa.Table, int]:
-    """The documents of some whole clusters that go; and a number that is larger than the clusters'."""
+    """Return the documents of some whole clusters that go; and a number that is larger than the clusters'."""
     table = clusters.read()
     vectors = _read(table, None)
     cluster, words, fetched = (table[name].to_numpy() for name in ("cluster", "words", "fetched"))
@@ -205,7 +205,7 @@ def _decided(clusters: Partition, config: SemanticDedupConfig) -> tuple[pa.Table
 
 
 def _greedy(vectors: NDArray[np.float32], rows: NDArray[np.int64], threshold: float) -> list[tuple[int, int, float]]:
-    """Removed row, kept row and cosine, for the documents of a cluster in order of preference."""
+    """Return removed row, kept row and cosine, for the documents of a cluster in order of preference."""
     own = vectors[rows].astype(np.float64)
     kept: list[int] = []
     pairs = []

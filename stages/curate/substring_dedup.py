@@ -24,7 +24,7 @@ WINDOW_BYTES = 4
 
 
 class SubstringDedupConfig(StageConfig):
-    """Which passages repeat, and which documents they leave behind."""
+    """Bounds of repeated passages, and of the documents that they leave behind."""
 
     words: int = Field(50, ge=2, le=10_000, description="A passage of at least so many words that occurred before is removed, words")
     min_words: int = Field(20, ge=0, description="A document of which something was removed and fewer words are left is dropped, words")
@@ -51,7 +51,7 @@ def substring_dedup(documents: Documents, config: SubstringDedupConfig, run: Sta
 
 
 def _found(texts: pa.ChunkedArray, config: SubstringDedupConfig) -> tuple[Any, ...]:
-    """`window_hashes` of texts, and their bytes."""
+    """Return `window_hashes` of texts, and their bytes."""
     from puna.kernels.text.strings import buffers
     from puna.kernels.text.windows import window_hashes
 
@@ -71,7 +71,7 @@ def _windows(part: Part, config: SubstringDedupConfig) -> Iterator[pa.Table]:
 
 
 def _repeated(windows: Partition, starts: NDArray[np.int64]) -> tuple[pa.Table, int]:
-    """The windows that are not the first of their hash, by the shard of that first one; and how many hashes repeat."""
+    """Return the windows that are not the first of their hash, by the shard of that first one; and how many hashes repeat."""
     table = windows.read()
     hashes, row, number = (table[name].to_numpy() for name in ("hash", "row", "window"))
     order = np.argsort(hashes, kind="stable")  # windows come in the order of rows
@@ -85,7 +85,7 @@ def _repeated(windows: Partition, starts: NDArray[np.int64]) -> tuple[pa.Table, 
 
 
 def _named(item: tuple[ShardRows, Partition], starts: NDArray[np.int64]) -> pa.Table:
-    """Repeated windows by their own shard, with the ids of the documents that have them first, which lie in one shard."""
+    """Return repeated windows by their own shard, with the ids of the documents that have them first, which lie in one shard."""
     shard, repeated = item
     table = repeated.read()
     row = table["row"].to_numpy()
@@ -95,7 +95,7 @@ def _named(item: tuple[ShardRows, Partition], starts: NDArray[np.int64]) -> pa.T
 
 
 def _cut(documents: pa.Table, repeated: pa.Table, config: SubstringDedupConfig) -> dict[str, pa.Table]:
-    """In a worker: the documents of a part without their repeated passages."""
+    """Return the documents of a part without their repeated passages."""
     repeated = repeated.sort_by([("row", "ascending"), ("window", "ascending")])
     row, window = (repeated[name].to_numpy() for name in ("row", "window"))
     rows, first = np.unique(row, return_index=True)

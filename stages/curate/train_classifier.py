@@ -24,7 +24,7 @@ declare_signal("classifier_score", float, "probability", "probability of that cl
 
 
 class TrainClassifierConfig(ClassifierConfig):
-    """What the classifier learns, and fastText's settings."""
+    """Labels that the classifier learns, and fastText's settings."""
 
     purpose: Purpose = Field("quality", description=PURPOSE)
     positive_sources: tuple[str, ...] = Field(
@@ -36,7 +36,7 @@ class TrainClassifierConfig(ClassifierConfig):
 
 
 def needs(config: TrainClassifierConfig, facts: Facts) -> list[str]:
-    """Sources of both kinds, as far as the sources are known, where no labels are given."""
+    """Return sources of both kinds, as far as the sources are known, where no labels are given."""
     named = {source for item in facts.inputs.get("documents", ()) for source in item.sources or ()} - set(config.exempt_sources)
     if facts.inputs.get("labels") or not named or (named & set(config.positive_sources) and named - set(config.positive_sources)):
         return []
@@ -82,7 +82,7 @@ def train_classifier(documents: Documents, labels: Signals | None, config: Train
 
 
 def _labels(documents: pa.Table, labels: Artifact | None, config: TrainClassifierConfig) -> Labels:
-    """The class of each document: by its source, or by the signal that labels it."""
+    """Return the class of each document: by its source, or by the signal that labels it."""
     if labels is None:
         return {NAME: [GOOD if source in config.positive_sources else OTHER for source in documents["source"].to_pylist()]}
     found: list[str | None] = []
@@ -92,7 +92,7 @@ def _labels(documents: pa.Table, labels: Artifact | None, config: TrainClassifie
 
 
 class ImportClassifierConfig(StageConfig):
-    """What the model is for, and how texts are shown to it."""
+    """Purpose of the model, and the form in which it reads texts."""
 
     purpose: Purpose = Field("quality", description=PURPOSE)
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are not scored")
@@ -137,7 +137,7 @@ def classify(documents: Documents, classifier: Classifier, config: ClassifyConfi
 
 
 def _classify(documents: pa.Table, classifier: Artifact) -> pa.Table:
-    """Signals of a part."""
+    """Return signals of a part."""
     about = trained(classifier, "classify")
     ids, rows = documents["id"].to_pylist(), about.scored(documents)
     names: list[str | None] = [None] * len(ids)

@@ -18,7 +18,7 @@ ROW_BYTES = 150
 
 
 class UrlDedupConfig(StageConfig):
-    """What makes two addresses the same."""
+    """Parts of an address that do not count."""
 
     normalize: bool = Field(
         True, description="Compare normalised addresses (scheme, www, tracking parameters, … do not count) instead of the written ones"
@@ -34,7 +34,7 @@ def url_dedup(documents: Documents, config: UrlDedupConfig, run: StageRun) -> No
 
 
 def _addresses(part: Part, config: UrlDedupConfig) -> pa.Table:
-    """Id, time and comparable address of the rows of one part."""
+    """Return id, time and comparable address of the rows of one part."""
     table = part.read()
     written = table.column("url").to_pylist()
     address = [urls.normalized(url) for url in written] if config.normalize else written
@@ -44,7 +44,7 @@ def _addresses(part: Part, config: UrlDedupConfig) -> pa.Table:
 
 
 def _older(addresses: Partition) -> pa.Table:
-    """The documents of some addresses that are not the newest."""
+    """Return the documents of some addresses that are not the newest."""
     rows = addresses.read()
     # newest first within an address; the id breaks ties
     rows = rows.sort_by([("address", "ascending"), ("fetched_at", "descending"), ("id", "ascending")])

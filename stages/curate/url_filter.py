@@ -24,7 +24,7 @@ LISTS = {"adult": "data/adult_domains.txt", "personal": "data/personal_domains.t
 
 
 class UrlFilterConfig(StageConfig):
-    """Which lists and rules apply."""
+    """Lists and rules that apply."""
 
     adult: bool = Field(True, description="Drop sites of the list of sexual content")
     personal: bool = Field(True, description="Drop sites of the list of people-search and other pages full of personal data")
@@ -37,7 +37,7 @@ class UrlFilterConfig(StageConfig):
 
 
 class Rules(NamedTuple):
-    """What drops an address, without the listed places: those lie in files, sorted hashes uint64[n] and their rules uint16[n].
+    """Rules that drop an address, without the listed places: those lie in files, sorted hashes uint64[n] and their rules uint16[n].
 
     `rules`: names of the rules; `allowed`: places that are always kept; `listed`: word → rule; `expressions` with their rules.
     """
@@ -95,7 +95,7 @@ def _save(folder: Path, places: dict[str, str]) -> tuple[str, str, list[str]]:
 
 
 def _filter(documents: pa.Table, rules: Rules) -> dict[str, Any]:
-    """Which documents of a part are kept, and the dropped rows."""
+    """Return the kept documents and the dropped rows of a part."""
     verdicts = judge(documents.column("url").to_pylist(), rules)
     names = ("rule", "detail", "value", "threshold")
     dropped: list[dict[str, Any]] = [
@@ -107,7 +107,7 @@ def _filter(documents: pa.Table, rules: Rules) -> dict[str, Any]:
 
 
 def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
-    """For each address the rule that drops it; None when it is kept."""
+    """Return for each address the rule that drops it; None where it is kept."""
     addresses = [urls.parse(url) for url in written]
     places = [_places(address) if address is not None and address.host else [] for address in addresses]
     listed = _listed(places, rules)
@@ -127,7 +127,8 @@ def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
 
 
 def _places(address: urls.Address) -> list[str]:
-    """What a list may name of an address: the host and the domains above it, the folders below each, the page with its query."""
+    """Return the forms in which a list may name an address: the host and its parent domains, the folders below each, the page with its
+    query."""
     found = []
     for name in urls.names(address.host):
         found += [name, *_prefixes(name, address.path.lower())]
@@ -137,7 +138,7 @@ def _places(address: urls.Address) -> list[str]:
 
 
 def _listed(places: list[list[str]], rules: Rules) -> list[tuple[str, str] | None]:
-    """For each address the first of its places that is listed, and its rule."""
+    """Return for each address the first of its places that is listed, and its rule."""
     hashes, numbers = np.load(rules.hashes, mmap_mode="r"), np.load(rules.numbers, mmap_mode="r")
     flat = [place for own in places for place in own]
     out: list[tuple[str, str] | None] = [None] * len(places)
@@ -152,7 +153,7 @@ def _listed(places: list[list[str]], rules: Rules) -> list[tuple[str, str] | Non
 
 
 def _wordy(url: str, address: urls.Address, rules: Rules) -> Verdict | None:
-    """The verdict of the words of an address: listed ones, and the adult vocabulary."""
+    """Return the verdict of the words of an address: listed ones, and the adult vocabulary."""
     if not rules.listed and not rules.words:
         return None
     found = set(WORD.findall(f"{address.host}{address.path} {address.query}".lower()))
@@ -170,7 +171,7 @@ def _wordy(url: str, address: urls.Address, rules: Rules) -> Verdict | None:
 
 
 def _prefixes(name: str, path: str) -> list[str]:
-    """`name/a`, `name/a/b`, … for the folders of a path, as deep as lists go."""
+    """Return `name/a`, `name/a/b`, … for the folders of a path, as deep as lists go."""
     parts = [part for part in path.split("/") if part]
     return ["/".join([name, *parts[: i + 1]]) for i in range(min(len(parts), DEPTH))]
 
@@ -191,7 +192,7 @@ def _lines(name: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _vocabulary() -> tuple[re.Pattern[str], frozenset[str], re.Pattern[str]]:
-    """Words that suffice inside a host, words that count as whole words, and names that only look like the former."""
+    """Return words that suffice inside a host, words that count as whole words, and names that only look like the former."""
     entries = [line.strip() for line in _lines("data/adult_words.txt") if line.strip() and not line.startswith("#")]
     inside = re.compile("|".join(re.escape(entry[1:]) for entry in entries if entry.startswith("!")))
     harmless = "|".join(re.escape(entry[1:]) for entry in entries if entry.startswith("-"))

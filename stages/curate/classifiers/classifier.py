@@ -70,13 +70,13 @@ class Examples:
     counts: dict[str, dict[str, NDArray[np.int64]]]
 
     def of(self, name: str) -> Counter[str]:
-        """How many documents of each class a classifier has."""
+        """Return the number of documents of each class of a classifier."""
         return Counter({label: int(found.sum()) for label, found in self.counts.get(name, {}).items()})
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How the labelled documents are scored out of fold.
+    """Out-of-fold scores of the labelled documents.
 
     `labels`: the classes. `told` int64[classes, classes]: documents of a class (row) by their most probable one (column).
     `counted`: documents of the class `positive` and others by their probability of it, as `counted` gives it.
@@ -153,17 +153,17 @@ def out_of_fold(
 
 
 def counted(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Positives (row 0) and negatives by their scores in [0, 1], in steps of a millionth: int64[2, FINEST + 1]."""
+    """Return positives (row 0) and negatives by their scores in [0, 1], in steps of a millionth: int64[2, FINEST + 1]."""
     return np.bincount(_places(scores, positive), minlength=2 * (FINEST + 1)).reshape(2, -1)
 
 
 def _places(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Where each score is counted in the rows of `counted`, one behind the other."""
+    """Return the place of each score in the rows of `counted`, one behind the other."""
     return np.where(positive, 0, FINEST + 1) + np.rint(scores * FINEST).astype(np.int64)
 
 
 def auc(counts: NDArray[np.int64]) -> float:
-    """Area under the ROC curve of `counted` scores: the chance that a positive scores above a negative.
+    """Return area under the ROC curve of `counted` scores: the chance that a positive scores above a negative.
 
     Ties are counted half (Mann-Whitney).
     """
@@ -175,7 +175,7 @@ def auc(counts: NDArray[np.int64]) -> float:
 
 
 def calibration(counts: NDArray[np.int64], bins: int = 10) -> list[tuple[float, float]]:
-    """Points of a calibration curve of `counted` scores: mean score and share of positives of each non-empty bin of scores."""
+    """Return points of a calibration curve of `counted` scores: mean score and share of positives of each non-empty bin of scores."""
     places = np.flatnonzero(counts.any(axis=0))
     positive, both = counts[0, places], counts[:, places].sum(axis=0)
     at = np.minimum(places * bins // FINEST, bins - 1)
@@ -184,13 +184,13 @@ def calibration(counts: NDArray[np.int64], bins: int = 10) -> list[tuple[float, 
 
 
 def report_calibration(run: StageRun, name: str, what: str, counts: NDArray[np.int64]) -> None:
-    """Calibration of a classifier on its labels, out of fold, as the figure `name`."""
+    """Report the calibration of a classifier on its labels, out of fold, as the figure `name`."""
     series = {"documents": calibration(counts), "perfect": [(0.0, 0.0), (1.0, 1.0)]}
     run.figure(name, Figure(f"Calibration of the classifier of {what}, out of fold", "predicted probability", f"share of {what}", series))
 
 
 def report_quality(run: StageRun, counts: NDArray[np.int64]) -> None:
-    """How well a classifier tells good documents from others, out of fold: area under the ROC curve, calibration, histogram."""
+    """Report the out-of-fold quality of a classifier of good documents: area under the ROC curve, calibration, histogram."""
     run.metric("auc", auc(counts))
     positives, negatives = counts.sum(axis=1).tolist()
     run.metric("positives", positives)
@@ -209,7 +209,7 @@ def report_quality(run: StageRun, counts: NDArray[np.int64]) -> None:
 
 
 def _quota(counts: dict[str, int], config: ClassifierConfig) -> dict[str, tuple[int, int]]:
-    """Of each class of so many documents how many are trained on, and how often each: large classes are cut, small ones repeated.
+    """Return for each class the number of documents to train on and their copies: large classes are cut, small ones repeated.
 
     Without this a type with few documents is never predicted.
     """
@@ -224,7 +224,7 @@ def _quota(counts: dict[str, int], config: ClassifierConfig) -> dict[str, tuple[
 def _prepare(
     part: Part, scratch: str, config: ClassifierConfig, exempt: tuple[str, ...], label: Callable[..., Labels], *args: Any
 ) -> tuple[str, int, Counter[tuple[str, str, int]]]:
-    """The file of a part; how many of its documents could have a label; and documents by classifier, class and fold."""
+    """Return the file of a part; how many of its documents could have a label; and documents by classifier, class and fold."""
     from puna.kernels.text.words import spaced
 
     file = Path(scratch) / f"examples-{part.start}-{part.stop}.arrow"
@@ -285,7 +285,7 @@ def _read(file: str) -> pa.Table:
 
 
 def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool, chosen: pa.Array | None = None) -> Iterator[pa.Table]:
-    """The labelled documents of the job's fold (`inside`), or of the others, file by file; `chosen`: those with these ids alone."""
+    """Yield the labelled documents of the job's fold (`inside`), or of the others, file by file; `chosen`: those with these ids alone."""
     for file in files:
         table = _read(file).select(["fold", job.name, *columns])
         here = pc.equal(table["fold"], job.fold)
@@ -317,12 +317,12 @@ def _training_lines(job: _Job, files: list[str]) -> tuple[pa.ChunkedArray, NDArr
 
 
 def label_of(name: str) -> str:
-    """A class as a label of fastText, which ends at white space."""
+    """Return a class as a label of fastText, which ends at white space."""
     return ENDS_WORD.sub(lambda match: f"%{ord(match[0]):02X}", name)
 
 
 def predict(model: Any, lines: pa.Array | pa.ChunkedArray, classes: list[str]) -> NDArray[np.float64]:
-    """Probability of every class for each line, float64[lines, classes], by a `Model` or by fastText itself."""
+    """Return probability of every class for each line, float64[lines, classes], by a `Model` or by fastText itself."""
     if isinstance(model, Model):
         rows = model.probabilities(lines)[:, [model.labels.index(label_of(name)) for name in classes]].astype(np.float64)
     else:

@@ -1,4 +1,4 @@
-"""Where the network that a stage of curation reads documents with comes from, and how it computes."""
+"""Place and mode of computing of the network that a stage of curation reads documents with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Place(NamedTuple):
 
 
 def place_of(stage: str, name: str, model: Artifact | None, external: External | None, *, gguf: bool = False) -> Place:
-    """The place of the one network that `stage` was given: a model of this pipeline, or the folder that its input `name` names.
+    """Return the place of the one network that `stage` was given: a model of this pipeline, or the folder that its input `name` names.
 
     With `gguf` such an input may be a GGUF file, or a folder that holds one. PunaError where neither or both are given, or
     nothing lies there.
@@ -40,7 +40,7 @@ def place_of(stage: str, name: str, model: Artifact | None, external: External |
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-    """Without gradients and on one thread: what a network makes of a document must not depend on how many there are."""
+    """Compute without gradients and on one thread: a document's vector must not depend on the number of documents."""
     import torch
 
     threads = torch.get_num_threads()

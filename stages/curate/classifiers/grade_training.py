@@ -35,12 +35,12 @@ class Text(NamedTuple):
 
     @property
     def fold(self) -> int:
-        """One of FOLDS, by the site."""
+        """Return the fold of a site, one of FOLDS."""
         return int.from_bytes(hashlib.sha256(self.site.encode()).digest()[:4], "big") % FOLDS
 
 
 def read(files: list[Path]) -> list[Text]:
-    """The graded documents of JSON lines; PunaError names the line that is none."""
+    """Return the graded documents of JSON lines; PunaError names the line that is none."""
     found, named = [], ", ".join(map(str, files))
     for file in files:
         try:
@@ -62,7 +62,7 @@ def read(files: list[Path]) -> list[Text]:
 
 
 def _text(row: dict[str, object]) -> Text:
-    """The graded document of a row; ValueError where it is none."""
+    """Return the graded document of a row; ValueError where it is none."""
     text, grade = row["text"], float(str(row["grade"]))
     if not isinstance(text, str):
         raise ValueError(f"text is {text!r}")
@@ -72,7 +72,7 @@ def _text(row: dict[str, object]) -> Text:
 
 
 def rows_of(texts: list[str]) -> NDArray[np.float32]:
-    """What the model sees of each text, float32[texts, BUCKETS + sizes]."""
+    """Return the features of each text, float32[texts, BUCKETS + sizes]."""
     out = np.zeros((len(texts), BUCKETS + len(SIZES)), np.float32)
     counts, met = np.zeros(BUCKETS, np.int32), np.empty(BUCKETS, np.int32)
     for row, text in zip(out, texts, strict=True):
@@ -86,7 +86,7 @@ def rows_of(texts: list[str]) -> NDArray[np.float32]:
 
 
 def ridge(rows: NDArray[np.float32], grades: Grades) -> tuple[NDArray[np.float32], float]:
-    """Weights and bias of the ridge regression with SHRINKAGE; the bias is free. Solved by rows, which are fewer than buckets."""
+    """Return weights and bias of the ridge regression with SHRINKAGE; the bias is free. Solved by rows, which are fewer than buckets."""
     middle, mean = rows.mean(0), float(grades.mean())
     centred = rows - middle
     kernel = (centred @ centred.T).astype(np.float64)
@@ -95,7 +95,7 @@ def ridge(rows: NDArray[np.float32], grades: Grades) -> tuple[NDArray[np.float32
 
 
 def unseen_grades(rows: NDArray[np.float32], texts: list[Text]) -> Grades:
-    """The grade of each text by a model that did not see its site."""
+    """Return the grade of each text by a model that did not see its site."""
     grades, fold = np.array([text.grade for text in texts]), np.array([text.fold for text in texts])
     found = np.zeros(len(texts))
     for one in range(FOLDS):
@@ -105,7 +105,7 @@ def unseen_grades(rows: NDArray[np.float32], texts: list[Text]) -> Grades:
 
 
 def calibrated(found: Grades, good: NDArray[np.bool_]) -> tuple[float, float]:
-    """`slope` and `middle` of the logistic curve of being good over the grade, by Newton's method."""
+    """Return `slope` and `middle` of the logistic curve of being good over the grade, by Newton's method."""
     at = np.column_stack([found, np.ones(len(found))])
     line = np.zeros(2)
     for _ in range(30):
@@ -115,7 +115,7 @@ def calibrated(found: Grades, good: NDArray[np.bool_]) -> tuple[float, float]:
 
 
 def train(texts: list[Text]) -> tuple[Model, Grades]:
-    """The model of all texts, and the grades that they get from models that did not see their sites."""
+    """Return the model of all texts, and the grades that they get from models that did not see their sites."""
     rows, grades = rows_of([text.text for text in texts]), np.array([text.grade for text in texts])
     found = unseen_grades(rows, texts)
     weights, bias = ridge(rows, grades)

@@ -1,4 +1,4 @@
-"""What a language model is asked about a page: built-in prompts, by the signal that its answer becomes.
+"""Built-in questions about a page for a language model, by the signal that its answer becomes.
 
 The scales add up points, an idea of FineWeb-Edu (arXiv 2406.17557, section 4); the words are our own.
 """
@@ -58,7 +58,7 @@ class Question(NamedTuple):
 
 
 def built_in(signal: Grade, kind: Kind) -> str:
-    """The prompt for a signal."""
+    """Return the prompt for a signal."""
     page = f"The page:\n<<<\n{TEXT}\n>>>"
     if kind == "yes_no":
         return f"{YES_NO[signal]}\n\n{page}\n\nReply with Yes or No alone."
@@ -69,14 +69,14 @@ def built_in(signal: Grade, kind: Kind) -> str:
 
 
 def check_prompt(prompt: str) -> str:
-    """`prompt`; ValueError unless it has one place for the page."""
+    """Return `prompt`; ValueError unless it has one place for the page."""
     if (found := prompt.count(TEXT)) != 1:
         raise ValueError(f"a prompt has the mark {TEXT} once, where the page goes; this one has it {found} times")
     return prompt
 
 
 def answers_of(kind: Kind, top: int) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """The answers to a kind of question and their grades: 0 to `top` points, or No (0) and Yes (1)."""
+    """Return the answers to a kind of question and their grades: 0 to `top` points, or No (0) and Yes (1)."""
     if kind == "yes_no":
         return ("No", "Yes"), (0.0, 1.0)
     return tuple(map(str, range(top + 1))), tuple(map(float, range(top + 1)))

@@ -28,7 +28,7 @@ ABOUT = "classifier.json"
 
 @dataclass(frozen=True)
 class About:
-    """What is written beside the models.
+    """Description of a classifier, written beside its models.
 
     `purpose`: the stage that applies it. `classes`: sorted names; none where there was nothing to learn. `exempt_sources`:
     their documents are not scored. `split`: texts are split into words in lower case, as in training; else shown as they are.
@@ -64,22 +64,22 @@ class Trained:
         return list(self.about.classes)
 
     def scored(self, documents: pa.Table) -> list[int]:
-        """Rows of the documents that are scored, by their column `source`."""
+        """Return rows of the documents that are scored, by their column `source`."""
         return [row for row, source in enumerate(documents["source"].to_pylist()) if source not in self.about.exempt_sources]
 
     def probabilities(self, ids: list[str], texts: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:
-        """Probability of each class for each document, float64[n, classes]."""
+        """Return probability of each class for each document, float64[n, classes]."""
         return self.of_lines(ids, self.lines(texts))
 
     def lines(self, texts: pa.Array | pa.ChunkedArray) -> pa.Array:
-        """Documents as the models read them."""
+        """Return documents as the models read them."""
         most = self.about.max_characters
         if self.about.split:
             return spaced(texts, most)
         return pa.array([" ".join(text[:most].split()) for text in texts.to_pylist()], pa.string())
 
     def of_lines(self, ids: list[str], lines: pa.Array) -> NDArray[np.float64]:
-        """`probabilities` of documents that `lines` gave: several classifiers may read the same."""
+        """Return `probabilities` of documents that `lines` gave: several classifiers may read the same."""
         found = np.zeros((len(ids), len(self.classes)))
         of_fold = folds(ids, self.about.seed, self.about.folds)
         for fold in np.unique(of_fold).tolist():
@@ -90,17 +90,17 @@ class Trained:
 
 
 def read_about(folder: Path) -> About:
-    """What is known of the classifier in a folder."""
+    """Return the description of the classifier in a folder."""
     return TypeAdapter(About).validate_json((folder / ABOUT).read_bytes())
 
 
 def purpose_of(classifier: Artifact) -> str:
-    """The stage that applies a classifier, `classify` where it serves no other."""
+    """Return the stage that applies a classifier, `classify` where it serves no other."""
     return read_about(classifier.path()).purpose
 
 
 def trained(classifier: Artifact, purpose: str) -> Trained:
-    """The classifier of an artifact; PunaError where it was made for another purpose than the stage `purpose`."""
+    """Return the classifier of an artifact; PunaError where it was made for another purpose than the stage `purpose`."""
     found = _trained(classifier.path())
     if found.about.purpose != purpose and purpose != "classify":
         raise PunaError(f"{purpose}: {classifier.id} was made for {found.about.purpose!r}; give one that was made for {purpose!r}")
@@ -114,7 +114,7 @@ def _trained(folder: Path) -> Trained:
 
 @lru_cache(maxsize=20)
 def _model(file: str, split: bool) -> Any:
-    """The model of a file; `split`: it is shown words only, among which is no label."""
+    """Return the model of a file; `split`: it is shown words only, among which is no label."""
     if split and (model := read(Path(file))) is not None:
         return model
     import fasttext

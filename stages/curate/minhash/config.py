@@ -22,7 +22,7 @@ LEVELS = 40  # doublings of the shingles' width; no text is so long
 
 
 class SignatureConfig(StageConfig):
-    """Where signatures are computed, which they do not depend on: it is no part of the identity."""
+    """Device on which signatures are computed. They do not depend on it: it is no part of the identity."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
@@ -31,7 +31,7 @@ class SignatureConfig(StageConfig):
     )
 
     def chosen_device(self) -> Device:
-        """The device meant, for all workers; PunaError where there is none."""
+        """Return the device meant, for all workers; PunaError where there is none."""
         from puna.kernels.minhash import chosen_device
 
         try:
@@ -41,7 +41,7 @@ class SignatureConfig(StageConfig):
 
 
 class MinhashDedupConfig(SignatureConfig):
-    """How candidates are found, what counts as a duplicate, and which document survives."""
+    """Search of candidates, bound of a duplicate, and choice of the surviving document."""
 
     words: int = Field(
         5, ge=1, le=50, description="Words per shingle, without case, punctuation and Latin accents; a shorter document is one shingle"
@@ -94,19 +94,19 @@ class MinhashDedupConfig(SignatureConfig):
 
     @property
     def method(self) -> str:
-        """How a pair was found and judged, for the evidence."""
+        """Method by which a pair was found and judged, for the evidence."""
         if not self.verify:
             return f"minhash, signatures of {self.words}-word runs, not verified"
         return f"minhash, {self.similarity} of {self.words}-word runs"
 
     def detail(self, survivor: str, new_words: int) -> str:
-        """A removal in words."""
+        """Return a removal in words."""
         by = {"longest": "length", "latest": "time of fetching", "best_score": self.score}[self.survivor]
         told = f"longest passage of its own: {new_words} words" if self.verify else "not verified"
         return f"of {survivor}, preferred by {'source, then ' if self.prefer_sources else ''}{by}; {told}"
 
     def criteria(self) -> Criteria:
-        """What the kernel needs to verify a pair."""
+        """Return the kernel's criteria to verify a pair."""
         from puna.stages.curate.minhash.near_duplicates import Criteria
 
         estimate = 0.0
@@ -124,7 +124,7 @@ class MinhashDedupConfig(SignatureConfig):
         )
 
     def least_similarity(self, level: int) -> float:
-        """The threshold for shingles `2 ** level` times as wide, where each edit breaks as many times more of them.
+        """Return the threshold for shingles `2 ** level` times as wide, where each edit breaks as many times more of them.
 
         Of equally long documents with a share k of whole shingles, k is the containment and k / (2 - k) the Jaccard similarity.
         """
@@ -133,7 +133,7 @@ class MinhashDedupConfig(SignatureConfig):
         return kept if self.similarity == "containment" else kept / (2 - kept)
 
     def least_distinct(self, level: int) -> float:
-        """The share of distinct shingles below which texts could be as similar as the threshold by chance.
+        """Return the share of distinct shingles below which texts could be as similar as the threshold by chance.
 
         n words drawn at random show a share p = 1 - exp(-n / k) of the k shingles there are: two such texts have the containment
         p and the similarity p / (2 - p), and a share p / (n / k) = p / -log(1 - p) of their shingles is distinct.

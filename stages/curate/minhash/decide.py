@@ -31,11 +31,11 @@ class Found(NamedTuple):
 
     @classmethod
     def none(cls) -> Found:
-        """Where nothing goes."""
+        """Return the decision that removes nothing."""
         return cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64), 0)
 
     def of_rows(self, rows: NDArray[np.int64]) -> Found:
-        """The same, where the rows so far are places among `rows`; in the order of these."""
+        """Return the same, where the rows so far are places among `rows`; in the order of these."""
         order = np.argsort(rows[self.removed])
         removed, kept = rows[self.removed[order]], rows[self.kept[order]]
         return Found(removed, kept, self.similarity[order], self.new_words[order], self.saved)
@@ -59,8 +59,8 @@ def preference(
 
 
 def together(component: NDArray[np.int64], *order: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The documents that share their component with another one, by component and then by `order` (as for lexsort), and the bounds of
-    the components among them."""
+    """Return the documents that share their component with another one, by component and then by `order` (as for lexsort), and the
+    bounds of the components among them."""
     members = np.flatnonzero(np.bincount(component, minlength=len(component))[component] > 1)
     members = members[np.lexsort((*(key[members] for key in order), component[members]))]
     return members, _bounds(component[members])
@@ -71,7 +71,7 @@ def _bounds(component: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> NDArray[np.int64]:
-    """Bands with equal keys as numbers, counted from 0 over all bands, int64[M, B]."""
+    """Return bands with equal keys as numbers, counted from 0 over all bands, int64[M, B]."""
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
     keys = band_keys(signatures, config.bands, config.rows)
@@ -89,9 +89,8 @@ def decided(
     config: MinhashDedupConfig,
     shingles: Callable[[NDArray[np.int64]], tuple[NDArray[np.uint64], NDArray[np.int64]]],
 ) -> Found:
-    """Which members of some whole components go, by their places: FACTS[M] and signatures [M, P] by component and then by preference;
-    `bounds` of the components. Only those whose signatures are near another one's need their `shingles`: of some places the
-    hashes, and where those of each begin.
+    """Return the removed members of whole components, by their places: FACTS[M] and signatures [M, P] by component and then by
+    preference; `bounds` of the components. Only members with similar signatures need their `shingles`.
 
     Without verification every component shrinks to its preferred member, and the signatures tell how similar they are.
     """
@@ -116,7 +115,7 @@ def decided(
 
 
 def flat(pieces: list[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Shingles one after another, and where each piece begins."""
+    """Return shingles one after another, and where each piece begins."""
     ends = np.cumsum([0, *map(len, pieces)])
     return np.concatenate([np.zeros(0, np.uint64), *pieces]), ends[:-1].astype(np.int64)
 
@@ -129,7 +128,7 @@ def candidates(
     config: MinhashDedupConfig,
     device: Device,
 ) -> pa.Table:
-    """Documents that share a band with another one, as rows of an exchange by component: FACTS, signatures and shingles as bytes."""
+    """Return documents that share a band with another one, as rows of an exchange by component: FACTS, signatures and shingles as bytes."""
     found = shingled(table["text"], config)
     values, _ = signed(found, config, device)
     shingles = [None, pa.py_buffer(8 * found.offsets.astype(np.int64)), pa.py_buffer(found.hashes)]
@@ -155,7 +154,7 @@ class Candidates(NamedTuple):
 
     @classmethod
     def read(cls, table: pa.Table, config: MinhashDedupConfig) -> Candidates:
-        """Those of some whole components."""
+        """Return the candidates of some whole components."""
         table = table.combine_chunks()
         narrow = table.schema.field("signature").type.byte_width == 4 * config.bands * config.rows
         facts, values = _array(table["facts"], FACTS), _array(table["signature"], np.dtype(np.uint32 if narrow else np.uint64))
@@ -168,19 +167,19 @@ class Candidates(NamedTuple):
         return cls(table["id"].take(pa.array(order)), facts[order], signatures, _bounds(component[order]), hashes, start[order])
 
     def decided(self, config: MinhashDedupConfig) -> Found:
-        """What happens to them, by their places."""
+        """Return the decision on the candidates, by their places."""
         return decided(self.facts, self.signatures, self.bounds, config, lambda places: (self.hashes, self.start[places]))
 
 
 def _binary(array: NDArray[Any]) -> pa.Array:
-    """Each row of an array as its bytes."""
+    """Return each row of an array as its bytes."""
     data = np.ascontiguousarray(array)
     width = data.nbytes // max(1, len(data))
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(data), [None, pa.py_buffer(data)])
 
 
 def _array(column: pa.ChunkedArray, kind: np.dtype[Any]) -> NDArray[Any]:
-    """The bytes of all rows one after another, as an array of its own: loops are compiled for those that can be written."""
+    """Return the bytes of all rows one after another, as an array of its own: loops are compiled for those that can be written."""
     found = [np.zeros(0, kind)]
     for chunk in column.chunks:
         data, size = chunk.buffers()[-1], kind.itemsize
@@ -196,7 +195,7 @@ def _array(column: pa.ChunkedArray, kind: np.dtype[Any]) -> NDArray[Any]:
 
 
 def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: MinhashDedupConfig | None = None) -> Found:
-    """The near-duplicates among some texts in memory, as `minhash_dedup` finds them; the longest survive, then the first.
+    """Return the near-duplicates among some texts in memory, as `minhash_dedup` finds them; the longest survive, then the first.
 
     Rows are positions in `texts`. Takes about twice the texts' size; the stage takes any size.
     """
@@ -208,7 +207,7 @@ def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: Minha
 
 
 def at_once(table: pa.Table, signals: Artifact | None, config: MinhashDedupConfig, device: Device = "cpu") -> tuple[Found, int]:
-    """The near-duplicates among documents in memory, and the number of candidates."""
+    """Return the near-duplicates among documents in memory, and the number of candidates."""
     from puna.stages.curate.minhash.near_duplicates import components
 
     slices = [table.slice(at, BLOCK_DOCUMENTS) for at in range(0, len(table), BLOCK_DOCUMENTS)]
@@ -228,6 +227,6 @@ def at_once(table: pa.Table, signals: Artifact | None, config: MinhashDedupConfi
 
 
 def _slice(blocks: list[Shingles], row: int) -> NDArray[np.uint64]:
-    """The shingles of a document, from the block that holds it."""
+    """Return the shingles of a document, from the block that holds it."""
     block, place = blocks[row // BLOCK_DOCUMENTS], row % BLOCK_DOCUMENTS
     return block.hashes[block.offsets[place] : block.offsets[place + 1]]

@@ -26,7 +26,7 @@ INDEX = "index"
 
 
 def write_index(folder: Path, sketches: list[str], config: MinhashDedupConfig) -> None:
-    """In a worker: write the index of the documents of which the sketches are, within bounded memory but for the keys."""
+    """Write the index of sketched documents, within bounded memory but for the keys."""
 
     def of(name: str) -> list[NDArray[Any]]:
         return [np.load(f"{begin}-{name}.npy", mmap_mode="r") for begin in sketches]
@@ -67,7 +67,7 @@ class Index(NamedTuple):
 
     @classmethod
     def open(cls, folder: Path) -> Index:
-        """The index in a folder."""
+        """Return the index in a folder."""
         # As plain arrays over the mapped files: numpy's own class for them makes each small slice dear.
         names = ("facts", "signatures", "keys", "rows")
         facts, signatures, keys, rows = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names)
@@ -75,17 +75,17 @@ class Index(NamedTuple):
 
     @classmethod
     def of(cls, artifact: Artifact) -> Index:
-        """The index that an artifact holds; PunaError where it has none."""
+        """Return the index that an artifact holds; PunaError where it has none."""
         if f"{INDEX}/facts.npy" not in artifact.manifest.files:
             raise PunaError(f"{artifact.id} holds no index: make it with minhash_dedup.keep_index=true")
         return cls.open(artifact.path(INDEX))
 
     def ids(self) -> NDArray[np.bytes_]:
-        """The ids of all documents, in order."""
+        """Return the ids of all documents, in order."""
         return np.asarray(np.load(self.folder / "ids.npy", mmap_mode="r"))
 
     def sharing(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Rows of the documents that share a band with one of the given documents [M, B]."""
+        """Return rows of the documents that share a band with one of the given documents [M, B]."""
         found = [np.zeros(0, np.int64)]
         for own, rows, wanted in zip(self.keys, self.rows, keys.T, strict=True):
             low, high = np.searchsorted(own, wanted, side="left"), np.searchsorted(own, wanted, side="right")
@@ -94,7 +94,7 @@ class Index(NamedTuple):
         return np.unique(np.concatenate(found))
 
     def shingles(self, rows: NDArray[np.int64], config: MinhashDedupConfig) -> Shingles:
-        """The shingles of some documents, from their stored texts."""
+        """Return the shingles of some documents, from their stored texts."""
         from puna.kernels.text.shingles import words_of
 
         codec = pa.Codec("zstd")
@@ -109,12 +109,12 @@ class Index(NamedTuple):
 
 
 def indexed(documents: Artifact) -> bool:
-    """Whether documents have an index with them."""
+    """True if documents have an index with them."""
     return f"{INDEX}/facts.npy" in documents.manifest.files
 
 
 def configuration(documents: Artifact) -> MinhashDedupConfig:
-    """Of the `minhash_dedup` that made an index, or that the `minhash_update` which did continues."""
+    """Return the configuration of the `minhash_dedup` that made an index, or that its `minhash_update` continues."""
     made = documents
     if made.manifest.stage == "minhash_update":
         first = next(record for record in made.manifest.inputs if record.name == "previous")

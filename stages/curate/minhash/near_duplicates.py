@@ -19,7 +19,7 @@ GROWTH = 1.25
 
 
 def band_keys(signatures_DP: NDArray[Any], bands: int, rows: int) -> U64:
-    """One 64-bit key per document and band of `rows` signature values, [D, B]; equal rows have equal keys."""
+    """Return one 64-bit key per document and band of `rows` signature values, [D, B]; equal rows have equal keys."""
     used = np.ascontiguousarray(signatures_DP[:, : bands * rows])
     data = used.view(np.uint8).reshape(-1)
     step = rows * used.dtype.itemsize
@@ -28,7 +28,7 @@ def band_keys(signatures_DP: NDArray[Any], bands: int, rows: int) -> U64:
 
 
 def edges(keys_D: U64) -> I64:
-    """Neighbours among the rows that share a band's key, int64[E, 2]: each row with the next larger one of its key."""
+    """Return neighbours among the rows that share a band's key, int64[E, 2]: each row with the next larger one of its key."""
     order = np.argsort(keys_D)
     ranked = keys_D[order]
     equal = ranked[1:] == ranked[:-1]
@@ -49,13 +49,13 @@ def unite(parent_D: I64, edges_E2: I64) -> None:
 
 
 def roots(parent_D: I64) -> I64:
-    """The smallest row of each row's component, [D]."""
+    """Return the smallest row of each row's component, [D]."""
     _flatten(parent_D)
     return parent_D
 
 
 def components(keys_DB: U64) -> I64:
-    """Connected components of documents that share a band's key: for each document the smallest row of its component, [D]."""
+    """Return connected components of documents that share a band's key: for each document the smallest row of its component, [D]."""
     parent = np.arange(len(keys_DB), dtype=np.int64)
     for b in range(keys_DB.shape[1]):
         unite(parent, edges(keys_DB[:, b]))
@@ -91,7 +91,7 @@ def _flatten(parent_D: Any) -> None:
 
 @njit(cache=True, nogil=True)
 def distinct(sequence_S: Any) -> Any:
-    """The values of an array, sorted and without repetitions."""
+    """Return the values of an array, sorted and without repetitions."""
     if len(sequence_S) == 0:
         return sequence_S.copy()
     ranked = np.sort(sequence_S)
@@ -104,7 +104,7 @@ def distinct(sequence_S: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def common(left_S: Any, right_S: Any) -> Any:
-    """How many values two sorted arrays without repetitions share."""
+    """Return the number of values that two sorted arrays without repetitions share."""
     i = j = found = 0
     while i < len(left_S) and j < len(right_S):
         a, b = left_S[i], right_S[j]
@@ -132,7 +132,7 @@ class Sets(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def empty_sets(start_M: Any, count_M: Any) -> Any:
-    """`Sets` of members with so many shingles, none of them made."""
+    """Return `Sets` of members with so many shingles, none of them made."""
     first = np.zeros(len(count_M) + 1, dtype=np.int64)
     shingles = 0
     for m in range(len(count_M)):
@@ -166,7 +166,7 @@ def make_set(sets: Any, m: Any, sequence_S: Any) -> None:
 
 @njit(cache=True, nogil=True)
 def shared(sets: Any, m: Any, k: Any) -> Any:
-    """How many shingles the sets of two members share."""
+    """Return the number of shingles that the sets of two members share."""
     slots = sets.slots[sets.first_M1[k] : sets.first_M1[k + 1]]
     values = sets.values[sets.start_M[k] : sets.start_M[k] + sets.sizes[k]]
     found, mask = 0, np.uint64(len(slots) - 1)
@@ -180,7 +180,7 @@ def shared(sets: Any, m: Any, k: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def longest_absent_run(sequence_S: Any, sets: Any, k: Any) -> Any:
-    """Length of the longest run of values of `sequence_S` that are not in the set of member k."""
+    """Return length of the longest run of values of `sequence_S` that are not in the set of member k."""
     slots = sets.slots[sets.first_M1[k] : sets.first_M1[k + 1]]
     values = sets.values[sets.start_M[k] : sets.start_M[k] + sets.sizes[k]]
     longest, run, mask = 0, 0, np.uint64(len(slots) - 1)
@@ -197,7 +197,7 @@ def longest_absent_run(sequence_S: Any, sets: Any, k: Any) -> Any:
 
 
 class Criteria(NamedTuple):
-    """When a document is verified to be a near-duplicate of another one.
+    """Bounds by which a document is verified as a near-duplicate of another one.
 
     `words` per shingle. `containment`: the shared shingles are counted by those of the removed document, not by those of
     either. `similarity` and `distinct` float64[levels]: per doubling of the shingles' width the least similarity, and the
@@ -225,8 +225,8 @@ class Verdicts(NamedTuple):
 
 
 def near(signatures_MP: NDArray[Any], groups_MB: I64, estimate: float) -> NDArray[np.bool_]:
-    """Whether a member's signature agrees in a share of at least `estimate` with that of another one which shares one of its
-    groups (bands with equal keys, numbered from 0 over all bands), [M]. Only these need their shingles."""
+    """True if a member's signature agrees in a share of at least `estimate` with that of another one which shares one of its groups
+    (bands with equal keys, numbered from 0 over all bands), [M]. Only these need their shingles."""
     return _near(signatures_MP, groups_MB, estimate * signatures_MP.shape[1])  # type: ignore[no-any-return]
 
 
@@ -251,7 +251,7 @@ def _near(signatures_MP: Any, groups_MB: Any, needed: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def _lists(groups_MB: Any) -> Any:
-    """Members of a group as a linked list: the newest one of each group, the one before each member, and who saw a member."""
+    """Return members of a group as a linked list: the newest one of each group, the one before each member, and who saw a member."""
     members, bands = groups_MB.shape
     newest = np.full(groups_MB.max() + 1 if members else 0, -1, dtype=np.int64)
     return newest, np.full((members, bands), -1, dtype=np.int64), np.full(members, -1, dtype=np.int64)
@@ -320,13 +320,13 @@ def _resolve(
 
 @njit(cache=True, nogil=True, inline="always")
 def _similarity(both: Any, own: Any, other: Any, containment: Any) -> Any:
-    """Of sets of `own` and `other` shingles that share `both`."""
+    """Return the similarity of sets of `own` and `other` shingles that share `both`."""
     return both / (own if containment else own + other - both)
 
 
 @njit(cache=True, nogil=True)
 def _same_order(first: Any, own: Any, second: Any, other: Any, width: Any, containment: Any, least: Any, shares: Any) -> Any:
-    """Whether texts with similar sets (of `own` and `other` shingles) are not just the same few words in another order.
+    """True if texts with similar sets (of `own` and `other` shingles) are not just the same few words in another order.
 
     Tables over a small vocabulary share all short runs whatever their order: they must also agree in runs so long that they
     could not by chance.
@@ -344,7 +344,7 @@ def _same_order(first: Any, own: Any, second: Any, other: Any, width: Any, conta
 
 @njit(cache=True, nogil=True)
 def _repetitive(sequence: Any, own: Any, width: Any, share: Any) -> Any:
-    """Fewer than `share` of the shingles are distinct, and longer ones are far more varied: a few words in any order. (A text
+    """Return fewer than `share` of the shingles are distinct, and longer ones are far more varied: a few words in any order. (A text
     that repeats its own passages has hardly more distinct long shingles than short ones.)"""
     if own >= share * len(sequence) or len(sequence) <= width:
         return False

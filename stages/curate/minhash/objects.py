@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def signatures(values: NDArray[np.uint64], offsets: NDArray[np.int64], config: MinhashDedupConfig) -> NDArray[Any]:
-    """The signatures [D, P] of documents by the values of their shingles, one `MinHash` each: those of `puna.kernels.minhash`."""
+    """Return the signatures [D, P] of documents by the values of their shingles, one `MinHash` each: those of `puna.kernels.minhash`."""
     rows = [minhash(config, values[a:b].tolist()).hashvalues for a, b in pairwise(offsets)]
     kind = np.uint32 if config.scheme == "affine32" else np.uint64
     return np.array(rows, kind).reshape(len(rows), config.bands * config.rows)

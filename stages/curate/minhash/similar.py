@@ -1,4 +1,4 @@
-"""Which documents a text resembles: candidates of an index where the documents have one, else all of them; always compared exactly."""
+"""Documents that resemble a text: candidates of an index where the documents have one, else all of them; always compared exactly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Resemblance(NamedTuple):
 
 
 def resembling(text: str, documents: Artifact, least: float = 0.1) -> list[Resemblance]:
-    """The documents of which `similarity` or one of the shares is at least `least`, the most similar first.
+    """Return the documents of which `similarity` or one of the shares is at least `least`, the most similar first.
 
     With an index (`minhash_dedup.keep_index`) only documents that share a band are looked at: those of little similarity may be
     missed, as when deduplicating. PunaError: the text has no words.
@@ -68,7 +68,7 @@ def _by_reading(documents: Artifact, config: MinhashDedupConfig) -> Iterator[tup
 
 
 def described(rows: list[Resemblance], documents: Artifact) -> list[dict[str, Any]]:
-    """The same with `kept`, and address and title where that is so: an index knows removed documents too."""
+    """Return the same with `kept`, and address and title where that is so: an index knows removed documents too."""
     shown = []
     for row in rows:
         here = documents.between(row.id, row.id, columns=["url", "title"]).to_pylist()

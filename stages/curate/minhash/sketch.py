@@ -32,7 +32,7 @@ class Shingles(NamedTuple):
 
 
 def shingled(texts: pa.ChunkedArray, config: MinhashDedupConfig) -> Shingles:
-    """The shingles of a column of texts."""
+    """Return the shingles of a column of texts."""
     from puna.kernels.text.strings import buffers
 
     data, offsets = buffers(texts)
@@ -42,7 +42,7 @@ def shingled(texts: pa.ChunkedArray, config: MinhashDedupConfig) -> Shingles:
 
 
 def of_words(words: Words, config: MinhashDedupConfig) -> Shingles:
-    """The shingles of normal texts."""
+    """Return the shingles of normal texts."""
     from puna.kernels.text.normal_words import shingle_hashes
 
     hashes, where = shingle_hashes(words, config.words)
@@ -51,7 +51,7 @@ def of_words(words: Words, config: MinhashDedupConfig) -> Shingles:
 
 
 def _sha1(words: Words, where: NDArray[np.int64], config: MinhashDedupConfig) -> NDArray[np.uint64]:
-    """The first bytes of each shingle's SHA-1 as a little-endian number: the default hash of datasketch, and datatrove's sha1."""
+    """Return the first bytes of each shingle's SHA-1 as a little-endian number: the default hash of datasketch, and datatrove's sha1."""
     size = 8 if config.scheme in ("affine64", "mersenne") else 4
     found = []
     for text, count in zip(words.texts(), np.diff(where).tolist(), strict=True):
@@ -62,7 +62,7 @@ def _sha1(words: Words, where: NDArray[np.int64], config: MinhashDedupConfig) ->
 
 
 def signed(found: Shingles, config: MinhashDedupConfig, device: Device = "cpu") -> tuple[NDArray[Any], NDArray[np.uint64]]:
-    """Signatures [D, P] and band keys [D, B]."""
+    """Return signatures [D, P] and band keys [D, B]."""
     from puna.kernels.minhash import signatures
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
@@ -83,7 +83,7 @@ FACTS = np.dtype(
 
 
 def facts_of(table: pa.Table, found: Shingles, signals: Artifact | None, config: MinhashDedupConfig) -> NDArray[Any]:
-    """The facts of documents that decide which of several near-duplicates survives, FACTS[n]."""
+    """Return the facts of documents that decide which of several near-duplicates survives, FACTS[n]."""
     facts = np.zeros(len(found.words), FACTS)
     facts["fetched"] = np.asarray(table["fetched_at"].cast(pa.int64()))
     facts["preferred"] = [source in config.prefer_sources for source in table["source"].to_pylist()]
@@ -98,7 +98,7 @@ def facts_of(table: pa.Table, found: Shingles, signals: Artifact | None, config:
 
 
 def sketch(job: tuple[int, Part], signals: Artifact | None, config: MinhashDedupConfig, device: Device, scratch: str) -> str:
-    """In a worker: what an index holds of one part, in files whose common beginning is returned."""
+    """Write the index of one part to files, and return their common prefix."""
     number, part = job
     table = part.read()
     found = shingled(table["text"], config)

@@ -1,4 +1,4 @@
-"""What rules decide about documents, from tables of signals."""
+"""Decisions of rules about documents, from tables of signals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DROPPED = table_schema("dropped").schema
 
 
 def factors_of(languages: pa.Table, table: pa.Table) -> dict[str, NDArray[np.float64]]:
-    """The factors of documents, by their `language` and `script`, from the columns NAME_factor of the table `languages`.
+    """Return the factors of documents, by their `language` and `script`, from the columns NAME_factor of the table `languages`.
 
     A document of a language that is not in the table has the factor 1.
     """
@@ -34,7 +34,7 @@ def factors_of(languages: pa.Table, table: pa.Table) -> dict[str, NDArray[np.flo
 
 
 def fires(rule: Rule, table: pa.Table, sources: pa.ChunkedArray, factors: Factors | None = None) -> NDArray[np.bool_]:
-    """Which documents the rule drops, bool[n]; `table` has its signals, `sources` is each document's source."""
+    """Return a mask of the documents that the rule drops, bool[n]; `table` has its signals, `sources` is each document's source."""
     values = table[rule.drop.signal]
     judged = np.ones(len(sources), np.bool_)
     if rule.kinds:
@@ -63,12 +63,12 @@ def _among(values: pa.ChunkedArray, names: Sequence[str]) -> NDArray[np.bool_]:
 
 
 def numeric(values: pa.ChunkedArray) -> NDArray[np.float64]:
-    """A number column as float64[n], null as NaN."""
+    """Return a number column as float64[n], null as NaN."""
     return np.array(values.cast(pa.float64()).fill_null(math.nan), np.float64)
 
 
 def decide(table: pa.Table, rules: Sequence[Rule | SqlRule], languages: pa.Table | None = None) -> pa.Table:
-    """The dropped documents of `table` (id, source and the rules' signals) as rows of the table `dropped`.
+    """Return the dropped documents of `table` (id, source and the rules' signals) as rows of the table `dropped`.
 
     With `languages` (`table` has `language` and `script` too), thresholds are those of each document's language.
     """
@@ -88,13 +88,13 @@ def decide(table: pa.Table, rules: Sequence[Rule | SqlRule], languages: pa.Table
 
 
 def _by_condition(rule: SqlRule, rows: pa.Table) -> pa.Table:
-    """Rows of `dropped` of the documents that a condition drops."""
+    """Return rows of `dropped` of the documents that a condition drops."""
     made = [sql_row(rule, row["id"], {name: row[name] for name in rule.columns}) for row in rows.to_pylist()]
     return pa.Table.from_pylist(made, schema=DROPPED)
 
 
 def _by_threshold(rule: Rule, rows: pa.Table, factors: Factors, at: NDArray[np.int64]) -> pa.Table:
-    """Rows of `dropped` of the documents that a threshold drops."""
+    """Return rows of `dropped` of the documents that a threshold drops."""
     values, count = rows[rule.drop.signal], rows.num_rows
     if pa.types.is_floating(values.type):
         values = pc.if_else(pc.is_nan(values), None, values)  # NaN stands for what was not measured

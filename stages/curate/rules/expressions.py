@@ -37,7 +37,7 @@ class SqlRule:
 
 
 def parsed(name: str, expression: str) -> SqlRule:
-    """The rule `sql.name` of an expression; PunaError says what is wrong with it."""
+    """Return the rule `sql.name` of an expression; PunaError says what is wrong with it."""
     where = f"select.sql.{name}: {expression!r}"
     with _connection() as connection:
         row = connection.execute("select json_serialize_sql(?)", [f"select ({expression}\n)"]).fetchone()
@@ -63,7 +63,7 @@ def parsed(name: str, expression: str) -> SqlRule:
 
 
 def check_columns(rules: Iterable[SqlRule], kinds: dict[str, pa.DataType | None]) -> None:
-    """PunaError where a rule reads what no input carries, or is no condition on it. `kinds`: signal → type, None where unknown."""
+    """Raise PunaError where a rule reads what no input carries, or is no condition on it. `kinds`: signal → type, None where unknown."""
     for rule in rules:
         for name in rule.signals:
             if name not in kinds:
@@ -82,7 +82,7 @@ def check_columns(rules: Iterable[SqlRule], kinds: dict[str, pa.DataType | None]
 
 
 def sql_fires(rule: SqlRule, table: pa.Table) -> NDArray[np.bool_]:
-    """Which documents the rule drops, bool[n]; where the condition is null, as of a signal that was not measured, it does not."""
+    """Return a mask of the documents that the rule drops, bool[n]; a condition that is null drops none."""
     with _connection() as connection:
         connection.register("documents", table.select(list(rule.columns)))
         try:
@@ -93,7 +93,7 @@ def sql_fires(rule: SqlRule, table: pa.Table) -> NDArray[np.bool_]:
 
 
 def sql_row(rule: SqlRule, identity: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The row of `dropped` of a document: the condition and what it read; `value` where that is one number."""
+    """Return the row of `dropped` of a document: the condition and what it read; `value` where that is one number."""
     numbers = [values[name] for name in rule.signals if isinstance(values[name], int | float)]
     shown = ", ".join(f"{name} = {values[name]}" for name in rule.columns)
     value = float(numbers[0]) if len(rule.columns) == len(numbers) == 1 else None
@@ -105,7 +105,7 @@ def _connection() -> duckdb.DuckDBPyConnection:
 
 
 def _nodes(value: Any) -> Iterator[dict[str, Any]]:
-    """All nodes of a syntax tree."""
+    """Yield all nodes of a syntax tree."""
     if isinstance(value, dict):
         yield value
         value = list(value.values())
@@ -115,7 +115,7 @@ def _nodes(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_function(connection: duckdb.DuckDBPyConnection, name: str, where: str) -> None:
-    """PunaError where a function does not exist, is of several rows, or does not give the same value each time."""
+    """Raise PunaError where a function does not exist, is of several rows, or does not give the same value each time."""
     found = connection.execute("select function_type, stability from duckdb_functions() where function_name = ?", [name]).fetchall()
     if not found:
         raise PunaError(f"{where}: there is no function {name}")

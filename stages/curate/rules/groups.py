@@ -329,7 +329,7 @@ class CodeReasoningRules(WebRules):
 
     @property
     def kinds(self) -> tuple[DocumentKind, ...]:
-        """What makes a document such a page."""
+        """Bounds that make a document such a page."""
         bounds = (("code_lines", self.min_code_lines), ("code_score", self.min_code), ("reasoning_score", self.min_reasoning))
         return tuple(DocumentKind(signal, minimum) for signal, minimum in bounds if minimum is not None)
 
@@ -369,7 +369,7 @@ class LineRules(StageConfig):
 
 
 def active_rules(config: StageConfig) -> Iterator[Rule]:
-    """The rules of a configuration whose fields are rule groups, in declared order; those that are off left out."""
+    """Yield the rules of a configuration whose fields are rule groups, in declared order; those that are off left out."""
     groups = {name: group for name in type(config).model_fields if isinstance(group := getattr(config, name), RuleGroup)}
     groups |= getattr(config, "groups", {})
     apart = next((group for group in groups.values() if isinstance(group, CodeReasoningRules)), None)
@@ -385,7 +385,7 @@ def active_rules(config: StageConfig) -> Iterator[Rule]:
 
 
 def check_signals(rules: list[Rule], carried: dict[str, str]) -> None:
-    """PunaError where a rule reads a signal that no input carries. `carried`: signal → artifact."""
+    """Raise PunaError where a rule reads a signal that no input carries. `carried`: signal → artifact."""
     for rule in rules:
         for signal in rule.signals:
             if signal not in carried:

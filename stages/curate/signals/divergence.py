@@ -1,4 +1,4 @@
-"""How far a document's words are from the corpus's: Kullback-Leibler divergence (Llama 3, section 3.1.1).
+"""Kullback-Leibler divergence of a document's words from the corpus's (Llama 3, section 3.1.1).
 
 Words are counted in lower case, numbers alike, hashed into `BINS` bins: counts of any corpus add up, in any order
 and within fixed memory. A document is compared with the rest of the corpus, without itself: a long document of
@@ -35,7 +35,7 @@ class Corpus:
 
     @classmethod
     def of(cls, counts: NDArray[np.int64]) -> Corpus:
-        """From the counts of every bin."""
+        """Return the corpus with these counts of every bin."""
         singletons = max(int((counts == 1).sum()), 1)
         return cls(counts, int(counts.sum()), singletons / BINS)
 
@@ -48,7 +48,7 @@ class Corpus:
         *,
         inside: bool = True,
     ) -> NDArray[np.float64]:
-        """KL(document || rest of the corpus) in nats of the documents `rows`, float64[len(rows)]; 0 without words.
+        """Return KL(document || rest of the corpus) in nats of the documents `rows`, float64[len(rows)]; 0 without words.
 
         Document d has `counts[i]` words in bin `bins[i]` for i in offsets[d] .. offsets[d + 1]. `inside`: the documents
         are the corpus's own.
@@ -79,7 +79,7 @@ class Corpus:
 def _counted(
     places: NDArray[np.int64], ends: NDArray[np.int64], firsts: NDArray[np.int64], shift: int
 ) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-    """The bins in which some sorted `places` in the corpus lie, and how many lie in each; bin i ends before the place `ends[i]`.
+    """Return the bins in which some sorted `places` in the corpus lie, and how many lie in each; bin i ends before the place `ends[i]`.
 
     `firsts`: the bin of every 2^shift-th place, from which the next ones are few steps away.
     """
@@ -122,5 +122,5 @@ def _divergences(
 
 
 def expected_at(words: NDArray[np.int64], expected: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The expectation for texts of `words` words: linear in the logarithm of the length, flat outside."""
+    """Return the expectation for texts of `words` words: linear in the logarithm of the length, flat outside."""
     return np.interp(np.log(np.maximum(words, 1)), np.log(LENGTHS), expected)

@@ -15,7 +15,7 @@ CONTINUATIONS[[ord(c) for c in bytes(range(0x80, 0xA0)).decode("cp1252", "ignore
 
 @njit(cache=True, borrows=True)
 def misread_characters(codes: NDArray[np.uint32]) -> int:
-    """Characters in sequences that are one character's UTF-8 bytes, each read as a character of cp1252."""
+    """Return characters in sequences that are one character's UTF-8 bytes, each read as a character of cp1252."""
     found, at, total = 0, 0, len(codes)
     while at < total:
         code = codes[at]

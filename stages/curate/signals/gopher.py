@@ -16,7 +16,7 @@ GAP = np.uint64(0x20) + ONE  # the space between the words of an n-gram
 
 @njit(cache=True, borrows=True)
 def character_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[int, int, int, int, int]:
-    """Numbers of `#`, of ellipses, of newlines, of letters and digits, and the longest line's length."""
+    """Return numbers of `#`, of ellipses, of newlines, of letters and digits, and the longest line's length."""
     hashes, ellipses, newlines, alphanumeric, longest, start, dots, dot = 0, 0, 0, 0, 0, 0, 0, -2
     for at in range(len(codes)):
         code = codes[at]
@@ -47,7 +47,7 @@ def word_numbers(
     stop: NDArray[np.int32],
     word_flags: NDArray[np.uint8],
 ) -> tuple[int, float, float]:
-    """Non-symbol words, their mean length, share of words with a letter (0 for a text without words).
+    """Return non-symbol words, their mean length, share of words with a letter (0 for a text without words).
 
     The mean length is NaN where most words are of a script written without spaces, of which English's bounds say nothing.
     """
@@ -65,7 +65,7 @@ def word_numbers(
 
 @njit(cache=True, borrows=True)
 def line_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[float, float]:
-    """Share of lines (as str.splitlines cuts them) that start with a bullet, and that end with an ellipsis."""
+    """Return share of lines (as str.splitlines cuts them) that start with a bullet, and that end with an ellipsis."""
     lines, bullets, ellipses = 0, 0, 0
     at, total = 0, len(codes)
     while at < total:
@@ -101,8 +101,8 @@ def duplicate_pieces(
     newlines: int,
     keys: NDArray[np.uint64],
 ) -> tuple[int, int, int, int]:
-    """Pieces of first..last between runs of at least `newlines` newlines: how many, how many were seen before, their
-    characters, and those of pieces that are not white space alone.
+    """Return pieces of first..last between runs of at least `newlines` newlines: how many, how many were seen before, their characters,
+    and those of pieces that are not white space alone.
 
     `hashes`, `power`: see `words.prefix_hashes`; `keys`: an empty table.
     """
@@ -134,7 +134,7 @@ def duplicate_pieces(
 
 @njit(cache=True, borrows=True)
 def stripped(codes: NDArray[np.uint32], flags: NDArray[np.uint16], first: int, last: int) -> tuple[int, int]:
-    """The range first..last without white space at its ends."""
+    """Return the range first..last without white space at its ends."""
     while first < last and flags[codes[first]] & SPACE:
         first += 1
     while last > first and flags[codes[last - 1]] & SPACE:
@@ -152,7 +152,7 @@ def chain(
     spaced: NDArray[np.uint64],
     length: NDArray[np.int64],
 ) -> None:
-    """Hashes of the beginnings of the text as words: next to each other, and each after a space; and their lengths.
+    """Write hashes of the beginnings of the text as words, next to each other and each after a space, and their lengths.
 
     All of one element more than words; with them the hash of any n-gram takes one multiplication.
     """
@@ -167,7 +167,7 @@ def chain(
 def gram_keys(
     chained: NDArray[np.uint64], length: NDArray[np.int64], power: NDArray[np.uint64], n: int, spaces: int, keys: NDArray[np.uint64]
 ) -> int:
-    """Write the hash of each n-gram to `keys`, of words with `spaces` spaces in it that the hash knows; how many there are.
+    """Write the hash of each n-gram to `keys`, of words with `spaces` spaces in it that the hash knows; return their number.
 
     `chained`, `length`: see `chain`.
     """
@@ -207,7 +207,8 @@ def top_gram_characters(
 
 @njit(cache=True, borrows=True)
 def duplicate_gram_characters(keys: NDArray[np.uint64], grams: int, length: NDArray[np.int64], n: int, slots: NDArray[np.int32]) -> int:
-    """Characters of n-grams that were seen before; a hit goes on after the n-gram. `keys`: see `gram_keys`; `slots`: room for a table."""
+    """Return characters of n-grams that were seen before; a hit goes on after the n-gram. `keys`: see `gram_keys`; `slots`: room for a
+    table."""
     bits = emptied(slots, grams)
     characters, i = 0, 0
     while i < grams:

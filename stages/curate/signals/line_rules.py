@@ -30,7 +30,7 @@ PHRASES = {
 
 
 def packed_phrases(phrases: tuple[str, ...]) -> NDArray[np.uint32]:
-    """Phrases as one array of code points, each ended by a 0."""
+    """Return phrases as one array of code points, each ended by a 0."""
     return np.array([ord(c) for phrase in phrases for c in phrase + "\0"], np.uint32)
 
 
@@ -50,7 +50,7 @@ for _phrase in PHRASES:
 
 @njit(cache=True, borrows=True)
 def starts_with(codes: NDArray[np.uint32], lower: NDArray[np.uint32], at: int, stop: int, phrase: NDArray[np.uint32], first: int) -> int:
-    """Length of the 0-ended `phrase[first:]` where codes[at:stop] begins with it but for case, else 0."""
+    """Return length of the 0-ended `phrase[first:]` where codes[at:stop] begins with it but for case, else 0."""
     k = 0
     while phrase[first + k] != 0:
         if at + k >= stop or lower[codes[at + k]] != phrase[first + k]:
@@ -61,7 +61,7 @@ def starts_with(codes: NDArray[np.uint32], lower: NDArray[np.uint32], at: int, s
 
 @njit(cache=True, borrows=True)
 def phrase_kinds(codes: NDArray[np.uint32], lower: NDArray[np.uint32], a: int, b: int) -> int:
-    """Which kinds of C4's phrases a..b contains, as bits."""
+    """Return the kinds of C4's phrases that a..b contains, as bits."""
     found, at, last = 0, a + WINDOW - 1, np.uint32(ASCII - 1)  # which is no letter of a phrase
     while at < b:
         step = int(STEPS[min(lower[codes[at - 1]], last) * ASCII + min(lower[codes[at]], last)])
@@ -75,7 +75,7 @@ def phrase_kinds(codes: NDArray[np.uint32], lower: NDArray[np.uint32], a: int, b
 
 @njit(cache=True, borrows=True)
 def _citation_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], at: int, stop: int) -> int:
-    """End of the citation mark (`[12]`, `[]`, `[edit]`, `[citation needed]`) that starts at `at`, or `at`."""
+    """Return end of the citation mark (`[12]`, `[]`, `[edit]`, `[citation needed]`) that starts at `at`, or `at`."""
     k = at + 1
     while k < stop and flags[codes[k]] & DECIMAL:
         k += 1
@@ -124,7 +124,7 @@ def sentences(
     a: int,
     b: int,
 ) -> int:
-    """Sentences of the line a..b, whose words are first..last.
+    """Return sentences of the line a..b, whose words are first..last.
 
     A sentence begins with the first word after a full stop (or its like) that is no punctuation. White space other
     than a single blank is a word.
@@ -214,7 +214,7 @@ def c4_numbers(
 
 @njit(cache=True, borrows=True)
 def _ends_sentence(text: NDArray[np.uint32]) -> bool:
-    """Whether a line ends in `.`, `?`, `!`, `"` or `'` but not in an ellipsis."""
+    """True if a line ends in `.`, `?`, `!`, `"` or `'` but not in an ellipsis."""
     size = len(text)
     if size == 0:
         return False
@@ -265,7 +265,7 @@ class PlainWords(NamedTuple):
 def plain_words(
     codes: NDArray[np.uint32], start: NDArray[np.int32], folded: NDArray[np.uint64], word_flags: NDArray[np.uint8], plain: PlainWords
 ) -> int:
-    """Write those of a text's words that are no symbols to `plain`; how many there are."""
+    """Write those of a text's words that are no symbols to `plain`; return their number."""
     count, line, at = 0, 0, 0
     for word in range(len(start)):
         while at < start[word]:
@@ -288,7 +288,7 @@ def ngram_coverage(
     words: NDArray[np.int32],
     covered: NDArray[np.int32],
 ) -> None:
-    """Per line (split at newlines): write non-symbol words, and how many of them lie in an n-gram seen earlier.
+    """Write for each line (split at newlines) its non-symbol words, and those of them in an n-gram seen earlier.
 
     N-grams are of the `count` non-symbol words, in lower case and with every number alike, and run across lines. One with
     letters in fewer than half of its words does not count: tables of numbers are not repetition. `keys`, `slots`: room for hashes

@@ -114,7 +114,7 @@ class Space(NamedTuple):
 
 
 def _space(characters: int) -> Space:
-    """Room for documents of at most `characters` characters."""
+    """Return room for documents of at most `characters` characters."""
     size = characters + 2
     table = size_for(size)
     names = Space._fields[:-1]
@@ -159,13 +159,13 @@ ANY_LIST, NO_LIST = -1, -2
 
 
 def own_words(lists: list[tuple[str, ...]], of: list[int]) -> OwnWords:
-    """The lists of some languages, folded, and each document's list."""
+    """Return the lists of some languages, folded, and each document's list."""
     return OwnWords(*_salted(tuple(lists)), np.array(of, np.int64))
 
 
 @lru_cache(maxsize=2)
 def _salted(lists: tuple[tuple[str, ...], ...]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """`OwnWords.keys` and `salts`; all parts of a corpus have one."""
+    """Return `OwnWords.keys` and `salts`; all parts of a corpus have one."""
     salts = np.array([mix(np.uint64(number)) for number in range(1, len(lists) + 1)], np.uint64)
     try:
         keys = [value ^ salt for words, salt in zip(lists, salts, strict=True) for value in folded_hashes(list(words))]
@@ -175,7 +175,7 @@ def _salted(lists: tuple[tuple[str, ...], ...]) -> tuple[NDArray[np.uint64], NDA
 
 
 def measure(texts: pa.Array | pa.ChunkedArray, coverage_n: int, line_coverage: float, own: OwnWords | None = None) -> Measurements:
-    """All numbers of the documents but the divergence, which needs the whole corpus.
+    """Return all signals of the documents but the divergence, which needs the whole corpus.
 
     Lines are reported where at least the share `line_coverage` of their words lies in n-grams of `coverage_n` words
     seen earlier. `own`: the stop words of each document's language.
@@ -262,7 +262,7 @@ def _measure(
 
 @njit(cache=True)
 def _stop_words(about: Vocabulary, hashes: NDArray[np.uint64]) -> tuple[int, int]:
-    """Distinct stop words of English, and of the language with most."""
+    """Return distinct stop words of English, and of the language with most."""
     seen = np.zeros(len(about.stop_keys), np.bool_)
     languages = np.zeros(64, np.int64)
     for value in hashes:
@@ -280,7 +280,7 @@ def _stop_words(about: Vocabulary, hashes: NDArray[np.uint64]) -> tuple[int, int
 
 @njit(cache=True)
 def _own_stop_words(own: OwnWords, salt: np.uint64, folded: NDArray[np.uint64], space: NDArray[np.uint64]) -> tuple[int, int]:
-    """Distinct stop words of one language, and how often they occur together."""
+    """Return distinct stop words of one language, and how often they occur together."""
     seen = cleared(space, len(folded))
     found, occurrences = 0, 0
     for value in folded:
@@ -362,7 +362,7 @@ def _count_bins(
 
 
 def check_against_definitions(found: Measurements, texts: pa.ChunkedArray, documents: int = 3) -> None:
-    """PunaError where a signal that may be null for all documents is, although its definition gives the first ones a value."""
+    """Raise PunaError where a signal that may be null for all documents is, although its definition gives the first ones a value."""
     for name in NAMES:
         made = SIGNALS[name]
         if made.optional and made.definition and np.isnan(found.values[name]).all():

@@ -29,7 +29,7 @@ class Phrases(NamedTuple):
 
 @lru_cache(maxsize=1)
 def listed_phrases() -> Phrases:
-    """Those of `notices.txt`."""
+    """Return the phrases of `notices.txt`."""
     found: dict[int, int] = {}
     begins = set()
     for kind, *words in entries("notices.txt"):
@@ -47,8 +47,8 @@ def listed_phrases() -> Phrases:
 
 @njit(cache=True)
 def notice_numbers(words: NDArray[np.uint64], of_line: NDArray[np.int32], listed: Phrases) -> tuple[float, float]:
-    """`legal_phrase_ratio` and `notice_ratio` of a text whose non-symbol words and their lines are given: phrases run across signs and
-    lines."""
+    """Return `legal_phrase_ratio` and `notice_ratio` of a text whose non-symbol words and their lines are given: phrases run across
+    signs and lines."""
     count = len(words)
     seen = np.zeros(len(listed.keys), np.bool_)
     different, spoken, legal, legal_to, noticed_to = 0, 0, 0, 0, 0

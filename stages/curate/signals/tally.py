@@ -29,7 +29,7 @@ class Tally:
             self.waiting = 0
 
     def dense(self) -> NDArray[np.int64]:
-        """Counts of all bins, int64[BINS]."""
+        """Return counts of all bins, int64[BINS]."""
         total = np.zeros(BINS, np.int64)
         for bins, counts in self.pieces:
             total[bins] += counts

@@ -25,14 +25,14 @@ IN_A_ROW = 16
 
 
 class Budget(NamedTuple):
-    """What a definition may take for one document: seconds of the clock, and MiB beyond what its process has when it starts."""
+    """Budget of a definition for one document: seconds of the clock, and MiB beyond the memory of its process at its start."""
 
     seconds: float
     memory_mb: int
 
 
 def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget: Budget) -> pa.Table:
-    """`table` with a column for each signal, of the documents in the same order, and the column `FAILED`.
+    """Return `table` with a column for each signal, of the documents in the same order, and the column `FAILED`.
 
     A definition that raises an exception or exceeds its budget leaves the value null. PunaError where one gives a value of another
     type than it declares, or is too slow for `IN_A_ROW` documents one after another: that is wrong for all documents.
@@ -47,7 +47,7 @@ def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget
 
 
 def _answers(made: Signal, rows: Iterator[tuple[Any, ...]], budget: Budget) -> Iterator[dict[str, Any]]:
-    """What became of each document: a value, or why there is none."""
+    """Yield each document's value, or the reason why it has none."""
     code = base64.b64encode(cloudpickle.dumps(made.definition)).decode()
     broken = 0
     for row in rows:
@@ -60,12 +60,12 @@ def _answers(made: Signal, rows: Iterator[tuple[Any, ...]], budget: Budget) -> I
 
 @lru_cache(maxsize=1)
 def process() -> Apart:
-    """The one that measures for this process."""
+    """Return the one that measures for this process."""
     return Apart(measured)
 
 
 def measured(job: dict[str, Any]) -> dict[str, Any]:
-    """In that process: the value of one document; or why there is none."""
+    """Return the value of one document, or the reason why it has none."""
     try:
         value = _definition(job["definition"])(*job["row"])
     except Exception as error:  # noqa: BLE001 - a definition may fail in any way, and the other documents go on
@@ -95,14 +95,14 @@ def _value(made: Signal, answer: dict[str, Any], failed: list[str]) -> float | i
 
 
 def failed_in(table: pa.Table) -> list[tuple[str, str, str]]:
-    """Signal, document and what went wrong, for every value of a measured part that a definition failed to give."""
+    """Return signal, document and what went wrong, for every value of a measured part that a definition failed to give."""
     table = table.filter(pc.greater(pc.list_value_length(table[FAILED]), 0))
     rows = zip(table["id"].to_pylist(), table[FAILED].to_pylist(), strict=True)
     return [(*failure.split("\t", 1)[:1], identity, failure.split("\t", 1)[1]) for identity, failures in rows for failure in failures]
 
 
 class Failures:
-    """What the definitions failed to give: how often each did, and the first time."""
+    """Failures of definitions: the count of each, and the first time."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -115,7 +115,7 @@ class Failures:
             self.first.setdefault(name, f"document {identity}: {said}")
 
     def check(self, documents: int) -> None:
-        """PunaError where a definition failed for every document: it is the definition that is wrong."""
+        """Raise PunaError where a definition failed for every document: it is the definition that is wrong."""
         for name, count in self.counts.items():
             if count == documents:
                 raise PunaError(f"signal {name}: its definition failed for all {count} documents; {self.first[name]}")

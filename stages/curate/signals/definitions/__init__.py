@@ -1,4 +1,4 @@
-"""What every heuristic signal is, in plain Python: one function each, which the compiled measurement must equal.
+"""Definitions of all heuristic signals in plain Python: one function each, which the compiled measurement must equal.
 
 Words are those of `puna.kernels.text.words`. Importing this package declares the signals.
 """

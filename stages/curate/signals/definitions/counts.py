@@ -11,7 +11,7 @@ COVERAGE_N = 5
 
 
 def folded(word: str) -> str:
-    """A word in lower case, with every number alike."""
+    """Return a word in lower case, with every number alike."""
     return re.sub(r"\d+", "0", word.lower())
 
 
@@ -22,7 +22,7 @@ def ngram_coverage(text: str) -> float:
 
 
 def coverage(text: str, n: int) -> float:
-    """Share of the words inside n-grams seen earlier; one with letters in fewer than half of its words does not count."""
+    """Return share of the words inside n-grams seen earlier; one with letters in fewer than half of its words does not count."""
     words = plain_words(text)
     seen: set[tuple[str, ...]] = set()
     covered: set[int] = set()

@@ -104,7 +104,7 @@ def duplicate_paragraph_character_fraction(text: str) -> float:
 
 
 def top_gram(text: str, n: int) -> float:
-    """Characters of the most frequent n-gram times its count; what occurs once is no repetition."""
+    """Return characters of the most frequent n-gram times its count; what occurs once is no repetition."""
     found = words_of(text)
     grams = Counter(" ".join(found[i : i + n]) for i in range(len(found) - n + 1))
     gram, count = max(grams.items(), key=lambda pair: pair[1], default=("", 0))  # the first of equally frequent ones
@@ -112,7 +112,7 @@ def top_gram(text: str, n: int) -> float:
 
 
 def duplicate_gram(text: str, n: int) -> float:
-    """Characters of n-grams seen earlier; after one the search goes on behind it."""
+    """Return characters of n-grams seen earlier; after one the search goes on behind it."""
     found = words_of(text)
     seen: set[str] = set()
     at = characters = 0

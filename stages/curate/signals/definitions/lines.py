@@ -18,7 +18,7 @@ POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "us
 
 
 def sentences(line: str) -> int:
-    """Sentences as spaCy's sentencizer counts them: a new one begins with a word after a full stop, or its like, that is no
+    """Return sentences as spaCy's sentencizer counts them: a new one begins with a word after a full stop, or its like, that is no
     punctuation; white space other than one blank is a word."""
     if not line:
         return 0
@@ -41,7 +41,7 @@ def sentences(line: str) -> int:
 
 @lru_cache(maxsize=4)
 def c4(text: str, need_end: bool) -> tuple[int, int, int]:
-    """Sentences in the lines that C4 keeps, lines with "lorem ipsum", lines with a curly bracket before any of those."""
+    """Return sentences in the lines that C4 keeps, lines with "lorem ipsum", lines with a curly bracket before any of those."""
     found = lorem = curly = 0
     for line in map(str.strip, text.splitlines()):
         words = line.split()
@@ -96,7 +96,7 @@ def c4_open_curly_bracket_lines(text: str) -> int:
 
 
 def written(text: str) -> list[str]:
-    """The lines that are not blank."""
+    """Return the lines that are not blank."""
     return [line for line in text.split("\n") if line.strip()]
 
 
@@ -168,7 +168,7 @@ def code_lines(text: str) -> int:
 
 
 def is_code(line: str) -> bool:
-    """Whether a line reads as code: no item of a list, and no table, of which a third is digits, or none letters."""
+    """True if a line reads as code: no item of a list, and no table, of which a third is digits, or none letters."""
     shown = [c for c in line if c not in " \t\r\v\f"]
     marks, digits = sum(c in MARKS for c in shown), sum(c in "0123456789" for c in shown)
     letters = any(c.isascii() and c.isalpha() for c in shown)

@@ -22,7 +22,7 @@ NOTICE_WORDS = 100
 
 @lru_cache(maxsize=4)
 def phrases(text: str, kind: str) -> tuple[frozenset[int], frozenset[tuple[str, ...]]]:
-    """Which of the plain words are part of a listed phrase, by number, and the phrases that there are."""
+    """Return the numbers of the plain words that are part of a listed phrase, and the phrases found."""
     listed = {entry[1:] for entry in entries("notices.txt") if entry[0] == kind}
     words = tuple(map(folded, plain_words(text)))
     inside: set[int] = set()

@@ -13,30 +13,30 @@ DATA = Path(__file__).parents[2] / "data"
 
 
 def has(character: str, flag: int) -> bool:
-    """Whether a character has a property of `puna.kernels.text.characters`."""
+    """True if a character has a property of `puna.kernels.text.characters`."""
     return bool(tables().flags[ord(character)] & flag)
 
 
 @lru_cache(maxsize=4)
 def words_of(text: str) -> tuple[str, ...]:
-    """All words of a text, symbols among them."""
+    """Return all words of a text, symbols among them."""
     return tuple(split(text))
 
 
 @lru_cache(maxsize=4)
 def plain_words(text: str) -> tuple[str, ...]:
-    """The words with a character that is neither punctuation nor symbol."""
+    """Return the words with a character that is neither punctuation nor symbol."""
     return tuple(word for word in words_of(text) if not all(has(c, SYMBOL) for c in word))
 
 
 def unspaced(text: str) -> bool:
-    """Whether most words are of a script that is written without spaces."""
+    """True if most words are of a script that is written without spaces."""
     words = plain_words(text)
     return 2 * sum(has(word[0], SINGLE) for word in words) > len(words)
 
 
 def seen_before(pieces: Iterable[str]) -> tuple[int, int]:
-    """How many pieces are equal to an earlier one, and their characters."""
+    """Return the number of pieces that equal an earlier one, and their characters."""
     seen: set[str] = set()
     count = characters = 0
     for piece in pieces:
@@ -49,6 +49,6 @@ def seen_before(pieces: Iterable[str]) -> tuple[int, int]:
 
 @lru_cache(maxsize=2)
 def entries(name: str) -> tuple[tuple[str, ...], ...]:
-    """The lines of a list in the data folder, as words; comments left out."""
+    """Return the lines of a list in the data folder, as words; comments left out."""
     text = (DATA / name).read_text(encoding="utf-8")
     return tuple(tuple(line.split()) for line in text.splitlines() if line and not line.startswith("#"))
