@@ -1,8 +1,67 @@
-"""Main content by Resiliparse: rules that are the same for every language, no model."""
+"""Main content by Resiliparse, whose rules are the same for every language, and its union with the blocks of the model."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.models.extraction import layout as L
+from puna.models.extraction.layout import Scan
+
+WORD = re.compile(r"\w+")
+RUN = 5  # words that must follow each other in both texts
+FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Origin(NamedTuple):
+    """Words of the text by who took them: both extractors, the model alone, the library alone."""
+
+    both: int
+    model: int
+    library: int
+
+
+def united(page: Scan, keep: NDArray[np.bool_], library: str) -> tuple[NDArray[np.bool_], Origin]:
+    """Return the blocks of `keep` and those whose words stand in the library's text [blocks]."""
+    text = page.text.tobytes()
+    blocks = [WORD.findall(text[block[L.START] : block[L.STOP]].decode("utf-8", "replace")) for block in page.blocks]
+    taken = found_in(blocks, WORD.findall(library))
+    sizes = page.blocks[:, L.WORDS]
+    counts = (int(sizes[which].sum()) for which in (keep & taken, keep & ~taken, taken & ~keep))
+    return keep | taken, Origin(*counts)
+
+
+def found_in(blocks: list[list[str]], wanted: list[str]) -> NDArray[np.bool_]:
+    """Return a mask of the blocks whose runs of `RUN` words (or all words, of shorter blocks) all stand in `wanted` [blocks].
+
+    Time is n log n in the words. Equal 64-bit hashes are taken for equal runs.
+    """
+    numbers: dict[str, int] = {}
+    theirs = np.array([numbers.setdefault(word, len(numbers) + 1) for word in wanted], np.uint64)
+    ours = np.array([numbers.get(word, 0) for block in blocks for word in block], np.uint64)
+    sizes = np.array([len(block) for block in blocks], np.int64)
+    ends = np.cumsum(sizes)
+    found = np.zeros(len(blocks), np.bool_)
+    for length in range(1, RUN + 1):
+        which = np.flatnonzero(sizes == length if length < RUN else sizes >= RUN)
+        misses = np.append(0, np.cumsum(~np.isin(_runs(ours, length), _runs(theirs, length))))
+        if len(which):
+            found[which] = misses[ends[which] - length + 1] == misses[ends[which] - sizes[which]]
+    return found
+
+
+def _runs(words: NDArray[np.uint64], length: int) -> NDArray[np.uint64]:
+    """Return hashes of all runs of `length` words."""
+    count = max(0, len(words) - length + 1)
+    state = np.zeros(count, np.uint64)
+    for k in range(length):
+        state = (state ^ words[k : k + count]) * FACTOR
+        state ^= state >> np.uint64(32)
+    return state
+
 
 MATHS = 'img[class*="math"], img[class*="tex"], script[type^="math/tex"]'
 PERMALINKS = (".headerlink", ".mw-editsection", "a.anchor")

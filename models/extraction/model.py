@@ -19,18 +19,160 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.models.extraction import layout as L
-from puna.models.extraction.alike import agreed, once
 from puna.models.extraction.article import article_features
-from puna.models.extraction.comments import without_comments
-from puna.models.extraction.cut import best_cut
-from puna.models.extraction.features import block_features, element_scores, names, text_scores
+from puna.models.extraction.asides import without_comments, without_teasers, without_units
+from puna.models.extraction.features import block_features, element_scores, names, text_keys, text_scores
+from puna.models.extraction.groups import group_sums, numbered
 from puna.models.extraction.layout import Pages, Scan, page_of
-from puna.models.extraction.tags import NUMBER
-from puna.models.extraction.teasers import without_teasers
+from puna.models.extraction.tags import IS_HEADING, NAMES, NUMBER
 from puna.models.extraction.trees import Splits, Trees, logits, splits
-from puna.models.extraction.units import without_units
 from puna.models.extraction.unseen import without_unseen
-from puna.models.extraction.whole import made_whole, with_headline
+
+PULL = np.float32(0.35)  # of the way to the mean of the blocks with the same path
+COPIED_WORDS = 5  # shorter texts may stand on a page again and again
+
+
+@njit(cache=True)
+def agreed(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return Logits [blocks], each drawn towards the mean of the blocks with the same tags and classes up to the root.
+
+    Titles of cards, messages of a thread, cells of a column are content all or none; words weigh by their root.
+    """
+    blocks = page.blocks
+    n = len(blocks)
+    paths, sums = np.empty(n, np.uint64), np.empty((n, 2), np.float32)
+    for b in range(n):
+        paths[b] = page.signs[blocks[b, L.ELEMENT], 1]
+        sums[b, 1] = np.sqrt(blocks[b, L.WORDS]) + 0.01
+        sums[b, 0] = scores[b] * sums[b, 1]
+    sums = group_sums(paths, sums)
+    out = np.empty(n, np.float32)
+    for b in range(n):
+        out[b] = scores[b] + PULL * (sums[b, 0] / sums[b, 1] - scores[b])
+    return out
+
+
+@njit(cache=True)
+def once(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return `keep` [blocks] without what repeats the words of a block kept before in another place: copies for narrow screens,
+    quotations.
+
+    Under the same path it is no copy: messages of a thread, entries of a reference may say the same.
+    """
+    keys = text_keys(page)
+    out = keep.copy()
+    numbers, count = numbered(keys)
+    first = np.full(count, -1, np.int64)  # kept block of these words
+    for b in range(len(keys)):
+        if keep[b] and first[numbers[b]] < 0:
+            first[numbers[b]] = b
+        elif keep[b] and page.blocks[b, L.WORDS] >= COPIED_WORDS and page.blocks[b, L.PRE] == 0:
+            before = page.blocks[first[numbers[b]], L.ELEMENT]
+            out[b] = page.signs[page.blocks[b, L.ELEMENT], 1] == page.signs[before, 1]
+    return out
+
+
+LEVELS = 128  # cuts that are tried, and states of the page that they are tried against
+TOGETHER = 0.6  # weight of the view that a page's blocks are content or not all together
+
+
+@njit(cache=True)
+def best_cut(p: NDArray[np.float32], words: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the probability from which on blocks are kept, a multiple of 1 / LEVELS, for the highest expected F1 of words, and that F1.
+
+    The expectation is a mean of two. Were blocks independent, it is near 2 * (expected right words) / (kept words +
+    expected content words). But a page's cards are all content or all not: so also with content being the blocks above
+    a level that is drawn evenly, the F1 of which with a cut is 2 * min / sum of the words above the two.
+    """
+    above, right = np.zeros(LEVELS + 1), np.zeros(LEVELS + 1)  # words, expected right words of blocks from a level on
+    for b in range(len(p)):
+        level = min(LEVELS - 1, int(p[b] * LEVELS))
+        above[level] += words[b]
+        right[level] += p[b] * words[b]
+    for level in range(LEVELS - 1, -1, -1):
+        above[level] += above[level + 1]
+        right[level] += right[level + 1]
+    highest, cut = 0.0, 0
+    for level in range(LEVELS - 1, -1, -1):
+        if above[level] == above[level + 1]:
+            continue
+        together = 0.0
+        for drawn in range(LEVELS):
+            if above[drawn] > 0:
+                together += 2 * min(above[level], above[drawn]) / (above[level] + above[drawn])
+        f1 = TOGETHER * together / LEVELS + (1 - TOGETHER) * 2 * right[level] / (above[level] + right[0])
+        if f1 >= highest:
+            highest, cut = f1, level
+    return cut / LEVELS, highest
+
+
+CONTENT_SHARE = 0.9  # of the kept words stand in the element that is taken for the content
+T_H1, T_PRE, T_DL, T_TABLE = (NUMBER[name] for name in ["h1", "pre", "dl", "table"])
+# Share of an element's words that must be kept for the rest to stay; at these, F1 on unseen pages does not fall.
+NEEDED = np.full(len(NAMES), np.inf)
+NEEDED[T_PRE], NEEDED[T_DL], NEEDED[T_TABLE] = 0, 0.1, 0.5
+
+
+@njit(cache=True)
+def made_whole(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return `keep` [blocks] with the holes in code, lists of definitions and tables filled, and the headings of kept blocks."""
+    elements, n = page.elements, len(page.blocks)
+    words, kept = np.zeros(n + 1, np.int64), np.zeros(n + 1, np.int64)  # running sums
+    for b in range(n):
+        words[b + 1] = words[b] + page.blocks[b, L.WORDS]
+        kept[b + 1] = kept[b] + page.blocks[b, L.WORDS] * keep[b]
+    first, end = _content_element(page, kept)
+    out = keep.copy()
+    done = first  # what an outer table or list has settled
+    for e in range(len(elements)):
+        a, z = elements[e, L.FIRST], elements[e, L.END]
+        needed = NEEDED[elements[e, L.TAG]]
+        if a < done or z <= a or z > end or needed == np.inf:
+            continue
+        if kept[z] - kept[a] >= needed * (words[z] - words[a]) and (needed == 0 or kept[z] > kept[a]):
+            out[a:z] = True
+            done = z
+    _headed(page, out)
+    return out
+
+
+@njit(cache=True)
+def _headed(page: Scan, keep: NDArray[np.bool_]) -> None:
+    """Keep headings below the first kept block with the block that they head."""
+    top = 0
+    while top < len(keep) and not keep[top]:
+        top += 1
+    for b in range(len(keep) - 2, top, -1):
+        if keep[b + 1] and IS_HEADING[page.elements[page.blocks[b, L.ELEMENT], L.TAG]]:
+            keep[b] = True
+
+
+@njit(cache=True)
+def with_headline(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return `keep` [blocks] and the page's main heading, its only `h1`, where it stands above the end of the text."""
+    found = end = -1
+    for b in range(len(keep)):
+        if page.elements[page.blocks[b, L.ELEMENT], L.TAG] == T_H1:
+            found = b if found < 0 else len(keep)
+        if keep[b]:
+            end = b
+    out = keep.copy()
+    if 0 <= found < end:
+        out[found] = True
+    return out
+
+
+@njit(cache=True)
+def _content_element(page: Scan, kept: NDArray[np.int64]) -> tuple[int, int]:
+    """Return first block and end of the deepest element that holds nearly all kept words; none where nothing is kept."""
+    elements = page.elements
+    first, end = 0, 0
+    for e in range(len(elements)):
+        a, z = elements[e, L.FIRST], elements[e, L.END]
+        if z > a and kept[z] > kept[a] and kept[z] - kept[a] >= CONTENT_SHARE * kept[-1]:
+            first, end = a, z
+    return first, end
+
 
 WEIGHTS = Path(__file__).parent / "extractor.safetensors"
 PAGE_TYPES = ("article", "forum", "product", "collection", "listing", "documentation", "service")

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.models.extraction import layout as L
-from puna.models.extraction.comments import CLASS, ID, hashed
+from puna.models.extraction.asides import CLASS, ID, hashed
 from puna.models.extraction.layout import Scan
 from puna.models.extraction.search import has, is_space
 

@@ -27,7 +27,7 @@ from puna.stages.contract import (
     stage,
 )
 from puna.stages.curate.select import signals_of
-from puna.stages.curate.signals.divergence import BINS, LENGTHS, Corpus, expected_at
+from puna.stages.curate.signals.divergence import BINS, LENGTHS, Corpus, Tally, expected_at
 from puna.stages.curate.signals.measure import (
     ANY_LIST,
     NAMES,
@@ -38,7 +38,6 @@ from puna.stages.curate.signals.measure import (
     measure,
     own_words,
 )
-from puna.stages.curate.signals.tally import Tally
 from puna.stages.curate.signals.user_signals import FAILED, Budget, Failures, failed_in, with_own
 from puna.storage import Artifact, Part
 from puna.storage.digest import of_value

@@ -20,7 +20,6 @@ from puna.kernels.text.words import describe, exact_hashes, folded_hashes, power
 from puna.stages.contract import SIGNALS
 from puna.stages.curate.signals import definitions
 from puna.stages.curate.signals.divergence import BINS_BITS
-from puna.stages.curate.signals.encoding import misread_characters
 from puna.stages.curate.signals.gopher import (
     chain,
     character_numbers,
@@ -28,6 +27,7 @@ from puna.stages.curate.signals.gopher import (
     duplicate_pieces,
     gram_keys,
     line_numbers,
+    misread_characters,
     stripped,
     top_gram_characters,
     word_numbers,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from resiliparse.parse.html import HTMLTree
 
-from puna.models.extraction.comments import without_comments
+from puna.models.extraction.asides import without_comments
 from puna.models.extraction.model import CERTAIN, PAGE_TYPES, below_the_article
 from puna.models.extraction.scan import read_page
 from puna.models.extraction.text import text_of

@@ -13,10 +13,9 @@ import pyarrow as pa
 import pytest
 
 from puna.models.extraction.bounds import burden
-from puna.models.extraction.clean import DOUBTFUL, MISREAD, all_cleaned, cleaned, plain
+from puna.models.extraction.clean import DOUBTFUL, MISREAD, all_cleaned, cleaned, plain, repaired
 from puna.models.extraction.decode import decode
 from puna.models.extraction.library import library_text
-from puna.models.extraction.repair import repaired
 from puna.models.extraction.scan import read_pages
 from puna.stages.contract import execute
 from puna.stages.curate import extract as extract_module

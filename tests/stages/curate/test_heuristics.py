@@ -18,9 +18,8 @@ from puna.stages.contract import execute
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.select import SelectConfig, select
 from puna.stages.curate.signals import divergence as divergences
-from puna.stages.curate.signals.divergence import BINS, DRAWS, Corpus, expected_at
+from puna.stages.curate.signals.divergence import BINS, DRAWS, Corpus, Tally, expected_at
 from puna.stages.curate.signals.measure import NAMES, measure
-from puna.stages.curate.signals.tally import Tally
 from puna.storage import Store
 
 PIECES = ("the", "and", "of", "de", "la", "alpha", "beta.", "Gamma", "#", "...", "…", "- x", "• y", "\n", "\n\n", "\r\n", "12",

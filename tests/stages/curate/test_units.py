@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from resiliparse.parse.html import HTMLTree
 
+from puna.models.extraction.asides import LIKE, PARAGRAPH_WORDS, PARAGRAPHS, UNIT_WORDS, without_units
 from puna.models.extraction.scan import read_page
 from puna.models.extraction.text import text_of
-from puna.models.extraction.units import ENOUGH, LIKE, MOST_WORDS, PARAGRAPHS, without_units
 
 STORY = "<p>" + "the ship left the harbour at noon " * 5 + "and was gone.</p>"  # 38 words
 
@@ -44,7 +44,7 @@ def test_cards_of_other_articles_go_wherever_they_stand_outside_the_paragraphs(b
         (f"<div>{STORY * PARAGRAPHS}</div>{cards(LIKE - 1)}", 0.7),  # too few to be a list
         (f"<div>{STORY * PARAGRAPHS}</div>{cards(4, title='<h3>Mayor {0} resigns today</h3>')}", 0.7),  # entries without a link
         (f"<div>{STORY * PARAGRAPHS}</div>{cards(4, title='<h3><a href=/{0}>Mayor {0}</a></h3>')}", 0.7),  # two words are no title
-        (f"<div>{STORY * PARAGRAPHS}</div>{cards(4, words=MOST_WORDS)}", 0.7),  # entries as long as articles
+        (f"<div>{STORY * PARAGRAPHS}</div>{cards(4, words=UNIT_WORDS)}", 0.7),  # entries as long as articles
         (f"<div>{STORY * PARAGRAPHS}</div>{cards(4)}", 0.81),  # the trees believe in them more than in the paragraphs
         (f"<div>{STORY * 3}{cards(4)}{STORY * 3}</div>", 0.7),  # among the paragraphs
     ],
@@ -55,7 +55,7 @@ def test_what_may_be_the_content_stays(body, below):
 
 
 def test_the_short_paragraphs_of_the_second_page_are_too_few_words():
-    assert 9 * 16 < ENOUGH < PARAGRAPHS * 38
+    assert 9 * 16 < PARAGRAPH_WORDS < PARAGRAPHS * 38
 
 
 def test_cards_in_cards_are_gone_through_once():
