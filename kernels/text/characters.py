@@ -82,8 +82,8 @@ def tables() -> Tables:
     mark(PUNCTUATION, first == b"P")
     for c in LINE_BREAKS:
         flags[ord(c)] |= np.uint16(BREAK)
-    for bit, found in ((JOINER, JOINERS), (SEPARATOR, SEPARATORS)):
-        flags[[ord(c) for c in found]] |= np.uint16(bit)
+    for bit, results in ((JOINER, JOINERS), (SEPARATOR, SEPARATORS)):
+        flags[[ord(c) for c in results]] |= np.uint16(bit)
     for low, high in SINGLE_RANGES:
         flags[low : high + 1] |= np.where(flags[low : high + 1] & ALPHABETIC, np.uint16(SINGLE), np.uint16(0))
     # Surrogates are left out: they are no characters and the regular expression engine refuses them.

@@ -35,13 +35,13 @@ class FuzzyIndex:
 
 def build_fuzzy(texts: list[str], n: int, step: int, misses: int, min_words: int) -> FuzzyIndex:
     """Return the index of some prompts; those of fewer than `min_words` words have no n-grams in it."""
-    found = []
+    results = []
     for text in texts:
         words = word_hashes(text).words
-        found.append(set(gram_hashes(words, n).tolist()) if len(words) >= max(n, min_words) else set())
-    prompts = Counter(gram for grams in found for gram in grams)
-    weights = [{gram: math.log1p(len(texts) / prompts[gram]) for gram in sorted(grams)} for grams in found]
-    pairs = sorted((gram, owner) for owner, grams in enumerate(found) for gram in grams)
+        results.append(set(gram_hashes(words, n).tolist()) if len(words) >= max(n, min_words) else set())
+    prompts = Counter(gram for grams in results for gram in grams)
+    weights = [{gram: math.log1p(len(texts) / prompts[gram]) for gram in sorted(grams)} for grams in results]
+    pairs = sorted((gram, owner) for owner, grams in enumerate(results) for gram in grams)
     return FuzzyIndex(
         n,
         step,

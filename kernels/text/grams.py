@@ -83,8 +83,8 @@ def sieve(grams: Iterable[tuple[int, int, NDArray[np.uint64]]]) -> Sieve:
 
 def may_hold(texts: pa.Array | pa.ChunkedArray, grams: Sieve) -> NDArray[np.bool_]:
     """Return a mask of the texts that may hold an n-gram: all that do, those whose lower case only `str` knows, and few others."""
-    found: NDArray[np.bool_] = _may_hold(*buffers(texts), *tables(), weights(), grams)
-    return found
+    result: NDArray[np.bool_] = _may_hold(*buffers(texts), *tables(), weights(), grams)
+    return result
 
 
 @njit(cache=True)
@@ -96,13 +96,13 @@ def _may_hold(
     for n in range(texts):
         longest = max(longest, offsets[n + 1] - offsets[n])
     codes, start, stop = np.empty(longest, np.uint32), np.empty(longest, np.int32), np.empty(longest, np.int32)
-    words, found = np.empty(longest, np.uint64), np.empty(texts, np.bool_)
+    words, result = np.empty(longest, np.uint64), np.empty(texts, np.bool_)
     for n in range(texts):
         many = decode(data, offsets[n], offsets[n + 1], codes)
         alone = lowered(codes[:many], lower)
         count = _mixed(codes, flags, start, stop, split_ranges(codes[:many], flags, breaks, start, stop), words)
-        found[n] = not alone or _any_held(words, count, grams)
-    return found
+        result[n] = not alone or _any_held(words, count, grams)
+    return result
 
 
 @njit(cache=True, borrows=True)

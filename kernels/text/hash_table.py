@@ -99,8 +99,8 @@ def bits_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
 
 def table_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
     """Return a table of hashes, for `contains`; a quarter full at most."""
-    found = [np.uint64(mix(np.uint64(h))) for h in hashes]
-    keys = np.zeros(2 * size_for(len(found)), np.uint64)
-    for key in found:
+    results = [np.uint64(mix(np.uint64(h))) for h in hashes]
+    keys = np.zeros(2 * size_for(len(results)), np.uint64)
+    for key in results:
         keys[place(keys, key)] = key
     return keys

@@ -68,9 +68,9 @@ def _line_end(data: U8, start: int, stop: int) -> int:
     at, end = np.uint64(start), np.uint64(stop)
     while at + EIGHT <= end:
         others = load64(data, at) ^ NEWLINES
-        found = (others - LOWEST) & ~others & HIGHEST  # the highest bit of the first byte that is 0, and perhaps of later ones
-        if found:
-            return int(np.int64(at + ((((found - ONE) & LOWEST) * LOWEST) >> np.uint64(56)) - ONE))
+        results = (others - LOWEST) & ~others & HIGHEST  # the highest bit of the first byte that is 0, and perhaps of later ones
+        if results:
+            return int(np.int64(at + ((((results - ONE) & LOWEST) * LOWEST) >> np.uint64(56)) - ONE))
         at += EIGHT
     while at < end and data[at] != NEWLINE:
         at += ONE
@@ -104,7 +104,7 @@ def piece_hashes(data: U8, offsets: I64, counted: NDArray[np.bool_], newlines: i
     """
     room = len(offsets) + _newlines(data, offsets[0], offsets[-1])
     hashes, documents, places = np.empty(room, np.uint64), np.empty(room, np.int64), np.empty(room, np.int32)
-    found = 0
+    results = 0
     for d in range(len(offsets) - 1):
         if not counted[d]:
             continue
@@ -113,19 +113,19 @@ def piece_hashes(data: U8, offsets: I64, counted: NDArray[np.bool_], newlines: i
             end = _piece_end(data, at, stop, newlines)
             value = _hash(data, at, end)
             if value != 0:
-                hashes[found], documents[found], places[found] = value, d, at - offsets[d]
-                found += 1
+                hashes[results], documents[results], places[results] = value, d, at - offsets[d]
+                results += 1
             at = end + newlines
-    return hashes[:found], documents[:found], places[:found]
+    return hashes[:results], documents[:results], places[:results]
 
 
 @njit(cache=True)
 def _newlines(data: U8, start: int, stop: int) -> int:
     """Return the number of newlines from start to stop."""
-    found = 0
+    result = 0
     for byte in data[start:stop]:
-        found += byte == NEWLINE
-    return found
+        result += byte == NEWLINE
+    return result
 
 
 def frequent_of(hashes: U64, most: int) -> tuple[I64, I64, NDArray[np.bool_]]:
@@ -153,14 +153,14 @@ def _places(hashes: U64, known: U64, total: int) -> tuple[I64, I64]:
         while table[slot]:
             slot = (slot + 1) & mask
         table[slot] = k + 1
-    found = 0
+    results = 0
     for i in range(len(hashes)):
         slot = np.int64(hashes[i]) & mask
         while table[slot] and known[table[slot] - 1] != hashes[i]:
             slot = (slot + 1) & mask
         if table[slot]:
-            at[found], place[found] = i, table[slot] - 1
-            found += 1
+            at[results], place[results] = i, table[slot] - 1
+            results += 1
     return at, place
 
 

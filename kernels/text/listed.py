@@ -40,8 +40,8 @@ def kinds_held(
 ) -> NDArray[np.int64]:
     """Return the number of different words of each kind in the first characters of each text, in any case, int64[texts, count]."""
     data, offsets = buffers(texts)
-    found: NDArray[np.int64] = _kinds_held(data, offsets, characters, *tables(), weights(), words, kinds, count)
-    return found
+    result: NDArray[np.int64] = _kinds_held(data, offsets, characters, *tables(), weights(), words, kinds, count)
+    return result
 
 
 @njit(cache=True)
@@ -53,7 +53,7 @@ def _kinds_held(
     for n in range(texts):
         longest = max(longest, min(offsets[n + 1] - offsets[n], characters))
     codes, start, stop = np.empty(longest, np.uint32), np.empty(longest, np.int32), np.empty(longest, np.int32)
-    found, seen = np.zeros((texts, count), np.int64), np.full(words.size, -1, np.int64)  # in which text a word was seen last
+    result, seen = np.zeros((texts, count), np.int64), np.full(words.size, -1, np.int64)  # in which text a word was seen last
     for n in range(texts):
         many = decode(data, offsets[n], cut(data, offsets[n], offsets[n + 1], characters), codes)
         for word in range(split_ranges(codes[:many], flags, breaks, start, stop)):
@@ -65,5 +65,5 @@ def _kinds_held(
             number = words.numbers[where]
             if words.keys[where] == key and seen[number] != n:
                 seen[number] = n
-                found[n, kinds[number]] += 1
-    return found
+                result[n, kinds[number]] += 1
+    return result

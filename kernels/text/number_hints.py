@@ -65,9 +65,9 @@ COUNTRIES[tuple(zip(*(name.encode() for name in IBAN_LENGTHS), strict=True))] = 
 
 def hints(data: U8, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the `Hint`s of each text; text n is the UTF-8 in data[offsets[n]:offsets[n + 1]]."""
-    found = np.zeros(len(offsets) - 1, np.int64)
-    _hints(data, offsets, _roles(), _digits(), found)
-    return found
+    result = np.zeros(len(offsets) - 1, np.int64)
+    _hints(data, offsets, _roles(), _digits(), result)
+    return result
 
 
 def hints_of(text: str) -> int:
@@ -78,21 +78,21 @@ def hints_of(text: str) -> int:
 
 def phone_stretches(text: str) -> list[tuple[int, int]]:
     """Start and stop of each stretch of the characters of phone numbers, as long as it can be, that has the digits of one."""
-    found: list[tuple[int, int]] = list(map(tuple, _stretches(code_points(text), _in_phones()).tolist()))
-    return found
+    result: list[tuple[int, int]] = list(map(tuple, _stretches(code_points(text), _in_phones()).tolist()))
+    return result
 
 
 @functools.cache
 def _in_phones() -> U8:
     """True if a code point is in phone numbers, and whether it is a digit; at the end of all others."""
-    found = np.append(np.where(_digits(), np.uint8(IN_PHONE | OF_PHONE), np.uint8(0)), np.uint8(0))
-    found[[ord(character) for character in BETWEEN_PHONES + IN_PHONES]] = IN_PHONE
-    return found
+    result = np.append(np.where(_digits(), np.uint8(IN_PHONE | OF_PHONE), np.uint8(0)), np.uint8(0))
+    result[[ord(character) for character in BETWEEN_PHONES + IN_PHONES]] = IN_PHONE
+    return result
 
 
 @njit(cache=True)
 def _stretches(codes: NDArray[np.uint32], kinds: NDArray[np.uint8]) -> NDArray[np.int64]:
-    found, count = np.empty((len(codes) // PHONE_DIGITS + 1, 2), np.int64), 0
+    results, count = np.empty((len(codes) // PHONE_DIGITS + 1, 2), np.int64), 0
     start, digits = 0, 0
     for at in range(len(codes) + 1):
         kind = np.uint8(0) if at == len(codes) else kinds[min(codes[at], np.uint32(len(kinds) - 1))]
@@ -100,33 +100,33 @@ def _stretches(codes: NDArray[np.uint32], kinds: NDArray[np.uint8]) -> NDArray[n
             digits += kind & OF_PHONE != 0
             continue
         if digits >= PHONE_DIGITS:
-            found[count, 0], found[count, 1] = start, at
+            results[count, 0], results[count, 1] = start, at
             count += 1
         start, digits = at + 1, 0
-    return found[:count]
+    return results[:count]
 
 
 @functools.cache
 def _digits() -> NDArray[np.bool_]:
     """True if a code point is a decimal digit; no later one is."""
     every = np.arange(CODES_OF_DIGITS, dtype=np.uint32).tobytes().decode("utf-32-le", "surrogatepass")
-    found = np.zeros(CODES_OF_DIGITS, np.bool_)
-    found[[match.start() for match in re.finditer(r"\d", every)]] = True
-    return found
+    result = np.zeros(CODES_OF_DIGITS, np.bool_)
+    result[[match.start() for match in re.finditer(r"\d", every)]] = True
+    return result
 
 
 @functools.cache
 def _roles() -> U8:
     """Return the roles that each byte may have."""
-    found = np.zeros(256, np.uint8)
+    result = np.zeros(256, np.uint8)
     for role, characters in (
         (IS_DIGIT, digits), (IS_BETWEEN, BETWEEN_PHONES), (IS_IN_PHONES, BETWEEN_PHONES + IN_PHONES), (IS_SIGN, "@:])}"),
         (IS_WORD, f"{ascii_letters}{digits}_"), (IS_HEX, hexdigits),
     ):  # fmt: skip
-        found[[ord(character) for character in characters]] |= role
-    found[0x80:] |= IS_WORD
-    found[FIRST_WIDE:] |= IS_WIDE
-    return found
+        result[[ord(character) for character in characters]] |= role
+    result[0x80:] |= IS_WORD
+    result[FIRST_WIDE:] |= IS_WIDE
+    return result
 
 
 @njit(cache=True, borrows=True)
@@ -137,20 +137,20 @@ def _hints(data: U8, offsets: NDArray[np.int64], roles: U8, wide: NDArray[np.boo
         # Of the numbers so far: where the last ended, and of those that run on to it the first digit, how many there are, how many
         # of a card, of a phone, and how many groups with dots between.
         ended, begun, count, of_card, of_phone, groups = first - 1, first, 0, 0, 0, 0
-        found, at = 0, first
+        results, at = 0, first
         while at < last:
             role = roles[data[at]]
             if not role & (IS_DIGIT | IS_SIGN | IS_WIDE):
                 at += 1
             elif role & IS_SIGN:
-                found |= _of_sign(data, first, at, last, roles)
+                results |= _of_sign(data, first, at, last, roles)
                 at += 1
             elif role & IS_WIDE:
                 size = 2 if data[at] < 0xE0 else 3 if data[at] < 0xF0 else 4
                 code = np.int64(data[at]) & (0x3F >> (size - 1))
                 for i in range(at + 1, min(at + size, last)):
                     code = code << 6 | np.int64(data[i]) & 0x3F
-                found |= OTHER_DIGITS * (code < len(wide) and wide[code])
+                results |= OTHER_DIGITS * (code < len(wide) and wide[code])
                 at += size
             else:
                 start = at
@@ -165,11 +165,11 @@ def _hints(data: U8, offsets: NDArray[np.int64], roles: U8, wide: NDArray[np.boo
                 groups = groups + 1 if runs_on and start == ended + 1 and data[ended] == ord(".") else 1
                 count += at - start
                 ended = at
-                found |= NUMBERS * (at - 1 - begun >= LONG) | TEN * (count >= 10) | TWELVE * (of_card >= 12)
-                found |= PHONE * (of_phone >= PHONE_DIGITS) | IPV4 * (groups >= 4) | _of_number(data, first, start, at, roles)
-                if not found & STREET and beside_a_street(data, first, start, at, last):
-                    found |= STREET
-        out[d] = found
+                results |= NUMBERS * (at - 1 - begun >= LONG) | TEN * (count >= 10) | TWELVE * (of_card >= 12)
+                results |= PHONE * (of_phone >= PHONE_DIGITS) | IPV4 * (groups >= 4) | _of_number(data, first, start, at, roles)
+                if not results & STREET and beside_a_street(data, first, start, at, last):
+                    results |= STREET
+        out[d] = results
 
 
 @njit(cache=True, borrows=True)
@@ -184,19 +184,19 @@ def _all(data: U8, start: int, stop: int, roles: U8, role: int) -> bool:
 @njit(cache=True, borrows=True)
 def _of_number(data: U8, first: int, start: int, stop: int, roles: U8) -> int:
     """Return the hints that the digits data[start:stop] give, by the bytes before them."""
-    found = 0
+    result = 0
     if start > first and data[start - 1] == ord("+"):
-        found |= ABROAD
+        result |= ABROAD
     if stop - start > 2 and data[start] == data[start + 1] == ord("0") and data[start + 2] != ord("0"):
-        found |= ABROAD
+        result |= ABROAD
     if stop - start >= 2 and start - first >= 2 and COUNTRIES[data[start - 2] & 0xDF, data[start - 1] & 0xDF]:
         before = data[start - 3] if start - 2 > first else np.uint8(ord(" "))
         if before >= 0x80 or not (roles[before] & IS_WORD or before == ord("-")):
-            found |= IBAN
+            result |= IBAN
     grouped = stop - start >= 4 and start - 7 >= first and data[start - 1] == data[start - 4] == ord("-")
     if grouped and _all(data, start - 3, start - 1, roles, IS_DIGIT) and _all(data, start - 7, start - 4, roles, IS_DIGIT):
-        found |= SSN
-    return found
+        result |= SSN
+    return result
 
 
 @njit(cache=True, borrows=True)

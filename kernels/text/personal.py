@@ -101,18 +101,18 @@ def ibans(text: str, _seen: int = EVERY) -> Iterator[Span]:
 
 def _compact(text: str, start: int, length: int) -> tuple[int, str]:
     """Return the first `length` letters and digits from `start`, with single spaces between groups of four left out."""
-    found: list[str] = []
+    results: list[str] = []
     at = start
-    while at < len(text) and len(found) < length:
+    while at < len(text) and len(results) < length:
         character = text[at]
-        if character == " " and len(found) % 4 == 0 and text[at - 1] != " ":
+        if character == " " and len(results) % 4 == 0 and text[at - 1] != " ":
             at += 1
             continue
         if not (character.isascii() and character.isalnum()):
             break
-        found.append(character.upper())
+        results.append(character.upper())
         at += 1
-    return at, "".join(found)
+    return at, "".join(results)
 
 
 CARD = re.compile(
@@ -262,13 +262,13 @@ def _has_contact(block: str) -> bool:
 
 def addresses(text: str, _seen: int = EVERY) -> Iterator[Span]:
     """Yield postal addresses, see `puna.kernels.text.postal`."""
-    said: list[tuple[int, int]] | None = None
+    contact_spans: list[tuple[int, int]] | None = None
 
     def contacts(start: int, stop: int) -> bool:
-        nonlocal said
-        said = [match.span() for match in SAYS_CONTACT.finditer(text)] if said is None else said
-        last = bisect(said, (stop,)) - 1
-        return last >= 0 and said[last][1] > start and _has_contact(text[start:stop])
+        nonlocal contact_spans
+        contact_spans = [match.span() for match in SAYS_CONTACT.finditer(text)] if contact_spans is None else contact_spans
+        last = bisect(contact_spans, (stop,)) - 1
+        return last >= 0 and contact_spans[last][1] > start and _has_contact(text[start:stop])
 
     for start, stop in postal_addresses(text, contacts):
         yield Span(start, stop, "address")
@@ -298,19 +298,19 @@ def needed(entities: Iterable[str]) -> int:
 
 def find(text: str, entities: tuple[str, ...], seen: int | None = None) -> list[Span]:
     """Return spans of the wanted entities, in text order, none overlapping another. `seen`: the text's hints, where they are known."""
-    found: list[Span] = []
+    result: list[Span] = []
     seen = hints_of(text) if seen is None else seen
     numbers = bool(seen & Hint.NUMBERS) and NUMBERS.search(text) is not None
     for entity, finder in FINDERS.items():
         if entity not in entities or not seen & NEEDED[entity] or (entity in ("card", "ssn", "phone") and not numbers):
             continue
         for span in finder(text, seen):
-            place = bisect(found, span)
-            before = found[place - 1].stop if place else 0
-            after = found[place].start if place < len(found) else len(text)
+            place = bisect(result, span)
+            before = result[place - 1].stop if place else 0
+            after = result[place].start if place < len(result) else len(text)
             if before <= span.start and span.stop <= after:
-                found.insert(place, span)
-    return found
+                result.insert(place, span)
+    return result
 
 
 def masked(text: str, spans: list[Span]) -> str:

@@ -17,9 +17,7 @@ NAME = r"[A-ZÀ-ÖØ-Þ][\w'’.-]{0,30}"
 SMALL = r"(?:de la|de|la|le|les|sur|am|an|der|im|of|upon|del|los|di|den)"
 CITY = rf"{NAME}(?:[ -](?:{SMALL}[ -])?{NAME}){{0,3}}"
 NUMBER = r"\d{1,5}(?: ?[A-Za-z]\b)?(?:[-/]\d{1,4}[a-z]?)?"
-UNIT = (
-    r"(?:(?:Apt|Apartment|Suite|Ste|Unit|Floor|Fl|Room|Rm|Bldg|Building|Dept)\b\.? ?#?\w{1,6}|#\d{1,5}|\d{1,2}(?:st|nd|rd|th) [Ff]loor)"
-)
+UNIT = r"(?:(?:Apt|Apartment|Suite|Ste|Unit|Floor|Fl|Room|Rm|Bldg|Building|Dept)\b\.? ?#?\w{1,6}|#\d{1,5}|\d{1,2}(?:st|nd|rd|th) [Ff]loor)"
 
 # 221B Baker Street, Suite 4; 1600 N. Main St. NW; 350 5th Ave
 ENGLISH_KINDS = (
@@ -73,9 +71,7 @@ FORMS: tuple[tuple[re.Pattern[str], Words | None], ...] = tuple(
 """Forms that are looked for, and words of which a text with one has some."""
 SPACE_DIGIT = re.compile(r" \d")
 
-STATE = (
-    r"(?:A[KLRZ]|C[AOT]|D[CE]|FL|GA|HI|I[ADLN]|K[SY]|LA|M[ADEINOST]|N[CDEHJMVY]|O[HKR]|PA|PR|RI|S[CD]|T[NX]|UT|V[AT]|W[AIVY])"
-)
+STATE = r"(?:A[KLRZ]|C[AOT]|D[CE]|FL|GA|HI|I[ADLN]|K[SY]|LA|M[ADEINOST]|N[CDEHJMVY]|O[HKR]|PA|PR|RI|S[CD]|T[NX]|UT|V[AT]|W[AIVY])"
 POSTAL = re.compile(
     rf"{GAP}(?:"
     rf"(?:{CITY}{GAP})?(?:{STATE}|{CITY})[ ,]{{1,2}}\d{{5}}(?:-\d{{4}})?(?![\d-])"  # Springfield, IL 62704-1234
@@ -104,9 +100,9 @@ def postal_addresses(text: str, contacts: Callable[[int, int], bool]) -> Iterato
     """
     encoded = text.encode("utf-8", "surrogatepass")
     forms = (form for form, words in FORMS if words is None or words.any_in(encoded))
-    found = {match.span() for form in forms for match in form.finditer(text)}
+    results = {match.span() for form in forms for match in form.finditer(text)}
     end = 0
-    for start, stop in sorted(found | set(_germanic(text)), key=lambda span: (span[0], -span[1])):
+    for start, stop in sorted(results | set(_germanic(text)), key=lambda span: (span[0], -span[1])):
         if start < end or (start and (text[start - 1].isalnum() or text[start - 1] in "_/.,-")):
             continue
         postal = POSTAL.match(text, stop)

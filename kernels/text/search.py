@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from puna.kernels.cpu.bytes import LANES, equal, lowest
 from puna.kernels.cpu.numba_cache import njit
 
-COMMON = b" etaoinsrl\"/=<>-hdcupm.gf:wbvyk"  # in HTML and in text, the most frequent first
+COMMON = b' etaoinsrl"/=<>-hdcupm.gf:wbvyk'  # in HTML and in text, the most frequent first
 
 
 class Words:

@@ -103,12 +103,12 @@ def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, r
                     size += end - at
                     continue
                 while place < stop[part]:
-                    shown = place >= start[part]
+                    inside = place >= start[part]
                     out[size] = data[at]
-                    size, at = size + shown, at + 1
+                    size, at = size + inside, at + 1
                     while at < end and data[at] & 0xC0 == 0x80:
                         out[size] = data[at]
-                        size, at = size + shown, at + 1
+                        size, at = size + inside, at + 1
                     place += 1
         d += 1
         out_D1[d], out_words_D1[d] = size, count

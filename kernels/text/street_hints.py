@@ -18,10 +18,10 @@ SPACE, COMMA, ORDINAL_END, DEGREE_END = ord(" "), ord(","), 0xBA, 0xB0  # the la
 def _table(*words: str) -> U8:
     """Return words as rows: their length, then their bytes."""
     encoded = [word.encode() for word in words]
-    found = np.zeros((len(words), 1 + max(map(len, encoded))), np.uint8)
-    for row, word in zip(found, encoded, strict=True):
+    result = np.zeros((len(words), 1 + max(map(len, encoded))), np.uint8)
+    for row, word in zip(result, encoded, strict=True):
         row[: 1 + len(word)] = [len(word), *word]
-    return found
+    return result
 
 
 ENDS = _table(*(first + end[1:] for end in GERMANIC_ENDS for first in (end[0], end[0].upper())), *BOXES)

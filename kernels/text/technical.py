@@ -60,7 +60,7 @@ def measured(texts: pa.Array | pa.ChunkedArray, characters: int) -> list[Technic
     """Return code and reasoning in the first so many characters of each text."""
     words = reasoning_words()
     held = kinds_held(texts, characters, words, np.zeros(words.size, np.int64), 1)
-    return [Technical(*found) for found in np.hstack([_counted(*buffers(texts), characters), held]).tolist()]
+    return [Technical(*row) for row in np.hstack([_counted(*buffers(texts), characters), held]).tolist()]
 
 
 @njit(cache=True)
@@ -69,12 +69,12 @@ def _counted(data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: in
     texts, longest = len(offsets) - 1, 0
     for n in range(texts):
         longest = max(longest, min(offsets[n + 1] - offsets[n], characters))
-    codes, found = np.empty(longest, np.uint32), np.zeros((texts, 3), np.int64)
+    codes, result = np.empty(longest, np.uint32), np.zeros((texts, 3), np.int64)
     for n in range(texts):
         many = decode(data, offsets[n], cut(data, offsets[n], offsets[n + 1], characters), codes)
-        found[n, 0], found[n, 1] = code_lines(codes[:many])
-        found[n, 2] = formula_marks(codes[:many])
-    return found
+        result[n, 0], result[n, 1] = code_lines(codes[:many])
+        result[n, 2] = formula_marks(codes[:many])
+    return result
 
 
 @njit(cache=True, borrows=True)
@@ -85,22 +85,22 @@ def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
     eighth of what it shows; at most a third of it is digits, and it has a letter or nothing but marks: tables of numbers are no code,
     nor are the items of a list.
     """
-    lines = code = shown = marks = digits = letters = last = opened = closed = item = 0
+    lines = code = visible = marks = digits = letters = last = opened = closed = item = 0
     for at in range(len(codes) + 1):
         if at == len(codes) or codes[at] == NEWLINE:
-            if shown:
+            if visible:
                 lines += 1
-                dense = marks - min(opened, closed, 1) >= 2 and 8 * marks >= shown
-                if not item and (dense or last & IS_END) and 3 * digits <= shown and (letters > 0 or marks == shown):
+                dense = marks - min(opened, closed, 1) >= 2 and 8 * marks >= visible
+                if not item and (dense or last & IS_END) and 3 * digits <= visible and (letters > 0 or marks == visible):
                     code += 1
-            shown = marks = digits = letters = last = opened = closed = item = 0
+            visible = marks = digits = letters = last = opened = closed = item = 0
             continue
         # Without a branch: most characters are letters, and every word ends in another.
         kind = IS[min(codes[at], np.uint32(SMALL))]
-        item |= shown == 0 and codes[at] == BULLET
+        item |= visible == 0 and codes[at] == BULLET
         opened += codes[at] == OPEN
         closed += codes[at] == CLOSE
-        shown += kind & IS_SPACE == 0
+        visible += kind & IS_SPACE == 0
         marks += kind & IS_MARK != 0
         digits += kind & IS_DIGIT != 0
         letters += kind & IS_LETTER != 0
@@ -111,15 +111,15 @@ def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
 @njit(cache=True, borrows=True)
 def formula_marks(codes: NDArray[np.uint32]) -> int:
     """Return commands of TeX (a backslash and a letter) and characters that only formulas have."""
-    found = 0
+    result = 0
     for at in range(len(codes)):
         code = codes[at]
         if code < SMALL:
             if code == BACKSLASH and at + 1 < len(codes) and codes[at + 1] < SMALL and IS[codes[at + 1]] & IS_LETTER:
-                found += 1
+                result += 1
             continue
         for one in FORMULA_CODES:
-            found += code == one
+            result += code == one
         for bounds in FORMULA_BOUNDS:
-            found += bounds[0] <= code <= bounds[1]
-    return found
+            result += bounds[0] <= code <= bounds[1]
+    return result

@@ -23,9 +23,7 @@ BITS = 18
 AROUND = 3
 BLANK, LETTER, DIGIT = np.uint64(0x20), np.uint64(0x61), np.uint64(0x30)
 # First place and length of each feature among the six letters, the boundary lying before place 3.
-FEATURES = np.array(
-    [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (2, 2), (3, 2), (0, 3), (1, 3), (2, 3), (3, 3)], np.int64
-)
+FEATURES = np.array([(0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (2, 2), (3, 2), (0, 3), (1, 3), (2, 3), (3, 3)], np.int64)
 ROOM = len(FEATURES)
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 FINISH = np.uint64(0xBF58476D1CE4E5B9)
@@ -35,9 +33,9 @@ FINISH = np.uint64(0xBF58476D1CE4E5B9)
 def weights() -> NDArray[np.int8]:
     """Return the weight of each bin of features, int8[2^BITS]; the first is the sum without any."""
     with np.load(FILE, allow_pickle=False) as stored:
-        found: NDArray[np.int8] = np.zeros(1 << BITS, np.int8)
-        found[np.cumsum(stored["gaps"], dtype=np.int64)] = stored["values"]
-    return found
+        result: NDArray[np.int8] = np.zeros(1 << BITS, np.int8)
+        result[np.cumsum(stored["gaps"], dtype=np.int64)] = stored["values"]
+    return result
 
 
 @njit(cache=True, inline="always")

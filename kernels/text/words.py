@@ -164,8 +164,12 @@ def split_ranges(
         if here & SINGLE:
             at += 1
             # Combining marks stay with their letter.
-            while at < stop and flags[codes[at]] & (WORD | JOINER) and not (
-                begins_word(codes, flags, breaks, at, room) if flags[codes[at]] & SINGLE else flags[codes[at]] & (ALPHABETIC | DECIMAL)
+            while (
+                at < stop
+                and flags[codes[at]] & (WORD | JOINER)
+                and not (
+                    begins_word(codes, flags, breaks, at, room) if flags[codes[at]] & SINGLE else flags[codes[at]] & (ALPHABETIC | DECIMAL)
+                )
             ):
                 at += 1
         elif here & WORD:

@@ -95,8 +95,8 @@ def fit(
     step, steps, seconds = 0, epochs * len(classes), 0.0
     text = b"".join(hashlib.sha256(part.data).digest() for part in (codes, bounds, classes, buffers(words)[0]))
     identity = {"settings": list(settings), "text": text.hex()}
-    if state is not None and (found := load_arrays(state)) is not None:
-        arrays, record = found
+    if state is not None and (results := load_arrays(state)) is not None:
+        arrays, record = results
         check_identity(state, record, identity)
         first[:], last[:], step, seconds = arrays["first"], arrays["last"], record["done"], record["seconds"]
 
@@ -137,9 +137,9 @@ def read(file: Path) -> Model | None:
         magic, version, dimension, *_, ngrams, loss, kind, buckets, _, longest, _, _, size, words, labels, _, cut = HEAD.unpack_from(data)
         if (magic, version, loss, kind, longest, cut) != (MAGIC, VERSION, SOFTMAX, SUPERVISED, 0, -1):
             return None
-        for found in itertools.islice(NAME.finditer(data, at), size):
-            names.append(found[1])
-            at = found.end()
+        for match in itertools.islice(NAME.finditer(data, at), size):
+            names.append(match[1])
+            at = match.end()
         for rows in (words + buckets, labels):
             if SHAPE.unpack_from(data, at) != (0, rows, dimension):
                 return None
@@ -283,13 +283,13 @@ def _descend(codes: NDArray[np.int32], bounds: NDArray[np.int64], known: NDArray
 def _score(data: NDArray[np.uint8], bounds: NDArray[np.int64], keys: NDArray[np.uint64], places: NDArray[np.int32],
            weights: Weights) -> NDArray[np.float32]:  # fmt: skip
     """Return the probabilities of the labels for each line of words."""
-    found, longest = np.zeros((len(bounds) - 1, len(weights.last)), np.float32), np.diff(bounds).max() // 2 + 1 if len(bounds) > 1 else 0
+    result, longest = np.zeros((len(bounds) - 1, len(weights.last)), np.float32), np.diff(bounds).max() // 2 + 1 if len(bounds) > 1 else 0
     known, short, long = np.empty(longest, np.int32), np.empty(longest, np.uint64), np.empty(longest, np.uint64)
     rows, hidden = np.empty(longest * max(1, weights.ngrams), np.int32), np.empty(weights.first.shape[1], np.float32)
-    for n in range(len(found)):
+    for n in range(len(result)):
         words = _read(data, bounds[n], bounds[n + 1], short, long)
         for i in range(words):
             known[i] = places[place(keys, long[i])]
-        if _forward(known[:words], short[:words], weights, rows, hidden, found[n]) <= 0:
-            found[n] = 0
-    return found
+        if _forward(known[:words], short[:words], weights, rows, hidden, result[n]) <= 0:
+            result[n] = 0
+    return result

@@ -50,9 +50,9 @@ def load() -> Model:
     """Return the weights that come with the code."""
     from safetensors.numpy import load_file
 
-    found = load_file(WEIGHTS)
-    bias, slope, middle = found["scale"].tolist()
-    return Model(found["weights"].astype(np.float32), bias, slope, middle)
+    results = load_file(WEIGHTS)
+    bias, slope, middle = results["scale"].tolist()
+    return Model(results["weights"].astype(np.float32), bias, slope, middle)
 
 
 def good_chances(texts: pa.ChunkedArray, model: Model) -> NDArray[np.float64]:
@@ -63,8 +63,8 @@ def good_chances(texts: pa.ChunkedArray, model: Model) -> NDArray[np.float64]:
 
 def grades_of(texts: pa.ChunkedArray, model: Model) -> NDArray[np.float64]:
     """Return the grade of each text, float64[n], from about 0 to about 5."""
-    found: NDArray[np.float64] = _graded(*buffers(texts), model.weights, model.bias)
-    return found
+    result: NDArray[np.float64] = _graded(*buffers(texts), model.weights, model.bias)
+    return result
 
 
 @njit(cache=True, borrows=True)

@@ -25,13 +25,13 @@ CAPTION = L.BIT["figcaption"]
 
 def names() -> list[str]:
     """Return names of the features, in order."""
-    found = ["caption", "from_focus", "after_focus_start", "before_focus_end", "from_most_prose"]
-    found += [f"branch_{name}" for name in ("words", "linked", "stops", "blocks", "alike", "tag", "prose", "images")]
-    found += [f"alike^{k}" for k in range(ABOVE)]
-    found += [f"unit_{name}" for name in ("alike", "words", "linked", "images", "blocks")]
-    found += ["images-1", "images±2", "paragraph-", "paragraph+", "words_since_paragraph", "words_to_paragraph"]
-    found += ["same_parent-", "same_parent+", "in_main", "from_main", "main_share"]
-    return [*found, "words_said", "rare_words_said", "first"]
+    results = ["caption", "from_focus", "after_focus_start", "before_focus_end", "from_most_prose"]
+    results += [f"branch_{name}" for name in ("words", "linked", "stops", "blocks", "alike", "tag", "prose", "images")]
+    results += [f"alike^{k}" for k in range(ABOVE)]
+    results += [f"unit_{name}" for name in ("alike", "words", "linked", "images", "blocks")]
+    results += ["images-1", "images±2", "paragraph-", "paragraph+", "words_since_paragraph", "words_to_paragraph"]
+    results += ["same_parent-", "same_parent+", "in_main", "from_main", "main_share"]
+    return [*results, "words_said", "rare_words_said", "first"]
 
 
 class Measures(NamedTuple):

@@ -99,12 +99,12 @@ def without_units(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32]) -
 def _filled(page: Scan) -> NDArray[np.int64]:
     """Return the block elements that hold text, in order."""
     elements = page.elements
-    found, count = np.empty(len(elements), np.int64), 0
+    results, count = np.empty(len(elements), np.int64), 0
     for e in range(1, len(elements)):
         if elements[e, L.HOLDER] == e and elements[e, L.END] > elements[e, L.FIRST]:
-            found[count] = e
+            results[count] = e
             count += 1
-    return found[:count]
+    return results[:count]
 
 
 @njit(cache=True)

@@ -29,8 +29,8 @@ def cleaned(text: str) -> str:
 
 def _of(text: str, lines: bool) -> str:
     data = np.frombuffer(bytearray(repaired(text).encode()), np.uint8)  # of the type of `texts_of`: one loop is compiled
-    found: NDArray[np.uint8] = _cleaned(data, np.array([0, len(data)]), roles(), lines)[0]
-    return found.tobytes().decode()
+    results: NDArray[np.uint8] = _cleaned(data, np.array([0, len(data)]), roles(), lines)[0]
+    return results.tobytes().decode()
 
 
 def all_cleaned(texts: NDArray[np.uint8], ends: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8]]:
@@ -167,12 +167,12 @@ def roles() -> NDArray[np.uint8]:
     import ftfy.bad_codecs  # noqa: F401 - it names the encodings with no gaps
     from ftfy.chardata import CHARMAP_ENCODINGS
 
-    found = np.zeros(1 << 16, np.uint8)
+    result = np.zeros(1 << 16, np.uint8)
     for role, numbers in ((FIRST, range(0xC2, 0xF5)), (LATER, range(0x80, 0xC0))):
         for name in CHARMAP_ENCODINGS:
-            found[[ord(character) for character in bytes(numbers).decode(name, "ignore")]] |= role
-    found[0x80:0xA0] |= CONTROL
-    return found
+            result[[ord(character) for character in bytes(numbers).decode(name, "ignore")]] |= role
+    result[0x80:0xA0] |= CONTROL
+    return result
 
 
 @njit(cache=True)
@@ -181,14 +181,14 @@ def _looked_at(units: NDArray[np.uint16], roles: NDArray[np.uint8]) -> tuple[NDA
     lines = 1
     for unit in units:
         lines += unit == 10
-    found, count, line = np.empty(lines, np.int64), 0, 0
+    results, count, line = np.empty(lines, np.int64), 0, 0
     control = before = np.int64(0)
     for unit in units:
         role = np.int64(roles[unit] if unit >= 0x80 else 0)
-        if before << 1 & role and (count == 0 or found[count - 1] != line):
-            found[count] = line
+        if before << 1 & role and (count == 0 or results[count - 1] != line):
+            results[count] = line
             count += 1
         control |= role & CONTROL
         before = role & FIRST
         line += unit == 10
-    return found[:count], bool(control)
+    return results[:count], bool(control)

@@ -36,12 +36,12 @@ def _decoded(body: bytes, charset: str | None, html: bool) -> tuple[str, bool]:
     for mark, name in BOMS:
         if body.startswith(mark):
             return body[len(mark) :].decode(name, "replace"), False
-    given = _known(charset) if charset else None
+    declared = _known(charset) if charset else None
     wide = BEGINNINGS.get(body[:2]) if html else None
-    if given in ("utf-16-le", "utf-16-be") and b"\0" not in body:  # no line end and no tag: the server is wrong
-        given = None
-    if given in ("utf-16-le", "utf-16-be", "iso2022_jp"):
-        wide = wide or given
+    if declared in ("utf-16-le", "utf-16-be") and b"\0" not in body:  # no line end and no tag: the server is wrong
+        declared = None
+    if declared in ("utf-16-le", "utf-16-be", "iso2022_jp"):
+        wide = wide or declared
     if wide:
         return bytes_to_str(body, wide, errors="replace"), False
     try:
@@ -50,7 +50,7 @@ def _decoded(body: bytes, charset: str | None, html: bool) -> tuple[str, bool]:
         text = None
     if text is not None and not (text.isascii() and b"\x1b$" in body):
         return text, True
-    encoding = given if given and given != "utf-8" else detect_encoding(body, from_html_meta=html)
+    encoding = declared if declared and declared != "utf-8" else detect_encoding(body, from_html_meta=html)
     return bytes_to_str(body, encoding or "utf-8", errors="replace"), False
 
 

@@ -47,9 +47,9 @@ def names() -> list[str]:
         "tag",
         "depth",
     ]
-    found = [*own, *(f"in_{name}" for name in (*SEEN_FLAGS, "hidden", "aria_hidden"))]
-    found += ["path_score", "path_lowest", "score0", "score1", "score2", "score3", "text_sum", "text_mean"]
-    found += [
+    result = [*own, *(f"in_{name}" for name in (*SEEN_FLAGS, "hidden", "aria_hidden"))]
+    result += ["path_score", "path_lowest", "score0", "score1", "score2", "score3", "text_sum", "text_mean"]
+    result += [
         "index",
         "place",
         "words_before",
@@ -64,12 +64,12 @@ def names() -> list[str]:
         "same_title",
     ]
     for k in NEIGHBOURS:
-        found += [f"{name}{k:+d}" for name in ["words", "linked", "stops", "text", "path", "same"]]
+        result += [f"{name}{k:+d}" for name in ["words", "linked", "stops", "text", "path", "same"]]
     for k in (5, 15):
-        found += [f"{name}±{k}" for name in ["words", "linked", "stops", "text"]]
+        result += [f"{name}±{k}" for name in ["words", "linked", "stops", "text"]]
     for k in range(1, LEVELS + 1):
-        found += [f"{name}^{k}" for name in ["words", "linked", "blocks", "mean", "stops", "share"]]
-    found += [
+        result += [f"{name}^{k}" for name in ["words", "linked", "blocks", "mean", "stops", "share"]]
+    result += [
         "group_blocks",
         "group_words",
         "group_linked",
@@ -80,8 +80,8 @@ def names() -> list[str]:
         "sign_blocks",
         "sign_words",
     ]
-    found += ["focus_in", "focus_up", "focus_share", "focus_linked", "lca_share", "lca_linked", "copies", "copy"]
-    found += [
+    result += ["focus_in", "focus_up", "focus_share", "focus_linked", "lca_share", "lca_linked", "copies", "copy"]
+    result += [
         "page_blocks",
         "page_words",
         "page_linked",
@@ -95,7 +95,7 @@ def names() -> list[str]:
         "page_focus",
         "page_main",
     ]
-    return found
+    return result
 
 
 @njit(cache=True, borrows=True)
@@ -142,7 +142,7 @@ def text_keys(page: Scan) -> NDArray[np.uint64]:
 @njit(cache=True)
 def _title_words(page: Scan) -> NDArray[np.uint64]:
     """Return hashes of the title's words, sorted."""
-    found = np.empty(len(page.title) // 2 + 1, np.uint64)
+    results = np.empty(len(page.title) // 2 + 1, np.uint64)
     count = 0
     word, inside = OFFSET, False
     for at in range(len(page.title) + 1):
@@ -151,10 +151,10 @@ def _title_words(page: Scan) -> NDArray[np.uint64]:
             word = (word ^ np.uint64(48 if 48 <= c <= 57 else (c | 32 if c < 128 else c))) * PRIME
             inside = True
         elif inside:
-            found[count] = word
+            results[count] = word
             count += 1
             word, inside = OFFSET, False
-    return np.sort(found[:count])
+    return np.sort(results[:count])
 
 
 @njit(cache=True, borrows=True)

@@ -45,9 +45,9 @@ def label(texts: Sequence[str], truth: str) -> tuple[NDArray[np.float32], NDArra
                 seen.add(tuple(block))
     for number, block in enumerate(blocks):
         if len(block) > GRAM and shares[number] <= HALF and tuple(block) not in seen:
-            found = [gram in grams for gram in zip(*(block[k:] for k in range(GRAM)), strict=False)]
-            if sum(found) > 0.8 * len(found):
-                shares[number] = sum(found) / len(found)
+            results = [gram in grams for gram in zip(*(block[k:] for k in range(GRAM)), strict=False)]
+            if sum(results) > 0.8 * len(results):
+                shares[number] = sum(results) / len(results)
                 seen.add(tuple(block))
     return shares, lengths
 

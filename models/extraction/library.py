@@ -44,13 +44,13 @@ def found_in(blocks: list[list[str]], wanted: list[str]) -> NDArray[np.bool_]:
     ours = np.array([numbers.get(word, 0) for block in blocks for word in block], np.uint64)
     sizes = np.array([len(block) for block in blocks], np.int64)
     ends = np.cumsum(sizes)
-    found = np.zeros(len(blocks), np.bool_)
+    result = np.zeros(len(blocks), np.bool_)
     for length in range(1, RUN + 1):
         which = np.flatnonzero(sizes == length if length < RUN else sizes >= RUN)
         misses = np.append(0, np.cumsum(~np.isin(_runs(ours, length), _runs(theirs, length))))
         if len(which):
-            found[which] = misses[ends[which] - length + 1] == misses[ends[which] - sizes[which]]
-    return found
+            result[which] = misses[ends[which] - length + 1] == misses[ends[which] - sizes[which]]
+    return result
 
 
 def _runs(words: NDArray[np.uint64], length: int) -> NDArray[np.uint64]:

@@ -150,15 +150,15 @@ def _headed(page: Scan, keep: NDArray[np.bool_]) -> None:
 @njit(cache=True)
 def with_headline(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return `keep` [blocks] and the page's main heading, its only `h1`, where it stands above the end of the text."""
-    found = end = -1
+    results = end = -1
     for b in range(len(keep)):
         if page.elements[page.blocks[b, L.ELEMENT], L.TAG] == T_H1:
-            found = b if found < 0 else len(keep)
+            results = b if results < 0 else len(keep)
         if keep[b]:
             end = b
     out = keep.copy()
-    if 0 <= found < end:
-        out[found] = True
+    if 0 <= results < end:
+        out[results] = True
     return out
 
 
@@ -202,9 +202,9 @@ def load() -> Model:
     """Return the weights that come with the code."""
     from safetensors.numpy import load_file
 
-    found = load_file(WEIGHTS)
-    linear = {name: found[name].astype(np.float32) for name in Model._fields if name in found}
-    trees, articles = (splits(Trees(**{field: found[f"{name}.{field}"] for field in Trees._fields})) for name in ("trees", "articles"))
+    results = load_file(WEIGHTS)
+    linear = {name: results[name].astype(np.float32) for name in Model._fields if name in results}
+    trees, articles = (splits(Trees(**{field: results[f"{name}.{field}"] for field in Trees._fields})) for name in ("trees", "articles"))
     return Model(**linear, trees=trees, articles=articles)
 
 
@@ -274,8 +274,8 @@ def seen(
 def article_chance(types: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return chance of pages to be articles [...], from logits of their types [..., page types]."""
     odds = np.exp(types - types.max(-1, keepdims=True))
-    found: NDArray[np.float32] = odds[..., ARTICLE] / odds.sum(-1)
-    return found
+    result: NDArray[np.float32] = odds[..., ARTICLE] / odds.sum(-1)
+    return result
 
 
 @njit(cache=True)
@@ -298,8 +298,8 @@ def _scores(pages: Pages, rows: NDArray[np.float32], says: NDArray[np.float32], 
 def chances(pages: Pages, rows: NDArray[np.float32], types: NDArray[np.float32], trees: Splits, articles: Splits) -> NDArray[np.float32]:
     """Return chance of each block to be content [blocks], from what the trees see of it and the pages' types."""
     scores = _scores(pages, rows, article_chance(types) - LIKELY, trees, articles)
-    found: NDArray[np.float32] = 1 / (1 + np.exp(-scores))
-    return found
+    result: NDArray[np.float32] = 1 / (1 + np.exp(-scores))
+    return result
 
 
 def judge(pages: Pages, model: Model) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -74,7 +74,7 @@ def _read(html: NDArray[np.uint8], ends: NDArray[np.int64], max_depth: int, max_
         np.empty(n * L.MAX_HEAD_WORDS, np.uint64),
         np.zeros((n + 1, L.TABLES), np.int64),
     )
-    found = np.zeros((n, 2), np.int64)
+    results = np.zeros((n, 2), np.int64)
     for p in range(n):
         state = pages.states[p]
         at, end = pages.starts[p], pages.starts[p + 1]
@@ -93,16 +93,16 @@ def _read(html: NDArray[np.uint8], ends: NDArray[np.int64], max_depth: int, max_
             pages.page[at[L.HEAD_WORD] : at[L.HEAD_WORD] + L.MAX_HEAD_WORDS],
         )
         _scan(page)
-        found[p, 1] = state[L.BLOCKS]
+        results[p, 1] = state[L.BLOCKS]
         for e in range(state[L.ELEMENTS]):
-            found[p, 0] = max(found[p, 0], page.elements[e, L.DEPTH])
+            results[p, 0] = max(results[p, 0], page.elements[e, L.DEPTH])
         end[:], end[L.HTML] = at, ends[p + 1]
-        if found[p, 0] <= max_depth and found[p, 1] <= max_blocks:
+        if results[p, 0] <= max_depth and results[p, 1] <= max_blocks:
             end[L.TEXT], end[L.TITLE] = at[L.TEXT] + state[L.OUT], at[L.TITLE] + state[L.TITLE_STOP]
             end[L.ROOT], end[L.WORD] = at[L.ROOT] + state[L.ELEMENTS], at[L.WORD] + state[L.TOKEN]
             end[L.BLOCK], end[L.TEXT_WORD] = at[L.BLOCK] + state[L.BLOCKS], at[L.TEXT_WORD] + state[L.HASH]
             end[L.HEAD_WORD] = at[L.HEAD_WORD] + state[L.PAGE_TOKEN]
-    return pages, found
+    return pages, results
 
 
 @njit(cache=True)

@@ -28,9 +28,9 @@ HEADINGS = "h1 h2 h3 h4 h5 h6"
 
 def flags(names: str) -> NDArray[np.bool_]:
     """Return a mask of the elements, by number, that are among `names`."""
-    found = np.zeros(len(NAMES), np.bool_)
-    found[[NUMBER[name] for name in names.split()]] = True
-    return found
+    result = np.zeros(len(NAMES), np.bool_)
+    result[[NUMBER[name] for name in names.split()]] = True
+    return result
 
 
 IS_BLOCK, IS_VOID, IS_RAW, IS_SPACED, IS_HEADING = map(flags, (BLOCK, VOID, RAW, SPACED, HEADINGS))

@@ -69,34 +69,34 @@ def prepared(tree: Any, size: int) -> bool:
 def _tables(document: Any, most: int) -> list[tuple[Any, list[str]]]:
     """Return tables in which each row is a line of code, with the lines; none where these are longer than the page, being nested in each
     other."""
-    found: list[tuple[Any, list[str]]] = []
+    result: list[tuple[Any, list[str]]] = []
     for cell in document.query_selector_all(LINES)[:]:
         table = cell
         for _ in range(MAX_STEPS):
             table = table.parent if table is not None and table.tag != "table" else table
         if table is None or table.tag != "table":
             continue
-        if not found or found[-1][0] != table:
-            found.append((table, []))
+        if not result or result[-1][0] != table:
+            result.append((table, []))
         text = cell.text
         most -= len(text)
         if most < 0:
             return []
-        found[-1][1].append(text.strip("\n"))
-    return found
+        result[-1][1].append(text.strip("\n"))
+    return result
 
 
 def _editors(document: Any, most: int) -> list[tuple[Any, list[str]]]:
     """Return editors with their lines of code; none where these are longer than the page, being nested in each other."""
-    found = []
+    result = []
     for editor in document.query_selector_all(EDITOR)[:]:
         lines = [line.text for line in editor.query_selector_all("pre")[:]]
         most -= sum(map(len, lines)) + len("<pre>") * len(lines)
         if most < 0:
             return []
         if lines:
-            found.append((editor, [line.replace("\u200b", "") for line in lines]))
-    return found
+            result.append((editor, [line.replace("\u200b", "") for line in lines]))
+    return result
 
 
 def _replaced(tree: Any, node: Any, tag: str, text: str) -> None:

@@ -116,15 +116,15 @@ def snippet_labels(page: Scan, wanted: list[str], unwanted: list[str]) -> tuple[
     text, starts = page.text.tobytes(), page.blocks[:, L.START]
 
     def holding(snippet: str) -> set[int]:
-        found: set[int] = set()
+        result: set[int] = set()
         words = snippet.strip().encode()
         at = text.find(words) if words else -1
         while at >= 0:
             first, last = np.searchsorted(starts, [at, at + len(words) - 1], side="right") - 1
             if first == last:
-                found.add(int(first))
+                result.add(int(first))
             at = text.find(words, at + 1)
-        return found
+        return result
 
     zeros = set().union(*(holding(snippet) for snippet in unwanted))
     ones = {block for blocks in map(holding, wanted) if len(blocks) == 1 for block in blocks}
@@ -150,10 +150,10 @@ def page_digest(body: bytes) -> str:
 
 def word_f1(text: str, truth: str) -> float:
     """Return F1 of bags of words, letters in either case; 1 where both are empty."""
-    found, wanted = (Counter(re.findall(r"\w+", t.lower())) for t in (text, truth))
-    if not found or not wanted:
-        return float(not found and not wanted)
-    return 2 * sum((found & wanted).values()) / (found.total() + wanted.total())
+    results, wanted = (Counter(re.findall(r"\w+", t.lower())) for t in (text, truth))
+    if not results or not wanted:
+        return float(not results and not wanted)
+    return 2 * sum((results & wanted).values()) / (results.total() + wanted.total())
 
 
 # --- linear models ---------------------------------------------------------------------------------------
@@ -245,8 +245,8 @@ def _fitted(
     import lightgbm
 
     used = weight > 0
-    made = lightgbm.train(options, lightgbm.Dataset(rows[used], label[used], weight=weight[used]), rounds)
-    return as_arrays([tree["tree_structure"] for tree in made.dump_model()["tree_info"]])
+    booster = lightgbm.train(options, lightgbm.Dataset(rows[used], label[used], weight=weight[used]), rounds)
+    return as_arrays([tree["tree_structure"] for tree in booster.dump_model()["tree_info"]])
 
 
 def as_arrays(structures: list[dict[str, Any]]) -> Trees:
@@ -317,10 +317,10 @@ def unseen_f1(data: Corpus, rows: NDArray[np.float32]) -> dict[str, float]:
 
 def weights(data: Corpus, rows: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
     """Return the weights file's arrays, of models that saw all pages."""
-    found: dict[str, NDArray[Any]] = {name: values.astype(np.float16) for name, values in fit_linear(data, None)._asdict().items()}
+    result: dict[str, NDArray[Any]] = {name: values.astype(np.float16) for name, values in fit_linear(data, None)._asdict().items()}
     for name, trees in zip(("trees", "articles"), fit_trees(rows, data, None), strict=True):
-        found |= {f"{name}.{field}": values for field, values in trees._asdict().items()}
-    return found
+        result |= {f"{name}.{field}": values for field, values in trees._asdict().items()}
+    return result
 
 
 def main(arguments: list[str]) -> None:

@@ -128,8 +128,8 @@ def _is_builders(text: NDArray[np.uint8], first: int, last: int) -> bool:
         return True
     if has(text, first, min(first + 7, last), b"fusion_") or has(text, first, min(first + 4, last), b"tdc_"):
         return True
-    found = has(text, first, min(first + 3, last), b"mk_") or has(text, first, min(first + 3, last), b"av_")
-    return bool(found or has(text, first, min(first + 7, last), b"nectar_"))
+    results = has(text, first, min(first + 3, last), b"mk_") or has(text, first, min(first + 3, last), b"av_")
+    return bool(results or has(text, first, min(first + 7, last), b"nectar_"))
 
 
 @njit(cache=True, borrows=True)

@@ -106,10 +106,10 @@ def _bins(codes: Any, first: int, last: int, flags: Any, lower: Any, limit: int,
 def _total_costs(codes: Any, bounds: Any, texts: Any, ranges: Any, flags: Any, lower: Any, costs: Any) -> Any:
     """Sum of the n-grams' costs for all labels of each text's range of labels, int64[texts, labels]; and how many n-grams."""
     total, counts = np.zeros((len(texts), costs.shape[1]), np.int64), np.empty(len(texts), np.int64)
-    (letters, found), block = room(LIMIT), np.empty(costs.shape[1], np.uint16)
+    (letters, results), block = room(LIMIT), np.empty(costs.shape[1], np.uint16)
     for n in range(len(texts)):
-        counts[n] = _bins(codes, bounds[texts[n]], bounds[texts[n] + 1], flags, lower, LIMIT, letters, found)
-        _add_costs(found[: counts[n]], costs, ranges[n, 0], ranges[n, 1], block[: ranges[n, 1] - ranges[n, 0]], total[n])
+        counts[n] = _bins(codes, bounds[texts[n]], bounds[texts[n] + 1], flags, lower, LIMIT, letters, results)
+        _add_costs(results[: counts[n]], costs, ranges[n, 0], ranges[n, 1], block[: ranges[n, 1] - ranges[n, 0]], total[n])
     return total, counts
 
 
@@ -145,5 +145,5 @@ def advantages(
     label = np.arange(total.shape[1])
     other = (label < ranges[:, :1]) | (label >= ranges[:, 1:])
     least = np.where(other, np.iinfo(np.int64).max, total).min(axis=1, keepdims=True)
-    found = (least - total) / (STEPS * np.sqrt(np.maximum(counts, 1)))[:, None]
-    return np.where(other, -np.inf, found)
+    results = (least - total) / (STEPS * np.sqrt(np.maximum(counts, 1)))[:, None]
+    return np.where(other, -np.inf, results)

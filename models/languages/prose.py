@@ -57,25 +57,25 @@ def prose(data: U8, offsets: I64, wanted: NDArray[np.bool_], limit: int) -> Pros
         if text not in known:
             known[text] = looks_like_code(text.decode("utf-8", "surrogatepass").lstrip(BULLETS))
         kept[line] = not known[text]
-    made = np.zeros((3, len(offsets)), np.int64)
+    sizes = np.zeros((3, len(offsets)), np.int64)
     out = np.empty(int((ends - begins)[kept].sum() + np.count_nonzero(kept)), np.uint8)
-    _joined(data, bounds, begins, ends, letters, capitals, kept, out, made)
-    return Prose(out.data, made[0], made[1, :-1], made[2, :-1])
+    _joined(data, bounds, begins, ends, letters, capitals, kept, out, sizes)
+    return Prose(out.data, sizes[0], sizes[1, :-1], sizes[2, :-1])
 
 
 @lru_cache(maxsize=1)
 def kinds() -> U8:
     """Return the kind of each code point in a line."""
     flags = tables().flags
-    found = np.zeros(len(flags), np.uint8)
+    result = np.zeros(len(flags), np.uint8)
     for kind, flag in ((IS_SPACE, SPACE), (IS_ALPHANUMERIC, ALPHANUMERIC), (IS_BREAK, BREAK)):
-        found[flags & flag != 0] |= kind
+        result[flags & flag != 0] |= kind
     letter = flags & (ALPHANUMERIC | DECIMAL) == ALPHANUMERIC
-    found[letter] |= IS_LETTER
-    found[letter & (flags & UPPER != 0)] |= IS_CAPITAL
-    found[list(CODE_SIGNS)] |= IS_SIGN
-    found[[ord(bullet) for bullet in BULLETS]] |= IS_BULLET
-    return found
+    result[letter] |= IS_LETTER
+    result[letter & (flags & UPPER != 0)] |= IS_CAPITAL
+    result[list(CODE_SIGNS)] |= IS_SIGN
+    result[[ord(bullet) for bullet in BULLETS]] |= IS_BULLET
+    return result
 
 
 @njit(cache=True, borrows=True)
@@ -124,7 +124,7 @@ def _line(data: U8, at: int, last: int, kinds: U8) -> tuple[int, int, int, int, 
     begin = start = stop = at
     size = length = spaces = inner_spaces = letters = capitals = signs = 0
     blank = several = equals = alphanumeric = False
-    bullets = begun = False
+    bullets = line_start = False
     code: Any
     while at < last:
         here = at
@@ -139,12 +139,12 @@ def _line(data: U8, at: int, last: int, kinds: U8) -> tuple[int, int, int, int, 
         kind = kinds[code]
         if kind & IS_BREAK:
             break
-        if not begun:
+        if not line_start:
             if not bullets and not kind & IS_SPACE:
                 bullets, begin = True, here
             if (kind & IS_BULLET) if bullets else (kind & IS_SPACE):
                 continue
-            begun, start, stop = True, here, here
+            line_start, start, stop = True, here, here
         size += 1
         if kind & IS_SPACE:
             spaces += 1
@@ -168,10 +168,10 @@ def _joined(data: U8, bounds: I64, begins: I64, ends: I64, letters: I64, capital
     """Write the kept lines of each text with blanks between; made[0]: bounds of the texts, made[1], made[2]: their letters and capitals."""
     size = 0
     for d in range(len(bounds) - 1):
-        begun = size
+        line_start = size
         for line in range(bounds[d], bounds[d + 1]):
             if kept[line]:
-                if size > begun:
+                if size > line_start:
                     out[size] = BLANK
                     size += 1
                 for at in range(begins[line], ends[line]):

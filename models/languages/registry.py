@@ -85,10 +85,10 @@ def read_rows(file: str | Path) -> tuple[LanguageRow, ...]:
 
 
 def _row(cells: dict[str, str], where: str) -> LanguageRow:
-    given: dict[str, object] = {name: cell for name, cell in cells.items() if name in LanguageRow.model_fields and cell}
+    fields: dict[str, object] = {name: cell for name, cell in cells.items() if name in LanguageRow.model_fields and cell}
     for name in ("codes", "stop_words"):
-        if name in given:
-            given[name] = tuple(str(given[name]).split())
+        if name in fields:
+            fields[name] = tuple(str(fields[name]).split())
     factors: dict[str, float | None] = {}
     for name in SCALED:
         cell = cells.get(name, "")
@@ -102,7 +102,7 @@ def _row(cells: dict[str, str], where: str) -> LanguageRow:
             if not 0 <= float(cell) < 1e6:
                 raise ValueError(f"{where}: {name} is {cell}; a factor lies between 0 and 1,000,000")
     try:
-        return LanguageRow.model_validate(given | {"factors": factors})
+        return LanguageRow.model_validate(fields | {"factors": factors})
     except ValidationError as error:
         raise ValueError(f"{where}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
 
@@ -118,16 +118,16 @@ def with_rows(own: Iterable[LanguageRow]) -> dict[str, LanguageRow]:
     table = dict(shipped())
     for row in own:
         before = row_of(table, row.language, row.script)
-        said = {name for name in row.model_fields_set if name != "factors"}
-        kept = {name: getattr(before, name) for name in LanguageRow.model_fields if name not in said}
+        named = {name for name in row.model_fields_set if name != "factors"}
+        kept = {name: getattr(before, name) for name in LanguageRow.model_fields if name not in named}
         table[row.key] = LanguageRow(**(row.model_dump() | kept | {"factors": dict(before.factors) | dict(row.factors)}))
     return table
 
 
 def row_of(table: Mapping[str, LanguageRow], language: str, script: str) -> LanguageRow:
     """Return the row of a language in a script, else of its script, else of any language: that one abstains from nearly everything."""
-    found = table.get(f"{language}-{script}") or table.get(f"-{script}") or table.get("-")
-    return found or LanguageRow(factors=dict.fromkeys(SCALED))
+    results = table.get(f"{language}-{script}") or table.get(f"-{script}") or table.get("-")
+    return results or LanguageRow(factors=dict.fromkeys(SCALED))
 
 
 class Names(NamedTuple):

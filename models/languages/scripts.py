@@ -41,11 +41,11 @@ def script_numbers() -> NDArray[np.uint8]:
 
     points = np.flatnonzero(tables().flags & WORD)
     letters = "".join(map(chr, points.tolist()))
-    found = np.zeros(POINTS, np.uint8)
+    result = np.zeros(POINTS, np.uint8)
     for name, code in SCRIPTS.items():
         for match in regex.finditer(rf"\p{{Script={name}}}+", letters):
-            found[points[match.start() : match.end()]] = CODES.index(code)
-    return found
+            result[points[match.start() : match.end()]] = CODES.index(code)
+    return result
 
 
 @njit(cache=True)
@@ -126,5 +126,5 @@ def is_zawgyi(codes: NDArray[np.uint32]) -> bool:
 def script(text: str) -> str:
     """Return ISO 15924 code of a text's script, `Qaag` for Zawgyi; the empty word for a text without letters."""
     codes = code_points(text)
-    found = script_of(codes)
-    return ZAWGYI if found == CODES[MYMR] and is_zawgyi(codes) else found
+    results = script_of(codes)
+    return ZAWGYI if results == CODES[MYMR] and is_zawgyi(codes) else results

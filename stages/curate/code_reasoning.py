@@ -109,9 +109,9 @@ def _score(documents: pa.Table, classifier: Artifact) -> pa.Table:
     ids, texts = chosen["id"].to_pylist(), chosen["text"]
     counts = measured(texts, about.about.max_characters)
     columns: dict[str, tuple[pa.DataType, list[float | None]]] = {
-        "code_line_fraction": (pa.float64(), [round(found.code_lines / max(found.lines, 1), DIGITS) for found in counts]),
-        "formulas": (pa.int64(), [found.formulas for found in counts]),
-        "reasoning_words": (pa.int64(), [found.reasoning_words for found in counts]),
+        "code_line_fraction": (pa.float64(), [round(text.code_lines / max(text.lines, 1), DIGITS) for text in counts]),
+        "formulas": (pa.int64(), [text.formulas for text in counts]),
+        "reasoning_words": (pa.int64(), [text.reasoning_words for text in counts]),
     }
     lines = about.lines(texts)
     for kind in KINDS:
@@ -121,9 +121,9 @@ def _score(documents: pa.Table, classifier: Artifact) -> pa.Table:
             values = model.of_lines(ids, lines)[:, model.classes.index(kind)].tolist()
         columns[f"{kind}_score"] = (pa.float64(), values)
     full: dict[str, pa.Array] = {}
-    for name, (of, found) in columns.items():
+    for name, (of, results) in columns.items():
         placed: list[float | None] = [None] * documents.num_rows
-        for row, value in zip(rows, found, strict=True):
+        for row, value in zip(rows, results, strict=True):
             placed[row] = value
         full[name] = pa.array(placed, of)
     return pa.table({"id": documents["id"], **full})
@@ -131,15 +131,15 @@ def _score(documents: pa.Table, classifier: Artifact) -> pa.Table:
 
 def _labels(documents: pa.Table, graded: dict[str, Artifact] | None, config: TrainCodeReasoningConfig) -> Labels:
     """Return for each kind the documents of it: by their grades, or by the counts of the text."""
-    found: dict[str, list[bool | None]] = {}
+    results: dict[str, list[bool | None]] = {}
     if graded is None:
         counts = measured(documents["text"], config.max_characters)
-        found = {kind: [_label(kind, one, config) for one in counts] for kind in KINDS}
+        results = {kind: [_label(kind, one, config) for one in counts] for kind in KINDS}
     for kind, artifact in (graded or {}).items():
         name = JUDGEMENT.format(kind)
         grades = signals_of(artifact, documents["id"], [name])[name].to_pylist()
-        found[kind] = [None if grade is None else grade >= config.min_judgement for grade in grades]
-    return {kind: [None if one is None else kind if one else OTHER for one in labels] for kind, labels in found.items()}
+        results[kind] = [None if grade is None else grade >= config.min_judgement for grade in grades]
+    return {kind: [None if one is None else kind if one else OTHER for one in labels] for kind, labels in results.items()}
 
 
 def _label(kind: str, found: Technical, config: TrainCodeReasoningConfig) -> bool | None:
@@ -157,16 +157,16 @@ def _label(kind: str, found: Technical, config: TrainCodeReasoningConfig) -> boo
 
 def _graded(labels: list[Artifact]) -> dict[str, Artifact]:
     """Return kind → the signals with its grades."""
-    found = {}
+    result = {}
     for kind in KINDS:
         name = JUDGEMENT.format(kind)
         having = [artifact for artifact in labels if name in artifact.columns("signals")]
         if len(having) != 1:
-            given = ", ".join(artifact.id for artifact in labels)
-            said = f"one of {given} is to have the signal {name!r} of a judge's grades; {len(having)} have it"
-            raise PunaError(f"train_code_reasoning.labels: {said}")
-        (found[kind],) = having
-    return found
+            ids = ", ".join(artifact.id for artifact in labels)
+            problem = f"one of {ids} is to have the signal {name!r} of a judge's grades; {len(having)} have it"
+            raise PunaError(f"train_code_reasoning.labels: {problem}")
+        (result[kind],) = having
+    return result
 
 
 def _train(run: StageRun, kind: str, examples: Examples, about: About, config: TrainCodeReasoningConfig) -> None:
@@ -176,7 +176,7 @@ def _train(run: StageRun, kind: str, examples: Examples, about: About, config: T
     run.metric(f"{kind}_negatives", known[OTHER])
     if min(known[kind], known[OTHER]) < config.min_labels:
         return
-    found = out_of_fold(run, examples, kind, sorted(known), config, run.folder / kind, kind)
-    replace(about, classes=tuple(found.labels)).write(run.folder / kind)
-    run.metric(f"{kind}_auc", auc(found.counted))
-    report_calibration(run, f"{kind}_calibration", f"{kind} pages", found.counted)
+    results = out_of_fold(run, examples, kind, sorted(known), config, run.folder / kind, kind)
+    replace(about, classes=tuple(results.labels)).write(run.folder / kind)
+    run.metric(f"{kind}_auc", auc(results.counted))
+    report_calibration(run, f"{kind}_calibration", f"{kind} pages", results.counted)

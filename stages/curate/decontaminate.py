@@ -87,12 +87,12 @@ def decontaminate(
     index, unmatchable = build_index(rows_of_prompts, config)
     fuzzy = _fuzzy(rows_of_prompts, config)
     grams = index.with_fuzzy(fuzzy)
-    found: dict[str, set[str]] = {task: set() for task, _ in index.names}
+    results: dict[str, set[str]] = {task: set() for task, _ in index.names}
     held: dict[str, tuple[int, dict[str, Any]]] = {}
     for seen, first in run.filter(_find, documents, index, fuzzy, grams, config, columns=["id", "text"]):
         for at in seen:
             task, prompt = index.names[at]
-            found[task].add(prompt)
+            results[task].add(prompt)
         for name, (count, row) in first.items():
             before, earlier = held.get(name, (0, row))
             held[name] = (before + count, earlier)
@@ -100,10 +100,10 @@ def decontaminate(
     prompts_of = Counter(task for task, _ in index.names)
     for task in sorted(prompts_of):
         run.metric(f"prompts_{task}", prompts_of[task])
-        run.metric(f"contaminated_{task}", len(found[task]))
+        run.metric(f"contaminated_{task}", len(results[task]))
         run.metric(f"unmatchable_{task}", unmatchable[task])
     run.metric("contaminated_documents", sum(count for count, _ in held.values()))
-    series = {"prompts found in documents": [(task, float(len(found[task]))) for task in sorted(prompts_of)]}
+    series = {"prompts found in documents": [(task, float(len(results[task]))) for task in sorted(prompts_of)]}
     run.figure("contamination", Figure("Evaluation prompts found in documents", "task", "prompts", series, kind="bar"))
 
 
@@ -128,10 +128,10 @@ def prompts_of_splits(prompts: Artifact, splits: Sequence[str]) -> list[dict[str
     nothing."""
     rows = prompts.read(columns=["id", "task", "split", "messages", "reference"]).to_pylist()
     whole = all(row["split"] == "train" for row in rows)
-    found = rows if whole else [row for row in rows if row["split"] in splits]
-    if not found:
+    result = rows if whole else [row for row in rows if row["split"] in splits]
+    if not result:
         raise PunaError(f"decontaminate: {prompts.id} has no prompt of the splits {', '.join(splits)}: there is nothing to look for")
-    return found
+    return result
 
 
 def _as_prompts(texts: Artifact) -> list[dict[str, Any]]:
@@ -201,7 +201,7 @@ def match(text: Hashed, index: Index) -> Match | None:
                 first.setdefault(prompt, (place, length))
     if not hits:
         return None
-    share = {prompt: len(found) / int(index.totals[prompt]) for prompt, found in hits.items()}
+    share = {prompt: len(results) / int(index.totals[prompt]) for prompt, results in hits.items()}
     # Prompts are numbered by task and id: ties go to the first, whatever the order of the inputs.
     best = min(share, key=lambda prompt: (-share[prompt], prompt))
     place, length = first[best]
@@ -218,10 +218,10 @@ def _find(
     suspects = documents.filter(pa.array(may_hold(documents["text"], grams)))
     for identity, text in zip(suspects["id"].to_pylist(), suspects["text"].to_pylist(), strict=True):
         hashed = word_hashes(text)
-        found = match(hashed, index)
-        if found is not None and found.overlap > config.max_overlap:
-            rows.append(_dropped(identity, RULE, found.overlap, config.max_overlap, index.names[found.prompt], found.text))
-            seen |= found.seen
+        results = match(hashed, index)
+        if results is not None and results.overlap > config.max_overlap:
+            rows.append(_dropped(identity, RULE, results.overlap, config.max_overlap, index.names[results.prompt], results.text))
+            seen |= results.seen
             continue
         near = fuzzy_match(hashed, fuzzy)
         if near is not None and near.share >= config.fuzzy_overlap:

@@ -110,23 +110,23 @@ def needs(config: TrainDomainsConfig, facts: Facts) -> list[str]:
         return []
     for seconds in (GLANCE, LOOK):
         texts, share = documents.look(seconds)
-        found: Counter[str | None] = Counter()
+        results: Counter[str | None] = Counter()
         for text in texts:
-            found[seed_label(looked_at(text[: config.max_characters]), config.min_seeds, config.max_second)] += 1
-            if sum(n >= config.min_labels for name, n in found.items() if name) >= 2:
+            results[seed_label(looked_at(text[: config.max_characters]), config.min_seeds, config.max_second)] += 1
+            if sum(n >= config.min_labels for name, n in results.items() if name) >= 2:
                 return []
         if share == 1:
             break
     if not share:
         return []
     # At most as many as four standard deviations more than those seen let expect.
-    enough = [name for name, n in found.items() if name and (n + (4 * (n**0.5 + 1) if share < 1 else 0)) / share >= config.min_labels]
+    enough = [name for name, n in results.items() if name and (n + (4 * (n**0.5 + 1) if share < 1 else 0)) / share >= config.min_labels]
     if len(enough) >= 2:
         return []
-    shown = ", ".join(f"{n} of {name}" for name, n in found.most_common() if name) or "none"
+    census = ", ".join(f"{n} of {name}" for name, n in results.most_common() if name) or "none"
     return [
         f"two knowledge types with at least min_labels={config.min_labels} labelled documents are needed; of {len(texts)} pages "
-        f"the seed words label {shown}. Give more pages or a lower number, or do without them, --set domains=null"
+        f"the seed words label {census}. Give more pages or a lower number, or do without them, --set domains=null"
     ]
 
 
@@ -168,15 +168,15 @@ def domains(documents: Documents, classifier: Classifier, config: DomainsConfig,
     these. Documents of code sources are `code`.
     """
     counts: Counter[str] = Counter()
-    for found in run.transform(_type, documents, classifier, columns=["id", "source", "text"]):
-        counts.update(found)
+    for results in run.transform(_type, documents, classifier, columns=["id", "source", "text"]):
+        counts.update(results)
     _report(run, counts)
 
 
 def _seeds(documents: pa.Table, config: TrainDomainsConfig) -> Labels:
     """Return the label of each document."""
     counts = seed_counts(documents["text"], config.max_characters)
-    return {NAME: [seed_label(found, config.min_seeds, config.max_second) for found in counts]}
+    return {NAME: [seed_label(counter, config.min_seeds, config.max_second) for counter in counts]}
 
 
 def _type(table: pa.Table, classifier: Artifact) -> tuple[pa.Table, dict[str, int]]:
@@ -199,12 +199,12 @@ def _type(table: pa.Table, classifier: Artifact) -> tuple[pa.Table, dict[str, in
             seeds[row] = seed_label(count, int(rule["min_seeds"]), rule["max_second"])
     elif rows:
         raise PunaError(f"domains: {classifier.id} learned no types, as it was trained without documents; train it with documents")
-    made = {
+    columns = {
         "domain": pa.array(names, pa.string()),
         "domain_score": pa.array(values, pa.float64()),
         "domain_seed": pa.array(seeds, pa.string()),
     }
-    return pa.table({"id": table["id"], **made}), dict(Counter(names))
+    return pa.table({"id": table["id"], **columns}), dict(Counter(names))
 
 
 def _report_labels(run: StageRun, found: Scores) -> None:

@@ -92,16 +92,16 @@ def train_encoder_quality(
 
 def _fitted(examples: Partition, config: TrainEncoderQualityConfig, labels: str) -> tuple[list[Head], NDArray[np.int64]]:
     """Return the head of each fold, and the out-of-fold scores of all examples."""
-    found = examples.read()
-    positive = found["positive"].to_numpy() if found.num_rows else np.zeros(0, bool)
-    of_fold = folds(found["id"].to_pylist(), config.seed, config.folds) if found.num_rows else np.zeros(0, np.int64)
+    results = examples.read()
+    positive = results["positive"].to_numpy() if results.num_rows else np.zeros(0, bool)
+    of_fold = folds(results["id"].to_pylist(), config.seed, config.folds) if results.num_rows else np.zeros(0, np.int64)
     for fold in range(config.folds):
         rest = positive[of_fold != fold]
         if not rest.any() or rest.all():
-            said = f"min_judgement={config.min_judgement:g} on {labels}" if labels else f"positive_sources={list(config.positive_sources)}"
-            raise PunaError(f"train_encoder_quality.{said}: good and other documents are needed in every set of folds; there are "
+            rule = f"min_judgement={config.min_judgement:g} on {labels}" if labels else f"positive_sources={list(config.positive_sources)}"
+            raise PunaError(f"train_encoder_quality.{rule}: good and other documents are needed in every set of folds; there are "
                             f"{int(positive.sum())} good ones of {len(positive)}")  # fmt: skip
-    column = found["vector"].combine_chunks()
+    column = results["vector"].combine_chunks()
     vectors = column.flatten().to_numpy().reshape(len(column), -1)
     heads = [fit(vectors[of_fold != fold], positive[of_fold != fold], config.penalty) for fold in range(config.folds)]
     return heads, counted(_probabilities(heads, of_fold, vectors), positive)
@@ -130,9 +130,9 @@ def encoder_quality(
 
 
 def _digest(model: Artifact | None, encoder: External | None) -> str:
-    given = model or encoder
-    assert given is not None
-    return given.data_digest
+    source = model or encoder
+    assert source is not None
+    return source.data_digest
 
 
 def _examples(part: Part, labels: Artifact | None, place: Place, config: TrainEncoderQualityConfig) -> pa.Table:
@@ -164,8 +164,8 @@ def _score(part: Part, classifier: Artifact, place: Place) -> pa.Table:
 
 @lru_cache(maxsize=2)
 def _heads(file: Path) -> list[Head]:
-    with np.load(file) as found:
-        return [Head(*(found[name][fold] for name in Head._fields)) for fold in range(len(found["bias"]))]
+    with np.load(file) as results:
+        return [Head(*(results[name][fold] for name in Head._fields)) for fold in range(len(results["bias"]))]
 
 
 def _probabilities(heads: list[Head], of_fold: NDArray[np.int64], vectors: NDArray[np.float32]) -> NDArray[np.float64]:

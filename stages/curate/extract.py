@@ -126,33 +126,33 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
     bodies = (body.as_py() for body in pages.column("body"))
     rows = zip(bodies, *(pages.column(name).to_pylist() for name in ("content_type", "charset")), strict=True)
     names = zip(*(pages.column(name).to_pylist() for name in ("id", "url")), strict=True)
-    for index, (found, (identity, url)) in enumerate(zip(_found(rows, config), names, strict=True)):
-        if isinstance(found, Unreadable):
-            why = {"rule": found.rule, "value": found.value, "threshold": found.threshold, "detail": f"{url}: {found.detail}"}
+    for index, (results, (identity, url)) in enumerate(zip(_found(rows, config), names, strict=True)):
+        if isinstance(results, Unreadable):
+            why = {"rule": results.rule, "value": results.value, "threshold": results.threshold, "detail": f"{url}: {results.detail}"}
             dropped.append({"id": identity, **why})
-        elif isinstance(found, Exception):
-            dropped.append({"id": identity, "rule": "extract_failed", "detail": f"{url}: {type(found).__name__}: {found}"})
+        elif isinstance(results, Exception):
+            dropped.append({"id": identity, "rule": "extract_failed", "detail": f"{url}: {type(results).__name__}: {results}"})
         else:
             kept.append(index)
-            titles.append(found.title)
-            texts.append(found.text)
-            if found.origin is not None:
-                origin = found.origin._asdict().items()
+            titles.append(results.title)
+            texts.append(results.text)
+            if results.origin is not None:
+                origin = results.origin._asdict().items()
                 scores += [{"id": identity, "name": f"words_{name}", "value": float(value)} for name, value in origin]
     documents = pages.select(["id", "url", "fetched_at", "source"]).take(pa.array(kept, pa.int64()))
     documents = documents.append_column("title", pa.array(titles, pa.string())).append_column("text", pa.array(texts, pa.string()))
-    made = {"documents": documents, "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)}
+    tables = {"documents": documents, "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)}
     if scores:
-        made["scores"] = pa.Table.from_pylist(scores, schema=table_schema("scores").schema)
-    return made
+        tables["scores"] = pa.Table.from_pylist(scores, schema=table_schema("scores").schema)
+    return tables
 
 
 def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfig) -> PageText:
     """Return title and text of one page; raises Unreadable."""
-    (found,) = _found([(body, media, charset)], config)
-    if isinstance(found, Exception):
-        raise found
-    return PageText(found.title, found.text.decode(), found.origin)
+    (results,) = _found([(body, media, charset)], config)
+    if isinstance(results, Exception):
+        raise results
+    return PageText(results.title, results.text.decode(), results.origin)
 
 
 def _found(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig) -> list[_Found | Exception]:
@@ -160,24 +160,24 @@ def _found(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig)
 
     Pages for the model are parsed one by one and read together, in bytes up to `TOGETHER`; a larger one is read alone.
     """
-    found: dict[int, _Found | Exception] = {}
+    results: dict[int, _Found | Exception] = {}
     waiting: dict[int, _Parsed] = {}
     size = 0
     for number, (body, media, charset) in enumerate(rows):
         try:
-            made = _of_html(body, charset, config) if media in HTML_TYPES else _of_text(body, media, charset, config)
+            tables = _of_html(body, charset, config) if media in HTML_TYPES else _of_text(body, media, charset, config)
         except Exception as error:  # noqa: BLE001 - see above
-            found[number] = error
+            results[number] = error
             continue
-        if isinstance(made, _Found):
-            found[number] = made
+        if isinstance(tables, _Found):
+            results[number] = tables
             continue
-        if size + len(made.html) > TOGETHER:
-            found |= _read(waiting, config)
+        if size + len(tables.html) > TOGETHER:
+            results |= _read(waiting, config)
             waiting, size = {}, 0
-        waiting[number], size = made, size + len(made.html)
-    found |= _read(waiting, config)
-    return [found[number] for number in range(len(found))]
+        waiting[number], size = tables, size + len(tables.html)
+    results |= _read(waiting, config)
+    return [results[number] for number in range(len(results))]
 
 
 def _read(pages: dict[int, _Parsed], config: ExtractConfig) -> dict[int, _Found | Exception]:
@@ -186,7 +186,7 @@ def _read(pages: dict[int, _Parsed], config: ExtractConfig) -> dict[int, _Found 
         return dict(zip(pages, _by_model(list(pages.values()), config), strict=True)) if pages else {}
     except Exception as error:  # noqa: BLE001 - as above
         if len(pages) > 1:
-            return {number: made for number, page in pages.items() for made in _read({number: page}, config).values()}
+            return {number: tables for number, page in pages.items() for tables in _read({number: page}, config).values()}
         failed = Unreadable("extract_failed", f"{type(error).__name__}: {error}") if isinstance(error, FAILURES) else error
         return dict.fromkeys(pages, failed)
 
@@ -246,7 +246,7 @@ def _by_model(parsed: list[_Parsed], config: ExtractConfig) -> list[_Found | Exc
             keep[a:z], origins[number] = united(page_of(pages, number), keep[a:z], parsed[number].library)
     raw, ends = texts_of(pages, keep)
     texts, places, doubts = all_cleaned(raw, ends)
-    found: list[_Found | Exception] = []
+    result: list[_Found | Exception] = []
     for number, (depth, blocks) in enumerate(measures.tolist()):
         try:
             _check_measures(depth, blocks, config)
@@ -255,10 +255,10 @@ def _by_model(parsed: list[_Parsed], config: ExtractConfig) -> list[_Found | Exc
                 text = cleaned(raw[ends[number] : ends[number + 1]].tobytes().decode("utf-8", "replace")).encode()
             if doubts[number]:
                 text = _readable(text.decode("utf-8", "replace"), config)
-            found.append(_Found(parsed[number].title, text, origins[number]))
+            result.append(_Found(parsed[number].title, text, origins[number]))
         except Unreadable as why:
-            found.append(why)
-    return found
+            result.append(why)
+    return result
 
 
 def _check_measures(depth: int, blocks: int, config: ExtractConfig) -> None:
@@ -271,12 +271,12 @@ def _check_measures(depth: int, blocks: int, config: ExtractConfig) -> None:
 
 def _check_burden(html: bytes, config: ExtractConfig) -> Burden:
     """Refuse a page that would take a parser too much time or memory."""
-    found = burden(html)
-    tags, depth, attributes, copies, _ = found
+    result = burden(html)
+    tags, depth, attributes, copies, _ = result
     if depth > config.max_depth:
         raise Unreadable("extract_too_deep", "the elements are nested too deep", float(depth), float(config.max_depth))
     if tags + copies > config.max_elements:
         raise Unreadable("extract_too_many_elements", "the page has too many elements", float(tags + copies), float(config.max_elements))
     if attributes > MAX_ATTRIBUTES:
         raise Unreadable("extract_too_many_attributes", "tags have too many attributes", float(attributes), float(MAX_ATTRIBUTES))
-    return found
+    return result

@@ -26,8 +26,8 @@ class GatherConfig(StageConfig):
 
 
 def _needs(config: GatherConfig, facts: Facts) -> list[str]:
-    given = len(facts.inputs.get("documents", ()))
-    return [f"sources names {len(config.sources)} of {given} inputs; name each"] if config.sources and len(config.sources) != given else []
+    count = len(facts.inputs.get("documents", ()))
+    return [f"sources names {len(config.sources)} of {count} inputs; name each"] if config.sources and len(config.sources) != count else []
 
 
 @stage(kind="documents", needs=_needs)
@@ -39,10 +39,10 @@ def gather(documents: list[Documents], config: GatherConfig, run: StageRun) -> N
     if config.sources and len(config.sources) != len(documents):
         raise PunaError(f"gather: sources names {len(config.sources)} inputs, and there are {len(documents)}")
     names = config.sources or ("",) * len(documents)
-    parts = [(part, at, name) for at, (given, name) in enumerate(zip(documents, names, strict=True)) for part in run.parts(given)]
-    rows = run.exchange(_named, parts, by="id", partitions=partitions(sum(given.record().characters for given in documents)))
+    parts = [(part, at, name) for at, (artifact, name) in enumerate(zip(documents, names, strict=True)) for part in run.parts(artifact)]
+    rows = run.exchange(_named, parts, by="id", partitions=partitions(sum(artifact.record().characters for artifact in documents)))
     removed = run.produce_shards(_once, rows, count(table_schema("documents"), sum(rows.infos)))
-    run.count_input(sum(given.rows() for given in documents))
+    run.count_input(sum(artifact.rows() for artifact in documents))
     run.metric("removed", sum(removed))
 
 
@@ -66,8 +66,8 @@ def _once(rows: pa.Table) -> tuple[dict[str, pa.Table], int]:
     number = 0
     for at in np.flatnonzero(~first).tolist():
         number = 1 if first[at - 1] else number + 1
-        said = f"{ids[at]}: {rows['url'][at].as_py()} of {rows['source'][at].as_py()} is there already"
-        dropped.append({"id": repeated_id(ids[at], number), "rule": "same_id", "detail": said})
+        example = f"{ids[at]}: {rows['url'][at].as_py()} of {rows['source'][at].as_py()} is there already"
+        dropped.append({"id": repeated_id(ids[at], number), "rule": "same_id", "detail": example})
     schema = table_schema("documents").schema
     kept = rows.filter(pa.array(first)).select(schema.names)
     return {"documents": kept, "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)}, len(dropped)

@@ -81,7 +81,7 @@ class HeuristicsConfig(SeededConfig):
     def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         """Raise ValueError unless every name is a declared signal with a definition and without compiled code."""
         plugins.offers("puna.signals")
-        own = {name for name, made in SIGNALS.items() if made.definition and not made.compiled}
+        own = {name for name, signal in SIGNALS.items() if signal.definition and not signal.compiled}
         for name in names:
             if name not in own:
                 raise ValueError(f"{name!r} is no signal with a definition of its own{did_you_mean(name, sorted(own))}")
@@ -89,17 +89,17 @@ class HeuristicsConfig(SeededConfig):
 
     def reaches(self) -> list[tuple[str, str]]:
         """Return the definitions of these signals."""
-        found = [SIGNALS[name].definition for name in self.signals]
-        return [(one.__module__, one.__qualname__) for one in found if one is not None]
+        results = [SIGNALS[name].definition for name in self.signals]
+        return [(one.__module__, one.__qualname__) for one in results if one is not None]
 
 
 def written(config: HeuristicsConfig) -> dict[str, tuple[str, ...]]:
     """Return the columns of the tables that it writes."""
-    found: dict[str, tuple[str, ...]] = {
+    results: dict[str, tuple[str, ...]] = {
         "signals": ("id", *NAMES, FAILURE, *config.signals, "token_kl", "token_kl_excess"),
         "line_signals": ("id", "line", "words", "ngram_coverage"),
     }
-    return found | ({"c4_lines": ("id", "line", "words", "final_punctuation")} if config.c4_lines else {})
+    return results | ({"c4_lines": ("id", "line", "words", "final_punctuation")} if config.c4_lines else {})
 
 
 @stage(kind="signals", signals=written)
@@ -116,7 +116,7 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
     is too long (`max_text_bytes`): `select` drops it as `failed`.
     """
     own = [SIGNALS[name] for name in config.signals]
-    columns = ["id", "text", *{name: None for made in own for name in made.columns if name != "text"}]
+    columns = ["id", "text", *{name: None for signal in own for name in signal.columns if name != "text"}]
     parts = run.parts(documents, columns=columns)
     failures, measured = Failures(), 0
     tallies: dict[str, Tally] = {}
@@ -156,11 +156,11 @@ def _expected(job: tuple[str, np.random.Generator]) -> NDArray[np.float64]:
 def _report(run: StageRun, quantiles: dict[str, dict[float, float]], words: dict[str, int], expected: dict[str, Any]) -> None:
     """Record the distribution of the signals whose thresholds have no published value."""
     series: dict[str, list[tuple[Any, float]]] = {}
-    for name, found in quantiles.items():
-        for quantile in QUANTILES if found else ():
-            run.metric(f"{name}_q{quantile:g}", found[quantile])
-        if name in ("token_kl_excess", "ngram_coverage") and found:
-            series[name] = [(point, found[point]) for point in CURVE]
+    for name, results in quantiles.items():
+        for quantile in QUANTILES if results else ():
+            run.metric(f"{name}_q{quantile:g}", results[quantile])
+        if name in ("token_kl_excess", "ngram_coverage") and results:
+            series[name] = [(point, results[point]) for point in CURVE]
     run.metric("corpus_words", sum(words.values()))
     for name in expected:
         if name:
@@ -191,16 +191,16 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
         if language is not None:
             languages = [name or "" for name in signals_of(language, documents["id"], ["language"])["language"].to_pylist()]
             listed = _own_words(language, documents["id"])
-        found = measure(documents["text"], config.coverage_n, config.line_coverage, listed)
-        check_against_definitions(found, documents["text"].filter(pc.invert(over)))
-        found.values[np.array(over)] = np.nan
-        table = _table(documents["id"], languages, found)
+        results = measure(documents["text"], config.coverage_n, config.line_coverage, listed)
+        check_against_definitions(results, documents["text"].filter(pc.invert(over)))
+        results.values[np.array(over)] = np.nan
+        table = _table(documents["id"], languages, results)
         if config.c4_lines:
             table = _with_c4_lines(table, documents["text"])
         table = with_own(table, documents, own, Budget(config.signal_seconds, config.signal_memory_mb))
-        for made in own:
-            value = pc.if_else(over, pa.scalar(None, made.field.type), table[made.name])
-            table = table.set_column(table.schema.get_field_index(made.name), made.name, value)
+        for signal in own:
+            value = pc.if_else(over, pa.scalar(None, signal.field.type), table[signal.name])
+            table = table.set_column(table.schema.get_field_index(signal.name), signal.name, value)
         table = table.append_column(FAILURE, _why(over, table[FAILED], config))
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
@@ -213,8 +213,8 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
 def _why(over: pa.ChunkedArray, failed: pa.ChunkedArray, config: HeuristicsConfig) -> pa.ChunkedArray:
     """Return the reason why each document was not measured, or null: it is too long, or definitions of signals failed."""
     broken = pc.greater(pc.list_value_length(failed), 0)
-    said = ["; ".join(f"signal {one}".replace("\t", ": ", 1) for one in own) for own in failed.filter(broken).to_pylist()]
-    why = pc.replace_with_mask(pa.nulls(len(failed), pa.string()), broken.combine_chunks(), pa.array(said, pa.string()))
+    reasons = ["; ".join(f"signal {one}".replace("\t", ": ", 1) for one in own) for own in failed.filter(broken).to_pylist()]
+    why = pc.replace_with_mask(pa.nulls(len(failed), pa.string()), broken.combine_chunks(), pa.array(reasons, pa.string()))
     return pc.if_else(over, f"heuristics: the text is longer than {config.max_text_bytes} bytes", why)
 
 
@@ -282,17 +282,17 @@ def _language_counts(table: pa.Table) -> dict[str, tuple[NDArray[np.uint32], NDA
     # Most languages of a part have a few documents: their bins are sorted in place of counting through all that there are.
     order = np.argsort(np.repeat(number.astype(np.uint16), lengths), kind="stable")
     ends = np.cumsum(np.bincount(number, weights=lengths, minlength=len(languages)).astype(np.int64)).tolist()
-    found = {}
+    result = {}
     for name, start, stop in zip(languages.tolist(), [0, *ends], ends, strict=False):
         own, times = bins[order[start:stop]], counts[order[start:stop]]
         if stop - start < BINS // 8:
             used, place = np.unique(own, return_inverse=True)
-            found[name] = (used.astype(np.uint32), np.bincount(place, weights=times, minlength=len(used)).astype(np.int64))
+            result[name] = (used.astype(np.uint32), np.bincount(place, weights=times, minlength=len(used)).astype(np.int64))
         else:
             total = np.bincount(own, weights=times, minlength=BINS).astype(np.int64)
             used = np.flatnonzero(total).astype(np.uint32)
-            found[name] = (used, total[used])
-    return found
+            result[name] = (used, total[used])
+    return result
 
 
 def _flat(column: pa.ChunkedArray) -> NDArray[Any]:

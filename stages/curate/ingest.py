@@ -106,18 +106,18 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     A page's id is a hash of source, address, time, media type and body: it does not depend on where the page lies.
     """
     jobs = list(_jobs(inputs, config))
-    given = sum(job.file.bytes * PACKED if job.file else HUB_BYTES for job in jobs)
+    input_bytes = sum(job.file.bytes * PACKED if job.file else HUB_BYTES for job in jobs)
     batches = list(_batches(jobs))
-    read = run.exchange(_read, batches, config, by="id", partitions=partitions(given))
+    read = run.exchange(_read, batches, config, by="id", partitions=partitions(input_bytes))
     came, raw = (sum(info[name] for info in read.infos) for name in ("rows", "bytes"))
     run.count_input(came)
-    told = run.produce_shards(_sorted, read, count(table_schema("pages"), raw))
+    shards = run.produce_shards(_sorted, read, count(table_schema("pages"), raw))
     without = sum((Counter(info["without_page"]) for info in read.infos), Counter[str]())
     examples = {ending: min(info["examples"][ending] for info in read.infos if ending in info["examples"]) for ending in without}
     rules: Counter[str] = Counter()
-    for found in told:
-        rules.update(found["rules"])
-    body_bytes = sum(found["bytes"] for found in told)
+    for shard in shards:
+        rules.update(shard["rules"])
+    body_bytes = sum(shard["bytes"] for shard in shards)
     run.metric("body_bytes", body_bytes)
     if not body_bytes:
         inputs_named = ", ".join(dict.fromkeys(job.uri or (job.file.shown if job.file else job.name) for job in jobs[:3]))
@@ -135,9 +135,9 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
 
 def _kinds(without: Counter[str], examples: dict[str, str]) -> str:
     """Return the files that hold no page by ending, each with an example of why."""
-    shown = sorted(without.items(), key=lambda item: (-item[1], item[0]))[:ENDINGS_SHOWN]
-    more = f"; {len(without) - len(shown)} more endings" if len(without) > len(shown) else ""
-    return "".join(f"; {count:,} {ending} ({examples[ending]})" for ending, count in shown) + more
+    endings = sorted(without.items(), key=lambda item: (-item[1], item[0]))[:ENDINGS_SHOWN]
+    more = f"; {len(without) - len(endings)} more endings" if len(without) > len(endings) else ""
+    return "".join(f"; {count:,} {ending} ({examples[ending]})" for ending, count in endings) + more
 
 
 def _batches(jobs: list[Job]) -> Iterator[list[Job]]:
@@ -197,9 +197,9 @@ def check_inputs(inputs: list[External], config: IngestConfig) -> None:
 
     Parquet files and JSON lines must have the named columns, and not all of the inputs may be without rows.
     """
-    found = [_first(job, config) for job in _jobs(inputs, config)]
-    if not any(one is True for one in found):
-        rejected = next((one for one in found if isinstance(one, Rejected)), None)
+    results = [_first(job, config) for job in _jobs(inputs, config)]
+    if not any(one is True for one in results):
+        rejected = next((one for one in results if isinstance(one, Rejected)), None)
         wrong = f" that can be read: {rejected.detail}{_hints([rejected.rule])}" if rejected else ": there is nothing to read"
         raise PunaError(f"the inputs {', '.join(external.uri for external in inputs)} have no rows{wrong}")
 
@@ -310,13 +310,13 @@ def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
     for job in jobs:
         why: str | None = None
         for record in _records(job, config):
-            found = _judged(record, config, accepted)
-            if isinstance(found, Page) or found.rule not in NO_PAGE:
+            results = _judged(record, config, accepted)
+            if isinstance(results, Page) or results.rule not in NO_PAGE:
                 why = ""  # it holds other records
             elif why is None:
-                why = found.detail
-            held.append((found, job.source))
-            bytes_ = len(found.body) if isinstance(found, Page) else 0
+                why = results.detail
+            held.append((results, job.source))
+            bytes_ = len(results.body) if isinstance(results, Page) else 0
             size, rows, total = size + bytes_ + 500, rows + 1, total + bytes_
             if size >= CHUNK_BYTES:
                 yield _table(held)

@@ -181,8 +181,8 @@ def _sample(ids: list[str], sources: list[str], language: Artifact | None, confi
     if language is not None:
         table = signals_of(language, pa.chunked_array([pa.array(own, pa.string())]), ["language"])
         names = [name or "" for name in table["language"].to_pylist()]
-    found = sorted({(sources[row], name) for row, name in zip(rows.tolist(), names, strict=True)})
-    number = {group: at for at, group in enumerate(found)}
+    results = sorted({(sources[row], name) for row, name in zip(rows.tolist(), names, strict=True)})
+    number = {group: at for at, group in enumerate(results)}
     groups = np.array([number[sources[row], name] for row, name in zip(rows.tolist(), names, strict=True)], np.int64)
     order = np.lexsort((uniform(own, config.seed, "judge"), groups))
     rank = np.arange(len(rows)) - np.searchsorted(groups[order], groups[order])
@@ -199,14 +199,14 @@ def _graded(
     batches = enumerate(_batches(documents, chosen, config.batch_documents))
     total = -(-len(chosen) // config.batch_documents)
     if torch.cuda.is_available():
-        found = []
+        results = []
         for batch in batches:
-            found.append(_grade(batch, place, config, "cuda", str(run.scratch)))
-            run.progress(len(found), total)
+            results.append(_grade(batch, place, config, "cuda", str(run.scratch)))
+            run.progress(len(results), total)
     else:
-        found = list(run.map(_grade, batches, place, config, "cpu", str(run.scratch), rows=total))
+        results = list(run.map(_grade, batches, place, config, "cpu", str(run.scratch), rows=total))
     grader.cache_clear()
-    both = np.concatenate(found, axis=1)
+    both = np.concatenate(results, axis=1)
     return both[0], both[1]
 
 
@@ -232,6 +232,6 @@ def _grade(batch: tuple[int, list[str]], place: Place, config: JudgeConfig, devi
     file = Path(scratch) / f"grades-{number:09d}.npy"
     if not file.exists():
         with reading():
-            made = np.stack(grader(place, config.asked(), config.max_tokens, device)(texts))
-        write_array(file, made)
+            grades = np.stack(grader(place, config.asked(), config.max_tokens, device)(texts))
+        write_array(file, grades)
     return np.asarray(np.load(file))

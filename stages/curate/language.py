@@ -69,8 +69,8 @@ def language(documents: Documents, classifier: Classifier | None, config: Langua
         trained(classifier, "language")
     counts: Counter[tuple[str, str]] = Counter()
     failures = Failures()
-    for found, failed in run.transform(_identify, documents, classifier, config, columns=["id", "source", "text"]):
-        counts.update({(code, written): number for code, written, number in found})
+    for results, failed in run.transform(_identify, documents, classifier, config, columns=["id", "source", "text"]):
+        counts.update({(code, written): number for code, written, number in results})
         failures.add(failed)
     failures.report(run)
     if not documents.rows():
@@ -94,31 +94,31 @@ def _identify(
 
     def said(rows: Sequence[int]) -> list[Found]:
         seen = {row: shown(texts[row].as_py, read, row, config.max_characters) for row in rows if wanted[row]}
-        given = {row: text for row, text in seen.items() if text is not None}
+        classifier_texts = {row: text for row, text in seen.items() if text is not None}
         if classifier is None:
-            made = votes(list(given.values()), group)
+            answers = votes(list(classifier_texts.values()), group)
         else:
-            made = [_classified(classifier, ids[row], text, names) for row, text in given.items()]
-        by_row = dict(zip(given, made, strict=True))
+            answers = [_classified(classifier, ids[row], text, names) for row, text in classifier_texts.items()]
+        by_row = dict(zip(classifier_texts, answers, strict=True))
         return [by_row.get(row, NONE) for row in rows]
 
-    found: list[Found] = []
+    results: list[Found] = []
     failed: list[tuple[str, str, str]] = []
     todo = [range(at, min(at + TOGETHER, len(ids))) for at in range(0, len(ids), TOGETHER)][::-1]
     while todo:
         rows = todo.pop()
         try:
-            found += said(rows)
+            results += said(rows)
         except (PunaError, ImportError):  # of the machine or the classifier, not of the document
             raise
         except Exception as error:  # noqa: BLE001 - one document may fail in any way, and the others go on
             if len(rows) > 1:
                 todo += [range(row, row + 1) for row in reversed(rows)]
                 continue
-            found.append(UNDETERMINED)
+            results.append(UNDETERMINED)
             failed.append(("language", ids[rows[0]], f"{type(error).__name__}: {error}"))
-    counts = Counter((one[0], one[2]) for one in found)
-    return _signals(documents["id"], found), ([(*name, number) for name, number in counts.items()], failed)
+    counts = Counter((one[0], one[2]) for one in results)
+    return _signals(documents["id"], results), ([(*name, number) for name, number in counts.items()], failed)
 
 
 def _signals(ids: pa.ChunkedArray, found: list[Found]) -> pa.Table:
@@ -130,18 +130,18 @@ def _signals(ids: pa.ChunkedArray, found: list[Found]) -> pa.Table:
 def _classified(classifier: Artifact, identity: str, seen: str, names: Names) -> Found:
     """Return the languages that the user's own classifier finds."""
     model = trained(classifier, "language")
-    found = model.probabilities([identity], pa.array([seen]))[0]
+    results = model.probabilities([identity], pa.array([seen]))[0]
     codes, known = [names.canonical(name) for name in model.classes], names.groups
-    best = codes[int(found.argmax())]
-    together = sum(float(p) for code, p in zip(codes, found, strict=True) if known.get(code, code) == known.get(best, best))
+    best = codes[int(results.argmax())]
+    together = sum(float(p) for code, p in zip(codes, results, strict=True) if known.get(code, code) == known.get(best, best))
     return Found(best, min(together, 1.0), script(seen) or NO_SCRIPT)
 
 
 def identify(text: str, max_characters: int = 10_000) -> Found:
     """Return language, score and script of `text`, as the stage finds them."""
     data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
-    found = prose(data, np.array([0, len(data)]), np.array([True]), max_characters)
-    seen = shown(lambda: text, found, 0, max_characters)
+    results = prose(data, np.array([0, len(data)]), np.array([True]), max_characters)
+    seen = shown(lambda: text, results, 0, max_characters)
     return NONE if seen is None else vote(seen)
 
 

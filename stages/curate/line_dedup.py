@@ -90,9 +90,9 @@ def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> 
     for info in frequent.infos:
         for bucket, occurrences, lines in info:
             counts[bucket][occurrences] += lines
-    run.transform(_remove, documents, frequent, config, sizes, {bucket: _shown(found) for bucket, found in counts.items()})
+    run.transform(_remove, documents, frequent, config, sizes, {bucket: _shown(results) for bucket, results in counts.items()})
     together: Counter[int] = sum(counts.values(), Counter())
-    spared = sum((found for bucket, found in counts.items() if sizes[bucket] < config.min_documents), Counter[int]())
+    spared = sum((results for bucket, results in counts.items() if sizes[bucket] < config.min_documents), Counter[int]())
     run.metric("frequent_lines", together.total())
     run.metric("frequent_occurrences", sum(often * lines for often, lines in together.items()))
     run.metric("spared_occurrences", sum(often * lines for often, lines in spared.items()))
@@ -138,12 +138,12 @@ def _frequent(
     table = pieces.read()
     hashes, row, place = (table[name].to_numpy() for name in ("hash", "row", "place"))
     edges = np.searchsorted(row, [bucket * config.bucket_documents for bucket in [*sizes, len(sizes)]])
-    found, counts = [], []
+    results, counts = [], []
     for bucket, (low, high) in enumerate(pairwise(edges.tolist())):
         at, occurrences, first = frequent_of(hashes[low:high], config.limit(sizes[bucket]))
-        found.append((at + low, np.full(len(at), bucket), occurrences, first))
+        results.append((at + low, np.full(len(at), bucket), occurrences, first))
         counts += [(bucket, often, lines) for often, lines in Counter(occurrences[first].tolist()).items()]
-    at, buckets, occurrences, first = (np.concatenate(column) for column in zip(*found, strict=True))
+    at, buckets, occurrences, first = (np.concatenate(column) for column in zip(*results, strict=True))
     shard = np.searchsorted(starts, row[at], side="right") - 1
     columns = {"shard": shard.astype(np.int32), "row": row[at] - starts[shard], "place": place[at], "bucket": buckets}
     return pa.table(columns | {"hash": hashes[at], "occurrences": occurrences, "first": first}), counts

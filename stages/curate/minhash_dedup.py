@@ -46,20 +46,20 @@ def minhash_dedup(documents: Documents, signals: Signals | None, config: Minhash
     if config.survivor == "best_score":
         check_score(signals, config)
     threshold = config.threshold if config.verify else None
-    said: dict[str, Any] = {"method": config.method, "rule": "near_duplicate", "threshold": threshold}
+    common: dict[str, Any] = {"method": config.method, "rule": "near_duplicate", "threshold": threshold}
     score = signals if config.survivor == "best_score" else None
     parts = documents.parts(columns=["text"], rows=SHARD_ROWS)
     if parts and documents.record().characters <= AT_ONCE:
-        infos = remove(run, documents, _whole, [[part.of(COLUMNS) for part in parts]], score, config, config.chosen_device(), **said)
-        found = infos[0]["candidates"]
+        infos = remove(run, documents, _whole, [[part.of(COLUMNS) for part in parts]], score, config, config.chosen_device(), **common)
+        results = infos[0]["candidates"]
     else:
         members = _members(run, documents, parts, config)
         components = _gathered(run, documents, parts, members, score, config)
-        infos, found = remove(run, documents, _decided, components.filled, config, **said), members.rows
+        infos, results = remove(run, documents, _decided, components.filled, config, **common), members.rows
     if config.keep_index:
         sketches = list(run.map(sketch, list(enumerate(run.parts(documents))), signals, config, config.chosen_device(), str(run.scratch)))
         list(run.map(write_index, [run.folder / INDEX], sketches, config))
-    run.metric("candidates", found)
+    run.metric("candidates", results)
     run.metric("clusters", sum(info["clusters"] for info in infos))
     run.metric("kept_for_a_passage", sum(info["saved"] for info in infos))
 
@@ -85,9 +85,9 @@ def check_score(signals: Artifact | None, config: MinhashDedupConfig) -> None:
 def _keys(part: Part, config: MinhashDedupConfig, device: Any) -> Iterator[pa.Table]:
     """Yield the keys of all bands of a part's documents, each with the document's row."""
     for block in part.split():
-        found = shingled(block.read()["text"], config)
-        _, keys = signed(found, config, device)
-        filled = np.flatnonzero(np.diff(found.offsets))  # without a shingle a document is nobody's duplicate
+        results = shingled(block.read()["text"], config)
+        _, keys = signed(results, config, device)
+        filled = np.flatnonzero(np.diff(results.offsets))  # without a shingle a document is nobody's duplicate
         # A band's keys differ from another band's of the same value.
         own = keys[filled] ^ (np.arange(1, config.bands + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
         yield pa.table({"key": own.T.ravel(), "row": np.tile(filled + block.start, config.bands).astype(np.int64)})
@@ -100,9 +100,11 @@ def _edges(keys: Partition) -> pa.Table:
     rows = keys.read()
     place, key = (rows[name].combine_chunks().to_numpy() for name in ("row", "key"))
     order = np.argsort(place, kind="stable")
-    found = place[order][edges(key[order])]
+    results = place[order][edges(key[order])]
     # Many bands give the same edge.
-    unique = np.unique(found.view([("a", np.int64), ("b", np.int64)]).ravel()) if len(found) else np.zeros(0, [("a", "i8"), ("b", "i8")])
+    unique = (
+        np.unique(results.view([("a", np.int64), ("b", np.int64)]).ravel()) if len(results) else np.zeros(0, [("a", "i8"), ("b", "i8")])
+    )
     return pa.table({"first": unique["a"], "second": unique["b"], "all": np.zeros(len(unique), np.int32)})
 
 
@@ -138,8 +140,8 @@ def _candidates(item: tuple[Part, Partition], signals: Artifact | None, config: 
     for block in part.split():
         low, high = np.searchsorted(rows, [block.start, block.stop])
         if high > low:
-            found = block.read().take(pa.array(rows[low:high] - block.start))
-            yield candidates(found, rows[low:high], component[low:high], signals, config, device)
+            results = block.read().take(pa.array(rows[low:high] - block.start))
+            yield candidates(results, rows[low:high], component[low:high], signals, config, device)
 
 
 def _decided(component: Partition, config: MinhashDedupConfig) -> tuple[pa.Table, dict[str, int]]:
@@ -154,14 +156,14 @@ def _decided(component: Partition, config: MinhashDedupConfig) -> tuple[pa.Table
 def _whole(parts: list[Part], signals: Artifact | None, config: MinhashDedupConfig, device: Any) -> tuple[pa.Table, dict[str, int]]:
     """Return the documents that go of a small corpus, and how many are candidates."""
     table = pa.concat_tables(part.read() for part in parts)
-    found, candidates = at_once(table, signals, config, device)
-    made, info = _evidence(found, table["id"], config)
-    return made, {**info, "candidates": candidates}
+    results, candidates = at_once(table, signals, config, device)
+    evidence, info = _evidence(results, table["id"], config)
+    return evidence, {**info, "candidates": candidates}
 
 
 def _evidence(found: Found, ids: pa.ChunkedArray, config: MinhashDedupConfig) -> tuple[pa.Table, dict[str, int]]:
     """Return the evidence as a table of DECIDED, and its counts."""
     detail = [config.detail(ids[kept].as_py(), words) for kept, words in zip(found.kept.tolist(), found.new_words.tolist(), strict=True)]
     columns = {"id": ids.take(pa.array(found.removed)), "kept_id": ids.take(pa.array(found.kept)), "similarity": found.similarity}
-    made = pa.table({**columns, "detail": pa.array(detail, pa.string())}, schema=DECIDED)
-    return made, {"clusters": len(np.unique(found.kept)), "saved": found.saved}
+    table = pa.table({**columns, "detail": pa.array(detail, pa.string())}, schema=DECIDED)
+    return table, {"clusters": len(np.unique(found.kept)), "saved": found.saved}

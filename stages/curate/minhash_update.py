@@ -69,11 +69,11 @@ def _decide(sketches: list[str], previous: list[Artifact], folder: Path, files: 
     write_index(folder, sketches, config)
     indices = [*(Index.of(artifact) for artifact in previous), Index.open(folder)]
     members = _affected(indices, config)
-    ids, found = _decided(indices, members, config)
+    ids, results = _decided(indices, members, config)
     own = members.segment == len(previous)
-    state = _state(found, ids)
+    state = _state(results, ids)
     added = {i for i, new in zip(ids, own.tolist(), strict=True) if new}
-    passage = {ids[removed]: words for removed, words in zip(found.removed.tolist(), found.new_words.tolist(), strict=True)}
+    passage = {ids[removed]: words for removed, words in zip(results.removed.tolist(), results.new_words.tolist(), strict=True)}
     gone = [(i, *state[i], config.detail(state[i][0], passage[i])) for i in sorted(added & state.keys())]
     pq.write_table(pa.table([pa.array([row[k] for row in gone], f.type) for k, f in enumerate(DECIDED)], schema=DECIDED), files[0])
     known = [i for i, new in zip(ids, own.tolist(), strict=True) if not new]
@@ -86,7 +86,7 @@ def _decide(sketches: list[str], previous: list[Artifact], folder: Path, files: 
 
 def verdicts(artifacts: list[Artifact], ids: list[str] | None = None) -> dict[str, tuple[str, float]]:
     """Return removed document → its survivor and their similarity, after a `minhash_dedup` and its updates (of some ids only)."""
-    found: dict[str, tuple[str, float]] = {}
+    result: dict[str, tuple[str, float]] = {}
     for artifact in artifacts:
         for table in ("revisions", "duplicates"):
             if table not in artifact.tables:
@@ -96,10 +96,10 @@ def verdicts(artifacts: list[Artifact], ids: list[str] | None = None) -> dict[st
                 rows = rows.filter(pc.is_in(rows["id"], pa.array(ids, pa.string())))
             for identity, kept, similarity in zip(*(rows[name].to_pylist() for name in rows.schema.names), strict=True):
                 if kept is None:
-                    found.pop(identity)
+                    result.pop(identity)
                 else:
-                    found[identity] = (kept, similarity)
-    return found
+                    result[identity] = (kept, similarity)
+    return result
 
 
 def _configuration(previous: list[Artifact]) -> MinhashDedupConfig:
@@ -137,8 +137,8 @@ def _affected(indices: list[Index], config: MinhashDedupConfig) -> Members:
             seen[rows] = True
         signatures = np.concatenate([index.signatures[rows] for index, rows in zip(indices, fresh, strict=True)])
         keys = band_keys(signatures, config.bands, config.rows)
-        found = [index.sharing(keys) for index in indices]
-        fresh = [rows[~seen[rows]] for seen, rows in zip(known, found, strict=True)]
+        results = [index.sharing(keys) for index in indices]
+        fresh = [rows[~seen[rows]] for seen, rows in zip(known, results, strict=True)]
     reached = [np.flatnonzero(seen) for seen in known]
     return Members(np.repeat(np.arange(len(reached)), [len(r) for r in reached]), np.concatenate(reached))
 
@@ -164,8 +164,8 @@ def _decided(indices: list[Index], members: Members, config: MinhashDedupConfig)
         pieces: dict[int, NDArray[np.uint64]] = {}
         for segment, index in enumerate(indices):
             here = chosen[places][members.segment[chosen[places]] == segment]
-            found = index.shingles(members.row[here], config)
-            pieces |= {int(m): found.hashes[found.offsets[k] : found.offsets[k + 1]] for k, m in enumerate(here)}
+            results = index.shingles(members.row[here], config)
+            pieces |= {int(m): results.hashes[results.offsets[k] : results.offsets[k + 1]] for k, m in enumerate(here)}
         return flat([pieces[int(m)] for m in chosen[places]])
 
     return text, decided(facts[chosen], signatures[chosen], bounds, config, shingles).of_rows(chosen)

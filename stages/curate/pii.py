@@ -63,8 +63,8 @@ def _mask(documents: pa.Table, config: PiiConfig) -> dict[str, pa.Table]:
         identity = ids[row].as_py()
         if sizes[row] > config.max_text_bytes:
             keep[row] = False
-            said = {"id": identity, "rule": "pii_failed", "value": float(sizes[row]), "threshold": float(config.max_text_bytes)}
-            dropped.append({**said, "detail": "the text is too long to be searched, bytes"})
+            failure = {"id": identity, "rule": "pii_failed", "value": float(sizes[row]), "threshold": float(config.max_text_bytes)}
+            dropped.append({**failure, "detail": "the text is too long to be searched, bytes"})
             continue
         try:
             text = texts[row].as_py()

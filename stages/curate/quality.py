@@ -94,18 +94,18 @@ def write_scores(
 
 def _ranked(scores: Partition, language: Artifact | None, share: float) -> tuple[pa.Table, tuple[int, float]]:
     """Return all scores with their ranks."""
-    found = scores.read()
-    values = np.array(found["quality"].combine_chunks().to_numpy(zero_copy_only=False), np.float64)
+    results = scores.read()
+    values = np.array(results["quality"].combine_chunks().to_numpy(zero_copy_only=False), np.float64)
     scored = ~np.isnan(values)
     groups = np.zeros(int(scored.sum()), dtype="U1")
     if language is not None:
-        names = signals_of(language, found["id"].filter(pa.array(scored)), ["language"])["language"].to_pylist()
+        names = signals_of(language, results["id"].filter(pa.array(scored)), ["language"])["language"].to_pylist()
         groups = np.array([name or "" for name in names], dtype="U")
     ranks = np.full(len(values), np.nan)
     ranks[scored] = ranks_within(values[scored], groups)
     columns = {"quality": pa.array(values, from_pandas=True), "quality_rank": pa.array(ranks, from_pandas=True)}
     reached = float(np.quantile(values[scored], share)) if scored.any() else 0.0
-    return pa.table({"id": found["id"], **columns}), (int(scored.sum()), reached)
+    return pa.table({"id": results["id"], **columns}), (int(scored.sum()), reached)
 
 
 def _signals(rows: pa.Table) -> pa.Table:
@@ -118,16 +118,16 @@ def _score(part: Part, classifier: Artifact, positive: str) -> pa.Table:
     about: Trained = trained(classifier, "quality")
     rows = about.scored(table)
     chosen = table.take(pa.array(rows, pa.int64()))
-    found = about.probabilities(chosen["id"].to_pylist(), chosen["text"])
-    return scores_of(table["id"], rows, found[:, about.classes.index(positive)])
+    results = about.probabilities(chosen["id"].to_pylist(), chosen["text"])
+    return scores_of(table["id"], rows, results[:, about.classes.index(positive)])
 
 
 def _graded(part: Part, language: Artifact) -> pa.Table:
     """Return the quality of a part's English documents by Puna's own model; null of the others."""
     table = part.read()
     rows = pc.indices_nonzero(pc.equal(signals_of(language, table["id"], ["language"])["language"], grades.LANGUAGE)).to_numpy()
-    found = grades.good_chances(table["text"].take(pa.array(rows, pa.int64())), grades.load())
-    return scores_of(table["id"], rows, found)
+    results = grades.good_chances(table["text"].take(pa.array(rows, pa.int64())), grades.load())
+    return scores_of(table["id"], rows, results)
 
 
 def scores_of(ids: pa.ChunkedArray, rows: Sequence[int] | NDArray[np.uint64], values: NDArray[np.float64]) -> pa.Table:

@@ -85,12 +85,12 @@ class SelectConfig(StageConfig):
         plugins.offers("puna.rules")
         if not isinstance(given or {}, Mapping):
             raise ValueError("groups are named with their thresholds: {NAME: {threshold: value}}, {NAME: {}} for its own")
-        found = {}
+        result = {}
         for name, values in (given or {}).items():
             if name not in RULE_GROUPS:
                 raise ValueError(f"{name!r} is no group of rules from a package or module{did_you_mean(name, sorted(RULE_GROUPS))}")
-            found[name] = values if isinstance(values, RuleGroup) else RULE_GROUPS[name].model_validate(values or {})
-        return found
+            result[name] = values if isinstance(values, RuleGroup) else RULE_GROUPS[name].model_validate(values or {})
+        return result
 
     @field_validator("sql", mode="before")
     @classmethod
@@ -216,21 +216,21 @@ def _aligned(signals: pa.Table, ids: pa.ChunkedArray, name: str) -> pa.Table:
 
 def _line_tables(signals: list[Artifact], rules: LineRules | None) -> dict[str, Artifact | None]:
     """Return the tables of lines that rules on lines read → the signals that carry them; None: no rule reads it."""
-    if said := _lines_lacking(rules, [artifact.tables for artifact in signals]):
-        raise PunaError(said[0])
+    if problems := _lines_lacking(rules, [artifact.tables for artifact in signals]):
+        raise PunaError(problems[0])
     read = _lines_read(rules)
     return {name: next(a for a in signals if name in a.tables) if name in read else None for name in LINE_TABLES}
 
 
 def _lines_lacking(rules: LineRules | None, carried: Sequence[Collection[str]]) -> list[str]:
     """Return what is wrong where not exactly one input carries a table of lines that a rule reads; `carried`: the tables of each."""
-    said = []
+    problems = []
     for name in _lines_read(rules):
         count = sum(name in tables for tables in carried)
         if count != 1:
             rule, off = LINE_TABLES[name]
-            said.append(f"{rule} reads the table {name!r}, which {count} inputs carry; {off}, or set lines=null")
-    return said
+            problems.append(f"{rule} reads the table {name!r}, which {count} inputs carry; {off}, or set lines=null")
+    return problems
 
 
 def _lines_read(rules: LineRules | None) -> list[str]:
@@ -254,19 +254,19 @@ def _select(
     """Return the kept documents of a part, the dropped ones' rules, and the removed lines."""
     table = documents.select(["id", "source"])
     for name, of in zip(named, signals, strict=True):
-        found = _aligned(of, documents["id"], name)
-        for column in found.column_names[1:]:
-            table = table.append_column(column, found[column])
+        results = _aligned(of, documents["id"], name)
+        for column in results.column_names[1:]:
+            table = table.append_column(column, results[column])
     dropped = decide(table, rules, languages)
     kept = documents.filter(pc.invert(pc.is_in(documents["id"], dropped["id"].combine_chunks())))
-    made = {"documents": kept, "dropped": dropped}
+    tables = {"documents": kept, "dropped": dropped}
     if line_rules is not None:
-        shorter, made["removed_lines"] = remove_lines(kept, _lines_that_go(covered, c4, line_rules), line_rules)
+        shorter, tables["removed_lines"] = remove_lines(kept, _lines_that_go(covered, c4, line_rules), line_rules)
         left = pc.or_(pc.not_equal(shorter["text"], ""), pc.equal(kept["text"], ""))
-        made["documents"] = shorter.filter(left)
+        tables["documents"] = shorter.filter(left)
         gone = _nothing_left(shorter.filter(pc.invert(left))["id"], dropped.schema)
-        made["dropped"] = pa.concat_tables([dropped, gone]).sort_by("id")
-    return made
+        tables["dropped"] = pa.concat_tables([dropped, gone]).sort_by("id")
+    return tables
 
 
 def _nothing_left(ids: pa.ChunkedArray, schema: pa.Schema) -> pa.Table:
@@ -277,18 +277,18 @@ def _nothing_left(ids: pa.ChunkedArray, schema: pa.Schema) -> pa.Table:
 
 def _lines_that_go(covered: pa.Table | None, c4: pa.Table | None, rules: LineRules) -> dict[str, dict[int, tuple[str, float]]]:
     """Return document → number of a line that goes → the rule and the line's value."""
-    found: dict[str, dict[int, tuple[str, float]]] = {}
+    result: dict[str, dict[int, tuple[str, float]]] = {}
     if c4 is not None:
         short = pc.field("words") < rules.min_line_words
         for row in c4.filter(short | ~pc.field("final_punctuation") if rules.final_punctuation else short).to_pylist():
             open_ended = rules.final_punctuation and not row["final_punctuation"]
             rule = ("final_punctuation", 0.0) if open_ended else ("min_line_words", float(row["words"]))
-            found.setdefault(row["id"], {})[row["line"]] = rule
+            result.setdefault(row["id"], {})[row["line"]] = rule
     if covered is not None:
         repeated = (pc.field("words") >= rules.min_words) & (pc.field("ngram_coverage") > rules.max_ngram_coverage)
         for row in covered.filter(repeated).to_pylist():
-            found.setdefault(row["id"], {})[row["line"]] = ("max_ngram_coverage", row["ngram_coverage"])
-    return found
+            result.setdefault(row["id"], {})[row["line"]] = ("max_ngram_coverage", row["ngram_coverage"])
+    return result
 
 
 def remove_lines(documents: pa.Table, lines: dict[str, dict[int, tuple[str, float]]], rules: LineRules) -> tuple[pa.Table, pa.Table]:

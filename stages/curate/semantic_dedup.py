@@ -62,8 +62,10 @@ def semantic_dedup(documents: Documents, model: Model | None, encoder: External 
     centers = _centers(vectors, common, config, run)
     size = partitions(vectors.rows * (8 * config.dimensions if common is None else 8 * len(common)))
     clustered = run.exchange(_clustered, vectors.filled, common, centers, size, by="place", partitions=size)
-    found = remove(run, documents, _decided, clustered.filled, config, method=method, rule="semantic_duplicate", threshold=config.threshold)
-    run.metric("clusters", max(found, default=0))
+    results = remove(
+        run, documents, _decided, clustered.filled, config, method=method, rule="semantic_duplicate", threshold=config.threshold
+    )
+    run.metric("clusters", max(results, default=0))
 
 
 def _words(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
@@ -105,9 +107,9 @@ def _projected(job: tuple[int, Part], weights: Partition, config: SemanticDedupC
 
     table = job[1].read()
     hashes, offsets = _words(table["text"])
-    found = project(hashes, offsets, _weight(weights), config.dimensions)
+    results = project(hashes, offsets, _weight(weights), config.dimensions)
     compared = np.flatnonzero(np.diff(offsets) >= config.min_words)
-    return _vectors(job[0], table.take(pa.array(compared)), np.diff(offsets)[compared], found[compared])
+    return _vectors(job[0], table.take(pa.array(compared)), np.diff(offsets)[compared], results[compared])
 
 
 def _encoded(job: tuple[int, Part], place: Place, config: SemanticDedupConfig) -> pa.Table:
@@ -196,12 +198,12 @@ def _decided(clusters: Partition, config: SemanticDedupConfig) -> tuple[pa.Table
     order = np.lexsort((-second, -first, cluster))  # the id, in whose order rows come, decides last
     bounds = np.flatnonzero(np.diff(cluster[order], prepend=-1, append=-1))
     ids = table["id"].to_pylist()
-    found = []
+    results = []
     for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         for gone, kept, cosine in _greedy(vectors, order[low:high], config.threshold):
             # The last digits of a cosine depend on the machine's arithmetic.
-            found.append({"id": ids[gone], "kept_id": ids[kept], "similarity": round(cosine, 6), "detail": f"of {ids[kept]}"})
-    return pa.Table.from_pylist(found, schema=DECIDED), int(cluster.max(initial=-1)) + 1
+            results.append({"id": ids[gone], "kept_id": ids[kept], "similarity": round(cosine, 6), "detail": f"of {ids[kept]}"})
+    return pa.Table.from_pylist(results, schema=DECIDED), int(cluster.max(initial=-1)) + 1
 
 
 def _greedy(vectors: NDArray[np.float32], rows: NDArray[np.int64], threshold: float) -> list[tuple[int, int, float]]:

@@ -129,7 +129,7 @@ def _cut(documents: pa.Table, repeated: pa.Table, config: SubstringDedupConfig) 
             )
     column = documents.schema.get_field_index("text")
     kept = documents.set_column(column, documents.schema.field("text"), pa.array(texts, pa.string())).filter(pa.array(keep))
-    made = {"documents": kept}
-    for name, found in (("removed_spans", spans), ("dropped", dropped)):
-        made[name] = pa.Table.from_pylist(found, schema=table_schema(name).schema)
-    return made
+    tables = {"documents": kept}
+    for name, results in (("removed_spans", spans), ("dropped", dropped)):
+        tables[name] = pa.Table.from_pylist(results, schema=table_schema(name).schema)
+    return tables

@@ -71,24 +71,24 @@ def train_classifier(documents: Documents, labels: Signals | None, config: Train
             f"classes are needed. The documents have the sources {', '.join(sources) or 'none'}"
         )
     quality = classes == [GOOD, OTHER]
-    found = out_of_fold(run, examples, NAME, classes, config, run.folder, GOOD if quality else "")
+    results = out_of_fold(run, examples, NAME, classes, config, run.folder, GOOD if quality else "")
     About(
-        config.purpose, tuple(found.labels), config.folds, config.seed, config.max_characters, config.exempt_sources
+        config.purpose, tuple(results.labels), config.folds, config.seed, config.max_characters, config.exempt_sources
     ).write(run.folder)  # fmt: skip
     run.metric("labelled", known.total())
-    run.metric("accuracy", int(found.told.trace()) / known.total())
+    run.metric("accuracy", int(results.told.trace()) / known.total())
     if quality:
-        report_quality(run, found.counted)
+        report_quality(run, results.counted)
 
 
 def _labels(documents: pa.Table, labels: Artifact | None, config: TrainClassifierConfig) -> Labels:
     """Return the class of each document: by its source, or by the signal that labels it."""
     if labels is None:
         return {NAME: [GOOD if source in config.positive_sources else OTHER for source in documents["source"].to_pylist()]}
-    found: list[str | None] = []
+    results: list[str | None] = []
     for value in signals_of(labels, documents["id"], [config.label])[config.label].to_pylist():
-        found.append(value if value is None or isinstance(value, str) else GOOD if value >= config.min_label else OTHER)
-    return {NAME: found}
+        results.append(value if value is None or isinstance(value, str) else GOOD if value >= config.min_label else OTHER)
+    return {NAME: results}
 
 
 class ImportClassifierConfig(StageConfig):

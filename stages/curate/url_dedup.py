@@ -36,8 +36,8 @@ def url_dedup(documents: Documents, config: UrlDedupConfig, run: StageRun) -> No
 def _addresses(part: Part, config: UrlDedupConfig) -> pa.Table:
     """Return id, time and comparable address of the rows of one part."""
     table = part.read()
-    written = table.column("url").to_pylist()
-    address = [urls.normalized(url) for url in written] if config.normalize else written
+    addresses = table.column("url").to_pylist()
+    address = [urls.normalized(url) for url in addresses] if config.normalize else addresses
     hashes = np.array([xxh3_64_intdigest(one.encode("utf-8", "surrogatepass")) for one in address], np.uint64)
     columns = {"id": table["id"], "fetched_at": table["fetched_at"], "address": pa.array(address, pa.string()), "hash": hashes}
     return pa.table(columns)
@@ -49,11 +49,11 @@ def _older(addresses: Partition) -> pa.Table:
     # newest first within an address; the id breaks ties
     rows = rows.sort_by([("address", "ascending"), ("fetched_at", "descending"), ("id", "ascending")])
     address, ids, fetched = (rows.column(name).to_pylist() for name in ("address", "id", "fetched_at"))
-    found, kept = [], 0
+    results, kept = [], 0
     for row in range(1, len(ids)):
         if address[row] != address[row - 1]:
             kept = row
             continue
         detail = f"{address[row]}: {ids[kept]} was fetched {fetched[kept]:%Y-%m-%d %H:%M:%S}"
-        found.append({"id": ids[row], "kept_id": ids[kept], "similarity": 1.0, "detail": detail})
-    return pa.Table.from_pylist(found, schema=DECIDED)
+        results.append({"id": ids[row], "kept_id": ids[kept], "similarity": 1.0, "detail": detail})
+    return pa.Table.from_pylist(results, schema=DECIDED)

@@ -68,9 +68,9 @@ def url_filter(documents: Documents, lists: list[Lists] | None, config: UrlFilte
         if getattr(config, name):
             _add(places, f"url_{name}", _lines(file), file)
     tables = [artifact.read() for artifact in sorted(lists or [], key=lambda artifact: artifact.data_digest)]
-    given = pa.concat_tables(tables).sort_by([("kind", "ascending"), ("entry", "ascending"), ("rule", "ascending")]) if tables else None
+    entries = pa.concat_tables(tables).sort_by([("kind", "ascending"), ("entry", "ascending"), ("rule", "ascending")]) if tables else None
     other: dict[str, dict[str, str]] = {"word": {}, "expression": {}}
-    for kind, entry, rule in zip(*(given[name].to_pylist() for name in ("kind", "entry", "rule")), strict=True) if given else ():
+    for kind, entry, rule in zip(*(entries[name].to_pylist() for name in ("kind", "entry", "rule")), strict=True) if entries else ():
         other.get(kind, places).setdefault(entry, rule)
     _add(places, "url_blocked", config.blocked, "url_filter.blocked")
     allowed: dict[str, str] = {}
@@ -99,11 +99,14 @@ def _filter(documents: pa.Table, rules: Rules) -> dict[str, Any]:
     verdicts = judge(documents.column("url").to_pylist(), rules)
     names = ("rule", "detail", "value", "threshold")
     dropped: list[dict[str, Any]] = [
-        {"id": identity, **dict(zip(names, found, strict=True))}
-        for identity, found in zip(documents.column("id").to_pylist(), verdicts, strict=True)
-        if found is not None
+        {"id": identity, **dict(zip(names, results, strict=True))}
+        for identity, results in zip(documents.column("id").to_pylist(), verdicts, strict=True)
+        if results is not None
     ]
-    return {"keep": [found is None for found in verdicts], "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)}
+    return {
+        "keep": [verdict is None for verdict in verdicts],
+        "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema),
+    }
 
 
 def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
@@ -121,20 +124,20 @@ def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
         elif hit is not None:
             out.append((hit[1], f"{url}: {hit[0]} is listed", None, None))
         else:
-            found = next(((pattern, rule) for pattern, rule in expressions if pattern.search(url)), None)
-            out.append((found[1], f"{url}: matches {found[0].pattern}", None, None) if found else _wordy(url, address, rules))
+            results = next(((pattern, rule) for pattern, rule in expressions if pattern.search(url)), None)
+            out.append((results[1], f"{url}: matches {results[0].pattern}", None, None) if results else _wordy(url, address, rules))
     return out
 
 
 def _places(address: urls.Address) -> list[str]:
     """Return the forms in which a list may name an address: the host and its parent domains, the folders below each, the page with its
     query."""
-    found = []
+    result = []
     for name in urls.names(address.host):
-        found += [name, *_prefixes(name, address.path.lower())]
+        result += [name, *_prefixes(name, address.path.lower())]
         if address.query:
-            found.append(f"{name}{address.path.rstrip('/')}?{address.query}".lower())
-    return found
+            result.append(f"{name}{address.path.rstrip('/')}?{address.query}".lower())
+    return result
 
 
 def _listed(places: list[list[str]], rules: Rules) -> list[tuple[str, str] | None]:
@@ -156,16 +159,16 @@ def _wordy(url: str, address: urls.Address, rules: Rules) -> Verdict | None:
     """Return the verdict of the words of an address: listed ones, and the adult vocabulary."""
     if not rules.listed and not rules.words:
         return None
-    found = set(WORD.findall(f"{address.host}{address.path} {address.query}".lower()))
-    if not rules.listed.keys().isdisjoint(found):
-        word = min(found & rules.listed.keys())
+    results = set(WORD.findall(f"{address.host}{address.path} {address.query}".lower()))
+    if not rules.listed.keys().isdisjoint(results):
+        word = min(results & rules.listed.keys())
         return rules.listed[word], f"{url}: the word {word!r} is listed", None, None
     if rules.words:
         strong, whole, harmless = _vocabulary()
         match = strong.search("".join(WORD.findall(harmless.sub("", address.host))))
         if match and not address.host.endswith((".edu", ".gov")):
             return "url_adult_words", f"{url}: the host holds {match[0]!r}", None, None
-        if len(seen := found & whole) >= rules.words:
+        if len(seen := results & whole) >= rules.words:
             return "url_adult_words", f"{url}: {', '.join(sorted(seen))}", float(len(seen)), float(rules.words)
     return None
 

@@ -71,7 +71,7 @@ class Examples:
 
     def of(self, name: str) -> Counter[str]:
         """Return the number of documents of each class of a classifier."""
-        return Counter({label: int(found.sum()) for label, found in self.counts.get(name, {}).items()})
+        return Counter({label: int(results.sum()) for label, results in self.counts.get(name, {}).items()})
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,10 @@ def prepare(
     parts = run.parts(documents, columns=["id", "source", "text"])
     files, rows = [], 0
     counts: dict[str, dict[str, NDArray[np.int64]]] = {}
-    for file, count, found in run.map(_prepare, parts, str(run.scratch), config, exempt, label, *args, rows=len(parts)):
+    for file, count, results in run.map(_prepare, parts, str(run.scratch), config, exempt, label, *args, rows=len(parts)):
         files.append(file)
         rows += count
-        for (name, label_, fold), number in found.items():
+        for (name, label_, fold), number in results.items():
             of_class = counts.setdefault(name, {}).setdefault(label_, np.zeros(config.folds, np.int64))
             of_class[fold] += number
     return Examples(files, rows, counts)
@@ -133,9 +133,9 @@ def out_of_fold(
     counts = {label: examples.counts[name][label] for label in classes}
     jobs = []
     for fold in range(config.folds):
-        usable = {label: int(found.sum() - found[fold]) for label, found in counts.items()}
+        usable = {label: int(results.sum() - results[fold]) for label, results in counts.items()}
         if len(classes) < 2 or not min(usable.values()):
-            census = ", ".join(f"{label}: {found.sum()}" for label, found in counts.items()) or "none"
+            census = ", ".join(f"{label}: {results.sum()}" for label, results in counts.items()) or "none"
             raise PunaError(
                 f"stage {run.stage}: a classifier needs two classes with labelled documents in every fold; it has "
                 f"{census} over {config.folds} folds. Give more documents, fewer folds, or other labels"
@@ -231,21 +231,21 @@ def _prepare(
     table = part.read()
     table = table.filter(pc.invert(pc.is_in(table["source"], pa.array(exempt, pa.string()))))
     if not file.exists():
-        labels = {name: pa.array(found, pa.string()) for name, found in label(table, *args).items()}
-        having = functools.reduce(pc.or_, (pc.is_valid(found) for found in labels.values()))
+        labels = {name: pa.array(results, pa.string()) for name, results in label(table, *args).items()}
+        having = functools.reduce(pc.or_, (pc.is_valid(column) for column in labels.values()))
         ids, lines = table["id"].filter(having).to_pylist(), spaced(table["text"].filter(having), config.max_characters)
-        columns = {name: found.filter(having) for name, found in labels.items()}
-        made = {
+        columns = {name: results.filter(having) for name, results in labels.items()}
+        examples = {
             "id": pa.array(ids, pa.string()),
             "fold": folds(ids, config.seed, config.folds),
             "draw": uniform(ids, config.seed, "training"),
         }
-        _keep(pa.table(made | {"line": lines} | columns), file)
-    found = _read(str(file))
-    names = [name for name in found.column_names if name not in ("id", "fold", "draw", "line")]
+        _keep(pa.table(examples | {"line": lines} | columns), file)
+    results = _read(str(file))
+    names = [name for name in results.column_names if name not in ("id", "fold", "draw", "line")]
     counts: Counter[tuple[str, str, int]] = Counter()
     for name in names:
-        rows = zip(found[name].to_pylist(), found["fold"].to_pylist(), strict=True)
+        rows = zip(results[name].to_pylist(), results["fold"].to_pylist(), strict=True)
         counts.update((name, label_, fold) for label_, fold in rows if label_ is not None)
     return str(file), len(table), counts
 
@@ -299,13 +299,13 @@ def _training_lines(job: _Job, files: list[str]) -> tuple[pa.ChunkedArray, NDArr
     for rows in _rows(job, files, ["id", "draw"], inside=False):
         for name, draw, identity in zip(*(rows[column].to_pylist() for column in (job.name, "draw", "id")), strict=True):
             kept[name].append((draw, identity))
-        for name, found in kept.items():
-            if len(found) > 2 * job.quota[name][0]:
-                kept[name] = heapq.nsmallest(job.quota[name][0], found)
+        for name, results in kept.items():
+            if len(results) > 2 * job.quota[name][0]:
+                kept[name] = heapq.nsmallest(job.quota[name][0], results)
     order = []
-    for name, found in kept.items():
+    for name, results in kept.items():
         count, copies = job.quota[name]
-        for draw, identity in heapq.nsmallest(count, found):
+        for draw, identity in heapq.nsmallest(count, results):
             # Each copy of a document has its own place in the order.
             order += [((draw + copy * GOLDEN) % 1.0, identity, name) for copy in range(copies)]
     chosen = pa.array({identity for _, identity, _ in order}, pa.string())
@@ -331,5 +331,5 @@ def predict(model: Any, lines: pa.Array | pa.ChunkedArray, classes: list[str]) -
         for row, names, values in zip(rows, *model.predict(lines.to_pylist(), k=len(classes)), strict=True):
             row[[index[name] for name in names]] = values
     # fastText's softmax table leaves sums a little off one; six digits are what it has.
-    found: NDArray[np.float64] = np.round(np.clip(rows / np.maximum(rows.sum(axis=1, keepdims=True), 1e-12), 0, 1), 6)
-    return found
+    result: NDArray[np.float64] = np.round(np.clip(rows / np.maximum(rows.sum(axis=1, keepdims=True), 1e-12), 0, 1), 6)
+    return result

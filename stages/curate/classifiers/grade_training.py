@@ -41,7 +41,7 @@ class Text(NamedTuple):
 
 def read(files: list[Path]) -> list[Text]:
     """Return the graded documents of JSON lines; PunaError names the line that is none."""
-    found, named = [], ", ".join(map(str, files))
+    result, named = [], ", ".join(map(str, files))
     for file in files:
         try:
             lines = file.read_text(encoding="utf-8").split("\n")
@@ -51,14 +51,14 @@ def read(files: list[Path]) -> list[Text]:
             if not line.strip():
                 continue
             try:
-                found.append(_text(json.loads(line)))
+                result.append(_text(json.loads(line)))
             except (ValueError, KeyError, TypeError) as error:
                 raise PunaError(f"{file}: line {number}: {type(error).__name__}: {error}; text, grade and site are needed") from error
-    if len({row.fold for row in found}) < FOLDS:
-        raise PunaError(f"{named}: {len(found)} graded texts of too few sites for {FOLDS} folds")
-    if len({row.grade >= GOOD for row in found}) < 2:
+    if len({row.fold for row in result}) < FOLDS:
+        raise PunaError(f"{named}: {len(result)} graded texts of too few sites for {FOLDS} folds")
+    if len({row.grade >= GOOD for row in result}) < 2:
         raise PunaError(f"{named}: grades of less than {GOOD} and of {GOOD} or more are needed")
-    return found
+    return result
 
 
 def _text(row: dict[str, object]) -> Text:
@@ -97,11 +97,11 @@ def ridge(rows: NDArray[np.float32], grades: Grades) -> tuple[NDArray[np.float32
 def unseen_grades(rows: NDArray[np.float32], texts: list[Text]) -> Grades:
     """Return the grade of each text by a model that did not see its site."""
     grades, fold = np.array([text.grade for text in texts]), np.array([text.fold for text in texts])
-    found = np.zeros(len(texts))
+    result = np.zeros(len(texts))
     for one in range(FOLDS):
         weights, bias = ridge(rows[fold != one], grades[fold != one])
-        found[fold == one] = rows[fold == one] @ weights + bias
-    return found
+        result[fold == one] = rows[fold == one] @ weights + bias
+    return result
 
 
 def calibrated(found: Grades, good: NDArray[np.bool_]) -> tuple[float, float]:
@@ -117,10 +117,10 @@ def calibrated(found: Grades, good: NDArray[np.bool_]) -> tuple[float, float]:
 def train(texts: list[Text]) -> tuple[Model, Grades]:
     """Return the model of all texts, and the grades that they get from models that did not see their sites."""
     rows, grades = rows_of([text.text for text in texts]), np.array([text.grade for text in texts])
-    found = unseen_grades(rows, texts)
+    results = unseen_grades(rows, texts)
     weights, bias = ridge(rows, grades)
-    slope, middle = calibrated(found, grades >= GOOD)
-    return Model(weights.astype(np.float16).astype(np.float32), bias, slope, middle), found
+    slope, middle = calibrated(results, grades >= GOOD)
+    return Model(weights.astype(np.float16).astype(np.float32), bias, slope, middle), results
 
 
 def main() -> None:
@@ -130,15 +130,15 @@ def main() -> None:
     from safetensors.numpy import save_file
 
     texts = read([Path(name) for name in sys.argv[1:-1]])
-    model, found = train(texts)
+    model, results = train(texts)
     grades = np.array([text.grade for text in texts])
-    chances = 1 / (1 + np.exp(-found))  # in their order
+    chances = 1 / (1 + np.exp(-results))  # in their order
     for least in (2, 3, 4):
         good = grades >= least
         if good.all() or not good.any():
             continue
         print(f"{len(texts)} texts, grade >= {least}: {good.mean():.2f}, AUC on unseen sites {auc(counted(chances, good)):.4f}")
-    print(f"correlation {np.corrcoef(found, grades)[0, 1]:.3f}")
+    print(f"correlation {np.corrcoef(results, grades)[0, 1]:.3f}")
     scale = np.array([model.bias, model.slope, model.middle], np.float64)
     save_file({"weights": model.weights.astype(np.float16), "scale": scale}, sys.argv[-1])
 

@@ -70,8 +70,8 @@ def built_in(signal: Grade, kind: Kind) -> str:
 
 def check_prompt(prompt: str) -> str:
     """Return `prompt`; ValueError unless it has one place for the page."""
-    if (found := prompt.count(TEXT)) != 1:
-        raise ValueError(f"a prompt has the mark {TEXT} once, where the page goes; this one has it {found} times")
+    if (times := prompt.count(TEXT)) != 1:
+        raise ValueError(f"a prompt has the mark {TEXT} once, where the page goes; this one has it {times} times")
     return prompt
 
 

@@ -80,13 +80,13 @@ class Trained:
 
     def of_lines(self, ids: list[str], lines: pa.Array) -> NDArray[np.float64]:
         """Return `probabilities` of documents that `lines` gave: several classifiers may read the same."""
-        found = np.zeros((len(ids), len(self.classes)))
+        result = np.zeros((len(ids), len(self.classes)))
         of_fold = folds(ids, self.about.seed, self.about.folds)
         for fold in np.unique(of_fold).tolist():
             rows = np.flatnonzero(of_fold == fold)
             model = _model(str(self.folder / FOLD.format(fold)), self.about.split)
-            found[rows] = predict(model, lines.take(pa.array(rows)), self.classes)
-        return found
+            result[rows] = predict(model, lines.take(pa.array(rows)), self.classes)
+        return result
 
 
 def read_about(folder: Path) -> About:
@@ -101,10 +101,10 @@ def purpose_of(classifier: Artifact) -> str:
 
 def trained(classifier: Artifact, purpose: str) -> Trained:
     """Return the classifier of an artifact; PunaError where it was made for another purpose than the stage `purpose`."""
-    found = _trained(classifier.path())
-    if found.about.purpose != purpose and purpose != "classify":
-        raise PunaError(f"{purpose}: {classifier.id} was made for {found.about.purpose!r}; give one that was made for {purpose!r}")
-    return found
+    result = _trained(classifier.path())
+    if result.about.purpose != purpose and purpose != "classify":
+        raise PunaError(f"{purpose}: {classifier.id} was made for {result.about.purpose!r}; give one that was made for {purpose!r}")
+    return result
 
 
 @lru_cache(maxsize=4)

@@ -102,8 +102,8 @@ class MinhashDedupConfig(SignatureConfig):
     def detail(self, survivor: str, new_words: int) -> str:
         """Return a removal in words."""
         by = {"longest": "length", "latest": "time of fetching", "best_score": self.score}[self.survivor]
-        told = f"longest passage of its own: {new_words} words" if self.verify else "not verified"
-        return f"of {survivor}, preferred by {'source, then ' if self.prefer_sources else ''}{by}; {told}"
+        evidence = f"longest passage of its own: {new_words} words" if self.verify else "not verified"
+        return f"of {survivor}, preferred by {'source, then ' if self.prefer_sources else ''}{by}; {evidence}"
 
     def criteria(self) -> Criteria:
         """Return the kernel's criteria to verify a pair."""

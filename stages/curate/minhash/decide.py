@@ -109,9 +109,9 @@ def decided(
     sequence, start = shingles(near)
     words, counts = (facts[name].astype(np.int64)[near] for name in ("words", "shingles"))
     groups = groups_of(signatures[near], config)
-    found = kernel.resolve(signatures[near], groups, words, start, counts, sequence, config.criteria())
-    gone = np.flatnonzero(found.survivor >= 0)
-    return Found(near[gone], near[found.survivor[gone]], found.similarity[gone], found.new_words[gone], int(found.saved.sum()))
+    results = kernel.resolve(signatures[near], groups, words, start, counts, sequence, config.criteria())
+    gone = np.flatnonzero(results.survivor >= 0)
+    return Found(near[gone], near[results.survivor[gone]], results.similarity[gone], results.new_words[gone], int(results.saved.sum()))
 
 
 def flat(pieces: list[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
@@ -129,13 +129,13 @@ def candidates(
     device: Device,
 ) -> pa.Table:
     """Return documents that share a band with another one, as rows of an exchange by component: FACTS, signatures and shingles as bytes."""
-    found = shingled(table["text"], config)
-    values, _ = signed(found, config, device)
-    shingles = [None, pa.py_buffer(8 * found.offsets.astype(np.int64)), pa.py_buffer(found.hashes)]
+    results = shingled(table["text"], config)
+    values, _ = signed(results, config, device)
+    shingles = [None, pa.py_buffer(8 * results.offsets.astype(np.int64)), pa.py_buffer(results.hashes)]
     return pa.table(
         {
             "hash": component.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), "component": component, "row": rows, "id": table["id"],
-            "facts": _binary(facts_of(table, found, signals, config)), "signature": _binary(values),
+            "facts": _binary(facts_of(table, results, signals, config)), "signature": _binary(values),
             "shingles": pa.Array.from_buffers(pa.large_binary(), len(rows), shingles),
         }
     )  # fmt: skip
@@ -180,7 +180,7 @@ def _binary(array: NDArray[Any]) -> pa.Array:
 
 def _array(column: pa.ChunkedArray, kind: np.dtype[Any]) -> NDArray[Any]:
     """Return the bytes of all rows one after another, as an array of its own: loops are compiled for those that can be written."""
-    found = [np.zeros(0, kind)]
+    results = [np.zeros(0, kind)]
     for chunk in column.chunks:
         data, size = chunk.buffers()[-1], kind.itemsize
         if pa.types.is_large_binary(chunk.type):
@@ -190,8 +190,8 @@ def _array(column: pa.ChunkedArray, kind: np.dtype[Any]) -> NDArray[Any]:
             width = chunk.type.byte_width
             first, last = chunk.offset * width, (chunk.offset + len(chunk)) * width
         if last > first:
-            found.append(np.frombuffer(data, kind, (last - first) // size, first))
-    return np.concatenate(found)
+            results.append(np.frombuffer(data, kind, (last - first) // size, first))
+    return np.concatenate(results)
 
 
 def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: MinhashDedupConfig | None = None) -> Found:

@@ -86,12 +86,12 @@ class Index(NamedTuple):
 
     def sharing(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return rows of the documents that share a band with one of the given documents [M, B]."""
-        found = [np.zeros(0, np.int64)]
+        results = [np.zeros(0, np.int64)]
         for own, rows, wanted in zip(self.keys, self.rows, keys.T, strict=True):
             low, high = np.searchsorted(own, wanted, side="left"), np.searchsorted(own, wanted, side="right")
             low, counts = low[high > low], (high - low)[high > low]
-            found.append(rows[np.repeat(low - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())])
-        return np.unique(np.concatenate(found))
+            results.append(rows[np.repeat(low - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())])
+        return np.unique(np.concatenate(results))
 
     def shingles(self, rows: NDArray[np.int64], config: MinhashDedupConfig) -> Shingles:
         """Return the shingles of some documents, from their stored texts."""
@@ -115,11 +115,11 @@ def indexed(documents: Artifact) -> bool:
 
 def configuration(documents: Artifact) -> MinhashDedupConfig:
     """Return the configuration of the `minhash_dedup` that made an index, or that its `minhash_update` continues."""
-    made = documents
-    if made.manifest.stage == "minhash_update":
-        first = next(record for record in made.manifest.inputs if record.name == "previous")
-        made = Artifact(first.kind, first.key, made.files)
-    return MinhashDedupConfig(**made.manifest.config)
+    index = documents
+    if index.manifest.stage == "minhash_update":
+        first = next(record for record in index.manifest.inputs if record.name == "previous")
+        index = Artifact(first.kind, first.key, index.files)
+    return MinhashDedupConfig(**index.manifest.config)
 
 
 def signature_table(documents: Artifact) -> pa.Table:

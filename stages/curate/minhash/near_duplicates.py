@@ -105,13 +105,13 @@ def distinct(sequence_S: Any) -> Any:
 @njit(cache=True, nogil=True)
 def common(left_S: Any, right_S: Any) -> Any:
     """Return the number of values that two sorted arrays without repetitions share."""
-    i = j = found = 0
+    i = j = result = 0
     while i < len(left_S) and j < len(right_S):
         a, b = left_S[i], right_S[j]
-        found += a == b
+        result += a == b
         i += a <= b
         j += b <= a
-    return found
+    return result
 
 
 class Sets(NamedTuple):
@@ -169,13 +169,13 @@ def shared(sets: Any, m: Any, k: Any) -> Any:
     """Return the number of shingles that the sets of two members share."""
     slots = sets.slots[sets.first_M1[k] : sets.first_M1[k + 1]]
     values = sets.values[sets.start_M[k] : sets.start_M[k] + sets.sizes[k]]
-    found, mask = 0, np.uint64(len(slots) - 1)
+    result, mask = 0, np.uint64(len(slots) - 1)
     for value in sets.values[sets.start_M[m] : sets.start_M[m] + sets.sizes[m]]:
         at = value & mask
         while slots[at] != 0 and values[slots[at] - 1] != value:
             at = (at + np.uint64(1)) & mask
-        found += slots[at] != 0
-    return found
+        result += slots[at] != 0
+    return result
 
 
 @njit(cache=True, nogil=True)
@@ -299,13 +299,13 @@ def _resolve(
                         make_set(sets, m, sequence)
                         make_set(sets, k, rest)
                         own, other = sets.sizes[m], sets.sizes[k]
-                        found = _similarity(shared(sets, m, k), own, other, containment)
-                        better = found > similarity[m] or (found == similarity[m] and k < survivor[m])
-                        wanted = found >= least[0] and (survivor[m] < 0 or better)
+                        results = _similarity(shared(sets, m, k), own, other, containment)
+                        better = results > similarity[m] or (results == similarity[m] and k < survivor[m])
+                        wanted = results >= least[0] and (survivor[m] < 0 or better)
                         if wanted and _same_order(sequence, own, rest, other, width, containment, least, shares):
                             run = max(0, longest_absent_run(sequence, sets, k) - width + 1)
                             if run <= bound:
-                                survivor[m], similarity[m], passage[m] = k, found, run
+                                survivor[m], similarity[m], passage[m] = k, results, run
                             else:
                                 saved[m] = True
                 k = before[k, b]

@@ -27,7 +27,7 @@ def minhash(config: MinhashDedupConfig, values: list[int]) -> MinHash:
 
     mask = (1 << 64) - 1 if config.scheme == "affine64" else (1 << 32) - 1
     size = config.bands * config.rows
-    found = MinHash(size, config.seed, hashfunc=lambda value: value & mask, scheme=config.scheme)
+    result = MinHash(size, config.seed, hashfunc=lambda value: value & mask, scheme=config.scheme)
     if values:
-        found.update_batch(values)
-    return found
+        result.update_batch(values)
+    return result

@@ -39,8 +39,8 @@ def resembling(text: str, documents: Artifact, least: float = 0.1) -> list[Resem
     if not len(own.hashes):
         raise PunaError("near: the text has no words to compare")
     wanted = np.unique(own.hashes)
-    found = _by_index(own, documents, config) if at_hand else _by_reading(documents, config)
-    rows = [_beside(wanted, identity, hashes) for identity, hashes in found]
+    results = _by_index(own, documents, config) if at_hand else _by_reading(documents, config)
+    rows = [_beside(wanted, identity, hashes) for identity, hashes in results]
     rows = [row for row in rows if max(row.similarity, row.of_text, row.of_document) >= least]
     return sorted(rows, key=lambda row: (-row.similarity, -row.of_text, row.id))
 
@@ -62,15 +62,15 @@ def _by_index(own: Shingles, documents: Artifact, config: MinhashDedupConfig) ->
 def _by_reading(documents: Artifact, config: MinhashDedupConfig) -> Iterator[tuple[str, NDArray[np.uint64]]]:
     for batch in documents.batches(columns=["id", "text"], rows=BLOCK_ROWS):
         table = pa.Table.from_batches([batch])
-        found = shingled(table["text"], config)
+        results = shingled(table["text"], config)
         for place, identity in enumerate(table["id"].to_pylist()):
-            yield identity, found.hashes[found.offsets[place] : found.offsets[place + 1]]
+            yield identity, results.hashes[results.offsets[place] : results.offsets[place + 1]]
 
 
 def described(rows: list[Resemblance], documents: Artifact) -> list[dict[str, Any]]:
     """Return the same with `kept`, and address and title where that is so: an index knows removed documents too."""
-    shown = []
+    matches = []
     for row in rows:
         here = documents.between(row.id, row.id, columns=["url", "title"]).to_pylist()
-        shown.append({**row._asdict(), "kept": bool(here), **(here[0] if here else {"url": None, "title": None})})
-    return shown
+        matches.append({**row._asdict(), "kept": bool(here), **(here[0] if here else {"url": None, "title": None})})
+    return matches

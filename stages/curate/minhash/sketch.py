@@ -53,12 +53,12 @@ def of_words(words: Words, config: MinhashDedupConfig) -> Shingles:
 def _sha1(words: Words, where: NDArray[np.int64], config: MinhashDedupConfig) -> NDArray[np.uint64]:
     """Return the first bytes of each shingle's SHA-1 as a little-endian number: the default hash of datasketch, and datatrove's sha1."""
     size = 8 if config.scheme in ("affine64", "mersenne") else 4
-    found = []
+    results = []
     for text, count in zip(words.texts(), np.diff(where).tolist(), strict=True):
         parts = text.split(" ")
         for start in range(count):
-            found.append(int.from_bytes(hashlib.sha1(" ".join(parts[start : start + config.words]).encode()).digest()[:size], "little"))
-    return np.array(found, dtype=np.uint64)
+            results.append(int.from_bytes(hashlib.sha1(" ".join(parts[start : start + config.words]).encode()).digest()[:size], "little"))
+    return np.array(results, dtype=np.uint64)
 
 
 def signed(found: Shingles, config: MinhashDedupConfig, device: Device = "cpu") -> tuple[NDArray[Any], NDArray[np.uint64]]:
@@ -101,13 +101,13 @@ def sketch(job: tuple[int, Part], signals: Artifact | None, config: MinhashDedup
     """Write the index of one part to files, and return their common prefix."""
     number, part = job
     table = part.read()
-    found = shingled(table["text"], config)
-    values, keys = signed(found, config, device)
-    facts = facts_of(table, found, signals, config)
+    results = shingled(table["text"], config)
+    values, keys = signed(results, config, device)
+    facts = facts_of(table, results, signals, config)
     codec = pa.Codec("zstd", 1)
-    bounds, whole = found.normal.offsets_D1.tolist(), memoryview(found.normal.data.tobytes())
+    bounds, whole = results.normal.offsets_D1.tolist(), memoryview(results.normal.data.tobytes())
     pieces = [codec.compress(whole[a:b], asbytes=True) for a, b in pairwise(bounds)]
-    facts["bytes"], facts["raw"] = [len(piece) for piece in pieces], np.diff(found.normal.offsets_D1)
+    facts["bytes"], facts["raw"] = [len(piece) for piece in pieces], np.diff(results.normal.offsets_D1)
     begin = f"{scratch}/sketch-{number:06d}"
     Path(f"{begin}-texts.bin").write_bytes(b"".join(pieces))
     ids = np.array([i.encode() for i in table["id"].to_pylist()], dtype=bytes)

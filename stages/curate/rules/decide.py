@@ -27,8 +27,8 @@ def factors_of(languages: pa.Table, table: pa.Table) -> dict[str, NDArray[np.flo
     A document of a language that is not in the table has the factor 1.
     """
     keys = pc.binary_join_element_wise(languages["language"], languages["script"], "-").combine_chunks()
-    found = pc.index_in(pc.binary_join_element_wise(table["language"], table["script"], "-"), keys).fill_null(len(keys))
-    rows = np.array(found, np.int64)
+    results = pc.index_in(pc.binary_join_element_wise(table["language"], table["script"], "-"), keys).fill_null(len(keys))
+    rows = np.array(results, np.int64)
     names = [name for name in languages.column_names if name.endswith(FACTOR)]
     return {name.removesuffix(FACTOR): np.r_[numeric(languages[name]), 1.0][rows] for name in names}
 
@@ -77,20 +77,20 @@ def decide(table: pa.Table, rules: Sequence[Rule | SqlRule], languages: pa.Table
     for index, rule in enumerate(rules):
         gone = sql_fires(rule, table) if isinstance(rule, SqlRule) else fires(rule, table, table["source"], factors)
         first[gone & (first == len(rules))] = index
-    found, places = [DROPPED.empty_table()], [np.zeros(0, np.int64)]
+    results, places = [DROPPED.empty_table()], [np.zeros(0, np.int64)]
     for index in np.unique(first[first < len(rules)]).tolist():
         rule, at = rules[index], np.flatnonzero(first == index)
         columns = rule.columns if isinstance(rule, SqlRule) else (rule.drop.signal,)
         rows = table.select(["id", *columns]).take(pa.array(at))
-        found.append(_by_condition(rule, rows) if isinstance(rule, SqlRule) else _by_threshold(rule, rows, factors, at))
+        results.append(_by_condition(rule, rows) if isinstance(rule, SqlRule) else _by_threshold(rule, rows, factors, at))
         places.append(at)
-    return pa.concat_tables(found).take(pa.array(np.argsort(np.concatenate(places))))
+    return pa.concat_tables(results).take(pa.array(np.argsort(np.concatenate(places))))
 
 
 def _by_condition(rule: SqlRule, rows: pa.Table) -> pa.Table:
     """Return rows of `dropped` of the documents that a condition drops."""
-    made = [sql_row(rule, row["id"], {name: row[name] for name in rule.columns}) for row in rows.to_pylist()]
-    return pa.Table.from_pylist(made, schema=DROPPED)
+    dropped = [sql_row(rule, row["id"], {name: row[name] for name in rule.columns}) for row in rows.to_pylist()]
+    return pa.Table.from_pylist(dropped, schema=DROPPED)
 
 
 def _by_threshold(rule: Rule, rows: pa.Table, factors: Factors, at: NDArray[np.int64]) -> pa.Table:

@@ -74,11 +74,11 @@ def check_columns(rules: Iterable[SqlRule], kinds: dict[str, pa.DataType | None]
             with _connection() as connection:
                 connection.register("documents", empty)
                 try:
-                    found = connection.sql(f"select ({rule.expression}\n) from documents").to_arrow_table().schema.types[0]
+                    results = connection.sql(f"select ({rule.expression}\n) from documents").to_arrow_table().schema.types[0]
                 except duckdb.Error as error:
                     raise PunaError(f"select.{rule.name}: {rule.expression!r}: {error}") from error
-            if not pa.types.is_boolean(found):
-                raise PunaError(f"select.{rule.name}: {rule.expression!r} gives {found}; a rule is true or false, for example words < 50")
+            if not pa.types.is_boolean(results):
+                raise PunaError(f"select.{rule.name}: {rule.expression!r} gives {results}; a rule is true or false, for example words < 50")
 
 
 def sql_fires(rule: SqlRule, table: pa.Table) -> NDArray[np.bool_]:
@@ -86,18 +86,18 @@ def sql_fires(rule: SqlRule, table: pa.Table) -> NDArray[np.bool_]:
     with _connection() as connection:
         connection.register("documents", table.select(list(rule.columns)))
         try:
-            found = connection.sql(f"select coalesce(({rule.expression}\n), false) from documents").to_arrow_table()
+            results = connection.sql(f"select coalesce(({rule.expression}\n), false) from documents").to_arrow_table()
         except duckdb.Error as error:
             raise PunaError(f"select.{rule.name}: {rule.expression!r}: {error}") from error
-    return np.array(found.column(0).to_pylist(), np.bool_)
+    return np.array(results.column(0).to_pylist(), np.bool_)
 
 
 def sql_row(rule: SqlRule, identity: str, values: dict[str, Any]) -> dict[str, Any]:
     """Return the row of `dropped` of a document: the condition and what it read; `value` where that is one number."""
     numbers = [values[name] for name in rule.signals if isinstance(values[name], int | float)]
-    shown = ", ".join(f"{name} = {values[name]}" for name in rule.columns)
+    values_text = ", ".join(f"{name} = {values[name]}" for name in rule.columns)
     value = float(numbers[0]) if len(rule.columns) == len(numbers) == 1 else None
-    return {"id": identity, "rule": rule.name, "value": value, "threshold": None, "detail": f"{rule.expression}: {shown}"}
+    return {"id": identity, "rule": rule.name, "value": value, "threshold": None, "detail": f"{rule.expression}: {values_text}"}
 
 
 def _connection() -> duckdb.DuckDBPyConnection:
@@ -116,10 +116,10 @@ def _nodes(value: Any) -> Iterator[dict[str, Any]]:
 
 def _check_function(connection: duckdb.DuckDBPyConnection, name: str, where: str) -> None:
     """Raise PunaError where a function does not exist, is of several rows, or does not give the same value each time."""
-    found = connection.execute("select function_type, stability from duckdb_functions() where function_name = ?", [name]).fetchall()
-    if not found:
+    results = connection.execute("select function_type, stability from duckdb_functions() where function_name = ?", [name]).fetchall()
+    if not results:
         raise PunaError(f"{where}: there is no function {name}")
-    if any(kind not in ("scalar", "macro") for kind, _ in found):
+    if any(kind not in ("scalar", "macro") for kind, _ in results):
         raise PunaError(f"{where}: {name} is a function of many rows; a rule is a condition on the signals of one document")
-    if any(stability is not None and stability != "CONSISTENT" for _, stability in found):
+    if any(stability is not None and stability != "CONSISTENT" for _, stability in results):
         raise PunaError(f"{where}: {name} gives another value each time")

@@ -53,8 +53,8 @@ class Corpus:
         Document d has `counts[i]` words in bin `bins[i]` for i in offsets[d] .. offsets[d + 1]. `inside`: the documents
         are the corpus's own.
         """
-        found: NDArray[np.float64] = _divergences(self.counts, self.words, self.prior, rows, offsets, bins, counts, inside)
-        return found
+        result: NDArray[np.float64] = _divergences(self.counts, self.words, self.prior, rows, offsets, bins, counts, inside)
+        return result
 
     def expected(self, generator: np.random.Generator) -> NDArray[np.float64]:
         """Mean divergence of texts of `LENGTHS` words drawn from the corpus, float64[len(LENGTHS)]."""
@@ -66,12 +66,12 @@ class Corpus:
         firsts = np.searchsorted(ends, np.arange(((self.words - 1) >> shift) + 1) << shift, side="right")
         means = []
         for length in LENGTHS:
-            found = []
+            results = []
             for _ in range(DRAWS):
                 drawn, counts = _counted(np.sort(generator.integers(self.words, size=length)), ends, firsts, shift)
                 offsets = np.array([0, len(drawn)])
-                found += self.divergences(offsets[:1], offsets, used[drawn].astype(np.uint32), counts, inside=False).tolist()
-            means.append(sum(found) / DRAWS)
+                results += self.divergences(offsets[:1], offsets, used[drawn].astype(np.uint32), counts, inside=False).tolist()
+            means.append(sum(results) / DRAWS)
         return np.array(means)
 
 
@@ -83,16 +83,16 @@ def _counted(
 
     `firsts`: the bin of every 2^shift-th place, from which the next ones are few steps away.
     """
-    bins, counts, found = np.empty(len(places), np.int64), np.zeros(len(places), np.uint32), 0
+    bins, counts, results = np.empty(len(places), np.int64), np.zeros(len(places), np.uint32), 0
     for place in places:
         at = firsts[place >> shift]
         while ends[at] <= place:
             at += 1
-        if found == 0 or bins[found - 1] != at:
-            bins[found] = at
-            found += 1
-        counts[found - 1] += np.uint32(1)
-    return bins[:found], counts[:found]
+        if results == 0 or bins[results - 1] != at:
+            bins[results] = at
+            results += 1
+        counts[results - 1] += np.uint32(1)
+    return bins[:results], counts[:results]
 
 
 @njit(cache=True)

@@ -231,7 +231,7 @@ CONTINUATIONS[[ord(c) for c in bytes(range(0x80, 0xA0)).decode("cp1252", "ignore
 @njit(cache=True, borrows=True)
 def misread_characters(codes: NDArray[np.uint32]) -> int:
     """Return characters in sequences that are one character's UTF-8 bytes, each read as a character of cp1252."""
-    found, at, total = 0, 0, len(codes)
+    result, at, total = 0, 0, len(codes)
     while at < total:
         code = codes[at]
         if code < 0xC2 or code > 0xF4:
@@ -242,8 +242,8 @@ def misread_characters(codes: NDArray[np.uint32]) -> int:
         while end < total and end < at + size and codes[end] < len(CONTINUATIONS) and CONTINUATIONS[codes[end]]:
             end += 1
         if end == at + size:
-            found += size
+            result += size
             at = end
         else:
             at += 1
-    return found
+    return result

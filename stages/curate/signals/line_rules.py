@@ -62,15 +62,15 @@ def starts_with(codes: NDArray[np.uint32], lower: NDArray[np.uint32], at: int, s
 @njit(cache=True, borrows=True)
 def phrase_kinds(codes: NDArray[np.uint32], lower: NDArray[np.uint32], a: int, b: int) -> int:
     """Return the kinds of C4's phrases that a..b contains, as bits."""
-    found, at, last = 0, a + WINDOW - 1, np.uint32(ASCII - 1)  # which is no letter of a phrase
+    result, at, last = 0, a + WINDOW - 1, np.uint32(ASCII - 1)  # which is no letter of a phrase
     while at < b:
         step = int(STEPS[min(lower[codes[at - 1]], last) * ASCII + min(lower[codes[at]], last)])
         if step == 0:
             for number in range(len(PHRASE_STARTS)):
                 if starts_with(codes, lower, at - WINDOW + 1, b, PHRASE_CODES, PHRASE_STARTS[number]):
-                    found |= PHRASE_KINDS[number]
+                    result |= PHRASE_KINDS[number]
         at += step if step else 1
-    return found
+    return result
 
 
 @njit(cache=True, borrows=True)
@@ -171,7 +171,7 @@ def c4_numbers(
     with citation marks are found anew without the marks.
     """
     at, total, word = 0, len(codes), 0
-    found, lorem, curlies, open_found, open_lorem, open_curlies = 0, 0, 0, 0, 0, 0
+    results, lorem, curlies, open_found, open_lorem, open_curlies = 0, 0, 0, 0, 0, 0
     while at < total:
         end, opens, curly, run, count, longest = at, False, False, 0, 0, 0
         while end < total and not flags[codes[end]] & BREAK:
@@ -206,9 +206,9 @@ def c4_numbers(
             open_curlies += open_lorem == 0
         if not kinds & POLICY:
             here = _sentences_anew(text, flags) if marked else sentences(codes, flags, start, stop, first_word, word, a, b)
-            found += here if ends else 0
+            results += here if ends else 0
             open_found += here
-    one.c4_sentences, one.c4_lorem_ipsum_lines, one.c4_curly_bracket_lines = found, lorem, curlies
+    one.c4_sentences, one.c4_lorem_ipsum_lines, one.c4_curly_bracket_lines = results, lorem, curlies
     one.c4_open_sentences, one.c4_open_lorem_ipsum_lines, one.c4_open_curly_bracket_lines = open_found, open_lorem, open_curlies
 
 

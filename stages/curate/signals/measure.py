@@ -123,10 +123,10 @@ def _space(characters: int) -> Space:
         "counts": np.int32, "firsts": np.int32, "slots": np.int32,
     }  # fmt: skip
     sizes = dict.fromkeys(names, size) | dict.fromkeys(("keys", "counts", "firsts"), table) | {"slots": 2 * table}
-    made: dict[str, Any] = {name: np.empty(sizes[name], kinds[name]) for name in names}
+    arrays: dict[str, Any] = {name: np.empty(sizes[name], kinds[name]) for name in names}
     plain = PlainWords(np.empty(size, np.uint64), np.empty(size, np.int32), np.empty(size, np.bool_))
     # An n-gram with its spaces can be longer than the text.
-    return Space(**(made | {"powers": powers(2 * size), "plain": plain}))
+    return Space(**(arrays | {"powers": powers(2 * size), "plain": plain}))
 
 
 class Measurements(NamedTuple):
@@ -223,8 +223,8 @@ def _measure(
         if own.of[d] != ANY_LIST:
             one.stop_words = np.nan
         if own.of[d] >= 0:
-            found, occurrences = _own_stop_words(own, own.salts[own.of[d]], room.folded[:words], room.keys)
-            one.stop_words, one.stop_word_fraction = found, occurrences / max(plain, 1)
+            results, occurrences = _own_stop_words(own, own.salts[own.of[d]], room.folded[:words], room.keys)
+            one.stop_words, one.stop_word_fraction = results, occurrences / max(plain, 1)
         # What occurs once is no repetition, though datatrove counts it: a sentence would have the top 4-gram of a spam page.
         _line_repetition(codes, about.flags, room, hashes, newlines, one)
         _gram_repetition(room, words, max(characters, 1), one)
@@ -243,10 +243,10 @@ def _measure(
         kept = plain_words(codes, start, room.folded, room.flags, room.plain)
         ngram_coverage(room.plain, kept, coverage_n, room.keys, room.slots, of_line, covered)
         one.ngram_coverage = covered.sum() / max(plain, 1)
-        found, dirty = _count_bins(room, room.plain.folded[:kept], about.dirty, bins[bin_offsets[d] :], counts[bin_offsets[d] :])
+        results, dirty = _count_bins(room, room.plain.folded[:kept], about.dirty, bins[bin_offsets[d] :], counts[bin_offsets[d] :])
         one.dirty_words, one.dirty_word_ratio = dirty, dirty / max(plain, 1)
         one.legal_phrase_ratio, one.notice_ratio = notice_numbers(room.plain.folded[:kept], room.plain.line[:kept], about.phrases)
-        bin_offsets[d + 1] = bin_offsets[d] + found
+        bin_offsets[d + 1] = bin_offsets[d] + results
         at = line_offsets[d]
         for number in range(newlines + 1):
             if of_line[number] and covered[number] / of_line[number] >= line_coverage:
@@ -282,14 +282,14 @@ def _stop_words(about: Vocabulary, hashes: NDArray[np.uint64]) -> tuple[int, int
 def _own_stop_words(own: OwnWords, salt: np.uint64, folded: NDArray[np.uint64], space: NDArray[np.uint64]) -> tuple[int, int]:
     """Return distinct stop words of one language, and how often they occur together."""
     seen = cleared(space, len(folded))
-    found, occurrences = 0, 0
+    results, occurrences = 0, 0
     for value in folded:
         if contains(own.keys, value ^ salt):
             occurrences += 1
             where = place(seen, value)
-            found += seen[where] == 0
+            results += seen[where] == 0
             seen[where] = value
-    return found, occurrences
+    return results, occurrences
 
 
 @njit(cache=True)
@@ -344,7 +344,7 @@ def _count_bins(
 
     Returns how many bins, and how many of the words are in `dirty`.
     """
-    slots, found, bad = room.slots, 0, 0
+    slots, results, bad = room.slots, 0, 0
     mask = (1 << emptied(slots, len(words))) - 1
     for folded in words:
         if perhaps(dirty.bits, folded):
@@ -354,18 +354,18 @@ def _count_bins(
         while slots[at] != 0 and bins[slots[at] - 1] != bin:
             at = (at + 1) & mask
         if slots[at] == 0:
-            bins[found], counts[found] = bin, 0
-            found += 1
-            slots[at] = found
+            bins[results], counts[results] = bin, 0
+            results += 1
+            slots[at] = results
         counts[slots[at] - 1] += np.uint32(1)
-    return found, bad
+    return results, bad
 
 
 def check_against_definitions(found: Measurements, texts: pa.ChunkedArray, documents: int = 3) -> None:
     """Raise PunaError where a signal that may be null for all documents is, although its definition gives the first ones a value."""
     for name in NAMES:
-        made = SIGNALS[name]
-        if made.optional and made.definition and np.isnan(found.values[name]).all():
+        arrays = SIGNALS[name]
+        if arrays.optional and arrays.definition and np.isnan(found.values[name]).all():
             for text in texts.slice(0, documents).to_pylist():
-                if made.definition(text) is not None:
-                    raise PunaError(f"signal {name} ({made.meaning}) was measured for no document, but its definition gives it a value")
+                if arrays.definition(text) is not None:
+                    raise PunaError(f"signal {name} ({arrays.meaning}) was measured for no document, but its definition gives it a value")

@@ -30,17 +30,17 @@ class Phrases(NamedTuple):
 @lru_cache(maxsize=1)
 def listed_phrases() -> Phrases:
     """Return the phrases of `notices.txt`."""
-    found: dict[int, int] = {}
+    results: dict[int, int] = {}
     begins = set()
     for kind, *words in entries("notices.txt"):
         value = 0
         for folded in folded_hashes(words).tolist():
             value = (value * int(BASE) + folded) % 2**64
-        found[value] = NOTICE if kind == "notice" else LEGAL if SPEAKERS.isdisjoint(words) else SPOKEN
+        results[value] = NOTICE if kind == "notice" else LEGAL if SPEAKERS.isdisjoint(words) else SPOKEN
         begins.add(folded_hashes(words[:1])[0])
-    keys = table_of(found)
+    keys = table_of(results)
     kinds = np.zeros(len(keys), np.uint8)
-    for value, number in found.items():
+    for value, number in results.items():
         kinds[place(keys, np.uint64(mix(np.uint64(value))))] = number
     return Phrases(bits_of(map(int, begins)), keys, kinds, max(len(entry) - 1 for entry in entries("notices.txt")))
 

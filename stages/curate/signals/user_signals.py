@@ -39,10 +39,10 @@ def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget
     """
     # Without signals one list stands for all: so many new ones would have garbage collected.
     failed: list[list[str]] = [[] for _ in range(table.num_rows)] if own else [[]] * table.num_rows
-    for made in own:
-        rows = zip(*(documents[name].to_pylist() for name in made.columns), strict=True)
-        values = [_value(made, answer, failed[at]) for at, answer in enumerate(_answers(made, rows, budget))]
-        table = table.append_column(made.name, pa.array(values, made.field.type))
+    for signal in own:
+        rows = zip(*(documents[name].to_pylist() for name in signal.columns), strict=True)
+        values = [_value(signal, answer, failed[at]) for at, answer in enumerate(_answers(signal, rows, budget))]
+        table = table.append_column(signal.name, pa.array(values, signal.field.type))
     return table.append_column(FAILED, pa.array(failed, pa.list_(pa.string())))
 
 
@@ -51,11 +51,11 @@ def _answers(made: Signal, rows: Iterator[tuple[Any, ...]], budget: Budget) -> I
     code = base64.b64encode(cloudpickle.dumps(made.definition)).decode()
     broken = 0
     for row in rows:
-        said = process().ask({"definition": code, "row": row}, budget.seconds, budget.memory_mb)
-        broken = broken + 1 if isinstance(said, str) else 0
+        answer = process().ask({"definition": code, "row": row}, budget.seconds, budget.memory_mb)
+        broken = broken + 1 if isinstance(answer, str) else 0
         if broken == IN_A_ROW:
-            raise PunaError(f"signal {made.name}: of {broken} documents one after another, {said}; mend it, or give it a larger budget")
-        yield {"failed": said} if isinstance(said, str) else said
+            raise PunaError(f"signal {made.name}: of {broken} documents one after another, {answer}; mend it, or give it a larger budget")
+        yield {"failed": answer} if isinstance(answer, str) else answer
 
 
 @lru_cache(maxsize=1)
@@ -79,8 +79,8 @@ def measured(job: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _definition(code: str) -> Definition:
-    found: Definition = pickle.loads(base64.b64decode(code))  # noqa: S301 - from our own parent
-    return found
+    result: Definition = pickle.loads(base64.b64decode(code))  # noqa: S301 - from our own parent
+    return result
 
 
 def _value(made: Signal, answer: dict[str, Any], failed: list[str]) -> float | int | str | None:
@@ -110,9 +110,9 @@ class Failures:
 
     def add(self, failed: list[tuple[str, str, str]]) -> None:
         """Count those of one part."""
-        for name, identity, said in failed:
+        for name, identity, answer in failed:
             self.counts[name] += 1
-            self.first.setdefault(name, f"document {identity}: {said}")
+            self.first.setdefault(name, f"document {identity}: {answer}")
 
     def check(self, documents: int) -> None:
         """Raise PunaError where a definition failed for every document: it is the definition that is wrong."""

@@ -22,15 +22,15 @@ def words(text: str) -> int:
 @signal(unit="characters per word", optional=True, compiled="heuristics")
 def mean_word_length(text: str) -> float | None:
     """Mean length of those words (Gopher); null where most are of a script without spaces."""
-    found = plain_words(text)
-    return None if unspaced(text) else sum(map(len, found)) / max(len(found), 1)
+    results = plain_words(text)
+    return None if unspaced(text) else sum(map(len, results)) / max(len(results), 1)
 
 
 @signal(unit="fraction of words", compiled="heuristics")
 def alphabetic_word_fraction(text: str) -> float:
     """Words with an alphabetic character (Gopher)."""
-    found = plain_words(text)
-    return sum(any(c.isalpha() for c in word) for word in found) / max(len(found), 1)
+    results = plain_words(text)
+    return sum(any(c.isalpha() for c in word) for word in results) / max(len(results), 1)
 
 
 @signal(unit="per word", compiled="heuristics")
@@ -48,15 +48,15 @@ def ellipsis_ratio(text: str) -> float:
 @signal(unit="fraction of lines", compiled="heuristics")
 def bullet_line_fraction(text: str) -> float:
     """Lines that start with a bullet (Gopher)."""
-    found = text.splitlines()
-    return sum(line.lstrip().startswith(("•", "-")) for line in found) / max(len(found), 1)
+    results = text.splitlines()
+    return sum(line.lstrip().startswith(("•", "-")) for line in results) / max(len(results), 1)
 
 
 @signal(unit="fraction of lines", compiled="heuristics")
 def ellipsis_line_fraction(text: str) -> float:
     """Lines that end with an ellipsis (Gopher)."""
-    found = text.splitlines()
-    return sum(line.rstrip().endswith(("...", "…")) for line in found) / max(len(found), 1)
+    results = text.splitlines()
+    return sum(line.rstrip().endswith(("...", "…")) for line in results) / max(len(results), 1)
 
 
 @signal(unit="distinct words", compiled="heuristics")
@@ -80,8 +80,8 @@ def stop_word_fraction(text: str) -> float | None:
 @signal(unit="fraction of lines", compiled="heuristics")
 def duplicate_line_fraction(text: str) -> float:
     """Lines seen earlier in the document (Gopher)."""
-    found = re.split(r"\n+", text)
-    return seen_before(found)[0] / len(found)
+    results = re.split(r"\n+", text)
+    return seen_before(results)[0] / len(results)
 
 
 @signal(unit="fraction of characters", compiled="heuristics")
@@ -93,8 +93,8 @@ def duplicate_line_character_fraction(text: str) -> float:
 @signal(unit="fraction of paragraphs", compiled="heuristics")
 def duplicate_paragraph_fraction(text: str) -> float:
     """Paragraphs seen earlier in the document (Gopher)."""
-    found = re.split(r"\n{2,}", text.strip())
-    return seen_before(found)[0] / len(found)
+    results = re.split(r"\n{2,}", text.strip())
+    return seen_before(results)[0] / len(results)
 
 
 @signal(unit="fraction of characters", compiled="heuristics")
@@ -105,19 +105,19 @@ def duplicate_paragraph_character_fraction(text: str) -> float:
 
 def top_gram(text: str, n: int) -> float:
     """Return characters of the most frequent n-gram times its count; what occurs once is no repetition."""
-    found = words_of(text)
-    grams = Counter(" ".join(found[i : i + n]) for i in range(len(found) - n + 1))
+    results = words_of(text)
+    grams = Counter(" ".join(results[i : i + n]) for i in range(len(results) - n + 1))
     gram, count = max(grams.items(), key=lambda pair: pair[1], default=("", 0))  # the first of equally frequent ones
     return len(gram) * count / max(len(text), 1) if count > 1 else 0.0
 
 
 def duplicate_gram(text: str, n: int) -> float:
     """Return characters of n-grams seen earlier; after one the search goes on behind it."""
-    found = words_of(text)
+    results = words_of(text)
     seen: set[str] = set()
     at = characters = 0
-    while at + n <= len(found):
-        gram = "".join(found[at : at + n])
+    while at + n <= len(results):
+        gram = "".join(results[at : at + n])
         characters += len(gram) if gram in seen else 0
         at += n if gram in seen else 1
         seen.add(gram)

@@ -42,7 +42,7 @@ def sentences(line: str) -> int:
 @lru_cache(maxsize=4)
 def c4(text: str, need_end: bool) -> tuple[int, int, int]:
     """Return sentences in the lines that C4 keeps, lines with "lorem ipsum", lines with a curly bracket before any of those."""
-    found = lorem = curly = 0
+    results = lorem = curly = 0
     for line in map(str.strip, text.splitlines()):
         words = line.split()
         if any(len(word) > 1000 for word in words) or len(words) < 3:
@@ -55,8 +55,8 @@ def c4(text: str, need_end: bool) -> tuple[int, int, int]:
             lorem += 1
         elif "javascript" not in lower:
             curly += "{" in line and not lorem
-            found += 0 if any(phrase in lower for phrase in POLICY) else sentences(line)
-    return found, lorem, curly
+            results += 0 if any(phrase in lower for phrase in POLICY) else sentences(line)
+    return results, lorem, curly
 
 
 @signal(unit="sentences", optional=True, compiled="heuristics")
@@ -169,9 +169,9 @@ def code_lines(text: str) -> int:
 
 def is_code(line: str) -> bool:
     """True if a line reads as code: no item of a list, and no table, of which a third is digits, or none letters."""
-    shown = [c for c in line if c not in " \t\r\v\f"]
-    marks, digits = sum(c in MARKS for c in shown), sum(c in "0123456789" for c in shown)
-    letters = any(c.isascii() and c.isalpha() for c in shown)
-    if not shown or shown[0] == "•" or 3 * digits > len(shown) or not (letters or marks == len(shown)):
+    visible = [c for c in line if c not in " \t\r\v\f"]
+    marks, digits = sum(c in MARKS for c in visible), sum(c in "0123456789" for c in visible)
+    letters = any(c.isascii() and c.isalpha() for c in visible)
+    if not visible or visible[0] == "•" or 3 * digits > len(visible) or not (letters or marks == len(visible)):
         return False
-    return shown[-1] in ENDS or (marks - ("(" in shown and ")" in shown) >= 2 and 8 * marks >= len(shown))
+    return visible[-1] in ENDS or (marks - ("(" in visible and ")" in visible) >= 2 and 8 * marks >= len(visible))
