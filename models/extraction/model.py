@@ -318,11 +318,11 @@ def chosen(page: Scan, p: NDArray[np.float32]) -> NDArray[np.bool_]:
 def content(pages: Pages, model: Model, headline: bool = False) -> NDArray[np.bool_]:
     """Return a mask of the pages' content [blocks]; `headline`: with the main headings."""
     p, types = judge(pages, model)
-    return kept(pages, p, types, headline)  # type: ignore[no-any-return]
+    return kept_blocks(pages, p, types, headline)  # type: ignore[no-any-return]
 
 
 @njit(cache=True)
-def kept(pages: Pages, p: NDArray[np.float32], types: NDArray[np.float32], headline: bool) -> NDArray[np.bool_]:
+def kept_blocks(pages: Pages, p: NDArray[np.float32], types: NDArray[np.float32], headline: bool) -> NDArray[np.bool_]:
     """Return a mask of the blocks to keep, given each block's chance to be content and logits of the pages' types."""
     starts = pages.starts[:, L.BLOCK]
     keep = np.zeros(len(p), np.bool_)

@@ -38,7 +38,7 @@ from puna.models.extraction.model import (
     TYPE_BUCKETS,
     article_chance,
     chances,
-    kept,
+    kept_blocks,
     page_words,
     seen,
 )
@@ -300,7 +300,7 @@ def unseen_texts(data: Corpus, rows: NDArray[np.float32], fold: int) -> dict[str
         if page.fold == fold:
             pages, own = alone(page.scan), np.ascontiguousarray(rows[data.page == number, :SEEN])
             types = np.ascontiguousarray(own[:1, FEATURES:])
-            keep = kept(pages, chances(pages, own, types, trees, articles), types, False)
+            keep = kept_blocks(pages, chances(pages, own, types, trees, articles), types, False)
             texts[page.file] = text_of(page.scan, keep)
     return texts
 

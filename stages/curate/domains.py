@@ -209,9 +209,9 @@ def _type(table: pa.Table, classifier: Artifact) -> tuple[pa.Table, dict[str, in
 
 def _report_labels(run: StageRun, found: Scores) -> None:
     """Report the recall of the classifier alone on labelled documents that it did not see."""
-    run.metric("labelled", int(found.told.sum()))
-    run.metric("agreement", int(found.told.trace()) / int(found.told.sum()))
-    for name, row, right in zip(found.labels, found.told.sum(axis=1).tolist(), found.told.diagonal().tolist(), strict=True):
+    run.metric("labelled", int(found.confusion.sum()))
+    run.metric("agreement", int(found.confusion.trace()) / int(found.confusion.sum()))
+    for name, row, right in zip(found.labels, found.confusion.sum(axis=1).tolist(), found.confusion.diagonal().tolist(), strict=True):
         run.metric(f"labelled_{name}", row)
         run.metric(f"recall_{name}", right / row)
 

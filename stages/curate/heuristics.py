@@ -93,7 +93,7 @@ class HeuristicsConfig(SeededConfig):
         return [(one.__module__, one.__qualname__) for one in results if one is not None]
 
 
-def written(config: HeuristicsConfig) -> dict[str, tuple[str, ...]]:
+def table_columns(config: HeuristicsConfig) -> dict[str, tuple[str, ...]]:
     """Return the columns of the tables that it writes."""
     results: dict[str, tuple[str, ...]] = {
         "signals": ("id", *NAMES, FAILURE, *config.signals, "token_kl", "token_kl_excess"),
@@ -102,7 +102,7 @@ def written(config: HeuristicsConfig) -> dict[str, tuple[str, ...]]:
     return results | ({"c4_lines": ("id", "line", "words", "final_punctuation")} if config.c4_lines else {})
 
 
-@stage(kind="signals", signals=written)
+@stage(kind="signals", signals=table_columns)
 def heuristics(documents: Documents, language: Signals | None, config: HeuristicsConfig, run: StageRun) -> None:
     """Measure documents with every number that Gopher's, C4's and FineWeb's rules ask for, and three of Llama 3's.
 

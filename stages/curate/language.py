@@ -93,7 +93,7 @@ def _identify(
     read = prose(*buffers(texts), wanted, config.max_characters)
 
     def said(rows: Sequence[int]) -> list[Found]:
-        seen = {row: shown(texts[row].as_py, read, row, config.max_characters) for row in rows if wanted[row]}
+        seen = {row: classifier_text(texts[row].as_py, read, row, config.max_characters) for row in rows if wanted[row]}
         classifier_texts = {row: text for row, text in seen.items() if text is not None}
         if classifier is None:
             answers = votes(list(classifier_texts.values()), group)
@@ -141,11 +141,11 @@ def identify(text: str, max_characters: int = 10_000) -> Found:
     """Return language, score and script of `text`, as the stage finds them."""
     data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
     results = prose(data, np.array([0, len(data)]), np.array([True]), max_characters)
-    seen = shown(lambda: text, results, 0, max_characters)
+    seen = classifier_text(lambda: text, results, 0, max_characters)
     return NONE if seen is None else vote(seen)
 
 
-def shown(text: Callable[[], str], found: Prose, number: int, max_characters: int) -> str | None:
+def classifier_text(text: Callable[[], str], found: Prose, number: int, max_characters: int) -> str | None:
     """Return the prose of one text that a language classifier reads; None where nothing of it is in a language.
 
     `text` gives the text itself, for which is asked where it has little prose.

@@ -76,7 +76,7 @@ def train_classifier(documents: Documents, labels: Signals | None, config: Train
         config.purpose, tuple(results.labels), config.folds, config.seed, config.max_characters, config.exempt_sources
     ).write(run.folder)  # fmt: skip
     run.metric("labelled", known.total())
-    run.metric("accuracy", int(results.told.trace()) / known.total())
+    run.metric("accuracy", int(results.confusion.trace()) / known.total())
     if quality:
         report_quality(run, results.counted)
 

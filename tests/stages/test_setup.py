@@ -10,12 +10,12 @@ from pathlib import Path
 COMPILED = """
 import json, runpy, sys
 runpy.run_path(sys.argv[1], run_name="__main__")
-from puna.models.extraction.model import _scores, kept
+from puna.models.extraction.model import _scores, kept_blocks
 from puna.models.classifiers.fasttext import _descend, _score
 from puna.models.classifiers.grades import _graded
 from puna.stages.curate.signals.measure import _measure
 from puna.kernels.text.technical import _counted
-print(json.dumps({loop.py_func.__qualname__: len(loop.signatures) for loop in (_scores, kept, _descend, _score, _graded, _measure, _counted)}))
+print(json.dumps({loop.py_func.__qualname__: len(loop.signatures) for loop in (_scores, kept_blocks, _descend, _score, _graded, _measure, _counted)}))
 """
 
 

@@ -78,12 +78,12 @@ class Examples:
 class Scores:
     """Out-of-fold scores of the labelled documents.
 
-    `labels`: the classes. `told` int64[classes, classes]: documents of a class (row) by their most probable one (column).
+    `labels`: the classes. `confusion` int64[classes, classes]: documents of a class (row) by their most probable one (column).
     `counted`: documents of the class `positive` and others by their probability of it, as `counted` gives it.
     """
 
     labels: list[str]
-    told: NDArray[np.int64]
+    confusion: NDArray[np.int64]
     counted: NDArray[np.int64]
 
 
@@ -142,11 +142,11 @@ def out_of_fold(
             )
         state = str(run.scratch / f"{name}-fold-{fold}")
         jobs.append(_Job(fold, name, tuple(classes), _quota(usable, config), state, str(folder / FOLD.format(fold)), positive))
-    told, counted_ = np.zeros((len(classes), len(classes)), np.int64), np.zeros(2 * (FINEST + 1), np.int64)
+    confusion, counted_ = np.zeros((len(classes), len(classes)), np.int64), np.zeros(2 * (FINEST + 1), np.int64)
     for confused, places, number in run.map(_train, jobs, examples.files, config, rows=len(jobs)):
-        told += confused
+        confusion += confused
         counted_[places] += number
-    return Scores(classes, told, counted_.reshape(2, -1))
+    return Scores(classes, confusion, counted_.reshape(2, -1))
 
 
 # --- measuring -------------------------------------------------------------------------------------------
@@ -251,7 +251,8 @@ def _prepare(
 
 
 def _train(job: _Job, files: list[str], config: ClassifierConfig) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Train one model, keep it; how it scores the labelled documents of its fold: `told`, and what is not 0 in `counted` and where."""
+    """Train and write one model; return its scores of the labelled documents of its fold: `confusion`, and the places and values in
+    `counted` that are not 0."""
     lines, places = _training_lines(job, files)
     c, labels = config, [label_of(name) for name in job.classes]
     settings = Settings(c.learning_rate, c.epochs, c.word_ngrams, c.dimension, c.min_count, c.buckets, c.seed)
@@ -261,14 +262,14 @@ def _train(job: _Job, files: list[str], config: ClassifierConfig) -> tuple[NDArr
         raise PunaError(f"classifier {job.name}, fold {job.fold}: {error}") from error
     write(model, Path(job.model))
     classes, index = list(job.classes), {name: at for at, name in enumerate(job.classes)}
-    told, scores = np.zeros((len(classes), len(classes)), np.int64), [np.zeros(0, np.int64)]
+    confusion, scores = np.zeros((len(classes), len(classes)), np.int64), [np.zeros(0, np.int64)]
     for rows in _rows(job, files, ["line"], inside=True):
         values = predict(model, rows["line"], classes)
         own = np.array([index[name] for name in rows[job.name].to_pylist()], np.int64)
-        np.add.at(told, (own, values.argmax(axis=1)), 1)
+        np.add.at(confusion, (own, values.argmax(axis=1)), 1)
         if job.positive:
             scores.append(_places(values[:, index[job.positive]], own == index[job.positive]))
-    return told, *np.unique(np.concatenate(scores), return_counts=True)
+    return confusion, *np.unique(np.concatenate(scores), return_counts=True)
 
 
 def _keep(examples: pa.Table, file: Path) -> None:

@@ -95,7 +95,7 @@ def c4_open_curly_bracket_lines(text: str) -> int:
     return c4(text, False)[2]
 
 
-def written(text: str) -> list[str]:
+def inked_lines(text: str) -> list[str]:
     """Return the lines that are not blank."""
     return [line for line in text.split("\n") if line.strip()]
 
@@ -103,19 +103,19 @@ def written(text: str) -> list[str]:
 @signal(unit="lines", compiled="heuristics")
 def lines(text: str) -> int:
     """Lines that are not blank."""
-    return len(written(text))
+    return len(inked_lines(text))
 
 
 @signal(unit="fraction of lines", compiled="heuristics")
 def terminated_line_fraction(text: str) -> float:
     """Lines that end in a sentence terminator (FineWeb)."""
-    return sum(has(line[-1], TERMINAL) for line in written(text)) / max(len(written(text)), 1)
+    return sum(has(line[-1], TERMINAL) for line in inked_lines(text)) / max(len(inked_lines(text)), 1)
 
 
 @signal(unit="fraction of lines", optional=True, compiled="heuristics")
 def short_line_fraction(text: str) -> float | None:
     """Lines of at most 30 characters (FineWeb); null for scripts without spaces, where that is a sentence."""
-    return None if unspaced(text) else sum(len(line) <= 30 for line in written(text)) / max(len(written(text)), 1)
+    return None if unspaced(text) else sum(len(line) <= 30 for line in inked_lines(text)) / max(len(inked_lines(text)), 1)
 
 
 @signal(unit="per word", compiled="heuristics")
@@ -127,7 +127,7 @@ def newline_ratio(text: str) -> float:
 @signal(unit="fraction of characters", compiled="heuristics")
 def repeated_line_character_fraction(text: str) -> float:
     """Characters in non-blank lines seen earlier (FineWeb)."""
-    return seen_before(written(text))[1] / max(len(text.replace("\n", "")), 1)
+    return seen_before(inked_lines(text))[1] / max(len(text.replace("\n", "")), 1)
 
 
 @signal(unit="fraction of characters", compiled="heuristics")
