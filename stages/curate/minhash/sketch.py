@@ -16,6 +16,8 @@ from puna.stages.curate.minhash.config import MinhashDedupConfig
 from puna.storage import Artifact, Part
 
 if TYPE_CHECKING:
+    from datasketch import MinHash
+
     from puna.kernels.minhash import Device
     from puna.kernels.text.normal_words import Words
 
@@ -67,12 +69,29 @@ def signed(found: Shingles, config: MinhashDedupConfig, device: Device = "cpu") 
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
     if config.engine == "datasketch":
-        from puna.stages.curate.minhash import objects
-
-        values = objects.signatures(found.values, found.offsets, config)
+        values = _datasketch_signatures(found.values, found.offsets, config)
     else:
         values = signatures(found.values, found.offsets, config.bands * config.rows, config.seed, config.scheme, device)
     return values, band_keys(values, config.bands, config.rows)
+
+
+def _datasketch_signatures(values: NDArray[np.uint64], offsets: NDArray[np.int64], config: MinhashDedupConfig) -> NDArray[Any]:
+    """Return the signatures [D, P] of documents by the values of their shingles, one `MinHash` each: those of `puna.kernels.minhash`."""
+    rows = [_minhash(config, values[a:b].tolist()).hashvalues for a, b in pairwise(offsets)]
+    kind = np.uint32 if config.scheme == "affine32" else np.uint64
+    return np.array(rows, kind).reshape(len(rows), config.bands * config.rows)
+
+
+def _minhash(config: MinhashDedupConfig, values: list[int]) -> MinHash:
+    """Return the `MinHash` of hashed shingles."""
+    from datasketch import MinHash
+
+    mask = (1 << 64) - 1 if config.scheme == "affine64" else (1 << 32) - 1
+    size = config.bands * config.rows
+    result = MinHash(size, config.seed, hashfunc=lambda value: value & mask, scheme=config.scheme)
+    if values:
+        result.update_batch(values)
+    return result
 
 
 FACTS = np.dtype(

@@ -32,8 +32,16 @@ from puna.stages.curate.signals.gopher import (
     top_gram_characters,
     word_numbers,
 )
-from puna.stages.curate.signals.line_rules import PlainWords, c4_numbers, fineweb_numbers, ngram_coverage, plain_words
-from puna.stages.curate.signals.notices import Phrases, listed_phrases, notice_numbers
+from puna.stages.curate.signals.line_rules import (
+    Phrases,
+    PlainWords,
+    c4_numbers,
+    fineweb_numbers,
+    listed_phrases,
+    ngram_coverage,
+    notice_numbers,
+    plain_words,
+)
 from puna.storage import PunaError
 
 DATA = Path(__file__).parents[1] / "data"
