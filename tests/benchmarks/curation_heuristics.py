@@ -73,6 +73,7 @@ def figures() -> dict[str, float]:
     import corpus
     import datatrove_rules
     import pyarrow as pa
+    from datatrove_rules import RULES
 
     texts = corpus.texts(1 << 40)
     size = sum(len(text.encode()) for text in texts) / 1e6
@@ -80,10 +81,8 @@ def figures() -> dict[str, float]:
     whole, _ = best(lambda: everything(column))
     some = corpus.texts(PEER_BYTES)
     small = sum(len(text.encode()) for text in some) / 1e6
-    ours, _ = best(
-        lambda: [datatrove_rules.dropped(signals, one) for signals in [datatrove_rules.measured(some)] for one in datatrove_rules.RULES]
-    )
-    theirs, _ = best(lambda: [datatrove_rules.dropped_by_datatrove(some, one) for one in datatrove_rules.RULES])
+    ours, _ = best(lambda: [datatrove_rules.dropped(signals, one) for signals in [datatrove_rules.measured(some)] for one in RULES])
+    theirs, _ = best(lambda: datatrove_rules.dropped_by_datatrove(some))
     files = [Path(name) for name in os.environ.get("PUNA_TEXTS", "").split(":") if name]
     found = {"heuristics_mb_s": size / whole, "heuristics_vs_datatrove": theirs / ours, "datatrove_filters_mb_s": small / theirs}
     found |= agreement("sample", some)

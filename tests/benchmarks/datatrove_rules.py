@@ -44,25 +44,31 @@ def dropped(signals: pa.Table, group: str) -> dict[int, str]:
     return dict(zip(map(int, rows["id"].to_pylist()), rows["rule"].to_pylist(), strict=True))
 
 
-def dropped_by_datatrove(texts: list[str], group: str) -> dict[int, str]:
-    """Return the texts that datatrove's filter drops, each with its reason."""
+def dropped_by_datatrove(texts: list[str]) -> dict[str, dict[int, str]]:
+    """Return for each group the texts that datatrove's filter drops, each with its reason."""
     from datatrove.data import Document
     from datatrove.pipeline.filters import C4QualityFilter, FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter
 
-    one = {
-        "gopher_repetition": GopherRepetitionFilter, "gopher_quality": lambda: GopherQualityFilter(max_non_alpha_words_ratio=None),
-        "c4": C4QualityFilter, "fineweb": FineWebQualityFilter,
-    }[group]()  # fmt: skip
+    filters = {
+        "gopher_repetition": GopherRepetitionFilter(), "gopher_quality": GopherQualityFilter(max_non_alpha_words_ratio=None),
+        "c4": C4QualityFilter(), "fineweb": FineWebQualityFilter(),
+    }  # fmt: skip
+    reasons: dict[str, dict[int, str]] = {name: {} for name in filters}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a mean of no words
-        results = [one.filter(Document(text=text, id="x")) for text in texts]
-    return {number: result[1] for number, result in enumerate(results) if isinstance(result, tuple)}
+        for number, text in enumerate(texts):
+            # One text after another, so that the four share datatrove's cache of split texts.
+            for name, one in filters.items():
+                result = one.filter(Document(text=text, id="x"))
+                if isinstance(result, tuple):
+                    reasons[name][number] = result[1]
+    return reasons
 
 
 def different(texts: list[str]) -> dict[int, tuple[str, str | None, str | None]]:
     """Return the texts that only one side drops: the group, Puna's rule and datatrove's reason."""
-    signals, found = measured(texts), {}
-    for group in RULES:
-        ours, theirs = dropped(signals, group), dropped_by_datatrove(texts, group)
-        found |= {number: (group, ours.get(number), theirs.get(number)) for number in ours.keys() ^ theirs.keys()}
-    return found
+    signals, differences = measured(texts), {}
+    for group, theirs in dropped_by_datatrove(texts).items():
+        ours = dropped(signals, group)
+        differences |= {number: (group, ours.get(number), theirs.get(number)) for number in ours.keys() ^ theirs.keys()}
+    return differences

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pydoc_data.topics import topics
 
-import pytest
-
 from tests.benchmarks.datatrove_rules import RULES, different, dropped, dropped_by_datatrove, measured
 
 GOOD = """The first people of that valley came with the spring, when snow had left its fields and the river was low.
@@ -52,16 +50,21 @@ PAGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("group", RULES)
-def test_each_rule_has_its_reason(group):
-    rules, reasons, pages = zip(*PAGES[group], strict=True)
-    texts = [*pages, GOOD]
-    assert dropped(measured(texts), group) == {number: f"{group}.{rule}" for number, rule in enumerate(rules)}
-    assert dropped_by_datatrove(texts, group) == dict(enumerate(reasons))
+def test_each_rule_has_its_reason():
+    """A sound page passes all groups."""
+    texts = [page for pages in PAGES.values() for *_, page in pages] + [GOOD]
+    signals, theirs, start = measured(texts), dropped_by_datatrove(texts), 0
+    for group, pages in PAGES.items():
+        ours = dropped(signals, group)
+        for number, (rule, reason, _) in enumerate(pages, start):
+            assert (ours.get(number), theirs[group].get(number)) == (f"{group}.{rule}", reason)
+        assert len(texts) - 1 not in ours.keys() | theirs[group].keys()
+        start += len(pages)
+    assert PAGES.keys() == RULES.keys() == theirs.keys()
 
 
 def test_pages_of_the_python_manual_meet_the_same_end():
     """Though datatrove cuts words as spaCy does."""
-    texts = [topics[name] for name in sorted(topics)]
+    texts = [topics[name] for name in sorted(topics)[::2]]
     assert different(texts) == {}
-    assert all(len(dropped(measured(texts), group)) > 10 for group in ("gopher_repetition", "c4", "fineweb"))
+    assert all(len(dropped(measured(texts), group)) > 5 for group in ("gopher_repetition", "c4", "fineweb"))
