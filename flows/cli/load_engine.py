@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
 
 from puna.models.memory.workload import Work
-from puna.models.serving import Offload, ServingSettings, Weights, engine_of, offloaded_model
+from puna.models.serving import ServingSettings, Weights, engine_of, offloaded_model
 from puna.models.settings import problems
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.errors import DamagedArtifact
@@ -65,12 +66,31 @@ def _offloaded(
     return engine_of(found.model, tokenizer, "same", draft, draft_weights=draft_weights, **found.limits, **serving.kept)
 
 
-def served(weights: Weights, offload: Offload, memory: float | None, sinks: int, window: int | None) -> ServingSettings:
-    """Settings from options; PunaError where they do not fit together."""
-    try:
-        return ServingSettings(weights=weights, offload=offload, memory=memory, sinks=sinks, window=window)
-    except ValidationError as error:
-        raise PunaError(problems(error)) from error
+def serving_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command with an option for each field of `ServingSettings`, but vLLM's, in place of its parameter `serving`."""
+    fields = {name: field for name, field in ServingSettings.model_fields.items() if name not in ("engine", "gpu_memory")}
+
+    def run(**values: Any) -> None:
+        try:
+            serving = ServingSettings.model_validate({name: values.pop(name) for name in fields})
+        except ValidationError as error:
+            raise PunaError(problems(error)) from error
+        command(**values, serving=serving)
+
+    own = dict(inspect.signature(command, eval_str=True).parameters)
+    options = [*own.values()]
+    place = list(own).index("serving")
+    options[place : place + 1] = [
+        inspect.Parameter(
+            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=field.default,
+            annotation=Annotated[field.annotation, typer.Option(help=field.description)],
+        )
+        for name, field in fields.items()
+    ]  # fmt: skip
+    run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
+    run.__annotations__ = {option.name: option.annotation for option in options}
+    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    return run
 
 
 def _loaded(model: str, store: Callable[[], Store]) -> tuple[Transformer, Tokenizer]:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from puna.flows.cli.inspect import ProjectOption, StoreOption
-from puna.flows.cli.load_engine import opened, served
+from puna.flows.cli.load_engine import opened, serving_options
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.flows.server.client import end_with
 from puna.models.memory.workload import Work
-from puna.models.serving import Offload, Weights, guesses
+from puna.models.serving import ServingSettings, Weights, guesses
 from puna.stages.contract import parse
 from puna.stages.conversations import shown
 from puna.stages.retrieve import passages as retrieved
@@ -43,55 +43,24 @@ TemperatureOption = Annotated[
 TopOption = Annotated[
     float | None, typer.Option(help="Smallest set of likeliest tokens with this probability is drawn from (default: the model's own)")
 ]
+SERVING = ServingSettings()
 CHAT = {"temperature": 0.7, "top_p": 0.95}
 """How a model is sampled in a talk that neither says itself nor is told."""
 TokensOption = Annotated[int, typer.Option(min=1, help="Longest answer, tokens")]
 SeedOption = Annotated[int, typer.Option(min=0, help="What the draws follow from")]
-SpeculateOption = Annotated[
-    int,
-    typer.Option(min=0, max=64, help="Tokens guessed ahead at most, by --draft (0: 4), else from what stood before"),
-]
-WeightsOption = Annotated[
-    Weights, typer.Option(help="The layers' matrices: as they are, or in 8 bits: less memory, a little less exact (fp8: GPU from 8.9 on)")
-]
-BranchesOption = Annotated[
-    int, typer.Option(min=1, max=16, help="With --speculate: guesses side by side, where what stood before went on in several ways")
-]
 DraftOption = Annotated[
     str | None, typer.Option(metavar="MODEL", help="A smaller model with the same tokenizer that guesses ahead; the distribution stays")
 ]
 DraftWeightsOption = Annotated[
     Weights, typer.Option(help="Those of --draft; the model itself in int8 is a draft that saves time where one prompt is answered")
 ]
-MemoryOption = Annotated[
-    float | None,
-    typer.Option(
-        min=0.01, help="Memory of keys and values, GB (default: 1.07, on a GPU half of what is free); with --offload that of weights, too"
-    ),
-]
-OffloadOption = Annotated[
-    Offload,
-    typer.Option(
-        help="Where layers wait that do not fit into --memory (default: most of what is free): on disk, or beside a GPU in the host's"
-    ),
-]
-
-WindowOption = Annotated[
-    int | None,
-    typer.Option(
-        min=16, help="Tokens kept of the last ones, multiple of 16, and those of --sinks, for talks and answers beyond the model's context"
-    ),
-]
-SinksOption = Annotated[int, typer.Option(min=0, help="With --window: tokens kept from the beginning, a multiple of 16")]
 
 
-def ahead(speculate: int, branches: int, draft: str | None) -> dict[str, int]:
-    """Sampling parameters of guesses, from options."""
-    if draft is not None and branches > 1:
+def ahead(serving: ServingSettings, draft: str | None) -> dict[str, int]:
+    """Return the sampling parameters of guesses."""
+    if draft is not None and serving.branches > 1:
         raise PunaError("--branches: a draft guesses one continuation; leave --draft or --branches out")
-    if branches > 1 and not speculate:
-        raise PunaError("--branches are guesses: say how many tokens by --speculate, or leave --branches out")
-    return {"speculate": guesses(speculate, draft), "branches": branches}
+    return {"speculate": guesses(serving.speculate, draft), "branches": serving.branches}
 
 
 def parameters(engine: Engine, default: dict[str, float], **given: Any) -> SamplingParams:
@@ -106,6 +75,7 @@ def parameters(engine: Engine, default: dict[str, float], **given: Any) -> Sampl
 
 
 @app.command()
+@serving_options
 def chat(
     model: ModelArgument,
     system: Annotated[str | None, typer.Option(help="What the model is told first")] = None,
@@ -113,24 +83,17 @@ def chat(
     top_p: TopOption = None,
     max_tokens: TokensOption = 512,
     seed: SeedOption = 0,
-    weights: WeightsOption = "same",
     draft: DraftOption = None,
     draft_weights: DraftWeightsOption = "same",
-    speculate: SpeculateOption = 0,
-    branches: BranchesOption = 1,
-    memory: MemoryOption = None,
-    offload: OffloadOption = "none",
-    window: WindowOption = None,
-    sinks: SinksOption = 0,
+    serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
 ) -> None:
     """Talk with a model; it keeps the conversation. /new begins another, Ctrl-C ends an answer, Ctrl-D the talk."""
-    serving = served(weights, offload, memory, sinks, window)
     place = partial(Store.existing, store, project)
     engine = opened(model, place, serving, draft, lambda _, context: _talk(context, max_tokens), draft_weights)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
-    params = parameters(engine, CHAT, **asked_of, **ahead(speculate, branches, draft))
+    params = parameters(engine, CHAT, **asked_of, **ahead(serving, draft))
     start = [{"role": "system", "content": _unicode(system, "--system")}] if system else []
     messages = list(start)
     while True:
@@ -182,6 +145,7 @@ def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingPara
 
 
 @app.command()
+@serving_options
 def generate(
     model: ModelArgument,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT…", help="Texts; none: JSON lines on standard input")] = None,
@@ -206,15 +170,9 @@ def generate(
         str | None, typer.Option(metavar="ID", help="Documents of the store; passages of them that fit a prompt are put before it")
     ] = None,
     passages: Annotated[int, typer.Option(min=1, help="With --documents: passages for each prompt, of 150 words at most")] = 3,
-    weights: WeightsOption = "same",
     draft: DraftOption = None,
     draft_weights: DraftWeightsOption = "same",
-    speculate: SpeculateOption = 0,
-    branches: BranchesOption = 1,
-    memory: MemoryOption = None,
-    offload: OffloadOption = "none",
-    window: WindowOption = None,
-    sinks: SinksOption = 0,
+    serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
     as_json: Annotated[
@@ -234,10 +192,10 @@ def generate(
         return Work(max(len(ids) for ids in _ids(tokenizer, given, raw)), max_tokens, len(given) * n)
 
     place = partial(Store.existing, store, project)
-    engine = opened(model, place, served(weights, offload, memory, sinks, window), draft, work, draft_weights)
+    engine = opened(model, place, serving, draft, work, draft_weights)
     mask = None if schema is None else _mask(engine, schema)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed, "n": n}
-    guessing = ahead(speculate, branches, draft if mask is None else None)
+    guessing = ahead(serving, draft if mask is None else None)
     params = parameters(engine, {"temperature": 0.7}, **asked_of, mask=mask, **guessing)
     tokenizer = engine.tokenizer
     assert tokenizer is not None
@@ -365,6 +323,7 @@ def _plain(prompt: Any) -> str:
 
 
 @app.command()
+@serving_options
 def api(
     model: ModelArgument,
     host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with --key")] = "127.0.0.1",
@@ -383,15 +342,9 @@ def api(
     prefill_threads: Annotated[
         int, typer.Option(min=0, max=256, help="Threads of a process of its own for long prompts, on a CPU; 0: there is none")
     ] = 0,
-    weights: WeightsOption = "same",
     draft: DraftOption = None,
     draft_weights: DraftWeightsOption = "same",
-    speculate: SpeculateOption = 0,
-    branches: BranchesOption = 1,
-    memory: MemoryOption = None,
-    offload: OffloadOption = "none",
-    window: WindowOption = None,
-    sinks: SinksOption = 0,
+    serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
@@ -410,11 +363,11 @@ def api(
     def work(_: Tokenizer, context: int) -> Work:
         return Work(min(512, context // 2), min(512, context // 2), sequences or 64, min(context, 8192))
 
-    if step_tokens is None and offload == "none" and device().type == "cpu":
+    if step_tokens is None and serving.offload == "none" and device().type == "cpu":
         step_tokens = SERVED_AT_ONCE
     limits = {"sequences": sequences, "step_tokens": step_tokens, "prefill_threads": prefill_threads}
     place = partial(Store.existing, store, project)
-    engine = opened(model, place, served(weights, offload, memory, sinks, window), draft, work, draft_weights, **limits)
-    made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, **ahead(speculate, branches, draft))
+    engine = opened(model, place, serving, draft, work, draft_weights, **limits)
+    made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, **ahead(serving, draft))
     door = OwnSite(made, protected=bool(key), pages=None, asking=None)
     uvicorn.run(door, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)

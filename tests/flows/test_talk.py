@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 import pyarrow as pa
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from puna.flows.cli.main import app
@@ -13,6 +14,7 @@ from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import save
 from puna.models.formats.quantised import quantise
 from puna.models.generation import Engine, SamplingParams
+from puna.models.serving import ServingSettings
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from puna.storage import PunaError, Store
@@ -110,8 +112,8 @@ def test_generate_holds_answers_to_a_schema_and_guesses_change_nothing(folder, t
     assert puna("generate", folder, "to be", *options, "--speculate", "4") == plain
     assert puna("generate", folder, "to be", *options, "--speculate", "4", "--branches", "3") == plain
     with pytest.raises(PunaError, match="--branches: a draft guesses one continuation"):
-        puna("generate", folder, "to be", "--draft", folder, "--branches", "3")
-    with pytest.raises(PunaError, match="--branches are guesses: say how many tokens by --speculate"):
+        puna("generate", folder, "to be", "--draft", folder, "--speculate", "4", "--branches", "3")
+    with pytest.raises(PunaError, match="branches are guesses: set speculate"):
         puna("generate", folder, "to be", "--branches", "3")
     file.write_text('{"not": {}}')
     with pytest.raises(PunaError, match=r"schema.json: the JSON schema cannot be kept to"):
@@ -217,3 +219,11 @@ def test_an_offloaded_models_plan_is_told_beside_the_same_answers(folder, tmp_pa
     save(MODEL, tmp_path)
     with pytest.raises(PunaError, match=r"tokenizer\.json does not exist"):
         puna("generate", str(tmp_path), "to be", "--offload", "disk")
+
+
+def test_commands_have_the_serving_settings_of_stages():
+    fields = {name: field for name, field in ServingSettings.model_fields.items() if name not in ("engine", "gpu_memory")}
+    for command in ("chat", "generate", "api"):
+        options = {option.name: option for option in get_command(app).commands[command].params}
+        assert {name: (options[name].help, options[name].default) for name in fields} == {n: (f.description, f.default) for n, f in fields.items()}
+        assert "serving" not in options and "draft" in options
