@@ -86,7 +86,7 @@ def curate(
 
 
 def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:
-    """The documents that the flow begins with, as one table: those of the pages and those that are there already."""
+    """Return the documents that the flow begins with, as one table: those of the pages and those that are there already."""
     if not inputs and not documents:
         raise PunaError("flow curate needs pages or documents: --input [NAME=]URI, or --input [NAME=]documents/ID or [NAME=]ALIAS@latest")
     pages = [step(extract, pages=step(ingest, inputs=inputs))] if inputs else []
@@ -102,7 +102,7 @@ def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:
 
 
 def _by_purpose(classifiers: Sequence[Output]) -> dict[str, Output]:
-    """The classifiers that were given, by the step that applies each."""
+    """Return the classifiers that were given, by the step that applies each."""
     given: dict[str, Output] = {}
     for output in classifiers:
         for item in output.items:

@@ -110,14 +110,14 @@ def _known(artifact: Artifact) -> Output:
 
 
 def _all(known: Sequence[Artifact], given: Sequence[Output]) -> tuple[Output, ...]:
-    """What was used before and what is given now, each content once."""
+    """Return the artifacts used before and those given now, each content once."""
     digests = {item.data_digest for item in known}
     new = [o for o in given if not any(isinstance(i, Artifact) and i.data_digest in digests for i in o.items)]
     return (*map(_known, known), *new)
 
 
 def _preferences(known: Sequence[Artifact], given: Sequence[Output]) -> tuple[tuple[Output, ...], int]:
-    """All preferences, and how many of the given ones are new. A set of which a given one has every pair gives way to that one."""
+    """Return all preferences, and how many of the given ones are new. A set of which a given one has every pair gives way to that one."""
     items = [item for output in given for item in output.items if isinstance(item, Artifact)]
     ids = {item.key: set(item.read(columns=["id"])["id"].to_pylist()) for item in [*known, *items]}
     learned = set[str]().union(*(ids[item.key] for item in known))
@@ -127,13 +127,13 @@ def _preferences(known: Sequence[Artifact], given: Sequence[Output]) -> tuple[tu
 
 
 def _more(wanted: NewPromptsConfig) -> int:
-    """How many unused prompts of each task a round takes."""
+    """Return the number of unused prompts of each task that a round takes."""
     steps = (Step(field, field, new_prompts, default) for field, default in (("new_prompts", wanted), ("development", DEVELOPMENT)))
     return sum(counted(current_walk().configs(one)) for one in steps)
 
 
 def _pool(config: PromptsConfig, used: Counter[str], more: int) -> PromptsConfig:
-    """As many of the generators' training prompts as hold `more` unused ones of each task, whichever were used; without references."""
+    """Return the generators' configuration with enough training prompts to hold `more` unused ones of each task; without references."""
     most = max((used[task.name or task.task] for task in config.tasks), default=0)
     return config.model_copy(update={"train": max(config.skip + config.train, most) + more, "skip": 0, "references": False})
 

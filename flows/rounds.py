@@ -68,8 +68,8 @@ def learned_from(judged: Sequence[Output]) -> None:
 
 
 def distilled(student: Output, teacher: Output | None, tasks: Output, gold: Sequence[Output], *, compared: bool) -> Output:
-    """The student after on-policy distillation, where the recipe has that step; `compared`: and beside it, evaluated alike, the student
-    finetuned on the gold answers and one that the teacher samples to each prompt, as the recipe's `sft_teacher` has it.
+    """Return the student after on-policy distillation, where the recipe has that step. `compared`: also train and evaluate one on gold
+    answers and the teacher's samples, as the recipe's `sft_teacher` says.
     """
     if teacher is None:
         return student
@@ -124,7 +124,7 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
 
 
 def _averaged(label: str, number: int, before: State, trained: Output, reward: Output, development: Output | None) -> Output:
-    """The average of the policy that the round begins with and of what was trained."""
+    """Return the average of the policy that the round begins with and of what was trained."""
     return step(
         average, f"{label}_{number}", field="average", number=number, through="models", models=[before.policy, trained],
         prompts=development, reward_model=reward,
@@ -134,14 +134,13 @@ def _averaged(label: str, number: int, before: State, trained: Output, reward: O
 def controls(
     number: int, before: State, after: State, tasks: Output, heldout: Output, *, development: Output | None = None
 ) -> list[Callable[[], None]]:
-    """What the same labels and updates give without a part of round `number`: each arm a model and its evaluation, apart from the others.
+    """Return the control arms of round `number`, each a model and its evaluation: the same labels and updates without a part of the round.
 
-    Arms of finetuning alone, from where the round starts and with as many updates as its finetuning and RL have together: on
-    demonstrations; with the chosen answers; with synthetic ones, where there are any; and with one answer more to each prompt, drawn in
-    turn by each way to pick. DPO in place of RL, where the recipe names `dpo_instead`; where it names `sample_instead`, too, on pairs of
-    the finetuned model's own answers besides. Their checks are more labels, so that one more arm of finetuning learns from them: from one
-    checked answer of either model to each prompt. And the round without one part: DPO, RL, the reward model in RL. Each is averaged
-    with the policy that the round begins with as the round itself is.
+    Finetuning alone, from the round's start and with as many updates as its finetuning and RL together: on demonstrations; with chosen
+    answers; with synthetic ones, where there are any; and with one more answer per prompt, drawn by each way to pick. DPO in place of RL,
+    where the recipe names `dpo_instead`; with `sample_instead` also on pairs of the finetuned model's own answers. Their checks are more
+    labels, so another arm is finetuned on one checked answer of either model per prompt. And the round without one part: DPO, RL, the
+    reward model in RL. Each arm is averaged with the policy that the round begins with, as the round is.
     """
     made, start = after.made, before.start or before.policy
     updates = replaced("more_steps", _updates_of_rl())
@@ -203,24 +202,24 @@ def controls(
 
 
 def _of_rl() -> list[RolloutsConfig]:
-    """The configurations of a round's reinforcement learning."""
+    """Return the configurations of a round's reinforcement learning."""
     stages = [Step(stage.name, stage.name, stage, off=True) for stage in (grpo, ppo)]
     configs = [config for one in stages for config in current_walk().configs(one)]
     return [config for config in configs if isinstance(config, RolloutsConfig)]
 
 
 def _updates_of_rl() -> int:
-    """How often it changes the policy."""
+    """Return the number of policy updates in reinforcement learning."""
     return sum(config.rollouts * config.epochs * config.minibatches for config in _of_rl())
 
 
 def replaced(name: str, value: object) -> Callable[[StageConfig], StageConfig]:
-    """A configuration with another value in a field."""
+    """Return a configuration with another value in a field."""
     return lambda config: config.model_copy(update={name: value})
 
 
 def new_prompts(number: int) -> Output:
-    """New training prompts for round `number`: the slice after those of the first finetuning, of development and of earlier rounds.
+    """Return new training prompts for round `number`: the slice after those of the first finetuning, of development and of earlier rounds.
 
     The seed and the held-out share stay, so that no held-out question becomes a training question. They have no gold answers: a round
     learns from demonstrations and preferences, not from references that its controls are not given.
@@ -230,7 +229,7 @@ def new_prompts(number: int) -> Output:
 
 
 def development_prompts() -> Output | None:
-    """Prompts for the average's search, between those of the first finetuning and those of the rounds; none where the recipe leaves
+    """Return prompts for the average's search, between those of the first finetuning and those of the rounds; none where the recipe leaves
     them or the average out.
     """
     if not _development():
@@ -240,7 +239,7 @@ def development_prompts() -> Output | None:
 
 
 def _slice(label: str, first: int, count: int) -> Output:
-    """So many training prompts of each task, from the `first` after those of the first finetuning on."""
+    """Return so many training prompts of each task, from the `first` after those of the first finetuning on."""
 
     def of(config: PromptsConfig) -> PromptsConfig:
         skip = config.skip + config.train + first
@@ -250,7 +249,7 @@ def _slice(label: str, first: int, count: int) -> Output:
 
 
 def _set_aside() -> int:
-    """How many prompts of each task no round learns from."""
+    """Return the number of prompts of each task that no round learns from."""
     return counted(_development())
 
 
@@ -260,10 +259,10 @@ def _development() -> list[StageConfig | None]:
 
 
 def counted(configs: Sequence[StageConfig | None]) -> int:
-    """How many prompts of each task steps so configured take."""
+    """Return the number of prompts of each task that these steps take."""
     return sum(config.count for config in configs if isinstance(config, NewPromptsConfig))
 
 
 def new_prompts_per_round() -> int:
-    """New training prompts of each task in each round."""
+    """Return new training prompts of each task in each round."""
     return setting("round_prompts", 400, minimum=1, maximum=10_000_000, description="New training prompts of each task in each round")

@@ -41,7 +41,7 @@ RECIPE = "clean"
 
 @dataclass
 class Choices:
-    """What was found out about the inputs: changes to the recipe, and sentences that say what was chosen and why."""
+    """Changes to the recipe that suit the inputs, and sentences that explain each of them."""
 
     changes: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
@@ -49,10 +49,10 @@ class Choices:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What `puna clean` leaves: the files of documents and of dropped pages, the report, and how many there are.
+    """The files that `puna clean` writes, and their counts.
 
-    `pages`: kept and dropped ones. `rules`: how many pages each rule dropped (`step.rule`), the one that dropped most first.
-    `no_page`: how many records of the inputs hold no page, by rule; `files_without_page` says in which files is nothing else.
+    `pages`: kept and dropped ones. `rules`: pages dropped by each rule (`step.rule`), the largest count first. `no_page`: records of the
+    inputs that hold no page, by rule; `files_without_page` names the files that hold nothing else.
     """
 
     documents: Path
@@ -177,7 +177,7 @@ def _choose_topics(texts: list[str], found: Choices) -> None:
 
 
 def _target(output: Path) -> tuple[str, Path]:
-    """The format and the file of the documents."""
+    """Return the format and the file of the documents."""
     if output.suffix in ENDINGS and not output.is_dir():
         return ENDINGS[output.suffix], output
     if output.suffix and not output.is_dir():
@@ -188,7 +188,7 @@ def _target(output: Path) -> tuple[str, Path]:
 
 
 def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
-    """The documents with the signals that describe them: language and, where it is known, topic."""
+    """Yield the documents with the signals that describe them: language and, where it is known, topic."""
     signals = [outcome.artifact for step, outcome in now.outcomes if step in ("language", "domains")]
     described: dict[str, dict[str, Any]] = {}
     types: dict[str, pa.DataType] = {}
@@ -210,7 +210,7 @@ def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
 
 
 def _dropped(now: Session, came: Sequence[Artifact]) -> Iterator[pa.RecordBatch]:
-    """Every page that went, with its source and address where it was a page, the step and the rule."""
+    """Yield every page that went, with its source and address where it was a page, the step and the rule."""
     gone = [(step, outcome.artifact.read("dropped")) for step, outcome in now.outcomes if "dropped" in outcome.artifact.tables]
     ids = pa.chunked_array([table["id"] for _, table in gone], pa.string())
     places: dict[str, tuple[str, str]] = {}

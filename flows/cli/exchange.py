@@ -61,7 +61,7 @@ def import_(
 
 
 def mapped(texts: list[str]) -> dict[str, str]:
-    """`FIELD=COLUMN[,FIELD=COLUMN]` as a mapping."""
+    """Return the mapping that `FIELD=COLUMN[,FIELD=COLUMN]` texts describe."""
     found: dict[str, str] = {}
     for text in texts:
         for pair in text.split(","):

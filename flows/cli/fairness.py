@@ -1,4 +1,4 @@
-"""`fairness`: what curation does to each language, on labelled documents; best on parallel ones, where a difference is curation's."""
+"""The effect of curation on each language, measured on labelled documents; on parallel ones every difference is curation's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Fairness:
 
 
 def read_labelled(path: Path) -> list[Labelled]:
-    """The documents of a file of rows (JSON lines, Parquet, CSV) with the fields language, text and, where some are spoilt, kind."""
+    """Return the documents of a file of rows (JSON lines, Parquet, CSV) with the fields language, text and, where some are spoilt, kind."""
     found: list[Labelled] = []
     try:
         with path.open("rb") as handle:
@@ -69,17 +69,17 @@ def read_labelled(path: Path) -> list[Labelled]:
 
 
 def repeats(text: str) -> str:
-    """A third of the paragraphs, four times each."""
+    """Return a third of the paragraphs, four times each."""
     return "\n".join(line for number, line in enumerate(text.split("\n")) for _ in range(1 if number % 3 else 4))
 
 
 def misread(text: str) -> str:
-    """UTF-8 read as cp1252."""
+    """Return the text's UTF-8 bytes read as cp1252."""
     return text.encode("utf-8").decode("cp1252", "replace").replace("\ufffd", "")
 
 
 def menu(text: str) -> str:
-    """The first two words of every sentence, one a line; of a sentence without blanks its first six characters."""
+    """Return the first two words of every sentence, one a line; of a sentence without blanks its first six characters."""
     found: list[str] = []
     for sentence in SENTENCE_END.split(text):
         words = sentence.split()
@@ -89,7 +89,7 @@ def menu(text: str) -> str:
 
 
 def salad(text: str) -> str:
-    """The words that occur once, shuffled."""
+    """Return the words that occur once, shuffled."""
     words = text.split()
     if len(words) < 2 * len(text.split("\n")):  # written without blanks: pieces of three characters
         joined = "".join(words)
@@ -104,7 +104,7 @@ SPOILT: dict[str, Callable[[str], str]] = {"repeats": repeats, "misread": misrea
 
 
 def twins(documents: Sequence[Labelled]) -> list[Labelled]:
-    """Every good document spoilt in each way that changes it."""
+    """Return every good document spoilt in each way that changes it."""
     made = [Labelled(d.language, spoil(d.text), kind) for d in documents if d.kind == GOOD for kind, spoil in SPOILT.items()]
     texts = {document.text for document in documents}
     return [twin for twin in made if twin.text.strip() and twin.text not in texts]
@@ -179,7 +179,7 @@ def _told(documents: Sequence[Labelled], kept: set[int], signals: pa.Table, alon
 
 
 def gini(values: Any) -> float:
-    """Gini's coefficient of shares, 0 where all are equal."""
+    """Return Gini's coefficient of shares, 0 where all are equal."""
     ordered = np.sort(np.asarray(values, np.float64))
     if not ordered.sum():
         return 0.0

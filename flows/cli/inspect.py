@@ -41,7 +41,7 @@ def existing(store: str, project: str | None = None) -> Store:
 
 
 def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | None = None) -> None:
-    """Rows as a table, or one JSON object each."""
+    """Print rows as a table, or one JSON object each."""
     if as_json:
         for row in rows:
             typer.echo(json.dumps(row, default=_text))
@@ -85,7 +85,7 @@ def _cell(value: Any) -> str:
 
 
 def _size(count: int) -> str:
-    """A number of bytes for people."""
+    """Return a number of bytes for people."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

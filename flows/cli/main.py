@@ -134,7 +134,7 @@ def fairness(
     spoil: Annotated[bool, typer.Option("--spoil", help="Measure spoilt twins too: repeats, misread, menu, salad")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object: rows and figures")] = False,
 ) -> None:
-    """What curation keeps of labelled documents in each language, and which rules drop the rest."""
+    """Measure the share of labelled documents that curation keeps in each language, and name the rules that drop the rest."""
     from puna.flows.cli import fairness as measuring
 
     found = measuring.read_labelled(documents)
@@ -166,7 +166,7 @@ def stages(modules: ModuleOption = None) -> None:
 
 @app.command()
 def fields(name: NameArgument, modules: ModuleOption = None) -> None:
-    """The configuration of a stage or the recipe of a flow: every field with its default and meaning, as JSON schema."""
+    """Print the configuration of a stage or the recipe of a flow as JSON schema: every field with its default and meaning."""
     from puna.flows.engine.declare import Flow
     from puna.flows.engine.launch import chosen
     from puna.flows.engine.trace import schema
@@ -226,7 +226,7 @@ def web(
     auth: AuthOption = "",
     urls: UrlsOption = False,
 ) -> None:
-    """Puna's own pages without Prefect: runs, artifacts, documents, questions."""
+    """Serve Puna's own pages without Prefect: runs, artifacts, documents, questions."""
     opened = inspect.existing(store)
     from puna.flows.web import serve as serving
 
@@ -320,7 +320,7 @@ def report(
 
 
 def main() -> None:
-    """Entry point: every PunaError is one clear message, not a traceback."""
+    """Run the command line. A PunaError ends it as one clear message, without a traceback."""
     try:
         app()
     except PunaError as error:

@@ -64,7 +64,7 @@ def ahead(serving: ServingSettings, draft: str | None) -> dict[str, int]:
 
 
 def parameters(engine: Engine, default: dict[str, float], **given: Any) -> SamplingParams:
-    """Sampling parameters from options, those that are None the model's own or `default`; what is out of range is one clear message."""
+    """Return sampling parameters from options. Those that are None come from the model, then from `default`."""
     from puna.models.generation import SamplingParams
 
     own = {} if engine.tokenizer is None else engine.tokenizer.sampling
@@ -112,7 +112,7 @@ def chat(
 
 
 def _talk(context: int, max_tokens: int) -> Work:
-    """A conversation of up to 8,192 tokens, where the model's context has room for them."""
+    """Return a conversation of up to 8,192 tokens, where the model's context has room for them."""
     answer = min(max_tokens, context - 1)
     return Work(min(512, context - answer), answer, 1, min(context, 8192))
 
@@ -222,7 +222,7 @@ def generate(
 
 
 def _check_room(engine: Engine, prompt: int, answer: int) -> None:
-    """PunaError where the longest prompt and its answer do not fit into the model's context."""
+    """Raise PunaError where the longest prompt and its answer do not fit into the model's context."""
     if engine.room(prompt, answer) < answer:
         context = engine.model.config.max_position_embeddings
         told = f"{prompt} tokens of a prompt and {answer} of its answer exceed the model's context of {context}"
@@ -240,7 +240,7 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
 
 
 def _searching(method: str | None, n: int, verifier: str | None, expansions: int, temperature: float | None) -> SearchConfig | None:
-    """The search that was asked for; PunaError where options do not fit."""
+    """Return the search that was asked for; PunaError where options do not fit."""
     if method is None:
         if verifier is not None:
             raise PunaError("--verifier chooses among answers: give --search best or tree, too")
@@ -257,7 +257,7 @@ def _searching(method: str | None, n: int, verifier: str | None, expansions: int
 
 
 def _values(config: SearchConfig, asked: list[Any]) -> Values | None:
-    """Scores by the verifier; an answer that cannot be scored ends the command, since the next could not be either."""
+    """Return a function that scores answers by the verifier. An answer that cannot be scored ends the command."""
     if config.verifier is None:
         return None
     verifier = from_text(json.dumps(config.verifier))
@@ -268,7 +268,7 @@ def _values(config: SearchConfig, asked: list[Any]) -> Values | None:
 
 
 def _with_passages(asked: list[Any], name: str, most: int, store: Store) -> list[Any]:
-    """The prompts behind passages of documents that fit their last message."""
+    """Return the prompts behind passages of documents that fit their last message."""
     artifact = store.checked(store.resolve(name))
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` shows those there are")
@@ -283,7 +283,7 @@ def _with_passages(asked: list[Any], name: str, most: int, store: Store) -> list
 
 
 def _mask(engine: Engine, file: Path) -> Mask:
-    """The tokens that spell JSON of the schema in a file."""
+    """Return the tokens that spell JSON of the schema in a file."""
     from puna.models.generation.grammar import Grammar
 
     assert engine.tokenizer is not None
@@ -294,7 +294,7 @@ def _mask(engine: Engine, file: Path) -> Mask:
 
 
 def _parsed(number: int, line: bytes) -> Any:
-    """A prompt of standard input: text, or messages."""
+    """Return a prompt of standard input: text, or messages."""
     try:
         found = json.loads(line)
     except ValueError as error:
@@ -308,7 +308,7 @@ def _parsed(number: int, line: bytes) -> Any:
 
 
 def _unicode(text: str, where: str) -> str:
-    """The text; PunaError where it holds bytes that are no UTF-8, or halves of surrogate pairs, as JSON may."""
+    """Return the text; PunaError where it holds bytes that are no UTF-8, or halves of surrogate pairs, as JSON may."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -29,7 +29,7 @@ def open(path: str | Path = DEFAULT_STORE, project: str | None = None) -> Store:
 
 
 def connect(store: Store | str | Path = DEFAULT_STORE) -> Catalog:
-    """Questions to a store: `connect(store).sql("from newest.documents")` gives a relation of DuckDB, read when it is asked for.
+    """Return a connection for questions: `connect(store).sql("from newest.documents")` gives a lazy relation of DuckDB.
 
     `.to_arrow_table()`, `.df()` for pandas and `.pl()` for polars, where they are installed, take its rows. Read-only.
     """
@@ -37,7 +37,7 @@ def connect(store: Store | str | Path = DEFAULT_STORE) -> Catalog:
 
 
 def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_STORE, **settings: Any) -> Artifact:
-    """The artifact of a stage: found in the store where it is there, made otherwise.
+    """Return the artifact of a stage: found in the store where it is there, made otherwise.
 
     `stage`: declared with `@stage`, or a name. `inputs`: artifacts, their ids or aliases, files; each goes to the input of its
     kind, `NAME=ID` to that of the name. `settings`: fields of the stage's configuration. PunaError names what is wrong with any.
@@ -53,7 +53,7 @@ def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_
 def run_flow(
     flow: Flow | str, *inputs: Input, recipe: str = DEFAULT_RECIPE, changes: Sequence[str] = (), store: Store | str | Path = DEFAULT_STORE
 ) -> dict[str, Artifact]:
-    """The artifacts of a flow by step. `recipe`: a name or a YAML file; `changes`: `step.field=value`, as `--set` takes them."""
+    """Return the artifacts of a flow by step. `recipe`: a name or a YAML file; `changes`: `step.field=value`, as `--set` takes them."""
     found = launch.chosen(f"flow:{flow.removeprefix('flow:')}") if isinstance(flow, str) else flow
     assert isinstance(found, Flow)
     if FLOWS.get(found.name) is not found:

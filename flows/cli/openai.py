@@ -67,7 +67,7 @@ class Worker:
             self._split.close()
 
     async def answer(self, ids: list[int], params: SamplingParams, seconds: float) -> AsyncGenerator[Event, None]:
-        """The request's tokens as they come. ApiError where the engine refuses it or its time is up."""
+        """Yield the request's tokens as they come. ApiError where the engine refuses it or its time is up."""
         loop = asyncio.get_running_loop()
         found: asyncio.Queue[Event | ApiError] = asyncio.Queue()
         asked: list[Asked] = []
@@ -142,20 +142,20 @@ class Answerer:
         self.config = worker.engine.model.config
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
-        """The text that follows another."""
+        """Return the text that follows another."""
         ids = await asyncio.to_thread(self._prompt, body.prompt) if isinstance(body.prompt, str) else body.prompt
         scored = body.logprobs is not None and body.logprobs is not False
         return await self._answered(body, request, ids, body.max_tokens, "text_completion", scored)
 
     def _prompt(self, text: str) -> list[int]:
-        """Ids of a text to go on with. ApiError where the tokenizer's patterns take too long on it."""
+        """Return ids of a text to go on with. ApiError where the tokenizer's patterns take too long on it."""
         try:
             return [*self.tokenizer.lead, *self.tokenizer.encode(text)]
         except ValueError as error:
             raise ApiError(400, "invalid_request_error", str(error), "prompt") from error
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
-        """The next turn of a conversation."""
+        """Return the next turn of a conversation."""
         turns = [message.turn() for message in body.messages]
         try:
             ids = await asyncio.to_thread(self.tokenizer.chat, turns, tools=body.tools)  # a slow template must not hold up others
@@ -187,12 +187,12 @@ class Answerer:
         return StreamingResponse(_lines(reply, first, events, usage), media_type="text/event-stream")
 
     def check(self, model: str) -> None:
-        """ApiError where another model is meant."""
+        """Raise ApiError where the request names another model."""
         if model != self.name:
             raise ApiError(404, "invalid_request_error", f"there is no model {model!r} here, only {self.name!r}", "model")
 
     def _checked(self, body: Sampled, ids: list[int], longest: int) -> list[str]:
-        """The texts that end an answer; ApiError where the request does not fit the model."""
+        """Return the texts that end an answer; ApiError where the request does not fit the model."""
         if body.model is not None:
             self.check(body.model)
         context, V = self.config.max_position_embeddings, self.config.vocab_size
@@ -207,7 +207,7 @@ class Answerer:
         return texts
 
     async def _params(self, body: Sampled, longest: int, texts: list[str]) -> SamplingParams:
-        """How the answers are drawn: what the request leaves open is the model's own."""
+        """Return the sampling parameters of a request; a field that it leaves out is the model's own."""
         seed = uuid.uuid4().int >> 96 if body.seed is None else body.seed
         given = {field: getattr(body, field) for field in self.SAMPLED if field in body.model_fields_set}
         try:
@@ -234,7 +234,7 @@ class Answerer:
 
 
 async def _lines(reply: Reply, first: Event, events: AsyncGenerator[Event, None], usage: bool) -> AsyncIterator[str]:
-    """A stream of events; `usage`: the last one tells what was used."""
+    """Yield a stream of events; `usage`: the last one tells what was used."""
     try:
         yield reply.line(first)
         async for event in events:
@@ -278,7 +278,7 @@ def _tell_errors(app: FastAPI) -> None:
 def application(
     engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0, branches: int = 1
 ) -> FastAPI:
-    """The server of one model; `speculate` and `branches` as in SamplingParams, for answers of free form."""
+    """Return the server of one model; `speculate` and `branches` as in SamplingParams, for answers of free form."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ValueError("a server needs a model with its tokenizer")

@@ -1,4 +1,4 @@
-"""What OpenAI's clients send and are told: requests, errors, answers as a whole or as a stream of events."""
+"""Requests, errors and answers in the shape of OpenAI's API, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from puna.models.tokens.tokenizer import Tokenizer
 
 
 class ApiError(Exception):
-    """What a client is told in OpenAI's shape."""
+    """An error in OpenAI's shape."""
 
     def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
         message = message.encode("utf-8", "backslashreplace").decode()  # it may repeat halves of surrogate pairs
@@ -24,7 +24,7 @@ class ApiError(Exception):
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides."""
+    """Options of a streamed answer."""
 
     model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
@@ -78,7 +78,7 @@ class Sampled(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _said(cls, given: Any) -> Any:
-        """What is null is not said; ValueError for halves of surrogate pairs, which are no text."""
+        """Remove null fields. Raise ValueError for lone surrogates, which are no text."""
         json.dumps(given, ensure_ascii=False, default=str).encode()
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
@@ -107,7 +107,7 @@ class Message(BaseModel):
     content: str | list[TextPart] | None = None
 
     def turn(self) -> dict[str, Any]:
-        """As a chat template takes it."""
+        """Return the message as a chat template takes it."""
         content = self.content if isinstance(self.content, str | None) else "".join(part.text for part in self.content)
         return {name: value for name, value in {**self.model_dump(), "content": content}.items() if value is not None}
 
@@ -126,7 +126,7 @@ class Reply:
     """An answer in OpenAI's shape, as a whole or in chunks."""
 
     def __init__(self, kind: str, model: str, ids: list[int], texts: dict[int, TextStream], scored: Tokenizer | None) -> None:
-        """`scored`: tells the tokens with their log-probs, where these are asked for."""
+        """`scored`: the tokenizer that spells tokens, where log-probs are asked for."""
         self.kind, self.texts, self.scored, self.prompt_tokens = kind, texts, scored, len(ids)
         prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
         self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -163,7 +163,7 @@ class Reply:
         return {**self.head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
     def line(self, event: Event) -> str:
-        """One token as a server-sent event."""
+        """Return one token as a server-sent event."""
         first = not self.scores[event.number]
         text = self.add(event)
         if self.kind.startswith("chat"):
@@ -176,7 +176,7 @@ class Reply:
         return self._chunk(choices=[choice])
 
     def last(self) -> str:
-        """What was used, as the last event of a stream."""
+        """Return the usage as the last event of a stream."""
         return self._chunk(choices=[], usage=self._usage())
 
     def _chunk(self, **fields: Any) -> str:

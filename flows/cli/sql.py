@@ -146,7 +146,7 @@ def _typing(opened: catalog.Catalog) -> Iterator[None]:
 
 
 def completions(opened: catalog.Catalog, word: str, line: str) -> list[str]:
-    """What a word may become: aliases after a quote; else tables, macros, columns of the tables in the line, words of SQL."""
+    """Return the completions of a word: aliases after a quote; else tables, macros, columns of the tables in the line, SQL words."""
     if word.startswith("'"):
         return [f"'{alias}'" for alias in opened.aliases if alias.startswith(word[1:])]
     if "." in word and not word.startswith((f"{NEWEST}.", '"')):
@@ -160,9 +160,9 @@ def completions(opened: catalog.Catalog, word: str, line: str) -> list[str]:
 
 
 def _statements(asked: bool) -> Iterator[str]:
-    """What a person types or a pipe gives, up to each line that ends with `;`, to `.exit` or to the end.
+    """Yield each statement of the terminal or pipe, up to a line that ends with `;`, to `.exit` or to the end.
 
-    Ctrl-C forgets what was typed of a statement.
+    Ctrl-C discards an unfinished statement.
     """
     held: list[str] = []
     while True:

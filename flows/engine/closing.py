@@ -61,7 +61,7 @@ def _count(artifact: Artifact, metric: str) -> str:
 
 
 def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
-    """Bits per byte of held-out documents beside those of counting as much training text."""
+    """Return bits per byte of held-out documents, beside those of a count-based model of as much text."""
     table = _table("held-out pages", *BITS.values(), "documents")
     for step, rows in evaluations:
         if bits := rows.get(("pages", "bits_per_byte")):
@@ -71,7 +71,7 @@ def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, An
 
 
 def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
-    """Share of right answers to held-out prompts: a line per task, a column per evaluation."""
+    """Return the share of right answers to held-out prompts: a line per task, a column per evaluation."""
     measured = [(step, rows) for step, rows in evaluations if not arms.CONTROL.fullmatch(step)]
     asked = [(step, rows) for step, rows in measured if any(metric == "accuracy" for _, metric in rows)]
     found = {task for _, rows in asked for task, metric in rows if metric == "accuracy" and not task.startswith("choice/")}
@@ -87,7 +87,7 @@ def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]
 
 
 def _arms(found: arms.Arms) -> Table:
-    """A round beside its control arms."""
+    """Return a round beside its control arms."""
     table = _table(f"round {found.number} and its controls", *(arms.METRICS[metric] for metric in found.metrics))
     for arm in found.scores:
         table.add_row(arms.NAMES.get(arm, arm), *(f"{found.share(arm, metric).value:.3f}" for metric in found.metrics))
@@ -95,7 +95,7 @@ def _arms(found: arms.Arms) -> Table:
 
 
 def _claims(found: arms.Arms) -> Table:
-    """What each part of a round earned."""
+    """Return the table of each round component's gain."""
     table = _table(f"in round {found.number}", "of", "gain", "")
     for claim in found.claims():
         gain = f"{claim.gain.value:+.3f} ({claim.gain.low:+.3f} to {claim.gain.high:+.3f})"
@@ -104,7 +104,7 @@ def _claims(found: arms.Arms) -> Table:
 
 
 def _rewards(made: list[tuple[str, Artifact]]) -> Table:
-    """How often each reward model orders held-out pairs rightly."""
+    """Return the table of each reward model's accuracy on held-out pairs."""
     table = _table("reward model", "held-out accuracy", "pairs")
     for step, artifact in made:
         metrics = artifact.manifest.metrics

@@ -1,4 +1,4 @@
-"""What a person sees in the terminal while a flow runs: one line per stage, a bar for the one at work."""
+"""Terminal output of a running flow: one line per stage, a progress bar for the current one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Console:
         (self._bar.console if self._bar else self._terminal).print(table)
 
     def started(self, step: str, why: list[Change] | None) -> None:
-        """A stage begins to compute; `why` it is not reused: None when it was never run before."""
+        """Announce a stage that begins to compute; `why`: the changes since its last run, None if it never ran."""
         if why:
             shown = "; ".join(str(c) for c in why[:3]) + (f"; and {len(why) - 3} more" if len(why) > 3 else "")
             self.say(f"[yellow]{step:24s}[/] [dim]runs again: {_plain(shown)}[/]")
@@ -65,7 +65,7 @@ class Console:
         self._step, self._said = step, time.monotonic()
 
     def progress(self, stage: str, done: float, total: float, note: str) -> None:
-        """The stage that began last is `done` of `total` far."""
+        """Show that the current stage is at `done` of `total`."""
         if self._bar is not None and self._step in self._tasks:
             self._bar.update(self._tasks[self._step], completed=done, total=total, note=note)
         elif time.monotonic() - self._said > EVERY_SECONDS:
@@ -73,17 +73,17 @@ class Console:
             self.say(f"[dim]{self._step:24s} {100 * done / max(total, 1):3.0f} % {_plain(note)}[/]")
 
     def done(self, step: str) -> None:
-        """A stage is no longer at work: take its bar away."""
+        """Remove the progress bar of a stage."""
         if self._bar is not None and step in self._tasks:
             self._bar.remove_task(self._tasks.pop(step))
 
     def broken(self, step: str) -> None:
-        """A stage was ended by an error or by the person who watches it."""
+        """Announce a stage that an error or a person ended."""
         self.done(step)
         self.say(f"{step:24s} [red]not finished[/]")
 
     def finished(self, step: str, outcome: Outcome) -> None:
-        """A stage has its artifact."""
+        """Announce the artifact of a stage."""
         self.done(step)
         artifact = outcome.artifact
         if self.json:
@@ -95,7 +95,7 @@ class Console:
 
 
 def summary(artifact: Artifact, **more: Any) -> dict[str, Any]:
-    """An artifact as one JSON object."""
+    """Return an artifact as one JSON object."""
     m = artifact.manifest
     return {
         "id": artifact.id, "kind": artifact.kind, "key": artifact.key, "stage": m.stage, "data_digest": m.data_digest,
@@ -108,6 +108,6 @@ def _plain(text: str) -> str:
 
 
 def fail(message: str) -> None:
-    """An error for a person, on standard error."""
+    """Print an error on standard error and exit with status 1."""
     Terminal(stderr=True, highlight=False, soft_wrap=True).print(f"[red]error:[/] {_plain(message)}")
     sys.exit(1)

@@ -29,7 +29,7 @@ LONGEST = 90 * 86_400
 
 
 def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[Planned]]:
-    """What the request names, and its steps as a run would find them; PunaError as such a run would say."""
+    """Return the flow or stage of a request, and its steps as a run would find them. Raise PunaError as such a run would."""
     from puna.flows.engine.inputs import meant
     from puna.flows.engine.launch import chosen, stage_config
     from puna.flows.engine.plan import planned, planned_stage
@@ -46,8 +46,9 @@ def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[Planned]]
 
 @dataclass(frozen=True)
 class Total:
-    """What the steps that run may cost together: seconds, bytes on disk, bytes of memory at the most. `unknown`: steps that no earlier
-    run tells of."""
+    """The estimated cost of all steps that run: seconds, bytes on disk, peak bytes of memory. `unknown`: steps without an estimate, since
+    no earlier run tells of them.
+    """
 
     seconds: float
     bytes: float
@@ -56,7 +57,7 @@ class Total:
 
     @classmethod
     def of(cls, steps: Sequence[Planned]) -> Total:
-        """The sum of the steps that are not reused."""
+        """Return the sum of the steps that are not reused."""
         known = [step.expected for step in steps if step.expected is not None]
         unknown = tuple(step.label for step in steps if step.state != "reused" and step.expected is None)
         memory = max((one.memory for one in known), default=0.0)
@@ -129,7 +130,7 @@ def _machine(config: ModelConfig, context: int, gpu: str | None) -> Machine:
 
 
 def _phase(training: PretrainConfig, number: int, sizes: tuple[int, int], machine: Machine, gpu: str | None, gpus: int) -> dict[str, Any]:
-    """The costs of one phase; `sizes`: vocabulary and tokens of a packed row."""
+    """Return the costs of one phase; `sizes`: vocabulary and tokens of a packed row."""
     from puna.models import accounting
 
     phase = training.phases[number]

@@ -32,10 +32,10 @@ Item = Artifact | External
 
 @dataclass(frozen=True)
 class Output:
-    """What a step gives, or a flow is given: artifacts when it was made, in a plan or a trace their kind and origin alone.
+    """The output of a step, or an input of a flow. It holds artifacts once they are made; in a plan or a trace, only kind and origin.
 
-    `labels`: the steps (or inputs of the flow) it comes from. `left_out`: the step that the recipe leaves out; then it is false.
-    `source`: the name that the rows of an input of the flow are to have as their source; empty: their own.
+    `labels`: the steps (or inputs of the flow) that it comes from. `left_out`: the step that the recipe leaves out; the output is then
+    false. `source`: the name that rows of an input are to have as their source; empty: their own.
     """
 
     kind: str
@@ -70,12 +70,12 @@ class Flow:
     doc: str = field(default="", compare=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The flow as a part of the flow in progress."""
+        """Return the flow as a part of the flow in progress."""
         return self.function(*args, **kwargs)
 
     @property
     def takes_files(self) -> bool:
-        """Whether files are an input of it: the sample's pages, where a run is given nothing."""
+        """True if the flow reads files. Without inputs it reads the sample."""
         return any(spec.kind == "external" for spec in self.inputs)
 
     def by_kind(
@@ -108,7 +108,7 @@ class Flow:
         return given
 
     def placeholders(self, *, everything: bool = False) -> dict[str, Given]:
-        """Inputs for a trace: nothing that could be read. `everything`: also what stands for files where artifacts are there instead."""
+        """Return inputs for a trace, without content. `everything`: also files beside artifacts."""
         given: dict[str, Given] = {}
         for spec in self.inputs:
             if spec.sources and self.takes_files and not everything:
@@ -119,28 +119,28 @@ class Flow:
 
 
 def given_as(item: Item, sources: Mapping[str, str]) -> Output:
-    """An artifact or files as an input of a flow; see `Flow.by_kind` for `sources`."""
+    """Return an artifact or files as an input of a flow; see `Flow.by_kind` for `sources`."""
     own = sources.get(item.key, "") if isinstance(item, Artifact) else ""
     return Output(kind_of(item), (f"input {item.name if isinstance(item, External) else item.id}",), (item,), source=own)
 
 
 def kind_of(item: Item) -> str:
-    """The kind of an artifact, `external` of files."""
+    """Return the kind of an artifact, `external` of files."""
     return item.kind if isinstance(item, Artifact) else "external"
 
 
 def name_of(item: Item) -> str:
-    """What messages call an input."""
+    """Return the name of an input in messages."""
     return item.id if isinstance(item, Artifact) else item.uri
 
 
 def described(spec: InputSpec) -> str:
-    """The kind of an input, for people."""
+    """Return the kind of an input, for people."""
     return "files or folders" if spec.kind == "external" else spec.kind
 
 
 def example(spec: InputSpec) -> str:
-    """How an input of that kind is given."""
+    """Return an example of how an input of a kind is given."""
     return "[NAME=]URI" if spec.kind == "external" else f"{spec.kind}/ID or NAME@latest"
 
 
@@ -174,7 +174,7 @@ def step(
     serves: str = "",
     **inputs: Given,
 ) -> Output:
-    """A step of the flow in progress: `stage` on `inputs`, configured by the recipe's field of that name; returns its output.
+    """Return a step of the flow in progress: `stage` on `inputs`, configured by the recipe's field of that name; returns its output.
 
     `field`: the recipe's field, where it is not the label. `default`: what the recipe's values are laid over. `off`: it is left
     out unless the recipe names it. `through`: the input that stands for the output where the step is left out; documents pass
@@ -190,17 +190,17 @@ def step(
 
 
 def setting(name: str, default: int, *, minimum: int, maximum: int, description: str) -> int:
-    """A number of the recipe that decides which steps there are, for example how many rounds."""
+    """Return a number of the recipe that decides which steps there are, for example how many rounds."""
     return current_walk().setting(Setting(name, default, minimum, maximum, description))
 
 
 def switch(name: str, default: bool, *, description: str) -> bool:
-    """Yes or no in the recipe, where that decides which steps there are."""
+    """Return a yes-or-no setting of the recipe that decides which steps exist."""
     return bool(current_walk().setting(Setting(name, default, False, True, description)))
 
 
 def together(*parts: Callable[[], None]) -> None:
-    """Parts of the flow in progress, none of which needs what another makes: they may be made at one time."""
+    """Run independent parts of the current flow, possibly in parallel."""
     current_walk().together(parts)
 
 
@@ -220,7 +220,7 @@ _WALK: ContextVar[Walk | None] = ContextVar("walk", default=None)
 
 
 def current_walk() -> Walk:
-    """The walk in progress."""
+    """Return the walk in progress."""
     found = _WALK.get()
     if found is None:
         raise PunaError("step: no flow is in progress; run a flow with `puna run` or `puna.run`, a stage alone with `puna.run(stage, …)`")
@@ -241,7 +241,7 @@ class Walk(ABC):
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Steps that are asked for belong to this walk."""
+        """Return steps that are asked for belong to this walk."""
         token = _WALK.set(self)
         try:
             yield
@@ -250,7 +250,7 @@ class Walk(ABC):
 
     @abstractmethod
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
-        """What a step gives, whose inputs are checked; `config` is None in a trace of everything that a recipe may hold."""
+        """Return the output of a step whose inputs are checked; `config` is None in a trace of every possible step."""
 
     @abstractmethod
     def publish(self, name: str, output: Output) -> None:
@@ -265,7 +265,7 @@ class Walk(ABC):
     """Whether the steps are made, and the store may be changed."""
 
     def store(self) -> Store | None:
-        """The store that the flow may look into; None in a trace."""
+        """Return the store that the flow may look into; None in a trace."""
         return None
 
     def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
@@ -276,15 +276,15 @@ class Walk(ABC):
         """Say what became of the flow."""
 
     def wrong(self, message: str) -> None:
-        """A need that is not met."""
+        """Record an unmet need."""
         raise PunaError(message)
 
     def setting(self, wanted: Setting) -> int:
-        """The recipe's value of a setting."""
+        """Return the recipe's value of a setting."""
         return self.recipe.number(wanted)
 
     def configs(self, step: Step) -> list[StageConfig | None]:
-        """The configurations of a step: none where the recipe leaves it out, several where it repeats it."""
+        """Return the configurations of a step: none where the recipe leaves it out, several where it repeats it."""
         return list(self.recipe.configs(step))
 
     def step(self, step: Step, inputs: Mapping[str, Given]) -> Output:
@@ -322,7 +322,7 @@ class Walk(ABC):
         return made[-1] if step.through else joined(made)
 
     def _checked(self, step: Step, label: str, given: dict[str, list[Output]]) -> dict[str, list[Output]]:
-        """The inputs that are there, after a complaint about those that are not."""
+        """Return the inputs that are there, after a complaint about those that are not."""
         stage = step.stage
         found: dict[str, list[Output]] = {}
         if unknown := set(given) - {spec.name for spec in stage.inputs}:
@@ -347,7 +347,7 @@ class Walk(ABC):
         return found
 
     def _add(self, label: str, extra: Added, near: list[list[Output]], output: Output | None) -> Output:
-        """A step of the recipe's own: its inputs come from the steps it names, else by kind from the place where it stands."""
+        """Return a step of the recipe's own: its inputs come from the steps it names, else by kind from the place where it stands."""
         stage = self.recipe.stage_of(label, extra)
         around = ([output] if output else []) + [item for items in near for item in items]
         inputs: dict[str, Given] = {}
@@ -373,7 +373,7 @@ class Walk(ABC):
 
 
 def values(stage: Stage, inputs: Mapping[str, Sequence[Output]]) -> dict[str, Value]:
-    """What the outputs hold, as the inputs of a stage."""
+    """Return the items of the outputs, as inputs of a stage."""
     given: dict[str, Value] = {}
     for spec in stage.inputs:
         items: list[Any] = [item for output in inputs[spec.name] for item in output.items]
@@ -382,17 +382,17 @@ def values(stage: Stage, inputs: Mapping[str, Sequence[Output]]) -> dict[str, Va
 
 
 def outputs(value: Given) -> list[Output]:
-    """An input as a list of outputs."""
+    """Return an input as a list of outputs."""
     return [] if value is None else [value] if isinstance(value, Output) else list(value)
 
 
 def joined(made: list[Output]) -> Output:
-    """Several outputs of one kind as one."""
+    """Return several outputs of one kind as one."""
     return Output(made[0].kind, tuple(n for m in made for n in m.labels), tuple(i for m in made for i in m.items))
 
 
 def in_round(config: StageConfig, number: int) -> StageConfig:
-    """The configuration of a step in round `number` (from 1): each round draws its own random numbers."""
+    """Return the configuration of a step in round `number` (from 1): each round draws its own random numbers."""
     if not isinstance(config, SeededConfig):
         return config
     return config.model_copy(update={"seed": (config.seed + 1_000_003 * number) % 2**31})

@@ -1,8 +1,8 @@
-"""What a step may cost, learned from the manifests of earlier ones: seconds, disk, memory, and how much it hands on.
+"""Estimates of a step's time, disk, memory and output rows, from the manifests of earlier runs.
 
-Each is taken as a power law in the rows (and the bytes of models) that come in and in the numbers of the configuration that differ
-between the runs, fitted by Bayesian linear regression on logarithms (Bishop 2006, section 3.3): what the runs do not show stays at a prior
-expectation, so that one run already tells something and three runs tell what three can.
+Each is a power law in the input rows (and bytes of models) and in the numeric settings that differ between the runs. It is fitted by
+Bayesian linear regression on logarithms (Bishop 2006, section 3.3): a prior decides what the runs do not show, so that one run already
+gives an estimate.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ FREE = 10.0
 
 @dataclass(frozen=True)
 class Size:
-    """How much an artifact or a file holds. `rows`: of its main table, 0 where it has none."""
+    """The size of an artifact or a file. `rows`: of its main table, 0 where it has none."""
 
     rows: float
     bytes: float
 
     @classmethod
     def of(cls, item: Artifact | External) -> Size:
-        """The size of what is there."""
+        """Return the size of an artifact or of files."""
         if isinstance(item, External):
             return cls(0, sum(file.bytes for file in item.files))
         stored = sum(record.bytes for record in item.manifest.files.values())
@@ -50,7 +50,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a step may take and give: seconds, bytes on disk, bytes of memory at its peak, rows. `runs`: earlier ones that tell it."""
+    """An estimate for a step: seconds, bytes on disk, peak bytes of memory, output rows. `runs`: earlier runs that it rests on."""
 
     seconds: float
     bytes: float
@@ -60,7 +60,7 @@ class Expected:
 
     @property
     def size(self) -> Size:
-        """How much it hands on."""
+        """Return the size of the step's output."""
         return Size(self.rows, self.bytes)
 
 
@@ -88,7 +88,7 @@ class Experience:
             self._past[m.stage].append(_Past(came, *_parted(m.config), gave))
 
     def expect(self, stage: str, config: Mapping[str, Any], came: Sequence[Size]) -> Expected | None:
-        """What the stage may take on inputs of these sizes; None where it never ran in this store."""
+        """Return the estimate for a stage on inputs of these sizes; None if it never ran in this store."""
         past = self._past.get(stage, [])
         if not past:
             return None
@@ -104,19 +104,19 @@ class Experience:
 
 
 def together(sizes: Sequence[Size]) -> Size:
-    """The size of several."""
+    """Return the size of several."""
     return Size(sum(size.rows for size in sizes), sum(size.bytes for size in sizes))
 
 
 def _parted(config: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
-    """The numbers above 0 of a configuration, and all the rest of it; without its seed."""
+    """Return the numbers above 0 of a configuration, and all the rest of it; without its seed."""
     fields = {name: value for name, value in _leaves(config).items() if name != "seed"}
     numbers = {name: float(v) for name, v in fields.items() if isinstance(v, int | float) and not isinstance(v, bool) and v > 0}
     return numbers, {name: value for name, value in fields.items() if name not in numbers}
 
 
 def _leaves(value: Any, path: str = "") -> dict[str, Any]:
-    """What stands inside nested groups and lists, by its path."""
+    """Return the leaves of nested groups and lists by their paths."""
     inside = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
     if inside is None:
         return {path: value}
@@ -124,7 +124,7 @@ def _leaves(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def _features(one: _Past, varied: Sequence[str], now: _Past) -> list[float]:
-    """1, the logarithm of what comes in, those of the numbers that vary; what is not known of an earlier run counts as it is now."""
+    """Return 1, the log of the input size, and the logs of the varied numbers; a number that an earlier run lacks counts as today's."""
     came = one.came.rows or now.came.rows if now.came.rows else one.came.bytes or now.came.bytes
     return [1.0, math.log1p(came), *(math.log(one.numbers.get(name, now.numbers[name])) for name in varied)]
 
@@ -136,7 +136,7 @@ def _estimate(given: Any, measured: Sequence[float], asked: Any, prior: tuple[fl
 
 
 def _predicted(given: Any, measured: Any, asked: Any, size: tuple[float, float]) -> float:
-    """The posterior mean for `asked`: exponents are drawn to their priors as far as the measurements do not tell."""
+    """Return the posterior mean for `asked`: exponents are drawn to their priors as far as the measurements do not tell."""
     fields = given.shape[1] - 2
     mean = np.array([0.0, size[0], *[FIELD[0]] * fields])
     precision = np.diag(np.array([FREE, size[1], *[FIELD[1]] * fields]) ** -2.0)

@@ -1,4 +1,4 @@
-"""What a person means by an input: an artifact of the store, or files outside it."""
+"""The inputs of a run, parsed from the command line: artifacts of the store, or files outside it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ COLUMNS = ("text", "html", "url", "date")
 
 @dataclass(frozen=True)
 class Meant:
-    """What the texts of a command mean: items that go where their kind fits, artifacts by the input that they are named for, and by the
-    key of an artifact the source that its rows are to have."""
+    """Parsed inputs. `items`: assigned by their kind; `named`: artifacts by the input that they are given to; `sources`: the name that an
+    artifact's rows get as their source, by its key.
+    """
 
     items: list[Item]
     named: dict[str, list[Artifact]] = field(default_factory=dict)
@@ -40,7 +41,7 @@ class Meant:
 
 
 def is_artifact(text: str) -> bool:
-    """Whether an input means an artifact (`kind/key`, a key, an alias `[PROJECT/]NAME@VERSION`) rather than files."""
+    """True if a text names an artifact (`kind/key`, a key, an alias `[PROJECT/]NAME@VERSION`) rather than files."""
     kind, slash, key = text.partition("/")
     digits = key if slash else kind
     if ALIAS.fullmatch(text):
@@ -49,15 +50,16 @@ def is_artifact(text: str) -> bool:
 
 
 def alias_of(name: str) -> str:
-    """The alias that `--as NAME` sets; PunaError where that is no name."""
+    """Return the alias that `--as NAME` sets; PunaError where that is no name."""
     if not re.fullmatch(r"[\w-][\w.-]*", name):
         raise PunaError(f"--as {name}: a name has letters, digits, _, - and . only, for example smollm2")
     return f"{name}@latest"
 
 
 def meant(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where: str) -> Meant:
-    """What texts mean: `NAME=ARTIFACT` by the input or the source that it names; PunaError where it names neither, and where files are
-    given and none are taken."""
+    """Parse inputs; `NAME=ARTIFACT` gives an artifact to the input or the source NAME. Raise PunaError where NAME is neither, or where
+    files are given and none are taken.
+    """
     items: list[Item] = []
     named: dict[str, list[Artifact]] = {}
     sources: dict[str, str] = {}
@@ -99,7 +101,7 @@ def check_address(what: str, text: str) -> None:
 
 
 def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:
-    """What the aliases `NAME@latest` of the inputs point to."""
+    """Return the artifacts of the aliases `NAME@latest`, for each input that has such an alias."""
     aliases = store.aliases()
     found: list[Item] = []
     for spec in specs:
@@ -113,12 +115,12 @@ def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:
 
 
 def sample_folder(root: Path) -> Path:
-    """Where the sample lies that a run without inputs reads, in the store at `root`."""
+    """Return the folder of the sample in the store at `root`, which a run without inputs reads."""
     return root / "sample"
 
 
 def column_changes(texts: Sequence[str], stage: str) -> list[str]:
-    """`[INPUT:]WHAT=FIELD[,…]` of `--columns` as changes of a recipe: which fields of the rows hold text, html, url, date."""
+    """Return changes of a recipe from `[INPUT:]WHAT=FIELD[,…]` texts of `--columns`."""
     changes: list[str] = []
     for text in texts:
         name, colon, pairs = text.rpartition(":")
@@ -132,7 +134,7 @@ def column_changes(texts: Sequence[str], stage: str) -> list[str]:
 
 
 def _remedy(text: str, specs: Sequence[InputSpec]) -> str:
-    """How the files at `text` become an artifact that is taken."""
+    """Return the advice how to import the files at `text`."""
     kinds = [spec.kind for spec in specs if spec.kind in IMPORTED]
     if len(kinds) > 1 and Path(text).suffix in ROWS:
         kinds = [kind for kind in kinds if kind != "model"]

@@ -32,7 +32,7 @@ YOUNG = 20_000
 
 @dataclass(frozen=True)
 class Request:
-    """What a person asks for: a flow or a stage by name, a recipe with changes, inputs as texts, an alias for what a stage makes.
+    """A request for a run: a flow or a stage by name, a recipe with changes, inputs as texts, an alias for a stage's artifact.
 
     `project`: of the store; empty: the recipe's.
     """
@@ -57,7 +57,7 @@ class Request:
 
     @property
     def title(self) -> str:
-        """What a list of runs calls it: the name, the recipe, what is read and what was changed."""
+        """Return a title for lists of runs: the name, the recipe, the inputs and the changes."""
         place = f"in {self.project}:" if self.project else ""
         words = [place, self.what.removeprefix("flow:").removeprefix("stage:"), self.recipe or "", *self.inputs[:2]]
         more = [f"and {len(self.inputs) - 2} more"] if len(self.inputs) > 2 else []
@@ -66,13 +66,13 @@ class Request:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What was asked for, as a server shows it."""
+        """Return the request as a server shows it."""
         asked = {"recipe": self.recipe, "changes": list(self.changes), "inputs": list(self.inputs), "executor": self.executor}
         asked |= {"project": self.project} if self.project else {}
         return {"command": self.command(), **asked}
 
     def command(self, store: Store | None = None) -> str:
-        """The command line that asks for the same; `store`: it is named where it is not the default one."""
+        """Return the command line that asks for the same; `store`: it is named where it is not the default one."""
         options = {"--recipe": [self.recipe] if self.recipe else [], "--input": self.inputs, "--set": self.changes}
         options["--project"] = [self.project] if self.project else []
         options["--as"] = [self.alias.partition("@")[0]] if self.alias else []
@@ -82,7 +82,7 @@ class Request:
 
 
 def chosen(what: str) -> Flow | Stage:
-    """The flow or stage of that name; `flow:` or `stage:` before it chooses where both have it, else it is the flow."""
+    """Return the flow or stage of that name; `flow:` or `stage:` before it chooses where both have it, else it is the flow."""
     flows, stages = load_flows(), load_stages()
     prefix = next((p for p in PREFIXES if what.startswith(p)), "")
     name = what.removeprefix(prefix)
@@ -110,7 +110,7 @@ def run(request: Request, store: Store) -> None:
 
 @contextlib.contextmanager
 def _little_garbage() -> Iterator[Callable[[], None]]:
-    """No collection of garbage looks through what is imported inside, neither while it comes nor after the call of what is given."""
+    """Return no collection of garbage looks through what is imported inside, neither while it comes nor after the call of what is given."""
     enabled, before = gc.isenabled(), gc.get_threshold()[0]
 
     def settled() -> None:
@@ -173,7 +173,7 @@ def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig 
 
 
 def stage_config(stage: Stage, recipe: str | None, changes: list[str]) -> StageConfig:
-    """The configuration of a stage alone: a recipe's values for the step of its name, with changes."""
+    """Return the configuration of a stage alone: a recipe's values for the step of its name, with changes."""
     values: dict[str, Any] = {}
     if recipe is not None:
         whole_recipe, _ = read_values(recipe, [])

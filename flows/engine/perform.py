@@ -20,13 +20,13 @@ class Performer(Walk):
     performs = True
 
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
-        """The artifact of a step."""
+        """Return the artifact of a step."""
         assert config is not None  # only a trace of everything asks for steps without one
         made = _session().perform(step.stage, config, values(step.stage, inputs), label).artifact
         return Output(made.kind, (label,), (made,))
 
     def together(self, parts: Sequence[Callable[[], None]]) -> None:
-        """As many at one time as there are workers below this process, each stage whole in one of them; after an error no part begins."""
+        """Run the parts in parallel, one per worker. After an error, start no further part."""
         slots = _session().slots
         if slots < 2:
             return super().together(parts)
@@ -49,7 +49,7 @@ class Performer(Walk):
             self.tell(f"{name} stands for an earlier artifact; this one is {alias}")
 
     def store(self) -> Store:
-        """The session's store."""
+        """Return the session's store."""
         return _session().store
 
     def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
@@ -58,7 +58,7 @@ class Performer(Walk):
         return store.lock(store.own(name), wait=False)
 
     def tell(self, text: str) -> None:
-        """On the terminal, in the run's log, and where the run is shown."""
+        """Show a message on the terminal, in the run's log and on the server."""
         now = _session()
         now.console.say(text)
         now.store.record(now.run, runs.said(text))

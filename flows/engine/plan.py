@@ -33,7 +33,7 @@ class Planned:
 
 
 class Planner(Walk):
-    """Looks for the artifacts of the steps of a flow; makes none. `experience`: of which it expects what the others may cost."""
+    """A walk that looks up the artifacts of a flow's steps and makes none. `experience`: estimates the cost of missing ones."""
 
     def __init__(self, recipe: Recipe, store: Store, experience: Experience | None = None) -> None:
         super().__init__(recipe)
@@ -42,7 +42,7 @@ class Planner(Walk):
         self._sizes: dict[str, Size] = {}
 
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
-        """The artifact of a step where it is there."""
+        """Return the artifact of a step, if it is in the store."""
         assert config is not None  # only a trace of everything asks for steps without one
         before = dict.fromkeys(name for found in inputs.values() for output in found if not output.items for name in output.labels)
         items: tuple[Item, ...] = ()
@@ -60,7 +60,7 @@ class Planner(Walk):
         return Output(step.stage.kind, (label,), items)
 
     def _expected(self, stage: Stage, label: str, config: StageConfig, inputs: dict[str, list[Output]]) -> Expected | None:
-        """What a step that is not there may cost; how much it hands on is kept for those after it."""
+        """Return the estimate for a step that must run, and remember its output size for later steps."""
         if self._experience is None:
             return None
         came = [Size.of(item) for found in inputs.values() for output in found for item in output.items]
@@ -72,15 +72,15 @@ class Planner(Walk):
         return found
 
     def publish(self, name: str, output: Output) -> None:
-        """Nothing is named."""
+        """Set no alias: a plan changes nothing."""
 
     def store(self) -> Store:
-        """The store that the plan is for."""
+        """Return the store that the plan is for."""
         return self._store
 
 
 def planned(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[Planned]:
-    """The steps of a flow as a run with these inputs would find them; without inputs, with what such a run takes, where it is there."""
+    """Return the steps of a flow as a run with these inputs would find them. Without inputs, take what such a run would take."""
     load_stages()
     with tempfile.TemporaryDirectory() as empty:
         try:
@@ -93,7 +93,7 @@ def planned(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[Pl
 
 
 def planned_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store) -> Planned:
-    """A stage alone as a run with these inputs would find it."""
+    """Return a stage alone as a run with these inputs would find it."""
     identity = identify(stage, config, dict(given))
     if (made := reusable(stage, identity, store)) is not None:
         return Planned(stage.name, stage.name, "reused", made.id)

@@ -1,4 +1,4 @@
-"""Every need of every step, looked at before the first one runs; all that are not met are told at once."""
+"""The check of every step's needs before the first step runs, with all unmet needs in one error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STORED_PER_BYTE = 1.5
 
 
 def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, executor: str = PROCESSES) -> None:
-    """PunaError with every need of the flow's steps that its recipe and inputs do not meet, each with its remedy.
+    """Raise PunaError with every need of the flow's steps that its recipe and inputs do not meet, each with its remedy.
 
     A step whose artifact is there needs nothing: where all are there, the inputs are not looked into.
     """
@@ -70,7 +70,7 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, 
 
 
 def check_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store, executor: str = PROCESSES) -> None:
-    """PunaError with every need of a stage alone that its inputs do not meet."""
+    """Raise PunaError with every need of a stage alone that its inputs do not meet."""
     inputs = {name: tuple(_facts(item, None) for item in items) for name, items in stage.check(dict(given)).items()}
     complaints = stage.unmet(config, Facts({name: items for name, items in inputs.items() if items}, *_machine(store, executor)))
     if complaints and reusable(stage, identify(stage, config, dict(given)), store) is None:
@@ -78,7 +78,7 @@ def check_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], s
 
 
 def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executor: str) -> list[str]:
-    """What a step lacks; what is known of its output is added to `known`."""
+    """Return the unmet needs of a step, and add the facts about its output to `known`."""
     stage = step.step.stage
     inputs = {name: tuple(known[label] for label in labels if label in known) for name, labels in step.inputs.items() if labels}
     before = [item for items in inputs.values() for item in items]
@@ -94,7 +94,7 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executo
 
 
 def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:
-    """A look at what is given for one input; None where not all of it can be looked at."""
+    """Return a look at what is given for one input; None where not all of it can be looked at."""
     looks = [item.look for item in items if item.look is not None]
     if not items or len(looks) < len(items):
         return None
@@ -109,7 +109,7 @@ def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:
 
 
 def _facts(item: Item, look: Callable[[float], Looked] | None) -> InputFacts:
-    """What is known of an input of the run; `look`: at its files."""
+    """Return the facts about an input of the run; `look`: reads samples of its files."""
     if isinstance(item, Artifact):
         tables = {name: tuple(record.columns) for name, record in item.manifest.tables.items()}
         named = tuple(i.name.partition(":")[2] for i in item.manifest.inputs if i.kind == "external")
@@ -130,7 +130,7 @@ def _machine(store: Store, executor: str) -> tuple[int, int | None]:
 
 
 def _room(files: list[External], store: Store) -> list[str]:
-    """A complaint where the disk cannot hold what the inputs become."""
+    """Return a complaint where the disk cannot hold what the inputs become."""
     needed = STORED_PER_BYTE * sum(file.bytes for item in files for file in item.files)
     free = store.files.free()
     if free is None or needed <= free:
@@ -143,7 +143,7 @@ def _room(files: list[External], store: Store) -> list[str]:
 
 
 def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tuple[str, ...], float]:
-    """Rough texts of as many of the pages, drawn by chance, as that time allows; and their share, `share` for all."""
+    """Return rough texts of as many of the pages, drawn by chance, as that time allows; and their share, `share` for all."""
     until = time.monotonic() + seconds
     found: dict[int, str] = {}
     for at in random.Random(0).sample(range(len(pages)), len(pages)):
@@ -154,9 +154,9 @@ def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tup
 
 
 def document_texts(documents: Artifact, seconds: float) -> tuple[tuple[str, ...], tuple[str, ...], float]:
-    """The sources of documents where all could be read in that time, else none; the beginnings of those that were read, and their share.
+    """Return the documents' sources (none unless all could be read in time), the beginnings read, and their share of all.
 
-    Ids are hashes: the first documents are drawn by chance.
+    Ids are hashes: the first documents are a random sample.
     """
     until = time.monotonic() + seconds
     texts: list[str] = []
@@ -172,7 +172,7 @@ def document_texts(documents: Artifact, seconds: float) -> tuple[tuple[str, ...]
 
 
 def page_text(page: Page) -> str:
-    """Roughly the text of a page: enough to see what it is about."""
+    """Return a rough text of a page, enough to see its topic."""
     from resiliparse.extract.html2text import extract_plain_text
 
     body = page.body[: 50 * PEEK_CHARACTERS].decode(page.charset if page.charset == "latin-1" else "utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""How a run was begun, for its log: what makes it again."""
+"""The provenance of a run for its log: all that is needed to run it again."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def begun(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for (command, recipe, changes, inputs), and the program that does it: its commit, its version, its libraries."""
+    """Return the request (command, recipe, changes, inputs) with the program's commit, version and libraries."""
     return {**asked, "commit": commit(), "versions": dict(versions())}
 
 
 @functools.cache
 def commit(root: Path = ROOT) -> str | None:
-    """The commit of the checkout that the program runs from, with `-dirty` where files differ from it; None outside a checkout."""
+    """Return the commit of the checkout that the program runs from, with `-dirty` where files differ from it; None outside a checkout."""
     if not (root / ".git").exists():
         return None
     try:
@@ -36,7 +36,7 @@ def commit(root: Path = ROOT) -> str | None:
 
 @functools.cache
 def versions() -> tuple[tuple[str, str], ...]:
-    """Puna, Python, the machine's system, and the libraries that decide what stages write."""
+    """Return the versions of Puna, Python, the system, and the libraries that decide a stage's output."""
     try:
         own = {"puna": importlib.metadata.version("puna")}
     except importlib.metadata.PackageNotFoundError:  # run from a checkout without an install

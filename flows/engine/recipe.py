@@ -86,7 +86,7 @@ class Recipe:
     project: str = ""
 
     def configs(self, step: Step) -> list[StageConfig]:
-        """The configurations of a step: none where it is left out, several where it is repeated; PunaError names a wrong field."""
+        """Return the configurations of a step: none where it is left out, several where it is repeated; PunaError names a wrong field."""
         if step.field not in self.values:
             served = not step.serves or self.values.get(step.serves, {}) is not None
             given: Any = {} if served and not step.off else None
@@ -108,14 +108,14 @@ class Recipe:
         return parse(kind, merged(base, given), where)
 
     def one(self, field: str, stage: Stage, kind: type[C]) -> C:
-        """The configuration, of class `kind`, of a step that is neither left out nor repeated."""
+        """Return the configuration, of class `kind`, of a step that is neither left out nor repeated."""
         found = self.configs(Step(field, field, stage))
         if len(found) != 1 or not isinstance(found[0], kind):
             raise PunaError(f"recipe {self.name}: {field} is {'repeated' if found else 'left out'}; here one configuration is needed")
         return found[0]
 
     def number(self, wanted: Setting) -> int:
-        """The value of a setting; PunaError where it is out of bounds."""
+        """Return the value of a setting; PunaError where it is out of bounds."""
         value = self.values.get(wanted.name, wanted.default)
         if isinstance(wanted.default, bool):
             if not isinstance(value, bool):
@@ -126,11 +126,11 @@ class Recipe:
         return value
 
     def added(self, place: Literal["after", "into"], step: Step) -> list[tuple[str, Added]]:
-        """The steps that the recipe adds at that place of a step."""
+        """Return the steps that the recipe adds at that place of a step."""
         return [(label, extra) for label, extra in self.extra.items() if getattr(extra, place) == step.label]
 
     def stage_of(self, label: str, extra: Added) -> Stage:
-        """The stage of an added step."""
+        """Return the stage of an added step."""
         name = extra.stage or label
         if name not in REGISTRY:
             raise PunaError(f"add.{label}.stage: {name}: no such stage{did_you_mean(name, REGISTRY)}; --module FILE brings your own")
@@ -247,7 +247,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def _parsed(text: str) -> Any:
-    """What YAML says; not to be changed. Forms read the same recipes for one stage after the other."""
+    """Return parsed YAML, cached; not to be changed."""
     return _Loader(text).get_single_data()
 
 
@@ -271,12 +271,12 @@ def project_change(project: str | None) -> list[str]:
 
 
 def shipped_recipes() -> list[str]:
-    """Names of the recipes that come with Puna."""
+    """Return names of the recipes that come with Puna."""
     return sorted(file.stem for file in RECIPES.glob("*.yaml") if file.stem != BASE)
 
 
 def unshared(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """A copy in which no two values are one object; PunaError where following the aliases gives too many values.
+    """Return a copy in which no two values are one object; PunaError where following the aliases gives too many values.
 
     YAML's aliases can name a list of lists of lists in a few lines that no memory holds, or one that holds itself.
     """

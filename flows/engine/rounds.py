@@ -30,12 +30,12 @@ class Round:
 
     @property
     def verdict(self) -> str:
-        """passed, refused, or waits for a person."""
+        """Return passed, refused, or waits (for a person)."""
         return str(self.deciding.manifest.metrics["verdict"])
 
     @property
     def mark(self) -> str:
-        """The alias that says that it was carried out."""
+        """Return the alias that says that it was carried out."""
         return f"{SETTLED}{self.gate.key[:16]}"
 
     def __str__(self) -> str:
@@ -45,10 +45,10 @@ class Round:
 
 @dataclass(frozen=True)
 class History:
-    """What led to a policy. `rounds`: oldest first, refused ones too; data of all of them and of what the first one began with.
+    """The lineage of a policy. `rounds`: oldest first, refused ones too, with the data of all and of the start.
 
-    `policy`: None where there is no store to look into. `roots`: the models that it all began with, pretrained or imported.
-    `demonstrations`: the instructions that no model of the rounds wrote.
+    `policy`: None where there is no store to look into. `roots`: the models that it began with, pretrained or imported. `demonstrations`:
+    the instructions that no model of the rounds wrote.
     """
 
     policy: Artifact | None = None
@@ -61,16 +61,16 @@ class History:
 
     @property
     def number(self) -> int:
-        """The number of the next round."""
+        """Return the number of the next round."""
         return len(self.rounds) + 1
 
     def used(self) -> Counter[str]:
-        """How many prompts were used, by task."""
+        """Return the number of used prompts by task."""
         return Counter(task for artifact in self.prompts for task in artifact.read(columns=["task"])["task"].to_pylist())
 
     @classmethod
     def of(cls, store: Store, given: Artifact) -> History:
-        """The history of `policy@latest`, which must descend from the given model; of that model where there is no such alias."""
+        """Return the history of `policy@latest`, which must descend from the given model; of that model where there is no such alias."""
         lineage = _Lineage(store)
         policy = store.alias(POLICY) if POLICY in store.aliases() else given
         found = lineage.rounds(policy)
@@ -113,12 +113,12 @@ class _Lineage:
                 self._inputs[key].append((name, up))
 
     def artifacts(self, keys: Iterable[str]) -> tuple[Artifact, ...]:
-        """Those with these keys, of equal content one, in an order that the contents decide."""
+        """Return the artifacts with these keys, one of equal content, ordered by content."""
         one = {self.digest[key]: key for key in sorted(keys, reverse=True)}
         return tuple(self._of(one[digest]) for digest in sorted(one))
 
     def ancestors(self, keys: Iterable[str]) -> dict[str, None]:
-        """All that these were made from, as far as it is still there."""
+        """Return all that these were made from, as far as it is still there."""
         found: dict[str, None] = {}
         todo = list(keys)
         while todo:
@@ -129,7 +129,7 @@ class _Lineage:
         return found
 
     def roots(self, key: str) -> set[str]:
-        """The models that a model was trained or averaged from and that were made of no other model: itself, where it was not."""
+        """Return the models that a model was trained or averaged from and that were made of no other model: itself, where it was not."""
         found, todo, seen = set[str](), [key], set[str]()
         while todo:
             seen.add(key := todo.pop())
@@ -139,7 +139,7 @@ class _Lineage:
         return found
 
     def consumed(self, behind: Iterable[str]) -> dict[str, tuple[Artifact, ...]]:
-        """What was learned from: prompts that answers or a model were made of, preferences and instructions that a model learned."""
+        """Return the artifacts that were learned from: prompts of answers or models, preferences and instructions of models."""
         found: dict[str, set[str]] = {"prompts": set(), "preferences": set(), "instructions": set()}
         for key in behind:
             for _, up in self._inputs[key]:
@@ -149,7 +149,7 @@ class _Lineage:
         return {kind: self.artifacts(keys) for kind, keys in found.items()}
 
     def rounds(self, policy: Artifact) -> list[Round]:
-        """The rounds that led to a policy and those that were tried on from it, in their order."""
+        """Return the rounds that led to a policy and those that were tried on from it, in their order."""
         gates = [(key, dict(self._inputs[key])) for key, stage in self._stage.items() if stage == "gate"]
         gates = [(key, inputs) for key, inputs in gates if {"policy", "candidate"} <= inputs.keys()]
         approvals = {up: key for key, stage in self._stage.items() if stage == "approval" for _, up in self._inputs[key]}
@@ -175,12 +175,12 @@ class _Lineage:
 
 
 def rounds_of(store: Store, policy: Artifact) -> list[Round]:
-    """The rounds that led to a policy and those that were tried on from it, oldest first."""
+    """Return the rounds that led to a policy and those that were tried on from it, oldest first."""
     return _Lineage(store).rounds(policy)
 
 
 def unsettled(store: Store, rounds: Iterable[Round]) -> Round | None:
-    """The last round, where its verdict was not carried out yet."""
+    """Return the last round, where its verdict was not carried out yet."""
     last = next(reversed(list(rounds)), None)
     if last is None or store.aliases().get(last.mark) == last.deciding.key:
         return None

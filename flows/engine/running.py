@@ -20,7 +20,7 @@ from puna.storage import Artifact, PunaError, Store
 def checked_inputs(
     flow: Flow, recipe: Recipe, texts: Sequence[str], store: Store, *, executor: str = PROCESSES, quiet: bool
 ) -> dict[str, Given]:
-    """The inputs of a flow, fit for its recipe; PunaError with every need that is not met. Each file is read once."""
+    """Return the inputs of a flow, fit for its recipe; PunaError with every need that is not met. Each file is read once."""
     unmet = trace(flow, recipe).complaints
     if unmet:  # before files are read, which may take a while
         raise PunaError("\n".join(unmet))
@@ -28,7 +28,7 @@ def checked_inputs(
 
 
 def fit(flow: Flow, recipe: Recipe, wanted: Meant, store: Store, *, executor: str = PROCESSES, quiet: bool) -> dict[str, Given]:
-    """What is wanted as the inputs of a flow, the sample or what aliases name where that is nothing; PunaError where needs are not met."""
+    """Return the inputs of a flow; without any, the sample or the `NAME@latest` aliases. Raise PunaError where needs are unmet."""
     items = wanted.items
     if not wanted and flow.takes_files:
         items = [*sample_pages(store, quiet)]
@@ -40,7 +40,7 @@ def fit(flow: Flow, recipe: Recipe, wanted: Meant, store: Store, *, executor: st
 
 
 def given_to(stage: Stage, items: Sequence[Item], named: Mapping[str, list[Artifact]] | None = None) -> dict[str, Value]:
-    """Artifacts and files as the inputs of a stage: those in `named` by the input's name, the others each by its kind."""
+    """Return the inputs of a stage: those in `named` by the input's name, the others by their kind."""
     given = stage.by_kind([item for item in items if isinstance(item, Artifact)], named)
     files = [item for item in items if isinstance(item, External)]
     spec = next((spec for spec in stage.inputs if spec.kind == "external"), None)
@@ -50,7 +50,7 @@ def given_to(stage: Stage, items: Sequence[Item], named: Mapping[str, list[Artif
 
 
 def sample_pages(store: Store, quiet: bool) -> list[External]:
-    """The sample's files as inputs."""
+    """Return the sample's files as inputs."""
     made = make_sample(sample_folder(store.root), quiet=quiet)
     return sorted((item for path in made.paths for item in External.resolve(str(path))), key=lambda item: item.name)
 

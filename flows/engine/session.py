@@ -1,4 +1,4 @@
-"""What a run of a flow shares between its stages: the store, the executor, who listens, the run's log."""
+"""The state that the stages of a run share: the store, the executor, the listeners, the run's log."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ class Session:
 
     @property
     def slots(self) -> int:
-        """How many stages may run apart at one time: as many as there are workers below this process."""
+        """Return how many stages may run in parallel: the number of workers below this process."""
         return self.executor.slots if isinstance(self.executor, PartExecutor) and self.executor.below else 1
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Stages that are asked for run whole in workers; what waits for them may be several threads."""
+        """Run each requested stage whole in a worker; several threads may wait for stages."""
         token = _APART.set(True)
         try:
             yield
@@ -140,7 +140,7 @@ class Session:
             self.console.say(f"{database.FILE} stays as it was: {error}")
 
     def progress(self, stage: str, done: float, total: float, note: str) -> None:
-        """How far the step at work is: for the terminal, and for those who watch from elsewhere."""
+        """Report the progress of the current step to the terminal and the server."""
         self.console.progress(stage, done, total, note)
         self.reporter.progress(stage, done, total, note)
 
@@ -150,7 +150,7 @@ _CURRENT: ContextVar[Session | None] = ContextVar("session", default=None)
 
 
 def current() -> Session | None:
-    """The session of the run in progress, if any."""
+    """Return the session of the run in progress, if any."""
     return _CURRENT.get()
 
 
@@ -218,7 +218,7 @@ def session(
 
 @contextlib.contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Inside, SIGTERM ends the run as Ctrl-C does, unless somebody handles it already; a training says that its step ends first."""
+    """Let SIGTERM end the run like Ctrl-C, unless another handler is installed; a training finishes its step first."""
     stop.announce = lambda: os.write(2, b"\nstopping: the step in progress ends and is saved first; Ctrl-C again stops at once\n")
     own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if own:
@@ -246,7 +246,7 @@ def _tell_saved(session: Session, in_server: bool) -> None:
 
 
 def _report(session: Session) -> str:
-    """Where the page about the run lies. A run that made something has workers: one of them reads the rows that the page tells of."""
+    """Write the run's page and return its address. In a run that computed something, a worker writes it."""
     from puna.flows.report import write, written_before
 
     store, run = session.store, session.run
@@ -259,7 +259,7 @@ def _report(session: Session) -> str:
 
 
 def _written(address: str, run: str) -> str:
-    """In a worker: write the page about a run of the store at an address; returns its name in the store."""
+    """Write a run's page in a worker; return its name in the store."""
     from puna.flows.report import place, write
 
     write(Store.open(address), run, None)

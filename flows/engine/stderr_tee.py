@@ -1,4 +1,4 @@
-"""What a run's processes write to standard error, workers too, heard line by line: warnings, and the last words of one that dies."""
+"""The standard error of a run and its workers, line by line: warnings, and the last words of a process that dies."""
 
 from __future__ import annotations
 

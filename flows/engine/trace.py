@@ -1,4 +1,4 @@
-"""What a flow consists of, found by running it with nothing at its steps: a recipe's fields, and the steps of a plan."""
+"""The contents of a flow, found by walking it without computing: a recipe's fields, and the steps of a plan."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ class Tracer(Walk):
         return super().step(step, inputs)
 
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
-        """A step of the trace."""
+        """Return a step of the trace."""
         taken = {name: tuple(label for output in outputs for label in output.labels) for name, outputs in inputs.items()}
         self.trace.steps.append(TracedStep(label, step, config, taken))
         return Output(step.stage.kind, (label,))
 
     def configs(self, step: Step) -> list[StageConfig | None]:
-        """One empty place for every step of everything; else the recipe's, complaints about wrong ones kept."""
+        """Return one empty place for every step of everything; else the recipe's, complaints about wrong ones kept."""
         if self._everything:
             return [None]
         try:
@@ -85,7 +85,7 @@ class Tracer(Walk):
             return []
 
     def setting(self, wanted: Setting) -> int:
-        """The recipe's value, or the default where that is wrong."""
+        """Return the recipe's value, or the default where that is wrong."""
         self.trace.settings[wanted.name] = wanted
         try:
             return super().setting(wanted)
@@ -94,17 +94,17 @@ class Tracer(Walk):
             return wanted.default
 
     def publish(self, name: str, output: Output) -> None:
-        """An alias of the trace."""
+        """Record an alias."""
         self.trace.aliases[name] = output.labels
 
     def wrong(self, message: str) -> None:
-        """One more complaint."""
+        """Record a complaint."""
         if message not in self.trace.complaints:
             self.trace.complaints.append(message)
 
 
 def load_stages() -> dict[str, Stage]:
-    """Every stage of Puna, of plugins and of added modules, by name."""
+    """Return every stage of Puna, of plugins and of added modules, by name."""
     import puna.stages
 
     for module in pkgutil.walk_packages(puna.stages.__path__, "puna.stages."):
@@ -115,7 +115,7 @@ def load_stages() -> dict[str, Stage]:
 
 
 def load_flows() -> dict[str, Flow]:
-    """Every flow of Puna, of plugins and of added modules, by name."""
+    """Return every flow of Puna, of plugins and of added modules, by name."""
     for name in SHIPPED:
         importlib.import_module(f"puna.flows.{name}")
     plugins.offers("puna.flows")
@@ -123,7 +123,7 @@ def load_flows() -> dict[str, Flow]:
 
 
 def flow_named(name: str) -> Flow:
-    """The flow of that name; PunaError when there is none."""
+    """Return the flow of that name; PunaError when there is none."""
     flows = load_flows()
     if name not in flows:
         raise PunaError(f"{name}: no such flow{did_you_mean(name, flows)}")
@@ -131,7 +131,7 @@ def flow_named(name: str) -> Flow:
 
 
 def trace(flow: Flow, recipe: Recipe, given: Mapping[str, Given] | None = None) -> Trace:
-    """The steps of a flow with a recipe, and what it lacks."""
+    """Return the steps of a flow with a recipe, and what it lacks."""
     tracer = Tracer(recipe)
     tracer.walk(flow, flow.placeholders() if given is None else given)
     labels = {step.label for step in tracer.trace.steps}
@@ -144,14 +144,14 @@ def trace(flow: Flow, recipe: Recipe, given: Mapping[str, Given] | None = None) 
 
 @cache
 def everything(flow: Flow) -> Trace:
-    """The steps that a flow can have, and its settings."""
+    """Return the steps that a flow can have, and its settings."""
     tracer = Tracer(Recipe("everything"), everything=True)
     tracer.walk(flow, flow.placeholders(everything=True))
     return tracer.trace
 
 
 def fields(flow: Flow) -> dict[str, Step]:
-    """The fields that a recipe of the flow has, each with the step it configures."""
+    """Return the fields that a recipe of the flow has, each with the step it configures."""
     found: dict[str, Step] = {}
     for traced in everything(flow).steps:
         known = found.setdefault(traced.step.field, traced.step)
@@ -231,7 +231,7 @@ def _wrong(ask: Any) -> list[str]:
 
 
 def schema(flow: Flow) -> dict[str, Any]:
-    """The JSON schema of the flow's recipes: the form of a recipe, and what editors complete."""
+    """Return the JSON schema of the flow's recipes: the form of a recipe, and what editors complete."""
     chosen = everything(flow)
     definitions: dict[str, Any] = {}
     properties: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What an interrupted run says: which work of its unfinished steps is saved, and the command that goes on from there."""
+"""The message of an interrupted run: the saved work of its unfinished steps, and the command that resumes them."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def layered(edges: Mapping[str, Sequence[str]], node_width: float, helper_width:
 
 
 def _layers(edges: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Longest path from a source; a node with more targets than sources then moves down to its nearest target."""
+    """Return each node's layer: the longest path from a source; nodes with more targets than sources then move near their targets."""
     layer: dict[str, int] = {}
     targets: dict[str, list[str]] = defaultdict(list)
     for name, sources in edges.items():
@@ -96,7 +96,7 @@ def _crossings(rows: Sequence[Sequence[Node]], links: Mapping[Node, set[Node]]) 
 
 
 def _placed(order: Sequence[Sequence[Node]], links: Mapping[Node, set[Node]], width: Mapping[Node, float], gap: float) -> dict[Node, float]:
-    """Centres: each layer in turn as near to its neighbours as order and distances allow."""
+    """Return centres: each layer in turn as near to its neighbours as order and distances allow."""
     x: dict[Node, float] = {}
     for row in order:
         at = 0.0
@@ -106,7 +106,7 @@ def _placed(order: Sequence[Sequence[Node]], links: Mapping[Node, set[Node]], wi
     helper = min(width.values(), default=0.0)
 
     def pull(a: Node, b: Node) -> float:
-        """Helper nodes of one chain hold together, so that long edges run straight."""
+        """Return an edge's weight; helper nodes of one chain attract each other, so that long edges run straight."""
         return STRAIGHT ** ((width[a] == helper) + (width[b] == helper))
 
     for sweep in range(SWEEPS):
@@ -125,7 +125,7 @@ def _placed(order: Sequence[Sequence[Node]], links: Mapping[Node, set[Node]], wi
 
 
 def _spread(row: Sequence[Node], wanted: Sequence[float], weights: Sequence[float], width: Mapping[Node, float], gap: float) -> list[float]:
-    """Places nearest to the wanted ones (weighted least squares) that keep order and distance: pool adjacent violators."""
+    """Return the places nearest to the wanted ones that keep order and distance (weighted least squares: pool adjacent violators)."""
     offsets = [0.0]
     for a, b in pairwise(row):
         offsets.append(offsets[-1] + (width[a] + width[b]) / 2 + gap)

@@ -23,12 +23,12 @@ Content: TypeAlias = "str | int | Iterable[Content] | None"
 
 
 def text(value: object) -> Html:
-    """A value as escaped text."""
+    """Return a value as escaped text."""
     return Html(escape(FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", str(value)), quote=True))
 
 
 def join(content: Content) -> Html:
-    """Markup of nested content."""
+    """Return the markup of nested content."""
     if content is None:
         return Html("")
     if isinstance(content, Html):
@@ -41,7 +41,7 @@ def join(content: Content) -> Html:
 
 
 def tag(name: str, /, *content: Content, **attributes: object) -> Html:
-    """An element. A trailing `_` of an attribute's name is dropped, other `_` are `-`; None and False leave it out."""
+    """Return an element. A trailing `_` of an attribute's name is dropped, other `_` are `-`; None and False leave it out."""
     written = []
     for key, value in attributes.items():
         if value is None or value is False:
@@ -53,7 +53,7 @@ def tag(name: str, /, *content: Content, **attributes: object) -> Html:
 
 
 def table(head: list[Content], rows: Iterable[list[Content]], *, numeric: Iterable[int] = (), caption: str = "") -> Html:
-    """A table in a box that scrolls by itself; the columns `numeric` are set flush right."""
+    """Return a table in a box that scrolls by itself; the columns `numeric` are set flush right."""
     right = set(numeric)
 
     def cells(kind: str, row: list[Content], scope: str | None = None) -> list[Html]:
@@ -66,12 +66,12 @@ def table(head: list[Content], rows: Iterable[list[Content]], *, numeric: Iterab
 
 
 def details(summary: Content, *content: Content, open_: bool = False, class_: str | None = None) -> Html:
-    """A part that opens at a click."""
+    """Return a part that opens at a click."""
     return tag("details", tag("summary", summary), *content, open=open_, class_=class_)
 
 
 def section(name: str, title: str, lead: Content, *content: Content) -> Html:
-    """A section of the page with its anchor; nothing when it would be empty."""
+    """Return a section of the page with its anchor; nothing when it would be empty."""
     inside = join(content)
     if not inside:
         return Html("")
@@ -79,7 +79,7 @@ def section(name: str, title: str, lead: Content, *content: Content) -> Html:
 
 
 def part(title: str, *content: Content, note: Content = None) -> Html:
-    """A titled part of a section; nothing when it would be empty."""
+    """Return a titled part of a section; nothing when it would be empty."""
     inside = join(content)
     return Html("") if not inside else tag("div", tag("h3", title), tag("p", note, class_="note") if note else None, inside, class_="part")
 
@@ -88,7 +88,7 @@ def part(title: str, *content: Content, note: Content = None) -> Html:
 
 
 def number(value: float | int | None, digits: int = 4) -> str:
-    """A number with thousands separators, or to `digits` significant digits."""
+    """Return a number with thousands separators, or to `digits` significant digits."""
     if value is None:
         return "–"
     if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e15):
@@ -101,7 +101,7 @@ def number(value: float | int | None, digits: int = 4) -> str:
 
 
 def short(value: float | int | None) -> str:
-    """A count in at most four digits: 950, 12.3 k, 4.56 M."""
+    """Return a count in at most four digits: 950, 12.3 k, 4.56 M."""
     if value is None:
         return "–"
     for start, scale, unit in ((0.9995e12, 1e12, "T"), (0.9995e9, 1e9, "G"), (0.9995e6, 1e6, "M"), (1e4, 1e3, "k")):
@@ -112,7 +112,7 @@ def short(value: float | int | None) -> str:
 
 
 def percent(part_: float, whole: float) -> str:
-    """A share in percent; a non-zero share is never shown as zero, nor an incomplete one as all."""
+    """Return a share in percent; a non-zero share is never shown as zero, nor an incomplete one as all."""
     if not whole:
         return "–"
     share = 100 * part_ / whole
@@ -124,7 +124,7 @@ def percent(part_: float, whole: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min. Below 0 counts as 0."""
+    """Return a time span: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min. Below 0 counts as 0."""
     seconds = max(0.0, seconds)
     if 0 < seconds < 0.05:
         return "< 0.1 s"
@@ -139,7 +139,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for people, in powers of 1000."""
+    """Return bytes for people, in powers of 1000."""
     for bound, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= bound:
             return f"{count / bound:.3g} {unit}"
@@ -147,7 +147,7 @@ def size(count: float) -> str:
 
 
 def excerpt(value: str, characters: int = 420) -> str:
-    """The beginning of a text, without runs of blank lines."""
+    """Return the beginning of a text, without runs of blank lines."""
     whole = value.strip()
     squeezed = re.sub(r"\n\s*\n+", "\n\n", whole[: characters * 4])
     return squeezed if len(squeezed) <= characters and len(whole) <= characters * 4 else squeezed[:characters].rstrip() + " …"

@@ -12,8 +12,9 @@ from puna.flows.html.scale import Point
 
 @dataclass(frozen=True)
 class Plot:
-    """What is drawn. `series`: points by name; `lines`: named levels; `intervals`: (x, low, high) by series;
-    `faint`: series that only give the background of another one."""
+    """The data of a plot. `series`: points by name; `lines`: named levels; `intervals`: (x, low, high) by series; `faint`: series in the
+    background.
+    """
 
     title: str
     x: str
@@ -27,7 +28,7 @@ class Plot:
 
     @classmethod
     def of(cls, figure: Mapping[str, Any]) -> Plot:
-        """The plot of a figure in a manifest; points without a finite value are left out."""
+        """Return the plot of a figure in a manifest; points without a finite value are left out."""
         series = {str(name): _finite(points) for name, points in figure["series"].items()}
         if any(isinstance(x, str) for points in series.values() for x, _ in points):
             series = {name: [(str(x), y) for x, y in points] for name, points in series.items()}
@@ -37,16 +38,16 @@ class Plot:
 
     @property
     def names(self) -> list[str]:
-        """The words on the x axis, in order of appearance; empty when it has numbers."""
+        """Return the words on the x axis, in order of appearance; empty when it has numbers."""
         return list(dict.fromkeys(str(x) for points in self.series.values() for x, _ in points if isinstance(x, str)))
 
     def order(self, name: str) -> int:
-        """Number of a series among those that have a colour of their own."""
+        """Return the number of a series among those with a colour of their own."""
         return [n for n in self.series if n not in self.faint or n == name].index(name)
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to draw."""
+        """True if there is nothing to draw."""
         return not any(self.series.values())
 
 

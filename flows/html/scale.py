@@ -35,7 +35,7 @@ class Axis:
 
     @classmethod
     def of_numbers(cls, values: Sequence[float], start: float, stop: float, label: str = "", *, zero: bool = False) -> Axis:
-        """An axis that holds all values, widened to round numbers; `zero`: it begins (or ends) at 0."""
+        """Return an axis that holds all values, widened to round numbers; `zero`: it begins (or ends) at 0."""
         low, high = min(values), max(values)
         if zero:
             low, high = min(low, 0.0), max(high, 0.0) or (0.0 if low < 0 else 1.0)
@@ -49,7 +49,7 @@ class Axis:
 
     @classmethod
     def tight(cls, values: Sequence[float], start: float, stop: float, label: str = "") -> Axis:
-        """An axis from the smallest to the largest value: for the axis along which a line runs."""
+        """Return an axis from the smallest to the largest value: for the axis along which a line runs."""
         wide = cls.of_numbers(values, start, stop, label)
         if wide.log or min(values) == max(values):
             return wide
@@ -58,11 +58,11 @@ class Axis:
 
     @classmethod
     def of_names(cls, names: Sequence[str], start: float, stop: float) -> Axis:
-        """One place of equal width per name."""
+        """Return one place of equal width per name."""
         return cls(-0.5, len(names) - 0.5, start, stop, names=tuple(names))
 
     def at(self, value: float | str) -> float:
-        """Position of a value in pixels."""
+        """Return the position of a value in pixels."""
         number = float(self.names.index(value)) if isinstance(value, str) else float(value)
         low, high = self.low, self.high
         if self.log:
@@ -70,7 +70,7 @@ class Axis:
         return self.start + (number - low) / (high - low) * (self.stop - self.start)
 
     def ticks(self, count: int = 5) -> list[tuple[float, str]]:
-        """Positions and texts of the ticks."""
+        """Return positions and texts of the ticks."""
         if self.names:
             return [(self.at(name), name) for name in self.names]
         if self.log:
@@ -84,7 +84,7 @@ class Axis:
 
 
 def _step(span: float, count: int = 5) -> float:
-    """A step of 1, 2, 2.5 or 5 times a power of ten that gives about `count` steps."""
+    """Return a step of 1, 2, 2.5 or 5 times a power of ten that gives about `count` steps."""
     raw = span / count
     power = 10.0 ** math.floor(math.log10(raw))
     return next(m * power for m in (1.0, 2.0, 2.5, 5.0, 10.0) if raw <= m * power * 1.0001)
@@ -99,7 +99,7 @@ def _decades(low: float, high: float) -> list[float]:
 
 
 def _power(value: float) -> str:
-    """A tick of a logarithmic axis: 500, 2·10⁶, 10¹²."""
+    """Return a tick of a logarithmic axis: 500, 2·10⁶, 10¹²."""
     if 1e-2 <= value < 1e5:
         return short(value)
     exponent = math.floor(math.log10(value) + 1e-9)
@@ -122,7 +122,7 @@ def _written(value: float, step: float) -> str:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most about `POINTS` points that keep the shape: smallest and largest of each stretch, first and last."""
+    """Return at most about `POINTS` points that keep the shape: smallest and largest of each stretch, first and last."""
     if len(points) <= POINTS:
         return list(points)
     stretch = -(-2 * len(points) // POINTS)
@@ -136,7 +136,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def is_curve(points: Sequence[Point]) -> bool:
-    """Whether points are the samples of a function: many, and evenly spaced in x or in its logarithm."""
+    """True if the points sample a function: many, and evenly spaced in x or log x."""
     places = [float(x) for x, _ in points if not isinstance(x, str)]
     if len(places) < 20 or len(places) < len(points):
         return False

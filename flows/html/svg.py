@@ -21,7 +21,7 @@ LETTER = 6.6  # mean width of a letter at the plots' font size, in units of the 
 
 
 def draw(plot: Plot) -> Html:
-    """The plot as a `figure` element; nothing when it has no points."""
+    """Return the plot as a `figure` element; nothing when it has no points."""
     if plot.empty:
         return Html("")
     horizontal = plot.kind == "bar" and bool(plot.names)
@@ -32,13 +32,13 @@ def draw(plot: Plot) -> Html:
 
 
 def grid(figures: Iterable[Html]) -> Html:
-    """Plots side by side, as many as fit."""
+    """Return plots side by side, as many as fit."""
     found = [f for f in figures if f]
     return tag("div", found, class_="plots") if found else Html("")
 
 
 def colour(index: int) -> str:
-    """The style of the series with this number."""
+    """Return the style of the series with this number."""
     return f"--c:var(--s{index % COLOURS + 1})"
 
 
@@ -71,7 +71,7 @@ def _clip(words: str, letters: int) -> str:
 
 
 def _field(plot: Plot) -> Html:
-    """A plot with an x axis below and a y axis at the left."""
+    """Return a plot with an x axis below and a y axis at the left."""
     values = [y for points in plot.series.values() for _, y in points] + list(plot.lines.values())
     values += [v for spans in plot.intervals.values() for _, low, high in spans for v in (low, high)]
     y = Axis.of_numbers(values, HEIGHT - BOTTOM, TOP, plot.y, zero=plot.kind == "bar")
@@ -95,13 +95,13 @@ def _labelled(plot: Plot) -> bool:
 
 
 def _room(plot: Plot) -> float:
-    """Width of the margin that holds the last values of the curves."""
+    """Return the width of the margin for the curves' last values."""
     last = [number(points[-1][1], 3) for name, points in plot.series.items() if points and name not in plot.faint]
     return max(ROOM, 8 + LETTER * max(map(len, last), default=0))
 
 
 def _ends(plot: Plot, x: Axis, y: Axis) -> Html:
-    """The last value of each curve beside its end; labels that would touch move apart."""
+    """Return the last value of each curve beside its end; labels that would touch move apart."""
     ends = []
     for name, points in plot.series.items():
         if points and name not in plot.faint:
@@ -119,7 +119,7 @@ def _ends(plot: Plot, x: Axis, y: Axis) -> Html:
 
 
 def _shift(plot: Plot, index: int, x: Axis) -> float:
-    """Series with intervals stand a little apart over one name."""
+    """Return the offset that keeps series with intervals apart over one name."""
     return 9.0 * (index - (len(plot.series) - 1) / 2) if x.names and plot.intervals else 0.0
 
 
@@ -144,7 +144,7 @@ def _frame(plot: Plot, x: Axis, y: Axis) -> Html:
 
 
 def _wrapped(words: str, room: int) -> list[str]:
-    """A name in at most two lines of `room` letters."""
+    """Return a name in at most two lines of `room` letters."""
     lines: list[str] = [""]
     for word in words.replace("_", " ").split():
         if lines[-1] and len(lines[-1]) + 1 + len(word) > room:
@@ -186,7 +186,7 @@ def _series(plot: Plot, index: int, name: str, x: Axis, y: Axis) -> Html:
 
 
 def _marks(plot: Plot, name: str, placed: list[tuple[float, float, float | str, float]], curve: bool) -> list[Html]:
-    """Points with what they say: all visible when there are few, else a hovering target now and then and the last one."""
+    """Return points with what they say: all visible when there are few, else a hovering target now and then and the last one."""
     few = not curve or len(placed) <= 16
     every = 1 if few else max(1, len(placed) // MARKED_POINTS)
     spans = {at: (low, high) for at, low, high in plot.intervals.get(name, ())}
@@ -219,7 +219,7 @@ def _rect(x: float, y: float, width: float, height: float, said: str) -> Html:
 
 
 def _levels(plot: Plot, y: Axis) -> Html:
-    """Named horizontal lines; labels that would touch move apart."""
+    """Draw named horizontal lines, and move apart labels that would touch."""
     parts: list[Html] = []
     before = math.inf
     for name, value in sorted(plot.lines.items(), key=lambda item: item[1]):
@@ -235,7 +235,7 @@ def _levels(plot: Plot, y: Axis) -> Html:
 
 
 def _rows(plot: Plot) -> Html:
-    """Bars by name, one row each (one thin row per series), with the value at the bar's end."""
+    """Draw bars by name, one row each (one thin row per series), with the value at the bar's end."""
     names = plot.names
     longest = max(len(n) for n in names)
     left = min(176.0, 12 + longest * LETTER)
@@ -265,7 +265,7 @@ def _rows(plot: Plot) -> Html:
 
 
 def _value(x: float, top: float, thick: float, said: str, clear: bool) -> list[Content]:
-    """What a bar that ends at `x` says; `clear`: on a ground of its own, so that no line runs through it."""
+    """Draw the value of a bar that ends at `x`; `clear`: on a background of its own, so that no line crosses it."""
     size = {"x": f"{x + 2:.1f}", "y": f"{top:.1f}", "width": f"{6 + LETTER * len(said):.1f}", "height": f"{thick:.1f}"}
     ground = tag("rect", **size, class_="behind") if clear else None
     return [ground, _text(x + 5, top + thick / 2 + 3.6, said, "value", "start")]

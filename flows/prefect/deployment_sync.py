@@ -32,7 +32,9 @@ SCHEDULE = "puna-serve"
 
 
 class Offering:
-    """What is offered to a server, and what it knows of it. `ids`: of the deployments by title. `linked`: Puna's pages are there too."""
+    """The deployments on a server and the state that they were made from. `ids`: of the deployments by title. `linked`: Puna's pages are
+    on the server, too.
+    """
 
     def __init__(self, store: Store, server: Server, offered: Sequence[tuple[Offer, PrefectFlow[Any, Any]]], *, linked: bool) -> None:
         self.ids: dict[str, UUID] = {}
@@ -92,7 +94,7 @@ class Offering:
         self._seen = now
 
     def _state(self) -> object:
-        """What choices and the next round depend on: the folders of the artifacts, the aliases, and what a round waits for."""
+        """Return the state that drop-downs and the next round depend on: artifact folders, aliases, and the round's trigger."""
         waits = [wanted(self._store.within(project)) for project in self._store.projects()]
         return len(self._store.committed()), tuple(sorted(self._store.aliases().items())), waits
 

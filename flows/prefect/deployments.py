@@ -52,7 +52,7 @@ FRESH_SECONDS = 5.0
 
 
 def _flow_form(flow: Flow) -> PrefectFlow[Any, Any]:
-    """The flow with parameters that a form can show."""
+    """Return the flow with parameters that a form can show."""
 
     def run(**given: Any) -> Any:
         texts = [text for spec in flow.inputs for text in _texts(spec, given[spec.name])]
@@ -69,7 +69,7 @@ def _flow_form(flow: Flow) -> PrefectFlow[Any, Any]:
 
 
 def _stage_form(stage: Stage, offer: Offer) -> PrefectFlow[Any, Any]:
-    """A flow of the stage alone: its inputs, and its configuration."""
+    """Return a flow of the stage alone: its inputs, and its configuration."""
 
     def run(**given: Any) -> Any:
         texts = [text for spec in stage.inputs for text in _texts(spec, given[spec.name])]
@@ -87,7 +87,7 @@ def _stage_form(stage: Stage, offer: Offer) -> PrefectFlow[Any, Any]:
 
 
 def _texts(spec: InputSpec, value: str | list[str] | None) -> list[str]:
-    """What a form gives for an input, as the command line takes it."""
+    """Return an input of a form as the command line takes it."""
     found = [value] if isinstance(value, str) else value or []
     if spec.kind == "external":
         return [text for text in found if text.strip()]
@@ -103,7 +103,7 @@ def _opened(given: Mapping[str, Any]) -> Store:
 
 
 def _told(request: Request, work: Callable[[], str]) -> Any:
-    """What `work` gives; a `PunaError` is the run's reason to fail, in its log and its state, without a traceback."""
+    """Return the result of `work`. A `PunaError` fails the run with its message in log and state, without a traceback."""
     try:
         return work()
     except PunaError as error:
@@ -138,7 +138,7 @@ def _parameter(name: str, kind: Any, said: str, default: Any) -> inspect.Paramet
 
 
 def _as_flow(name: str, run: Callable[..., Any], doc: str, parameters: list[inspect.Parameter]) -> PrefectFlow[Any, Any]:
-    """`run` as the Prefect flow `name`, its form the parameters."""
+    """Return `run` as the Prefect flow `name` with the parameters as its form."""
     # A process that Prefect starts for a run imports the flow by this name.
     run.__module__, run.__name__ = "puna.flows.prefect.deployments", f"flow_{name}"
     run.__qualname__ = run.__name__
@@ -158,7 +158,7 @@ def _as_flow(name: str, run: Callable[..., Any], doc: str, parameters: list[insp
 
 
 def _described(annotation: Any) -> str:
-    """The description in an `Annotated[…, Field(description=…)]`, or the docstring of a class of settings."""
+    """Return the description in an `Annotated[…, Field(description=…)]`, or the docstring of a class of settings."""
     found = next((item.description for item in getattr(annotation, "__metadata__", ()) if getattr(item, "description", None)), None)
     return found or first_sentence(inspect.getdoc(annotation) or "")
 
@@ -167,12 +167,12 @@ OFFERS = {offer.flow: offer for offer in offers()}
 
 
 def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:
-    """The Prefect flow of an offer."""
+    """Return the Prefect flow of an offer."""
     return _flow_form(offer.what) if isinstance(offer.what, Flow) else _stage_form(offer.what, offer)
 
 
 def __getattr__(name: str) -> PrefectFlow[Any, Any]:
-    """`flow_NAME` is the flow that is offered as NAME: how a process that Prefect starts for a run finds it."""
+    """Return the Prefect flow of `flow_NAME`: the entry point of a process that Prefect starts for a run."""
     if not name.startswith("flow_") or (found := OFFERS.get(name.removeprefix("flow_"))) is None:
         raise AttributeError(name)
     _hide_tracebacks()
@@ -181,7 +181,7 @@ def __getattr__(name: str) -> PrefectFlow[Any, Any]:
 
 
 def _hide_tracebacks() -> None:
-    """Prefect logs a traceback for a state that says why, and for a run that was ended: the reason stands above it."""
+    """Hide Prefect's tracebacks for states that carry a message, and for runs that were ended."""
     from prefect.exceptions import FailedRun
 
     def plain(record: logging.LogRecord) -> bool:

@@ -38,7 +38,7 @@ class Offer:
 
 
 def offers() -> list[Offer]:
-    """Every flow and stage, in the order of the pipeline."""
+    """Return every flow and stage, in the order of the pipeline."""
     flows, stages = load_flows(), load_stages()
     ordered = sorted(flows, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
     found = [Offer(name, f"0.{number:02d} {name}", "flow", flows[name]) for number, name in enumerate(ordered, 1)]
@@ -52,7 +52,7 @@ def offers() -> list[Offer]:
 
 
 def flow_name(stage: Stage) -> str:
-    """What a server calls the stage: where a flow has its name, the name is the flow's."""
+    """Return the server's name for a stage; a flow of the same name goes first."""
     return f"stage_{stage.name}" if stage.name in FLOWS else stage.name
 
 
@@ -62,7 +62,7 @@ def _group(stage: Stage) -> str:
 
 
 def defaults(offer: Offer) -> dict[str, Any]:
-    """The values that a form begins with: those of the recipe `demo`."""
+    """Return the values that a form begins with: those of the recipe `demo`."""
     if isinstance(offer.what, Flow):
         return {"recipe": DEFAULT_RECIPE}
     values = values_of(offer.what, DEFAULT_RECIPE, offer.what.name)
@@ -70,7 +70,7 @@ def defaults(offer: Offer) -> dict[str, Any]:
 
 
 def values_of(stage: Stage, recipe: str, field: str) -> dict[str, Any] | None:
-    """A stage's configuration with the recipe's values for the step `field`, else its defaults; None where it has no such."""
+    """Return a stage's configuration with the recipe's values for the step `field`, else its defaults; None where it has no such."""
     own = _recipe(recipe).get(field)
     try:
         if isinstance(own, dict) and field == stage.name:
@@ -82,7 +82,7 @@ def values_of(stage: Stage, recipe: str, field: str) -> dict[str, Any] | None:
 
 
 def description(offer: Offer, *, linked: bool) -> str:
-    """What the flow or stage does, takes and gives; where Puna's own pages are there, links to the form with a recipe's values."""
+    """Return the description of a flow or stage with its inputs and output. `linked` pages: with links to the form filled from a recipe."""
     what = offer.what
     taken = ", ".join(f"`{spec.name}` ({described(spec)}{', optional' if spec.optional else ''})" for spec in what.inputs) or "nothing"
     lines = [what.doc, f"Takes {taken}." if isinstance(what, Flow) else f"Takes {taken}; gives {what.kind}."]
@@ -97,7 +97,7 @@ def description(offer: Offer, *, linked: bool) -> str:
 
 
 def settings_of(stage: Stage) -> list[tuple[str, str]]:
-    """Recipe and step of each group of values that a shipped recipe has for the stage."""
+    """Return recipe and step of each shipped recipe's group of values for the stage."""
     found = []
     for recipe in shipped_recipes():
         found += [(recipe, step) for step in _steps_of(stage) if isinstance(_recipe(recipe).get(step), dict)]
@@ -105,24 +105,24 @@ def settings_of(stage: Stage) -> list[tuple[str, str]]:
 
 
 def set_by_recipes(stage: Stage) -> set[str]:
-    """The fields of a stage's configuration that a shipped recipe sets."""
+    """Return the fields of a stage's configuration that a shipped recipe sets."""
     return {field for recipe, step in settings_of(stage) for field in _recipe(recipe)[step]}
 
 
 def changed(offer: Offer, config: StageConfig) -> tuple[str, ...]:
-    """The fields of a stage's configuration that are not as its form had them, as `--set` writes them."""
+    """Return the fields of a stage's configuration that are not as its form had them, as `--set` writes them."""
     before, now = flat(defaults(offer).get("config", {})), flat(config.model_dump(mode="json"))
     return tuple(f"{name}={json.dumps(value)}" for name, value in now.items() if name and before.get(name) != value)
 
 
 @cache
 def _recipe(name: str) -> dict[str, Any]:
-    """The values of a shipped recipe; not to be changed."""
+    """Return the values of a shipped recipe; not to be changed."""
     return read_values(name, [])[0]
 
 
 def _steps_of(stage: Stage) -> list[str]:
-    """The fields of recipes that configure the stage."""
+    """Return the fields of recipes that configure the stage."""
     found = {field: None for flow in load_flows().values() for field, step in fields(flow).items() if step.stage == stage}
     return list(found)
 
@@ -150,12 +150,12 @@ class Choices:
         self._by_kind = by_kind
 
     def of(self, kind: str) -> list[str]:
-        """What can be picked for an input of the kind."""
+        """Return the choices for an input of the kind."""
         return [*self._aliases.get(kind, []), *self._by_kind.get(kind, [])]
 
 
 def label(artifact: Artifact) -> str:
-    """An artifact to pick: its id, which ends at the first space, then what tells it from others."""
+    """Return an artifact to pick: its id, which ends at the first space, then what tells it from others."""
     m = artifact.manifest
     measured = next((f"{name} {m.metrics[name]:,.4g}" for name in JUDGED if isinstance(m.metrics.get(name), (int, float))), "")
     size = f"{artifact.rows():,} rows" if artifact.kind in artifact.tables else measured
@@ -163,12 +163,12 @@ def label(artifact: Artifact) -> str:
 
 
 def picked(text: str) -> str:
-    """The reference in what was picked or typed."""
+    """Return the reference in what was picked or typed."""
     return text.partition(" · ")[0].strip()
 
 
 def schema(plain: Mapping[str, Any], specs: Sequence[InputSpec], choices: Choices) -> dict[str, Any]:
-    """The schema of a form: that of its parameters, with the artifacts of the store for its inputs and the recipes for `recipe`."""
+    """Return the schema of a form: that of its parameters, with the artifacts of the store for its inputs and the recipes for `recipe`."""
     made: dict[str, Any] = json.loads(json.dumps(plain))
     properties = made["properties"]
     for spec in specs:
@@ -183,7 +183,7 @@ def schema(plain: Mapping[str, Any], specs: Sequence[InputSpec], choices: Choice
 
 
 def _choice(plain: Mapping[str, Any], spec: InputSpec, names: list[str], *, needed: bool) -> dict[str, Any]:
-    """The field of an input: a list to pick from, or an id."""
+    """Return the field of an input: a list to pick from, or an id."""
     kept = {name: plain[name] for name in ("title", "position", "default") if name in plain}
     what = f"{'One or more artifacts' if spec.many else 'An artifact'} of kind {spec.kind}"
     typed: dict[str, Any] = {"type": "string"}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # importing Prefect takes seconds that a run without it does 
 
 
 def in_prefect() -> bool:
-    """Whether a Prefect flow is running this code, outside its tasks."""
+    """True if the code runs in a Prefect flow, outside its tasks."""
     context = sys.modules.get("prefect.context")
     return context is not None and context.FlowRunContext.get() is not None and context.TaskRunContext.get() is None
 
@@ -34,7 +34,7 @@ class Tasks:
     def perform(
         self, stage: Stage, config: StageConfig, inputs: dict[str, list[Artifact]], label: str, work: Callable[[str], Outcome]
     ) -> Outcome:
-        """`work`, given the task's id, as a task of the stage's name, after those that made its inputs."""
+        """Run `work` as a Prefect task of the stage's name, after the tasks that made its inputs."""
         from prefect import Task
         from prefect.cache_policies import NO_CACHE
         from prefect.context import TaskRunContext

@@ -1,4 +1,4 @@
-"""What starts the flow `round` by itself: as many new preferences as a person wants for it. Puna counts, the server's worker starts."""
+"""The trigger of the flow `round`: enough new preferences. Puna counts them; the server's worker starts the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Wanted:
 
 
 def wanted(store: Store) -> Wanted:
-    """What a person set for the store."""
+    """Return the store's trigger settings."""
     try:
         found = json.loads(store.files.read(f"{store.own(NOTE)}.json"))
         return Wanted(int(found["preferences"]), str(found["recipe"]))
@@ -31,17 +31,17 @@ def wanted(store: Store) -> Wanted:
 
 
 def want(store: Store, asked: Wanted) -> None:
-    """Set it, for the worker that is at work and for later ones."""
+    """Save the trigger's settings, for running and later workers."""
     store.files.write(f"{store.own(NOTE)}.json", json.dumps(asdict(asked)).encode())
 
 
 def judged(store: Store) -> Artifact | None:
-    """The preferences of people, as `judged@latest` names them."""
+    """Return the preferences of people, as `judged@latest` names them."""
     return store.alias(ALIAS) if ALIAS in store.aliases() else None
 
 
 def new_preferences(store: Store) -> int:
-    """How many of them no round behind `policy@latest` has learned from."""
+    """Return the number of human preferences that no round behind `policy@latest` has learned from."""
     given = judged(store)
     if given is None:
         return 0
@@ -53,7 +53,7 @@ def new_preferences(store: Store) -> int:
 
 
 def due(store: Store) -> tuple[str, Wanted] | None:
-    """What names a round that should begin now, the same as long as nobody judges on; None where nothing is due."""
+    """Return a name for the round that should start now, unchanged until somebody judges again; None if none is due."""
     asked, given = wanted(store), judged(store)
     if not asked.preferences or given is None:
         return None

@@ -55,12 +55,12 @@ def write(store: Store, run: str, output: Path | None, compare: str | None = Non
 
 
 def place(name: str) -> str:
-    """The name in the store of the page about a run."""
+    """Return the name in the store of the page about a run."""
     return f"runs/{name}.html"
 
 
 def written_before(store: Store, run: str) -> Path | None:
-    """The page, written by this code, of an earlier run that has the same artifacts as `run`, which made none; None without one."""
+    """Return the page, written by this code, of an earlier run that has the same artifacts as `run`, which made none; None without one."""
 
     def artifacts(name: str) -> dict[str, str]:  # steps may end in another order
         return {made.step: made.key for made in store.log(name).made}

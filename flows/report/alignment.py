@@ -34,12 +34,12 @@ class Measured:
 
     @property
     def label(self) -> str:
-        """The step without the word that all evaluations share."""
+        """Return the step without the word that all evaluations share."""
         return model_label(self.step)
 
 
 def model_label(step: Step) -> str:
-    """What was evaluated, from the step's name: evaluate_round_1 is "round 1"."""
+    """Return the evaluated model's label, from the step's name: evaluate_round_1 is "round 1"."""
     return for_people(step.name.removeprefix("evaluate_"))
 
 
@@ -62,7 +62,7 @@ def models_by_step(store: Store) -> dict[str, str]:
 
 
 def evaluations(run: Run) -> list[Step]:
-    """Steps that evaluated a model, but for control arms; experiments and gates write the same kind of artifact."""
+    """Return steps that evaluated a model, but for control arms; experiments and gates write the same kind of artifact."""
     found = [s for s in run.kind("evaluation") if s.stage != "gate" and any(i.kind == "model" for i in s.artifact.manifest.inputs)]
     return [s for s in found if not arms.CONTROL.fullmatch(s.name)]
 
@@ -89,7 +89,7 @@ def gates_view(run: Run) -> Html | None:
 
 
 def measurements(run: Run) -> dict[tuple[str, str], list[Measured]]:
-    """Every value by task and metric, in the order of the run's evaluations of models."""
+    """Return every value by task and metric, in the order of the run's evaluations of models."""
     found: dict[tuple[str, str], list[Measured]] = defaultdict(list)
     for step in evaluations(run):
         for row in step.artifact.read().to_pylist():
@@ -98,7 +98,7 @@ def measurements(run: Run) -> dict[tuple[str, str], list[Measured]]:
 
 
 def overall_accuracy(measured: Mapping[tuple[str, str], Sequence[Measured]]) -> list[Measured]:
-    """Accuracy over all tasks after each evaluation: the one that was recorded, else pooled over the tasks common to all."""
+    """Return the accuracy over all tasks after each evaluation: as recorded, else pooled over the common tasks."""
     by_task = {task: values for (task, metric), values in measured.items() if metric == "accuracy"}
     for name in OVERALL:
         if name in by_task:
@@ -111,7 +111,7 @@ def overall_accuracy(measured: Mapping[tuple[str, str], Sequence[Measured]]) -> 
 
 
 def _pooled(values: list[Measured]) -> Measured:
-    """One share of all items, with Wilson's interval."""
+    """Return one share of all items, with Wilson's interval."""
     if len(values) == 1:
         return values[0]
     n = sum(v.n for v in values)
@@ -121,7 +121,7 @@ def _pooled(values: list[Measured]) -> Measured:
 
 
 def written(m: Measured, digits: int = 3) -> str:
-    """A value for people: shares in percent."""
+    """Return a value for people: shares in percent."""
     return f"{100 * m.value:.1f} %" if 0 <= m.value <= 1 and m.n > 1 else number(m.value, digits)
 
 
@@ -129,7 +129,7 @@ def written(m: Measured, digits: int = 3) -> str:
 
 
 def accuracy_view(run: Run) -> Html:
-    """Accuracy after each step with its interval: all tasks together, then each task, then other metrics."""
+    """Show accuracy after each step with its interval: all tasks together, each task, then other metrics."""
     measured = measurements(run)
     overall = overall_accuracy(measured)
     plots = [_plot("Accuracy on held-out tasks", "accuracy", {"all tasks": overall})] if len(overall) > 1 else []
@@ -159,7 +159,7 @@ def _plot(title: str, y: str, groups: Mapping[str, Sequence[Measured]]) -> Plot:
 
 
 def table_view(run: Run) -> Html:
-    """Everything that was measured: one row per task and metric, one column per evaluation."""
+    """Show every measurement: one row per task and metric, one column per evaluation."""
     measured = measurements(run)
     steps = evaluations(run)
     if not measured:
@@ -181,7 +181,7 @@ def _cell(m: Measured | None) -> Content:
 
 
 def arms_view(run: Run) -> Html:
-    """Each round beside its control arms: shares with intervals, how far the round is beyond each, and what each part earned."""
+    """Return each round beside its control arms: shares with intervals, how far the round is beyond each, and what each part earned."""
     shown = []
     for found in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
         head: list[Content] = ["arm"]
@@ -217,7 +217,7 @@ def _gain(gain: Interval) -> Content:
 
 
 def reward_view(run: Run) -> Html:
-    """Reward models by round, and the scores of the answers that were sampled from each model."""
+    """Show reward models by round, and the scores of each model's answers."""
     models = [s for s in run.steps if s.stage == "reward_model"]
     plots = []
     series: dict[str, list[tuple[float | str, float]]] = {}
@@ -232,7 +232,7 @@ def reward_view(run: Run) -> Html:
 
 
 def _rewards(run: Run, answers: Step) -> dict[str, float]:
-    """The reward model's score of each answer: what rejection sampling recorded about this step's answers."""
+    """Return the reward model's score of each answer: what rejection sampling recorded about this step's answers."""
     found: dict[str, float] = {}
     for step in run.kind("instructions"):
         if step.has("scores") and any(a.key == answers.artifact.key for a in run.inputs(step)):
@@ -242,7 +242,7 @@ def _rewards(run: Run, answers: Step) -> dict[str, float]:
 
 
 def _answers_plot(run: Run, column: str, title: str) -> Plot:
-    """Mean and interval of a column of the answers, per step and model."""
+    """Return mean and interval of a column of the answers, per step and model."""
     points: dict[str, list[tuple[float | str, float]]] = defaultdict(list)
     spans: dict[str, list[tuple[float | str, float, float]]] = defaultdict(list)
     for step in run.kind("answers"):
@@ -265,7 +265,7 @@ def _answers_plot(run: Run, column: str, title: str) -> Plot:
 
 
 def answers_view(run: Run) -> Html:
-    """The same questions answered by the base model, after the first finetuning, and at the end."""
+    """Return the same questions answered by the base model, after the first finetuning, and at the end."""
     steps = [step for step in evaluations(run) if step.has("examples")]
     if not steps:
         return Html("")
@@ -291,7 +291,7 @@ def answers_view(run: Run) -> Html:
 
 
 def _about(detail: str | None) -> Mapping[str, Any]:
-    """What an example's detail holds: named values where it is JSON, else its text under no name."""
+    """Return an example's detail: named values if it is JSON, else its text under an empty name."""
     try:
         found = json.loads(detail or "{}")
     except ValueError:
@@ -300,7 +300,7 @@ def _about(detail: str | None) -> Mapping[str, Any]:
 
 
 def _order(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Questions whose answers were judged differently come first."""
+    """Return a sort key that puts questions with differing judgements first."""
     return 0 if len({(row["kind"], str(row["about"].get("score"))) for row in rows}) > 1 else 1
 
 

@@ -1,4 +1,4 @@
-"""What each round of alignment earned: its policy beside its control arms, prompt by prompt."""
+"""The gain of each round of alignment: its policy beside its control arms, prompt by prompt."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """In words: earned nothing where the interval holds 0."""
+        """Return the verdict in words: no gain where the interval holds 0."""
         return "earned" if self.gain.low > 0 else "cost" if self.gain.high < 0 else "earned nothing"
 
 
@@ -71,20 +71,20 @@ class Arms:
 
     @property
     def metrics(self) -> list[str]:
-        """Those that every arm has."""
+        """Return the metrics that every arm has."""
         return [name for name in METRICS if all(name in found for found in self.scores.values())]
 
     def share(self, arm: str, metric: str) -> Interval:
-        """An arm's share of prompts with Wilson's interval."""
+        """Return an arm's share of prompts with Wilson's interval."""
         values = self.scores[arm][metric]
         return wilson(round(sum(values.values())), len(values))
 
     def gain(self, arm: str, control: str, metric: str) -> Interval:
-        """By how much an arm is beyond another on the same prompts."""
+        """Return the gain of an arm over another on the same prompts."""
         return paired(self.scores[arm][metric], self.scores[control][metric])
 
     def claims(self) -> list[Claim]:
-        """All claims whose arms there are, for each metric."""
+        """Return all claims whose arms there are, for each metric."""
         found = []
         for name, (arm, controls) in CLAIMS.items():
             there = [control for control in controls if control in self.scores]
@@ -97,7 +97,7 @@ class Arms:
 
 
 def rounds(evaluations: Iterable[tuple[str, Artifact]]) -> list[Arms]:
-    """The rounds with control arms among evaluations by step name, in order."""
+    """Return the rounds with control arms among evaluations by step name, in order."""
     by_step = {name: artifact for name, artifact in evaluations if "scores" in artifact.tables}
     found: dict[int, dict[str, Artifact]] = {}
     for name, artifact in by_step.items():

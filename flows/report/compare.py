@@ -17,12 +17,12 @@ Link = Callable[[Artifact], Content]
 
 
 def plain(artifact: Artifact) -> Content:
-    """An artifact's id, for pages that stand alone."""
+    """Return an artifact's id, for pages that stand alone."""
     return tag("code", artifact.id)
 
 
 def compare_view(first: Run, second: Run, link: Link = plain) -> Html:
-    """The comparison, as sections of a page; `link`: how an artifact is shown."""
+    """Return the comparison, as sections of a page; `link`: how an artifact is shown."""
     rows = steps(first, second)
     same = sum(one is not None and other is not None and one.artifact.key == other.artifact.key for one, other in rows)
     head: list[Content] = ["step", tag("code", first.log.name), tag("code", second.log.name), "differs in"]
@@ -36,13 +36,13 @@ def compare_view(first: Run, second: Run, link: Link = plain) -> Html:
 
 
 def steps(first: Run, second: Run) -> list[tuple[Step | None, Step | None]]:
-    """The steps of both runs by name, in order."""
+    """Return the steps of both runs by name, in order."""
     here, there = ({step.name: step for step in run.steps} for run in (first, second))
     return [(here.get(name), there.get(name)) for name in dict.fromkeys([*here, *there])]
 
 
 def figures_view(rows: list[tuple[Step | None, Step | None]]) -> Html | None:
-    """The numbers that differ, of steps that both runs have."""
+    """Return the numbers that differ, of steps that both runs have."""
     shown: list[list[Content]] = []
     for one, other in rows:
         if one is None or other is None or one.artifact.key == other.artifact.key:
@@ -73,7 +73,7 @@ def _compared(one: Step | None, other: Step | None, link: Link) -> list[Content]
 
 
 def _given(step: Step | None, other: Step | None, link: Link) -> Content:
-    """What a step gave; metrics only where the other's differ."""
+    """Return the description of a step's output; metrics only where the other's differ."""
     if step is None:
         return "–"
     made = step.artifact

@@ -1,4 +1,4 @@
-"""What the corpus is made of: languages and domains before and after curation, mixture weights, kept documents."""
+"""Sections on the corpus: languages and domains before and after curation, mixture weights, kept documents."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NAMES = {"zxx": "zxx (no language: code)"}
 
 
 def final_documents(run: Run) -> Artifact | None:
-    """The documents that curation ended with."""
+    """Return the documents that curation ended with."""
     steps = run.kind("documents")
     return steps[-1].artifact if steps else None
 
 
 def shares_view(run: Run, column: str, title: str) -> Html:
-    """Documents per language or domain: those that were classified, and those of them that were kept."""
+    """Return documents per language or domain: those that were classified, and those of them that were kept."""
     signals, documents = run.signals(column), final_documents(run)
     if signals is None or documents is None:
         return Html("")
@@ -75,7 +75,7 @@ def _double(kept: int, came: int, most: int) -> Html:
 
 
 def mixture_view(run: Run) -> Html:
-    """Per knowledge type: its documents, its natural share, and the share of training it gets."""
+    """Show per knowledge type its documents, its natural share, and its share of training."""
     step = next((s for s in reversed(run.kind("mixture")) if s.has("mixture")), None)
     if step is None:
         return Html("")
@@ -124,7 +124,7 @@ def _share(value: float, whole: float) -> float:
 
 
 def kept_view(run: Run) -> Html:
-    """Documents that passed every rule: one per language or domain first, then evenly through the ids."""
+    """Return documents that passed every rule: one per language or domain first, then evenly through the ids."""
     documents = final_documents(run)
     if documents is None or not documents.rows():
         return Html("")
@@ -151,7 +151,7 @@ def kept_view(run: Run) -> Html:
 
 
 def examples_view(steps: list[Step]) -> Html:
-    """The `examples` tables that steps of curation wrote, for instance personal data that was masked."""
+    """Return the `examples` tables that steps of curation wrote, for instance personal data that was masked."""
     found = [(step, step.artifact.read("examples").slice(0, KEPT_SHOWN).to_pylist()) for step in steps if step.has("examples")]
     return join([part(step.label, _examples(rows)) for step, rows in found])
 

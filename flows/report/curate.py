@@ -22,7 +22,7 @@ SLIM = 0.006  # a piece of a bar below this share of the width has no room for a
 
 
 def funnel_view(levels: list[Level], per_token: float | None, unit: str = "documents") -> Html:
-    """Every level as a row with its bar; rules below it, each with examples to open."""
+    """Return every level as a row with its bar; rules below it, each with examples to open."""
     most = max((level.came for level in levels), default=0)
     bare = tag("li", tag("i", class_="again"), "no page") if any(level.no_page for level in levels) else None
     gone = tag("li", tag("i", class_="gone"), "dropped by a rule")
@@ -78,7 +78,7 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
 
 
 def text_amount(level: Level, per_token: float | None) -> str:
-    """How much text is left: tokens where the tokenizer's rate is known, else characters; bytes of pages."""
+    """Return the amount of text left: tokens where the tokenizer's rate is known, else characters; bytes of pages."""
     if level.characters_out is None:
         return ""
     if level.step.artifact.kind == "pages":
@@ -87,12 +87,12 @@ def text_amount(level: Level, per_token: float | None) -> str:
 
 
 def amount(characters: int, per_token: float | None) -> str:
-    """Characters as tokens where the rate is known."""
+    """Return characters as tokens, where the rate is known."""
     return f"≈ {short(round(characters / per_token))} tokens" if per_token else f"{short(characters)} characters"
 
 
 def _rule(rule: Rule, level: Level, at: int, most: int, per_token: float | None) -> Html:
-    """A rule's row; its bar stands under the rule's piece of the step's bar, which begins after `at` rows."""
+    """Return a rule's row; its bar stands under the rule's piece of the step's bar, which begins after `at` rows."""
     words = amount(rule.characters, per_token) if rule.characters and level.edited is not None else ""
     place = f"margin-left:{100 * at / max(1, most):.2f}%;width:{100 * rule.rows / max(1, most):.2f}%"
     share = tag("i", class_=rule.look, style=place)
@@ -107,7 +107,7 @@ def _rule(rule: Rule, level: Level, at: int, most: int, per_token: float | None)
 
 
 def example_view(example: Example) -> Html:
-    """A dropped row: its title and address, the value beside the threshold, the beginning of its text."""
+    """Return a dropped row: its title and address, the value beside the threshold, the beginning of its text."""
     d = example.decision
     decided: list[Content] = []
     if d.get("value") is not None:
@@ -123,13 +123,13 @@ def example_view(example: Example) -> Html:
 
 
 def heading(row: Mapping[str, Any]) -> str:
-    """What a document is called: its title, or the last part of its address."""
+    """Return a document's title, or the last part of its address."""
     file = str(row.get("url") or "").rstrip("/").rpartition("/")[2]
     return str(row.get("title") or row.get("task") or file or row.get("source") or "untitled")
 
 
 def card(row: Mapping[str, Any], about: Content, characters: int = 420) -> Html:
-    """A document: title, address, what is said about it, the beginning of its text."""
+    """Return a document: title, address, what is said about it, the beginning of its text."""
     title = heading(row)
     url = tag("p", row["url"], class_="url") if row.get("url") else None
     prompt = tag("p", excerpt(str(row["prompt"]), 200), class_="prompt", dir="auto") if row.get("prompt") else None
@@ -141,7 +141,7 @@ def card(row: Mapping[str, Any], about: Content, characters: int = 420) -> Html:
 
 
 def duplicates_view(run: Run) -> Html:
-    """For each step that removed duplicates: pairs beside each other, what differs marked."""
+    """Show pairs of duplicates side by side for each step that removed some, with differences marked."""
     return join([_pairs(run, step) for step in run.kind("documents") if step.has("duplicates")])
 
 
@@ -177,7 +177,7 @@ def _pair(row: Mapping[str, Any], gone: Mapping[str, Any], kept: Mapping[str, An
 
 
 def compared(first: str, second: str) -> tuple[Html, Html]:
-    """The two texts from a little before their first difference on (the same texts from the start), differing words marked."""
+    """Return the two texts from a little before their first difference on (the same texts from the start), differing words marked."""
     a, b = re.findall(r"\s*\S+", first), re.findall(r"\s*\S+", second)
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     start = max(0, same - 25) if a != b else 0
@@ -194,7 +194,7 @@ def compared(first: str, second: str) -> tuple[Html, Html]:
 
 
 def lines_view(run: Run) -> Html:
-    """The lines that were removed most often, for each step that removes lines."""
+    """Return the lines that were removed most often, for each step that removes lines."""
     return join([_lines(step) for step in run.kind("documents") if step.has("removed_lines")])
 
 

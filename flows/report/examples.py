@@ -45,7 +45,7 @@ class Among:
                 self._most = (float(numbers[high]), _row(rows, high))
 
     def shown(self) -> list[tuple[str, Row]]:
-        """Up to three rows, each with its place among them; the first ones, without a place, where numbers do not tell them apart."""
+        """Return up to three rows, each with its rank; without ranks, the first ones, where numbers do not tell them apart."""
         first = pa.concat_tables(self._first)
         if not self._numbered or self._least is None or self._most is None or self._least[0] == self._most[0]:
             return [("", row) for row in first.slice(0, 3).to_pylist()]

@@ -29,7 +29,7 @@ class Example:
 
 @dataclass
 class Rule:
-    """What one rule of one step removed."""
+    """The removals of one rule in one step."""
 
     name: str
     rows: int = 0
@@ -60,34 +60,34 @@ class Level:
 
     @property
     def dropped(self) -> int:
-        """Rows that the rules removed, but for records that hold no page."""
+        """Return rows that the rules removed, but for records that hold no page."""
         return sum(rule.rows for rule in self.rules) - self.no_page
 
     @property
     def no_page(self) -> int:
-        """Records of the input that hold no page."""
+        """Return the number of input records that hold no page."""
         return sum(rule.rows for rule in self.rules if rule.no_page)
 
     @property
     def lost(self) -> int:
-        """Rows that are neither kept nor dropped; 0 in a sound artifact."""
+        """Return rows that are neither kept nor dropped; 0 in a sound artifact."""
         return self.came - self.kept - self.dropped - self.no_page
 
     @property
     def edited(self) -> int | None:
-        """Characters removed from (or, when negative, added to) documents that were kept."""
+        """Return the characters removed from (negative: added to) kept documents."""
         if self.characters_in is None or self.characters_out is None:
             return None
         return self.characters_in - self.characters_out - sum(rule.characters or 0 for rule in self.rules)
 
 
 def funnel(run: Run) -> list[Level]:
-    """Every step that wrote pages or documents, in order."""
+    """Return every step that wrote pages or documents, in order."""
     return [level(run, step) for step in run.kind(*FUNNEL_KINDS)]
 
 
 def level(run: Run, step: Step) -> Level:
-    """One step: rules by the rows they removed, with examples fetched from the step's input."""
+    """Return one step: rules by the rows they removed, with examples fetched from the step's input."""
     sources = run.filtered(step)
     dropped = _dropped(step)
     shown = {rule: among.shown() for rule, among in dropped.items()}
@@ -109,13 +109,13 @@ def level(run: Run, step: Step) -> Level:
 
 
 def _length(artifact: Artifact) -> int | None:
-    """Characters of documents, bytes of pages where the stage counted them."""
+    """Return the characters of documents, or bytes of pages where the stage counted them."""
     counted = artifact.record().characters if artifact.kind == "documents" else artifact.manifest.metrics.get("body_bytes")
     return counted if isinstance(counted, int) else None
 
 
 def _removed(step: Step, sources: list[Artifact]) -> dict[str, int]:
-    """Characters of the documents that each rule dropped."""
+    """Return the characters of the documents dropped by each rule."""
     removed: dict[str, int] = defaultdict(int)
     for source in sources if step.has("dropped") else ():
         for rows, dropped in measured(source, step.artifact.beside(["id", "rule"], "dropped")):
@@ -126,7 +126,7 @@ def _removed(step: Step, sources: list[Artifact]) -> dict[str, int]:
 
 
 def _dropped(step: Step) -> dict[str, Among]:
-    """Dropped rows by rule, the rule that removed most first."""
+    """Return the dropped rows by rule, the largest group first."""
     found: dict[str, Among] = defaultdict(Among)
     for batch in step.artifact.batches("dropped") if step.has("dropped") else ():
         rows = pa.Table.from_batches([batch])
@@ -138,7 +138,7 @@ def _dropped(step: Step) -> dict[str, Among]:
 
 
 def characters_per_token(run: Run) -> float | None:
-    """Characters per token of the run's own tokenizer, measured on the documents it packed; None before that."""
+    """Return characters per token of the run's tokenizer on the documents it packed; None before that."""
     packed = next((s for s in reversed(run.kind("tokens")) if s.has("tokens")), None)
     documents = next((a for a in run.inputs(packed) if a.kind == "documents"), None) if packed else None
     tokens = packed.metrics.get("tokens") if packed else None

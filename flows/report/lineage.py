@@ -1,4 +1,4 @@
-"""Which artifact was made of which: the run's artifacts as a layered graph, and its steps' times and memory."""
+"""The run's artifacts as a layered graph, and its steps' times and memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAMILY_NAMES = {
 
 
 def lineage_view(run: Run) -> Html:
-    """The graph in a box of its own; hovering a node tells its id and metrics and lights up what it touches."""
+    """Return the graph in a box of its own; hovering a node tells its id and metrics and lights up what it touches."""
     if not run.steps:
         return Html("")
     names, edges, titles = _graph(run)
@@ -45,7 +45,7 @@ def _family(step: Step) -> str:
 
 
 def _graph(run: Run) -> tuple[dict[str, Step | str], dict[str, list[str]], dict[str, str]]:
-    """Nodes by key, the sources of each, and what each says; inputs from outside the run come first."""
+    """Return nodes by key, the sources of each, and labels; inputs from outside the run come first."""
     names: dict[str, Step | str] = {}
     edges: dict[str, list[str]] = {}
     titles: dict[str, str] = {}
@@ -72,7 +72,7 @@ def _graph(run: Run) -> tuple[dict[str, Step | str], dict[str, list[str]], dict[
 
 
 def _sorted(edges: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Sources before targets, otherwise in the run's order."""
+    """Return the nodes with sources before targets, otherwise in the run's order."""
     done: dict[str, list[str]] = {}
 
     def visit(key: str) -> None:
@@ -131,7 +131,7 @@ def _edge(source: str, target: str, route: Sequence[tuple[float, int]]) -> Html:
 
 
 def times_view(run: Run) -> Html:
-    """Seconds and peak memory of every step; a reused artifact shows, hatched, what making it once took."""
+    """Show seconds and peak memory of every step; hatched for a reused artifact: the cost of its making."""
     if not run.steps:
         return Html("")
     longest = max(max(s.seconds if not s.reused else s.made_seconds for s in run.steps), 1e-9)

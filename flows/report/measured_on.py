@@ -1,4 +1,4 @@
-"""What a run's alignment was measured on: its annotator, its tasks, and how near held-out questions lie to training ones."""
+"""The basis of a run's alignment figures: its annotator, its tasks, and the distance of held-out questions to training ones."""
 
 from __future__ import annotations
 

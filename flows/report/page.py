@@ -19,7 +19,7 @@ PREFERENCE_KINDS = ("preferences", "instructions")
 
 
 def page(run: Run) -> Html:
-    """The whole document."""
+    """Return the whole document."""
     levels = funnel(run)
     per_token = characters_per_token(run)
     sections = [
@@ -40,7 +40,7 @@ def page(run: Run) -> Html:
 
 
 def comparison(first: Run, second: Run) -> Html:
-    """A page of two runs side by side."""
+    """Return a page of two runs side by side."""
     toggle = tag("button", "Light / dark", type="button", id="theme")
     names = [tag("p", run.log.flow, " ", tag("code", run.log.name), " ", run.log.state) for run in (first, second)]
     view = compare_view(first, second)
@@ -159,7 +159,7 @@ def _accuracy_tile(run: Run) -> Content:
 
 
 def _claim_tiles(run: Run) -> list[Html]:
-    """What each round earned over its strongest control arm."""
+    """Return a tile per round with its gain over the strongest control arm."""
     tiles = []
     for found in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
         whole = [claim for claim in found.claims() if claim.arm == "round" and claim.name == next(iter(arms.CLAIMS))]

@@ -1,4 +1,4 @@
-"""What makes a run again: its command, recipe and data, the program's commit and versions."""
+"""The recipe for repeating a run: its command, recipe and data, the program's commit and versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DIGITS = 12
 
 
 def again_view(run: Run) -> Html:
-    """A list of terms; what the log of an older run does not say is said to be unknown."""
+    """Return a list of terms; what the log of an older run does not say is said to be unknown."""
     about = run.log.about
     terms: list[tuple[str, Content]] = [
         ("Command", tag("code", about["command"]) if about.get("command") else "not told by the log"),
@@ -32,7 +32,7 @@ def _recipe(about: dict[str, Any]) -> Content:
 
 
 def _data(run: Run) -> Content:
-    """The files that came from outside, and artifacts that earlier runs made."""
+    """Return the files that came from outside, and artifacts that earlier runs made."""
     given = [(step, record) for step in run.steps for record in step.artifact.manifest.inputs]
     files = {(i.name.partition(":")[2] or i.name, i.key, i.data_digest[:DIGITS]) for _, i in given if i.kind == "external"}
     made = {step.artifact.key for step in run.steps}

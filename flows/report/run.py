@@ -28,7 +28,7 @@ WRITTEN = {"sft": "SFT", "dpo": "DPO", "ppo": "PPO", "grpo": "GRPO", "pii": "PII
 
 
 def for_people(name: str) -> str:
-    """The name of a step as words: `url_filter` is "URL filter"."""
+    """Return the name of a step as words: `url_filter` is "URL filter"."""
     words = " ".join(WRITTEN.get(word, word) for word in name.split("_"))
     return words[:1].upper() + words[1:]
 
@@ -45,27 +45,27 @@ class Step:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """What the stage measured."""
+        """Return the metrics that the stage measured."""
         return self.artifact.manifest.metrics
 
     @property
     def made_seconds(self) -> float:
-        """Seconds that making the artifact took, in this run or in an earlier one."""
+        """Return the seconds that making the artifact took, in this run or an earlier one."""
         return float(self.artifact.manifest.timings.get("seconds", self.seconds))
 
     @property
     def round(self) -> int | None:
-        """Number of the alignment round that the step's name tells."""
+        """Return the number of the alignment round in the step's name."""
         found = ROUND.search(self.name)
         return int(found[1]) if found else None
 
     @property
     def label(self) -> str:
-        """The step's name for people."""
+        """Return the step's name for people."""
         return for_people(self.name)
 
     def has(self, table: str) -> bool:
-        """Whether the artifact holds rows of `table`."""
+        """True if the artifact holds rows of `table`."""
         record = self.artifact.manifest.tables.get(table)
         return record is not None and record.rows > 0
 
@@ -81,7 +81,7 @@ class Run:
 
     @classmethod
     def open(cls, store: Store, name: str) -> Run:
-        """The run `name`, or the newest when `name` is "latest"."""
+        """Return the run `name`, or the newest when `name` is "latest"."""
         store = store.reading()
         if name == "latest":
             names = store.runs()
@@ -105,11 +105,11 @@ class Run:
         return cls(store, log, list(latest.values()), list(missing))
 
     def kind(self, *kinds: str) -> list[Step]:
-        """Steps that wrote one of these kinds, in order."""
+        """Return steps that wrote one of these kinds, in order."""
         return [s for s in self.steps if s.artifact.kind in kinds]
 
     def source(self, step: Step, record: InputRecord) -> Artifact | None:
-        """The artifact that an input means: the run's own one of that key, or of that content, else the store's.
+        """Return the artifact that an input means: the run's own one of that key, or of that content, else the store's.
 
         A reused artifact may name an artifact of an earlier run with the same content as the one this run made or found.
         """
@@ -120,12 +120,12 @@ class Run:
         return same[0] if same else self.store.find(record.kind, record.key)
 
     def inputs(self, step: Step) -> list[Artifact]:
-        """The artifacts that a step read, as far as they are still in the store."""
+        """Return the artifacts that a step read, as far as they are still in the store."""
         found = (self.source(step, record) for record in step.artifact.manifest.inputs)
         return [a for a in found if a is not None]
 
     def filtered(self, step: Step) -> list[Artifact]:
-        """The input whose rows the step kept or dropped: one of its own kind, or the pages it extracted; several for a list."""
+        """Return the input whose rows the step kept or dropped: one of its own kind, or the pages it extracted; several for a list."""
         kind = step.artifact.kind
         given = step.artifact.manifest.inputs
         for wanted in (kind, *{"documents": ["pages"]}.get(kind, [])):
@@ -136,13 +136,13 @@ class Run:
         return []
 
     def signals(self, column: str) -> Artifact | None:
-        """The last signals that have a column."""
+        """Return the last signals that have a column."""
         steps = (s for s in reversed(self.kind("signals")) if s.has("signals"))
         return next((step.artifact for step in steps if column in step.artifact.columns()), None)
 
 
 def measured(documents: Artifact, *others: Beside) -> Iterator[tuple[pa.Table, ...]]:
-    """`id` and `characters` of documents, piece by piece, with the rows of other tables up to the last of these ids; no text is read."""
+    """Yield `id` and `characters` of documents in pieces, with the rows of other tables up to the last of these ids; reads no text."""
     followers = [Follower(other, "", None) for other in others]
     for shard, facts in zip(documents.shards(), documents.facts(), strict=True):
         for start, stop in shard.pieces(PIECE):
@@ -152,7 +152,7 @@ def measured(documents: Artifact, *others: Beside) -> Iterator[tuple[pa.Table, .
 
 
 def joined(rows: pa.Table, other: pa.Table) -> pa.Table:
-    """The rows whose ids `other` has too, with its columns."""
+    """Return the rows whose ids `other` has too, with its columns."""
     place = pc.index_in(rows["id"], value_set=other["id"].combine_chunks())
     both = rows.filter(pc.is_valid(place))
     found = other.take(pc.drop_null(place))
@@ -163,7 +163,7 @@ def joined(rows: pa.Table, other: pa.Table) -> pa.Table:
 
 
 def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Rows of an artifact by id, as cards show them: those of `wanted` that it has."""
+    """Return rows of an artifact by id, as cards show them: those of `wanted` that it has."""
     names = artifact.columns()
     column = next((n for n in ("text", "body", "messages") if n in names), None)
     if column is None:
@@ -182,7 +182,7 @@ def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, An
 
 
 def asked(artifact: Artifact, table: str, *queries: str) -> list[list[tuple[Any, ...]]]:
-    """What DuckDB answers, in bounded memory, to questions about the rows of one of an artifact's side tables, called `found`."""
+    """Return DuckDB's answers, in bounded memory, to questions about a side table of an artifact, called `found`."""
     with (
         TemporaryDirectory() as folder,
         duckdb.connect(config={"memory_limit": "128MB", "threads": 1, "temp_directory": folder}) as connection,
@@ -194,7 +194,7 @@ def asked(artifact: Artifact, table: str, *queries: str) -> list[list[tuple[Any,
 
 
 def _turns(row: dict[str, Any]) -> dict[str, str]:
-    """A conversation as a card shows it: the last turn as `text`, what stands before it as `prompt`."""
+    """Return a conversation as a card shows it: the last turn as `text`, what stands before it as `prompt`."""
     messages = messages_of(row)
     return {"prompt": shown(messages[:-1]), "text": shown(messages[-1:]) if len(messages) == 1 else content_of(messages[-1])}
 

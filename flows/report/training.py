@@ -19,17 +19,17 @@ PLAIN = ("step", "tokens", "seconds")
 
 
 def of_curation(step: Step) -> bool:
-    """Whether a step's figures are about the corpus."""
+    """True if a step's figures are about the corpus."""
     return step.artifact.kind in CORPUS_KINDS and step.stage not in EXPERIMENTS
 
 
 def figures(step: Step, without: str = "") -> list[Plot]:
-    """The figures in a step's manifest, but not that of the name `without`."""
+    """Return the figures in a step's manifest, but not that of the name `without`."""
     return [Plot.of(figure) for name, figure in sorted(step.artifact.manifest.figures.items()) if name != without]
 
 
 def titled(step: Step, plots: Sequence[Plot]) -> list[Plot]:
-    """Plots that tell in their title which step they are from."""
+    """Return plots whose titles name their step."""
     named = [plot.title.lower().startswith(step.label.lower()) for plot in plots]
     return [
         plot if same else replace(plot, title=f"{step.label}: {plot.title[:1].lower()}{plot.title[1:]}")
@@ -38,18 +38,18 @@ def titled(step: Step, plots: Sequence[Plot]) -> list[Plot]:
 
 
 def figures_view(steps: Iterable[Step], title: str, without: str = "") -> Html:
-    """The figures of several steps side by side, but not those of the name `without`."""
+    """Return the figures of several steps side by side, but not those of the name `without`."""
     return part(title, grid(draw(plot) for step in steps for plot in titled(step, figures(step, without))))
 
 
 def experiments_view(run: Run) -> Html:
-    """What the small runs found."""
+    """Show the results of the small runs."""
     found = [step for step in run.steps if step.stage in EXPERIMENTS]
     return join([part(step.label, grid(draw(p) for p in figures(step)), note=facts(step)) for step in found])
 
 
 def facts(step: Step) -> Content:
-    """A step's metrics as a list of names and numbers."""
+    """Return a step's metrics as a list of names and numbers."""
     shown: list[Content] = []
     for name, value in step.metrics.items():
         said = value if isinstance(value, str) else number(value) if abs(value) < 1e7 else short(value)
@@ -58,7 +58,7 @@ def facts(step: Step) -> Content:
 
 
 def training_view(steps: Sequence[Step], title: str) -> Html:
-    """The loss of every training run side by side; what else each logged and measured below, to open."""
+    """Return the loss of every training run side by side; what else each logged and measured below, to open."""
     first: list[Plot] = []
     more = []
     for step in steps:
@@ -74,7 +74,7 @@ def training_view(steps: Sequence[Step], title: str) -> Html:
 
 
 def _plots(step: Step) -> tuple[list[Plot], list[Plot]]:
-    """A training run's plots of its loss and those the stage drew, and its other logged numbers."""
+    """Return a training run's plots of its loss and those the stage drew, and its other logged numbers."""
     plots = figures(step)
     columns = log_columns(step)
     steps = columns.get("step", [])
@@ -95,7 +95,7 @@ def _account(step: Step) -> Content:
 
 
 def log_columns(step: Step) -> dict[str, list[float | None]]:
-    """The training log, column by column; empty when there is none."""
+    """Return the training log, column by column; empty when there is none."""
     if not step.has("training_log"):
         return {}
     table = step.artifact.read("training_log")
@@ -108,7 +108,7 @@ def _varies(values: Sequence[float | None]) -> bool:
 
 
 def curve(name: str, steps: Sequence[float | None], values: Sequence[float | None]) -> Plot:
-    """One logged number over the steps; a long noisy one also smoothed, over its own faint self."""
+    """Return one logged number over the steps; a long noisy one also smoothed, over its own faint self."""
     points: list[Point] = [(float(s), float(v)) for s, v in zip(steps, values, strict=True) if s is not None and v is not None]
     words = name.replace("_", " ")
     if len(points) < SMOOTHED_FROM or name in ("learning_rate", "kl_coefficient"):
@@ -120,7 +120,7 @@ def curve(name: str, steps: Sequence[float | None], values: Sequence[float | Non
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Mean over a window of about a twentieth of the run: centred, smaller at the steep start, one-sided at the noisy end."""
+    """Return the mean over a window of about a twentieth of the run: centred, smaller at the steep start, one-sided at the noisy end."""
     half = max(1, len(points) // 40)
     sums = [0.0]
     for _, y in points:
@@ -134,7 +134,7 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 def last_metric(run: Run, stage: str, *names: str) -> tuple[Step, float] | None:
-    """The newest value of the first of these metrics that a stage recorded."""
+    """Return the newest value of the first of these metrics that a stage recorded."""
     for step in reversed(run.steps):
         if step.stage == stage:
             for name in names:

@@ -1,4 +1,4 @@
-"""What became of a document, or of a record that never was one."""
+"""The fate of a document, or of a record that never was one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from puna.storage import Artifact, PunaError, Store, catalog
 
 
 def fate(store: Store, document: str) -> list[dict[str, Any]]:
-    """What happened to a document, in the order of the stages."""
+    """Return the events of a document, in the order of the stages."""
     with catalog.connect(store) as opened:
         connection = opened.connection
         opened.view("pages", "documents", "signals", "dropped", "duplicates", "removed_lines", "mixture")
@@ -53,9 +53,9 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
 
 
 def _refused(connection: Any, document: str, order: dict[str, tuple[int, Artifact]]) -> list[dict[str, Any]]:
-    """What became of records that never were pages: they are known by their id, or by the address among the words about them.
+    """Return the events of records that never were pages, found by id or by the address in their detail.
 
-    Another of these words is no address: all that was dropped with `is` among its words was not asked for.
+    The detail also holds other words, which are no addresses: a search for `is` must not find every record with that word.
     """
     address = document if "/" in document or ":" in document else None
     found = connection.execute(
@@ -76,7 +76,7 @@ def _what(verb: str, values: dict[str, Any]) -> str:
 
 
 def _abstained(store: Store, artifact: Artifact, known: dict[str, Any]) -> list[str]:
-    """The rules of a selection that have no basis in a document's language and script."""
+    """Return the rules of a selection that have no basis in a document's language and script."""
     if artifact.manifest.stage != "select" or not {"language", "script"} <= set(known):
         return []
     try:

@@ -36,7 +36,7 @@ class Server:
     key: str = ""
 
     def ask(self, method: str, path: str, body: Any = None, timeout: float = 10.0) -> Any:
-        """What the server answers; `Unreachable`, or PunaError where it refuses."""
+        """Return the server's answer. Raise `Unreachable`, or PunaError where the server refuses."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url.rstrip("/") + path, data, {"content-type": "application/json"}, method=method)
         if self.auth:
@@ -66,7 +66,7 @@ class Server:
         return None
 
     def trouble(self, timeout: float = 5.0) -> str | None:
-        """Why it cannot be used; None when it can."""
+        """Return the reason why the server cannot be used; None if it can."""
         try:
             self.ask("GET", "/health", timeout=timeout)
         except (Unreachable, PunaError) as error:
@@ -74,25 +74,25 @@ class Server:
         return None
 
     def awaited(self, seconds: float) -> str | None:
-        """Why it does not answer after that time; None as soon as it does."""
+        """Return the reason why the server does not answer within that time; None as soon as it does."""
         deadline = time.monotonic() + seconds
         while (trouble := self.trouble()) is not None and time.monotonic() < deadline:
             time.sleep(0.1)
         return trouble
 
     def environment(self) -> dict[str, str]:
-        """How a process that uses Prefect is told of it."""
+        """Return the environment variables that tell a process which Prefect server to use."""
         return {"PREFECT_API_URL": self.url, **({"PREFECT_API_AUTH_STRING": self.auth} if self.auth else {})}
 
 
 def from_environment() -> Server | None:
-    """The server that PREFECT_API_URL names, whether it answers or not."""
+    """Return the server that PREFECT_API_URL names, whether it answers or not."""
     url = os.environ.get("PREFECT_API_URL")
     return Server(url, os.environ.get("PREFECT_API_AUTH_STRING", ""), os.environ.get("PREFECT_API_KEY", "")) if url else None
 
 
 def named_server() -> Server | None:
-    """The server that PREFECT_API_URL names; PunaError where it does not answer."""
+    """Return the server that PREFECT_API_URL names; PunaError where it does not answer."""
     found = from_environment()
     if found is not None and (trouble := found.trouble()) is not None:
         raise PunaError(
@@ -103,7 +103,7 @@ def named_server() -> Server | None:
 
 
 def server_of(store: Store) -> Server | None:
-    """The server that shows what happens in a store: the one PREFECT_API_URL names, else that of a `puna up` at work on it."""
+    """Return the server that shows what happens in a store: the one PREFECT_API_URL names, else that of a `puna up` at work on it."""
     found = named_server()
     if found is not None:
         return found
@@ -115,7 +115,7 @@ def server_of(store: Store) -> Server | None:
 
 
 def read_note(root: Path) -> dict[str, Any] | None:
-    """What a `puna up` wrote into the store's folder: `url`, `api`, `auth`, `pid`."""
+    """Return the note that a `puna up` wrote into the store's folder: `url`, `api`, `auth`, `pid`."""
     try:
         found = json.loads((root / NOTE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

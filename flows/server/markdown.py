@@ -1,4 +1,4 @@
-"""What Prefect's pages show of a step and of a run, as Markdown: numbers, tables, plots, and links to Puna's own pages."""
+"""Steps and runs as Markdown for Prefect's pages: numbers, tables, plots, and links to Puna's own pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_PLOTS = 4
 
 
 def headline(outcome: Outcome) -> str:
-    """What a step gave, in a few words."""
+    """Return a step's output in a few words."""
     made = outcome.artifact
     words = []
     if made.kind in made.tables:
@@ -30,7 +30,7 @@ def headline(outcome: Outcome) -> str:
 
 
 def markdown(outcome: Outcome) -> str:
-    """What a step made: where it is, its numbers, its plots."""
+    """Return a step's output: its place, its numbers, its plots."""
     made, m = outcome.artifact, outcome.artifact.manifest
     before = f"reused, made {m.created_at[:16].replace('T', ' ')} UTC by run {m.run}"
     state = before if outcome.reused else f"made in {duration(outcome.seconds)}"
@@ -48,7 +48,7 @@ def markdown(outcome: Outcome) -> str:
 
 
 def run_markdown(run: str, made: Sequence[tuple[str, Outcome]], report: str | None) -> str:
-    """What a run made, step by step."""
+    """Return a run's output, step by step."""
     head = f"[The run's page](/puna/run/{run}) · [its report](/puna/report/{run})"
     head += f" (`{report}`)" if report else ""
     rows = [
@@ -60,12 +60,12 @@ def run_markdown(run: str, made: Sequence[tuple[str, Outcome]], report: str | No
 
 
 def page_of(artifact: Artifact) -> str:
-    """Where Puna's own pages show it."""
+    """Return the address of Puna's own page about it."""
     return f"/puna/artifact/{artifact.kind}/{artifact.key}"
 
 
 def picture(plot: Plot) -> str:
-    """A plot as an address that holds it."""
+    """Return a plot as an address that holds it."""
     drawn = str(draw(plot))
     svg = drawn[drawn.index("<svg") : drawn.index("</svg>") + 6]
     opened, _, inside = svg.removeprefix("<svg").partition(">")
@@ -74,7 +74,7 @@ def picture(plot: Plot) -> str:
 
 
 def style() -> str:
-    """The colours and the rules for plots of the report's style sheet, in light colours on a ground of their own."""
+    """Return the colours and the rules for plots of the report's style sheet, in light colours on a ground of their own."""
     sheet = (Path(__file__).parents[1] / "report" / "page.css").read_text(encoding="utf-8")
     colours = sheet[sheet.index(":root {") : sheet.index("}") + 1].replace(":root", "svg")
     plots = sheet[sheet.index("svg text {") : sheet.index(".lineage {")]

@@ -1,7 +1,7 @@
-"""What a run tells those who watch it: its progress to the store's folder, and everything to a Prefect server, where there is one.
+"""The reporter of a run: its progress into the store's folder, and everything to a Prefect server, if there is one.
 
-One daemon thread does it, beside the work. It brings the server to what the run is now, not through all that the run was, so a
-server that is slow or away costs nothing, and one that comes back is told the present. Nothing here can fail or delay a stage.
+One daemon thread works beside the run. It sends the server the run's present state, not each past one: a server that is slow or away
+costs nothing, and one that returns catches up at once. No error here can fail or delay a stage.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Reporter:
     # --- what the run says; returns at once -----------------------------------------------------------
 
     def started(self, label: str, stage: str, inputs: Mapping[str, Sequence[Artifact]], task: str | None = None) -> Told:
-        """A step begins; `inputs`: its artifacts by the input's name; `task`: the id of the Prefect task that it is."""
+        """Return a step begins; `inputs`: its artifacts by the input's name; `task`: the id of the Prefect task that it is."""
         made_by = {name: [self._made[item.key] for item in items if item.key in self._made] for name, items in inputs.items()}
         edges = {name: steps for name, steps in made_by.items() if steps}
         step = Told(label, stage, edges) if task is None else Told(label, stage, edges, id=task, own=False)
@@ -100,12 +100,12 @@ class Reporter:
         return step
 
     def progress(self, stage: str, done: float, total: float, note: str) -> None:
-        """The step that began last is `done` of `total` far."""
+        """Note that the current step is at `done` of `total`."""
         if self._steps:
             self._steps[-1].progress = (done, total, note)
 
     def finished(self, step: Told, outcome: Outcome) -> None:
-        """The step has its artifact."""
+        """Note the artifact of a step."""
         made = outcome.artifact
         step.outcome, step.state = outcome, "COMPLETED"
         self._made[made.key] = step.id
@@ -116,19 +116,19 @@ class Reporter:
         self.log(f"{step.label}: {made.id}, {headline(outcome)}", step=step)
 
     def broken(self, step: Told, error: BaseException) -> None:
-        """The step was ended by an error, or by a person."""
+        """Note that an error or a person ended the step."""
         stopped = not isinstance(error, Exception)
         step.state, step.message = ("CANCELLED", "stopped") if stopped else ("FAILED", str(error) or type(error).__name__)
         self.log(f"{step.label}: {step.message}", 40, step)
 
     def log(self, text: str, level: int = 20, step: Told | None = None) -> None:
-        """A line of the run's log on the server."""
+        """Send a line to the run's log on the server."""
         when = datetime.now(UTC).isoformat()
         self._logs.append({"name": "puna", "level": level, "message": text, "timestamp": when, "task_run_id": step.id if step else None})
         self._wake.set()
 
     def end(self, state: str, message: str | None = None, report: str | None = None) -> None:
-        """The run is over: COMPLETED, FAILED or CANCELLED; waits a few seconds at most for what is still to be told."""
+        """Set the run's state to COMPLETED, FAILED or CANCELLED, and wait a few seconds at most for pending messages."""
         self._ended, self._report, self._closed = (state, message), report, True
         self._wake.set()
         if self.server is not None:
@@ -162,7 +162,7 @@ class Reporter:
                 self._done.set()
 
     def _note(self) -> None:
-        """Progress for those who look at the store, on this machine."""
+        """Write the progress into the store's folder, for readers on this machine."""
         if not self._steps or self._written == (now := (self._steps[-1].id, self._steps[-1].progress)):
             return
         self._written = now
@@ -218,7 +218,7 @@ class Reporter:
             step.drawn = drawn
 
     def _draw(self, server: Server, step: Told) -> None:
-        """What the step shows: its progress, then what it made."""
+        """Send the step's display: its progress, then its output."""
         if step.outcome is not None:
             description, data = headline(step.outcome), markdown(step.outcome)
         else:
@@ -254,12 +254,12 @@ class Reporter:
 
 
 def slug(text: str) -> str:
-    """A key that Prefect takes."""
+    """Return a key that Prefect takes."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def said(progress: tuple[float, float, str], seconds: float) -> str:
-    """How far a step is, at what rate, and when it may be done."""
+    """Return a step's progress, its rate, and the time it may end."""
     done, total, note = progress
     share = done / max(total, 1e-9)
     left = f", about {_span(seconds * (1 - share) / share)} left" if 0.02 < share < 1 else ""

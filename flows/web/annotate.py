@@ -53,13 +53,13 @@ class Desk:
                 self._said[one.by][one.pair] = one
 
     def swapped(self, pair: str, by: str) -> bool:
-        """Whether a person sees the second answer on the left: by chance, each time the same."""
+        """True if a person sees the second answer on the left: random, but the same each time."""
         from puna.stages.draws import fraction
 
         return fraction("side", pair, by) < 0.5
 
     def at(self, by: str, place: int | None) -> dict[str, Any]:
-        """The pair at a place of the order (None: the first that this person has not judged), as a page shows it."""
+        """Return the pair at a place of the order (None: the first that this person has not judged), as a page shows it."""
         from puna.stages.conversations import messages_of, shown
 
         said = self._said[by]
@@ -92,13 +92,13 @@ class Desk:
             self._said[by][pair] = made
 
     def _side(self, side: str | None, pair: str, by: str) -> str | None:
-        """left and right as first and second, and the other way round."""
+        """Exchange first and second where the answers are swapped."""
         names = ("second", "first") if self.swapped(pair, by) else ("first", "second")
         there = {"left": names[0], "right": names[1], names[0]: "left", names[1]: "right"}
         return None if side is None else there.get(side, side)
 
     def save(self) -> Artifact:
-        """The judgements so far as preferences, which `judged@latest` then names; the flow `round` learns from them."""
+        """Return the judgements so far as preferences, which `judged@latest` then names; the flow `round` learns from them."""
         from puna.stages.align.judgements import judgements
         from puna.stages.contract import External, execute
 
@@ -169,7 +169,7 @@ def application(desk: Desk) -> FastAPI:
 
 
 def prompts_of(store: Store, answers: Artifact) -> Artifact:
-    """The prompts that were answered, as the lineage has them."""
+    """Return the prompts that were answered, as the lineage has them."""
     if answers.kind != "answers":
         raise PunaError(f"{answers.id}: takes answers, which `puna run sample` makes")
     found = [i for i in answers.manifest.inputs if i.kind == "prompts"]

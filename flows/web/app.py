@@ -284,7 +284,7 @@ async def _sent(request: Request) -> dict[str, list[str]]:
 
 
 async def _events(store: Store, request: Request, name: str | None, since: str) -> AsyncIterator[str]:
-    """A line whenever a run, or any run, has something new to show. `since`: what the page that listens shows, which may be past by now."""
+    """Yield a line whenever a run, or any run, has changed. `since`: the state shown by the page, which may be past by now."""
     while not await request.is_disconnected():
         now = await run_in_threadpool(home.shown, store, name)
         yield f"data: {json.dumps('changed')}\n\n" if now != since else ": still\n\n"

@@ -53,7 +53,7 @@ def list_page(store: Store, kind: str | None, prefect: str | None, project: str 
 
 
 def artifact_page(store: Store, artifact: Artifact, prefect: str | None, shown: str | None, start: int) -> Html:
-    """One artifact. `shown`, `start`: the table whose rows are shown, and from which."""
+    """Return one artifact. `shown`, `start`: the table whose rows are shown, and from which."""
     m = artifact.manifest
     aliases = [tag("span", name, class_="tag") for name in store.names().get(artifact.key, [])]
     damage, suspect = artifact.damage(quick=True), store.suspects().get(artifact.key)
@@ -91,7 +91,7 @@ def artifact_page(store: Store, artifact: Artifact, prefect: str | None, shown: 
 
 
 def compare_page(store: Store, names: list[str], prefect: str | None) -> Html:
-    """Two artifacts side by side: what differs in how they were made, and in what they are."""
+    """Return two artifacts side by side: what differs in how they were made, and in what they are."""
     if len(names) != 2:
         raise PunaError(f"compare: choose two artifacts, not {len(names)}")
     first, second = (store.resolve(name) for name in names)
@@ -116,7 +116,7 @@ def compare_page(store: Store, names: list[str], prefect: str | None) -> Html:
 
 
 def _pair(one: float | str | None, other: float | str | None) -> list[Content]:
-    """Two values of the same name, and by how much the second is more."""
+    """Return two values of the same name, and by how much the second is more."""
     shown: list[Content] = ["–" if value is None else value if isinstance(value, str) else number(value) for value in (one, other)]
     both = all(isinstance(value, int | float) for value in (one, other))
     gap = float(other) - float(one) if both and one is not None and other is not None else 0.0
@@ -124,7 +124,7 @@ def _pair(one: float | str | None, other: float | str | None) -> list[Content]:
 
 
 def _folded(what: str, head: list[Content], rows: list[list[Content]], *, open_: bool = False) -> Html | None:
-    """A table that opens at a click."""
+    """Return a table that opens at a click."""
     return details(f"{len(rows)} {what}", table(head, rows), open_=open_, class_="more") if rows else None
 
 
@@ -156,7 +156,7 @@ def _rows(artifact: Artifact, shown: str | None, start: int) -> Html:
 
 
 def _some(artifact: Artifact, name: str, start: int) -> list[dict[str, object]]:
-    """The rows of one screen; what stands before them is read too."""
+    """Return the rows of one screen; what stands before them is read too."""
     found: list[dict[str, object]] = []
     for batch in artifact.batches(name, rows=1024):
         if start < batch.num_rows:
@@ -185,7 +185,7 @@ def _lineage(store: Store, artifact: Artifact) -> Html:
 
 
 def _uses(artifact: Artifact) -> list[Content]:
-    """What can be done with it: talk, move thresholds, start a stage or a flow on it."""
+    """Return the possible uses of an artifact: chat, thresholds, a stage or a flow on it."""
     found: list[Content] = []
     if artifact.kind == "model":
         found.append(tag("a", "Chat", href=f"/puna/chat?model={artifact.id}", class_="button"))
@@ -204,7 +204,7 @@ def _uses(artifact: Artifact) -> list[Content]:
 
 
 def resolved(store: Store, kind: str, key: str) -> Artifact:
-    """The artifact of an address."""
+    """Return the artifact of an address."""
     if kind not in KINDS:
         raise PunaError(f"{kind}: is no kind of artifact; they are {', '.join(KINDS)}")
     return store.resolve(f"{kind}/{key}")

@@ -27,7 +27,7 @@ MOST_MODELS = 40
 
 
 def chat_page(store: Store, model: str, prefect: str | None) -> Html:
-    """Models to choose from, and the talk; the script sends and shows it."""
+    """Return the page with a choice of models and the chat; the script sends and shows messages."""
     models = [artifact for artifact in reversed(store.artifacts()) if artifact.kind == "model"]
     if not models:
         imported, trained = (tag("a", name, href=f"/puna/start/{name}") for name in ("import_model", "pretrain"))
@@ -70,7 +70,7 @@ class Chat:
         self._lock = threading.Lock()
 
     def say(self, model: str, messages: Any) -> Iterator[str]:
-        """The answer, piece by piece. PunaError where there is no such model or the talk is none."""
+        """Yield the answer, piece by piece. PunaError where there is no such model or the talk is none."""
         if not isinstance(messages, list) or not all(isinstance(one, dict) and isinstance(one.get("content"), str) for one in messages):
             raise PunaError("chat: send messages with role and content")
         artifact = self._store.checked(self._store.resolve(model))
@@ -89,7 +89,7 @@ class Chat:
         return _pieces(answer)
 
     def _loaded(self, key: str, name: str) -> Talker:
-        """The process of the model, begun where there is none; that of another model ends."""
+        """Return the process of the model, begun where there is none; that of another model ends."""
         now = self._talker
         if now is not None and now.process.poll() is None:
             if now.key == key:

@@ -21,7 +21,7 @@ MOST_FOUND = 20
 
 
 def near_form(offered: Sequence[tuple[Artifact, str]], chosen: Artifact, text: str = "") -> Html:
-    """The form that asks. `offered`: documents with their titles."""
+    """Return the form that asks. `offered`: documents with their titles."""
     options = [option(one.id, title, chosen=one.key == chosen.key) for one, title in offered]
     form = tag("form",
         field("Text", tag("textarea", text, name="text", rows=6, required=True)),
@@ -32,7 +32,7 @@ def near_form(offered: Sequence[tuple[Artifact, str]], chosen: Artifact, text: s
 
 
 def resembled(store: Store, asked: Mapping[str, Sequence[str]]) -> tuple[Artifact, str, Html]:
-    """The documents that were asked about, the text, and which of them resemble it. PunaError where it has no words."""
+    """Return the documents that were asked about, the text, and which of them resemble it. PunaError where it has no words."""
     artifact, text = store.resolve(asked.get("artifact", [""])[0]), asked.get("text", [""])[0]
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents")
@@ -61,7 +61,7 @@ BEFORE, AFTER = 120, 200
 def documents_page(
     store: Store, name: str, words: str, rule: str, prefect: str | None, text: Mapping[str, Sequence[str]] | None = None
 ) -> Html:
-    """The search and what it finds. `rule`: empty for documents that are kept, else those that this rule, or any, dropped.
+    """Return the search and what it finds. `rule`: empty for documents that are kept, else those that this rule, or any, dropped.
 
     `text`: the form that asks what a text resembles, where that one was sent.
     """
@@ -95,7 +95,7 @@ def documents_page(
 
 
 def document_page(store: Store, identity: str, prefect: str | None) -> Html:
-    """One document: its text where it last had one, and what every stage made of it."""
+    """Return one document: its text where it last had one, and what every stage made of it."""
     rows = fate(store, identity)
     kept = [store.find("documents", row["artifact"]) for row in reversed(rows) if row["verb"] == "kept"]
     there = next((one for one in kept if one is not None), None)
@@ -114,7 +114,7 @@ def document_page(store: Store, identity: str, prefect: str | None) -> Html:
 
 
 def _rules(artifact: Artifact) -> Counter[str]:
-    """How many rows each rule dropped."""
+    """Return the number of rows dropped by each rule."""
     if "dropped" not in artifact.tables:
         return Counter()
     found = artifact.read("dropped", columns=["rule"])["rule"].value_counts().to_pylist()
@@ -150,7 +150,7 @@ def _found(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
 
 
 def _batches(store: Store, artifact: Artifact, rule: str) -> Iterator[tuple[list[Artifact], pa.RecordBatch]]:
-    """Rows with id, url and what text there is, and the artifacts that hold them: what it keeps, or what it was made of."""
+    """Yield rows with id, url and what text there is, and the artifacts that hold them: what it keeps, or what it was made of."""
     holding = [artifact]
     if rule and "dropped" not in artifact.tables:
         return

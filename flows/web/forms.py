@@ -14,7 +14,7 @@ from puna.storage import PunaError, Store
 
 
 def address(store: Store, prefect: str | None, name: str, asked: Mapping[str, str]) -> str:
-    """Where the form of the flow or stage `name` is. `asked`: `recipe` and `step` of which it has the values; artifacts by input."""
+    """Return the address of a form. `asked`: `recipe` and `step` that fill it; artifacts by input."""
     what = offered(name).what
     if prefect is None:
         raise PunaError("forms are Prefect's: start `puna up` in place of `puna web`")

@@ -1,4 +1,4 @@
-"""What every page has: head, navigation, style, and the words for states, times and artifacts."""
+"""The frame of every page: head, navigation, style, and common pieces for states, times and artifacts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ STATES = {"finished": "right", "failed": "wrong", "stopped": "", "crashed": "wro
 
 @cache
 def style() -> str:
-    """The report's style sheet, and what these pages add."""
+    """Return the report's style sheet, and what these pages add."""
     return "\n".join((HERE / name).read_text(encoding="utf-8") for name in ("../report/page.css", "web.css"))
 
 
 def page(title: str, *content: Content, here: str = "", prefect: str | None = None, live: str | None = None, lead: Content = None) -> Html:
-    """A whole page. `here`: its place in the navigation; `live`: the address of events after which `main` is fetched anew."""
+    """Return a whole page. `here`: its place in the navigation; `live`: the address of events after which `main` is fetched anew."""
     links = [
         tag("a", name, href=f"/puna/{place}", aria_current="page" if place == here else None, accesskey=str(number))
         for number, (place, name) in enumerate(PLACES.items(), 1)
@@ -68,29 +68,29 @@ def projects_nav(store: Store, chosen: str | None, address: str, *, every: bool 
 
 
 def artifact_link(artifact: Artifact, words: str | None = None) -> Html:
-    """A link to the page of an artifact."""
+    """Return a link to the page of an artifact."""
     return tag("a", words or artifact.id, href=f"/puna/artifact/{artifact.kind}/{artifact.key[:12]}", class_="id")
 
 
 def run_link(name: str, words: Content = None) -> Html:
-    """A link to the page of a run."""
+    """Return a link to the page of a run."""
     return tag("a", words or name, href=f"/puna/run/{quote(name)}")
 
 
 def badge(log: RunLog) -> Html:
-    """The state of a run."""
+    """Return the state of a run."""
     return tag("span", log.state, class_=f"tag {STATES.get(log.state, '')}")
 
 
 def when(moment: datetime | None) -> Html:
-    """A time in UTC, which the browser shows in the reader's own zone."""
+    """Return a time in UTC, which the browser shows in the reader's own zone."""
     if moment is None:
         return Html("–")
     return tag("time", f"{moment.astimezone(UTC):%-d %b %H:%M}", datetime=moment.isoformat())
 
 
 def spent(log: RunLog) -> str:
-    """How long a run took, or takes."""
+    """Return the duration of a run, so far if it is at work."""
     if log.opened is None:
         return "–"
     end = datetime.now(UTC) if log.state == "at work" else log.closed or log.opened
@@ -98,29 +98,29 @@ def spent(log: RunLog) -> str:
 
 
 def bar(share: float, words: str) -> Html:
-    """A bar that is `share` full, from 0 to 1."""
+    """Return a bar that is `share` full, from 0 to 1."""
     filled = max(0.0, min(1.0, share))
     shown = tag("i", class_="kept", style=f"width:{100 * filled:.1f}%")
     return tag("span", shown, class_="bar", role="img", aria_label=words)
 
 
 def problem(words: str) -> Html:
-    """What went wrong, line by line."""
+    """Return an error message, line by line."""
     return tag("p", *[[line, Html("<br>")] for line in words.splitlines()], class_="alarm", role="alert")
 
 
 def field(label: Content, control: Html) -> Html:
-    """A form's control with its name."""
+    """Return a form's control with its name."""
     return tag("label", tag("span", label), control, class_="field")
 
 
 def option(value: str, words: str, *, chosen: bool = False) -> Html:
-    """One line of a drop-down."""
+    """Return one line of a drop-down."""
     return tag("option", words, value=value, selected=chosen)
 
 
 def plain(value: object, longest: int = 400) -> Html:
-    """A value of a table as text, cut where it is long."""
+    """Return a value of a table as text, cut where it is long."""
     if value is None:
         return tag("span", "–", class_="dim")
     if isinstance(value, float):

@@ -51,7 +51,7 @@ def _pages(count: int, older: int, project: str | None) -> Content:
 
 
 def progress_of(store: Store, run: str) -> dict[str, Any] | None:
-    """How far the step at work of a run is, as its process noted it."""
+    """Return the progress of a run's current step, as its process noted it."""
     try:
         found = json.loads((store.root / "progress" / f"{run}.json").read_text())
     except (OSError, ValueError):
@@ -60,7 +60,7 @@ def progress_of(store: Store, run: str) -> dict[str, Any] | None:
 
 
 def shown(store: Store, run: str | None) -> str:
-    """A name for what there is to show of a run, or of the newest ones: another one when that changes."""
+    """Return a name for what there is to show of a run, or of the newest ones: another one when that changes."""
     names = store.runs()[-3:] if run is None else [run]
     stats = [store.files.stat(f"runs/{one}.jsonl") for one in names]
     state = [names, [stat and stat.version for stat in stats], [(progress_of(store, one), store.files.held(f"run-{one}")) for one in names]]
@@ -68,7 +68,7 @@ def shown(store: Store, run: str | None) -> str:
 
 
 def working_view(store: Store, log: RunLog) -> Html:
-    """A run at work: its last step and how far that is, where the step tells."""
+    """Return a run at work: its last step and how far that is, where the step tells."""
     now = progress_of(store, log.name)
     done = f"{len(log.made)} steps done"
     if now is None:
@@ -85,7 +85,7 @@ def working_view(store: Store, log: RunLog) -> Html:
 
 
 def starts() -> Html:
-    """The forms of the flows."""
+    """Return the forms of the flows."""
     links = [tag("a", offer.what.name, href=f"/puna/start/{offer.flow}", class_="button") for offer in offers() if offer.group == "flow"]
     return tag("p", links, tag("a", "a stage …", href="/puna/start", class_="button"), class_="buttons")
 
@@ -115,7 +115,7 @@ def aliases_view(store: Store, project: str | None = None) -> Html:
 
 
 def runs_view(logs: list[RunLog]) -> Html:
-    """Runs as a table, with two of them to compare."""
+    """Return runs as a table, with two of them to compare."""
     rows: list[list[Content]] = []
     for log in logs:
         box = tag("input", type="checkbox", name="run", value=log.name, aria_label=f"compare {log.name}")

@@ -58,7 +58,7 @@ def project_of(said: Mapping[str, Sequence[str]]) -> str:
 
 
 def decided(store: Store, gate: str, said: Mapping[str, Sequence[str]]) -> None:
-    """A person's word on the round that waits, carried out at once where no round is at work. PunaError where it cannot be."""
+    """Carry out a person's decision on a waiting round, once no round is at work. Raise PunaError where it cannot be."""
     store = store.within(project_of(said))
     artifact = store.resolve(f"evaluation/{gate}")
     by = said.get("by", [""])[0].strip()
@@ -89,7 +89,7 @@ def set_trigger(store: Store, said: Mapping[str, Sequence[str]]) -> None:
 
 
 def _begun(store: Store) -> list[Round]:
-    """The rounds from a model that no policy came of yet: those of the newest gate of the project."""
+    """Return the rounds from a model that no policy came of yet: those of the newest gate of the project."""
     own = [one for one in store.entries(store.project) if one["stage"] == "gate"]
     gates = [Artifact(one["kind"], one["key"], store.files) for one in own]
     given = next((i for one in gates[-1:] for i in one.manifest.inputs if i.name == "policy"), None)

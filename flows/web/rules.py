@@ -46,7 +46,7 @@ _lock = threading.Lock()
 
 
 def selection(store: Store, artifact: Artifact) -> Selection:
-    """What a `select` decided on, read once; PunaError where it is none or its inputs are gone."""
+    """Return the data that a `select` decided on, cached. Raise PunaError for another stage, or where its inputs are gone."""
     with _lock:
         if artifact.key not in _held:
             _held[artifact.key] = _read(store, artifact)
@@ -94,7 +94,7 @@ def _decided(whole: pa.Table, rules: list[Rule | SqlRule], languages: pa.Table |
 
 
 def rules_page(store: Store, name: str | None, asked: Mapping[str, str], prefect: str | None) -> Html:
-    """The selections to choose from, and the sliders of one."""
+    """Return the selections to choose from, and the sliders of one."""
     made = [artifact for artifact in reversed(store.artifacts()) if artifact.manifest.stage == "select"]
     if not made:
         return page("Rules", tag("p", "No selection was made yet: run `curate`, or the stage `select`.", class_="lead"), here="rules",
@@ -120,7 +120,7 @@ def rules_page(store: Store, name: str | None, asked: Mapping[str, str], prefect
 
 
 def _moved(of: Selection, asked: Mapping[str, str]) -> dict[str, float]:
-    """The thresholds that are asked for and differ."""
+    """Return the thresholds that are asked for and differ."""
     found = {}
     for rule in of.rules:
         if isinstance(rule, Rule) and rule.number is not None and rule.name in asked:
@@ -134,7 +134,7 @@ def _moved(of: Selection, asked: Mapping[str, str]) -> dict[str, float]:
 
 
 def replayed(store: Store, of: Selection, asked: Mapping[str, str]) -> Html:
-    """What would go with these thresholds, beside what went; the change of the recipe that does it."""
+    """Return the drops with these thresholds beside the actual ones, and the recipe change that sets them."""
     moved = _moved(of, asked)
     if not moved:
         return _counts(of, of.gone, of.gone)
@@ -163,7 +163,7 @@ def _counts(of: Selection, before: Mapping[str, str], now: Mapping[str, str]) ->
 
 
 def _cards(of: Selection, ids: list[str]) -> Html:
-    """Some of the documents, by their beginnings."""
+    """Return some of the documents, by their beginnings."""
     chosen = sorted(ids)[:EXAMPLES]
     if not chosen:
         return tag("p", "None.", class_="note")
@@ -177,7 +177,7 @@ def _cards(of: Selection, ids: list[str]) -> Html:
 
 
 def _slider(of: Selection, rule: Rule, moved: float | None) -> Html:
-    """A threshold to move, over the distribution of what it is compared with."""
+    """Return a threshold to move, over the distribution of what it is compared with."""
     assert rule.number is not None
     values = numeric(of.table[rule.drop.signal])
     known = values[~np.isnan(values)]
@@ -199,7 +199,7 @@ def _slider(of: Selection, rule: Rule, moved: float | None) -> Html:
 
 
 def _span(known: Any, threshold: float) -> tuple[float, float]:
-    """The range of a slider: what nearly all documents have, and the threshold."""
+    """Return the range of a slider: what nearly all documents have, and the threshold."""
     if not len(known):
         return min(0.0, threshold), max(1.0, threshold)
     low, high = (float(q) for q in np.quantile(known, (0.005, 0.995)))

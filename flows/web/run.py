@@ -19,7 +19,7 @@ MOST_PLOTS = 12
 
 
 def run_page(store: Store, name: str, prefect: str | None) -> Html:
-    """A run: its steps as they are now, what they measured, the funnel when asked for."""
+    """Return a run: its steps as they are now, what they measured, the funnel when asked for."""
     since, run = shown(store, name), Run.open(store, name)
     log = run.log
     reused = sum(step.reused for step in run.steps)
@@ -54,7 +54,7 @@ def run_page(store: Store, name: str, prefect: str | None) -> Html:
 
 
 def funnel_page(store: Store, name: str, prefect: str | None) -> Html:
-    """What became of the documents of a run, with examples of what each rule dropped."""
+    """Show the funnel of a run's documents, with examples for each rule."""
     run = Run.open(store, name)
     levels = funnel(run)
     if not levels:
@@ -68,7 +68,7 @@ def _tile(name: str, value: Content) -> Html:
 
 
 def steps_view(steps: list[Step]) -> Html:
-    """Steps with what they made, in order."""
+    """Return steps with what they made, in order."""
     longest = max((step.seconds for step in steps), default=0.0) or 1.0
     rows: list[list[Content]] = []
     for step in steps:
@@ -87,7 +87,7 @@ def steps_view(steps: list[Step]) -> Html:
 
 
 def compare_page(store: Store, names: list[str], prefect: str | None) -> Html:
-    """Two runs side by side."""
+    """Return two runs side by side."""
     if len(names) != 2:
         raise PunaError(f"compare: choose two runs, not {len(names)}")
     first, second = (Run.open(store, name) for name in sorted(names))

@@ -124,7 +124,7 @@ def _address(host: str, listening: socket.socket) -> str:
 
 @contextlib.contextmanager
 def _alone(root: Path) -> Iterator[bool]:
-    """Whether this is the only `puna up` of the store; held until it ends, however that happens."""
+    """True if this is the only `puna up` of the store; held until the process ends."""
     with (root / "serve.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,7 +135,7 @@ def _alone(root: Path) -> Iterator[bool]:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """The socket at the address, taken before anything slow begins."""
+    """Return the socket at the address, taken before anything slow begins."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -149,7 +149,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _configure(store: Store, url: str, server: Server) -> None:
-    """Prefect's settings for this process and its worker; before Prefect is imported."""
+    """Set Prefect's settings for this process and its worker, before Prefect is imported."""
     prepare(store.root, terminal="ERROR")
     home = Path(os.environ["PREFECT_HOME"])
     os.environ.update(server.environment())
@@ -166,7 +166,7 @@ def _configure(store: Store, url: str, server: Server) -> None:
 
 
 def _application(store: Store, url: str, auth: str, urls: bool) -> FastAPI:
-    """Prefect's application with Puna's pages in it."""
+    """Return Prefect's application with Puna's pages in it."""
     from prefect.server.api.server import create_app
 
     from puna.flows.web import application
@@ -193,7 +193,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 
 def _brief(record: logging.LogRecord) -> bool:
-    """A line for what Prefect's services say: they try again by themselves, and their tracebacks are of no use here."""
+    """Return a line for what Prefect's services say: they try again by themselves, and their tracebacks are of no use here."""
     if record.name.startswith("prefect.server"):
         why = f": {record.exc_info[1]}" if record.exc_info and record.exc_info[1] else ""
         record.msg, record.args = f"{record.getMessage()}{why}".partition("\n")[0][:LINE], ()
@@ -219,7 +219,7 @@ class _Served(uvicorn.Server):
             self.ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A first signal ends the worker, then the server; a second one ends the server at once."""
+        """Stop the worker, then the server, at the first signal; stop the server at once at the second."""
         if self._ending:
             super().handle_exit(sig, frame)
             return

@@ -87,7 +87,7 @@ def _project(asked: Asked) -> str:
 
 
 def _project_field(store: Store, project: str) -> Content:
-    """A field for the project, with those there are to pick from."""
+    """Return a field for the project, with those there are to pick from."""
     known = tag("datalist", [tag("option", value=name) for name in store.projects()], id="projects")
     box = tag("input", type="text", name="project", value=project, list="projects", placeholder=DEFAULT, spellcheck="false")
     return [field("Project, whose aliases are read and set; a new name begins a new one", box), known]
@@ -107,7 +107,7 @@ def list_page(store: Store, prefect: str | None, project: str | None = None) -> 
 
 
 def replanned(store: Store, name: str, asked: Asked) -> Html:
-    """What a run with these fields would find: per step reused or not, why, and what it may cost; or what is wrong with them."""
+    """Return the plan of a run with these fields (per step: reused or not, why, cost), or their errors."""
     request = requested(offered(name), asked)
     try:
         _, steps = steps_of(request, store.uri)
@@ -153,12 +153,12 @@ def started(store: Store, name: str, asked: Asked) -> str:
 
 
 def once() -> Html:
-    """What a form sends along, so that two clicks on one page start one run."""
+    """Return a hidden field that makes two clicks on one page start one run."""
     return tag("input", type="hidden", name="once", value=uuid.uuid4().hex)
 
 
 def _begun(server: Server, deployment_id: str, title: str, parameters: Mapping[str, Any], asked: Asked) -> str:
-    """The page that follows a run which begins now, or began when the same page asked for the same before."""
+    """Return the page that follows a run which begins now, or began when the same page asked for the same before."""
     key = digest.of_value({"once": asked.get("once", [uuid.uuid4().hex]), "deployment": deployment_id, "parameters": parameters})
     body = {"name": title, "parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": key}
     made = server.insist("POST", f"/deployments/{deployment_id}/create_flow_run", body)
@@ -166,7 +166,7 @@ def _begun(server: Server, deployment_id: str, title: str, parameters: Mapping[s
 
 
 def started_page(store: Store, flow_run: str, prefect: str | None) -> Html | str:
-    """Where a run is that was started: the address of its page as soon as it has one, till then its state."""
+    """Return the address of a started run's page as soon as it exists; until then a page with its state."""
     for name in store.runs()[:-20:-1]:
         if any(event.get("flow_run") == flow_run for event in store.events(name)[:1]):
             return f"/puna/run/{quote(name)}"
@@ -197,7 +197,7 @@ def again(store: Store, name: str, asked: Asked) -> str:
 
 
 def flow_run_of(store: Store, name: str) -> str:
-    """What a server calls a run that a form started; PunaError for one from elsewhere."""
+    """Return the server's id of a run that a form started. Raise PunaError for any other run."""
     found = next((event["flow_run"] for event in store.events(name)[:1] if event.get("flow_run")), None)
     if found is None:
         raise PunaError(f"run {name}: was started elsewhere; give its command again there")
@@ -205,7 +205,7 @@ def flow_run_of(store: Store, name: str) -> str:
 
 
 def requested(offer: Offer, asked: Asked) -> Request:
-    """What a form asks for, as a command line would."""
+    """Return the request of a form, as the command line would make it."""
     texts = []
     for spec in offer.what.inputs:
         texts += [text if spec.kind == "external" else f"{spec.name}={text}" for text in _given(spec, asked)]
@@ -224,7 +224,7 @@ def requested(offer: Offer, asked: Asked) -> Request:
 
 
 def offered(name: str) -> Offer:
-    """The flow or stage of a name as a server has it."""
+    """Return the flow or stage of a name as a server has it."""
     found = {offer.flow: offer for offer in offers()}
     if name not in found:
         raise PunaError(f"{name}: no such flow or stage{did_you_mean(name, list(found))}")
@@ -232,7 +232,7 @@ def offered(name: str) -> Offer:
 
 
 def server_beside(store: Store) -> Server:
-    """The server that starts what these pages ask for."""
+    """Return the server that starts what these pages ask for."""
     note = read_note(store.root)
     if note is None:
         raise PunaError("runs are started by Prefect: use `puna up` in place of `puna web`")
@@ -240,7 +240,7 @@ def server_beside(store: Store) -> Server:
 
 
 def deployment(server: Server, name: str) -> dict[str, Any]:
-    """What the server offers as `name`."""
+    """Return the server's deployment `name`."""
     asking = {"deployments": {"tags": {"all_": ["puna"]}}, "flows": {"name": {"any_": [name]}}}
     found = server.insist("POST", "/deployments/filter", asking)
     if not found:
@@ -257,13 +257,13 @@ def _row(step: Planned, known: bool) -> list[Content]:
 
 
 def _first(doc: str) -> list[Content]:
-    """The first sentence of a docstring, what stands in backticks as code."""
+    """Return the first sentence of a docstring, what stands in backticks as code."""
     sentence = first_sentence(doc)
     return [tag("code", words) if number % 2 else words for number, words in enumerate(sentence.split("`"))]
 
 
 def _given(spec: InputSpec, asked: Asked) -> list[str]:
-    """What is filled in for an input."""
+    """Return the value filled in for an input."""
     lines = [line.strip() for text in asked.get(spec.name, ()) for line in text.splitlines()]
     return [picked(line) for line in lines if line]
 
@@ -285,7 +285,7 @@ def _recipe(offer: Offer, asked: Asked) -> Content:
 
 
 def _input(spec: InputSpec, choices: Choices, asked: Asked) -> Html:
-    """An input: files as lines of text, an artifact from a list."""
+    """Return an input: files as lines of text, an artifact from a list."""
     now = _given(spec, asked)
     if spec.kind == "external":
         words = f"{spec.name}: files or folders, one a line{', none: the sample of real pages' if spec.many or spec.optional else ''}"
@@ -310,7 +310,7 @@ def _changes(asked: Asked) -> Html:
 
 
 def _settings(offer: Offer, asked: Asked) -> list[Content]:
-    """The fields of a stage's configuration, by group; those that are many are folded."""
+    """Return the fields of a stage's configuration, by group; those that are many are folded."""
     assert isinstance(offer.what, Stage)
     values = _values(offer, asked.get("recipe", [""])[0])
     schema = offer.what.config.model_json_schema()
@@ -339,7 +339,7 @@ def _settings(offer: Offer, asked: Asked) -> list[Content]:
 
 
 def _rare(stage: Stage, paths: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Of a stage's many fields those that people rarely change: neither a number nor asked for nor set by a shipped recipe, and seeds."""
+    """Return the fields of a stage that people rarely change: no numbers, not asked for, in no shipped recipe; and seeds."""
     needed = {name for name, one in stage.config.model_fields.items() if one.is_required()} | set_by_recipes(stage)
     numbers = {path for path in paths if isinstance(values[path], int | float) and not isinstance(values[path], bool) and path != "seed"}
     often = [path for path in paths if path in needed | numbers]
@@ -359,7 +359,7 @@ def _setting(path: str, value: Any, asked: Asked, about: str, choices: Sequence[
 
 
 def _about(schema: Mapping[str, Any], path: str) -> tuple[str, Sequence[str]]:
-    """The description of a field of nested settings, and the words that it may be."""
+    """Return the description of a field of nested settings, and the words that it may be."""
     now: Mapping[str, Any] = schema
     for name in path.split("."):
         now = now.get("properties", {}).get(name, {})
@@ -372,7 +372,7 @@ def _about(schema: Mapping[str, Any], path: str) -> tuple[str, Sequence[str]]:
 
 
 def _values(offer: Offer, recipe: str) -> dict[str, Any]:
-    """The settings that a stage's form begins with, by path: of the recipe `demo`, or of `RECIPE:STEP`."""
+    """Return the settings that a stage's form begins with, by path: of the recipe `demo`, or of `RECIPE:STEP`."""
     assert isinstance(offer.what, Stage)
     name, _, step = recipe.partition(":")
     found = values_of(offer.what, name, step or offer.what.name) if recipe else defaults(offer).get("config")
@@ -383,12 +383,12 @@ def _values(offer: Offer, recipe: str) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """A value as YAML has it on one line."""
+    """Return a value as YAML has it on one line."""
     return value if isinstance(value, str) and value and _is_plain(value) else json.dumps(value, ensure_ascii=False)
 
 
 def _is_plain(text: str) -> bool:
-    """Whether YAML reads the text as itself."""
+    """True if YAML reads the text as itself."""
     import yaml
 
     try:
