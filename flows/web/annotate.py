@@ -9,6 +9,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import RedirectResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from puna.flows.web.frame import Site, pages
 from puna.stages.align.judgements import ALIAS
 from puna.storage import Artifact, PunaError, Store
 
@@ -20,6 +25,8 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).with_name("annotate.html")
 POLICY = "default-src 'self' 'unsafe-inline'; base-uri 'none'; frame-ancestors 'self'"
 """What the page may load: itself, which holds its style and its script."""
+DESKS = 8
+"""Desks whose pairs are held in memory."""
 LINKED = re.compile("/")
 """What another site may link to: the page, which does no work when it is opened."""
 
@@ -176,3 +183,35 @@ def prompts_of(store: Store, answers: Artifact) -> Artifact:
     if len(found) != 1 or (prompts := store.find("prompts", found[0].key)) is None:
         raise PunaError(f"{answers.id}: the prompts that it answers are not in the store")
     return prompts
+
+
+class Judging:
+    """Answers `/[PROJECT~]KEY/…` with the desk of the answers of that key, whose judgements are the project's."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._desks: dict[str, ASGIApp] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on to its desk; PunaError where there are no such answers, or nothing in them to compare."""
+        key, slash, _ = scope["path"].removeprefix(scope.get("root_path", "")).lstrip("/").partition("/")
+        if not slash:
+            return await RedirectResponse(f"{scope['path']}/")(scope, receive, send)
+        if key not in self._desks:
+            self._desks[key] = await run_in_threadpool(self._opened, key)
+            while len(self._desks) > DESKS:
+                del self._desks[next(iter(self._desks))]
+        await self._desks[key]({**scope, "root_path": f"{scope.get('root_path', '')}/{key}"}, receive, send)
+
+    def _opened(self, name: str) -> ASGIApp:
+        project, _, key = name.rpartition("~")
+        store = self._store.within(project)
+        answers = store.checked(store.resolve(f"answers/{key}"))
+        # Who may ask, and from which page, is the outer application's to say.
+        return application(Desk(store, answers, prompts_of(store, answers)))
+
+
+@pages()
+def routes(site: Site) -> None:
+    """Add the desks on which people judge answers."""
+    site.app.mount("/judge", Judging(site.store))

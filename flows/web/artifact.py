@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import Annotated
 from urllib.parse import quote
+
+from fastapi import Query
+from fastapi.responses import HTMLResponse
 
 from puna.flows.engine.declare import Flow
 from puna.flows.engine.trace import load_flows, load_stages
@@ -12,7 +16,7 @@ from puna.flows.html.markup import Content, Html, details, duration, number, par
 from puna.flows.html.plot import Plot
 from puna.flows.html.svg import draw, grid
 from puna.flows.prefect.forms import flow_name
-from puna.flows.web.frame import artifact_link, page, plain, problem, projects_nav, run_link
+from puna.flows.web.frame import Site, artifact_link, page, pages, plain, problem, projects_nav, run_link
 from puna.stages.contract import Stage
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.explain import changes, explain, flat
@@ -208,3 +212,20 @@ def resolved(store: Store, kind: str, key: str) -> Artifact:
     if kind not in KINDS:
         raise PunaError(f"{kind}: is no kind of artifact; they are {', '.join(KINDS)}")
     return store.resolve(f"{kind}/{key}")
+
+
+@pages("artifacts", "Artifacts", at=3)
+def routes(site: Site) -> None:
+    """Add the pages of artifacts."""
+
+    @site.app.get("/artifacts", response_class=HTMLResponse)
+    def listed(kind: str | None = None, project: str | None = None) -> str:
+        return list_page(site.store, kind, site.prefect, project)
+
+    @site.app.get("/artifact/{kind}/{key}", response_class=HTMLResponse)
+    def one(kind: str, key: str, table: str | None = None, start: Annotated[int, Query(ge=0)] = 0) -> str:
+        return artifact_page(site.store, resolved(site.store, kind, key), site.prefect, table, start)
+
+    @site.app.get("/artifacts/compare", response_class=HTMLResponse)
+    def compared_artifacts(chosen: Annotated[list[str], Query(alias="artifact")] = []) -> str:  # noqa: B006
+        return compare_page(site.store, chosen, site.prefect)

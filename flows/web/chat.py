@@ -17,8 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import HTTPException, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse, Response, StreamingResponse
+
 from puna.flows.html.markup import Html, tag
-from puna.flows.web.frame import field, option, page
+from puna.flows.web.frame import Site, field, option, page, pages
 from puna.storage import PunaError, Store
 
 START_SECONDS = 180.0
@@ -128,3 +132,24 @@ def _pieces(answer: Any) -> Iterator[str]:
                 return
             for choice in found.get("choices", []):
                 yield choice.get("delta", {}).get("content") or ""
+
+
+@pages("chat", "Chat", at=8)
+def routes(site: Site) -> None:
+    """Add the chat with a model of the store."""
+    chat = Chat(site.store)
+
+    @site.app.get("/chat", response_class=HTMLResponse)
+    def talk(model: str = "") -> str:
+        return chat_page(site.store, model, site.prefect)
+
+    @site.app.post("/chat/say")
+    async def say(request: Request) -> Response:
+        try:
+            asked = json.loads(await request.body())
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(400, "the body is no JSON") from error
+        if not isinstance(asked, dict):
+            raise HTTPException(400, "the body must be an object with model and messages")
+        answer = await run_in_threadpool(chat.say, str(asked.get("model", "")), asked.get("messages"))
+        return StreamingResponse(answer, media_type="text/plain; charset=utf-8")

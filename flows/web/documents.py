@@ -9,10 +9,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse
 
 from puna.flows.html.markup import Content, Html, details, excerpt, number, percent, section, table, tag
 from puna.flows.report.why import fate
-from puna.flows.web.frame import artifact_link, field, option, page, plain
+from puna.flows.web.frame import Site, artifact_link, field, option, page, pages, plain, sent
 from puna.stages.curate.minhash.index import indexed
 from puna.stages.curate.minhash.similar import described, resembling
 from puna.storage import Artifact, PunaError, Store
@@ -207,3 +210,20 @@ def _row(artifact: Artifact, identity: str) -> dict[str, Any] | None:
             found: dict[str, Any] = rows[0]
             return found
     return None
+
+
+@pages("documents", "Documents", at=4)
+def routes(site: Site) -> None:
+    """Add the pages of documents, and of what a text resembles."""
+
+    @site.app.get("/documents", response_class=HTMLResponse)
+    def search(q: str = "", artifact: str = "", rule: str = "") -> str:
+        return documents_page(site.store, artifact, q, rule, site.prefect)
+
+    @site.app.post("/near", response_class=HTMLResponse)
+    async def near(request: Request) -> str:
+        return await run_in_threadpool(documents_page, site.store, "", "", "", site.prefect, await sent(request))
+
+    @site.app.get("/document/{identity}", response_class=HTMLResponse)
+    def document(identity: str) -> str:
+        return document_page(site.store, identity, site.prefect)

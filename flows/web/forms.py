@@ -1,21 +1,31 @@
-"""The way from a page to a form of Prefect's, filled with an artifact or a recipe's values."""
+"""Forms that start runs: these pages' own, and the way to Prefect's, filled with an artifact or a recipe's values."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import parse_qs, quote
+
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from puna.flows.engine.declare import Flow
+from puna.flows.html.markup import Html
 from puna.flows.prefect.forms import Choices, picked, values_of
-from puna.flows.web.start import deployment, offered, server_beside
+from puna.flows.web import start
+from puna.flows.web.bounded import Late
+from puna.flows.web.frame import STALE, Site, page, pages, problem, sent
+from puna.flows.web.guard import own_page
 from puna.storage import PunaError, Store
 
 
 def address(store: Store, prefect: str | None, name: str, asked: Mapping[str, str]) -> str:
     """Return the address of a form. `asked`: `recipe` and `step` that fill it; artifacts by input."""
-    what = offered(name).what
+    what = start.offered(name).what
     if prefect is None:
         raise PunaError("forms are Prefect's: start `puna up` in place of `puna web`")
     given: dict[str, Any] = {}
@@ -29,6 +39,68 @@ def address(store: Store, prefect: str | None, name: str, asked: Mapping[str, st
         if spec.name in asked:
             shown = next((one for one in choices.of(spec.kind) if picked(one) == asked[spec.name]), asked[spec.name])
             given[spec.name] = [shown] if spec.many else shown
-    found = deployment(server_beside(store), name)
+    found = start.deployment(start.server_beside(store), name)
     filled = {**found["parameters"], **given} if given else {}
     return f"/v2/deployments/deployment/{found['id']}/run" + (f"?parameters={quote(json.dumps(filled))}" if filled else "")
+
+
+@pages("start", "Start", at=2)
+def routes(site: Site) -> None:
+    """Add the forms that start runs, with their plans, and the way to Prefect's forms."""
+
+    @site.app.get("/deployment/{name}")
+    def schedules(name: str) -> Response:
+        return RedirectResponse(f"/v2/deployments/deployment/{start.deployment(start.server_beside(site.store), name)['id']}")
+
+    @site.app.get("/form/{name}")
+    def form(name: str, request: Request) -> Response:
+        return RedirectResponse(address(site.store, site.prefect, name, request.query_params))
+
+    @site.app.get("/start", response_class=HTMLResponse)
+    def all_forms(project: str | None = None) -> str:
+        return start.list_page(site.store, site.prefect, project)
+
+    @site.app.get("/start/{name}", response_class=HTMLResponse)
+    def own_form(name: str, request: Request) -> str:
+        asked = parse_qs(request.url.query, keep_blank_values=True)
+        return start.start_page(site.store, name, asked, site.prefect, token=site.token, own=own_page(request.headers))
+
+    @site.app.post("/start/{name}/plan")
+    @site.app.post("/plan/{name}")
+    async def plan(name: str, request: Request) -> Response:
+        asked = await sent(request)
+        if not site.trusts(asked):
+            return HTMLResponse(page("Not planned", problem(STALE), prefect=site.prefect), 403)
+        fields = {key: values for key, values in asked.items() if key != "token"}
+        found = await run_in_threadpool(site.asker.ask, "plan", name=name, asked=fields)
+        if request.url.path.endswith("/plan"):
+            found = await run_in_threadpool(partial(start.start_page, site.store, name, asked, site.prefect, token=site.token, plan=found))
+        return HTMLResponse(found)
+
+    @site.app.post("/start/{name}")
+    async def go(name: str, request: Request) -> Response:
+        asked = await sent(request)
+        try:
+            # What cannot be told in time, of large inputs, the run itself tells first.
+            with suppress(Late):
+                await run_in_threadpool(site.asker.ask, "check", name=name, asked=asked)
+            return RedirectResponse(await run_in_threadpool(start.started, site.store, name, asked), 303)
+        except PunaError as error:
+            refused = partial(start.start_page, site.store, name, asked, site.prefect, token=site.token, refused=str(error))
+            return HTMLResponse(await run_in_threadpool(refused), status_code=422)
+
+    @site.app.post("/run/{name}/stop")
+    def stop(name: str) -> Response:
+        start.stop(site.store, name)
+        return RedirectResponse(f"/puna/run/{quote(name)}", 303)
+
+    @site.app.post("/run/{name}/again")
+    async def again(name: str, request: Request) -> Response:
+        return RedirectResponse(await run_in_threadpool(start.again, site.store, name, await sent(request)), 303)
+
+    @site.app.get("/started/{flow_run}")
+    def follow(flow_run: str) -> Response:
+        found = start.started_page(site.store, flow_run, site.prefect)
+        if isinstance(found, Html):
+            return HTMLResponse(found, headers={"refresh": "1"})
+        return RedirectResponse(found)

@@ -2,21 +2,82 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hmac
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from urllib.parse import quote
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import parse_qs, quote
+
+from fastapi import FastAPI, HTTPException, Request
 
 from puna.flows.html.markup import Content, Html, duration, tag, text
 from puna.storage import Artifact, Store
 from puna.storage.runs import RunLog
 
+if TYPE_CHECKING:
+    from puna.flows.web.bounded import Asker
+
 HERE = Path(__file__).parent
-PLACES = {
-    "": "Runs", "start": "Start", "artifacts": "Artifacts", "documents": "Documents", "rules": "Rules", "rounds": "Rounds", "sql": "SQL",
-    "chat": "Chat",
-}  # fmt: skip
+STALE = "this page is older than the server, or was made by another site: open it again from here, then ask"
+MOST_FIELDS = 2000
+"""Fields of a form."""
 STATES = {"finished": "right", "failed": "wrong", "stopped": "", "crashed": "wrong", "at work": "busy"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """The application that a module adds its pages to.
+
+    `prefect`: the address of the server whose forms they link to; `token`: proves that a form comes from these pages.
+    """
+
+    app: FastAPI
+    store: Store
+    prefect: str | None
+    asker: Asker
+    token: str = dataclasses.field(default_factory=lambda: secrets.token_urlsafe(32))
+
+    def trusts(self, fields: Mapping[str, Sequence[str]]) -> bool:
+        """True if a form sends the token along, which only pages of this server hold."""
+        return hmac.compare_digest(fields.get("token", [""])[0].encode(), self.token.encode())
+
+
+class Entry(NamedTuple):
+    """Pages of a module: the function that adds them, and their link in the navigation if `name` is given, in order of `at`."""
+
+    at: int
+    place: str
+    name: str
+    routes: Callable[[Site], None]
+
+
+REGISTRY: list[Entry] = []
+
+
+def pages(place: str = "", name: str = "", *, at: int = 0) -> Callable[[Callable[[Site], None]], Callable[[Site], None]]:
+    """Register the decorated function: it adds a module's pages to a site. With `name` the navigation links to `place`."""
+
+    def register(routes: Callable[[Site], None]) -> Callable[[Site], None]:
+        REGISTRY.append(Entry(at, place, name, routes))
+        return routes
+
+    return register
+
+
+async def sent(request: Request) -> dict[str, list[str]]:
+    """Return the fields of a form; 400 where the body is no form in UTF-8."""
+    try:
+        fields = parse_qs((await request.body()).decode(), keep_blank_values=True, max_num_fields=MOST_FIELDS, errors="strict")
+    except ValueError as error:
+        raise HTTPException(400, f"the body is no form in UTF-8 of at most {MOST_FIELDS:,} fields") from error
+    if any("\0" in text for name, values in fields.items() for text in (name, *values)):
+        raise HTTPException(400, "a field must not hold NUL")
+    return fields
 
 
 @cache
@@ -29,7 +90,7 @@ def page(title: str, *content: Content, here: str = "", prefect: str | None = No
     """Return a whole page. `here`: its place in the navigation; `live`: the address of events after which `main` is fetched anew."""
     links = [
         tag("a", name, href=f"/puna/{place}", aria_current="page" if place == here else None, accesskey=str(number))
-        for number, (place, name) in enumerate(PLACES.items(), 1)
+        for number, (_, place, name, _) in enumerate(sorted(entry for entry in REGISTRY if entry.name), 1)
     ]
     if prefect is not None:
         links.append(tag("a", "Prefect ↗", href="/v2/deployments"))

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+from collections.abc import AsyncIterator
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import Query, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse, Response, StreamingResponse
 
 from puna.flows.html.markup import Content, Html, duration, number, section, table, tag
 from puna.flows.prefect.forms import offers
-from puna.flows.web.frame import artifact_link, badge, bar, page, projects_nav, run_link, spent, when
+from puna.flows.web.frame import Site, artifact_link, badge, bar, page, pages, projects_nav, run_link, spent, when
 from puna.storage import PunaError, Store
 from puna.storage.runs import RunLog
 
 MOST_RUNS = 50
+LOOKED_SECONDS = 1.0
+"""Time between two looks at the run of an open page."""
 FIRST = "Each opens with what is reused and what the rest may cost; nothing runs before it is started."
 
 
@@ -125,3 +133,27 @@ def runs_view(logs: list[RunLog]) -> Html:
         rows.append([box, *cells, number(len(log.made)), number(reused)])
     shown = table([tag("small", "pick"), "run", "state", "began", "took", "artifacts", "reused"], rows, numeric=(4, 5, 6))
     return tag("form", shown, tag("p", tag("button", "Compare two")), action="/puna/compare", method="get")
+
+
+async def _events(store: Store, request: Request, name: str | None, since: str) -> AsyncIterator[str]:
+    """Yield a line whenever a run, or any run, has changed. `since`: the state shown by the page, which may be past by now."""
+    while not await request.is_disconnected():
+        now = await run_in_threadpool(shown, store, name)
+        yield f"data: {json.dumps('changed')}\n\n" if now != since else ": still\n\n"
+        since = now
+        await asyncio.sleep(LOOKED_SECONDS)
+
+
+@pages("", "Runs", at=1)
+def routes(site: Site) -> None:
+    """Add the first page, and the events after which an open page is fetched anew."""
+
+    @site.app.get("/", response_class=HTMLResponse)
+    def first(older: Annotated[int, Query(ge=0)] = 0, project: str | None = None) -> str:
+        return home(site.store, site.prefect, older, project)
+
+    @site.app.get("/events")
+    @site.app.get("/events/{name}")
+    def events(request: Request, name: str | None = None, since: str = "") -> Response:
+        told = _events(site.store, request, name, since)
+        return StreamingResponse(told, media_type="text/event-stream", headers={"cache-control": "no-store"})

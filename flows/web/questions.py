@@ -6,10 +6,13 @@ import time
 from urllib.parse import quote
 
 import duckdb
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse, Response
 
 from puna.flows.html.markup import Content, Html, details, duration, part, table, tag
 from puna.flows.web.bounded import SECONDS
-from puna.flows.web.frame import page, plain
+from puna.flows.web.frame import STALE, Site, page, pages, plain, problem, sent
 from puna.storage import PunaError, Store, catalog
 from puna.storage.schemas import TABLES
 from puna.storage.views import FACTS
@@ -73,3 +76,27 @@ def answered(store: Store, asked: str) -> Html:
         "div", tag("p", f"{len(rows):,} row{'' if len(rows) == 1 else 's'} in {took}{more}", class_="note", role="status"),
         table(list(found.schema.names), rows, numeric=numeric) if rows else None, class_="rows",
     )  # fmt: skip
+
+
+@pages("sql", "SQL", at=7)
+def routes(site: Site) -> None:
+    """Add the page of SQL. An address only fills its box; the box sends the token that lets a question run."""
+
+    @site.app.get("/sql", response_class=HTMLResponse)
+    def box(q: str = "") -> str:
+        return sql_page(q, None, site.prefect, site.token)
+
+    @site.app.post("/sql")
+    async def sql(request: Request) -> Response:
+        asked = await sent(request)
+        text = asked.get("q", [""])[0]
+        answer: Html | None = None
+        status = 200
+        if not site.trusts(asked):
+            answer, status = problem(STALE), 403
+        elif text.strip():
+            try:
+                answer = await run_in_threadpool(site.asker.ask, "sql", q=text)
+            except PunaError as error:
+                answer = problem(str(error))
+        return HTMLResponse(sql_page(text, answer, site.prefect, site.token), status)

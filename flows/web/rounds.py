@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
+
 from puna.flows.engine.defaults import DEFAULT_RECIPE
 from puna.flows.engine.recipe import shipped_recipes
 from puna.flows.engine.rounds import POLICY, Round, rounds_of, settle, unsettled
@@ -12,7 +16,7 @@ from puna.flows.html.plot import Plot
 from puna.flows.html.svg import draw, grid
 from puna.flows.prefect.trigger import Wanted, new_preferences, want, wanted
 from puna.flows.report.alignment import gate_basis, models_by_step
-from puna.flows.web.frame import artifact_link, field, option, page, projects_nav
+from puna.flows.web.frame import Site, artifact_link, field, option, page, pages, projects_nav, sent
 from puna.stages.align.gate import ApprovalConfig, approval
 from puna.stages.contract import execute
 from puna.storage import Artifact, PunaError, Store
@@ -177,3 +181,22 @@ def _next(store: Store, prefect: str | None) -> Content:
     if prefect:
         started = [started, " ", tag("a", "Set a schedule, in Prefect", href="/puna/deployment/round", class_="button")]
     return tag("div", tag("p", state), form, tag("p", started, class_="buttons"))
+
+
+@pages("rounds", "Rounds", at=6)
+def routes(site: Site) -> None:
+    """Add the page of rounds, and its forms."""
+
+    @site.app.get("/rounds", response_class=HTMLResponse)
+    def all_rounds(project: str | None = None) -> str:
+        return rounds_page(site.store.within(project).known(), site.prefect)
+
+    @site.app.post("/rounds/next")
+    async def trigger(request: Request) -> Response:
+        await run_in_threadpool(set_trigger, site.store, said := await sent(request))
+        return RedirectResponse(f"/puna/rounds?project={project_of(said)}#next", 303)
+
+    @site.app.post("/rounds/{gate}")
+    async def decide(gate: str, request: Request) -> Response:
+        await run_in_threadpool(decided, site.store, gate, said := await sent(request))
+        return RedirectResponse(f"/puna/rounds?project={project_of(said)}", 303)

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from fastapi import Request
+from fastapi.responses import HTMLResponse
 
 from puna.flows.html.markup import Content, Html, excerpt, number, part, percent, section, table, tag
-from puna.flows.web.frame import artifact_link, page
+from puna.flows.web.frame import Site, artifact_link, page, pages
 from puna.stages.contract import parse
 from puna.stages.curate.rules.decide import decide, numeric
 from puna.stages.curate.rules.expressions import SqlRule
@@ -205,3 +207,17 @@ def _span(known: Any, threshold: float) -> tuple[float, float]:
     low, high = (float(q) for q in np.quantile(known, (0.005, 0.995)))
     low, high = min(low, threshold), max(high, threshold)
     return (low, high) if high > low else (low, low + 1.0)
+
+
+@pages("rules", "Rules", at=5)
+def routes(site: Site) -> None:
+    """Add the page of thresholds, and their outcome as they move."""
+
+    @site.app.get("/rules", response_class=HTMLResponse)
+    def sliders(request: Request) -> str:
+        return rules_page(site.store, request.query_params.get("artifact"), request.query_params, site.prefect)
+
+    @site.app.get("/rules/outcome", response_class=HTMLResponse)
+    def outcome(request: Request) -> str:
+        chosen = selection(site.store, site.store.resolve(request.query_params.get("artifact", "")))
+        return replayed(site.store, chosen, request.query_params)

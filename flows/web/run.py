@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from fastapi import Query
+from fastapi.responses import HTMLResponse, Response
+
 from puna.flows.html.markup import Content, Html, duration, number, section, table, tag
 from puna.flows.html.svg import draw, grid
 from puna.flows.report import training
@@ -9,8 +14,9 @@ from puna.flows.report.compare import compare_view
 from puna.flows.report.curate import funnel_view
 from puna.flows.report.funnel import characters_per_token, funnel
 from puna.flows.report.lineage import lineage_view
+from puna.flows.report.page import page as report_page
 from puna.flows.report.run import Run, Step
-from puna.flows.web.frame import artifact_link, badge, bar, page, problem, run_link, spent, when
+from puna.flows.web.frame import Site, artifact_link, badge, bar, page, pages, problem, run_link, spent, when
 from puna.flows.web.home import shown, working_view
 from puna.flows.web.start import once
 from puna.storage import PunaError, Store
@@ -93,3 +99,26 @@ def compare_page(store: Store, names: list[str], prefect: str | None) -> Html:
     first, second = (Run.open(store, name) for name in sorted(names))
     titled = [[run_link(run.log.name), " ", badge(run.log), Html("<br>")] for run in (first, second)]
     return page("Two runs", compare_view(first, second, artifact_link), prefect=prefect, lead=titled)
+
+
+@pages()
+def routes(site: Site) -> None:
+    """Add the pages of runs, their comparison, and their reports."""
+
+    @site.app.get("/run/{name}", response_class=HTMLResponse)
+    def one(name: str) -> str:
+        return run_page(site.store, name, site.prefect)
+
+    @site.app.get("/run/{name}/funnel", response_class=HTMLResponse)
+    def funnel(name: str) -> str:
+        return funnel_page(site.store, name, site.prefect)
+
+    @site.app.get("/compare", response_class=HTMLResponse)
+    def compared(run_names: Annotated[list[str], Query(alias="run")] = []) -> str:  # noqa: B006
+        return compare_page(site.store, run_names, site.prefect)
+
+    @site.app.get("/report/{name}")
+    def report(name: str) -> Response:
+        # The report holds its script and needs nothing else.
+        alone = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+        return HTMLResponse(report_page(Run.open(site.store, name)), headers={"content-security-policy": alone})

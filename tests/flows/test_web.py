@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from datetime import UTC, datetime
 from html import unescape
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from fastapi.testclient import TestClient
+from typer.testing import CliRunner
 
+from puna.flows import web
+from puna.flows.cli import main, plan
 from puna.flows.engine.session import session
-from puna.flows.web import app, application, bounded, home
+from puna.flows.web import application, bounded, frame, home, start
 from puna.stages.contract import execute
 from puna.stages.curate.rules.groups import GopherQualityRules, LineRules, RuleGroup
 from puna.stages.curate.select import SelectConfig, select
@@ -83,9 +88,9 @@ def test_a_page_that_is_past_by_the_time_it_listens_is_told_at_once(store: Store
             return self.left < 0
 
     async def told(since: str) -> list[str]:
-        return [line async for line in app._events(store, Listener(), store.runs()[0], since)]  # type: ignore[arg-type]
+        return [line async for line in home._events(store, Listener(), store.runs()[0], since)]  # type: ignore[arg-type]
 
-    monkeypatch.setattr(app, "LOOKED_SECONDS", 0)
+    monkeypatch.setattr(home, "LOOKED_SECONDS", 0)
     now = home.shown(store, store.runs()[0])
     assert asyncio.run(told(now)) == [": still\n\n"] * 2
     assert asyncio.run(told("what it was")) == ['data: "changed"\n\n', ": still\n\n"]
@@ -175,7 +180,7 @@ def test_a_question_is_answered_and_a_change_refused(client: TestClient) -> None
 
 
 def test_an_address_fills_a_form_and_runs_nothing(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.Asker, "ask", lambda *_, **__: pytest.fail("was asked"))
+    monkeypatch.setattr(bounded.Asker, "ask", lambda *_, **__: pytest.fail("was asked"))
     shown = client.get("/sql", params={"q": "select 42"})
     assert "select 42</textarea>" in shown.text and "rows in" not in text(shown)
     for path in ("/start/prompts", "/start/prompts?set.train=7"):
@@ -239,6 +244,31 @@ def test_what_breaks_in_puna_is_a_page_that_says_so(store: Store, monkeypatch: p
     def broken(*_: object) -> str:
         raise RuntimeError("no room on the shelf")
 
-    monkeypatch.setattr(app.start, "started", broken)
+    monkeypatch.setattr(start, "started", broken)
     made = TestClient(application(store, prefect=None, auth=""), raise_server_exceptions=False).post("/start/curate", data={"recipe": "demo"})
     assert made.status_code == 500 and "RuntimeError: no room on the shelf" in text(made) and "Runs" in text(made)
+
+
+def test_one_file_adds_a_page_and_one_a_command(client: TestClient, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    (tmp_path / "greeting.py").write_text(
+        "from fastapi.responses import HTMLResponse\n"
+        "from puna.flows.web.frame import Site, page, pages\n"
+        "@pages('greeting', 'Greeting', at=9)\n"
+        "def routes(site):\n"
+        "    @site.app.get('/greeting', response_class=HTMLResponse)\n"
+        "    def greeting():\n"
+        "        return page('Good day', site.store.uri, here='greeting')\n"
+    )
+    monkeypatch.setattr(web, "__path__", [*web.__path__, str(tmp_path)])
+    request.addfinalizer(frame.REGISTRY.pop)
+    monkeypatch.setattr(plan.app, "registered_commands", list(plan.app.registered_commands))
+    request.addfinalizer(lambda: sys.modules.pop("puna.flows.web.greeting"))
+    client = TestClient(application(store, prefect=None, auth=""))
+    assert "Good day" in (said := text(client.get("/greeting"))) and store.uri in said
+    assert '<a href="/puna/greeting" accesskey="9">Greeting</a></nav>' in client.get("/rounds").text
+
+    @plan.app.command()
+    def greet(name: str) -> None:
+        print(f"good day, {name}")
+
+    assert CliRunner().invoke(main.app, ["greet", "you"]).output == "good day, you\n"
