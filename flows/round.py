@@ -10,7 +10,7 @@ from typing import Annotated
 from puna.flows.engine.declare import Output, current_walk, flow, setting, step, tell
 from puna.flows.engine.recipe import Step
 from puna.flows.engine.rounds import History, Round, rounds_of, settle, unsettled
-from puna.flows.rounds import DEVELOPMENT, State, counted, learned_from, new_prompts_per_round, one_round
+from puna.flows.rounds import DEVELOPMENT, State, learned_from, new_prompts_per_round, one_round, prompts_taken
 from puna.stages.align.gate import gate
 from puna.stages.align.new_prompts import NewPromptsConfig, new_prompts
 from puna.stages.contract import Kind
@@ -55,7 +55,7 @@ def _round(
         _carry_out(store, open_)
         return False
     number = history.number
-    policy = _known(history.policy) if history.policy else given
+    policy = _as_output(history.policy) if history.policy else given
     anew = setting(
         "from_pretrained", 1, minimum=0, maximum=1,
         description="What reward model and SFT of the flow `round` start from: 1, the pretrained checkpoint; 0, the last policy",
@@ -63,12 +63,12 @@ def _round(
     if anew and not pretrained and len(history.roots) > 1:
         several = ", ".join(root.id for root in history.roots)
         raise PunaError(f"round: the policy comes from {several}; say which one reward model and SFT start from: --input pretrained=ID")
-    start = pretrained or (_known(history.roots[0]) if history.roots else policy)
+    start = pretrained or (_as_output(history.roots[0]) if history.roots else policy)
     heldout = imported or step(prompts)
     wanted = NewPromptsConfig(count=new_prompts_per_round())
     enough = partial(_pool, used=history.used(), more=_more(wanted))
     pool = imported or step(prompts, f"pool_{number}", field="prompts", adapt=enough)
-    used = [_known(item) for item in history.prompts]
+    used = [_as_output(item) for item in history.prompts]
     fresh = step(new_prompts, default=wanted, number=number, pool=pool, used=used)
     known, new = _preferences(history.preferences, judged)
     wait = setting(
@@ -105,7 +105,7 @@ def _carry_out(store: Store, done: Round) -> None:
         tell(settle(store, done))
 
 
-def _known(artifact: Artifact) -> Output:
+def _as_output(artifact: Artifact) -> Output:
     return Output(artifact.kind, (artifact.id,), (artifact,))
 
 
@@ -113,7 +113,7 @@ def _all(known: Sequence[Artifact], given: Sequence[Output]) -> tuple[Output, ..
     """Return the artifacts used before and those given now, each content once."""
     digests = {item.data_digest for item in known}
     new = [o for o in given if not any(isinstance(i, Artifact) and i.data_digest in digests for i in o.items)]
-    return (*map(_known, known), *new)
+    return (*map(_as_output, known), *new)
 
 
 def _preferences(known: Sequence[Artifact], given: Sequence[Output]) -> tuple[tuple[Output, ...], int]:
@@ -129,7 +129,7 @@ def _preferences(known: Sequence[Artifact], given: Sequence[Output]) -> tuple[tu
 def _more(wanted: NewPromptsConfig) -> int:
     """Return the number of unused prompts of each task that a round takes."""
     steps = (Step(field, field, new_prompts, default) for field, default in (("new_prompts", wanted), ("development", DEVELOPMENT)))
-    return sum(counted(current_walk().configs(one)) for one in steps)
+    return sum(prompts_taken(current_walk().configs(one)) for one in steps)
 
 
 def _pool(config: PromptsConfig, used: Counter[str], more: int) -> PromptsConfig:

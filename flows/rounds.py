@@ -250,7 +250,7 @@ def _slice(label: str, first: int, count: int) -> Output:
 
 def _set_aside() -> int:
     """Return the number of prompts of each task that no round learns from."""
-    return counted(_development())
+    return prompts_taken(_development())
 
 
 def _development() -> list[StageConfig | None]:
@@ -258,7 +258,7 @@ def _development() -> list[StageConfig | None]:
     return current_walk().configs(wanted) if current_walk().configs(Step("average", "average", average)) else []
 
 
-def counted(configs: Sequence[StageConfig | None]) -> int:
+def prompts_taken(configs: Sequence[StageConfig | None]) -> int:
     """Return the number of prompts of each task that these steps take."""
     return sum(config.count for config in configs if isinstance(config, NewPromptsConfig))
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from puna.flows.curate import curate
 from puna.flows.engine import preflight
-from puna.flows.engine.inputs import column_changes, meant
+from puna.flows.engine.inputs import column_changes, parse_inputs
 from puna.flows.engine.perform import Performer
 from puna.flows.engine.preflight import document_texts, page_texts
 from puna.flows.engine.recipe import read_values
@@ -76,7 +76,7 @@ def clean(
     """
     kind, target = _target(output)
     store = store.within(read_values(recipe, list(changes), RECIPE)[0].get("project"))
-    wanted = meant(paths, curate.inputs, store, "clean")
+    wanted = parse_inputs(paths, curate.inputs, store, "clean")
     given = curate.by_kind(wanted.items, wanted.named, wanted.sources)
     imported = [item for item in wanted.items if isinstance(item, Artifact) and item.kind == "documents"]
     named = column_changes(columns, "ingest")

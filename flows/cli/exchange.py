@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from puna.flows.cli.inspect import ModuleOption, ProjectOption, StoreOption, brought, existing
+from puna.flows.cli.inspect import ModuleOption, ProjectOption, StoreOption, existing, import_modules
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.stages.contract import did_you_mean
 from puna.storage import Artifact, PunaError, Store
@@ -41,7 +41,7 @@ def import_(
     from puna.flows.engine.defaults import prepare
     from puna.flows.engine.inputs import alias_of
 
-    added = brought(modules)
+    added = import_modules(modules)
     alias = None if name is None else alias_of(name)
     opened = Store.open(store)
     prepare(opened.root)

@@ -134,7 +134,7 @@ def fairness(documents: Sequence[Labelled], recipe: str = "clean", changes: Sequ
         factors = factors_of(found.read("languages"), signals) if chosen.per_language else {}
         sources = pa.chunked_array([["web"] * signals.num_rows])
         alone = {rule.name: fires(rule, signals, sources, factors) for rule in active_rules(chosen)}
-    return _told(documents, kept, signals, alone, reference)
+    return _summary(documents, kept, signals, alone, reference)
 
 
 def _row(number: int, document: Labelled) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _row(number: int, document: Labelled) -> dict[str, Any]:
             "text": document.text}  # fmt: skip
 
 
-def _told(documents: Sequence[Labelled], kept: set[int], signals: pa.Table, alone: dict[str, Any], reference: str) -> Fairness:
+def _summary(documents: Sequence[Labelled], kept: set[int], signals: pa.Table, alone: dict[str, Any], reference: str) -> Fairness:
     names, scores = signals["language"].to_pylist(), signals["language_score"].to_pylist()
     good: dict[str, list[int]] = defaultdict(list)
     spoilt: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))

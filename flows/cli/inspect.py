@@ -144,7 +144,7 @@ def list_(
     print_rows(rows, False, ["id", "stage", "rows", "created at", "aliases", *(["suspect"] if suspects else [])])
 
 
-def brought(modules: list[str] | None) -> list[ModuleType]:
+def import_modules(modules: list[str] | None) -> list[ModuleType]:
     """Import the modules that `--module` names; what they declare is registered as Puna's own is."""
     from puna.stages import plugins
 

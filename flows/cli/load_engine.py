@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 
-def opened(
+def load_engine(
     model: str, store: Callable[[], Store], serving: ServingSettings, draft: str | None = None,
     work: Callable[[Tokenizer, int], Work] | None = None,
     draft_weights: Weights = "same", **limits: Any,

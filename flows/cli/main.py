@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from puna.flows.cli import annotate, exchange, inspect, model, plan, similar, sql
-from puna.flows.cli.inspect import ModuleOption, ProjectOption, StoreOption, brought, print_rows
+from puna.flows.cli.inspect import ModuleOption, ProjectOption, StoreOption, import_modules, print_rows
 from puna.flows.engine.console import fail
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.stages.executors import FORMS, PROCESSES
@@ -75,7 +75,7 @@ def run(
     from puna.flows.engine import launch
     from puna.flows.engine.inputs import alias_of, column_changes
 
-    brought(modules)
+    import_modules(modules)
     fields = column_changes(columns or (), "ingest")
     alias = None if name is None else alias_of(name)
     asked = (*fields, *(changes or ()))
@@ -155,7 +155,7 @@ def stages(modules: ModuleOption = None) -> None:
     from puna.flows.engine.declare import described, first_sentence
     from puna.flows.engine.trace import load_flows, load_stages
 
-    brought(modules)
+    import_modules(modules)
     for flow in load_flows().values():
         inputs = ", ".join(f"{described(s)}{'?' if s.optional else ''}" for s in flow.inputs)
         typer.echo(f"{'flow:' + flow.name:20s} {inputs}\n    {first_sentence(flow.doc)}")
@@ -171,7 +171,7 @@ def fields(name: NameArgument, modules: ModuleOption = None) -> None:
     from puna.flows.engine.launch import chosen
     from puna.flows.engine.trace import schema
 
-    brought(modules)
+    import_modules(modules)
     found = chosen(name)
     typer.echo(json.dumps(schema(found) if isinstance(found, Flow) else found.config.model_json_schema(), indent=1))
 
@@ -286,7 +286,7 @@ def accept(
         from puna.flows.engine.trace import load_stages
         from puna.stages.contract.execute import by_todays_code
 
-        brought(modules)
+        import_modules(modules)
         load_stages()
         identity = by_todays_code(before, opened)
         if identity.key == before.key:

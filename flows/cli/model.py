@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from puna.flows.cli.inspect import ProjectOption, StoreOption
-from puna.flows.cli.load_engine import opened, serving_options
+from puna.flows.cli.load_engine import load_engine, serving_options
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.flows.server.client import end_with
 from puna.models.memory.workload import Work
@@ -91,7 +91,7 @@ def chat(
 ) -> None:
     """Talk with a model; it keeps the conversation. /new begins another, Ctrl-C ends an answer, Ctrl-D the talk."""
     place = partial(Store.existing, store, project)
-    engine = opened(model, place, serving, draft, lambda _, context: _talk(context, max_tokens), draft_weights)
+    engine = load_engine(model, place, serving, draft, lambda _, context: _talk(context, max_tokens), draft_weights)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     params = parameters(engine, CHAT, **asked_of, **ahead(serving, draft))
     start = [{"role": "system", "content": _unicode(system, "--system")}] if system else []
@@ -192,7 +192,7 @@ def generate(
         return Work(max(len(ids) for ids in _ids(tokenizer, given, raw)), max_tokens, len(given) * n)
 
     place = partial(Store.existing, store, project)
-    engine = opened(model, place, serving, draft, work, draft_weights)
+    engine = load_engine(model, place, serving, draft, work, draft_weights)
     mask = None if schema is None else _mask(engine, schema)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed, "n": n}
     guessing = ahead(serving, draft if mask is None else None)
@@ -367,7 +367,7 @@ def api(
         step_tokens = SERVED_AT_ONCE
     limits = {"sequences": sequences, "step_tokens": step_tokens, "prefill_threads": prefill_threads}
     place = partial(Store.existing, store, project)
-    engine = opened(model, place, serving, draft, work, draft_weights, **limits)
+    engine = load_engine(model, place, serving, draft, work, draft_weights, **limits)
     made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, **ahead(serving, draft))
     door = OwnSite(made, protected=bool(key), pages=None, asking=None)
     uvicorn.run(door, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)

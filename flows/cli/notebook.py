@@ -10,7 +10,7 @@ from typing import Any
 from puna.flows.engine import launch, running
 from puna.flows.engine.declare import FLOWS, Flow, Item
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE
-from puna.flows.engine.inputs import meant
+from puna.flows.engine.inputs import parse_inputs
 from puna.flows.engine.perform import Performer
 from puna.flows.engine.session import session
 from puna.flows.engine.trace import load
@@ -45,8 +45,8 @@ def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_
     found = launch.chosen(f"stage:{stage.removeprefix('stage:')}") if isinstance(stage, str) else stage
     assert isinstance(found, Stage)
     opened = store if isinstance(store, Store) else Store.open(store)
-    wanted = meant([str(item) for item in inputs if isinstance(item, str | Path)], found.inputs, opened, found.name)
-    given = running.given_to(found, _ready(inputs) + wanted.items, wanted.named)
+    wanted = parse_inputs([str(item) for item in inputs if isinstance(item, str | Path)], found.inputs, opened, found.name)
+    given = running.stage_inputs(found, _ready(inputs) + wanted.items, wanted.named)
     return perform(found, parse(found.config, settings, found.name), given, opened).artifact
 
 
@@ -61,9 +61,9 @@ def run_flow(
     opened = store if isinstance(store, Store) else Store.open(store)
     loaded = load(recipe, list(changes), found.name)
     opened = opened.within(loaded.project) if opened.project == DEFAULT else opened
-    wanted = meant([str(item) for item in inputs if isinstance(item, str | Path)], found.inputs, opened, f"flow {found.name}")
+    wanted = parse_inputs([str(item) for item in inputs if isinstance(item, str | Path)], found.inputs, opened, f"flow {found.name}")
     wanted = replace(wanted, items=_ready(inputs) + wanted.items)
-    given = running.fit(found, loaded, wanted, opened, quiet=True)
+    given = running.flow_inputs(found, loaded, wanted, opened, quiet=True)
     asked = {"recipe": recipe, "changes": list(changes), "inputs": [getattr(item, "id", None) or str(item) for item in inputs]}
     with session(opened, flow=found.name, parameters=asked) as now:
         Performer(loaded).walk(found, given)

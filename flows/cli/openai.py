@@ -248,7 +248,7 @@ async def _lines(reply: Reply, first: Event, events: AsyncGenerator[Event, None]
     yield "data: [DONE]\n\n"
 
 
-def _told(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+def _error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
     return JSONResponse(error.body, error.status, headers)
 
 
@@ -257,22 +257,22 @@ def _tell_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def told(_: Request, error: ApiError) -> Response:
-        return _told(error)
+        return _error_response(error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         field = None if first["type"] == "json_invalid" else ".".join(str(part) for part in first["loc"][1:]) or None
-        return _told(ApiError(400, "invalid_request_error", f"{field or 'body'}: {first['msg']}", field))
+        return _error_response(ApiError(400, "invalid_request_error", f"{field or 'body'}: {first['msg']}", field))
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
         said = f"{request.method} {request.url.path}: {error.detail}"
-        return _told(ApiError(error.status_code, "invalid_request_error", said), error.headers)
+        return _error_response(ApiError(error.status_code, "invalid_request_error", said), error.headers)
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> Response:
-        return _told(ApiError(500, "server_error", f"the server failed: {type(error).__name__}"))
+        return _error_response(ApiError(500, "server_error", f"the server failed: {type(error).__name__}"))
 
 
 def application(
@@ -294,7 +294,9 @@ def application(
     app = FastAPI(title="Puna", lifespan=running, docs_url=None, redoc_url=None, openapi_url=None)
 
     _tell_errors(app)
-    app.add_middleware(Bounded, limit=limits.body, refusal=lambda status, words: _told(ApiError(status, "invalid_request_error", words)))
+    app.add_middleware(
+        Bounded, limit=limits.body, refusal=lambda status, words: _error_response(ApiError(status, "invalid_request_error", words))
+    )
 
     @app.middleware("http")
     async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -306,7 +308,7 @@ def application(
             if request.method == "POST" and worker.active >= limits.queue:
                 raise ApiError(429, "rate_limit_error", f"{worker.active} requests are at work, as many as may be: try again later")
         except ApiError as error:
-            return _told(error)
+            return _error_response(error)
         return await go_on(request)
 
     @app.get("/health")

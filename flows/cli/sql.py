@@ -47,7 +47,7 @@ def sql(
     elif output is not None:
         if text is None:
             raise PunaError("--output: give the query whose result it is")
-        typer.echo(f"{written(opened, text, output):,} rows: {output}")
+        typer.echo(f"{write_result(opened, text, output):,} rows: {output}")
     elif text is not None:
         with catalog.connect(opened) as connection:
             found = catalog.run(connection, text)
@@ -57,7 +57,7 @@ def sql(
         _prompt(opened, as_json)
 
 
-def written(store: Store, text: str, output: Path) -> int:
+def write_result(store: Store, text: str, output: Path) -> int:
     """Write the result of a query to a file, which is whole or not there; returns its rows."""
     target = output.expanduser().absolute()
     if target.resolve().is_relative_to(store.root.resolve()):

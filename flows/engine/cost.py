@@ -12,7 +12,7 @@ from puna.storage import PunaError, Store
 
 if TYPE_CHECKING:
     from puna.flows.engine.launch import Request
-    from puna.flows.engine.plan import Planned
+    from puna.flows.engine.plan import PlannedStep
     from puna.flows.engine.recipe import Recipe
     from puna.models.accounting import Precision
     from puna.models.config import ModelConfig
@@ -28,20 +28,20 @@ LONGEST = 90 * 86_400
 """Seconds that such a plan may take."""
 
 
-def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[Planned]]:
+def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedStep]]:
     """Return the flow or stage of a request, and its steps as a run would find them. Raise PunaError as such a run would."""
-    from puna.flows.engine.inputs import meant
+    from puna.flows.engine.inputs import parse_inputs
     from puna.flows.engine.launch import chosen, stage_config
-    from puna.flows.engine.plan import planned, planned_stage
-    from puna.flows.engine.running import given_to
+    from puna.flows.engine.plan import plan_flow, plan_stage
+    from puna.flows.engine.running import stage_inputs
 
     found = chosen(request.what)
     if isinstance(found, Flow):
-        return found, planned(found, request.recipe_of(found), list(request.inputs), place)
+        return found, plan_flow(found, request.recipe_of(found), list(request.inputs), place)
     config = stage_config(found, request.recipe, list(request.changes))
     store = Store.existing(place).within(request.stage_project())
-    wanted = meant(request.inputs, found.inputs, store, found.name)
-    return found, [planned_stage(found, config, given_to(found, wanted.items, wanted.named), store)]
+    wanted = parse_inputs(request.inputs, found.inputs, store, found.name)
+    return found, [plan_stage(found, config, stage_inputs(found, wanted.items, wanted.named), store)]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Total:
     unknown: tuple[str, ...]
 
     @classmethod
-    def of(cls, steps: Sequence[Planned]) -> Total:
+    def of(cls, steps: Sequence[PlannedStep]) -> Total:
         """Return the sum of the steps that are not reused."""
         known = [step.expected for step in steps if step.expected is not None]
         unknown = tuple(step.label for step in steps if step.state != "reused" and step.expected is None)

@@ -27,7 +27,7 @@ COLUMNS = ("text", "html", "url", "date")
 
 
 @dataclass(frozen=True)
-class Meant:
+class RunInputs:
     """Parsed inputs. `items`: assigned by their kind; `named`: artifacts by the input that they are given to; `sources`: the name that an
     artifact's rows get as their source, by its key.
     """
@@ -56,7 +56,7 @@ def alias_of(name: str) -> str:
     return f"{name}@latest"
 
 
-def meant(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where: str) -> Meant:
+def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where: str) -> RunInputs:
     """Parse inputs; `NAME=ARTIFACT` gives an artifact to the input or the source NAME. Raise PunaError where NAME is neither, or where
     files are given and none are taken.
     """
@@ -89,7 +89,7 @@ def meant(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where:
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise PunaError(f"two inputs have the name {twice[0]!r}; name them: --input NAME=URI")
     files = sorted((item for item in items if isinstance(item, External)), key=lambda item: item.name)
-    return Meant([*(item for item in items if not isinstance(item, External)), *files], named, sources)
+    return RunInputs([*(item for item in items if not isinstance(item, External)), *files], named, sources)
 
 
 def check_address(what: str, text: str) -> None:

@@ -14,10 +14,10 @@ from puna.flows.engine import preflight
 from puna.flows.engine.closing import closing_table
 from puna.flows.engine.declare import Flow
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE
-from puna.flows.engine.inputs import meant
+from puna.flows.engine.inputs import parse_inputs
 from puna.flows.engine.perform import Performer
 from puna.flows.engine.recipe import Recipe, overridden, project_change, read_values
-from puna.flows.engine.running import checked_inputs, given_to, sample_pages
+from puna.flows.engine.running import checked_inputs, sample_pages, stage_inputs
 from puna.flows.engine.session import session
 from puna.flows.engine.trace import load, load_flows, load_stages
 from puna.flows.server.client import named_server
@@ -151,11 +151,11 @@ def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig 
     """Run a stage alone and tell its metrics; returns what it made. `config`: in place of a recipe's with changes."""
     config = config or stage_config(stage, request.recipe, list(request.changes))
     store = store.within(request.stage_project())
-    wanted = meant(request.inputs, stage.inputs, store, stage.name)
+    wanted = parse_inputs(request.inputs, stage.inputs, store, stage.name)
     items = wanted.items
     if any(spec.kind == "external" and not spec.optional for spec in stage.inputs) and not items:
         items += sample_pages(store, request.json)
-    given = given_to(stage, items, wanted.named)
+    given = stage_inputs(stage, items, wanted.named)
     named_server()
     preflight.check_stage(stage, config, given, store, request.executor)
     with session(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from puna.flows.engine.declare import Flow, Given, Item, Output, Walk, values
 from puna.flows.engine.estimates import Expected, Experience, Size
-from puna.flows.engine.inputs import latest, meant, sample_folder
+from puna.flows.engine.inputs import latest, parse_inputs, sample_folder
 from puna.flows.engine.recipe import Recipe, Step
 from puna.flows.engine.trace import load_stages
 from puna.stages.contract import External, Stage, StageConfig, Value, identify, reusable
@@ -19,7 +19,7 @@ STATES = {"reused": "reused", "runs": "run", "after": "follow on those"}
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedStep:
     """A step of a plan. `state`: reused (`why`: its artifact), runs (what is new), or after (the steps that it waits for).
 
     `expected`: what it may cost where it runs; None where no earlier run tells.
@@ -37,7 +37,7 @@ class Planner(Walk):
 
     def __init__(self, recipe: Recipe, store: Store, experience: Experience | None = None) -> None:
         super().__init__(recipe)
-        self.steps: list[Planned] = []
+        self.steps: list[PlannedStep] = []
         self._store, self._experience = store, experience
         self._sizes: dict[str, Size] = {}
 
@@ -54,9 +54,9 @@ class Planner(Walk):
             if (made := reusable(step.stage, identity, self._store)) is not None:
                 state, why, items = "reused", made.id, (made,)
             elif new := against(self._store, identity, label):
-                why = _told(new)
+                why = _summary(new)
         expected = None if items else self._expected(step.stage, label, config, inputs)
-        self.steps.append(Planned(label, step.stage.name, state, why, expected))
+        self.steps.append(PlannedStep(label, step.stage.name, state, why, expected))
         return Output(step.stage.kind, (label,), items)
 
     def _expected(self, stage: Stage, label: str, config: StageConfig, inputs: dict[str, list[Output]]) -> Expected | None:
@@ -79,7 +79,7 @@ class Planner(Walk):
         return self._store
 
 
-def planned(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[Planned]:
+def plan_flow(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[PlannedStep]:
     """Return the steps of a flow as a run with these inputs would find them. Without inputs, take what such a run would take."""
     load_stages()
     with tempfile.TemporaryDirectory() as empty:
@@ -88,27 +88,27 @@ def planned(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[Pl
         except PunaError:  # none yet: nothing is reused
             store = Store.open(empty)
         planner = Planner(recipe, store, Experience(store))
-        planner.walk(flow, _given(flow, texts, store))
+        planner.walk(flow, _inputs(flow, texts, store))
     return planner.steps
 
 
-def planned_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store) -> Planned:
+def plan_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store) -> PlannedStep:
     """Return a stage alone as a run with these inputs would find it."""
     identity = identify(stage, config, dict(given))
     if (made := reusable(stage, identity, store)) is not None:
-        return Planned(stage.name, stage.name, "reused", made.id)
+        return PlannedStep(stage.name, stage.name, "reused", made.id)
     new = against(store, identity, stage.name)
     came = [Size.of(item) for items in stage.check(dict(given)).values() for item in items]
     expected = Experience(store).expect(stage.name, config.model_dump(mode="json"), came)
-    return Planned(stage.name, stage.name, "runs", _told(new) if new else "never ran alone", expected)
+    return PlannedStep(stage.name, stage.name, "runs", _summary(new) if new else "never ran alone", expected)
 
 
-def _told(new: Sequence[Change]) -> str:
+def _summary(new: Sequence[Change]) -> str:
     return "; ".join(str(change) for change in new[:3]) + (f"; and {len(new) - 3} more" if len(new) > 3 else "")
 
 
-def _given(flow: Flow, texts: list[str], store: Store) -> dict[str, Given]:
-    wanted = meant(texts, flow.inputs, store, f"flow {flow.name}")
+def _inputs(flow: Flow, texts: list[str], store: Store) -> dict[str, Given]:
+    wanted = parse_inputs(texts, flow.inputs, store, f"flow {flow.name}")
     items = wanted.items
     if not wanted:
         if flow.takes_files:

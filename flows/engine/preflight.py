@@ -50,7 +50,7 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, 
     reading = next((step.config for step in found.steps if isinstance(step.config, IngestConfig)), None)
     look: Callable[[float], Looked] | None = None
     if reading is not None and files:
-        wrong = _told(lambda: check_inputs(files, reading))
+        wrong = _messages(lambda: check_inputs(files, reading))
         complaints += wrong
         if not wrong:
             config = reading
@@ -181,7 +181,7 @@ def page_text(page: Page) -> str:
     return body[:PEEK_CHARACTERS]
 
 
-def _told(ask: Callable[[], None]) -> list[str]:
+def _messages(ask: Callable[[], None]) -> list[str]:
     try:
         ask()
     except PunaError as error:

@@ -15,7 +15,7 @@ from puna.stages.identity.libraries import installed
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def begun(asked: Mapping[str, Any]) -> dict[str, Any]:
+def provenance(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request (command, recipe, changes, inputs) with the program's commit, version and libraries."""
     return {**asked, "commit": commit(), "versions": dict(versions())}
 

@@ -9,7 +9,7 @@ from puna.flows.demo import SampleReport, build_sample
 from puna.flows.engine import preflight
 from puna.flows.engine.console import Console
 from puna.flows.engine.declare import Flow, Given, Item
-from puna.flows.engine.inputs import Meant, latest, meant, sample_folder
+from puna.flows.engine.inputs import RunInputs, latest, parse_inputs, sample_folder
 from puna.flows.engine.recipe import Recipe
 from puna.flows.engine.trace import trace
 from puna.stages.contract import External, Stage, Value
@@ -24,10 +24,10 @@ def checked_inputs(
     unmet = trace(flow, recipe).complaints
     if unmet:  # before files are read, which may take a while
         raise PunaError("\n".join(unmet))
-    return fit(flow, recipe, meant(texts, flow.inputs, store, f"flow {flow.name}"), store, executor=executor, quiet=quiet)
+    return flow_inputs(flow, recipe, parse_inputs(texts, flow.inputs, store, f"flow {flow.name}"), store, executor=executor, quiet=quiet)
 
 
-def fit(flow: Flow, recipe: Recipe, wanted: Meant, store: Store, *, executor: str = PROCESSES, quiet: bool) -> dict[str, Given]:
+def flow_inputs(flow: Flow, recipe: Recipe, wanted: RunInputs, store: Store, *, executor: str = PROCESSES, quiet: bool) -> dict[str, Given]:
     """Return the inputs of a flow; without any, the sample or the `NAME@latest` aliases. Raise PunaError where needs are unmet."""
     items = wanted.items
     if not wanted and flow.takes_files:
@@ -39,7 +39,7 @@ def fit(flow: Flow, recipe: Recipe, wanted: Meant, store: Store, *, executor: st
     return given
 
 
-def given_to(stage: Stage, items: Sequence[Item], named: Mapping[str, list[Artifact]] | None = None) -> dict[str, Value]:
+def stage_inputs(stage: Stage, items: Sequence[Item], named: Mapping[str, list[Artifact]] | None = None) -> dict[str, Value]:
     """Return the inputs of a stage: those in `named` by the input's name, the others by their kind."""
     given = stage.by_kind([item for item in items if isinstance(item, Artifact)], named)
     files = [item for item in items if isinstance(item, External)]

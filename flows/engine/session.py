@@ -20,8 +20,8 @@ from rich.markup import escape
 
 from puna.flows.engine.console import Console
 from puna.flows.engine.declare import Given
-from puna.flows.engine.provenance import begun
-from puna.flows.engine.stderr_tee import heard
+from puna.flows.engine.provenance import provenance
+from puna.flows.engine.stderr_tee import tee_stderr
 from puna.flows.engine.unfinished import command, message
 from puna.flows.server.client import from_environment, server_of
 from puna.flows.server.reporter import Reporter
@@ -184,9 +184,9 @@ def session(
         page = None
         listening = contextlib.ExitStack()
         if flow_run:  # nobody sits before its terminal
-            listening.enter_context(heard(lambda line: reporter.log(line, logging.WARNING)))
+            listening.enter_context(tee_stderr(lambda line: reporter.log(line, logging.WARNING)))
         try:
-            told = begun({**(parameters or {}), "title": title or flow, "project": store.project})
+            told = provenance({**(parameters or {}), "title": title or flow, "project": store.project})
             told |= {"flow_run": flow_run} if flow_run else {}
             store.record(run, runs.started(flow, **told))
             yield made
@@ -254,11 +254,11 @@ def _report(session: Session) -> str:
         if session.executor is None or all(outcome.reused for _, outcome in session.outcomes):
             page = write(store, run, None)
         else:
-            page = store.files.local(session.executor.submit(_written, store.uri, run).result())
+            page = store.files.local(session.executor.submit(_write_page, store.uri, run).result())
     return str(page)
 
 
-def _written(address: str, run: str) -> str:
+def _write_page(address: str, run: str) -> str:
     """Write a run's page in a worker; return its name in the store."""
     from puna.flows.report import place, write
 

@@ -80,7 +80,7 @@ class Axis:
             step = max(1.0, math.ceil(step))
         first = math.ceil(self.low / step - 1e-9)
         values = [i * step for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
-        return [(self.at(v), _written(v, step)) for v in values]
+        return [(self.at(v), _format(v, step)) for v in values]
 
 
 def _step(span: float, count: int = 5) -> float:
@@ -108,7 +108,7 @@ def _power(value: float) -> str:
     return raised if factor == 1 else f"{factor}·{raised}"
 
 
-def _written(value: float, step: float) -> str:
+def _format(value: float, step: float) -> str:
     if abs(value) < step / 1000:
         return "0"
     if abs(value) >= 10_000:

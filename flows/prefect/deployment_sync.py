@@ -11,7 +11,7 @@ from uuid import UUID
 from prefect import Flow as PrefectFlow
 
 from puna.flows.prefect.forms import Choices, Offer, defaults, description, schema
-from puna.flows.prefect.trigger import due, wanted
+from puna.flows.prefect.trigger import due, load_trigger
 from puna.flows.server.client import Server
 from puna.storage import Store
 from puna.storage.runs import RunLog
@@ -95,7 +95,7 @@ class Offering:
 
     def _state(self) -> object:
         """Return the state that drop-downs and the next round depend on: artifact folders, aliases, and the round's trigger."""
-        waits = [wanted(self._store.within(project)) for project in self._store.projects()]
+        waits = [load_trigger(self._store.within(project)) for project in self._store.projects()]
         return len(self._store.committed()), tuple(sorted(self._store.aliases().items())), waits
 
     def _begin_round(self) -> None:

@@ -58,7 +58,7 @@ def _flow_form(flow: Flow) -> PrefectFlow[Any, Any]:
         texts = [text for spec in flow.inputs for text in _texts(spec, given[spec.name])]
         how = {"executor": given["executor"], "project": given["project"]}
         request = Request(f"flow:{flow.name}", picked(given["recipe"]), tuple(given["changes"]), tuple(texts), **how)
-        return _told(request, lambda: run_flow(flow, request, _opened(given)))
+        return _run_work(request, lambda: run_flow(flow, request, _opened(given)))
 
     parameters = [
         _parameter("recipe", str, "The values of all steps; a YAML file must be where the runs are started", DEFAULT_RECIPE),
@@ -76,7 +76,7 @@ def _stage_form(stage: Stage, offer: Offer) -> PrefectFlow[Any, Any]:
         changes = changed(offer, given["config"])
         how = {"executor": given["executor"], "project": given["project"]}
         request = Request(f"stage:{stage.name}", None, changes, tuple(texts), **how)
-        return _told(request, lambda: run_stage(stage, request, _opened(given), given["config"]).id)
+        return _run_work(request, lambda: run_stage(stage, request, _opened(given), given["config"]).id)
 
     whole = not any(field.is_required() for field in stage.config.model_fields.values())
     config = inspect.Parameter(
@@ -102,7 +102,7 @@ def _opened(given: Mapping[str, Any]) -> Store:
     return Store.open(given["store"])
 
 
-def _told(request: Request, work: Callable[[], str]) -> Any:
+def _run_work(request: Request, work: Callable[[], str]) -> Any:
     """Return the result of `work`. A `PunaError` fails the run with its message in log and state, without a traceback."""
     try:
         return work()

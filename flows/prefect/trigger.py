@@ -14,23 +14,23 @@ NOTE = "rounds"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Trigger:
     """`preferences`: new ones for which a round is made, 0: none is. `recipe`: of that round."""
 
     preferences: int = 0
     recipe: str = DEFAULT_RECIPE
 
 
-def wanted(store: Store) -> Wanted:
+def load_trigger(store: Store) -> Trigger:
     """Return the store's trigger settings."""
     try:
         found = json.loads(store.files.read(f"{store.own(NOTE)}.json"))
-        return Wanted(int(found["preferences"]), str(found["recipe"]))
+        return Trigger(int(found["preferences"]), str(found["recipe"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return Wanted()
+        return Trigger()
 
 
-def want(store: Store, asked: Wanted) -> None:
+def save_trigger(store: Store, asked: Trigger) -> None:
     """Save the trigger's settings, for running and later workers."""
     store.files.write(f"{store.own(NOTE)}.json", json.dumps(asdict(asked)).encode())
 
@@ -52,9 +52,9 @@ def new_preferences(store: Store) -> int:
     return len(set(given.read(columns=["id"])["id"].to_pylist()) - learned)
 
 
-def due(store: Store) -> tuple[str, Wanted] | None:
+def due(store: Store) -> tuple[str, Trigger] | None:
     """Return a name for the round that should start now, unchanged until somebody judges again; None if none is due."""
-    asked, given = wanted(store), judged(store)
+    asked, given = load_trigger(store), judged(store)
     if not asked.preferences or given is None:
         return None
     try:

@@ -63,16 +63,16 @@ def _compared(one: Step | None, other: Step | None, link: Link) -> list[Content]
     if one is None or other is None:
         there = one or other
         assert there is not None
-        return [tag("b", there.label), _given(one, None, link), _given(other, None, link), "only in one"]
+        return [tag("b", there.label), _output_text(one, None, link), _output_text(other, None, link), "only in one"]
     if one.artifact.key == other.artifact.key:
         return [tag("span", one.label, class_="dim"), link(one.artifact), tag("span", "the same", class_="dim"), ""]
     found = changes(one.artifact.manifest, other.artifact.manifest)
     more = tag("li", f"and {len(found) - CHANGES_SHOWN} more") if len(found) > CHANGES_SHOWN else None
     why = tag("ul", [tag("li", str(change)) for change in found[:CHANGES_SHOWN]], more)
-    return [tag("b", one.label), _given(one, other, link), _given(other, one, link), why]
+    return [tag("b", one.label), _output_text(one, other, link), _output_text(other, one, link), why]
 
 
-def _given(step: Step | None, other: Step | None, link: Link) -> Content:
+def _output_text(step: Step | None, other: Step | None, link: Link) -> Content:
     """Return the description of a step's output; metrics only where the other's differ."""
     if step is None:
         return "–"

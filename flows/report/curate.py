@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from puna.flows.html.markup import Content, Html, details, excerpt, join, number, part, percent, short, size, table, tag
 from puna.flows.report.examples import Among
 from puna.flows.report.funnel import Example, Level, Rule
-from puna.flows.report.run import Run, Step, asked, rows_of
+from puna.flows.report.run import Run, Step, query, rows_of
 
 WORDS_COMPARED = 160
 LINES_SHOWN = 10
@@ -159,7 +159,7 @@ def _pairs(run: Run, step: Step) -> Html:
     pairs = [_pair(row, found[row["id"]], found[row["kept_id"]], opened=row is whole[0]) for row in whole]
     of_clusters = "select count(*), max(rows) from (select count(*) as rows from found group by cluster)"
     of_methods = "select distinct method from found order by method"
-    ((clusters, largest),), named = asked(step.artifact, "duplicates", of_clusters, of_methods)
+    ((clusters, largest),), named = query(step.artifact, "duplicates", of_clusters, of_methods)
     methods = ", ".join(method for (method,) in named)
     note = f"{every.rows:,} documents removed in {clusters:,} clusters (the largest lost {largest:,}); found by {methods}."
     return part(f"{step.label}: what was removed, beside what was kept", tag("div", pairs, class_="pairs"), note=note)
@@ -204,7 +204,7 @@ def _lines(step: Step) -> Html:
     once = f"create temp table texts as {texts}"
     totals = "select sum(times), sum(size), count(*), (select count(distinct id) from found) from texts"
     most = f"from texts order by times desc, said, rule limit {LINES_SHOWN}"
-    _, ((times, characters, distinct, documents),), ranked = asked(step.artifact, "removed_lines", once, totals, most)
+    _, ((times, characters, distinct, documents),), ranked = query(step.artifact, "removed_lines", once, totals, most)
     rows: list[list[Content]] = [[count, tag("q", excerpt(line, 160) or "(blank)", dir="auto"), rule] for line, rule, count, _ in ranked]
     note = f"{times:,} lines ({short(characters)} characters) cut from {documents:,} documents; {distinct:,} distinct."
     return part(f"{step.label}: the lines removed most often", table(["times", "line", "rule"], rows, numeric=(0,)), note=note)

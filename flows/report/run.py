@@ -181,7 +181,7 @@ def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, An
     return found
 
 
-def asked(artifact: Artifact, table: str, *queries: str) -> list[list[tuple[Any, ...]]]:
+def query(artifact: Artifact, table: str, *queries: str) -> list[list[tuple[Any, ...]]]:
     """Return DuckDB's answers, in bounded memory, to questions about a side table of an artifact, called `found`."""
     with (
         TemporaryDirectory() as folder,

@@ -223,7 +223,7 @@ class Reporter:
             description, data = headline(step.outcome), markdown(step.outcome)
         else:
             assert step.progress is not None
-            description = data = said(step.progress, time.monotonic() - step.began)
+            description = data = progress_text(step.progress, time.monotonic() - step.began)
         if step.shown is None:
             made = server.ask("POST", "/artifacts/", {
                 "key": slug(step.label), "type": "markdown", "description": description, "data": data,
@@ -258,7 +258,7 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def said(progress: tuple[float, float, str], seconds: float) -> str:
+def progress_text(progress: tuple[float, float, str], seconds: float) -> str:
     """Return a step's progress, its rate, and the time it may end."""
     done, total, note = progress
     share = done / max(total, 1e-9)

@@ -24,7 +24,7 @@ def _answered(asked: Mapping[str, Any]) -> dict[str, Any]:
         if asked["question"] == "sql":
             return {"html": str(questions.answered(store, asked["q"]))}
         if asked["question"] == "plan":
-            return {"html": str(start.replanned(store, asked["name"], asked["asked"]))}
+            return {"html": str(start.plan_view(store, asked["name"], asked["asked"]))}
         start.checked(store, asked["name"], asked["asked"])
         return {"html": ""}
     except PunaError as error:

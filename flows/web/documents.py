@@ -34,7 +34,7 @@ def near_form(offered: Sequence[tuple[Artifact, str]], chosen: Artifact, text: s
     return details("What does a text resemble?", form, open_=bool(text), class_="more")
 
 
-def resembled(store: Store, asked: Mapping[str, Sequence[str]]) -> tuple[Artifact, str, Html]:
+def similar_documents(store: Store, asked: Mapping[str, Sequence[str]]) -> tuple[Artifact, str, Html]:
     """Return the documents that were asked about, the text, and which of them resemble it. PunaError where it has no words."""
     artifact, text = store.resolve(asked.get("artifact", [""])[0]), asked.get("text", [""])[0]
     if artifact.kind != "documents":
@@ -74,7 +74,7 @@ def documents_page(
         return page("Documents", nothing, here="documents", prefect=prefect)
     names = store.names()
     aliases = {alias: one for one in made for alias in names.get(one.key, ())}
-    near = resembled(store, text) if text else None
+    near = similar_documents(store, text) if text else None
     chosen = near[0] if near else store.resolve(name) if name else aliases.get("documents@latest", made[0])
     rules = _rules(chosen)
     shown = list({one.key: one for one in (chosen, *made[:MOST_HITS])}.values())
@@ -92,7 +92,7 @@ def documents_page(
         action="/puna/documents", method="get")  # fmt: skip
     return page(
         "Documents", tag("div", form, tag("div", _dropped_by(chosen, rules)), class_="two"),
-        near_form(offered, chosen, near[1] if near else ""), near[2] if near else _found(store, chosen, words, rule),
+        near_form(offered, chosen, near[1] if near else ""), near[2] if near else _results(store, chosen, words, rule),
         here="documents", prefect=prefect,
     )  # fmt: skip
 
@@ -134,7 +134,7 @@ def _dropped_by(artifact: Artifact, rules: Counter[str]) -> Content:
     return table([["dropped by ", artifact_link(artifact)], "rows", "share"], rows, numeric=(1, 2))
 
 
-def _found(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
+def _results(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
     began = time.monotonic()
     why = {} if not rule else _reasons(artifact, rule)
     cards: list[Html] = []

@@ -25,7 +25,7 @@ from puna.storage import PunaError, Store
 
 def address(store: Store, prefect: str | None, name: str, asked: Mapping[str, str]) -> str:
     """Return the address of a form. `asked`: `recipe` and `step` that fill it; artifacts by input."""
-    what = start.offered(name).what
+    what = start.offer_of(name).what
     if prefect is None:
         raise PunaError("forms are Prefect's: start `puna up` in place of `puna web`")
     given: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def routes(site: Site) -> None:
             # What cannot be told in time, of large inputs, the run itself tells first.
             with suppress(Late):
                 await run_in_threadpool(site.asker.ask, "check", name=name, asked=asked)
-            return RedirectResponse(await run_in_threadpool(start.started, site.store, name, asked), 303)
+            return RedirectResponse(await run_in_threadpool(start.start_run, site.store, name, asked), 303)
         except PunaError as error:
             refused = partial(start.start_page, site.store, name, asked, site.prefect, token=site.token, refused=str(error))
             return HTMLResponse(await run_in_threadpool(refused), status_code=422)

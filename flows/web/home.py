@@ -27,7 +27,7 @@ FIRST = "Each opens with what is reused and what the rest may cost; nothing runs
 
 def home(store: Store, prefect: str | None, older: int = 0, project: str | None = None) -> Html:
     """Return the page of runs and aliases, of all projects or of one. `older`: so many newer runs are left out."""
-    since, names = shown(store, None), store.runs()[::-1]
+    since, names = state_digest(store, None), store.runs()[::-1]
     if project is not None:
         store = store.within(project).known()
         names = [name for name in names if store.log(name).project == project]
@@ -67,7 +67,7 @@ def progress_of(store: Store, run: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def shown(store: Store, run: str | None) -> str:
+def state_digest(store: Store, run: str | None) -> str:
     """Return a name for what there is to show of a run, or of the newest ones: another one when that changes."""
     names = store.runs()[-3:] if run is None else [run]
     stats = [store.files.stat(f"runs/{one}.jsonl") for one in names]
@@ -138,7 +138,7 @@ def runs_view(logs: list[RunLog]) -> Html:
 async def _events(store: Store, request: Request, name: str | None, since: str) -> AsyncIterator[str]:
     """Yield a line whenever a run, or any run, has changed. `since`: the state shown by the page, which may be past by now."""
     while not await request.is_disconnected():
-        now = await run_in_threadpool(shown, store, name)
+        now = await run_in_threadpool(state_digest, store, name)
         yield f"data: {json.dumps('changed')}\n\n" if now != since else ": still\n\n"
         since = now
         await asyncio.sleep(LOOKED_SECONDS)

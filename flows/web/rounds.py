@@ -14,7 +14,7 @@ from puna.flows.engine.rounds import POLICY, Round, rounds_of, settle, unsettled
 from puna.flows.html.markup import Content, Html, number, section, table, tag
 from puna.flows.html.plot import Plot
 from puna.flows.html.svg import draw, grid
-from puna.flows.prefect.trigger import Wanted, new_preferences, want, wanted
+from puna.flows.prefect.trigger import Trigger, load_trigger, new_preferences, save_trigger
 from puna.flows.report.alignment import gate_basis, models_by_step
 from puna.flows.web.frame import Site, artifact_link, field, option, page, pages, projects_nav, sent
 from puna.stages.align.gate import ApprovalConfig, approval
@@ -33,7 +33,7 @@ JUDGE = "Judge pairs of answers, several people under their names; what is said 
 
 def rounds_page(store: Store, prefect: str | None) -> Html:
     """Return the page of the rounds of a store's project."""
-    found = rounds_of(store, store.alias(POLICY)) if POLICY in store.aliases() else _begun(store)
+    found = rounds_of(store, store.alias(POLICY)) if POLICY in store.aliases() else _open_rounds(store)
     waiting = found[-1] if found and found[-1].verdict == "waits" else None
     gains = [draw(Plot.of(figure)) for one in found[-4:] for _, figure in sorted(one.gate.manifest.figures.items())]
     answers = [one for one in reversed(store.artifacts()) if one.kind == "answers"][:6]
@@ -61,7 +61,7 @@ def project_of(said: Mapping[str, Sequence[str]]) -> str:
     return said.get("project", [DEFAULT])[0]
 
 
-def decided(store: Store, gate: str, said: Mapping[str, Sequence[str]]) -> None:
+def decide_round(store: Store, gate: str, said: Mapping[str, Sequence[str]]) -> None:
     """Carry out a person's decision on a waiting round, once no round is at work. Raise PunaError where it cannot be."""
     store = store.within(project_of(said))
     artifact = store.resolve(f"evaluation/{gate}")
@@ -89,10 +89,10 @@ def set_trigger(store: Store, said: Mapping[str, Sequence[str]]) -> None:
     recipe = said.get("recipe", [DEFAULT_RECIPE])[0]
     if recipe not in shipped_recipes():
         raise PunaError(f"recipe {recipe}: not found; recipes are {', '.join(shipped_recipes())}")
-    want(store.within(project_of(said)), Wanted(int(text), recipe))
+    save_trigger(store.within(project_of(said)), Trigger(int(text), recipe))
 
 
-def _begun(store: Store) -> list[Round]:
+def _open_rounds(store: Store) -> list[Round]:
     """Return the rounds from a model that no policy came of yet: those of the newest gate of the project."""
     own = [one for one in store.entries(store.project) if one["stage"] == "gate"]
     gates = [Artifact(one["kind"], one["key"], store.files) for one in own]
@@ -132,7 +132,7 @@ def _gates(found: Sequence[Round]) -> Html:
         gain = f"{m['gain']:+.3f} ({m['gain_low']:+.3f} to {m['gain_high']:+.3f})" if "gain" in m else ""
         badge = tag("span", one.verdict, class_=f"tag {VERDICTS.get(one.verdict, '')}")
         why = tag("small", str(one.deciding.manifest.metrics["reason"]))
-        rows.append([one.number, badge, tag("small", gate_basis(one.gate)), gain, artifact_link(one.candidate), why, _made(one.gate)])
+        rows.append([one.number, badge, tag("small", gate_basis(one.gate)), gain, artifact_link(one.candidate), why, _created(one.gate)])
     return table(["round", "verdict", "compared", "gain, 95 % interval", "candidate", "because", "UTC"], rows, numeric=(0,))
 
 
@@ -159,17 +159,17 @@ def _leaderboard(store: Store) -> Html:
     for place, (model, values) in enumerate(ordered[:MOST], 1):
         aliases = [[tag("span", name, class_="tag"), " "] for name in names.get(model.key, [])]
         shown: list[Content] = [number(values[name]) if name in values else "–" for name in columns]
-        rows.append([place, [aliases, artifact_link(model, titles.get(model.key))], model.manifest.stage, *shown, _made(model)])
+        rows.append([place, [aliases, artifact_link(model, titles.get(model.key))], model.manifest.stage, *shown, _created(model)])
     head: list[Content] = ["", "model", "made by", *(name.replace("_", " ") for name in columns), "UTC"]
     return table(head, rows, numeric=(0, *range(3, 3 + len(columns))))
 
 
-def _made(artifact: Artifact) -> str:
+def _created(artifact: Artifact) -> str:
     return artifact.manifest.created_at[:16].replace("T", " ")
 
 
 def _next(store: Store, prefect: str | None) -> Content:
-    now, there = wanted(store), new_preferences(store)
+    now, there = load_trigger(store), new_preferences(store)
     recipes = [option(name, name, chosen=name == now.recipe) for name in shipped_recipes()]
     state = f"{there:,} preferences are new{f'; a round is made at {now.preferences:,}' if now.preferences else ''}."
     form = tag("form", _hidden(store.project),
@@ -198,5 +198,5 @@ def routes(site: Site) -> None:
 
     @site.app.post("/rounds/{gate}")
     async def decide(gate: str, request: Request) -> Response:
-        await run_in_threadpool(decided, site.store, gate, said := await sent(request))
+        await run_in_threadpool(decide_round, site.store, gate, said := await sent(request))
         return RedirectResponse(f"/puna/rounds?project={project_of(said)}", 303)

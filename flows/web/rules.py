@@ -112,7 +112,7 @@ def rules_page(store: Store, name: str | None, asked: Mapping[str, str], prefect
     sliders = [_slider(of, rule, moved.get(rule.name)) for rule in of.rules if isinstance(rule, Rule) and rule.number is not None]
     return page(
         "Rules", tag("nav", others, aria_label="Selections"),
-        tag("form", tag("div", replayed(store, of, asked), id="outcome", aria_live="polite"), tag("div", sliders, class_="sliders"),
+        tag("form", tag("div", replay(store, of, asked), id="outcome", aria_live="polite"), tag("div", sliders, class_="sliders"),
             tag("p", tag("button", "Show"), " ", tag("button", "As they were", type="reset")),
             tag("input", type="hidden", name="artifact", value=chosen.key[:12]), action="/puna/rules", id="rules",
             data_from="/puna/rules/outcome"),
@@ -135,7 +135,7 @@ def _moved(of: Selection, asked: Mapping[str, str]) -> dict[str, float]:
     return found
 
 
-def replayed(store: Store, of: Selection, asked: Mapping[str, str]) -> Html:
+def replay(store: Store, of: Selection, asked: Mapping[str, str]) -> Html:
     """Return the drops with these thresholds beside the actual ones, and the recipe change that sets them."""
     moved = _moved(of, asked)
     if not moved:
@@ -220,4 +220,4 @@ def routes(site: Site) -> None:
     @site.app.get("/rules/outcome", response_class=HTMLResponse)
     def outcome(request: Request) -> str:
         chosen = selection(site.store, site.store.resolve(request.query_params.get("artifact", "")))
-        return replayed(site.store, chosen, request.query_params)
+        return replay(site.store, chosen, request.query_params)

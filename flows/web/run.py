@@ -17,7 +17,7 @@ from puna.flows.report.lineage import lineage_view
 from puna.flows.report.page import page as report_page
 from puna.flows.report.run import Run, Step
 from puna.flows.web.frame import Site, artifact_link, badge, bar, page, pages, problem, run_link, spent, when
-from puna.flows.web.home import shown, working_view
+from puna.flows.web.home import state_digest, working_view
 from puna.flows.web.start import once
 from puna.storage import PunaError, Store
 
@@ -26,7 +26,7 @@ MOST_PLOTS = 12
 
 def run_page(store: Store, name: str, prefect: str | None) -> Html:
     """Return a run: its steps as they are now, what they measured, the funnel when asked for."""
-    since, run = shown(store, name), Run.open(store, name)
+    since, run = state_digest(store, name), Run.open(store, name)
     log = run.log
     reused = sum(step.reused for step in run.steps)
     again = [other for other in store.runs() if other < log.name and store.log(other).flow == log.flow][-1:]

@@ -13,7 +13,7 @@ from puna.flows.engine.cost import Total, steps_of
 from puna.flows.engine.declare import Flow, described, first_sentence
 from puna.flows.engine.defaults import DEFAULT_RECIPE
 from puna.flows.engine.launch import Request, stage_config
-from puna.flows.engine.plan import STATES, Planned
+from puna.flows.engine.plan import STATES, PlannedStep
 from puna.flows.engine.recipe import shipped_recipes
 from puna.flows.html.markup import Content, Html, details, duration, section, size, table, tag
 from puna.flows.prefect.forms import Choices, Offer, defaults, offers, picked, set_by_recipes, settings_of, values_of
@@ -50,7 +50,7 @@ def start_page(
     `asked`: what was filled in; `token`: what the form must send to be planned; `own`: a page of this site led here, so that the
     script may ask for the plan by itself; `refused`: why it was not started.
     """
-    offer, project = offered(name), _project(asked)
+    offer, project = offer_of(name), _project(asked)
     what, choices = offer.what, Choices(store.within(project))
     settings: Content = _changes(asked) if isinstance(what, Flow) else _settings(offer, asked)
     go = [once(), tag("button", "Start", class_="main")] if prefect else None
@@ -75,7 +75,7 @@ def start_page(
 
 def _missing(offer: Offer, asked: Asked) -> str | None:
     """Return what a form that was only opened waits for before it can be planned."""
-    missing = [spec.name for spec in offer.what.inputs if spec.kind != "external" and not spec.optional and not _given(spec, asked)]
+    missing = [spec.name for spec in offer.what.inputs if spec.kind != "external" and not spec.optional and not _values_given(spec, asked)]
     if isinstance(offer.what, Stage) and missing and set(asked) <= {"recipe", "project"}:
         return f"Choose {' and '.join(missing)}: the plan follows."
     return None
@@ -106,9 +106,9 @@ def list_page(store: Store, prefect: str | None, project: str | None = None) -> 
     return page("Start", parts, here="start", prefect=prefect, lead=lead)
 
 
-def replanned(store: Store, name: str, asked: Asked) -> Html:
+def plan_view(store: Store, name: str, asked: Asked) -> Html:
     """Return the plan of a run with these fields (per step: reused or not, why, cost), or their errors."""
-    request = requested(offered(name), asked)
+    request = request_of(offer_of(name), asked)
     try:
         _, steps = steps_of(request, store.uri)
     except PunaError as error:
@@ -130,18 +130,18 @@ def replanned(store: Store, name: str, asked: Asked) -> Html:
 
 def checked(store: Store, name: str, asked: Asked) -> None:
     """Raise PunaError where a run with these fields would be refused."""
-    steps_of(requested(offered(name), asked), store.uri)
+    steps_of(request_of(offer_of(name), asked), store.uri)
 
 
-def started(store: Store, name: str, asked: Asked) -> str:
+def start_run(store: Store, name: str, asked: Asked) -> str:
     """Start it as its form does; returns the page that follows the run. `checked` tells before whether it would be refused."""
-    offer = offered(name)
-    request = requested(offer, asked)
+    offer = offer_of(name)
+    request = request_of(offer, asked)
     server = server_beside(store)
     found = deployment(server, name)
     given: dict[str, Any] = {}
     for spec in offer.what.inputs:
-        values = _given(spec, asked)
+        values = _values_given(spec, asked)
         if values:
             given[spec.name] = values if spec.many else values[0]
     if isinstance(offer.what, Flow):
@@ -149,7 +149,7 @@ def started(store: Store, name: str, asked: Asked) -> str:
     else:
         given["config"] = stage_config(offer.what, None, list(request.changes)).model_dump(mode="json")
     given["project"] = store.within(request.project).project if request.project else ""
-    return _begun(server, found["id"], request.title, {**found["parameters"], **given}, asked)
+    return _create_run(server, found["id"], request.title, {**found["parameters"], **given}, asked)
 
 
 def once() -> Html:
@@ -157,7 +157,7 @@ def once() -> Html:
     return tag("input", type="hidden", name="once", value=uuid.uuid4().hex)
 
 
-def _begun(server: Server, deployment_id: str, title: str, parameters: Mapping[str, Any], asked: Asked) -> str:
+def _create_run(server: Server, deployment_id: str, title: str, parameters: Mapping[str, Any], asked: Asked) -> str:
     """Return the page that follows a run which begins now, or began when the same page asked for the same before."""
     key = digest.of_value({"once": asked.get("once", [uuid.uuid4().hex]), "deployment": deployment_id, "parameters": parameters})
     body = {"name": title, "parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": key}
@@ -193,7 +193,7 @@ def again(store: Store, name: str, asked: Asked) -> str:
     """Start what a run did once more: it goes on from what is there. Returns the page that follows it."""
     server = server_beside(store)
     found = server.insist("GET", f"/flow_runs/{flow_run_of(store, name)}")
-    return _begun(server, found["deployment_id"], found["name"], found["parameters"], asked)
+    return _create_run(server, found["deployment_id"], found["name"], found["parameters"], asked)
 
 
 def flow_run_of(store: Store, name: str) -> str:
@@ -204,11 +204,11 @@ def flow_run_of(store: Store, name: str) -> str:
     return str(found)
 
 
-def requested(offer: Offer, asked: Asked) -> Request:
+def request_of(offer: Offer, asked: Asked) -> Request:
     """Return the request of a form, as the command line would make it."""
     texts = []
     for spec in offer.what.inputs:
-        texts += [text if spec.kind == "external" else f"{spec.name}={text}" for text in _given(spec, asked)]
+        texts += [text if spec.kind == "external" else f"{spec.name}={text}" for text in _values_given(spec, asked)]
     recipe = asked.get("recipe", [""])[0]
     if isinstance(offer.what, Flow):
         lines = [line.strip() for text in asked.get("changes", ()) for line in text.splitlines()]
@@ -217,13 +217,13 @@ def requested(offer: Offer, asked: Asked) -> Request:
     before, own = _values(offer, recipe), flat(offer.what.config.model_construct().model_dump(mode="json", warnings=False))
     changes = []
     for path, value in before.items():
-        now = asked[f"set.{path}"][0] if f"set.{path}" in asked else _shown(value)
-        if now != _shown(own.get(path)) or path not in own:
+        now = asked[f"set.{path}"][0] if f"set.{path}" in asked else _as_yaml(value)
+        if now != _as_yaml(own.get(path)) or path not in own:
             changes.append(f"{path}={now}")
     return Request(f"stage:{offer.what.name}", None, tuple(changes), tuple(texts), project=_project(asked))
 
 
-def offered(name: str) -> Offer:
+def offer_of(name: str) -> Offer:
     """Return the flow or stage of a name as a server has it."""
     found = {offer.flow: offer for offer in offers()}
     if name not in found:
@@ -249,7 +249,7 @@ def deployment(server: Server, name: str) -> dict[str, Any]:
     return made
 
 
-def _row(step: Planned, known: bool) -> list[Content]:
+def _row(step: PlannedStep, known: bool) -> list[Content]:
     one = step.expected
     cost: list[Content] = ["?" for _ in COSTS if known] if one is None else [duration(one.seconds), size(one.bytes), size(one.memory)]
     waits = f"after {step.why}" if step.state == "after" else step.why
@@ -262,7 +262,7 @@ def _first(doc: str) -> list[Content]:
     return [tag("code", words) if number % 2 else words for number, words in enumerate(sentence.split("`"))]
 
 
-def _given(spec: InputSpec, asked: Asked) -> list[str]:
+def _values_given(spec: InputSpec, asked: Asked) -> list[str]:
     """Return the value filled in for an input."""
     lines = [line.strip() for text in asked.get(spec.name, ()) for line in text.splitlines()]
     return [picked(line) for line in lines if line]
@@ -286,7 +286,7 @@ def _recipe(offer: Offer, asked: Asked) -> Content:
 
 def _input(spec: InputSpec, choices: Choices, asked: Asked) -> Html:
     """Return an input: files as lines of text, an artifact from a list."""
-    now = _given(spec, asked)
+    now = _values_given(spec, asked)
     if spec.kind == "external":
         words = f"{spec.name}: files or folders, one a line{', none: the sample of real pages' if spec.many or spec.optional else ''}"
         return field(words, tag("textarea", "\n".join(now), name=spec.name, rows=2, spellcheck="false"))
@@ -328,7 +328,7 @@ def _settings(offer: Offer, asked: Asked) -> list[Content]:
         made.append(tag("div", fields_of([path for path in own if path not in rare]), class_="sliders"))
         if rare:
             named = [tag("b", "more"), f" {', '.join(rare)}"]
-            changed = any(asked.get(f"set.{path}", [_shown(values[path])])[0] != _shown(values[path]) for path in rare)
+            changed = any(asked.get(f"set.{path}", [_as_yaml(values[path])])[0] != _as_yaml(values[path]) for path in rare)
             made.append(details(named, tag("div", fields_of(rare), class_="sliders"), open_=changed, class_="more"))
     for group, paths in groups.items():
         fields = fields_of(paths)
@@ -347,7 +347,7 @@ def _rare(stage: Stage, paths: Sequence[str], values: Mapping[str, Any]) -> list
 
 
 def _setting(path: str, value: Any, asked: Asked, about: str, choices: Sequence[str]) -> Html:
-    now = asked.get(f"set.{path}", [_shown(value)])[0]
+    now = asked.get(f"set.{path}", [_as_yaml(value)])[0]
     words = [tag("b", path), f" {about}"]
     if choices := ("true", "false") if isinstance(value, bool) else choices:
         control = tag("select", [option(word, word, chosen=word == now) for word in choices], name=f"set.{path}")
@@ -382,7 +382,7 @@ def _values(offer: Offer, recipe: str) -> dict[str, Any]:
     return flat(found) if found else {}
 
 
-def _shown(value: Any) -> str:
+def _as_yaml(value: Any) -> str:
     """Return a value as YAML has it on one line."""
     return value if isinstance(value, str) and value and _is_plain(value) else json.dumps(value, ensure_ascii=False)
 

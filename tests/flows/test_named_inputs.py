@@ -11,8 +11,8 @@ import pytest
 
 from puna.flows.engine import running
 from puna.flows.engine.declare import Output, name_of
-from puna.flows.engine.inputs import meant
-from puna.flows.engine.running import given_to
+from puna.flows.engine.inputs import parse_inputs
+from puna.flows.engine.running import stage_inputs
 from puna.flows.engine.trace import flow_named, load, trace
 from puna.stages.align.ppo import ppo
 from puna.stages.align.sample import sample
@@ -32,27 +32,27 @@ def test_artifacts_go_where_they_are_named(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     policy, judge, other = (model(store, digit) for digit in "abc")
     store.set_alias("mine@latest", other)
-    found = meant([f"judges={judge.kind}/{judge.key}", policy.key[:12], "judges=mine@latest"], sample.inputs, store, "sample")
-    given = given_to(sample, found.items, found.named)
+    found = parse_inputs([f"judges={judge.kind}/{judge.key}", policy.key[:12], "judges=mine@latest"], sample.inputs, store, "sample")
+    given = stage_inputs(sample, found.items, found.named)
     assert given["models"] == [policy] and given["judges"] == [judge, other]
-    found = meant([f"judges={judge.key[:8]}", f"reward_model={other.key[:8]}", f"policy={policy.key[:8]}"], ppo.inputs, store, "ppo")
+    found = parse_inputs([f"judges={judge.key[:8]}", f"reward_model={other.key[:8]}", f"policy={policy.key[:8]}"], ppo.inputs, store, "ppo")
     assert not found.items
-    given = given_to(ppo, [], found.named)
+    given = stage_inputs(ppo, [], found.named)
     assert ppo.by_kind([policy])["judges"] is None and given["policy"] == [policy] and given["reward_model"] == [other] and given["judges"] == [judge]
-    both = meant([f"policy={policy.key[:8]}", f"policy={other.key[:8]}"], ppo.inputs, store, "ppo").named
+    both = parse_inputs([f"policy={policy.key[:8]}", f"policy={other.key[:8]}"], ppo.inputs, store, "ppo").named
     with pytest.raises(PunaError, match="input 'policy' takes one artifact, 2 were given"):
-        ppo.check(given_to(ppo, [], both))
+        ppo.check(stage_inputs(ppo, [], both))
 
 
 def test_a_wrong_name_is_told_the_inputs(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     found = model(store, "a")
     with pytest.raises(PunaError, match=r"sample has no input 'judge' that takes an artifact; there are models \(model\), prompts \(prompts\), judges \(model\), draft \(model\)"):
-        meant([f"judge={found.key[:8]}"], sample.inputs, store, "sample")
+        parse_inputs([f"judge={found.key[:8]}"], sample.inputs, store, "sample")
     with pytest.raises(PunaError, match="sample: judges takes no files, so import them first: `puna import model some/folder --as folder`"):
-        meant(["judges=some/folder"], sample.inputs, store, "sample")
+        parse_inputs(["judges=some/folder"], sample.inputs, store, "sample")
     (tmp_path / "page.jsonl").write_text('{"text": "x"}')
-    files = meant([f"wiki={tmp_path}/page.jsonl", f"{tmp_path}/page.jsonl"], ingest.inputs, store, "ingest")
+    files = parse_inputs([f"wiki={tmp_path}/page.jsonl", f"{tmp_path}/page.jsonl"], ingest.inputs, store, "ingest")
     assert [name_of(item) for item in files.items] == [f"{tmp_path}/page.jsonl"] * 2 and not files.named
 
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from puna.flows.cli.main import app
 from puna.flows.cli.notebook import run_flow
 from puna.flows.engine.cost import costs
-from puna.flows.engine.plan import planned
+from puna.flows.engine.plan import plan_flow
 from puna.flows.engine.trace import flow_named, load
 from puna.models import accounting
 from puna.stages import executors
@@ -71,7 +71,7 @@ def test_a_plan_tells_what_is_reused_what_runs_and_why(tmp_path: Path, monkeypat
 
     def states(*changes: str) -> list[tuple[str, str, str]]:
         recipe = load("clean", [*(f"{name}=null" for name in OTHERS), *changes], "curate")
-        return [(step.label, step.state, step.why) for step in planned(flow_named("curate"), recipe, [str(page)], str(place))]
+        return [(step.label, step.state, step.why) for step in plan_flow(flow_named("curate"), recipe, [str(page)], str(place))]
 
     assert states() == [("ingest", "runs", "never ran"), ("extract", "after", "ingest")] and not place.exists()
     made = run_flow("curate", page, recipe="clean", changes=[f"{name}=null" for name in OTHERS], store=place)

@@ -15,9 +15,9 @@ from puna.flows.engine import trace
 from puna.flows.prefect import deployments
 from puna.flows.prefect.deployment_sync import Offering
 from puna.flows.prefect.forms import Choices, offers
-from puna.flows.prefect.trigger import Wanted, due, want, wanted
+from puna.flows.prefect.trigger import Trigger, due, load_trigger, save_trigger
 from puna.flows.web import application, start
-from puna.flows.web.start import requested
+from puna.flows.web.start import request_of
 from puna.storage import PunaError, Store, runs
 
 from .test_round import World, pretend
@@ -68,9 +68,9 @@ def test_the_start_page_offers_the_aliases_of_the_project_and_asks_for_it(client
     assert 'name="project" value="news"' in page
     asked = {"project": [" news "], "preferences": ["judged@latest"]}
     for name in ("dpo", "round"):
-        request = requested(start.offered(name), asked)
+        request = request_of(start.offer_of(name), asked)
         assert request.project == "news" and "--project news" in request.command()
-    assert requested(start.offered("round"), {}).project == ""
+    assert request_of(start.offer_of("round"), {}).project == ""
     with pytest.raises(PunaError, match="letters, digits"):
         start.checked(store, "curate", {"project": ["a/b"]})
 
@@ -104,10 +104,10 @@ class Server:
 
 
 def test_rounds_are_begun_and_scheduled_by_project(store: Store) -> None:
-    want(store.within("news"), Wanted(3))
-    assert wanted(store) == Wanted() and due(store) is None and (store.root / "rounds-news.json").exists()
+    save_trigger(store.within("news"), Trigger(3))
+    assert load_trigger(store) == Trigger() and due(store) is None and (store.root / "rounds-news.json").exists()
     (once, _) = due(store.within("news")) or ("", None)
-    want(store, Wanted(2))
+    save_trigger(store, Trigger(2))
     assert (due(store) or ("",))[0] != once
     server = Server()
     offered = [(offer, deployments.flow_of(offer)) for offer in offers() if offer.flow == "round"]
@@ -118,7 +118,7 @@ def test_rounds_are_begun_and_scheduled_by_project(store: Store) -> None:
         ("0 3 * * *", "puna-serve", None), ("0 4 * * *", "puna-serve-news", {"project": "news"}),
     ]  # fmt: skip
     server.made.clear()
-    want(store.within("news"), Wanted(1))
+    save_trigger(store.within("news"), Trigger(1))
     offering.refresh()
     begun = [body for path, body in server.made if path.endswith("/create_flow_run")]
     assert [body["parameters"]["project"] for body in begun] == ["default", "news"] and len({body["idempotency_key"] for body in begun}) == 2
@@ -138,5 +138,5 @@ def test_the_page_of_rounds_decides_and_counts_in_its_project(tmp_path: Path, mo
     assert answer.headers["location"] == "/puna/rounds?project=news"
     assert whole.alias("news/policy@latest") == whole.alias("news/policy@round-1") and "policy@latest" not in whole.aliases()
     assert pages.post("/rounds/next", content="preferences=5&recipe=demo&project=news").headers["location"] == "/puna/rounds?project=news#next"
-    assert wanted(whole.within("news")) == Wanted(5) and wanted(whole) == Wanted()
+    assert load_trigger(whole.within("news")) == Trigger(5) and load_trigger(whole) == Trigger()
     trace.everything.cache_clear()

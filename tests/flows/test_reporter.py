@@ -18,7 +18,7 @@ import pytest
 
 from puna.flows.engine import launch
 from puna.flows.server.client import Server, Unreachable, read_note, server_of, write_note
-from puna.flows.server.reporter import said, slug
+from puna.flows.server.reporter import progress_text, slug
 from puna.storage import PunaError, Store
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / ".pkg"), "PREFECT_API_URL": ""}
@@ -148,8 +148,8 @@ def test_a_server_that_comes_back_is_told_what_it_missed(tmp_path: Path, server:
 
 
 def test_progress_says_how_far_and_how_long() -> None:
-    assert said((25.0, 100.0, "lines"), 10.0) == "25 % (25 of 100; lines), about 30 s left"
-    assert said((0.0, 100.0, ""), 10.0) == "0 % (0 of 100)" and slug("evaluate_round_1") == "evaluate-round-1"
+    assert progress_text((25.0, 100.0, "lines"), 10.0) == "25 % (25 of 100; lines), about 30 s left"
+    assert progress_text((0.0, 100.0, ""), 10.0) == "0 % (0 of 100)" and slug("evaluate_round_1") == "evaluate-round-1"
 
 
 def test_a_run_loads_no_prefect(tmp_path: Path, server: Recorded) -> None:

@@ -17,7 +17,7 @@ from puna.flows import rounds
 from puna.flows.engine import trace
 from puna.flows.engine.declare import FLOWS, Output, current_walk, step
 from puna.flows.engine.perform import Performer
-from puna.flows.engine.plan import planned
+from puna.flows.engine.plan import plan_flow
 from puna.flows.engine.recipe import Recipe
 from puna.flows.engine.rounds import History, settle
 from puna.flows.engine.running import checked_inputs
@@ -207,9 +207,9 @@ def test_a_round_waits_for_preferences_and_learns_a_grown_set_once(world: World,
     assert world.fire(model, pool, two, changes=wait) == "waits for preferences: 2 of 3 are new; no round is made" and not given
     assert world.fire(model, pool, two, three, changes=wait).startswith("round 1: ")
     assert given.pop() == [two.id, three.id]
-    assert module._preferences([two, three], []) == ((module._known(two), module._known(three)), 0)
-    assert module._preferences([two, three], [module._known(grown)]) == ((module._known(three), module._known(grown)), 1)
-    assert module._preferences([two], [module._known(two)]) == ((module._known(two),), 0)
+    assert module._preferences([two, three], []) == ((module._as_output(two), module._as_output(three)), 0)
+    assert module._preferences([two, three], [module._as_output(grown)]) == ((module._as_output(three), module._as_output(grown)), 1)
+    assert module._preferences([two], [module._as_output(two)]) == ((module._as_output(two),), 0)
 
 
 def test_a_plan_moves_nothing(world: World) -> None:
@@ -221,9 +221,9 @@ def test_a_plan_moves_nothing(world: World) -> None:
     world.store.set_alias(f"gate@{gate.key[:16]}", model)
     before = world.store.aliases()
     recipe = load(str(world.recipe), [], "round")
-    assert [one.label for one in planned(FLOWS["round"], recipe, [model.id, pool.id], world.store.uri)] == []
+    assert [one.label for one in plan_flow(FLOWS["round"], recipe, [model.id, pool.id], world.store.uri)] == []
     world.store.set_alias(f"gate@{gate.key[:16]}", gate)
-    steps = planned(FLOWS["round"], recipe, [model.id, pool.id], world.store.uri)
+    steps = plan_flow(FLOWS["round"], recipe, [model.id, pool.id], world.store.uri)
     assert [one.state for one in steps if one.label in ("new_prompts_2", "evaluate_policy_2", "gate_2")] == ["runs", "reused", "after"]
     assert world.store.aliases() == {**before, f"gate@{gate.key[:16]}": gate.key}
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from fastapi.testclient import TestClient
 
-from puna.flows.prefect.trigger import Wanted, due, new_preferences, want, wanted
+from puna.flows.prefect.trigger import Trigger, due, load_trigger, new_preferences, save_trigger
 from puna.flows.web import application
 from puna.stages.contract import Preferences, StageConfig, StageRun, execute, stage
 from puna.stages.conversations import asking
@@ -39,13 +39,13 @@ def judged(store: Store, count: int) -> Artifact:
 
 def test_a_round_is_due_once_for_so_many_that_no_policy_learned_from(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    assert due(store) is None and wanted(store) == Wanted() and new_preferences(store) == 0
+    assert due(store) is None and load_trigger(store) == Trigger() and new_preferences(store) == 0
     first = judged(store, 3)
     assert due(store) is None  # nobody asked for one
-    want(store, Wanted(3, "smollm2-135m"))
+    save_trigger(store, Trigger(3, "smollm2-135m"))
     name, asked = due(store) or ("", None)
-    assert asked == Wanted(3, "smollm2-135m") and due(store) == (name, asked)
-    want(store, Wanted(4))
+    assert asked == Trigger(3, "smollm2-135m") and due(store) == (name, asked)
+    save_trigger(store, Trigger(4))
     assert due(store) is None
     store.set_alias("policy@latest", execute(taught, Nothing(), {"preferences": first}, store))
     judged(store, 6)
@@ -54,11 +54,11 @@ def test_a_round_is_due_once_for_so_many_that_no_policy_learned_from(tmp_path: P
     assert new_preferences(store) == 4 and (due(store) or (name,))[0] != name
 
 
-@pytest.mark.parametrize(("sent", "kept"), [("preferences=50&recipe=demo", Wanted(50)), ("preferences=&recipe=demo", Wanted(0))])
-def test_the_page_of_rounds_sets_it(tmp_path: Path, sent: str, kept: Wanted) -> None:
+@pytest.mark.parametrize(("sent", "kept"), [("preferences=50&recipe=demo", Trigger(50)), ("preferences=&recipe=demo", Trigger(0))])
+def test_the_page_of_rounds_sets_it(tmp_path: Path, sent: str, kept: Trigger) -> None:
     store = Store.open(tmp_path)
     client = TestClient(application(store, prefect=None, auth=""), follow_redirects=False)
-    want(store, Wanted(7))
-    assert client.post("/rounds/next", content=sent).status_code == 303 and wanted(store) == kept
+    save_trigger(store, Trigger(7))
+    assert client.post("/rounds/next", content=sent).status_code == 303 and load_trigger(store) == kept
     for wrong in ("preferences=many&recipe=demo", "preferences=5&recipe=nothing"):
-        assert client.post("/rounds/next", content=wrong).status_code == 404 and wanted(store) == kept
+        assert client.post("/rounds/next", content=wrong).status_code == 404 and load_trigger(store) == kept

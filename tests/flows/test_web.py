@@ -91,7 +91,7 @@ def test_a_page_that_is_past_by_the_time_it_listens_is_told_at_once(store: Store
         return [line async for line in home._events(store, Listener(), store.runs()[0], since)]  # type: ignore[arg-type]
 
     monkeypatch.setattr(home, "LOOKED_SECONDS", 0)
-    now = home.shown(store, store.runs()[0])
+    now = home.state_digest(store, store.runs()[0])
     assert asyncio.run(told(now)) == [": still\n\n"] * 2
     assert asyncio.run(told("what it was")) == ['data: "changed"\n\n', ": still\n\n"]
 
@@ -244,7 +244,7 @@ def test_what_breaks_in_puna_is_a_page_that_says_so(store: Store, monkeypatch: p
     def broken(*_: object) -> str:
         raise RuntimeError("no room on the shelf")
 
-    monkeypatch.setattr(start, "started", broken)
+    monkeypatch.setattr(start, "start_run", broken)
     made = TestClient(application(store, prefect=None, auth=""), raise_server_exceptions=False).post("/start/curate", data={"recipe": "demo"})
     assert made.status_code == 500 and "RuntimeError: no room on the shelf" in text(made) and "Runs" in text(made)
 

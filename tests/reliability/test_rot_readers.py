@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from puna.flows.cli.load_engine import opened
+from puna.flows.cli.load_engine import load_engine
 from puna.flows.cli.main import app
 from puna.flows.report.run import Run
 from puna.flows.web import artifact as pages
@@ -95,11 +95,11 @@ def test_what_is_too_large_to_be_compared_is_said(tmp_path: Path, monkeypatch: p
 def test_a_damaged_model_is_not_loaded(tmp_path: Path, file: str) -> None:
     store = Store.open(tmp_path / "store")
     one = imported("llama3", tmp_path / "model", store)
-    assert opened(one.id, lambda: Store.existing(store.uri), ServingSettings()).model is not None
+    assert load_engine(one.id, lambda: Store.existing(store.uri), ServingSettings()).model is not None
     path = one.path(file)
     flip(path, path.stat().st_size // 2, 5)
     with pytest.raises(DamagedArtifact, match=rf"{one.id} is damaged: {file} has a wrong checksum\. It was moved"):
-        opened(one.id, lambda: Store.existing(store.uri), ServingSettings())
+        load_engine(one.id, lambda: Store.existing(store.uri), ServingSettings())
 
 
 def test_a_number_of_a_manifest_is_not_shown_wrong(tmp_path: Path) -> None:
