@@ -61,28 +61,28 @@ def curate(
     `documents` are extracted already: imported ones, for example. No document may contain the recipe's `prompts` or `evaluations`;
     `classifiers` take the place of those that would be trained.
     """
-    given = _by_purpose(classifiers or [])
+    models = _by_purpose(classifiers or [])
     held_out = [output for output in (step(prompts, off=True), *(evaluations or [])) if output]
-    found = step(url_filter, documents=_entering(inputs or [], documents or []))
-    found = step(url_dedup, documents=found)
-    languages = step(language, documents=found, classifier=given.get("language"))
-    trained = given.get("code_reasoning") or _train(train_code_reasoning, "code_reasoning", found)
-    technical = step(code_reasoning, documents=found, classifier=trained)
-    measured = step(heuristics, documents=found, language=languages)
-    found = step(select, documents=found, signals=[languages, technical, measured])
-    found = step(pii, documents=found)
-    deduplicated = found = step(minhash_dedup, documents=found)
-    found = step(semantic_dedup, off=True, documents=found)
-    found = step(line_dedup, documents=found)
-    found = step(substring_dedup, off=True, documents=found)
-    trained = given.get("domains") or _train(train_domains, "domains", found)
-    types = step(domains, documents=found, classifier=trained)
-    trained = given.get("quality") or _train(train_classifier, "quality", found, off=True)
-    scores = [measured, types, technical, step(quality, documents=found, classifier=trained, language=languages)]
-    found = step(select, "select_model", default=BY_MODELS, documents=found, signals=scores)
-    found = step(decontaminate, off=not held_out, documents=found, prompts=held_out)
+    pages = step(url_filter, documents=_entering(inputs or [], documents or []))
+    pages = step(url_dedup, documents=pages)
+    languages = step(language, documents=pages, classifier=models.get("language"))
+    trained = models.get("code_reasoning") or _train(train_code_reasoning, "code_reasoning", pages)
+    technical = step(code_reasoning, documents=pages, classifier=trained)
+    measured = step(heuristics, documents=pages, language=languages)
+    pages = step(select, documents=pages, signals=[languages, technical, measured])
+    pages = step(pii, documents=pages)
+    deduplicated = pages = step(minhash_dedup, documents=pages)
+    pages = step(semantic_dedup, off=True, documents=pages)
+    pages = step(line_dedup, documents=pages)
+    pages = step(substring_dedup, off=True, documents=pages)
+    trained = models.get("domains") or _train(train_domains, "domains", pages)
+    types = step(domains, documents=pages, classifier=trained)
+    trained = models.get("quality") or _train(train_classifier, "quality", pages, off=True)
+    scores = [measured, types, technical, step(quality, documents=pages, classifier=trained, language=languages)]
+    pages = step(select, "select_model", default=BY_MODELS, documents=pages, signals=scores)
+    pages = step(decontaminate, off=not held_out, documents=pages, prompts=held_out)
     publish("domains", types)
-    return Curated(publish("documents", found), types, deduplicated)
+    return Curated(publish("documents", pages), types, deduplicated)
 
 
 def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:
@@ -90,30 +90,30 @@ def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:
     if not inputs and not documents:
         raise PunaError("flow curate needs pages or documents: --input [NAME=]URI, or --input [NAME=]documents/ID or [NAME=]ALIAS@latest")
     pages = [step(extract, pages=step(ingest, inputs=inputs))] if inputs else []
-    found = [*pages, *sorted(documents, key=lambda output: (output.source, output.labels))]
-    names = tuple(output.source for output in found)
-    if len(found) == 1 and not names[0]:
-        return found[0]
+    outputs = [*pages, *sorted(documents, key=lambda output: (output.source, output.labels))]
+    names = tuple(output.source for output in outputs)
+    if len(outputs) == 1 and not names[0]:
+        return outputs[0]
 
     def named(config: GatherConfig) -> GatherConfig:
         return config.model_copy(update={"sources": names}) if any(names) else config
 
-    return step(gather, documents=found, adapt=named)
+    return step(gather, documents=outputs, adapt=named)
 
 
 def _by_purpose(classifiers: Sequence[Output]) -> dict[str, Output]:
     """Return the classifiers that were given, by the step that applies each."""
-    given: dict[str, Output] = {}
+    by_purpose: dict[str, Output] = {}
     for output in classifiers:
         for item in output.items:
             assert isinstance(item, Artifact)
             purpose = purpose_of(item)
             if purpose not in APPLIED:
                 raise PunaError(f"curate: {item.id} was made for {purpose!r}; the flow applies classifiers for {', '.join(APPLIED)}")
-            if purpose in given:
+            if purpose in by_purpose:
                 raise PunaError(f"curate: {item.id} is the second classifier for {purpose!r}; give one")
-            given[purpose] = Output("classifier", output.labels, (item,))
-    return given
+            by_purpose[purpose] = Output("classifier", output.labels, (item,))
+    return by_purpose
 
 
 def _train(stage: Stage, purpose: str, documents: Output, off: bool = False) -> Output:

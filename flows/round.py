@@ -46,16 +46,16 @@ def round(
 
 
 def _round(
-    given: Output, pretrained: Output | None, imported: Output | None, judged: Sequence[Output], demonstrations: Sequence[Output]
+    model: Output, pretrained: Output | None, imported: Output | None, judged: Sequence[Output], demonstrations: Sequence[Output]
 ) -> bool:
     """Make the next round, or end one that was cut short; returns whether another may follow."""
     store = current_walk().store()
-    history = History.of(store, given.items[0]) if store and given.items and isinstance(given.items[0], Artifact) else History()
+    history = History.of(store, model.items[0]) if store and model.items and isinstance(model.items[0], Artifact) else History()
     if store and (open_ := unsettled(store, history.rounds)):
         _carry_out(store, open_)
         return False
     number = history.number
-    policy = _as_output(history.policy) if history.policy else given
+    policy = _as_output(history.policy) if history.policy else model
     anew = setting(
         "from_pretrained", 1, minimum=0, maximum=1,
         description="What reward model and SFT of the flow `round` start from: 1, the pretrained checkpoint; 0, the last policy",
@@ -65,12 +65,12 @@ def _round(
         raise PunaError(f"round: the policy comes from {several}; say which one reward model and SFT start from: --input pretrained=ID")
     start = pretrained or (_as_output(history.roots[0]) if history.roots else policy)
     heldout = imported or step(prompts)
-    wanted = NewPromptsConfig(count=new_prompts_per_round())
-    enough = partial(_pool, used=history.used(), more=_more(wanted))
+    count_config = NewPromptsConfig(count=new_prompts_per_round())
+    enough = partial(_pool, used=history.used(), more=_more(count_config))
     pool = imported or step(prompts, f"pool_{number}", field="prompts", adapt=enough)
     used = [_as_output(item) for item in history.prompts]
-    fresh = step(new_prompts, default=wanted, number=number, pool=pool, used=used)
-    known, new = _preferences(history.preferences, judged)
+    fresh = step(new_prompts, default=count_config, number=number, pool=pool, used=used)
+    preferences, new = _preferences(history.preferences, judged)
     wait = setting(
         "min_new_preferences", 0, minimum=0, maximum=10_000_000,
         description="Preferences given as `judged` that no round has learned from, for which a run of the flow `round` waits",
@@ -87,48 +87,48 @@ def _round(
     measured = step(evaluate, f"evaluate_policy_{number}", field="evaluate", model=policy, prompts=heldout)
     # What an earlier policy wrote teaches a model that was never taught; the last policy has learned it, and writes better by now.
     data = _all(history.instructions if anew else history.demonstrations, demonstrations)
-    before = State(policy, Output("model", (), (), "other"), data, known, start=start if anew else None)
+    before = State(policy, Output("model", (), (), "other"), data, preferences, start=start if anew else None)
     after = one_round(number, before, fresh, heldout, development=development)
     verdict = step(
         gate, number=number, policy=policy, candidate=after.policy, before=measured, after=after.evaluation, prompts=heldout
     )
     if not store or not verdict.items or not history.policy:
         return False
-    done = rounds_of(store, history.policy)[-1]
-    _carry_out(store, done)
-    return done.verdict != "waits" and current_walk().performs
+    finished = rounds_of(store, history.policy)[-1]
+    _carry_out(store, finished)
+    return finished.verdict != "waits" and current_walk().performs
 
 
-def _carry_out(store: Store, done: Round) -> None:
+def _carry_out(store: Store, finished: Round) -> None:
     """Move the aliases as the verdict says, and say so; a plan leaves them where they are."""
     if current_walk().performs:
-        tell(settle(store, done))
+        tell(settle(store, finished))
 
 
 def _as_output(artifact: Artifact) -> Output:
     return Output(artifact.kind, (artifact.id,), (artifact,))
 
 
-def _all(known: Sequence[Artifact], given: Sequence[Output]) -> tuple[Output, ...]:
+def _all(earlier: Sequence[Artifact], new_outputs: Sequence[Output]) -> tuple[Output, ...]:
     """Return the artifacts used before and those given now, each content once."""
-    digests = {item.data_digest for item in known}
-    new = [o for o in given if not any(isinstance(i, Artifact) and i.data_digest in digests for i in o.items)]
-    return (*map(_as_output, known), *new)
+    digests = {item.data_digest for item in earlier}
+    new = [o for o in new_outputs if not any(isinstance(i, Artifact) and i.data_digest in digests for i in o.items)]
+    return (*map(_as_output, earlier), *new)
 
 
-def _preferences(known: Sequence[Artifact], given: Sequence[Output]) -> tuple[tuple[Output, ...], int]:
+def _preferences(earlier: Sequence[Artifact], new_outputs: Sequence[Output]) -> tuple[tuple[Output, ...], int]:
     """Return all preferences, and how many of the given ones are new. A set of which a given one has every pair gives way to that one."""
-    items = [item for output in given for item in output.items if isinstance(item, Artifact)]
-    ids = {item.key: set(item.read(columns=["id"])["id"].to_pylist()) for item in [*known, *items]}
-    learned = set[str]().union(*(ids[item.key] for item in known))
+    items = [item for output in new_outputs for item in output.items if isinstance(item, Artifact)]
+    ids = {item.key: set(item.read(columns=["id"])["id"].to_pylist()) for item in [*earlier, *items]}
+    learned = set[str]().union(*(ids[item.key] for item in earlier))
     new = set[str]().union(*(ids[item.key] for item in items)) - learned
-    left = [one for one in known if not any(ids[one.key] <= ids[item.key] and one.key != item.key for item in items)]
-    return _all(left, given), len(new)
+    left = [one for one in earlier if not any(ids[one.key] <= ids[item.key] and one.key != item.key for item in items)]
+    return _all(left, new_outputs), len(new)
 
 
-def _more(wanted: NewPromptsConfig) -> int:
+def _more(config: NewPromptsConfig) -> int:
     """Return the number of unused prompts of each task that a round takes."""
-    steps = (Step(field, field, new_prompts, default) for field, default in (("new_prompts", wanted), ("development", DEVELOPMENT)))
+    steps = (Step(field, field, new_prompts, default) for field, default in (("new_prompts", config), ("development", DEVELOPMENT)))
     return sum(prompts_taken(current_walk().configs(one)) for one in steps)
 
 

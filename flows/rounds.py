@@ -76,16 +76,16 @@ def distilled(student: Output, teacher: Output | None, tasks: Output, gold: Sequ
     named = current_walk().configs(Step("distill", "distill", distill, off=True))
     if teacher.items and not named:
         raise PunaError("a teacher was given, but the recipe has no step distill: --set distill={}, or leave it out")
-    made = step(distill, off=True, through="student", student=student, teacher=teacher, prompts=tasks)
+    pupil = step(distill, off=True, through="student", student=student, teacher=teacher, prompts=tasks)
     if not named:
-        return made
-    step(evaluate, "evaluate_distilled", field="evaluate", model=made, prompts=tasks)
+        return pupil
+    step(evaluate, "evaluate_distilled", field="evaluate", model=pupil, prompts=tasks)
     if compared:
-        said = step(sample, "sample_teacher", default=SampleConfig(answers=1), models=[teacher], prompts=tasks)
-        told = step(rejection_sample, "pick_teacher", default=RejectionSampleConfig(pick="random"), answers=said, prompts=tasks)
-        tuned = step(sft, "sft_teacher", model=student, instructions=[*gold, told])
+        samples = step(sample, "sample_teacher", default=SampleConfig(answers=1), models=[teacher], prompts=tasks)
+        picked = step(rejection_sample, "pick_teacher", default=RejectionSampleConfig(pick="random"), answers=samples, prompts=tasks)
+        tuned = step(sft, "sft_teacher", model=student, instructions=[*gold, picked])
         step(evaluate, "evaluate_sft_teacher", field="evaluate", model=tuned, prompts=tasks)
-    return made
+    return pupil
 
 
 def one_round(number: int, before: State, tasks: Output, heldout: Output, *, development: Output | None = None) -> State:
@@ -115,12 +115,12 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     trained = step(ppo, number=number, off=True, through="policy", policy=trained, reward_model=reward, prompts=tasks)
     policy = _averaged("average", number, before, trained, reward, development)
     measured = step(evaluate, f"evaluate_round_{number}", field="evaluate", model=policy, prompts=heldout)
-    made = {
+    outputs = {
         "sample": answers, "reward_model": reward, "chosen": better, "synthesize": synthetic, "sft": tuned, "dpo": preferred,
         "policy": trained,
     }  # fmt: skip
     other = tuned if before.other else before.other
-    return State(policy, other, before.instructions, pairs, measured, before.start, made)
+    return State(policy, other, before.instructions, pairs, measured, before.start, outputs)
 
 
 def _averaged(label: str, number: int, before: State, trained: Output, reward: Output, development: Output | None) -> Output:
@@ -254,8 +254,8 @@ def _set_aside() -> int:
 
 
 def _development() -> list[StageConfig | None]:
-    wanted = Step("development", "development", unused_prompts, DEVELOPMENT)
-    return current_walk().configs(wanted) if current_walk().configs(Step("average", "average", average)) else []
+    wanted_step = Step("development", "development", unused_prompts, DEVELOPMENT)
+    return current_walk().configs(wanted_step) if current_walk().configs(Step("average", "average", average)) else []
 
 
 def prompts_taken(configs: Sequence[StageConfig | None]) -> int:

@@ -35,18 +35,18 @@ def annotate(
 
     check_auth(host, auth)
     opened = Store.existing(store).within(project)
-    found = opened.checked(opened.resolve(answers))
-    desk = Desk(opened, found, prompts_of(opened, found), pairs)
+    artifact = opened.checked(opened.resolve(answers))
+    desk = Desk(opened, artifact, prompts_of(opened, artifact), pairs)
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
     except OSError as error:
         raise PunaError(f"--port {port}: cannot listen at {host} ({error}); another program may use it, --port names another") from error
-    typer.echo(f"{len(desk.order):,} pairs of {found.id}: http://{host}:{listening.getsockname()[1]}; Ctrl-C ends and saves")
+    typer.echo(f"{len(desk.order):,} pairs of {artifact.id}: http://{host}:{listening.getsockname()[1]}; Ctrl-C ends and saves")
     door = OwnSite(Password(Bounded(application(desk)), auth), protected=bool(auth), pages=LINKED, asking=None)
     config = uvicorn.Config(door, log_level="warning", timeout_graceful_shutdown=2)
     uvicorn.Server(config).run(sockets=[listening])
     if desk.file.exists():
-        made = desk.save()
-        typer.echo(f"{made.rows():,} preferences: {made.id} is {opened.full_name(ALIAS)}; {json.dumps(made.manifest.metrics)}")
+        result = desk.save()
+        typer.echo(f"{result.rows():,} preferences: {result.id} is {opened.full_name(ALIAS)}; {json.dumps(result.manifest.metrics)}")

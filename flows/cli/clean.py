@@ -76,50 +76,50 @@ def clean(
     """
     kind, target = _target(output)
     store = store.within(read_values(recipe, list(changes), RECIPE)[0].get("project"))
-    wanted = parse_inputs(paths, curate.inputs, store, "clean")
-    given = curate.by_kind(wanted.items, wanted.named, wanted.sources)
-    imported = [item for item in wanted.items if isinstance(item, Artifact) and item.kind == "documents"]
+    parsed = parse_inputs(paths, curate.inputs, store, "clean")
+    flow_input = curate.by_kind(parsed.items, parsed.named, parsed.sources)
+    imported = [item for item in parsed.items if isinstance(item, Artifact) and item.kind == "documents"]
     named = column_changes(columns, "ingest")
-    choices = look([item for item in wanted.items if isinstance(item, External)], imported, (*named, *changes), recipe)
+    choices = look([item for item in parsed.items if isinstance(item, External)], imported, (*named, *changes), recipe)
     for sentence in choices.said:
         say(sentence)
     every = [*choices.changes, *named, *changes]
     steps = load(recipe, every, "curate", RECIPE)
-    preflight.check(curate, steps, given, store)
+    preflight.check(curate, steps, flow_input, store)
     options = [*(["--recipe", recipe] if recipe != RECIPE else []), *(word for text in (*named, *changes) for word in ("--set", text))]
     command = shlex.join(["puna", "clean", *paths, "-o", str(output), *options])
-    asked = {"command": command, "recipe": recipe, "changes": every, "inputs": list(paths)}
-    with session(store, flow="curate", workers=workers, json=quiet, parameters=asked) as now:
-        made = Performer(steps)
-        documents = made.walk(curate, given).documents.items[0]
-    came = [*(outcome.artifact for step, outcome in now.outcomes if step == "ingest"), *imported]
+    request = {"command": command, "recipe": recipe, "changes": every, "inputs": list(paths)}
+    with session(store, flow="curate", workers=workers, json=quiet, parameters=request) as now:
+        performer = Performer(steps)
+        documents = performer.walk(curate, flow_input).documents.items[0]
+    sources = [*(outcome.artifact for step, outcome in now.outcomes if step == "ingest"), *imported]
     from puna.flows.report import write
 
     target.parent.mkdir(parents=True, exist_ok=True)
     _replace(target, lambda file: _write(_rows(documents, now), file, kind))
     dropped = target.with_name(f"{target.stem}.dropped.jsonl")
-    _replace(dropped, lambda file: _write(_dropped(now, came), file, "jsonl"))
+    _replace(dropped, lambda file: _write(_dropped(now, sources), file, "jsonl"))
     page = target.with_name(f"{target.stem}.report.html")
     _replace(page, lambda file: shutil.copyfile(write(store, now.run, None), file))
     now.refresh()
     rules = _rules(now)
     no_page = {name: rules.pop(f"ingest.{name}") for name in NO_PAGE if f"ingest.{name}" in rules}
     refused = sum(count for name, count in rules.items() if name.startswith("ingest."))
-    metrics = [artifact.manifest.metrics for artifact in came if "files_without_page" in artifact.manifest.metrics]
+    metrics = [artifact.manifest.metrics for artifact in sources if "files_without_page" in artifact.manifest.metrics]
     bare = "; ".join(f"{m['files_without_page']:,} files hold nothing else: {m['files_without_page_are']}" for m in metrics)
-    pages = refused + sum(artifact.rows() for artifact in came)
+    pages = refused + sum(artifact.rows() for artifact in sources)
     return Cleaned(target, dropped, page, documents.rows(), pages, rules, no_page, bare)
 
 
 def look(files: list[External], imported: list[Artifact], named: Sequence[str], recipe: str = RECIPE) -> Choices:
     """Return what a look at the first pages and documents says about fields, languages and topics. `named`: a person's changes."""
-    found = Choices()
-    given = load(recipe, list(named), "curate", RECIPE).values
-    reading = given.get("ingest") or {}
+    choices = Choices()
+    values = load(recipe, list(named), "curate", RECIPE).values
+    reading = values.get("ingest") or {}
     inputs = dict(reading.get("inputs") or {})
     for external in files:
         size = sum(file.bytes for file in external.files)
-        found.said.append(f"{external.name}: {len(external.files):,} files, {size / 1e6:,.1f} MB")
+        choices.said.append(f"{external.name}: {len(external.files):,} files, {size / 1e6:,.1f} MB")
         fields = sniff(external)
         if fields is None or reading.keys() & {"text_column", "html_column"} or external.name in inputs:
             continue
@@ -129,17 +129,17 @@ def look(files: list[External], imported: list[Artifact], named: Sequence[str], 
         time = f"its time {fields.date}" if fields.date else "no field with a time"
         what = "HTML" if fields.html else "plain text"
         names = ", ".join(fields.names)
-        found.said.append(f"  fields {names}: {fields.page} is read as {what}; {address}, {time} (--columns says otherwise)")
+        choices.said.append(f"  fields {names}: {fields.page} is read as {what}; {address}, {time} (--columns says otherwise)")
         if fields.others:
-            found.said.append(f"  other files have their text in {', '.join(fields.others)}: they hold no page here; clean them apart")
+            choices.said.append(f"  other files have their text in {', '.join(fields.others)}: they hold no page here; clean them apart")
     if inputs:
-        found.changes.append(f"ingest.inputs={json.dumps(inputs)}")
+        choices.changes.append(f"ingest.inputs={json.dumps(inputs)}")
     texts: list[str] = []
     if files:
-        config = load(recipe, [*found.changes, *named], "curate", RECIPE).one("ingest", ingest, IngestConfig)
+        config = load(recipe, [*choices.changes, *named], "curate", RECIPE).one("ingest", ingest, IngestConfig)
         texts += page_texts(*peek(files, config, LOOK), LOOK)[0]
     for artifact in imported:
-        found.said.append(f"{artifact.id}: {artifact.rows():,} documents")
+        choices.said.append(f"{artifact.id}: {artifact.rows():,} documents")
         texts += document_texts(artifact, LOOK / len(imported))[1]
     texts = [text for text in texts if text.strip()]
     if not texts:
@@ -150,30 +150,30 @@ def look(files: list[External], imported: list[Artifact], named: Sequence[str], 
             f"clean: no page of {names} holds text. WARC, WET, HTML, text, Parquet, JSON and CSV are read; "
             "`puna run ingest --input …` says what was dropped"
         )
-    _tell_languages(texts, found)
-    if given.get("domains") is None:
-        _choose_topics(texts, found)
-    return found
+    _tell_languages(texts, choices)
+    if values.get("domains") is None:
+        _choose_topics(texts, choices)
+    return choices
 
 
-def _tell_languages(texts: list[str], found: Choices) -> None:
+def _tell_languages(texts: list[str], choices: Choices) -> None:
     languages = Counter(identify(text)[0] for text in texts)
-    shown = ", ".join(f"{name} {count / len(texts):.0%}" for name, count in languages.most_common(6))
-    found.said.append(
-        f"languages of {len(texts):,} pages that were looked at: {shown}; all are kept (--set 'select.language={{…}}' chooses)"
+    shares = ", ".join(f"{name} {count / len(texts):.0%}" for name, count in languages.most_common(6))
+    choices.said.append(
+        f"languages of {len(texts):,} pages that were looked at: {shares}; all are kept (--set 'select.language={{…}}' chooses)"
     )
 
 
-def _choose_topics(texts: list[str], found: Choices) -> None:
+def _choose_topics(texts: list[str], choices: Choices) -> None:
     config = TrainDomainsConfig()
     labels = (seed_label(looked_at(text[: config.max_characters]), config.min_seeds, config.max_second) for text in texts)
     topics = Counter(label for label in labels if label is not None)
     # Twice as many as are needed: duplicates go before types are given.
     if sum(count >= 2 * config.min_labels for count in topics.values()) >= 2:
-        found.changes.append("domains={}")
-        found.said.append(f"topics: {', '.join(name for name, _ in topics.most_common(5))}, …; each document gets one (domains)")
+        choices.changes.append("domains={}")
+        choices.said.append(f"topics: {', '.join(name for name, _ in topics.most_common(5))}, …; each document gets one (domains)")
     else:
-        found.said.append("topics: too few pages of two topics to tell them apart; documents get none (domains)")
+        choices.said.append("topics: too few pages of two topics to tell them apart; documents get none (domains)")
 
 
 def _target(output: Path) -> tuple[str, Path]:
@@ -194,9 +194,9 @@ def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
     types: dict[str, pa.DataType] = {}
     for artifact in signals:
         columns = [name for name in ("language", "language_score", "domain") if name in artifact.manifest.tables["signals"].columns]
-        known = artifact.read(columns=["id", *columns])
-        types |= {name: known.schema.field(name).type for name in columns}
-        for row in known.to_pylist():
+        rows_of_signal = artifact.read(columns=["id", *columns])
+        types |= {name: rows_of_signal.schema.field(name).type for name in columns}
+        for row in rows_of_signal.to_pylist():
             described.setdefault(row.pop("id"), {}).update(row)
     for part in documents.parts(None, None, ROWS):
         table = part.read()
@@ -209,19 +209,19 @@ def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
         yield from table.to_batches()
 
 
-def _dropped(now: Session, came: Sequence[Artifact]) -> Iterator[pa.RecordBatch]:
+def _dropped(now: Session, sources: Sequence[Artifact]) -> Iterator[pa.RecordBatch]:
     """Yield every page that went, with its source and address where it was a page, the step and the rule."""
     gone = [(step, outcome.artifact.read("dropped")) for step, outcome in now.outcomes if "dropped" in outcome.artifact.tables]
     ids = pa.chunked_array([table["id"] for _, table in gone], pa.string())
     places: dict[str, tuple[str, str]] = {}
-    for part in (part for artifact in came for part in artifact.parts(None, ["id", "source", "url"], ROWS)):
+    for part in (part for artifact in sources for part in artifact.parts(None, ["id", "source", "url"], ROWS)):
         rows = part.read()
         rows = rows.filter(pc.is_in(rows["id"], value_set=ids))
         places.update(zip(rows["id"].to_pylist(), zip(rows["source"].to_pylist(), rows["url"].to_pylist(), strict=True), strict=True))
     for step, table in gone:
-        found = [places.get(identity, (None, None)) for identity in table["id"].to_pylist()]
-        told = {"step": [step] * len(found), "source": [source for source, _ in found], "url": [url for _, url in found]}
-        named = pa.table({name: pa.array(values, pa.string()) for name, values in told.items()})
+        origins = [places.get(identity, (None, None)) for identity in table["id"].to_pylist()]
+        columns = {"step": [step] * len(origins), "source": [source for source, _ in origins], "url": [url for _, url in origins]}
+        named = pa.table({name: pa.array(values, pa.string()) for name, values in columns.items()})
         for name in table.column_names:
             named = named.append_column(name, table[name])
         yield from named.to_batches()

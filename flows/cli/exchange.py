@@ -62,14 +62,14 @@ def import_(
 
 def mapped(texts: list[str]) -> dict[str, str]:
     """Return the mapping that `FIELD=COLUMN[,FIELD=COLUMN]` texts describe."""
-    found: dict[str, str] = {}
+    columns: dict[str, str] = {}
     for text in texts:
         for pair in text.split(","):
             field, sign, column = pair.partition("=")
             if not sign or not field or not column:
                 raise PunaError(f"--columns {text}: write FIELD=COLUMN, for example prompt=question")
-            found[field] = column
-    return found
+            columns[field] = column
+    return columns
 
 
 @app.command("export")

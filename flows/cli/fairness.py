@@ -51,7 +51,7 @@ class Fairness:
 
 def read_labelled(path: Path) -> list[Labelled]:
     """Return the documents of a file of rows (JSON lines, Parquet, CSV) with the fields language, text and, where some are spoilt, kind."""
-    found: list[Labelled] = []
+    documents: list[Labelled] = []
     try:
         with path.open("rb") as handle:
             for row in read_rows(handle, f"fairness: {path}", format_of(path.name, b"") or "json", MOST_BYTES):
@@ -60,12 +60,12 @@ def read_labelled(path: Path) -> list[Labelled]:
                 fields = row.fields
                 if not all(isinstance(fields.get(name), str) and fields[name] for name in ("language", "text")):
                     raise PunaError(f"fairness: {path}: row {row.number} needs the fields language and text, each some text")
-                found.append(Labelled(fields["language"], fields["text"], fields.get("kind") or GOOD))
+                documents.append(Labelled(fields["language"], fields["text"], fields.get("kind") or GOOD))
     except OSError as error:
         raise PunaError(f"fairness: {path} cannot be read: {error.strerror or error}") from error
-    if not any(document.kind == GOOD for document in found):
+    if not any(document.kind == GOOD for document in documents):
         raise PunaError(f"fairness: {path} has no good document (kind {GOOD}, or no kind)")
-    return found
+    return documents
 
 
 def repeats(text: str) -> str:
@@ -80,12 +80,12 @@ def misread(text: str) -> str:
 
 def menu(text: str) -> str:
     """Return the first two words of every sentence, one a line; of a sentence without blanks its first six characters."""
-    found: list[str] = []
+    lines: list[str] = []
     for sentence in SENTENCE_END.split(text):
         words = sentence.split()
         if words:
-            found += words[:2] if len(words) > 2 else [sentence.strip()[:3], sentence.strip()[3:6]]
-    return "\n".join(found)
+            lines += words[:2] if len(words) > 2 else [sentence.strip()[:3], sentence.strip()[3:6]]
+    return "\n".join(lines)
 
 
 def salad(text: str) -> str:
@@ -105,9 +105,9 @@ SPOILT: dict[str, Callable[[str], str]] = {"repeats": repeats, "misread": misrea
 
 def twins(documents: Sequence[Labelled]) -> list[Labelled]:
     """Return every good document spoilt in each way that changes it."""
-    made = [Labelled(d.language, spoil(d.text), kind) for d in documents if d.kind == GOOD for kind, spoil in SPOILT.items()]
+    spoilt = [Labelled(d.language, spoil(d.text), kind) for d in documents if d.kind == GOOD for kind, spoil in SPOILT.items()]
     texts = {document.text for document in documents}
-    return [twin for twin in made if twin.text.strip() and twin.text not in texts]
+    return [twin for twin in spoilt if twin.text.strip() and twin.text not in texts]
 
 
 def fairness(documents: Sequence[Labelled], recipe: str = "clean", changes: Sequence[str] = (), reference: str = "en") -> Fairness:
@@ -124,14 +124,14 @@ def fairness(documents: Sequence[Labelled], recipe: str = "clean", changes: Sequ
         store = Store.open(folder)
         table = pa.Table.from_pylist([_row(number, document) for number, document in enumerate(documents)])
         texts = store.import_table("documents", table)
-        found = execute(language, found_config, {"documents": texts}, store)
-        measured = execute(heuristics, measured_config, {"documents": texts, "language": found}, store)
-        selected = execute(select, chosen, {"documents": texts, "signals": [found, measured]}, store)
+        languages = execute(language, found_config, {"documents": texts}, store)
+        measured = execute(heuristics, measured_config, {"documents": texts, "language": languages}, store)
+        selected = execute(select, chosen, {"documents": texts, "signals": [languages, measured]}, store)
         kept = {int(name, 16) for name in selected.read(columns=["id"])["id"].to_pylist()}
         signals = measured.read()
-        for column in found.read().column_names[1:]:
-            signals = signals.append_column(column, found.read()[column])
-        factors = factors_of(found.read("languages"), signals) if chosen.per_language else {}
+        for column in languages.read().column_names[1:]:
+            signals = signals.append_column(column, languages.read()[column])
+        factors = factors_of(languages.read("languages"), signals) if chosen.per_language else {}
         sources = pa.chunked_array([["web"] * signals.num_rows])
         alone = {rule.name: fires(rule, signals, sources, factors) for rule in active_rules(chosen)}
     return _summary(documents, kept, signals, alone, reference)

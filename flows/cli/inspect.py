@@ -124,22 +124,22 @@ def list_(
             for log in logs
         ]  # fmt: skip
         unsaid = {"project": {log.project for log in logs} == {DEFAULT}, "error": not any(log.error for log in logs)}
-        shown = [name for name in rows[0] if not unsaid.get(name)] if rows else []
-        return print_rows(rows, False, shown)
+        columns = [name for name in rows[0] if not unsaid.get(name)] if rows else []
+        return print_rows(rows, False, columns)
     if kind is not None:
         known_kind(kind)
-    found, names = [one for one in opened.entries(project) if kind in (None, one["kind"])], opened.names(project)
+    entries, names = [one for one in opened.entries(project) if kind in (None, one["kind"])], opened.names(project)
     suspects = opened.suspects()
     if as_json:
-        made = [Artifact(one["kind"], one["key"], opened.files) for one in found]
-        return print_rows([summary(a, aliases=names.get(a.key, []), suspect=suspects.get(a.key)) for a in made], True)
+        artifacts = [Artifact(one["kind"], one["key"], opened.files) for one in entries]
+        return print_rows([summary(a, aliases=names.get(a.key, []), suspect=suspects.get(a.key)) for a in artifacts], True)
     rows = [
         {
             "id": Artifact(one["kind"], one["key"], opened.files).id, "stage": one["stage"], "rows": one["rows"],
             "created at": _when(one["created_at"]), "aliases": ", ".join(names.get(one["key"], [])),
             "suspect": suspects.get(one["key"]),
         }
-        for one in found
+        for one in entries
     ]  # fmt: skip
     print_rows(rows, False, ["id", "stage", "rows", "created at", "aliases", *(["suspect"] if suspects else [])])
 
@@ -202,20 +202,20 @@ def lineage(
             return
         seen.add(artifact.key)
         for item in artifact.manifest.inputs:
-            found = opened.find(item.kind, item.key) if item.kind != "external" else None
-            if found is not None:
-                walk(found, depth + 1, item.name)
+            source = opened.find(item.kind, item.key) if item.kind != "external" else None
+            if source is not None:
+                walk(source, depth + 1, item.name)
             else:
-                said = item.key if item.kind == "external" else f"{item.kind}/{item.key[:12]} (removed)"
-                rows.append({"depth": depth + 1, "id": said, "key": item.key, "stage": item.kind, "as": item.name})
+                label = item.key if item.kind == "external" else f"{item.kind}/{item.key[:12]} (removed)"
+                rows.append({"depth": depth + 1, "id": label, "key": item.key, "stage": item.kind, "as": item.name})
 
     walk(opened.resolve(name), 0, "")
     if as_json:
         return print_rows(rows, True)
-    shown: set[str] = set()
+    seen_before: set[str] = set()
     for row in rows:
-        more = " (as above)" if row["key"] in shown else f" (suspect: {row['suspect']})" if "suspect" in row else ""
-        shown.add(row["key"])
+        more = " (as above)" if row["key"] in seen_before else f" (suspect: {row['suspect']})" if "suspect" in row else ""
+        seen_before.add(row["key"])
         typer.echo(f"{'  ' * row['depth']}{row['id']}  {row['stage']}{' as ' + row['as'] if row['as'] else ''}{more}")
 
 
@@ -226,16 +226,16 @@ def explain(
     """Say why an artifact was made again: which field, which code, which input differs from before."""
     opened = existing(store, project)
     artifact = opened.resolve(name)
-    before, found = explaining.explain(opened, artifact)
+    before, changes = explaining.explain(opened, artifact)
     if as_json:
-        rows = [{"what": c.what, "name": c.name, "before": c.before, "now": c.now} for c in found]
+        rows = [{"what": c.what, "name": c.name, "before": c.before, "now": c.now} for c in changes]
         typer.echo(json.dumps({"id": artifact.id, "before": before.id if before else None, "changes": rows}))
         return
     if before is None:
         typer.echo(f"{artifact.id}: the first artifact of stage {artifact.manifest.stage}")
         return
     typer.echo(f"{artifact.id} differs from {before.id} (made {_when(before.manifest.created_at)}):")
-    for change in found:
+    for change in changes:
         typer.echo(f"  {change}")
 
 
@@ -285,8 +285,8 @@ def verify(
     if quarantine:
         for finding in damaged:
             where = opened.quarantine(finding.artifact)
-            said = f"is now in {where}" if where else "was made again meanwhile"
-            typer.echo(f"{finding.artifact.id} {said}", err=True)
+            outcome = f"is now in {where}" if where else "was made again meanwhile"
+            typer.echo(f"{finding.artifact.id} {outcome}", err=True)
         if damaged:
             database.write(opened)
     if damaged or suspect or lost:
@@ -303,13 +303,13 @@ def gc(
 ) -> None:
     """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts; what is at work stays."""
     opened = existing(store)
-    found = maintenance.collect(opened, keep_runs=keep_runs, work_days=work_days, remove=yes)
-    if yes and found:
+    garbage = maintenance.collect(opened, keep_runs=keep_runs, work_days=work_days, remove=yes)
+    if yes and garbage:
         database.write(opened)
     if as_json:
-        return print_rows([{"folder": g.place, "reason": g.reason, "bytes": g.bytes, "removed": yes} for g in found], True)
-    for item in found:
+        return print_rows([{"folder": g.place, "reason": g.reason, "bytes": g.bytes, "removed": yes} for g in garbage], True)
+    for item in garbage:
         typer.echo(f"{_size(item.bytes):>10s}  {item.place}  ({item.reason})")
-    total = _size(sum(g.bytes for g in found))
-    said = "" if not found else " removed" if yes else " would be removed; add --yes"
-    typer.echo(f"{len(found)} folders, {total}{said}")
+    total = _size(sum(g.bytes for g in garbage))
+    outcome = "" if not garbage else " removed" if yes else " would be removed; add --yes"
+    typer.echo(f"{len(garbage)} folders, {total}{outcome}")

@@ -39,8 +39,8 @@ def load_engine(
         if serving.offload == "none":
             memory = None if serving.memory is None else int(serving.memory * 1e9)
             network, tokenizer = _loaded(model, store)
-            kept = {"memory": memory, **serving.kept, **limits}
-            return engine_of(network, tokenizer, serving.weights, smaller, draft_weights=draft_weights, **kept)
+            engine_limits = {"memory": memory, **serving.kept, **limits}
+            return engine_of(network, tokenizer, serving.weights, smaller, draft_weights=draft_weights, **engine_limits)
         if limits.get("prefill_threads"):
             raise PunaError("--prefill-threads: a process for prompts needs a model whose layers all stay in memory: leave --offload out")
         return _offloaded(model, store, serving, smaller, work, limits.get("step_tokens"), draft_weights)
@@ -59,11 +59,11 @@ def _offloaded(
     folder = Path(model) if Path(model).exists() else _artifact(model, store).path()
     context = read_config(folder).max_position_embeddings
     tokenizer, place = Tokenizer.load(folder), (device(), frozen_dtype())
-    asked = Work(longest=context) if work is None else work(tokenizer, context)
+    workload = Work(longest=context) if work is None else work(tokenizer, context)
     smaller = None if draft is None else draft[0]
-    found = offloaded_model(folder, place, serving.offload, serving.memory, asked, step_tokens, smaller)
-    typer.echo(found.plan, err=True)
-    return engine_of(found.model, tokenizer, "same", draft, draft_weights=draft_weights, **found.limits, **serving.kept)
+    model_in_part = offloaded_model(folder, place, serving.offload, serving.memory, workload, step_tokens, smaller)
+    typer.echo(model_in_part.plan, err=True)
+    return engine_of(model_in_part.model, tokenizer, "same", draft, draft_weights=draft_weights, **model_in_part.limits, **serving.kept)
 
 
 def serving_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -107,8 +107,8 @@ def _loaded(model: str, store: Callable[[], Store]) -> tuple[Transformer, Tokeni
 
 def _artifact(model: str, store: Callable[[], Store]) -> Artifact:
     try:
-        found = store()
-        return found.checked(found.resolve(model), whole=True)
+        opened = store()
+        return opened.checked(opened.resolve(model), whole=True)
     except DamagedArtifact:
         raise
     except PunaError as error:

@@ -78,8 +78,8 @@ def run(
     import_modules(modules)
     fields = column_changes(columns or (), "ingest")
     alias = None if name is None else alias_of(name)
-    asked = (*fields, *(changes or ()))
-    request = launch.Request(what, recipe, asked, tuple(inputs or ()), workers, executor, as_json, alias, project or "")
+    all_changes = (*fields, *(changes or ()))
+    request = launch.Request(what, recipe, all_changes, tuple(inputs or ()), workers, executor, as_json, alias, project or "")
     launch.run(request, opened)
 
 
@@ -108,21 +108,21 @@ def clean(
     def say(text: str) -> None:
         typer.echo(text, err=as_json)
 
-    made = run_clean(
+    result = run_clean(
         paths, output, opened, changes=(*(changes or ()), *project_change(project)), columns=columns or (), recipe=recipe, workers=workers,
         say=say, quiet=as_json,
     )  # fmt: skip
     if as_json:
-        typer.echo(json.dumps(asdict(made), default=str))
+        typer.echo(json.dumps(asdict(result), default=str))
         return
-    typer.echo(f"{made.kept:,} of {made.pages:,} pages are clean documents: {made.documents}")
-    most = ", ".join(f"{rule} {count:,}" for rule, count in list(made.rules.items())[:3])
-    typer.echo(f"what went, and by which rule{f' (most by {most})' if most else ''}: {made.dropped}")
-    if made.no_page:
-        by_rule = ", ".join(f"{rule} {count:,}" for rule, count in made.no_page.items())
-        bare = f"; {made.files_without_page}" if made.files_without_page else ""
-        typer.echo(f"no page: {sum(made.no_page.values()):,} records ({by_rule}){bare}")
-    typer.echo(f"report: {made.report}")
+    typer.echo(f"{result.kept:,} of {result.pages:,} pages are clean documents: {result.documents}")
+    most = ", ".join(f"{rule} {count:,}" for rule, count in list(result.rules.items())[:3])
+    typer.echo(f"what went, and by which rule{f' (most by {most})' if most else ''}: {result.dropped}")
+    if result.no_page:
+        by_rule = ", ".join(f"{rule} {count:,}" for rule, count in result.no_page.items())
+        bare = f"; {result.files_without_page}" if result.files_without_page else ""
+        typer.echo(f"no page: {sum(result.no_page.values()):,} records ({by_rule}){bare}")
+    typer.echo(f"report: {result.report}")
 
 
 @app.command()
@@ -137,15 +137,15 @@ def fairness(
     """Measure the share of labelled documents that curation keeps in each language, and name the rules that drop the rest."""
     from puna.flows.cli import fairness as measuring
 
-    found = measuring.read_labelled(documents)
-    twins = measuring.twins(found) if spoil else []
-    told = measuring.fairness([*found, *twins], recipe, changes or (), reference)
+    labelled = measuring.read_labelled(documents)
+    twins = measuring.twins(labelled) if spoil else []
+    result = measuring.fairness([*labelled, *twins], recipe, changes or (), reference)
     if as_json:
-        typer.echo(json.dumps({"rows": told.rows, "figures": told.figures}, ensure_ascii=False))
+        typer.echo(json.dumps({"rows": result.rows, "figures": result.figures}, ensure_ascii=False))
         return
-    rows_shown = [{name: f"{value:.2f}" if isinstance(value, float) else value for name, value in row.items()} for row in told.rows]
+    rows_shown = [{name: f"{value:.2f}" if isinstance(value, float) else value for name, value in row.items()} for row in result.rows]
     print_rows(rows_shown, as_json=False)
-    for name, value in told.figures.items():
+    for name, value in result.figures.items():
         typer.echo(f"{name:32} {value:g}")
 
 
@@ -172,8 +172,8 @@ def fields(name: NameArgument, modules: ModuleOption = None) -> None:
     from puna.flows.engine.trace import schema
 
     import_modules(modules)
-    found = chosen(name)
-    typer.echo(json.dumps(schema(found) if isinstance(found, Flow) else found.config.model_json_schema(), indent=1))
+    target = chosen(name)
+    typer.echo(json.dumps(schema(target) if isinstance(target, Flow) else target.config.model_json_schema(), indent=1))
 
 
 @app.command()
@@ -195,12 +195,12 @@ def demo_pages(
     from puna.flows.engine.inputs import sample_folder
     from puna.flows.engine.running import make_sample
 
-    made = make_sample(folder or sample_folder(located(store)), quiet=as_json)
+    sample = make_sample(folder or sample_folder(located(store)), quiet=as_json)
     if as_json:
-        typer.echo(json.dumps(asdict(made), default=str))
+        typer.echo(json.dumps(asdict(sample), default=str))
     else:
-        for file in made.files:
-            typer.echo(f"{made.folder / file.name}: {file.pages:,} pages, {file.size / 1e6:.1f} MB")
+        for file in sample.files:
+            typer.echo(f"{sample.folder / file.name}: {file.pages:,} pages, {file.size / 1e6:.1f} MB")
 
 
 @app.command()

@@ -63,13 +63,13 @@ def ahead(serving: ServingSettings, draft: str | None) -> dict[str, int]:
     return {"speculate": guesses(serving.speculate, draft), "branches": serving.branches}
 
 
-def parameters(engine: Engine, default: dict[str, float], **given: Any) -> SamplingParams:
+def parameters(engine: Engine, default: dict[str, float], **options: Any) -> SamplingParams:
     """Return sampling parameters from options. Those that are None come from the model, then from `default`."""
     from puna.models.generation import SamplingParams
 
     own = {} if engine.tokenizer is None else engine.tokenizer.sampling
     try:
-        return SamplingParams(**{**default, **own, **{name: value for name, value in given.items() if value is not None}})
+        return SamplingParams(**{**default, **own, **{name: value for name, value in options.items() if value is not None}})
     except ValueError as error:
         raise PunaError(str(error)) from error
 
@@ -98,16 +98,16 @@ def chat(
     messages = list(start)
     while True:
         try:
-            asked = input("> " if sys.stdin.isatty() else "").strip()
+            line = input("> " if sys.stdin.isatty() else "").strip()
         except (EOFError, KeyboardInterrupt):
             typer.echo()
             return
         except UnicodeDecodeError as error:
             raise PunaError(f"standard input is no Unicode text: {error}") from error
-        if asked == "/new":
+        if line == "/new":
             messages = list(start)
-        elif asked:
-            messages.append({"role": "user", "content": _unicode(asked, "standard input")})
+        elif line:
+            messages.append({"role": "user", "content": _unicode(line, "standard input")})
             messages.append({"role": "assistant", "content": _answer(engine, messages, params)})
 
 
@@ -122,18 +122,18 @@ def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingPara
     from puna.models.tokens.text_stream import TextStream
 
     assert engine.tokenizer is not None
-    said, text = "", TextStream(engine.tokenizer)
+    answer, text = "", TextStream(engine.tokenizer)
     events = None
     try:
         ids = engine.tokenizer.chat(messages)
         left = engine.room(len(ids), params.max_tokens)
         if not left:
-            told = f"the conversation has {len(ids)} tokens, the model's context {engine.model.config.max_position_embeddings}"
-            raise PunaError(f"{told}: begin another, or keep the last alone by --window")
+            message = f"the conversation has {len(ids)} tokens, the model's context {engine.model.config.max_position_embeddings}"
+            raise PunaError(f"{message}: begin another, or keep the last alone by --window")
         events = engine.stream(ids, replace(params, max_tokens=left))
         for event in events:
             new = text.add(event.token, event.completion is not None)
-            said += new
+            answer += new
             print(new, end="", flush=True)
     except KeyboardInterrupt:
         if events is not None:
@@ -141,7 +141,7 @@ def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingPara
     except ValueError as error:  # too long for the cache, or refused by the chat template
         raise PunaError(str(error)) from error
     typer.echo()
-    return said
+    return answer
 
 
 @app.command()
@@ -181,15 +181,15 @@ def generate(
 ) -> None:
     """Answer prompts, many at once. A line of standard input is a JSON text, a list of messages, or an object with `prompt`
     or `messages`."""
-    asked: list[Any] = [_unicode(text, "PROMPT") for text in prompts or ()]
-    asked = asked or [_parsed(number, line) for number, line in enumerate(sys.stdin.buffer, 1) if line.strip()]
-    if not asked:
+    requests: list[Any] = [_unicode(text, "PROMPT") for text in prompts or ()]
+    requests = requests or [_parsed(number, line) for number, line in enumerate(sys.stdin.buffer, 1) if line.strip()]
+    if not requests:
         raise PunaError("there is no prompt: give one as an argument, or a line of standard input for each")
     searching = _searching(search, n, verifier, expansions, temperature)
-    given = asked if documents is None else _with_passages(asked, documents, passages, Store.existing(store, project))
+    inputs = requests if documents is None else _with_passages(requests, documents, passages, Store.existing(store, project))
 
     def work(tokenizer: Tokenizer, context: int) -> Work:
-        return Work(max(len(ids) for ids in _ids(tokenizer, given, raw)), max_tokens, len(given) * n)
+        return Work(max(len(ids) for ids in _ids(tokenizer, inputs, raw)), max_tokens, len(inputs) * n)
 
     place = partial(Store.existing, store, project)
     engine = load_engine(model, place, serving, draft, work, draft_weights)
@@ -201,32 +201,32 @@ def generate(
     assert tokenizer is not None
     answers: list[list[tuple[Completion, dict[str, float]]]]
     try:
-        ids = _ids(tokenizer, given, raw)
+        ids = _ids(tokenizer, inputs, raw)
         _check_room(engine, max(map(len, ids)), max_tokens)
         if searching is None:
-            answers = [[(found, {"drawn": len(found.tokens)}) for found in row] for row in engine.generate(ids, params)]
+            answers = [[(answer, {"drawn": len(answer.tokens)}) for answer in row] for row in engine.generate(ids, params)]
         else:
-            chosen = searched(engine, ids, params, searching, _values(searching, asked))
+            chosen = searched(engine, ids, params, searching, _values(searching, requests))
             answers = [[(one.completion, {"drawn": one.tokens, "value": one.value, "tried": one.tried})] for one in chosen]
     except ValueError as error:
         raise PunaError(str(error)) from error
-    for one, read, row in zip(asked, ids, answers, strict=True):
-        for found, cost in row:
-            text = tokenizer.decode(found.tokens, skip_special_tokens=True)
-            whole = {"prompt": one, "text": text, "tokens": found.tokens, "logprobs": found.logprobs, "finished": found.finished}
+    for one, read, row in zip(requests, ids, answers, strict=True):
+        for answer, cost in row:
+            text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            whole = {"prompt": one, "text": text, "tokens": answer.tokens, "logprobs": answer.logprobs, "finished": answer.finished}
             typer.echo(json.dumps({**whole, "read": len(read), **cost}, ensure_ascii=False) if as_json else text)
     if searching is not None and not as_json:
         drawn = sum(int(cost["drawn"]) for row in answers for _, cost in row)
-        kept = sum(len(found.tokens) for row in answers for found, _ in row)
-        typer.echo(f"{drawn:,} tokens drawn for {kept:,} of answers", err=True)
+        answered = sum(len(answer.tokens) for row in answers for answer, _ in row)
+        typer.echo(f"{drawn:,} tokens drawn for {answered:,} of answers", err=True)
 
 
 def _check_room(engine: Engine, prompt: int, answer: int) -> None:
     """Raise PunaError where the longest prompt and its answer do not fit into the model's context."""
     if engine.room(prompt, answer) < answer:
         context = engine.model.config.max_position_embeddings
-        told = f"{prompt} tokens of a prompt and {answer} of its answer exceed the model's context of {context}"
-        raise PunaError(f"{told}: ask for fewer by --max-tokens, or keep the last alone by --window")
+        message = f"{prompt} tokens of a prompt and {answer} of its answer exceed the model's context of {context}"
+        raise PunaError(f"{message}: ask for fewer by --max-tokens, or keep the last alone by --window")
 
 
 def _ids(tokenizer: Tokenizer, prompts: list[Any], raw: bool) -> list[list[int]]:
@@ -256,26 +256,26 @@ def _searching(method: str | None, n: int, verifier: str | None, expansions: int
     return parse(SearchConfig, {"method": method, "n": n, "verifier": spec, "expansions": expansions}, "--search")
 
 
-def _values(config: SearchConfig, asked: list[Any]) -> Values | None:
+def _values(config: SearchConfig, requests: list[Any]) -> Values | None:
     """Return a function that scores answers by the verifier. An answer that cannot be scored ends the command."""
     if config.verifier is None:
         return None
     verifier = from_text(json.dumps(config.verifier))
-    questions = [Question(f"prompt {i}", "", shown(_messages(one)), None, tuple(_messages(one))) for i, one in enumerate(asked)]
+    questions = [Question(f"prompt {i}", "", shown(_messages(one)), None, tuple(_messages(one))) for i, one in enumerate(requests)]
     for question in questions:
         verifier.check(question)
     return lambda answers: [attempt(Item(verifier, questions[number], text)).value for number, text in answers]
 
 
-def _with_passages(asked: list[Any], name: str, most: int, store: Store) -> list[Any]:
+def _with_passages(requests: list[Any], name: str, most: int, store: Store) -> list[Any]:
     """Return the prompts behind passages of documents that fit their last message."""
     artifact = store.checked(store.resolve(name))
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` shows those there are")
-    conversations = [_messages(one) for one in asked]
-    found = retrieved([str(messages[-1].get("content") or "") for messages in conversations], artifact, most)
+    conversations = [_messages(one) for one in requests]
+    passages = retrieved([str(messages[-1].get("content") or "") for messages in conversations], artifact, most)
     behind = []
-    for messages, row in zip(conversations, found, strict=True):
+    for messages, row in zip(conversations, passages, strict=True):
         texts = "\n\n".join(f"[{i}] {passage.text}" for i, passage in enumerate(row, 1))
         last = {**messages[-1], "content": f"{texts}\n\n{messages[-1].get('content')}"} if row else messages[-1]
         behind.append([*messages[:-1], last])
@@ -296,15 +296,15 @@ def _mask(engine: Engine, file: Path) -> Mask:
 def _parsed(number: int, line: bytes) -> Any:
     """Return a prompt of standard input: text, or messages."""
     try:
-        found = json.loads(line)
+        prompt = json.loads(line)
     except ValueError as error:
         raise PunaError(f"standard input, line {number} is not JSON: {error}") from error
-    _unicode(json.dumps(found, ensure_ascii=False), f"standard input, line {number}")
-    if isinstance(found, dict):
-        found = found.get("messages", found.get("prompt"))
-    if not isinstance(found, str) and not (isinstance(found, list) and found and all(isinstance(one, dict) for one in found)):
+    _unicode(json.dumps(prompt, ensure_ascii=False), f"standard input, line {number}")
+    if isinstance(prompt, dict):
+        prompt = prompt.get("messages", prompt.get("prompt"))
+    if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt and all(isinstance(one, dict) for one in prompt)):
         raise PunaError(f"standard input, line {number}: give a text, a list of messages, or an object with prompt or messages")
-    return found
+    return prompt
 
 
 def _unicode(text: str, where: str) -> str:
@@ -368,6 +368,6 @@ def api(
     limits = {"sequences": sequences, "step_tokens": step_tokens, "prefill_threads": prefill_threads}
     place = partial(Store.existing, store, project)
     engine = load_engine(model, place, serving, draft, work, draft_weights, **limits)
-    made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, **ahead(serving, draft))
-    door = OwnSite(made, protected=bool(key), pages=None, asking=None)
+    server = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, **ahead(serving, draft))
+    door = OwnSite(server, protected=bool(key), pages=None, asking=None)
     uvicorn.run(door, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)

@@ -42,31 +42,31 @@ def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_
     `stage`: declared with `@stage`, or a name. `inputs`: artifacts, their ids or aliases, files; each goes to the input of its
     kind, `NAME=ID` to that of the name. `settings`: fields of the stage's configuration. PunaError names what is wrong with any.
     """
-    found = launch.chosen(f"stage:{stage.removeprefix('stage:')}") if isinstance(stage, str) else stage
-    assert isinstance(found, Stage)
+    target = launch.chosen(f"stage:{stage.removeprefix('stage:')}") if isinstance(stage, str) else stage
+    assert isinstance(target, Stage)
     opened = store if isinstance(store, Store) else Store.open(store)
-    wanted = parse_inputs([str(item) for item in inputs if isinstance(item, str | Path)], found.inputs, opened, found.name)
-    given = running.stage_inputs(found, _ready(inputs) + wanted.items, wanted.named)
-    return perform(found, parse(found.config, settings, found.name), given, opened).artifact
+    parsed = parse_inputs([str(item) for item in inputs if isinstance(item, str | Path)], target.inputs, opened, target.name)
+    values = running.stage_inputs(target, _ready(inputs) + parsed.items, parsed.named)
+    return perform(target, parse(target.config, settings, target.name), values, opened).artifact
 
 
 def run_flow(
     flow: Flow | str, *inputs: Input, recipe: str = DEFAULT_RECIPE, changes: Sequence[str] = (), store: Store | str | Path = DEFAULT_STORE
 ) -> dict[str, Artifact]:
     """Return the artifacts of a flow by step. `recipe`: a name or a YAML file; `changes`: `step.field=value`, as `--set` takes them."""
-    found = launch.chosen(f"flow:{flow.removeprefix('flow:')}") if isinstance(flow, str) else flow
-    assert isinstance(found, Flow)
-    if FLOWS.get(found.name) is not found:
-        raise PunaError(f"flow {found.name}: another flow of that name was declared later; rename one")
+    target = launch.chosen(f"flow:{flow.removeprefix('flow:')}") if isinstance(flow, str) else flow
+    assert isinstance(target, Flow)
+    if FLOWS.get(target.name) is not target:
+        raise PunaError(f"flow {target.name}: another flow of that name was declared later; rename one")
     opened = store if isinstance(store, Store) else Store.open(store)
-    loaded = load(recipe, list(changes), found.name)
+    loaded = load(recipe, list(changes), target.name)
     opened = opened.within(loaded.project) if opened.project == DEFAULT else opened
-    wanted = parse_inputs([str(item) for item in inputs if isinstance(item, str | Path)], found.inputs, opened, f"flow {found.name}")
-    wanted = replace(wanted, items=_ready(inputs) + wanted.items)
-    given = running.flow_inputs(found, loaded, wanted, opened, quiet=True)
-    asked = {"recipe": recipe, "changes": list(changes), "inputs": [getattr(item, "id", None) or str(item) for item in inputs]}
-    with session(opened, flow=found.name, parameters=asked) as now:
-        Performer(loaded).walk(found, given)
+    parsed = parse_inputs([str(item) for item in inputs if isinstance(item, str | Path)], target.inputs, opened, f"flow {target.name}")
+    parsed = replace(parsed, items=_ready(inputs) + parsed.items)
+    values = running.flow_inputs(target, loaded, parsed, opened, quiet=True)
+    request = {"recipe": recipe, "changes": list(changes), "inputs": [getattr(item, "id", None) or str(item) for item in inputs]}
+    with session(opened, flow=target.name, parameters=request) as now:
+        Performer(loaded).walk(target, values)
     now.refresh()
     return {label: outcome.artifact for label, outcome in now.outcomes}
 

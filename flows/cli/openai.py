@@ -69,30 +69,30 @@ class Worker:
     async def answer(self, ids: list[int], params: SamplingParams, seconds: float) -> AsyncGenerator[Event, None]:
         """Yield the request's tokens as they come. ApiError where the engine refuses it or its time is up."""
         loop = asyncio.get_running_loop()
-        found: asyncio.Queue[Event | ApiError] = asyncio.Queue()
-        asked: list[Asked] = []
+        events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
+        submitted: list[Asked] = []
         self.active += 1
         self.counts["requests"] += 1
         self.counts["prompt_tokens"] += len(ids)
 
         def begin() -> None:
             try:
-                asked.append(self.engine.submit(ids, params))
-                self._tell[id(asked[0])] = lambda event: loop.call_soon_threadsafe(found.put_nowait, event)
+                submitted.append(self.engine.submit(ids, params))
+                self._tell[id(submitted[0])] = lambda event: loop.call_soon_threadsafe(events.put_nowait, event)
             except ValueError as error:
                 refused = ApiError(400, "invalid_request_error", str(error))
-                loop.call_soon_threadsafe(found.put_nowait, refused)
+                loop.call_soon_threadsafe(events.put_nowait, refused)
 
         def end() -> None:
-            if asked and self._tell.pop(id(asked[0]), None) is not None:
-                self.engine.cancel(asked[0])
+            if submitted and self._tell.pop(id(submitted[0]), None) is not None:
+                self.engine.cancel(submitted[0])
                 self.counts["cancelled"] += left > 0
 
         self._orders.put(begin)
         left, until = params.n, time.monotonic() + seconds
         try:
             while left:
-                event = await asyncio.wait_for(found.get(), until - time.monotonic())
+                event = await asyncio.wait_for(events.get(), until - time.monotonic())
                 if isinstance(event, ApiError):
                     raise event
                 left -= event.completion is not None
@@ -197,8 +197,8 @@ class Answerer:
             self.check(body.model)
         context, V = self.config.max_position_embeddings, self.config.vocab_size
         if self.worker.engine.room(len(ids), longest) < longest:
-            told = f"{len(ids)} tokens of the prompt and {longest} of the answer exceed the model's context of {context}"
-            raise ApiError(400, "invalid_request_error", told, "max_tokens")
+            message = f"{len(ids)} tokens of the prompt and {longest} of the answer exceed the model's context of {context}"
+            raise ApiError(400, "invalid_request_error", message, "max_tokens")
         if not all(0 <= token < V for token in (*ids, *body.logit_bias)):
             raise ApiError(400, "invalid_request_error", f"token ids lie in 0 to {V - 1}")
         texts = [body.stop] if isinstance(body.stop, str) else body.stop or []
@@ -209,7 +209,7 @@ class Answerer:
     async def _params(self, body: Sampled, longest: int, texts: list[str]) -> SamplingParams:
         """Return the sampling parameters of a request; a field that it leaves out is the model's own."""
         seed = uuid.uuid4().int >> 96 if body.seed is None else body.seed
-        given = {field: getattr(body, field) for field in self.SAMPLED if field in body.model_fields_set}
+        options = {field: getattr(body, field) for field in self.SAMPLED if field in body.model_fields_set}
         try:
             mask = await asyncio.to_thread(self._mask, body.response_format)
         except ValueError as error:
@@ -217,7 +217,7 @@ class Answerer:
         speculate, branches = (self.speculate, self.branches) if mask is None else (0, 1)
         try:
             return SamplingParams(
-                **{**self.tokenizer.sampling, **given}, max_tokens=longest, seed=seed, stop=(*self.tokenizer.stop_ids, *texts), mask=mask,
+                **{**self.tokenizer.sampling, **options}, max_tokens=longest, seed=seed, stop=(*self.tokenizer.stop_ids, *texts), mask=mask,
                 speculate=speculate, branches=branches,
             )  # fmt: skip
         except ValueError as error:
@@ -227,10 +227,10 @@ class Answerer:
     def _grammar(self) -> Grammar:
         return Grammar(self.tokenizer, self.config.vocab_size)
 
-    def _mask(self, asked: ResponseFormat | None) -> Mask | None:
-        if asked is None or asked.type == "text":
+    def _mask(self, format: ResponseFormat | None) -> Mask | None:
+        if format is None or format.type == "text":
             return None
-        return self._grammar.schema(None if asked.json_schema is None else asked.json_schema.schema_)
+        return self._grammar.schema(None if format.json_schema is None else format.json_schema.schema_)
 
 
 async def _lines(reply: Reply, first: Event, events: AsyncGenerator[Event, None], usage: bool) -> AsyncIterator[str]:
@@ -267,8 +267,8 @@ def _tell_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
-        said = f"{request.method} {request.url.path}: {error.detail}"
-        return _error_response(ApiError(error.status_code, "invalid_request_error", said), error.headers)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return _error_response(ApiError(error.status_code, "invalid_request_error", message), error.headers)
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> Response:
@@ -302,8 +302,8 @@ def application(
     async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
         try:
             if key is not None and request.url.path.startswith("/v1/"):
-                scheme, _, given = request.headers.get("authorization", "").partition(" ")
-                if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
+                scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+                if scheme.lower() != "bearer" or not hmac.compare_digest(credentials.strip().encode(), key.encode()):
                     raise ApiError(401, "authentication_error", "the key is missing or wrong: send Authorization: Bearer KEY")
             if request.method == "POST" and worker.active >= limits.queue:
                 raise ApiError(429, "rate_limit_error", f"{worker.active} requests are at work, as many as may be: try again later")

@@ -77,10 +77,10 @@ class Sampled(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _said(cls, given: Any) -> Any:
+    def _said(cls, values: Any) -> Any:
         """Remove null fields. Raise ValueError for lone surrogates, which are no text."""
-        json.dumps(given, ensure_ascii=False, default=str).encode()
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+        json.dumps(values, ensure_ascii=False, default=str).encode()
+        return {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
 
 
 class CompletionRequest(Sampled):
@@ -146,20 +146,20 @@ class Reply:
     def _scores(self, number: int, start: int = 0) -> dict[str, Any] | None:
         if self.scored is None:
             return None
-        shown = [(self.scored.decode([token]), score) for token, score in self.scores[number][start:]]
+        tokens = [(self.scored.decode([token]), score) for token, score in self.scores[number][start:]]
         if self.kind.startswith("chat"):
-            return {"content": [{"token": text, "logprob": score, "bytes": None, "top_logprobs": []} for text, score in shown]}
-        return {"tokens": [text for text, _ in shown], "token_logprobs": [score for _, score in shown]}
+            return {"content": [{"token": text, "logprob": score, "bytes": None, "top_logprobs": []} for text, score in tokens]}
+        return {"tokens": [text for text, _ in tokens], "token_logprobs": [score for _, score in tokens]}
 
     def _usage(self) -> dict[str, int]:
-        made = sum(map(len, self.scores.values()))
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": made, "total_tokens": self.prompt_tokens + made}
+        completion = sum(map(len, self.scores.values()))
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion, "total_tokens": self.prompt_tokens + completion}
 
     def whole(self) -> dict[str, Any]:
         choices = []
         for number, text in self.said.items():
-            shown = {"message": {"role": "assistant", "content": text}} if self.kind.startswith("chat") else {"text": text}
-            choices.append({"index": number, **shown, "logprobs": self._scores(number), "finish_reason": self.reasons[number]})
+            content = {"message": {"role": "assistant", "content": text}} if self.kind.startswith("chat") else {"text": text}
+            choices.append({"index": number, **content, "logprobs": self._scores(number), "finish_reason": self.reasons[number]})
         return {**self.head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
     def line(self, event: Event) -> str:
@@ -167,10 +167,10 @@ class Reply:
         first = not self.scores[event.number]
         text = self.add(event)
         if self.kind.startswith("chat"):
-            shown: dict[str, Any] = {"delta": {**({"role": "assistant"} if first else {}), "content": text}}
+            content: dict[str, Any] = {"delta": {**({"role": "assistant"} if first else {}), "content": text}}
         else:
-            shown = {"text": text}
-        choice = {"index": event.number, **shown, "finish_reason": self.reasons.get(event.number)}
+            content = {"text": text}
+        choice = {"index": event.number, **content, "finish_reason": self.reasons.get(event.number)}
         if self.scored is not None:
             choice["logprobs"] = self._scores(event.number, -1)
         return self._chunk(choices=[choice])

@@ -51,21 +51,21 @@ def plan(
     trains = isinstance(chosen, Flow) and any(step.stage == "pretrain" for step in steps)
     if gpu is not None and not trains:
         raise PunaError(f"--gpu {gpu}: {what}{f' with recipe {recipe}' if recipe else ''} pretrains nothing")
-    found = costs(load(recipe or DEFAULT_RECIPE, changes, chosen.name), gpu, gpus) if trains else {}
+    estimate = costs(load(recipe or DEFAULT_RECIPE, changes, chosen.name), gpu, gpus) if trains else {}
     if as_json:
-        typer.echo(json.dumps({**found, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))
+        typer.echo(json.dumps({**estimate, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))
         return
     for step in steps:
         typer.echo(f"{step.label:24s} {step.state:7s} {step.why}{_expected(step.expected)}")
     counts = Counter(step.state for step in steps)
     typer.echo(", ".join(f"{counts[state]} {words}" for state, words in STATES.items() if counts[state]))
     typer.echo(f"{Total.of(steps)}\n")
-    if not found:
+    if not estimate:
         return
-    for name, value in found.items():
+    for name, value in estimate.items():
         if name != "phases":
             typer.echo(f"{name:28s} {_readable(name, value)}")
-    for phase in found["phases"]:
+    for phase in estimate["phases"]:
         typer.echo(f"\nphase {phase.pop('name')}")
         for name, value in phase.items():
             typer.echo(f"  {name:26s} {_readable(name, value)}")

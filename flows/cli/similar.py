@@ -45,14 +45,14 @@ def near(
 
 def _documents(store: Store, name: str | None) -> Artifact:
     if name is not None:
-        found = store.resolve(name)
-        if found.kind != "documents":
-            raise PunaError(f"{found.id} holds {found.kind}, not documents; `puna list documents` shows those there are")
-        return found
-    known = [entry for entry in store.entries() if entry["kind"] == "documents"]
-    if not known:
+        artifact = store.resolve(name)
+        if artifact.kind != "documents":
+            raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` shows those there are")
+        return artifact
+    entries = [entry for entry in store.entries() if entry["kind"] == "documents"]
+    if not entries:
         raise PunaError(f"{store.uri} holds no documents to look through")
-    return Artifact("documents", known[-1]["key"], store.files)
+    return Artifact("documents", entries[-1]["key"], store.files)
 
 
 def _text(file: str) -> str:

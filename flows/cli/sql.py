@@ -50,8 +50,8 @@ def sql(
         typer.echo(f"{write_result(opened, text, output):,} rows: {output}")
     elif text is not None:
         with catalog.connect(opened) as connection:
-            found = catalog.run(connection, text)
-            _table(found, as_json)
+            result = catalog.run(connection, text)
+            _table(result, as_json)
             _tell_of_rows(connection, text)
     else:
         _prompt(opened, as_json)
@@ -94,8 +94,8 @@ def _table(table: pa.Table, as_json: bool) -> None:
 def _prompt(store: Store, as_json: bool) -> None:
     with catalog.connect(store) as connection, contextlib.ExitStack() as stack:
         # From a pipe come statements alone: no greeting goes between the results, and a wrong one fails the command.
-        asked = sys.stdin.isatty()
-        if asked:
+        interactive = sys.stdin.isatty()
+        if interactive:
             stack.enter_context(_typing(connection))
             typer.echo(
                 f"DuckDB over {store.uri}\ntables: {', '.join([*FACTS, *TABLES])}\n"
@@ -103,7 +103,7 @@ def _prompt(store: Store, as_json: bool) -> None:
                 "end a statement with ;  Tab completes  leave with .exit"
             )
         failed = False
-        for text in _statements(asked):
+        for text in _statements(interactive):
             try:
                 for statement in catalog.statements(connection, text):
                     _table(catalog.run(connection, statement), as_json)
@@ -111,7 +111,7 @@ def _prompt(store: Store, as_json: bool) -> None:
             except PunaError as error:
                 failed = True
                 typer.echo(f"error: {error}", err=True)
-        if failed and not asked:
+        if failed and not interactive:
             raise typer.Exit(1)
 
 
@@ -129,8 +129,8 @@ def _typing(opened: catalog.Catalog) -> Iterator[None]:
         readline.read_history_file(file)
 
     def suggested(word: str, number: int) -> str | None:
-        found = completions(opened, word, readline.get_line_buffer())
-        return found[number] if number < len(found) else None
+        words = completions(opened, word, readline.get_line_buffer())
+        return words[number] if number < len(words) else None
 
     readline.set_completer_delims(" \t\n,;()=<>+-*/")
     readline.set_completer(suggested)
@@ -151,15 +151,15 @@ def completions(opened: catalog.Catalog, word: str, line: str) -> list[str]:
         return [f"'{alias}'" for alias in opened.aliases if alias.startswith(word[1:])]
     if "." in word and not word.startswith((f"{NEWEST}.", '"')):
         return []
-    schemas = {**FACTS, **{name: found.schema for name, found in TABLES.items()}}
+    schemas = {**FACTS, **{name: table.schema for name, table in TABLES.items()}}
     named = [name.rpartition(".")[2] for name in opened.named(line)]
     columns = {"artifact", *(column for name in named if name in schemas for column in schemas[name].names)}
     keywords = [row[0] for row in opened.connection.execute("select keyword_name from duckdb_keywords()").fetchall()]
-    known = [*sorted({*columns, *opened.names, *(name.removesuffix(")") for name in MACROS)}), *sorted(keywords)]
-    return list(dict.fromkeys(name for name in known if name.lower().startswith(word.lower())))
+    candidates = [*sorted({*columns, *opened.names, *(name.removesuffix(")") for name in MACROS)}), *sorted(keywords)]
+    return list(dict.fromkeys(name for name in candidates if name.lower().startswith(word.lower())))
 
 
-def _statements(asked: bool) -> Iterator[str]:
+def _statements(interactive: bool) -> Iterator[str]:
     """Yield each statement of the terminal or pipe, up to a line that ends with `;`, to `.exit` or to the end.
 
     Ctrl-C discards an unfinished statement.
@@ -167,15 +167,15 @@ def _statements(asked: bool) -> Iterator[str]:
     held: list[str] = []
     while True:
         try:
-            line = input(("  ... " if held else "puna> ") if asked else "")
+            line = input(("  ... " if held else "puna> ") if interactive else "")
         except KeyboardInterrupt:
-            if not asked:
+            if not interactive:
                 raise
             typer.echo("")
             held = []
             continue
         except EOFError:
-            if asked:
+            if interactive:
                 typer.echo("")
             if any(line.strip() for line in held):
                 yield "\n".join(held)

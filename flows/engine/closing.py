@@ -20,11 +20,11 @@ BITS = {
 
 def closing_table(now: Session) -> None:
     """Print the funnel, the evaluations and the reward models of the run in progress."""
-    made = [(step, outcome.artifact) for step, outcome in now.outcomes]
-    evaluations = [(step, _measured(artifact)) for step, artifact in made if artifact.kind == "evaluation"]
-    rounds = arms.rounds((step, artifact) for step, artifact in made if artifact.kind == "evaluation")
-    compared = [table for found in rounds for table in (_arms(found), _claims(found))]
-    for table in (_funnel(made), _compression(evaluations), _accuracy(evaluations), *compared, _rewards(made)):
+    artifacts = [(step, outcome.artifact) for step, outcome in now.outcomes]
+    evaluations = [(step, _measured(artifact)) for step, artifact in artifacts if artifact.kind == "evaluation"]
+    rounds = arms.rounds((step, artifact) for step, artifact in artifacts if artifact.kind == "evaluation")
+    compared = [table for arms_of_round in rounds for table in (_arms(arms_of_round), _claims(arms_of_round))]
+    for table in (_funnel(artifacts), _compression(evaluations), _accuracy(evaluations), *compared, _rewards(artifacts)):
         if table.row_count:
             now.console.show(table)
             now.console.say("")
@@ -44,9 +44,9 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _funnel(made: list[tuple[str, Artifact]]) -> Table:
+def _funnel(artifacts: list[tuple[str, Artifact]]) -> Table:
     table = _table("after", "documents", "dropped", "characters", "tokens")
-    for step, artifact in made:
+    for step, artifact in artifacts:
         if artifact.kind in ("pages", "documents"):
             dropped = f"{artifact.rows('dropped'):,}" if "dropped" in artifact.tables else ""
             table.add_row(step, f"{artifact.rows():,}", dropped, _count(artifact, "characters"), "")
@@ -65,8 +65,8 @@ def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, An
     table = _table("held-out pages", *BITS.values(), "documents")
     for step, rows in evaluations:
         if bits := rows.get(("pages", "bits_per_byte")):
-            found = [rows.get(("pages", metric)) for metric in BITS]
-            table.add_row(step, *(f"{row['value']:.3f}" if row else "" for row in found), f"{bits['n']:,}")
+            measurements = [rows.get(("pages", metric)) for metric in BITS]
+            table.add_row(step, *(f"{row['value']:.3f}" if row else "" for row in measurements), f"{bits['n']:,}")
     return table
 
 
@@ -74,9 +74,9 @@ def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]
     """Return the share of right answers to held-out prompts: a line per task, a column per evaluation."""
     measured = [(step, rows) for step, rows in evaluations if not arms.CONTROL.fullmatch(step)]
     asked = [(step, rows) for step, rows in measured if any(metric == "accuracy" for _, metric in rows)]
-    found = {task for _, rows in asked for task, metric in rows if metric == "accuracy" and not task.startswith("choice/")}
+    tasks = {task for _, rows in asked for task, metric in rows if metric == "accuracy" and not task.startswith("choice/")}
     table = _table("accuracy", *(step.removeprefix("evaluate_") for step, _ in asked))
-    for task in sorted(found, key=lambda task: (task == "all", task)):
+    for task in sorted(tasks, key=lambda task: (task == "all", task)):
         values = [rows.get((task, "accuracy")) for _, rows in asked]
         table.add_row(task, *(f"{row['value']:.3f}" if row else "" for row in values))
     overall = [rows.get(("all", "accuracy")) or {} for _, rows in asked]
@@ -86,27 +86,27 @@ def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]
     return table
 
 
-def _arms(found: arms.Arms) -> Table:
+def _arms(arms_of_round: arms.Arms) -> Table:
     """Return a round beside its control arms."""
-    table = _table(f"round {found.number} and its controls", *(arms.METRICS[metric] for metric in found.metrics))
-    for arm in found.scores:
-        table.add_row(arms.NAMES.get(arm, arm), *(f"{found.share(arm, metric).value:.3f}" for metric in found.metrics))
+    table = _table(f"round {arms_of_round.number} and its controls", *(arms.METRICS[metric] for metric in arms_of_round.metrics))
+    for arm in arms_of_round.scores:
+        table.add_row(arms.NAMES.get(arm, arm), *(f"{arms_of_round.share(arm, metric).value:.3f}" for metric in arms_of_round.metrics))
     return table
 
 
-def _claims(found: arms.Arms) -> Table:
+def _claims(arms_of_round: arms.Arms) -> Table:
     """Return the table of each round component's gain."""
-    table = _table(f"in round {found.number}", "of", "gain", "")
-    for claim in found.claims():
+    table = _table(f"in round {arms_of_round.number}", "of", "gain", "")
+    for claim in arms_of_round.claims():
         gain = f"{claim.gain.value:+.3f} ({claim.gain.low:+.3f} to {claim.gain.high:+.3f})"
         table.add_row(claim.name, arms.METRICS[claim.metric], gain, claim.verdict)
     return table
 
 
-def _rewards(made: list[tuple[str, Artifact]]) -> Table:
+def _rewards(artifacts: list[tuple[str, Artifact]]) -> Table:
     """Return the table of each reward model's accuracy on held-out pairs."""
     table = _table("reward model", "held-out accuracy", "pairs")
-    for step, artifact in made:
+    for step, artifact in artifacts:
         metrics = artifact.manifest.metrics
         if "heldout_accuracy" in metrics and artifact.kind == "model":
             table.add_row(step, f"{metrics['heldout_accuracy']:.3f}", f"{metrics['heldout_pairs']:,}")

@@ -58,8 +58,8 @@ class Console:
     def started(self, step: str, why: list[Change] | None) -> None:
         """Announce a stage that begins to compute; `why`: the changes since its last run, None if it never ran."""
         if why:
-            shown = "; ".join(str(c) for c in why[:3]) + (f"; and {len(why) - 3} more" if len(why) > 3 else "")
-            self.say(f"[yellow]{step:24s}[/] [dim]runs again: {_plain(shown)}[/]")
+            changes = "; ".join(str(c) for c in why[:3]) + (f"; and {len(why) - 3} more" if len(why) > 3 else "")
+            self.say(f"[yellow]{step:24s}[/] [dim]runs again: {_plain(changes)}[/]")
         if self._bar is not None:
             self._tasks[step] = self._bar.add_task(step, total=None, note="")
         self._step, self._said = step, time.monotonic()

@@ -35,13 +35,13 @@ def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedSt
     from puna.flows.engine.plan import plan_flow, plan_stage
     from puna.flows.engine.running import stage_inputs
 
-    found = chosen(request.what)
-    if isinstance(found, Flow):
-        return found, plan_flow(found, request.recipe_of(found), list(request.inputs), place)
-    config = stage_config(found, request.recipe, list(request.changes))
+    target = chosen(request.what)
+    if isinstance(target, Flow):
+        return target, plan_flow(target, request.recipe_of(target), list(request.inputs), place)
+    config = stage_config(target, request.recipe, list(request.changes))
     store = Store.existing(place).within(request.stage_project())
-    wanted = parse_inputs(request.inputs, found.inputs, store, found.name)
-    return found, [plan_stage(found, config, stage_inputs(found, wanted.items, wanted.named), store)]
+    parsed = parse_inputs(request.inputs, target.inputs, store, target.name)
+    return target, [plan_stage(target, config, stage_inputs(target, parsed.items, parsed.named), store)]
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Total:
     @classmethod
     def of(cls, steps: Sequence[PlannedStep]) -> Total:
         """Return the sum of the steps that are not reused."""
-        known = [step.expected for step in steps if step.expected is not None]
+        estimates = [step.expected for step in steps if step.expected is not None]
         unknown = tuple(step.label for step in steps if step.state != "reused" and step.expected is None)
-        memory = max((one.memory for one in known), default=0.0)
-        return cls(sum(one.seconds for one in known), sum(one.bytes for one in known), memory, unknown)
+        memory = max((one.memory for one in estimates), default=0.0)
+        return cls(sum(one.seconds for one in estimates), sum(one.bytes for one in estimates), memory, unknown)
 
     def __str__(self) -> str:
         if not self.seconds and not self.unknown:

@@ -86,13 +86,13 @@ class Flow:
         `sources`: what the source of an artifact's rows is to be, by its key.
         """
         left, called = list(items), sources or {}
-        given: dict[str, Given] = {}
+        assigned: dict[str, Given] = {}
         for spec in self.inputs:
             if named and spec.name in named:
                 fitting: list[Item] = list(named[spec.name])
                 if wrong := next((item for item in fitting if kind_of(item) != spec.kind), None):
-                    said = f"{name_of(wrong)} is of kind {kind_of(wrong)}"
-                    raise PunaError(f"flow {self.name}: input {spec.name!r} takes {spec.kind}, but {said}")
+                    message = f"{name_of(wrong)} is of kind {kind_of(wrong)}"
+                    raise PunaError(f"flow {self.name}: input {spec.name!r} takes {spec.kind}, but {message}")
                 if not spec.many and len(fitting) > 1:
                     raise PunaError(f"flow {self.name}: input {spec.name!r} takes one artifact, {len(fitting)} were given")
             else:
@@ -101,21 +101,21 @@ class Flow:
             outputs = [given_as(item, called) for item in fitting]
             if not outputs and not spec.optional:
                 raise PunaError(f"flow {self.name} needs the input {spec.name!r} ({described(spec)}): --input {example(spec)}")
-            given[spec.name] = outputs if spec.many else (outputs[0] if outputs else None)
+            assigned[spec.name] = outputs if spec.many else (outputs[0] if outputs else None)
         if left:
-            wanted = ", ".join(f"{s.name} ({described(s)})" for s in self.inputs) or "none"
-            raise PunaError(f"flow {self.name} has no place for {name_of(left[0])}; its inputs are {wanted}")
-        return given
+            known_inputs = ", ".join(f"{s.name} ({described(s)})" for s in self.inputs) or "none"
+            raise PunaError(f"flow {self.name} has no place for {name_of(left[0])}; its inputs are {known_inputs}")
+        return assigned
 
     def placeholders(self, *, everything: bool = False) -> dict[str, Given]:
         """Return inputs for a trace, without content. `everything`: also files beside artifacts."""
-        given: dict[str, Given] = {}
+        inputs: dict[str, Given] = {}
         for spec in self.inputs:
             if spec.sources and self.takes_files and not everything:
                 continue
             output = Output(spec.kind, (f"input {spec.name}",))
-            given[spec.name] = [output] if spec.many else output
-        return given
+            inputs[spec.name] = [output] if spec.many else output
+        return inputs
 
 
 def given_as(item: Item, sources: Mapping[str, str]) -> Output:
@@ -156,8 +156,8 @@ def flow(function: Callable[..., Any]) -> Flow:
         raise TypeError(f"flow {name} is declared twice")
     hints = typing.get_type_hints(function, include_extras=True)
     specs = tuple(input_spec(f"flow {name}", parameter, hints[parameter]) for parameter in inspect.signature(function).parameters)
-    FLOWS[name] = made = Flow(name, function, specs, doc)
-    return made
+    FLOWS[name] = declared = Flow(name, function, specs, doc)
+    return declared
 
 
 def step(
@@ -185,8 +185,8 @@ def step(
     if through is None and stage.kind == "documents":
         through = next((spec.name for spec in stage.inputs if spec.kind == "documents" and not spec.many), None)
     own = field or label or stage.name
-    shown = label or (f"{own}_{number}" if number is not None else own)
-    return current_walk().step(Step(shown, own, stage, default, off, through, number, adapt, serves), inputs)
+    title = label or (f"{own}_{number}" if number is not None else own)
+    return current_walk().step(Step(title, own, stage, default, off, through, number, adapt, serves), inputs)
 
 
 def setting(name: str, default: int, *, minimum: int, maximum: int, description: str) -> int:
@@ -221,10 +221,10 @@ _WALK: ContextVar[Walk | None] = ContextVar("walk", default=None)
 
 def current_walk() -> Walk:
     """Return the walk in progress."""
-    found = _WALK.get()
-    if found is None:
+    walk = _WALK.get()
+    if walk is None:
         raise PunaError("step: no flow is in progress; run a flow with `puna run` or `puna.run`, a stage alone with `puna.run(stage, …)`")
-    return found
+    return walk
 
 
 class Walk(ABC):
@@ -289,21 +289,21 @@ class Walk(ABC):
 
     def step(self, step: Step, inputs: Mapping[str, Given]) -> Output:
         """See `step` above: the step itself, with what the recipe adds around it."""
-        given = {name: outputs(value) for name, value in inputs.items()}
-        asked = {name: tuple(label for output in items for label in output.labels) for name, items in given.items()}
+        by_input = {name: outputs(value) for name, value in inputs.items()}
+        labels = {name: tuple(label for output in items for label in output.labels) for name, items in by_input.items()}
         if step.label in self._done:
             before, output = self._done[step.label]
-            if before != asked:
+            if before != labels:
                 raise PunaError(f"flow: two steps are called {step.label!r}; give one of them a label of its own")
             return output
         for label, extra in self.recipe.added("into", step):
-            self._join(step, given, self._add(label, extra, list(given.values()), None), label)
-        output = self._repeat(step, given)
+            self._join(step, by_input, self._add(label, extra, list(by_input.values()), None), label)
+        output = self._repeat(step, by_input)
         for label, extra in self.recipe.added("after", step):
-            made = self._add(label, extra, list(given.values()), output)
-            output = made if made.kind == output.kind else output
+            outcome = self._add(label, extra, list(by_input.values()), output)
+            output = outcome if outcome.kind == output.kind else output
         if output or not step.off:  # what is off in one place may be needed in another
-            self._done[step.label] = (asked, output)
+            self._done[step.label] = (labels, output)
         return output
 
     def _repeat(self, step: Step, given: dict[str, list[Output]]) -> Output:
@@ -311,20 +311,20 @@ class Walk(ABC):
         if not configs:
             passed = given.get(step.through, []) if step.through else []
             return passed[-1] if passed else Output(step.stage.kind, (), (), step.field)
-        made: list[Output] = []
+        results: list[Output] = []
         for count, config in enumerate(configs, 1):
             label = step.label if count == 1 else f"{step.label}.{count}"
             seeded = config if config is None or step.number is None else in_round(config, step.number)
             final = step.adapt(seeded) if step.adapt and seeded is not None else seeded
-            made.append(self.make(step, label, final, self._checked(step, label, given)))
+            results.append(self.make(step, label, final, self._checked(step, label, given)))
             if step.through:
-                given = {**given, step.through: [*given[step.through][:-1], made[-1]]}
-        return made[-1] if step.through else joined(made)
+                given = {**given, step.through: [*given[step.through][:-1], results[-1]]}
+        return results[-1] if step.through else joined(results)
 
     def _checked(self, step: Step, label: str, given: dict[str, list[Output]]) -> dict[str, list[Output]]:
         """Return the inputs that are there, after a complaint about those that are not."""
         stage = step.stage
-        found: dict[str, list[Output]] = {}
+        accepted: dict[str, list[Output]] = {}
         if unknown := set(given) - {spec.name for spec in stage.inputs}:
             raise PunaError(f"step {label}: stage {stage.name} has no input {sorted(unknown)[0]!r}")
         for spec in stage.inputs:
@@ -343,8 +343,8 @@ class Walk(ABC):
                 self.wrong(f"{label}: takes one {spec.name}, but {there[0].labels[0]} is repeated; give it one configuration")
             if wrong := next((output for output in there if output.kind != spec.kind), None):
                 raise PunaError(f"step {label}: input {spec.name!r} takes {spec.kind}, but {wrong.labels[0]} gives {wrong.kind}")
-            found[spec.name] = there
-        return found
+            accepted[spec.name] = there
+        return accepted
 
     def _add(self, label: str, extra: Added, near: list[list[Output]], output: Output | None) -> Output:
         """Return a step of the recipe's own: its inputs come from the steps it names, else by kind from the place where it stands."""

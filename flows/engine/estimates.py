@@ -83,11 +83,11 @@ class Experience:
             own = sizes[artifact.key] = Size.of(artifact)
             if "seconds" not in m.timings:
                 continue
-            came = together([sizes[item.key] for item in m.inputs if item.key in sizes])
+            input_size = together([sizes[item.key] for item in m.inputs if item.key in sizes])
             gave = {"seconds": m.timings["seconds"], "bytes": own.bytes, "memory": m.peak_memory_bytes, "rows": own.rows}
-            self._past[m.stage].append(_Past(came, *_parted(m.config), gave))
+            self._past[m.stage].append(_Past(input_size, *_parted(m.config), gave))
 
-    def expect(self, stage: str, config: Mapping[str, Any], came: Sequence[Size]) -> Expected | None:
+    def expect(self, stage: str, config: Mapping[str, Any], sizes: Sequence[Size]) -> Expected | None:
         """Return the estimate for a stage on inputs of these sizes; None if it never ran in this store."""
         past = self._past.get(stage, [])
         if not past:
@@ -95,12 +95,12 @@ class Experience:
         numbers, words = _parted(config)
         differing = [sum(one.words.get(name) != words.get(name) for name in {*one.words, *words}) for one in past]
         past = [one for one, count in zip(past, differing, strict=True) if count == min(differing)][-NEWEST:]
-        now = _Past(together(came), numbers, words, {})
+        now = _Past(together(sizes), numbers, words, {})
         varied = sorted(name for name in numbers if len({one.numbers.get(name) for one in (*past, now)} - {None}) > 1)
         rows = np.array([_features(one, varied, now) for one in (*past, now)])
-        given, asked = rows[:-1], rows[-1]
-        found = {name: _estimate(given, [one.gave[name] for one in past], asked, prior) for name, prior in SIZES.items()}
-        return Expected(found["seconds"], found["bytes"], found["memory"], round(found["rows"]), len(past))
+        features, wanted_features = rows[:-1], rows[-1]
+        estimates = {name: _estimate(features, [one.gave[name] for one in past], wanted_features, prior) for name, prior in SIZES.items()}
+        return Expected(estimates["seconds"], estimates["bytes"], estimates["memory"], round(estimates["rows"]), len(past))
 
 
 def together(sizes: Sequence[Size]) -> Size:
@@ -125,21 +125,21 @@ def _leaves(value: Any, path: str = "") -> dict[str, Any]:
 
 def _features(one: _Past, varied: Sequence[str], now: _Past) -> list[float]:
     """Return 1, the log of the input size, and the logs of the varied numbers; a number that an earlier run lacks counts as today's."""
-    came = one.came.rows or now.came.rows if now.came.rows else one.came.bytes or now.came.bytes
-    return [1.0, math.log1p(came), *(math.log(one.numbers.get(name, now.numbers[name])) for name in varied)]
+    rows_or_bytes = one.came.rows or now.came.rows if now.came.rows else one.came.bytes or now.came.bytes
+    return [1.0, math.log1p(rows_or_bytes), *(math.log(one.numbers.get(name, now.numbers[name])) for name in varied)]
 
 
-def _estimate(given: Any, measured: Sequence[float], asked: Any, prior: tuple[float, float]) -> float:
+def _estimate(features: Any, measured: Sequence[float], point: Any, prior: tuple[float, float]) -> float:
     """Return the expected size, from 0 up: a regression on logarithms may go below it, or past every number."""
-    logarithm = _predicted(given, np.log1p(np.maximum(measured, 0.0)), asked, prior)
+    logarithm = _predicted(features, np.log1p(np.maximum(measured, 0.0)), point, prior)
     return math.expm1(min(max(logarithm, 0.0), LARGEST))
 
 
-def _predicted(given: Any, measured: Any, asked: Any, size: tuple[float, float]) -> float:
+def _predicted(features: Any, measured: Any, point: Any, size: tuple[float, float]) -> float:
     """Return the posterior mean for `asked`: exponents are drawn to their priors as far as the measurements do not tell."""
-    fields = given.shape[1] - 2
+    fields = features.shape[1] - 2
     mean = np.array([0.0, size[0], *[FIELD[0]] * fields])
     precision = np.diag(np.array([FREE, size[1], *[FIELD[1]] * fields]) ** -2.0)
     noise = NOISE**-2.0
-    exponents = np.linalg.solve(precision + noise * given.T @ given, precision @ mean + noise * given.T @ measured)
-    return float(asked @ exponents)
+    exponents = np.linalg.solve(precision + noise * features.T @ features, precision @ mean + noise * features.T @ measured)
+    return float(point @ exponents)

@@ -73,13 +73,13 @@ def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store,
                 raise PunaError(f"--input {text}: {where}: {name} takes no files, {_remedy(reference, [by_name[name]])}")
             named.setdefault(name, []).append(store.checked(store.resolve(reference)))
         elif sign and is_artifact(reference):
-            found = store.checked(store.resolve(reference))
-            taker = next((spec for spec in specs if spec.sources and spec.kind == found.kind), None)
+            artifact = store.checked(store.resolve(reference))
+            taker = next((spec for spec in specs if spec.sources and spec.kind == artifact.kind), None)
             if taker is None:
                 there = ", ".join(f"{spec.name} ({described(spec)})" for spec in by_name.values()) or "none"
                 raise PunaError(f"--input {text}: {where} has no input {name!r} that takes an artifact; there are {there}")
-            sources[found.key] = name
-            items.append(found)
+            sources[artifact.key] = name
+            items.append(artifact)
         elif any(spec.kind == "external" for spec in specs):
             check_address("input", text)
             items += External.resolve(text)
@@ -103,15 +103,15 @@ def check_address(what: str, text: str) -> None:
 def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:
     """Return the artifacts of the aliases `NAME@latest`, for each input that has such an alias."""
     aliases = store.aliases()
-    found: list[Item] = []
+    artifacts: list[Item] = []
     for spec in specs:
         if f"{spec.name}@latest" in aliases:
-            found.append(store.checked(store.alias(f"{spec.name}@latest")))
+            artifacts.append(store.checked(store.alias(f"{spec.name}@latest")))
             if not quiet:
-                print(f"input {spec.name}: {store.full_name(f'{spec.name}@latest')}, {name_of(found[-1])}")
-    if not found and not all(spec.optional for spec in specs):
+                print(f"input {spec.name}: {store.full_name(f'{spec.name}@latest')}, {name_of(artifacts[-1])}")
+    if not artifacts and not all(spec.optional for spec in specs):
         store.known()
-    return found
+    return artifacts
 
 
 def sample_folder(root: Path) -> Path:
@@ -139,8 +139,8 @@ def _remedy(text: str, specs: Sequence[InputSpec]) -> str:
     if len(kinds) > 1 and Path(text).suffix in ROWS:
         kinds = [kind for kind in kinds if kind != "model"]
     if not kinds:
-        wanted = ", ".join(f"{spec.name} ({described(spec)})" for spec in specs) or "nothing"
-        return f"so --input {text} must be an artifact: kind/key, or an alias NAME@VERSION; it takes {wanted}"
+        accepted = ", ".join(f"{spec.name} ({described(spec)})" for spec in specs) or "nothing"
+        return f"so --input {text} must be an artifact: kind/key, or an alias NAME@VERSION; it takes {accepted}"
     name = re.sub(r"\W+", "_", Path(text).stem).strip("_") or "mine"
     commands = " or ".join(f"`puna import {kind} {text} --as {name}`" for kind in dict.fromkeys(kinds))
     return f"so import them first: {commands}, then --input {name}@latest"

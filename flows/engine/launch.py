@@ -67,9 +67,9 @@ class Request:
     @property
     def parameters(self) -> dict[str, Any]:
         """Return the request as a server shows it."""
-        asked = {"recipe": self.recipe, "changes": list(self.changes), "inputs": list(self.inputs), "executor": self.executor}
-        asked |= {"project": self.project} if self.project else {}
-        return {"command": self.command(), **asked}
+        fields = {"recipe": self.recipe, "changes": list(self.changes), "inputs": list(self.inputs), "executor": self.executor}
+        fields |= {"project": self.project} if self.project else {}
+        return {"command": self.command(), **fields}
 
     def command(self, store: Store | None = None) -> str:
         """Return the command line that asks for the same; `store`: it is named where it is not the default one."""
@@ -90,8 +90,8 @@ def chosen(what: str) -> Flow | Stage:
         return flows[name]
     if name in stages and prefix != "flow:":
         return stages[name]
-    known = flows if prefix == "flow:" else stages if prefix == "stage:" else [*flows, *stages]
-    raise PunaError(f"{what}: no such flow or stage{did_you_mean(name, known)}")
+    names = flows if prefix == "flow:" else stages if prefix == "stage:" else [*flows, *stages]
+    raise PunaError(f"{what}: no such flow or stage{did_you_mean(name, names)}")
 
 
 def run(request: Request, store: Store) -> None:
@@ -100,12 +100,12 @@ def run(request: Request, store: Store) -> None:
     A server that shows the store, or that PREFECT_API_URL names, is told of it as it goes; the work never waits for that.
     """
     with _little_garbage() as settled:
-        found = chosen(request.what)
+        target = chosen(request.what)
         settled()
-        if isinstance(found, Flow):
-            run_flow(found, request, store)
+        if isinstance(target, Flow):
+            run_flow(target, request, store)
         else:
-            run_stage(found, request, store)
+            run_stage(target, request, store)
 
 
 @contextlib.contextmanager
@@ -136,12 +136,12 @@ def run_flow(flow: Flow, request: Request, store: Store) -> str:
     recipe = request.recipe_of(flow)
     store = store.within(recipe.project)
     named_server()
-    given = checked_inputs(flow, recipe, request.inputs, store, executor=request.executor, quiet=request.json)
+    values = checked_inputs(flow, recipe, request.inputs, store, executor=request.executor, quiet=request.json)
     with session(
         store, flow=flow.name, workers=request.workers, executor=request.executor, json=request.json, title=request.title,
         parameters=request.parameters, report=True,
     ) as now:  # fmt: skip
-        Performer(recipe).walk(flow, given)
+        Performer(recipe).walk(flow, values)
         closing_table(now)
     now.refresh()
     return now.run
@@ -151,18 +151,18 @@ def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig 
     """Run a stage alone and tell its metrics; returns what it made. `config`: in place of a recipe's with changes."""
     config = config or stage_config(stage, request.recipe, list(request.changes))
     store = store.within(request.stage_project())
-    wanted = parse_inputs(request.inputs, stage.inputs, store, stage.name)
-    items = wanted.items
+    parsed = parse_inputs(request.inputs, stage.inputs, store, stage.name)
+    items = parsed.items
     if any(spec.kind == "external" and not spec.optional for spec in stage.inputs) and not items:
         items += sample_pages(store, request.json)
-    given = stage_inputs(stage, items, wanted.named)
+    values = stage_inputs(stage, items, parsed.named)
     named_server()
-    preflight.check_stage(stage, config, given, store, request.executor)
+    preflight.check_stage(stage, config, values, store, request.executor)
     with session(
         store, flow=stage.name, workers=request.workers, executor=request.executor, json=request.json, title=request.title,
         parameters=request.parameters,
     ) as now:  # fmt: skip
-        outcome = now.perform(stage, config, given, stage.name)
+        outcome = now.perform(stage, config, values, stage.name)
     for name, value in outcome.artifact.manifest.metrics.items():
         now.console.say(f"  {name:32s} {value}")
     if request.alias is not None:

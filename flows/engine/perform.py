@@ -22,8 +22,8 @@ class Performer(Walk):
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
         """Return the artifact of a step."""
         assert config is not None  # only a trace of everything asks for steps without one
-        made = _session().perform(step.stage, config, values(step.stage, inputs), label).artifact
-        return Output(made.kind, (label,), (made,))
+        artifact = _session().perform(step.stage, config, values(step.stage, inputs), label).artifact
+        return Output(artifact.kind, (label,), (artifact,))
 
     def together(self, parts: Sequence[Callable[[], None]]) -> None:
         """Run the parts in parallel, one per worker. After an error, start no further part."""
@@ -33,8 +33,8 @@ class Performer(Walk):
         pool = ThreadPoolExecutor(slots)
         try:
             with _session().apart():
-                made = [pool.submit(copy_context().run, part) for part in parts]
-            for one in wait(made, return_when=FIRST_EXCEPTION).done:
+                futures = [pool.submit(copy_context().run, part) for part in parts]
+            for one in wait(futures, return_when=FIRST_EXCEPTION).done:
                 one.result()
         except Exception:
             pool.shutdown(cancel_futures=True)
@@ -66,7 +66,7 @@ class Performer(Walk):
 
 
 def _session() -> Session:
-    found = current()
-    if found is None:
+    session = current()
+    if session is None:
         raise PunaError("no run is in progress: call this from a flow, inside `session(store, flow=…)`")
-    return found
+    return session

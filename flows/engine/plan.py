@@ -44,15 +44,15 @@ class Planner(Walk):
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
         """Return the artifact of a step, if it is in the store."""
         assert config is not None  # only a trace of everything asks for steps without one
-        before = dict.fromkeys(name for found in inputs.values() for output in found if not output.items for name in output.labels)
+        before = dict.fromkeys(name for group in inputs.values() for output in group if not output.items for name in output.labels)
         items: tuple[Item, ...] = ()
         state, why = "runs", "never ran"
         if before:
             state, why = "after", ", ".join(before)
         else:
             identity = identify(step.stage, config, values(step.stage, inputs))
-            if (made := reusable(step.stage, identity, self._store)) is not None:
-                state, why, items = "reused", made.id, (made,)
+            if (artifact := reusable(step.stage, identity, self._store)) is not None:
+                state, why, items = "reused", artifact.id, (artifact,)
             elif new := against(self._store, identity, label):
                 why = _summary(new)
         expected = None if items else self._expected(step.stage, label, config, inputs)
@@ -63,13 +63,13 @@ class Planner(Walk):
         """Return the estimate for a step that must run, and remember its output size for later steps."""
         if self._experience is None:
             return None
-        came = [Size.of(item) for found in inputs.values() for output in found for item in output.items]
-        waited = [name for found in inputs.values() for output in found if not output.items for name in output.labels]
-        came += [self._sizes[name] for name in waited if name in self._sizes]
-        found = self._experience.expect(stage.name, config.model_dump(mode="json"), came)
-        if found is not None:
-            self._sizes[label] = found.size
-        return found
+        sizes = [Size.of(item) for estimate in inputs.values() for output in estimate for item in output.items]
+        waited = [name for estimate in inputs.values() for output in estimate if not output.items for name in output.labels]
+        sizes += [self._sizes[name] for name in waited if name in self._sizes]
+        estimate = self._experience.expect(stage.name, config.model_dump(mode="json"), sizes)
+        if estimate is not None:
+            self._sizes[label] = estimate.size
+        return estimate
 
     def publish(self, name: str, output: Output) -> None:
         """Set no alias: a plan changes nothing."""
@@ -95,11 +95,11 @@ def plan_flow(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[
 def plan_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store) -> PlannedStep:
     """Return a stage alone as a run with these inputs would find it."""
     identity = identify(stage, config, dict(given))
-    if (made := reusable(stage, identity, store)) is not None:
-        return PlannedStep(stage.name, stage.name, "reused", made.id)
+    if (artifact := reusable(stage, identity, store)) is not None:
+        return PlannedStep(stage.name, stage.name, "reused", artifact.id)
     new = against(store, identity, stage.name)
-    came = [Size.of(item) for items in stage.check(dict(given)).values() for item in items]
-    expected = Experience(store).expect(stage.name, config.model_dump(mode="json"), came)
+    sizes = [Size.of(item) for items in stage.check(dict(given)).values() for item in items]
+    expected = Experience(store).expect(stage.name, config.model_dump(mode="json"), sizes)
     return PlannedStep(stage.name, stage.name, "runs", _summary(new) if new else "never ran alone", expected)
 
 
@@ -108,12 +108,12 @@ def _summary(new: Sequence[Change]) -> str:
 
 
 def _inputs(flow: Flow, texts: list[str], store: Store) -> dict[str, Given]:
-    wanted = parse_inputs(texts, flow.inputs, store, f"flow {flow.name}")
-    items = wanted.items
-    if not wanted:
+    parsed = parse_inputs(texts, flow.inputs, store, f"flow {flow.name}")
+    items = parsed.items
+    if not parsed:
         if flow.takes_files:
             files = sorted(sample_folder(store.root).glob("*.warc.gz"))
             items = [item for file in files for item in External.resolve(str(file))]
         else:
             items = latest(flow.inputs, store, quiet=True)
-    return flow.by_kind(items, wanted.named, wanted.sources) if items or wanted else flow.placeholders()
+    return flow.by_kind(items, parsed.named, parsed.sources) if items or parsed else flow.placeholders()

@@ -39,15 +39,15 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, 
 
     A step whose artifact is there needs nothing: where all are there, the inputs are not looked into.
     """
-    found = trace(flow, recipe, given)
-    complaints = list(found.complaints)
+    traced = trace(flow, recipe, given)
+    complaints = list(traced.complaints)
     planner = Planner(recipe, store)
     if not complaints:
         planner.walk(flow, given)
         if all(step.state == "reused" for step in planner.steps):
             return
     files = [item for value in given.values() for output in outputs(value) for item in output.items if isinstance(item, External)]
-    reading = next((step.config for step in found.steps if isinstance(step.config, IngestConfig)), None)
+    reading = next((step.config for step in traced.steps if isinstance(step.config, IngestConfig)), None)
     look: Callable[[float], Looked] | None = None
     if reading is not None and files:
         wrong = _messages(lambda: check_inputs(files, reading))
@@ -56,15 +56,15 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, 
             config = reading
             look = cache(lambda seconds: page_texts(*peek(files, config, seconds), seconds))
     complaints += _room(files, store)
-    known: dict[str, InputFacts] = {}
+    facts: dict[str, InputFacts] = {}
     for value in given.values():
         for output in outputs(value):
             for label, item in zip(output.labels, output.items, strict=True):
                 found_facts = _facts(item, look)
-                known[label] = replace(found_facts, sources=(output.source,)) if output.source else found_facts
+                facts[label] = replace(found_facts, sources=(output.source,)) if output.source else found_facts
     reused = {step.label for step in planner.steps if step.state == "reused"}
-    unmet = {step.label: said for step in found.steps if (said := _unmet(step, known, store, executor)) and step.label not in reused}
-    complaints += [said for several in unmet.values() for said in several]
+    unmet = {step.label: needs for step in traced.steps if (needs := _unmet(step, facts, store, executor)) and step.label not in reused}
+    complaints += [needs for several in unmet.values() for needs in several]
     if complaints:
         raise PunaError("\n".join(dict.fromkeys(complaints)))
 
@@ -84,13 +84,13 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executo
     before = [item for items in inputs.values() for item in items]
     unknown = any(item.sources is None and item.kind in ("external", "pages", "documents") for item in before)
     sources = () if unknown else tuple(dict.fromkeys(source for item in before for source in item.sources or ()))
-    look = next((found for items in inputs.values() if (found := _together(items))), None)
+    look = next((looked for items in inputs.values() if (looked := _together(items))), None)
     tables = stage.tables(step.config) if step.config is not None else None
     model = next((item.model for item in before if item.model), None) if stage.kind == "model" else None
     known[step.label] = InputFacts(stage.kind, tables, sources or None, None, look, model)
     if stage.needs is None or step.config is None:
         return []
-    return [f"{step.label}: {said}" for said in stage.needs(step.config, Facts(inputs, *_machine(store, executor)))]
+    return [f"{step.label}: {need}" for need in stage.needs(step.config, Facts(inputs, *_machine(store, executor)))]
 
 
 def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:
@@ -100,9 +100,9 @@ def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:
         return None
 
     def look(seconds: float) -> Looked:
-        found = [one(seconds) for one in looks]
-        whole = sum(len(texts) / share for texts, share in found if texts and share)
-        together = tuple(text for texts, _ in found for text in texts)
+        samples = [one(seconds) for one in looks]
+        whole = sum(len(texts) / share for texts, share in samples if texts and share)
+        together = tuple(text for texts, _ in samples for text in texts)
         return together, len(together) / whole if whole else 0.0
 
     return look
@@ -145,12 +145,12 @@ def _room(files: list[External], store: Store) -> list[str]:
 def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tuple[str, ...], float]:
     """Return rough texts of as many of the pages, drawn by chance, as that time allows; and their share, `share` for all."""
     until = time.monotonic() + seconds
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
     for at in random.Random(0).sample(range(len(pages)), len(pages)):
-        found[at] = page_text(pages[at])
+        texts[at] = page_text(pages[at])
         if time.monotonic() > until:
             break
-    return tuple(found[at] for at in sorted(found)), share * len(found) / max(1, len(pages))
+    return tuple(texts[at] for at in sorted(texts)), share * len(texts) / max(1, len(pages))
 
 
 def document_texts(documents: Artifact, seconds: float) -> tuple[tuple[str, ...], tuple[str, ...], float]:

@@ -15,9 +15,9 @@ from puna.stages.identity.libraries import installed
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def provenance(asked: Mapping[str, Any]) -> dict[str, Any]:
+def provenance(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request (command, recipe, changes, inputs) with the program's commit, version and libraries."""
-    return {**asked, "commit": commit(), "versions": dict(versions())}
+    return {**request, "commit": commit(), "versions": dict(versions())}
 
 
 @functools.cache
@@ -27,11 +27,11 @@ def commit(root: Path = ROOT) -> str | None:
         return None
     try:
         # `--exclude *` leaves tags aside.
-        asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
-        found = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False)
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    return result.stdout.strip() or None
 
 
 @functools.cache

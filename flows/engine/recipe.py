@@ -89,30 +89,30 @@ class Recipe:
         """Return the configurations of a step: none where it is left out, several where it is repeated; PunaError names a wrong field."""
         if step.field not in self.values:
             served = not step.serves or self.values.get(step.serves, {}) is not None
-            given: Any = {} if served and not step.off else None
+            values: Any = {} if served and not step.off else None
         else:
-            given = self.values[step.field]
-        if given is None:
+            values = self.values[step.field]
+        if values is None:
             return []
-        if isinstance(given, list):
-            return [self._config(step, value, f"{step.field}.{number}") for number, value in enumerate(given)]
-        return [self._config(step, given, step.field)]
+        if isinstance(values, list):
+            return [self._config(step, value, f"{step.field}.{number}") for number, value in enumerate(values)]
+        return [self._config(step, values, step.field)]
 
-    def _config(self, step: Step, given: Any, where: str) -> StageConfig:
-        if not isinstance(given, dict):
+    def _config(self, step: Step, values: Any, where: str) -> StageConfig:
+        if not isinstance(values, dict):
             raise PunaError(f"{where}: is not a group of fields; write {{…}}, null to leave the step out, or a list to repeat it")
         kind = step.stage.config
         base = step.default.model_dump(mode="json", exclude_unset=True) if step.default is not None else {}
         if issubclass(kind, SeededConfig):
             base = {"seed": self.seed, **base}
-        return parse(kind, merged(base, given), where)
+        return parse(kind, merged(base, values), where)
 
     def one(self, field: str, stage: Stage, kind: type[C]) -> C:
         """Return the configuration, of class `kind`, of a step that is neither left out nor repeated."""
-        found = self.configs(Step(field, field, stage))
-        if len(found) != 1 or not isinstance(found[0], kind):
-            raise PunaError(f"recipe {self.name}: {field} is {'repeated' if found else 'left out'}; here one configuration is needed")
-        return found[0]
+        configs = self.configs(Step(field, field, stage))
+        if len(configs) != 1 or not isinstance(configs[0], kind):
+            raise PunaError(f"recipe {self.name}: {field} is {'repeated' if configs else 'left out'}; here one configuration is needed")
+        return configs[0]
 
     def number(self, wanted: Setting) -> int:
         """Return the value of a setting; PunaError where it is out of bounds."""
@@ -139,14 +139,14 @@ class Recipe:
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `over` laid on `base`, group by group; a list that repeats a group is laid on it item by item."""
-    found = dict(base)
+    result = dict(base)
     for name, value in over.items():
-        inner = found.get(name)
+        inner = result.get(name)
         if isinstance(inner, dict) and isinstance(value, list):
-            found[name] = [merged(inner, item) if isinstance(item, dict) else item for item in value]
+            result[name] = [merged(inner, item) if isinstance(item, dict) else item for item in value]
         else:
-            found[name] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    return found
+            result[name] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return result
 
 
 @dataclass(frozen=True)
@@ -215,9 +215,9 @@ def _layers(name: str, default: str, heirs: tuple[Path, ...]) -> list[Layer]:
     if heirs and file is not shipped:
         file = heirs[-1].parent / file
     if not file.is_file():
-        known = ", ".join(shipped_recipes())
+        names = ", ".join(shipped_recipes())
         where = f"recipe {heirs[-1]}: base: " if heirs else "recipe "
-        raise PunaError(f"{where}{name}: not found; recipes are {known}, or give a YAML file")
+        raise PunaError(f"{where}{name}: not found; recipes are {names}, or give a YAML file")
     if (file := file.resolve()) in heirs:
         raise PunaError(f"recipe {heirs[-1]}: base: {name}: a recipe cannot inherit from itself; remove `base` from one of the files")
     if len(heirs) == MAX_BASES:
@@ -291,8 +291,8 @@ def unshared(values: dict[str, Any], where: str) -> dict[str, Any]:
             return {key: copy(item, depth + 1) for key, item in value.items()}
         return [copy(item, depth + 1) for item in value] if isinstance(value, list) else value
 
-    found: dict[str, Any] = copy(values, 0)
-    return found
+    result: dict[str, Any] = copy(values, 0)
+    return result
 
 
 def overridden(values: dict[str, Any], change: str) -> None:

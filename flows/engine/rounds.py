@@ -39,8 +39,8 @@ class Round:
         return f"{SETTLED}{self.gate.key[:16]}"
 
     def __str__(self) -> str:
-        done = {"passed": "its candidate is the policy", "refused": "refused: the policy stays", "waits": "waits for an approval"}
-        return f"round {self.number}: {done[self.verdict]}; {self.deciding.manifest.metrics['reason']}"
+        outcome = {"passed": "its candidate is the policy", "refused": "refused: the policy stays", "waits": "waits for an approval"}
+        return f"round {self.number}: {outcome[self.verdict]}; {self.deciding.manifest.metrics['reason']}"
 
 
 @dataclass(frozen=True)
@@ -69,28 +69,28 @@ class History:
         return Counter(task for artifact in self.prompts for task in artifact.read(columns=["task"])["task"].to_pylist())
 
     @classmethod
-    def of(cls, store: Store, given: Artifact) -> History:
+    def of(cls, store: Store, model: Artifact) -> History:
         """Return the history of `policy@latest`, which must descend from the given model; of that model where there is no such alias."""
         lineage = _Lineage(store)
-        policy = store.alias(POLICY) if POLICY in store.aliases() else given
-        found = lineage.rounds(policy)
-        behind = lineage.ancestors([policy.key, *(one.gate.key for one in found)])
-        if given.data_digest not in {lineage.digest[key] for key in (policy.key, *behind)}:
+        policy = store.alias(POLICY) if POLICY in store.aliases() else model
+        rounds = lineage.rounds(policy)
+        behind = lineage.ancestors([policy.key, *(one.gate.key for one in rounds)])
+        if model.data_digest not in {lineage.digest[key] for key in (policy.key, *behind)}:
             raise PunaError(
-                f"{POLICY} is {policy.id}, which does not come from {given.id}: leave the input out to go on from {POLICY}, "
+                f"{POLICY} is {policy.id}, which does not come from {model.id}: leave the input out to go on from {POLICY}, "
                 f"or begin anew with that model in a project of its own, --project NAME"
             )
         kinds = lineage.consumed([policy.key, *behind])
         # What a model wrote was made in a round; demonstrations come from people or code.
-        written = [a for a in kinds["instructions"] if any(lineage.kind[up] in ("answers", "model") for up in lineage.ancestors([a.key]))]
+        taught = [a for a in kinds["instructions"] if any(lineage.kind[up] in ("answers", "model") for up in lineage.ancestors([a.key]))]
         return cls(
             policy,
-            tuple(found),
+            tuple(rounds),
             lineage.artifacts(lineage.roots(policy.key)),
             kinds["prompts"],
             kinds["preferences"],
             kinds["instructions"],
-            tuple(a for a in kinds["instructions"] if a not in written),
+            tuple(a for a in kinds["instructions"] if a not in taught),
         )
 
 
@@ -119,24 +119,24 @@ class _Lineage:
 
     def ancestors(self, keys: Iterable[str]) -> dict[str, None]:
         """Return all that these were made from, as far as it is still there."""
-        found: dict[str, None] = {}
+        ancestors: dict[str, None] = {}
         todo = list(keys)
         while todo:
             for _, up in self._inputs[todo.pop()]:
-                if up not in found:
-                    found[up] = None
+                if up not in ancestors:
+                    ancestors[up] = None
                     todo.append(up)
-        return found
+        return ancestors
 
     def roots(self, key: str) -> set[str]:
         """Return the models that a model was trained or averaged from and that were made of no other model: itself, where it was not."""
-        found, todo, seen = set[str](), [key], set[str]()
+        roots, todo, seen = set[str](), [key], set[str]()
         while todo:
             seen.add(key := todo.pop())
             up = [one for _, one in self._inputs[key] if self.kind[one] == "model"]
-            found.update([] if up else [key])
+            roots.update([] if up else [key])
             todo += [one for one in up if one not in seen]
-        return found
+        return roots
 
     def consumed(self, behind: Iterable[str]) -> dict[str, tuple[Artifact, ...]]:
         """Return the artifacts that were learned from: prompts of answers or models, preferences and instructions of models."""
@@ -159,9 +159,9 @@ class _Lineage:
             seen.add(digest)
             tried = [(key, inputs) for key, inputs in gates if self.digest[inputs["policy"]] == digest]
             chain = [*(one for one in tried if one not in chain), *chain]
-            came = [i for key, i in gates if self.digest[i["candidate"]] == digest and self._passed(approvals.get(key, key))]
-            if came:
-                digest = self.digest[came[-1]["policy"]]
+            passed_gates = [i for key, i in gates if self.digest[i["candidate"]] == digest and self._passed(approvals.get(key, key))]
+            if passed_gates:
+                digest = self.digest[passed_gates[-1]["policy"]]
         return [
             Round(number, self._of(key), self._of(inputs["policy"]), self._of(inputs["candidate"]), self._of(approvals.get(key, key)))
             for number, (key, inputs) in enumerate(chain, 1)

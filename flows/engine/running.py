@@ -34,25 +34,25 @@ def flow_inputs(flow: Flow, recipe: Recipe, wanted: RunInputs, store: Store, *, 
         items = [*sample_pages(store, quiet)]
     elif not wanted:
         items = latest(flow.inputs, store, quiet)
-    given = flow.by_kind(items, wanted.named, wanted.sources)
-    preflight.check(flow, recipe, given, store, executor)
-    return given
+    values = flow.by_kind(items, wanted.named, wanted.sources)
+    preflight.check(flow, recipe, values, store, executor)
+    return values
 
 
 def stage_inputs(stage: Stage, items: Sequence[Item], named: Mapping[str, list[Artifact]] | None = None) -> dict[str, Value]:
     """Return the inputs of a stage: those in `named` by the input's name, the others by their kind."""
-    given = stage.by_kind([item for item in items if isinstance(item, Artifact)], named)
+    values = stage.by_kind([item for item in items if isinstance(item, Artifact)], named)
     files = [item for item in items if isinstance(item, External)]
     spec = next((spec for spec in stage.inputs if spec.kind == "external"), None)
     if spec is not None and files:
-        given[spec.name] = files if spec.many else (files[0] if len(files) == 1 else files)
-    return given
+        values[spec.name] = files if spec.many else (files[0] if len(files) == 1 else files)
+    return values
 
 
 def sample_pages(store: Store, quiet: bool) -> list[External]:
     """Return the sample's files as inputs."""
-    made = make_sample(sample_folder(store.root), quiet=quiet)
-    return sorted((item for path in made.paths for item in External.resolve(str(path))), key=lambda item: item.name)
+    sample = make_sample(sample_folder(store.root), quiet=quiet)
+    return sorted((item for path in sample.paths for item in External.resolve(str(path))), key=lambda item: item.name)
 
 
 def make_sample(folder: Path, *, quiet: bool = False) -> SampleReport:

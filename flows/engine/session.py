@@ -100,8 +100,8 @@ class Session:
         def started(identity: Identity) -> None:
             suspects = self.store.suspects()
             marked = [(one, "it is read all the same") for items in inputs.values() for one in items if one.key in suspects]
-            found = self.store.find(stage.kind, identity.key)
-            marked += [(found, "it is made anew")] if found is not None and found.key in suspects else []
+            earlier = self.store.find(stage.kind, identity.key)
+            marked += [(earlier, "it is made anew")] if earlier is not None and earlier.key in suspects else []
             with self._lock:
                 self.unfinished[step] = identity.key
                 for one, what in marked:
@@ -114,22 +114,22 @@ class Session:
                     self.reporter.log(f"{step} runs again: {'; '.join(map(str, why[:3]))}")
 
         with self._lock:
-            told = self.reporter.started(step, stage.name, inputs, task)
+            notice = self.reporter.started(step, stage.name, inputs, task)
         how: dict[str, Any] = {"executor": self.executor, "listener": self, "run": self.run, "apart": _APART.get()}
         try:
             outcome = perform(stage, config, given, self.store, on_start=started, **how)
         except BaseException as error:
             with self._lock:
                 self.console.broken(step)
-                self.reporter.broken(told, error)
+                self.reporter.broken(notice, error)
             raise
-        made = outcome.artifact
+        artifact = outcome.artifact
         with self._lock:
-            self.store.record(self.run, runs.Made(step, stage.name, made.kind, made.key, outcome.reused, outcome.seconds).event())
+            self.store.record(self.run, runs.Made(step, stage.name, artifact.kind, artifact.key, outcome.reused, outcome.seconds).event())
             self.outcomes.append((step, outcome))
             self.unfinished.pop(step, None)
             self.console.finished(step, outcome)
-            self.reporter.finished(told, outcome)
+            self.reporter.finished(notice, outcome)
         return outcome
 
     def refresh(self) -> None:
@@ -178,22 +178,22 @@ def session(
     engine = connected(executor, workers)
     with Console(json=json) as console, store.at_work(run), _ended_in_order():
         reporter = Reporter(store, run, flow, server, flow_run=flow_run, parameters=parameters, title=title)
-        made = Session(store, console, engine, run, reporter)
-        token = _CURRENT.set(made)
+        opened = Session(store, console, engine, run, reporter)
+        token = _CURRENT.set(opened)
         ending: tuple[str, str | None] = ("CANCELLED", "stopped; what is finished is kept")
         page = None
         listening = contextlib.ExitStack()
         if flow_run:  # nobody sits before its terminal
             listening.enter_context(tee_stderr(lambda line: reporter.log(line, logging.WARNING)))
         try:
-            told = provenance({**(parameters or {}), "title": title or flow, "project": store.project})
-            told |= {"flow_run": flow_run} if flow_run else {}
-            store.record(run, runs.started(flow, **told))
-            yield made
+            about = provenance({**(parameters or {}), "title": title or flow, "project": store.project})
+            about |= {"flow_run": flow_run} if flow_run else {}
+            store.record(run, runs.started(flow, **about))
+            yield opened
             store.record(run, runs.finished())
             ending = ("COMPLETED", None)
             if report:
-                page = _report(made)
+                page = _report(opened)
                 console.say(f"report: {page}")
         except Exception as error:
             ending = ("FAILED", str(error) or type(error).__name__)
@@ -206,7 +206,7 @@ def session(
                 store.record(run, runs.stopped())
             if engine is not None:
                 engine.stop()  # trainings in workers save their state first
-            _tell_saved(made, flow_run is not None)
+            _tell_saved(opened, flow_run is not None)
             raise
         finally:
             _CURRENT.reset(token)

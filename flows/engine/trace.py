@@ -152,14 +152,14 @@ def everything(flow: Flow) -> Trace:
 
 def fields(flow: Flow) -> dict[str, Step]:
     """Return the fields that a recipe of the flow has, each with the step it configures."""
-    found: dict[str, Step] = {}
+    steps: dict[str, Step] = {}
     for traced in everything(flow).steps:
-        known = found.setdefault(traced.step.field, traced.step)
-        if known.stage != traced.step.stage:
-            both = f"{known.stage.name} and {traced.step.stage.name}"
+        known_step = steps.setdefault(traced.step.field, traced.step)
+        if known_step.stage != traced.step.stage:
+            both = f"{known_step.stage.name} and {traced.step.stage.name}"
             raise PunaError(f"flow {flow.name}: {traced.step.field} is the field of two stages, {both}")
     regular = everything(flow).regular
-    return {name: replace(step, off=name not in regular) for name, step in found.items()}
+    return {name: replace(step, off=name not in regular) for name, step in steps.items()}
 
 
 def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", base: str = BASE) -> Recipe:
@@ -169,12 +169,12 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
     """
     chosen = flow_named(flow)
     values, layers = read_values(name, changes or [], base)
-    known, settings = dict(fields(chosen)), dict(everything(chosen).settings)
+    steps, settings = dict(fields(chosen)), dict(everything(chosen).settings)
     for other in load_flows().values():
-        known = {**fields(other), **known}
+        steps = {**fields(other), **steps}
         settings = {**everything(other).settings, **settings}
     changed = {change.partition("=")[0].partition(".")[0] for change in changes or []}
-    for label, step in known.items():
+    for label, step in steps.items():
         # The recipe's settings of a training go with the step that it is for, where a change leaves that out.
         if step.serves in changed and values.get(step.serves, {}) is None and label not in changed:
             values.pop(label, None)
@@ -182,13 +182,13 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
     extra = _added(values.pop("add", None) or {}, complaints)
     for label, added in extra.items():
         stage = REGISTRY.get(added.stage or label)
-        if label in known or label in settings or label in (*GENERAL, "base"):
+        if label in steps or label in settings or label in (*GENERAL, "base"):
             complaints.append(f"add.{label}: there is such a step already; choose another name and say `stage: {added.stage or label}`")
         elif stage is None:
             complaints.append(f"add.{label}: {added.stage or label}: no such stage{did_you_mean(added.stage or label, REGISTRY)}")
         else:
-            known[label] = Step(label, label, stage)
-    names = [*GENERAL, *settings, *known]
+            steps[label] = Step(label, label, stage)
+    names = [*GENERAL, *settings, *steps]
     complaints += [f"{field}: no such field{did_you_mean(str(field), names)}" for field in values if field not in names]
     seed = values.get("seed", 0)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
@@ -199,11 +199,11 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
         complaints += _wrong(lambda: checked_project(project))
     own = {field: value for field, value in values.items() if field not in ("name", "seed", "project")}
     recipe = Recipe(str(values["name"]), seed, own, extra, project)
-    for field_name, step in known.items():
+    for field_name, step in steps.items():
         if field_name in values or (field_name in fields(chosen) and not step.off):
             complaints += _wrong(lambda step=step: recipe.configs(step))
-    for wanted in settings.values():
-        complaints += _wrong(lambda wanted=wanted: recipe.number(wanted))
+    for one in settings.values():
+        complaints += _wrong(lambda one=one: recipe.number(one))
     if complaints:
         raise PunaError("\n".join(blamed(complaint, layers) for complaint in dict.fromkeys(complaints)))
     return recipe
@@ -213,13 +213,13 @@ def _added(values: Any, complaints: list[str]) -> dict[str, Added]:
     if not isinstance(values, dict):
         complaints.append("add: is not a mapping of steps; write add: {NAME: {stage: STAGE, after: STEP}}")
         return {}
-    found: dict[str, Added] = {}
+    additions: dict[str, Added] = {}
     for label, value in values.items():
         try:
-            found[str(label)] = parse(Added, value, f"add.{label}")
+            additions[str(label)] = parse(Added, value, f"add.{label}")
         except (PunaError, ValidationError) as error:
             complaints.append(str(error))
-    return found
+    return additions
 
 
 def _wrong(ask: Any) -> list[str]:

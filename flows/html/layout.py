@@ -112,25 +112,25 @@ def _placed(order: Sequence[Sequence[Node]], links: Mapping[Node, set[Node]], wi
     for sweep in range(SWEEPS):
         for row in order if sweep % 2 == 0 else reversed(order):
             step = 1 if sweep % 2 == 0 else -1
-            wanted, weights = [], []
+            targets, weights = [], []
             for node in row:
                 before = [n for n in links[node] if (node[1] - n[1]) * step > 0]
                 near = before if before and sweep < SWEEPS // 2 else list(links[node])
                 whole = sum(pull(node, n) for n in near)
-                wanted.append(sum(pull(node, n) * x[n] for n in near) / whole if near else x[node])
+                targets.append(sum(pull(node, n) * x[n] for n in near) / whole if near else x[node])
                 weights.append(whole if near else 1.0)
-            for node, place in zip(row, _spread(row, wanted, weights, width, gap), strict=True):
+            for node, place in zip(row, _spread(row, targets, weights, width, gap), strict=True):
                 x[node] = place
     return x
 
 
-def _spread(row: Sequence[Node], wanted: Sequence[float], weights: Sequence[float], width: Mapping[Node, float], gap: float) -> list[float]:
+def _spread(row: Sequence[Node], aims: Sequence[float], weights: Sequence[float], width: Mapping[Node, float], gap: float) -> list[float]:
     """Return the places nearest to the wanted ones that keep order and distance (weighted least squares: pool adjacent violators)."""
     offsets = [0.0]
     for a, b in pairwise(row):
         offsets.append(offsets[-1] + (width[a] + width[b]) / 2 + gap)
     blocks: list[tuple[float, float, int]] = []
-    for want, weight, offset in zip(wanted, weights, offsets, strict=True):
+    for want, weight, offset in zip(aims, weights, offsets, strict=True):
         total, mass, count = weight * (want - offset), weight, 1
         while blocks and blocks[-1][0] / blocks[-1][1] > total / mass:
             before, heavy, many = blocks.pop()

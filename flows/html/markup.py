@@ -42,13 +42,13 @@ def join(content: Content) -> Html:
 
 def tag(name: str, /, *content: Content, **attributes: object) -> Html:
     """Return an element. A trailing `_` of an attribute's name is dropped, other `_` are `-`; None and False leave it out."""
-    written = []
+    attributes_text = []
     for key, value in attributes.items():
         if value is None or value is False:
             continue
         label = key.rstrip("_").replace("_", "-")
-        written.append(f" {label}" if value is True else f' {label}="{text(value)}"')
-    opened = f"<{name}{''.join(written)}>"
+        attributes_text.append(f" {label}" if value is True else f' {label}="{text(value)}"')
+    opened = f"<{name}{''.join(attributes_text)}>"
     return Html(opened if name in VOID else f"{opened}{join(content)}</{name}>")
 
 

@@ -33,8 +33,8 @@ class Plot:
         if any(isinstance(x, str) for points in series.values() for x, _ in points):
             series = {name: [(str(x), y) for x, y in points] for name, points in series.items()}
         lines = {str(k): float(v) for k, v in (figure.get("lines") or {}).items()}
-        said = {k: str(figure.get(k) or "") for k in ("title", "x", "y", "kind", "note")}
-        return cls(said["title"], said["x"], said["y"], series, said["kind"] or "line", said["note"], lines)
+        texts = {k: str(figure.get(k) or "") for k in ("title", "x", "y", "kind", "note")}
+        return cls(texts["title"], texts["x"], texts["y"], series, texts["kind"] or "line", texts["note"], lines)
 
     @property
     def names(self) -> list[str]:
@@ -52,5 +52,5 @@ class Plot:
 
 
 def _finite(points: Iterable[Sequence[Any]]) -> list[Point]:
-    kept = [(x if isinstance(x, str) else float(x), float(y)) for x, y in points if x is not None and y is not None]
-    return [(x, y) for x, y in kept if math.isfinite(y) and (isinstance(x, str) or math.isfinite(x))]
+    finite = [(x if isinstance(x, str) else float(x), float(y)) for x, y in points if x is not None and y is not None]
+    return [(x, y) for x, y in finite if math.isfinite(y) and (isinstance(x, str) or math.isfinite(x))]

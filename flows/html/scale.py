@@ -126,13 +126,13 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     if len(points) <= POINTS:
         return list(points)
     stretch = -(-2 * len(points) // POINTS)
-    kept: dict[int, None] = {0: None}
+    indices: dict[int, None] = {0: None}
     for start in range(0, len(points), stretch):
         span = range(start, min(start + stretch, len(points)))
         ends = min(span, key=lambda i: points[i][1]), max(span, key=lambda i: points[i][1])
-        kept.update(dict.fromkeys(sorted(ends)))
-    kept[len(points) - 1] = None
-    return [points[i] for i in sorted(kept)]
+        indices.update(dict.fromkeys(sorted(ends)))
+    indices[len(points) - 1] = None
+    return [points[i] for i in sorted(indices)]
 
 
 def is_curve(points: Sequence[Point]) -> bool:

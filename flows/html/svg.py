@@ -33,8 +33,8 @@ def draw(plot: Plot) -> Html:
 
 def grid(figures: Iterable[Html]) -> Html:
     """Return plots side by side, as many as fit."""
-    found = [f for f in figures if f]
-    return tag("div", found, class_="plots") if found else Html("")
+    plots = [f for f in figures if f]
+    return tag("div", plots, class_="plots") if plots else Html("")
 
 
 def colour(index: int) -> str:
@@ -43,16 +43,16 @@ def colour(index: int) -> str:
 
 
 def _legend(plot: Plot) -> Html | None:
-    shown = [n for n in plot.series if n not in plot.faint]
-    if len(shown) < 2:
+    names = [n for n in plot.series if n not in plot.faint]
+    if len(names) < 2:
         return None
-    chips = [tag("li", tag("i", style=colour(i), class_=f"dash{i // COLOURS}"), name) for i, name in enumerate(shown)]
+    chips = [tag("li", tag("i", style=colour(i), class_=f"dash{i // COLOURS}"), name) for i, name in enumerate(names)]
     return tag("ul", chips, class_="legend")
 
 
 def _svg(plot: Plot, height: float, *content: Content) -> Html:
-    said = f"{plot.title}: {plot.y} over {plot.x}"
-    return tag("svg", *content, viewBox=f"0 0 {WIDTH} {height:.0f}", role="img", aria_label=said)
+    label = f"{plot.title}: {plot.y} over {plot.x}"
+    return tag("svg", *content, viewBox=f"0 0 {WIDTH} {height:.0f}", role="img", aria_label=label)
 
 
 def _text(x: float, y: float, content: str, class_: str, anchor: str = "middle") -> Html:
@@ -126,13 +126,13 @@ def _shift(plot: Plot, index: int, x: Axis) -> float:
 def _frame(plot: Plot, x: Axis, y: Axis) -> Html:
     end = x.stop if plot.kind == "line" else WIDTH - RIGHT
     parts = [_text(0, 12, plot.y, "label", "start")]
-    for at, said in y.ticks():
-        parts += [_line(LEFT, at, end, at, "grid"), _text(LEFT - 6, at + 4, said, "tick", "end")]
+    for at, label in y.ticks():
+        parts += [_line(LEFT, at, end, at, "grid"), _text(LEFT - 6, at + 4, label, "tick", "end")]
     base = HEIGHT - BOTTOM
     ticks = x.ticks(6)
     room = int((x.stop - x.start) / max(1, len(ticks)) / LETTER) if x.names else 12
-    for at, said in ticks:
-        for row, piece in enumerate(_wrapped(said, room) if x.names else [said]):
+    for at, label in ticks:
+        for row, piece in enumerate(_wrapped(label, room) if x.names else [label]):
             edge = "end" if not x.names and at > WIDTH - 18 else "middle"
             parts.append(_text(min(at, WIDTH - 1), base + 15 + 12 * row, piece, "tick", edge))
         if not x.names:
@@ -197,9 +197,9 @@ def _marks(plot: Plot, name: str, placed: list[tuple[float, float, float | str, 
             continue
         where = px if isinstance(px, str) else f"{plot.x} {number(px)}"
         span = f" (95 %: {number(spans[px][0], 3)} to {number(spans[px][1], 3)})" if px in spans else ""
-        said = tag("title", f"{name}, {where}: {number(py)}{span}")
+        title = tag("title", f"{name}, {where}: {number(py)}{span}")
         seen = few or last
-        marks.append(tag("circle", said, cx=f"{a:.1f}", cy=f"{b:.1f}", r=3.5 if seen else 6, class_="dot" if seen else "hover"))
+        marks.append(tag("circle", title, cx=f"{a:.1f}", cy=f"{b:.1f}", r=3.5 if seen else 6, class_="dot" if seen else "hover"))
     return marks
 
 
@@ -208,14 +208,14 @@ def _upright(plot: Plot, index: int, placed: list[tuple[float, float, float | st
     whole = _bar_width(places, WIDTH - RIGHT - LEFT) * 0.9
     width = whole / len(plot.series)
     base = y.at(0)
-    said = [f"{plot.x} {px if isinstance(px, str) else number(px)}: {number(py)}" for _, _, px, py in placed]
+    lines = [f"{plot.x} {px if isinstance(px, str) else number(px)}: {number(py)}" for _, _, px, py in placed]
     left = index * width - whole / 2
-    return [_rect(a + left, min(b, base), width, abs(base - b), words) for (a, b, _, _), words in zip(placed, said, strict=True)]
+    return [_rect(a + left, min(b, base), width, abs(base - b), words) for (a, b, _, _), words in zip(placed, lines, strict=True)]
 
 
-def _rect(x: float, y: float, width: float, height: float, said: str) -> Html:
+def _rect(x: float, y: float, width: float, height: float, title: str) -> Html:
     size = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{width:.1f}", "height": f"{height:.1f}"}
-    return tag("rect", tag("title", said), **size, class_="block")
+    return tag("rect", tag("title", title), **size, class_="block")
 
 
 def _levels(plot: Plot, y: Axis) -> Html:
@@ -247,25 +247,25 @@ def _rows(plot: Plot) -> Html:
     parts: list[Content] = [_text(0, 12, plot.y, "label", "start")]
     for row, name in enumerate(names):
         middle = 24 + row * pitch + (pitch - 8) / 2
-        shown = _clip(name.replace("_", " "), int((left - 8) / LETTER))
-        parts.append(tag("text", tag("title", name), shown, x=f"{left - 8:.1f}", y=f"{middle + 4:.1f}", class_="tick", text_anchor="end"))
-    written: list[Content] = []
+        label = _clip(name.replace("_", " "), int((left - 8) / LETTER))
+        parts.append(tag("text", tag("title", name), label, x=f"{left - 8:.1f}", y=f"{middle + 4:.1f}", class_="tick", text_anchor="end"))
+    rows: list[Content] = []
     for index, (name, points) in enumerate(plot.series.items()):
         bars: list[Content] = []
         for place, value in points:
             top = 24 + names.index(str(place)) * pitch + index * thick
             a, b = sorted((x.at(0), x.at(value)))
             bars.append(_rect(a, top, max(b - a, 0.8), thick - 1, f"{place}, {name}: {number(value)}"))
-            written += _value(b, top, thick, number(value, 3), bool(plot.lines))
+            rows += _value(b, top, thick, number(value, 3), bool(plot.lines))
         parts.append(tag("g", bars, style=colour(index), class_="series"))
     for name, value in plot.lines.items():
         at = x.at(value)
         parts += [_line(at, 20, at, height - 14, "named"), _text(at, height - 2, f"{name} {number(value, 3)}", "levelname")]
-    return _svg(plot, height, parts, written)
+    return _svg(plot, height, parts, rows)
 
 
-def _value(x: float, top: float, thick: float, said: str, clear: bool) -> list[Content]:
+def _value(x: float, top: float, thick: float, label: str, clear: bool) -> list[Content]:
     """Draw the value of a bar that ends at `x`; `clear`: on a background of its own, so that no line crosses it."""
-    size = {"x": f"{x + 2:.1f}", "y": f"{top:.1f}", "width": f"{6 + LETTER * len(said):.1f}", "height": f"{thick:.1f}"}
+    size = {"x": f"{x + 2:.1f}", "y": f"{top:.1f}", "width": f"{6 + LETTER * len(label):.1f}", "height": f"{thick:.1f}"}
     ground = tag("rect", **size, class_="behind") if clear else None
-    return [ground, _text(x + 5, top + thick / 2 + 3.6, said, "value", "start")]
+    return [ground, _text(x + 5, top + thick / 2 + 3.6, label, "value", "start")]

@@ -68,17 +68,17 @@ class Offering:
             if number == SETTLED_AFTER:
                 self._settle(starting=True)
             same = [one for one in there if one["entrypoint"] == _entrypoint(offer)]
-            found = next((one for one in same if one["name"] == offer.title), None)
-            if found is None:
-                found = self._create(offer, choices, [schedule for one in same for schedule in one["schedules"]])
+            existing = next((one for one in same if one["name"] == offer.title), None)
+            if existing is None:
+                existing = self._create(offer, choices, [schedule for one in same for schedule in one["schedules"]])
                 for one in same:
                     self._server.insist("DELETE", f"/deployments/{one['id']}")
-            self.ids[offer.title] = UUID(found["id"])
-            self._versions[offer.title] = str(found["version"])
+            self.ids[offer.title] = UUID(existing["id"])
+            self._versions[offer.title] = str(existing["version"])
             self._bring(offer, choices)
             for name, cron in crons.items():
                 if name.rpartition("/")[2] == offer.flow:
-                    self._schedule(found, cron, name.rpartition("/")[0])
+                    self._schedule(existing, cron, name.rpartition("/")[0])
             served(offer.title, self.ids[offer.title])
 
     def refresh(self) -> None:
@@ -101,22 +101,22 @@ class Offering:
     def _begin_round(self) -> None:
         """Start the flow `round` in each project where as many preferences are new as it waits for; for the same ones once."""
         for project in self._store.projects():
-            if (found := due(self._store.within(project))) is None:
+            if (round_due := due(self._store.within(project))) is None:
                 continue
-            once, asked = found
+            once, trigger = round_due
             offer = next(offer for offer, _ in self._offered if offer.flow == "round")
-            parameters = {**defaults(offer), "store": self._store.uri, "recipe": asked.recipe, "project": project}
+            parameters = {**defaults(offer), "store": self._store.uri, "recipe": trigger.recipe, "project": project}
             body = {"parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": once, "tags": [TAG, "new preferences"]}
             self._server.insist("POST", f"/deployments/{self.ids[offer.title]}/create_flow_run", body)
 
     def _there(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        deployments: list[dict[str, Any]] = []
         while True:
-            asked = {"limit": PAGE, "offset": len(found), "deployments": {"tags": {"all_": [TAG]}}}
-            page = self._server.insist("POST", "/deployments/filter", asked)
-            found += page
+            body = {"limit": PAGE, "offset": len(deployments), "deployments": {"tags": {"all_": [TAG]}}}
+            page = self._server.insist("POST", "/deployments/filter", body)
+            deployments += page
             if len(page) < PAGE:
-                return found
+                return deployments
 
     def _content(self, offer: Offer, choices: Choices) -> dict[str, Any]:
         form = schema(self._plain[offer.title], offer.what.inputs, choices)
@@ -125,11 +125,11 @@ class Offering:
 
     def _create(self, offer: Offer, choices: Choices, schedules: list[dict[str, Any]]) -> dict[str, Any]:
         flow = self._server.insist("POST", "/flows/", {"name": offer.flow})["id"]
-        kept = ("schedule", "active", "max_scheduled_runs", "parameters", "slug")
-        moved = [{name: one[name] for name in kept if one.get(name) is not None} for one in schedules]
-        asked = {"name": offer.title, "flow_id": flow, "schedules": moved}
-        made: dict[str, Any] = self._server.insist("POST", "/deployments/", {**asked, **self._content(offer, choices)})
-        return made
+        fields = ("schedule", "active", "max_scheduled_runs", "parameters", "slug")
+        moved = [{name: one[name] for name in fields if one.get(name) is not None} for one in schedules]
+        body = {"name": offer.title, "flow_id": flow, "schedules": moved}
+        deployment: dict[str, Any] = self._server.insist("POST", "/deployments/", {**body, **self._content(offer, choices)})
+        return deployment
 
     def _bring(self, offer: Offer, choices: Choices) -> None:
         """Send what differs from what was sent before: a deployment that is changed loses its upcoming runs for some seconds."""
@@ -154,9 +154,9 @@ class Offering:
         Looked at twice, so that a process which is about to tell may do so itself. `starting`: nothing that is offered has a process
         yet, so runs whose process was about to start are to be started once more.
         """
-        asked = {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE}
+        body = {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE}
         lost: dict[str, int] = {}
-        for run in self._server.insist("POST", "/flow_runs/filter", asked):
+        for run in self._server.insist("POST", "/flow_runs/filter", body):
             name = (run.get("labels") or {}).get("puna.run")
             if not isinstance(name, str) or name not in self._store.runs():
                 if starting and self._linked and run["state_type"] == "PENDING" and TAG in run["tags"] and self._twice(run["id"], lost):
@@ -164,8 +164,8 @@ class Offering:
                 continue
             log = self._store.log(name)
             if log.state != "at work" and self._twice(run["id"], lost):
-                state, said = OUTCOMES["stopped" if run["state_type"] == "CANCELLING" else log.state]
-                self._end(f"/flow_runs/{run['id']}", state, said or _how(log))
+                state, message = OUTCOMES["stopped" if run["state_type"] == "CANCELLING" else log.state]
+                self._end(f"/flow_runs/{run['id']}", state, message or _how(log))
         open_steps = {
             "flow_runs": {"state": {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}, "tags": {"all_": [TAG]}},
             "task_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE,

@@ -54,11 +54,11 @@ FRESH_SECONDS = 5.0
 def _flow_form(flow: Flow) -> PrefectFlow[Any, Any]:
     """Return the flow with parameters that a form can show."""
 
-    def run(**given: Any) -> Any:
-        texts = [text for spec in flow.inputs for text in _texts(spec, given[spec.name])]
-        how = {"executor": given["executor"], "project": given["project"]}
-        request = Request(f"flow:{flow.name}", picked(given["recipe"]), tuple(given["changes"]), tuple(texts), **how)
-        return _run_work(request, lambda: run_flow(flow, request, _opened(given)))
+    def run(**values: Any) -> Any:
+        texts = [text for spec in flow.inputs for text in _texts(spec, values[spec.name])]
+        how = {"executor": values["executor"], "project": values["project"]}
+        request = Request(f"flow:{flow.name}", picked(values["recipe"]), tuple(values["changes"]), tuple(texts), **how)
+        return _run_work(request, lambda: run_flow(flow, request, _opened(values)))
 
     parameters = [
         _parameter("recipe", str, "The values of all steps; a YAML file must be where the runs are started", DEFAULT_RECIPE),
@@ -71,12 +71,12 @@ def _flow_form(flow: Flow) -> PrefectFlow[Any, Any]:
 def _stage_form(stage: Stage, offer: Offer) -> PrefectFlow[Any, Any]:
     """Return a flow of the stage alone: its inputs, and its configuration."""
 
-    def run(**given: Any) -> Any:
-        texts = [text for spec in stage.inputs for text in _texts(spec, given[spec.name])]
-        changes = changed(offer, given["config"])
-        how = {"executor": given["executor"], "project": given["project"]}
+    def run(**values: Any) -> Any:
+        texts = [text for spec in stage.inputs for text in _texts(spec, values[spec.name])]
+        changes = changed(offer, values["config"])
+        how = {"executor": values["executor"], "project": values["project"]}
         request = Request(f"stage:{stage.name}", None, changes, tuple(texts), **how)
-        return _run_work(request, lambda: run_stage(stage, request, _opened(given), given["config"]).id)
+        return _run_work(request, lambda: run_stage(stage, request, _opened(values), values["config"]).id)
 
     whole = not any(field.is_required() for field in stage.config.model_fields.values())
     config = inspect.Parameter(
@@ -88,18 +88,18 @@ def _stage_form(stage: Stage, offer: Offer) -> PrefectFlow[Any, Any]:
 
 def _texts(spec: InputSpec, value: str | list[str] | None) -> list[str]:
     """Return an input of a form as the command line takes it."""
-    found = [value] if isinstance(value, str) else value or []
+    texts = [value] if isinstance(value, str) else value or []
     if spec.kind == "external":
-        return [text for text in found if text.strip()]
-    return [f"{spec.name}={picked(text)}" for text in found]
+        return [text for text in texts if text.strip()]
+    return [f"{spec.name}={picked(text)}" for text in texts]
 
 
-def _opened(given: Mapping[str, Any]) -> Store:
+def _opened(values: Mapping[str, Any]) -> Store:
     """Open the store that a form names. PunaError where it or the executor is an address, and forms may name none but the server's."""
-    if given["store"] != os.environ.get(SERVED):
-        check_address("store", given["store"])
-    check_address("executor", given["executor"])
-    return Store.open(given["store"])
+    if values["store"] != os.environ.get(SERVED):
+        check_address("store", values["store"])
+    check_address("executor", values["executor"])
+    return Store.open(values["store"])
 
 
 def _run_work(request: Request, work: Callable[[], str]) -> Any:
@@ -126,15 +126,15 @@ def _run_work(request: Request, work: Callable[[], str]) -> Any:
 def _input(spec: InputSpec, *, needed: bool) -> inspect.Parameter:
     kind: Any = list[str] if spec.many else str
     if spec.kind == "external":
-        said = "Files or folders to read, [NAME=]URI each; none: the sample of real pages"
-        return _parameter(spec.name, kind, said, [] if spec.many else "")
+        description = "Files or folders to read, [NAME=]URI each; none: the sample of real pages"
+        return _parameter(spec.name, kind, description, [] if spec.many else "")
     return _parameter(
         spec.name, kind if needed else kind | None, f"Of kind {spec.kind}", inspect.Parameter.empty if needed else None
     )  # fmt: skip
 
 
-def _parameter(name: str, kind: Any, said: str, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, Field(description=said)], default=default)
+def _parameter(name: str, kind: Any, about: str, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, Field(description=about)], default=default)
 
 
 def _as_flow(name: str, run: Callable[..., Any], doc: str, parameters: list[inspect.Parameter]) -> PrefectFlow[Any, Any]:
@@ -159,8 +159,8 @@ def _as_flow(name: str, run: Callable[..., Any], doc: str, parameters: list[insp
 
 def _described(annotation: Any) -> str:
     """Return the description in an `Annotated[…, Field(description=…)]`, or the docstring of a class of settings."""
-    found = next((item.description for item in getattr(annotation, "__metadata__", ()) if getattr(item, "description", None)), None)
-    return found or first_sentence(inspect.getdoc(annotation) or "")
+    description = next((item.description for item in getattr(annotation, "__metadata__", ()) if getattr(item, "description", None)), None)
+    return description or first_sentence(inspect.getdoc(annotation) or "")
 
 
 OFFERS = {offer.flow: offer for offer in offers()}
@@ -173,11 +173,11 @@ def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:
 
 def __getattr__(name: str) -> PrefectFlow[Any, Any]:
     """Return the Prefect flow of `flow_NAME`: the entry point of a process that Prefect starts for a run."""
-    if not name.startswith("flow_") or (found := OFFERS.get(name.removeprefix("flow_"))) is None:
+    if not name.startswith("flow_") or (offer := OFFERS.get(name.removeprefix("flow_"))) is None:
         raise AttributeError(name)
     _hide_tracebacks()
-    made = globals()[name] = flow_of(found)
-    return made
+    prefect_flow = globals()[name] = flow_of(offer)
+    return prefect_flow
 
 
 def _hide_tracebacks() -> None:
@@ -189,8 +189,8 @@ def _hide_tracebacks() -> None:
 
     for name in ("prefect.engine", "prefect.flow_runs"):
         logging.getLogger(name).addFilter(plain)
-    shown = sys.excepthook
-    sys.excepthook = lambda kind, *error: None if issubclass(kind, KeyboardInterrupt) else shown(kind, *error)
+    hook = sys.excepthook
+    sys.excepthook = lambda kind, *error: None if issubclass(kind, KeyboardInterrupt) else hook(kind, *error)
 
 
 def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: int, *, supervised: bool = False) -> None:

@@ -41,14 +41,14 @@ def offers() -> list[Offer]:
     """Return every flow and stage, in the order of the pipeline."""
     flows, stages = load_flows(), load_stages()
     ordered = sorted(flows, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
-    found = [Offer(name, f"0.{number:02d} {name}", "flow", flows[name]) for number, name in enumerate(ordered, 1)]
+    all_offers = [Offer(name, f"0.{number:02d} {name}", "flow", flows[name]) for number, name in enumerate(ordered, 1)]
     steps = [step.step.stage.name for name in ordered[1:] for step in everything(flows[name]).steps]
     place = {name: number for number, name in reversed(list(enumerate(steps)))}
     for number, group in enumerate((*GROUPS, "more"), 1):
         own = [stage for stage in stages.values() if _group(stage) == group]
         for position, stage in enumerate(sorted(own, key=lambda s: (place.get(s.name, len(steps)), s.name)), 1):
-            found.append(Offer(flow_name(stage), f"{number}.{position:02d} {stage.name}", group, stage))
-    return found
+            all_offers.append(Offer(flow_name(stage), f"{number}.{position:02d} {stage.name}", group, stage))
+    return all_offers
 
 
 def flow_name(stage: Stage) -> str:
@@ -98,10 +98,10 @@ def description(offer: Offer, *, linked: bool) -> str:
 
 def settings_of(stage: Stage) -> list[tuple[str, str]]:
     """Return recipe and step of each shipped recipe's group of values for the stage."""
-    found = []
+    pairs = []
     for recipe in shipped_recipes():
-        found += [(recipe, step) for step in _steps_of(stage) if isinstance(_recipe(recipe).get(step), dict)]
-    return found
+        pairs += [(recipe, step) for step in _steps_of(stage) if isinstance(_recipe(recipe).get(step), dict)]
+    return pairs
 
 
 def set_by_recipes(stage: Stage) -> set[str]:
@@ -123,8 +123,8 @@ def _recipe(name: str) -> dict[str, Any]:
 
 def _steps_of(stage: Stage) -> list[str]:
     """Return the fields of recipes that configure the stage."""
-    found = {field: None for flow in load_flows().values() for field, step in fields(flow).items() if step.stage == stage}
-    return list(found)
+    steps = {field: None for flow in load_flows().values() for field, step in fields(flow).items() if step.stage == stage}
+    return list(steps)
 
 
 class Choices:
@@ -138,9 +138,9 @@ class Choices:
         kinds: dict[str, str] = {}
         for artifact in reversed(store.artifacts()):
             kinds[artifact.key] = artifact.kind
-            found = by_kind.setdefault(artifact.kind, [])
-            if len(found) < MOST_CHOICES:
-                found.append(label(artifact))
+            entries = by_kind.setdefault(artifact.kind, [])
+            if len(entries) < MOST_CHOICES:
+                entries.append(label(artifact))
         self._aliases: dict[str, list[str]] = {}
         several = everywhere and len(store.projects()) > 1
         for name, key in sorted(store.aliases().items()):
@@ -169,22 +169,22 @@ def picked(text: str) -> str:
 
 def schema(plain: Mapping[str, Any], specs: Sequence[InputSpec], choices: Choices) -> dict[str, Any]:
     """Return the schema of a form: that of its parameters, with the artifacts of the store for its inputs and the recipes for `recipe`."""
-    made: dict[str, Any] = json.loads(json.dumps(plain))
-    properties = made["properties"]
+    copied: dict[str, Any] = json.loads(json.dumps(plain))
+    properties = copied["properties"]
     for spec in specs:
         if spec.kind != "external":
-            needed = spec.name in made.get("required", ())
+            needed = spec.name in copied.get("required", ())
             properties[spec.name] = _choice(properties[spec.name], spec, choices.of(spec.kind), needed=needed)
     if "recipe" in properties:
-        kept = {name: properties["recipe"][name] for name in ("title", "description", "position", "default")}
+        head = {name: properties["recipe"][name] for name in ("title", "description", "position", "default")}
         named = {"title": "Recipe", "type": "string", "enum": shipped_recipes()}
-        properties["recipe"] = {**kept, "anyOf": [named, {"title": "YAML file", "type": "string"}]}
-    return made
+        properties["recipe"] = {**head, "anyOf": [named, {"title": "YAML file", "type": "string"}]}
+    return copied
 
 
 def _choice(plain: Mapping[str, Any], spec: InputSpec, names: list[str], *, needed: bool) -> dict[str, Any]:
     """Return the field of an input: a list to pick from, or an id."""
-    kept = {name: plain[name] for name in ("title", "position", "default") if name in plain}
+    head = {name: plain[name] for name in ("title", "position", "default") if name in plain}
     what = f"{'One or more artifacts' if spec.many else 'An artifact'} of kind {spec.kind}"
     typed: dict[str, Any] = {"type": "string"}
     listed: dict[str, Any] = {"type": "string", "enum": names}
@@ -192,4 +192,4 @@ def _choice(plain: Mapping[str, Any], spec: InputSpec, names: list[str], *, need
         listed, typed = {"type": "array", "items": listed}, {"type": "array", "items": typed}
     forms = [{"title": "From the store", **listed}] if names else []
     forms += [{"title": "By id", **typed}, *([] if needed else [{"title": "None", "type": "null"}])]
-    return {**kept, "description": f"{what}, newest first" if names else f"{what}: the store holds none yet", "anyOf": forms}
+    return {**head, "description": f"{what}, newest first" if names else f"{what}: the store holds none yet", "anyOf": forms}

@@ -40,7 +40,7 @@ class Tasks:
         from prefect.context import TaskRunContext
         from prefect.states import Completed, Failed
 
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
         raised: list[PunaError] = []
 
         def run(config: dict[str, Any], inputs: dict[str, list[str]]) -> Any:
@@ -51,21 +51,21 @@ class Tasks:
             except PunaError as error:  # its reason is the state's, without a traceback
                 raised.append(error)
                 return Failed(message=str(error))
-            found.append(outcome)
+            outcomes.append(outcome)
             name = "Cached" if outcome.reused else None
             return Completed(name=name, message=f"{outcome.artifact.id}, {headline(outcome)}", data=outcome.artifact.id)
 
         task = Task(run, name=stage.name, description=stage.doc, task_run_name=label, cache_policy=NO_CACHE, persist_result=False)
-        shown = {name: [item.id for item in items] for name, items in inputs.items()}
+        ids = {name: [item.id for item in items] for name, items in inputs.items()}
         after = [self._made[item.key] for items in inputs.values() for item in items if item.key in self._made]
-        state = task(config.model_dump(mode="json"), shown, wait_for=after, return_state=True)
+        state = task(config.model_dump(mode="json"), ids, wait_for=after, return_state=True)
         if raised:
             raise raised[0]
-        if not found:
+        if not outcomes:
             state.result()
             raise PunaError(f"{label}: Prefect ended it in the state {state.name}: {state.message}")
-        self._made[found[0].artifact.key] = state
-        return found[0]
+        self._made[outcomes[0].artifact.key] = state
+        return outcomes[0]
 
 
 run_steps_by(lambda: Tasks() if in_prefect() else None)

@@ -24,15 +24,15 @@ class Trigger:
 def load_trigger(store: Store) -> Trigger:
     """Return the store's trigger settings."""
     try:
-        found = json.loads(store.files.read(f"{store.own(NOTE)}.json"))
-        return Trigger(int(found["preferences"]), str(found["recipe"]))
+        note = json.loads(store.files.read(f"{store.own(NOTE)}.json"))
+        return Trigger(int(note["preferences"]), str(note["recipe"]))
     except (OSError, ValueError, KeyError, TypeError):
         return Trigger()
 
 
-def save_trigger(store: Store, asked: Trigger) -> None:
+def save_trigger(store: Store, trigger: Trigger) -> None:
     """Save the trigger's settings, for running and later workers."""
-    store.files.write(f"{store.own(NOTE)}.json", json.dumps(asdict(asked)).encode())
+    store.files.write(f"{store.own(NOTE)}.json", json.dumps(asdict(trigger)).encode())
 
 
 def judged(store: Store) -> Artifact | None:
@@ -42,23 +42,23 @@ def judged(store: Store) -> Artifact | None:
 
 def new_preferences(store: Store) -> int:
     """Return the number of human preferences that no round behind `policy@latest` has learned from."""
-    given = judged(store)
-    if given is None:
+    preferences = judged(store)
+    if preferences is None:
         return 0
     learned: set[str] = set()
     if POLICY in store.aliases():
-        for known in History.of(store, store.alias(POLICY)).preferences:
-            learned.update(known.read(columns=["id"])["id"].to_pylist())
-    return len(set(given.read(columns=["id"])["id"].to_pylist()) - learned)
+        for earlier in History.of(store, store.alias(POLICY)).preferences:
+            learned.update(earlier.read(columns=["id"])["id"].to_pylist())
+    return len(set(preferences.read(columns=["id"])["id"].to_pylist()) - learned)
 
 
 def due(store: Store) -> tuple[str, Trigger] | None:
     """Return a name for the round that should start now, unchanged until somebody judges again; None if none is due."""
-    asked, given = load_trigger(store), judged(store)
-    if not asked.preferences or given is None:
+    trigger, preferences = load_trigger(store), judged(store)
+    if not trigger.preferences or preferences is None:
         return None
     try:
-        enough = new_preferences(store) >= asked.preferences
+        enough = new_preferences(store) >= trigger.preferences
     except PunaError:  # the policy's past is no longer whole: the flow itself says so to who starts it
         return None
-    return (f"{store.own('round')}-{given.data_digest[:24]}-{asked.preferences}", asked) if enough else None
+    return (f"{store.own('round')}-{preferences.data_digest[:24]}-{trigger.preferences}", trigger) if enough else None

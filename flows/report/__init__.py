@@ -37,8 +37,8 @@ def write(store: Store, run: str, output: Path | None, compare: str | None = Non
     try:
         content = (page(about) if other is None else comparison(other, about)).encode("utf-8")
     except (pa.ArrowException, duckdb.Error, FileNotFoundError) as error:
-        said = str(error).partition("\n")[0]
-        raise PunaError(f"report of run {name}: an artifact cannot be read ({said}); `puna verify` names the damaged one") from error
+        reason = str(error).partition("\n")[0]
+        raise PunaError(f"report of run {name}: an artifact cannot be read ({reason}); `puna verify` names the damaged one") from error
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         if output is None:

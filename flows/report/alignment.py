@@ -48,23 +48,23 @@ def models_by_step(store: Store) -> dict[str, str]:
 
     The newest run that names an evaluation counts.
     """
-    found: dict[str, str] = {}
+    models: dict[str, str] = {}
     for name in store.runs():
         for event in store.events(name):
             if event.get("kind") != "evaluation":
                 continue
             step, key = str(event["step"]), str(event["key"])
             if match := arms.CONTROL.fullmatch(step):
-                found[key] = f"{arms.NAMES.get(match[1], match[1].replace('_', ' '))} (round {match[2]})"
+                models[key] = f"{arms.NAMES.get(match[1], match[1].replace('_', ' '))} (round {match[2]})"
             elif step.startswith("evaluate_"):
-                found[key] = for_people(step.removeprefix("evaluate_"))
-    return found
+                models[key] = for_people(step.removeprefix("evaluate_"))
+    return models
 
 
 def evaluations(run: Run) -> list[Step]:
     """Return steps that evaluated a model, but for control arms; experiments and gates write the same kind of artifact."""
-    found = [s for s in run.kind("evaluation") if s.stage != "gate" and any(i.kind == "model" for i in s.artifact.manifest.inputs)]
-    return [s for s in found if not arms.CONTROL.fullmatch(s.name)]
+    steps = [s for s in run.kind("evaluation") if s.stage != "gate" and any(i.kind == "model" for i in s.artifact.manifest.inputs)]
+    return [s for s in steps if not arms.CONTROL.fullmatch(s.name)]
 
 
 def gate_basis(gate: Artifact) -> str:
@@ -90,11 +90,11 @@ def gates_view(run: Run) -> Html | None:
 
 def measurements(run: Run) -> dict[tuple[str, str], list[Measured]]:
     """Return every value by task and metric, in the order of the run's evaluations of models."""
-    found: dict[tuple[str, str], list[Measured]] = defaultdict(list)
+    by_metric: dict[tuple[str, str], list[Measured]] = defaultdict(list)
     for step in evaluations(run):
         for row in step.artifact.read().to_pylist():
-            found[row["task"], row["metric"]].append(Measured(step, row["value"], row["low"], row["high"], row["n"]))
-    return dict(found)
+            by_metric[row["task"], row["metric"]].append(Measured(step, row["value"], row["low"], row["high"], row["n"]))
+    return dict(by_metric)
 
 
 def overall_accuracy(measured: Mapping[tuple[str, str], Sequence[Measured]]) -> list[Measured]:
@@ -182,31 +182,31 @@ def _cell(m: Measured | None) -> Content:
 
 def arms_view(run: Run) -> Html:
     """Return each round beside its control arms: shares with intervals, how far the round is beyond each, and what each part earned."""
-    shown = []
-    for found in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
+    parts = []
+    for arms_of_round in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
         head: list[Content] = ["arm"]
-        for metric in found.metrics:
+        for metric in arms_of_round.metrics:
             head += [arms.METRICS[metric], "the round beyond it"]
         rows: list[list[Content]] = []
-        for arm in found.scores:
+        for arm in arms_of_round.scores:
             row: list[Content] = [arms.NAMES.get(arm, arm)]
-            for metric in found.metrics:
-                share = found.share(arm, metric)
+            for metric in arms_of_round.metrics:
+                share = arms_of_round.share(arm, metric)
                 row.append([f"{share.value:.3f}", tag("small", f"{share.low:.3f} to {share.high:.3f}")])
-                row.append("" if arm == "round" or "round" not in found.scores else _gain(found.gain("round", arm, metric)))
+                row.append("" if arm == "round" or "round" not in arms_of_round.scores else _gain(arms_of_round.gain("round", arm, metric)))
             rows.append(row)
         claims = [
             [claim.name, arms.NAMES[claim.control], arms.METRICS[claim.metric], _gain(claim.gain), claim.verdict]
-            for claim in found.claims()
+            for claim in arms_of_round.claims()
         ]
         beside = table(["what", "its strongest control", "of answers", "gain", "verdict"], claims, numeric=[3])
-        shown.append(part(f"Round {found.number} and its controls", table(head, rows, numeric=range(1, len(head))), beside))
+        parts.append(part(f"Round {arms_of_round.number} and its controls", table(head, rows, numeric=range(1, len(head))), beside))
     note = (
         "Control arms are trained on the same answers and labels; those of finetuning with as many updates as finetuning and RL of the "
         "round have together. Gains are differences on the same held-out prompts, "
         "with 95 % intervals; where that holds 0, a part has earned nothing."
     )
-    return join([tag("p", note, class_="note"), *shown]) if shown else Html("")
+    return join([tag("p", note, class_="note"), *parts]) if parts else Html("")
 
 
 def _gain(gain: Interval) -> Content:
@@ -221,8 +221,8 @@ def reward_view(run: Run) -> Html:
     models = [s for s in run.steps if s.stage == "reward_model"]
     plots = []
     series: dict[str, list[tuple[float | str, float]]] = {}
-    for name, said in (("heldout_accuracy", "held-out pairs"), ("train_accuracy", "training pairs")):
-        series[said] = [(s.label, float(s.metrics[name])) for s in models if name in s.metrics]
+    for name, label in (("heldout_accuracy", "held-out pairs"), ("train_accuracy", "training pairs")):
+        series[label] = [(s.label, float(s.metrics[name])) for s in models if name in s.metrics]
     if any(series.values()):
         plots.append(Plot("Reward model: pairs in the right order", "step", "accuracy", series, "bar"))
     for column, title in (("score", "Reward of sampled answers"), ("gold", "Verified score of sampled answers")):
@@ -233,12 +233,12 @@ def reward_view(run: Run) -> Html:
 
 def _rewards(run: Run, answers: Step) -> dict[str, float]:
     """Return the reward model's score of each answer: what rejection sampling recorded about this step's answers."""
-    found: dict[str, float] = {}
+    accuracies: dict[str, float] = {}
     for step in run.kind("instructions"):
         if step.has("scores") and any(a.key == answers.artifact.key for a in run.inputs(step)):
             rows = step.artifact.read("scores").to_pylist()
-            found.update({row["id"]: row["value"] for row in rows if row["name"] == "reward"})
-    return found
+            accuracies.update({row["id"]: row["value"] for row in rows if row["name"] == "reward"})
+    return accuracies
 
 
 def _answers_plot(run: Run, column: str, title: str) -> Plot:
@@ -284,19 +284,19 @@ def answers_view(run: Run) -> Html:
         place[i] = turns[task]
         turns[task] += 1
     chosen = sorted(ranked, key=lambda i: (place[i], ranked.index(i)))[:ANSWERS_SHOWN]
-    shown = [_question(questions[i], steps) for i in chosen]
-    written = [_continuation(row) for i in sorted(answers) if i not in questions for row in answers[i].values()]
-    said = part("Answers before and after", tag("div", shown, class_="questions") if shown else None)
-    return join([said, part("How the base model writes on", tag("div", written, class_="cards") if written else None)])
+    blocks = [_question(questions[i], steps) for i in chosen]
+    continuations = [_continuation(row) for i in sorted(answers) if i not in questions for row in answers[i].values()]
+    view = part("Answers before and after", tag("div", blocks, class_="questions") if blocks else None)
+    return join([view, part("How the base model writes on", tag("div", continuations, class_="cards") if continuations else None)])
 
 
 def _about(detail: str | None) -> Mapping[str, Any]:
     """Return an example's detail: named values if it is JSON, else its text under an empty name."""
     try:
-        found = json.loads(detail or "{}")
+        values = json.loads(detail or "{}")
     except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"": detail}
+        values = None
+    return values if isinstance(values, dict) else {"": detail}
 
 
 def _order(rows: Sequence[Mapping[str, Any]]) -> int:
@@ -307,12 +307,12 @@ def _order(rows: Sequence[Mapping[str, Any]]) -> int:
 def _question(rows: Mapping[str, Mapping[str, Any]], steps: Sequence[Step]) -> Html:
     first = next(iter(rows.values()))
     facts = first["about"]
-    told = [tag("span", facts["task"], class_="tag")] if facts.get("task") else []
+    tags = [tag("span", facts["task"], class_="tag")] if facts.get("task") else []
     if facts.get("reference") is not None:
-        told.append(tag("span", "a right answer: ", tag("b", excerpt(str(facts["reference"]), 120)), class_="note"))
+        tags.append(tag("span", "a right answer: ", tag("b", excerpt(str(facts["reference"]), 120)), class_="note"))
     sides = [_answer(model_label(step), rows.get(step.name)) for step in steps]
     prompt = tag("p", excerpt(str(first["prompt"] or ""), 600), class_="prompt", dir="auto")
-    return tag("article", tag("p", told) if told else None, prompt, tag("div", sides, class_="sides"), class_="question")
+    return tag("article", tag("p", tags) if tags else None, prompt, tag("div", sides, class_="sides"), class_="question")
 
 
 def _answer(title: str, row: Mapping[str, Any] | None) -> Html:
@@ -332,6 +332,6 @@ def _continuation(row: Mapping[str, Any]) -> Html:
     own = None
     if about.get("page"):
         own = details("how the page itself goes on", tag("blockquote", excerpt(str(about["page"]), 300), dir="auto"), class_="more")
-    told = tag("p", tag("span", about["category"], class_="tag")) if about.get("category") else None
+    category = tag("p", tag("span", about["category"], class_="tag")) if about.get("category") else None
     prompt = tag("p", excerpt(str(row["prompt"] or ""), 300), class_="prompt", dir="auto")
-    return tag("article", told, prompt, tag("blockquote", excerpt(str(row["text"]), 420) or "(empty)", dir="auto"), own, class_="card")
+    return tag("article", category, prompt, tag("blockquote", excerpt(str(row["text"]), 420) or "(empty)", dir="auto"), own, class_="card")

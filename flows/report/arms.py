@@ -72,7 +72,7 @@ class Arms:
     @property
     def metrics(self) -> list[str]:
         """Return the metrics that every arm has."""
-        return [name for name in METRICS if all(name in found for found in self.scores.values())]
+        return [name for name in METRICS if all(name in scores for scores in self.scores.values())]
 
     def share(self, arm: str, metric: str) -> Interval:
         """Return an arm's share of prompts with Wilson's interval."""
@@ -85,38 +85,38 @@ class Arms:
 
     def claims(self) -> list[Claim]:
         """Return all claims whose arms there are, for each metric."""
-        found = []
+        claims = []
         for name, (arm, controls) in CLAIMS.items():
             there = [control for control in controls if control in self.scores]
             if arm not in self.scores or not there:
                 continue
             for metric in self.metrics:
                 strongest = max(there, key=lambda one: self.share(one, metric).value)
-                found.append(Claim(name, arm, strongest, metric, self.gain(arm, strongest, metric)))
-        return found
+                claims.append(Claim(name, arm, strongest, metric, self.gain(arm, strongest, metric)))
+        return claims
 
 
 def rounds(evaluations: Iterable[tuple[str, Artifact]]) -> list[Arms]:
     """Return the rounds with control arms among evaluations by step name, in order."""
     by_step = {name: artifact for name, artifact in evaluations if "scores" in artifact.tables}
-    found: dict[int, dict[str, Artifact]] = {}
+    by_number: dict[int, dict[str, Artifact]] = {}
     for name, artifact in by_step.items():
         if match := CONTROL.fullmatch(name):
-            found.setdefault(int(match[2]), {})[match[1]] = artifact
-    for number, arms in found.items():
+            by_number.setdefault(int(match[2]), {})[match[1]] = artifact
+    for number, arms in by_number.items():
         beside = {"round": f"evaluate_round_{number}", "before": f"evaluate_round_{number - 1}" if number > 1 else "evaluate_sft"}
         arms.update({arm: by_step[step] for arm, step in beside.items() if step in by_step})
     return [
         Arms(number, {arm: _scores(arms[arm]) for arm in [*NAMES, *sorted(set(arms) - set(NAMES))] if arm in arms})
-        for number, arms in sorted(found.items())
+        for number, arms in sorted(by_number.items())
     ]
 
 
 def _scores(evaluation: Artifact) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
+    by_metric: dict[str, dict[str, float]] = {}
     for row in evaluation.read("scores").to_pylist():
         if row["name"] == "score":
-            found.setdefault("accuracy", {})[row["id"]] = float(is_correct(row["value"]))
+            by_metric.setdefault("accuracy", {})[row["id"]] = float(is_correct(row["value"]))
         else:
-            found.setdefault(row["name"], {})[row["id"]] = row["value"]
-    return found
+            by_metric.setdefault(row["name"], {})[row["id"]] = row["value"]
+    return by_metric

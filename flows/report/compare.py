@@ -26,10 +26,10 @@ def compare_view(first: Run, second: Run, link: Link = plain) -> Html:
     rows = steps(first, second)
     same = sum(one is not None and other is not None and one.artifact.key == other.artifact.key for one, other in rows)
     head: list[Content] = ["step", tag("code", first.log.name), tag("code", second.log.name), "differs in"]
-    begun = tag("div", [tag("div", tag("h3", run.log.name), again_view(run)) for run in (first, second)], class_="sides")
+    commands = tag("div", [tag("div", tag("h3", run.log.name), again_view(run)) for run in (first, second)], class_="sides")
     lead = f"{same} of {len(rows)} steps gave the same artifact. What differs stands beside what it led to."
     return Html(
-        section("begun", "How they were begun", None, begun)
+        section("begun", "How they were begun", None, commands)
         + section("figures", "What they measured", "The last value of each metric of a step that both runs have.", figures_view(rows))
         + section("steps", "Step by step", lead, table(head, [_compared(one, other, link) for one, other in rows]))
     )
@@ -66,9 +66,9 @@ def _compared(one: Step | None, other: Step | None, link: Link) -> list[Content]
         return [tag("b", there.label), _output_text(one, None, link), _output_text(other, None, link), "only in one"]
     if one.artifact.key == other.artifact.key:
         return [tag("span", one.label, class_="dim"), link(one.artifact), tag("span", "the same", class_="dim"), ""]
-    found = changes(one.artifact.manifest, other.artifact.manifest)
-    more = tag("li", f"and {len(found) - CHANGES_SHOWN} more") if len(found) > CHANGES_SHOWN else None
-    why = tag("ul", [tag("li", str(change)) for change in found[:CHANGES_SHOWN]], more)
+    differences = changes(one.artifact.manifest, other.artifact.manifest)
+    more = tag("li", f"and {len(differences) - CHANGES_SHOWN} more") if len(differences) > CHANGES_SHOWN else None
+    why = tag("ul", [tag("li", str(change)) for change in differences[:CHANGES_SHOWN]], more)
     return [tag("b", one.label), _output_text(one, other, link), _output_text(other, one, link), why]
 
 
@@ -76,12 +76,12 @@ def _output_text(step: Step | None, other: Step | None, link: Link) -> Content:
     """Return the description of a step's output; metrics only where the other's differ."""
     if step is None:
         return "–"
-    made = step.artifact
-    rows = f"{made.rows():,} rows" if made.kind in made.tables else size(sum(r.bytes for r in made.manifest.files.values()))
+    artifact = step.artifact
+    rows = f"{artifact.rows():,} rows" if artifact.kind in artifact.tables else size(sum(r.bytes for r in artifact.manifest.files.values()))
     theirs = {} if other is None else other.metrics
-    shown = [
+    metrics = [
         [name.replace("_", " "), " ", tag("b", value if isinstance(value, str) else number(value)), Html("<br>")]
         for name, value in step.metrics.items()
         if name not in theirs or theirs[name] != value
     ]
-    return [link(made), tag("small", rows), tag("small", shown[:METRICS_SHOWN])]
+    return [link(artifact), tag("small", rows), tag("small", metrics[:METRICS_SHOWN])]

@@ -61,8 +61,8 @@ def shares_view(run: Run, column: str, title: str) -> Html:
 
 def _add(counts: Counter[Any], rows: pa.Table, group: str, how: str, value: str = "") -> None:
     """Add the rows of each group to a count of them, or a sum of their values."""
-    found = rows.group_by(group).aggregate([(value or group, how, pc.CountOptions(mode="all") if how == "count" else None)])
-    counts.update(dict(zip(found[group].to_pylist(), found[f"{value or group}_{how}"].to_pylist(), strict=True)))
+    sums = rows.group_by(group).aggregate([(value or group, how, pc.CountOptions(mode="all") if how == "count" else None)])
+    counts.update(dict(zip(sums[group].to_pylist(), sums[f"{value or group}_{how}"].to_pylist(), strict=True)))
 
 
 def _double(kept: int, came: int, most: int) -> Html:
@@ -82,11 +82,11 @@ def mixture_view(run: Run) -> Html:
     documents = next((a for a in run.inputs(step) if a.kind == "documents"), None)
     groups: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     beside = step.artifact.beside(["id", "category", "split", "repeats", "weight"])
-    for own, found in measured(documents, beside) if documents is not None else ():
-        found = joined(found, own)
-        found = found.append_column("read", pc.multiply(found["characters"].cast(pa.int64()), found["repeats"]))
+    for own, signals in measured(documents, beside) if documents is not None else ():
+        signals = joined(signals, own)
+        signals = signals.append_column("read", pc.multiply(signals["characters"].cast(pa.int64()), signals["repeats"]))
         counted = [("id", "count"), ("characters", "sum"), ("read", "sum"), ("weight", "max"), ("repeats", "max")]
-        for row in found.group_by(["category", "split"]).aggregate(counted).to_pylist():
+        for row in signals.group_by(["category", "split"]).aggregate(counted).to_pylist():
             group = groups[row["category"]]
             if row["split"] == "heldout":
                 group["heldout"] += row["id_count"]
@@ -128,32 +128,32 @@ def kept_view(run: Run) -> Html:
     documents = final_documents(run)
     if documents is None or not documents.rows():
         return Html("")
-    told = {name: artifact for name in ("language", "domain", "quality") if (artifact := run.signals(name)) is not None}
-    words = [name for name in told if name != "quality"]
+    artifacts = {name: artifact for name in ("language", "domain", "quality") if (artifact := run.signals(name)) is not None}
+    words = [name for name in artifacts if name != "quality"]
     chosen: dict[tuple[str | None, ...], str] = {}
     spread, at, step = [], 0, max(1, documents.rows() // KEPT_SHOWN)
-    for rows, *signals in measured(documents, *(told[name].beside(["id", name]) for name in words)):
+    for rows, *signals in measured(documents, *(artifacts[name].beside(["id", name]) for name in words)):
         spread += rows["id"].take(pa.array(range(-at % step, len(rows), step), pa.int64())).to_pylist()
         at += len(rows)
         for name, of in zip(words, signals, strict=True):
             rows = rows.append_column(name, of[name].take(pc.index_in(rows["id"], value_set=of["id"].combine_chunks())))
         for row in rows.group_by(words, use_threads=False).aggregate([("id", "first")]).to_pylist() if words else ():
             chosen.setdefault(tuple(row[name] for name in words), row["id_first"])
-    shown = list(dict.fromkeys([*list(chosen.values())[: KEPT_SHOWN - 1], *spread]))[:KEPT_SHOWN]
-    found = rows_of(documents, shown)
+    ids = list(dict.fromkeys([*list(chosen.values())[: KEPT_SHOWN - 1], *spread]))[:KEPT_SHOWN]
+    found = rows_of(documents, ids)
     cards = []
-    for one in shown:
-        values = {name: of.between(one, one, columns=[name])[name].to_pylist() for name, of in told.items()}
-        said = [tag("span", word, class_="tag") for name in words for word in values[name] if word]
-        said += [tag("span", f"quality {value:.2f}", class_="tag") for value in values.get("quality", ()) if value is not None]
-        cards.append(card(found[one], said, 320))
+    for one in ids:
+        values = {name: of.between(one, one, columns=[name])[name].to_pylist() for name, of in artifacts.items()}
+        tags = [tag("span", word, class_="tag") for name in words for word in values[name] if word]
+        tags += [tag("span", f"quality {value:.2f}", class_="tag") for value in values.get("quality", ()) if value is not None]
+        cards.append(card(found[one], tags, 320))
     return part("What was kept", tag("div", cards, class_="cards"))
 
 
 def examples_view(steps: list[Step]) -> Html:
     """Return the `examples` tables that steps of curation wrote, for instance personal data that was masked."""
-    found = [(step, step.artifact.read("examples").slice(0, KEPT_SHOWN).to_pylist()) for step in steps if step.has("examples")]
-    return join([part(step.label, _examples(rows)) for step, rows in found])
+    examples = [(step, step.artifact.read("examples").slice(0, KEPT_SHOWN).to_pylist()) for step in steps if step.has("examples")]
+    return join([part(step.label, _examples(rows)) for step, rows in examples])
 
 
 def _examples(rows: list[dict[str, Any]]) -> Html:

@@ -49,16 +49,16 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
         tag("span", text_amount(level, per_token), class_="n dim"),
         class_="level",
     )
-    said: list[Content] = []
+    notes: list[Content] = []
     if level.no_page:
         files = level.step.metrics.get("files_without_page")
         whole = f"; {files:,} files hold nothing else: {level.step.metrics['files_without_page_are']}" if files else ""
-        said.append(tag("p", f"{level.no_page:,} more records hold no page{whole}", class_="edited"))
+        notes.append(tag("p", f"{level.no_page:,} more records hold no page{whole}", class_="edited"))
     if edited := level.edited:
-        done = "cut from" if edited > 0 else "added to"
-        said.append(tag("p", f"{short(abs(edited))} characters {done} documents that were kept", class_="edited"))
+        verb = "cut from" if edited > 0 else "added to"
+        notes.append(tag("p", f"{short(abs(edited))} characters {verb} documents that were kept", class_="edited"))
     if level.lost:
-        said.append(
+        notes.append(
             tag(
                 "p",
                 f"Rows do not add up: {level.came:,} in, {level.kept:,} kept, {level.dropped + level.no_page:,} dropped. "
@@ -74,7 +74,7 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
         rest = sum(rule.rows for rule in level.rules[RULES_SHOWN:])
         counted = f"{len(rules) - RULES_SHOWN} more rules dropped {rest:,} together"
         rules = [*rules[:RULES_SHOWN], details(counted, rules[RULES_SHOWN:], class_="more rest")]
-    return tag("div", row, rules, said, class_="step")
+    return tag("div", row, rules, notes, class_="step")
 
 
 def text_amount(level: Level, per_token: float | None) -> str:
@@ -153,10 +153,10 @@ def _pairs(run: Run, step: Step) -> Html:
         rows = rows.filter(pc.less(rows["similarity"], 1))
         near.add(rows, rows["similarity"].to_numpy())
     chosen = [row for _, row in (near if near.rows else every).shown()]
-    wanted = {str(i) for row in chosen for i in (row["id"], row["kept_id"])}
-    found = {name: doc for source in run.filtered(step) for name, doc in rows_of(source, wanted).items()}
-    whole = [row for row in chosen if row["id"] in found and row["kept_id"] in found]
-    pairs = [_pair(row, found[row["id"]], found[row["kept_id"]], opened=row is whole[0]) for row in whole]
+    ids = {str(i) for row in chosen for i in (row["id"], row["kept_id"])}
+    documents = {name: doc for source in run.filtered(step) for name, doc in rows_of(source, ids).items()}
+    whole = [row for row in chosen if row["id"] in documents and row["kept_id"] in documents]
+    pairs = [_pair(row, documents[row["id"]], documents[row["kept_id"]], opened=row is whole[0]) for row in whole]
     of_clusters = "select count(*), max(rows) from (select count(*) as rows from found group by cluster)"
     of_methods = "select distinct method from found order by method"
     ((clusters, largest),), named = query(step.artifact, "duplicates", of_clusters, of_methods)

@@ -57,5 +57,5 @@ class Among:
 
 
 def _row(rows: pa.Table, at: int) -> Row:
-    found: Row = rows.slice(at, 1).to_pylist()[0]
-    return found
+    row: Row = rows.slice(at, 1).to_pylist()[0]
+    return row

@@ -91,8 +91,8 @@ def level(run: Run, step: Step) -> Level:
     sources = run.filtered(step)
     dropped = _dropped(step)
     shown = {rule: among.shown() for rule, among in dropped.items()}
-    wanted = {str(row["id"]) for rows in shown.values() for _, row in rows}
-    found = {name: row for source in sources for name, row in rows_of(source, wanted).items()}
+    ids = {str(row["id"]) for rows in shown.values() for _, row in rows}
+    found = {name: row for source in sources for name, row in rows_of(source, ids).items()}
     # Lengths before and after compare only where both are characters.
     comparable = bool(sources) and all(source.kind == step.artifact.kind == "documents" for source in sources)
     removed = _removed(step, sources) if comparable else {}
@@ -127,14 +127,14 @@ def _removed(step: Step, sources: list[Artifact]) -> dict[str, int]:
 
 def _dropped(step: Step) -> dict[str, Among]:
     """Return the dropped rows by rule, the largest group first."""
-    found: dict[str, Among] = defaultdict(Among)
+    by_rule: dict[str, Among] = defaultdict(Among)
     for batch in step.artifact.batches("dropped") if step.has("dropped") else ():
         rows = pa.Table.from_batches([batch])
         for rule in pc.unique(rows["rule"]).to_pylist():
             own = rows.filter(pc.equal(rows["rule"], rule))
             distance = pc.abs(pc.subtract(own["value"], own["threshold"]))
-            found[rule].add(own, distance.to_numpy())
-    return dict(sorted(found.items(), key=lambda item: (-item[1].rows, item[0])))
+            by_rule[rule].add(own, distance.to_numpy())
+    return dict(sorted(by_rule.items(), key=lambda item: (-item[1].rows, item[0])))
 
 
 def characters_per_token(run: Run) -> float | None:

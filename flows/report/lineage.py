@@ -32,7 +32,7 @@ def lineage_view(run: Run) -> Html:
     lines = [_edge(source, target, route) for (source, target), route in layout.edges.items()]
     nodes = [_node(key, names[key], titles[key], layout) for key in edges]
     used = {_family(s) for s in run.steps}
-    legend = tag("ul", [tag("li", tag("i", class_=f"f-{f}"), said) for f, said in FAMILY_NAMES.items() if f in used], class_="legend")
+    legend = tag("ul", [tag("li", tag("i", class_=f"f-{f}"), label) for f, label in FAMILY_NAMES.items() if f in used], class_="legend")
     picture = tag(
         "svg", lines, nodes, viewBox=f"0 0 {width:.0f} {height:.0f}", width=f"{width:.0f}", height=f"{height:.0f}", role="img",
         aria_label=f"Lineage of {len(names)} artifacts", id="graph",
@@ -73,17 +73,17 @@ def _graph(run: Run) -> tuple[dict[str, Step | str], dict[str, list[str]], dict[
 
 def _sorted(edges: dict[str, list[str]]) -> dict[str, list[str]]:
     """Return the nodes with sources before targets, otherwise in the run's order."""
-    done: dict[str, list[str]] = {}
+    ordered: dict[str, list[str]] = {}
 
     def visit(key: str) -> None:
-        if key not in done:
+        if key not in ordered:
             for source in edges[key]:
                 visit(source)
-            done[key] = edges[key]
+            ordered[key] = edges[key]
 
     for key in edges:
         visit(key)
-    return done
+    return ordered
 
 
 def _title(step: Step) -> str:

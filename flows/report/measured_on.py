@@ -58,8 +58,8 @@ def lookup(prompts: Sequence[Mapping[str, Any]]) -> Interval | None:
     first by id counts. None without gold answers, or without verifiers that run in linear time in this process.
     """
     gold = sorted((row for row in prompts if row["split"] == "train" and row["reference"]), key=lambda row: row["id"])[:MOST]
-    known = [(Near.of(text_of(messages_of(row))), str(row["reference"])) for row in gold]
-    asked = []
+    references = [(Near.of(text_of(messages_of(row))), str(row["reference"])) for row in gold]
+    questions = []
     for row in sorted((row for row in prompts if row["split"] == "heldout" and row["verifier"]), key=lambda row: row["id"])[:MOST]:
         try:
             verifier = from_json(json.loads(row["verifier"]))
@@ -67,16 +67,16 @@ def lookup(prompts: Sequence[Mapping[str, Any]]) -> Interval | None:
             continue
         if isinstance(verifier, BoundedVerifier):
             text = text_of(messages_of(row))
-            asked.append((verifier, Question(row["id"], row["task"], text, row["reference"]), Near.of(text)))
-    if not known or not asked:
+            questions.append((verifier, Question(row["id"], row["task"], text, row["reference"]), Near.of(text)))
+    if not references or not questions:
         return None
 
     def right(nearness: Callable[[Near, Near], float]) -> int:
-        answers = [max(known, key=lambda one: nearness(near, one[0]))[1] for _, _, near in asked]
-        items = (Item(verifier, question, answer) for (verifier, question, _), answer in zip(asked, answers, strict=True))
+        answers = [max(references, key=lambda one: nearness(near, one[0]))[1] for _, _, near in questions]
+        items = (Item(verifier, question, answer) for (verifier, question, _), answer in zip(questions, answers, strict=True))
         return sum(is_correct(attempt(item).value) for item in items)
 
-    return wilson(max(right(shared_words), right(close_numbers)), len(asked))
+    return wilson(max(right(shared_words), right(close_numbers)), len(questions))
 
 
 def measured_view(run: Run) -> Html | None:
@@ -93,8 +93,8 @@ def measured_view(run: Run) -> Html | None:
         prompts = step.artifact.read().to_pylist()
         tasks = Counter(row["task"] for row in prompts if row["split"] == "heldout")
         rows.append(["tasks", ", ".join(f"{task} ({count:,} held-out questions)" for task, count in sorted(tasks.items()))])
-        if (found := lookup(prompts)) is not None:
-            share = f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
+        if (nearness := lookup(prompts)) is not None:
+            share = f"{nearness.value:.3f} ({nearness.low:.3f} to {nearness.high:.3f})"
             rows.append(["lookup, no model", f"{share} right: the gold answer of the nearest training question, repeated"])
     note = (
         "An arm that is no better than the lookup has shown nothing that the training questions did not hold. The lookup goes by words or "

@@ -25,8 +25,8 @@ def page(run: Run) -> Html:
     sections = [
         _curation(run, levels, per_token), _corpus(run), _experiments(run), _pretraining(run), _alignment(run), _times(run), _lineage(run),
     ]  # fmt: skip
-    names = {"top": "Run", **{name: said for name, said in NAVIGATION.items() if any(f' id="{name}"' in s for s in sections)}}
-    links = [tag("a", said, href=f"#{name}") for name, said in names.items()]
+    names = {"top": "Run", **{name: title for name, title in NAVIGATION.items() if any(f' id="{name}"' in s for s in sections)}}
+    links = [tag("a", title, href=f"#{name}") for name, title in names.items()]
     again = tag("code", f"puna report {run.log.name}")
     body = tag(
         "body",
@@ -45,7 +45,7 @@ def comparison(first: Run, second: Run) -> Html:
     names = [tag("p", run.log.flow, " ", tag("code", run.log.name), " ", run.log.state) for run in (first, second)]
     view = compare_view(first, second)
     parts = {"top": "Runs", "begun": "How they were begun", "figures": "Figures", "steps": "Step by step"}
-    links = [tag("a", said, href=f"#{name}") for name, said in parts.items() if name == "top" or f' id="{name}"' in view]
+    links = [tag("a", title, href=f"#{name}") for name, title in parts.items() if name == "top" or f' id="{name}"' in view]
     body = tag(
         "body",
         tag("nav", tag("b", "Puna"), links, aria_label="Sections"),
@@ -86,21 +86,21 @@ def _head(run: Run) -> Html:
     kind = f"{log.flow} run" if log.flow else "run"
     toggle = tag("button", "Light / dark", type="button", id="theme")
     reused, spent = sum(step.reused for step in run.steps), duration(sum(step.seconds for step in run.steps))
-    done = f"{len(run.steps)} artifacts, {reused} of them reused, {spent} in stages"
-    said = [tag("p", when, " ", tag("code", log.name)), tag("p", done) if run.steps else None]
-    return tag("div", tag("div", tag("h1", for_people(kind)), said), toggle, class_="masthead")
+    summary = f"{len(run.steps)} artifacts, {reused} of them reused, {spent} in stages"
+    lines = [tag("p", when, " ", tag("code", log.name)), tag("p", summary) if run.steps else None]
+    return tag("div", tag("div", tag("h1", for_people(kind)), lines), toggle, class_="masthead")
 
 
 def _notices(run: Run) -> Content:
-    said = []
+    notices = []
     if run.log.state != "finished":
         how = {"at work": "is still at work", "stopped": "was stopped"}.get(run.log.state, f"{run.log.state}: {run.log.error}")
-        said.append(f"This run {how.rstrip('.')}. The page shows what there is.")
+        notices.append(f"This run {how.rstrip('.')}. The page shows what there is.")
     if run.missing:
-        said.append(f"No longer in the store, and left out here: {', '.join(run.missing)}.")
+        notices.append(f"No longer in the store, and left out here: {', '.join(run.missing)}.")
     if not run.steps:
-        said.append("No step of this run has finished yet.")
-    return [tag("p", words, class_="alarm") for words in said]
+        notices.append("No step of this run has finished yet.")
+    return [tag("p", words, class_="alarm") for words in notices]
 
 
 # --- key figures --------------------------------------------------------------------------------------
@@ -135,8 +135,8 @@ def _model_tiles(run: Run) -> list[Html]:
     measured = {metric: values[0] for (_, metric), values in by_length}
     if bits := measured.get("bits_per_byte"):
         names = (("ngram_bits_per_byte", "n-grams"), ("ngram_page_bits_per_byte", "with the page's"), ("dictionary_bits_per_byte", "zstd"))
-        found = [f"{said} {measured[metric].value:.3f}" for metric, said in names if metric in measured]
-        against = f"of as much text: {', '.join(found)}" if found else None
+        baselines = [f"{label} {measured[metric].value:.3f}" for metric, label in names if metric in measured]
+        against = f"of as much text: {', '.join(baselines)}" if baselines else None
         tiles.append(_tile("Base model, bits per byte", f"{bits.value:.3f}", against))
     if last := training.last_metric(run, "reward_model", "heldout_accuracy"):
         step, value = last
@@ -161,8 +161,8 @@ def _accuracy_tile(run: Run) -> Content:
 def _claim_tiles(run: Run) -> list[Html]:
     """Return a tile per round with its gain over the strongest control arm."""
     tiles = []
-    for found in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
-        whole = [claim for claim in found.claims() if claim.arm == "round" and claim.name == next(iter(arms.CLAIMS))]
+    for arms_of_round in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
+        whole = [claim for claim in arms_of_round.claims() if claim.arm == "round" and claim.name == next(iter(arms.CLAIMS))]
         lines = [
             tag("li", tag("b", f"{100 * claim.gain.value:+.1f}"),
                 tag("small", f"{100 * claim.gain.low:+.1f} to {100 * claim.gain.high:+.1f}"),
@@ -170,8 +170,8 @@ def _claim_tiles(run: Run) -> list[Html]:
             for claim in whole
         ]  # fmt: skip
         if lines:
-            shown = tag("ul", lines, class_="chain plain")
-            tiles.append(_tile(f"Round {found.number} over its strongest control", shown, "points, paired", "tile claim"))
+            claims = tag("ul", lines, class_="chain plain")
+            tiles.append(_tile(f"Round {arms_of_round.number} over its strongest control", claims, "points, paired", "tile claim"))
     return tiles
 
 

@@ -33,15 +33,15 @@ def _recipe(about: dict[str, Any]) -> Content:
 
 def _data(run: Run) -> Content:
     """Return the files that came from outside, and artifacts that earlier runs made."""
-    given = [(step, record) for step in run.steps for record in step.artifact.manifest.inputs]
-    files = {(i.name.partition(":")[2] or i.name, i.key, i.data_digest[:DIGITS]) for _, i in given if i.kind == "external"}
-    made = {step.artifact.key for step in run.steps}
-    found = {run.source(step, record) for step, record in given if record.kind != "external"}
-    said = [tag("li", tag("b", name), " ", tag("code", digest), " ", tag("small", uri)) for name, uri, digest in sorted(files)]
-    said += [tag("li", tag("code", name), " of an earlier run") for name in sorted(a.id for a in found if a and a.key not in made)]
-    first, rest = said[:FILES_SHOWN], said[FILES_SHOWN:]
+    records = [(step, record) for step in run.steps for record in step.artifact.manifest.inputs]
+    files = {(i.name.partition(":")[2] or i.name, i.key, i.data_digest[:DIGITS]) for _, i in records if i.kind == "external"}
+    own_keys = {step.artifact.key for step in run.steps}
+    sources = {run.source(step, record) for step, record in records if record.kind != "external"}
+    items = [tag("li", tag("b", name), " ", tag("code", digest), " ", tag("small", uri)) for name, uri, digest in sorted(files)]
+    items += [tag("li", tag("code", name), " of an earlier run") for name in sorted(a.id for a in sources if a and a.key not in own_keys)]
+    first, rest = items[:FILES_SHOWN], items[FILES_SHOWN:]
     more = details(f"{number(len(rest))} more", tag("ul", rest)) if rest else None
-    return [tag("ul", first), more] if said else "none from outside"
+    return [tag("ul", first), more] if items else "none from outside"
 
 
 def _program(run: Run) -> Content:

@@ -56,8 +56,8 @@ class Step:
     @property
     def round(self) -> int | None:
         """Return the number of the alignment round in the step's name."""
-        found = ROUND.search(self.name)
-        return int(found[1]) if found else None
+        match = ROUND.search(self.name)
+        return int(match[1]) if match else None
 
     @property
     def label(self) -> str:
@@ -121,18 +121,18 @@ class Run:
 
     def inputs(self, step: Step) -> list[Artifact]:
         """Return the artifacts that a step read, as far as they are still in the store."""
-        found = (self.source(step, record) for record in step.artifact.manifest.inputs)
-        return [a for a in found if a is not None]
+        artifacts = (self.source(step, record) for record in step.artifact.manifest.inputs)
+        return [a for a in artifacts if a is not None]
 
     def filtered(self, step: Step) -> list[Artifact]:
         """Return the input whose rows the step kept or dropped: one of its own kind, or the pages it extracted; several for a list."""
         kind = step.artifact.kind
-        given = step.artifact.manifest.inputs
-        for wanted in (kind, *{"documents": ["pages"]}.get(kind, [])):
-            name = next((i.name for i in given if i.kind == wanted), None)
-            found = [self.source(step, i) for i in given if i.name == name and i.kind == wanted]
-            if found:
-                return [a for a in found if a is not None]
+        records = step.artifact.manifest.inputs
+        for kind_wanted in (kind, *{"documents": ["pages"]}.get(kind, [])):
+            name = next((i.name for i in records if i.kind == kind_wanted), None)
+            artifacts = [self.source(step, i) for i in records if i.name == name and i.kind == kind_wanted]
+            if artifacts:
+                return [a for a in artifacts if a is not None]
         return []
 
     def signals(self, column: str) -> Artifact | None:
@@ -155,10 +155,10 @@ def joined(rows: pa.Table, other: pa.Table) -> pa.Table:
     """Return the rows whose ids `other` has too, with its columns."""
     place = pc.index_in(rows["id"], value_set=other["id"].combine_chunks())
     both = rows.filter(pc.is_valid(place))
-    found = other.take(pc.drop_null(place))
-    for name in found.column_names:
+    matches = other.take(pc.drop_null(place))
+    for name in matches.column_names:
         if name != "id":
-            both = both.append_column(name, found[name])
+            both = both.append_column(name, matches[name])
     return both
 
 
@@ -169,16 +169,16 @@ def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, An
     if column is None:
         return {}
     columns = ["id", column, *(n for n in ("title", "url", "source", "task") if n in names)]
-    asked, found = sorted(wanted), {}
+    ordered, rows = sorted(wanted), {}
     for shard in artifact.shards():
-        inside = [i for i in asked if shard.rows and shard.low[0] <= i <= shard.high[0]]
+        inside = [i for i in ordered if shard.rows and shard.low[0] <= i <= shard.high[0]]
         if inside:
             ids = shard.read(0, shard.rows, ["id"])["id"].combine_chunks()
             places = np.asarray(pc.drop_null(pc.index_in(pa.array(inside, pa.string()), value_set=ids)), np.int64)
             for together in shard.by_group(places):
                 for row in shard.take(together, columns).to_pylist():
-                    found[row["id"]] = row | (_turns(row) if column == "messages" else {"text": _decoded(row[column])})
-    return found
+                    rows[row["id"]] = row | (_turns(row) if column == "messages" else {"text": _decoded(row[column])})
+    return rows
 
 
 def query(artifact: Artifact, table: str, *queries: str) -> list[list[tuple[Any, ...]]]:

@@ -44,17 +44,17 @@ def figures_view(steps: Iterable[Step], title: str, without: str = "") -> Html:
 
 def experiments_view(run: Run) -> Html:
     """Show the results of the small runs."""
-    found = [step for step in run.steps if step.stage in EXPERIMENTS]
-    return join([part(step.label, grid(draw(p) for p in figures(step)), note=facts(step)) for step in found])
+    steps = [step for step in run.steps if step.stage in EXPERIMENTS]
+    return join([part(step.label, grid(draw(p) for p in figures(step)), note=facts(step)) for step in steps])
 
 
 def facts(step: Step) -> Content:
     """Return a step's metrics as a list of names and numbers."""
-    shown: list[Content] = []
+    lines: list[Content] = []
     for name, value in step.metrics.items():
-        said = value if isinstance(value, str) else number(value) if abs(value) < 1e7 else short(value)
-        shown.append(tag("span", tag("span", name.replace("_", " ")), " ", tag("b", said), class_="fact"))
-    return tag("span", shown, class_="facts") if shown else None
+        text = value if isinstance(value, str) else number(value) if abs(value) < 1e7 else short(value)
+        lines.append(tag("span", tag("span", name.replace("_", " ")), " ", tag("b", text), class_="fact"))
+    return tag("span", lines, class_="facts") if lines else None
 
 
 def training_view(steps: Sequence[Step], title: str) -> Html:
@@ -103,8 +103,8 @@ def log_columns(step: Step) -> dict[str, list[float | None]]:
 
 
 def _varies(values: Sequence[float | None]) -> bool:
-    known = {v for v in values if v is not None}
-    return len(known) > 1
+    distinct = {v for v in values if v is not None}
+    return len(distinct) > 1
 
 
 def curve(name: str, steps: Sequence[float | None], values: Sequence[float | None]) -> Plot:
@@ -125,12 +125,12 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
     sums = [0.0]
     for _, y in points:
         sums.append(sums[-1] + y)
-    found: list[Point] = []
+    means: list[Point] = []
     for i, (x, _) in enumerate(points):
         reach = min(half, i)
         stop = min(len(points), i + reach + 1)
-        found.append((x, (sums[stop] - sums[i - reach]) / (stop - i + reach)))
-    return found
+        means.append((x, (sums[stop] - sums[i - reach]) / (stop - i + reach)))
+    return means
 
 
 def last_metric(run: Run, stage: str, *names: str) -> tuple[Step, float] | None:

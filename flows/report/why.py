@@ -37,18 +37,18 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
             result = connection.execute(f"select artifact, {columns} from {table} where id = ?", [identity])
             names = [d[0] for d in result.description or []]
             for values in result.fetchall():
-                found = {n: v for n, v in zip(names[1:], values[1:], strict=True) if v is not None}
+                details = {n: v for n, v in zip(names[1:], values[1:], strict=True) if v is not None}
                 verb = {"dropped": "dropped", "duplicates": "duplicate", "signals": "scored", "removed_lines": "line removed"}.get(
                     table, "kept"
                 )
                 stage = order[values[0]][1].manifest.stage
-                rows.append({"stage": stage, "artifact": values[0], "verb": verb, "values": found, "what": _what(verb, found)})
+                rows.append({"stage": stage, "artifact": values[0], "verb": verb, "values": details, "what": _what(verb, details)})
     rows.sort(key=lambda row: order[row["artifact"]][0])
-    known = {name: value for row in rows for name, value in row["values"].items() if row["verb"] == "scored"}
+    signals = {name: value for row in rows for name, value in row["values"].items() if row["verb"] == "scored"}
     for row in rows:
-        if row["verb"] in ("kept", "dropped") and (silent := _abstained(store, order[row["artifact"]][1], known)):
+        if row["verb"] in ("kept", "dropped") and (silent := _abstained(store, order[row["artifact"]][1], signals)):
             row["abstained"] = silent
-            row["what"] += f"; not judged for want of a basis in {known['language']}-{known['script']}: {', '.join(silent)}"
+            row["what"] += f"; not judged for want of a basis in {signals['language']}-{signals['script']}: {', '.join(silent)}"
     return rows
 
 
@@ -64,8 +64,8 @@ def _refused(connection: Any, document: str, order: dict[str, tuple[int, Artifac
         [document, address],
     ).fetchall()
     rows = []
-    for key, *told in sorted(found, key=lambda row: order[row[0]][0]):
-        values = {name: value for name, value in zip(("rule", "value", "threshold", "detail"), told, strict=True) if value is not None}
+    for key, *details in sorted(found, key=lambda row: order[row[0]][0]):
+        values = {name: value for name, value in zip(("rule", "value", "threshold", "detail"), details, strict=True) if value is not None}
         stage, what = order[key][1].manifest.stage, _what("dropped", values)
         rows.append({"stage": stage, "artifact": key, "verb": "dropped", "values": values, "what": what})
     return rows

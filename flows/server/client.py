@@ -49,8 +49,8 @@ class Server:
         except urllib.error.HTTPError as error:
             if error.code in BUSY:
                 raise Unreachable(str(error)) from error
-            said = error.read(2000).decode("utf-8", "replace")
-            raise PunaError(f"{self.url}: {method} {path} was refused ({error.code}): {said}") from error
+            body_text = error.read(2000).decode("utf-8", "replace")
+            raise PunaError(f"{self.url}: {method} {path} was refused ({error.code}): {body_text}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:  # no answer, half of one, or none of HTTP
             raise Unreachable(str(error)) from error
 
@@ -93,20 +93,20 @@ def from_environment() -> Server | None:
 
 def named_server() -> Server | None:
     """Return the server that PREFECT_API_URL names; PunaError where it does not answer."""
-    found = from_environment()
-    if found is not None and (trouble := found.trouble()) is not None:
+    server = from_environment()
+    if server is not None and (trouble := server.trouble()) is not None:
         raise PunaError(
-            f"PREFECT_API_URL={found.url}: no Prefect server answers there ({trouble}). "
+            f"PREFECT_API_URL={server.url}: no Prefect server answers there ({trouble}). "
             "Start one with `prefect server start` or `puna up`, or unset it"
         )
-    return found
+    return server
 
 
 def server_of(store: Store) -> Server | None:
     """Return the server that shows what happens in a store: the one PREFECT_API_URL names, else that of a `puna up` at work on it."""
-    found = named_server()
-    if found is not None:
-        return found
+    server = named_server()
+    if server is not None:
+        return server
     noted = read_note(store.root)
     if noted is None:
         return None
@@ -117,10 +117,10 @@ def server_of(store: Store) -> Server | None:
 def read_note(root: Path) -> dict[str, Any] | None:
     """Return the note that a `puna up` wrote into the store's folder: `url`, `api`, `auth`, `pid`."""
     try:
-        found = json.loads((root / NOTE).read_text(encoding="utf-8"))
+        note = json.loads((root / NOTE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and "api" in found else None
+    return note if isinstance(note, dict) and "api" in note else None
 
 
 def write_note(root: Path, note: dict[str, Any]) -> None:

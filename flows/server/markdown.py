@@ -18,43 +18,43 @@ MOST_PLOTS = 4
 
 def headline(outcome: Outcome) -> str:
     """Return a step's output in a few words."""
-    made = outcome.artifact
+    artifact = outcome.artifact
     words = []
-    if made.kind in made.tables:
-        words.append(f"{made.rows():,} rows")
-    if "dropped" in made.tables:
-        words.append(f"{made.rows('dropped'):,} dropped")
+    if artifact.kind in artifact.tables:
+        words.append(f"{artifact.rows():,} rows")
+    if "dropped" in artifact.tables:
+        words.append(f"{artifact.rows('dropped'):,} dropped")
     if not words:
-        words = [f"{name.replace('_', ' ')} {value if isinstance(value, str) else number(value)}" for name, value in _metrics(made)[:2]]
+        words = [f"{name.replace('_', ' ')} {value if isinstance(value, str) else number(value)}" for name, value in _metrics(artifact)[:2]]
     return ", ".join([*words, "reused" if outcome.reused else duration(outcome.seconds)])
 
 
 def markdown(outcome: Outcome) -> str:
     """Return a step's output: its place, its numbers, its plots."""
-    made, m = outcome.artifact, outcome.artifact.manifest
+    artifact, m = outcome.artifact, outcome.artifact.manifest
     before = f"reused, made {m.created_at[:16].replace('T', ' ')} UTC by run {m.run}"
     state = before if outcome.reused else f"made in {duration(outcome.seconds)}"
     stored = size(sum(record.bytes for record in m.files.values()))
-    parts = [f"[**{made.id}**]({page_of(made)}): {state}, {stored}, peak memory {size(m.peak_memory_bytes)}"]
+    parts = [f"[**{artifact.id}**]({page_of(artifact)}): {state}, {stored}, peak memory {size(m.peak_memory_bytes)}"]
     if m.tables:
         rows = "\n".join(f"| {name} | {record.rows:,} |" for name, record in m.tables.items())
         parts.append(f"| table | rows |\n|---|---:|\n{rows}")
-    if found := _metrics(made):
-        shown = "\n".join(f"| {name.replace('_', ' ')} | {_plain(value)} |" for name, value in found[:MOST_METRICS])
+    if metrics := _metrics(artifact):
+        shown = "\n".join(f"| {name.replace('_', ' ')} | {_plain(value)} |" for name, value in metrics[:MOST_METRICS])
         parts.append(f"| measured | |\n|---|---:|\n{shown}")
     plots = [Plot.of(figure) for _, figure in sorted(m.figures.items())]
     parts += [f"![{plot.title}]({picture(plot)})" for plot in plots[:MOST_PLOTS] if not plot.empty]
     return "\n\n".join(parts)
 
 
-def run_markdown(run: str, made: Sequence[tuple[str, Outcome]], report: str | None) -> str:
+def run_markdown(run: str, outcomes: Sequence[tuple[str, Outcome]], report: str | None) -> str:
     """Return a run's output, step by step."""
     head = f"[The run's page](/puna/run/{run}) · [its report](/puna/report/{run})"
     head += f" (`{report}`)" if report else ""
     rows = [
-        f"| {label} | [{given.artifact.id}]({page_of(given.artifact)}) | {_rows(given.artifact)} | {_rows(given.artifact, 'dropped')} "
-        f"| {'reused' if given.reused else duration(given.seconds)} |"
-        for label, given in made
+        f"| {label} | [{one.artifact.id}]({page_of(one.artifact)}) | {_rows(one.artifact)} | {_rows(one.artifact, 'dropped')} "
+        f"| {'reused' if one.reused else duration(one.seconds)} |"
+        for label, one in outcomes
     ]
     return head + "\n\n| step | artifact | rows | dropped | |\n|---|---|---:|---:|---:|\n" + "\n".join(rows)
 
@@ -81,8 +81,8 @@ def style() -> str:
     return f"{colours} svg {{ background: var(--card); }} {plots}".replace("\n", " ")
 
 
-def _metrics(made: Artifact) -> list[tuple[str, bool | int | float | str]]:
-    return list(made.manifest.metrics.items())
+def _metrics(artifact: Artifact) -> list[tuple[str, bool | int | float | str]]:
+    return list(artifact.manifest.metrics.items())
 
 
 def _plain(value: bool | int | float | str) -> str:
@@ -91,6 +91,6 @@ def _plain(value: bool | int | float | str) -> str:
     return number(value) if abs(value) < 1e7 else short(value)
 
 
-def _rows(made: Artifact, table: str | None = None) -> str:
-    name = table or made.kind
-    return f"{made.rows(name):,}" if name in made.tables else ""
+def _rows(artifact: Artifact, table: str | None = None) -> str:
+    name = table or artifact.kind
+    return f"{artifact.rows(name):,}" if name in artifact.tables else ""

@@ -106,14 +106,15 @@ class Reporter:
 
     def finished(self, step: Told, outcome: Outcome) -> None:
         """Note the artifact of a step."""
-        made = outcome.artifact
+        artifact = outcome.artifact
         step.outcome, step.state = outcome, "COMPLETED"
-        self._made[made.key] = step.id
+        self._made[artifact.key] = step.id
         if outcome.reused:
-            step.name, step.message = "Cached", f"reused {made.id}: same code, configuration and inputs as {made.manifest.created_at[:16]}"
+            when = artifact.manifest.created_at[:16]
+            step.name, step.message = "Cached", f"reused {artifact.id}: same code, configuration and inputs as {when}"
         else:
             step.message = headline(outcome)
-        self.log(f"{step.label}: {made.id}, {headline(outcome)}", step=step)
+        self.log(f"{step.label}: {artifact.id}, {headline(outcome)}", step=step)
 
     def broken(self, step: Told, error: BaseException) -> None:
         """Note that an error or a person ended the step."""
@@ -187,11 +188,11 @@ class Reporter:
         tags = ["puna", self.flow, *self._tags]
         if self._own:
             flow = server.ask("POST", "/flows/", {"name": self.flow})["id"]
-            made = {
+            task_run = {
                 "id": None, "name": self._title, "flow_id": flow, "parameters": self._parameters, "tags": tags,
                 "state": {"type": "RUNNING"}, "labels": {"puna.run": self.run}, "idempotency_key": self.run,
             }  # fmt: skip
-            self.flow_run = server.ask("POST", "/flow_runs/", {k: v for k, v in made.items() if v is not None})["id"]
+            self.flow_run = server.ask("POST", "/flow_runs/", {k: v for k, v in task_run.items() if v is not None})["id"]
         else:
             there = server.ask("GET", f"/flow_runs/{self.flow_run}")
             renamed = {"name": self._title} if MADE_UP.fullmatch(there["name"]) else {}
@@ -225,11 +226,11 @@ class Reporter:
             assert step.progress is not None
             description = data = progress_text(step.progress, time.monotonic() - step.began)
         if step.shown is None:
-            made = server.ask("POST", "/artifacts/", {
+            artifact = server.ask("POST", "/artifacts/", {
                 "key": slug(step.label), "type": "markdown", "description": description, "data": data,
                 "flow_run_id": self.flow_run, "task_run_id": step.id,
             })  # fmt: skip
-            step.shown = made["id"]
+            step.shown = artifact["id"]
         else:
             server.ask("PATCH", f"/artifacts/{step.shown}", {"description": description, "data": data})
 
@@ -241,12 +242,12 @@ class Reporter:
                 self._logs.popleft()
 
     def _close(self, server: Server, state: str, message: str | None) -> None:
-        made = [(step.label, step.outcome) for step in self._steps if step.outcome is not None]
-        if made:
+        outcomes = [(step.label, step.outcome) for step in self._steps if step.outcome is not None]
+        if outcomes:
             server.ask("POST", "/artifacts/", {
                 "key": f"run-{slug(self.flow)}", "type": "markdown", "flow_run_id": self.flow_run,
-                "description": f"{len(made)} artifacts, {sum(o.reused for _, o in made)} reused",
-                "data": run_markdown(self.run, made, self._report),
+                "description": f"{len(outcomes)} artifacts, {sum(o.reused for _, o in outcomes)} reused",
+                "data": run_markdown(self.run, outcomes, self._report),
             })  # fmt: skip
         if self._own:
             server.ask("POST", f"/flow_runs/{self.flow_run}/set_state", {"state": {"type": state, "message": message}, "force": True})

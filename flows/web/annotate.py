@@ -40,8 +40,8 @@ class Desk:
 
         self.store, self.answers, self.prompts = store, answers, prompts
         self.config = JudgementsConfig(pairs_per_prompt=pairs_per_prompt)
-        self.asked, found = read_answers(answers, prompts)
-        self.pairs = pairs_to_judge(found, self.config)
+        self.asked, answered = read_answers(answers, prompts)
+        self.pairs = pairs_to_judge(answered, self.config)
         self.order = list(self.pairs)
         if not self.order:
             raise PunaError(f"{answers.id} has no prompt with two finished answers that differ: there is nothing to compare")
@@ -69,20 +69,20 @@ class Desk:
         """Return the pair at a place of the order (None: the first that this person has not judged), as a page shows it."""
         from puna.stages.conversations import messages_of, shown
 
-        said = self._said[by]
+        own = self._said[by]
         if place is None:
-            place = next((n for n, pair in enumerate(self.order) if pair not in said), len(self.order))
-        found: dict[str, Any] = {"place": place, "total": len(self.order), "judged": sum(one.worth != 0 for one in said.values())}
+            place = next((n for n, pair in enumerate(self.order) if pair not in own), len(self.order))
+        state: dict[str, Any] = {"place": place, "total": len(self.order), "judged": sum(one.worth != 0 for one in own.values())}
         if not 0 <= place < len(self.order):
-            return found
+            return state
         pair = self.order[place]
         texts = [answer["text"].strip() for answer in self.pairs[pair]]
         left, right = reversed(texts) if self.swapped(pair, by) else texts
         prompt = self.asked[self.pairs[pair][0]["prompt_id"]]
         messages = messages_of(prompt)
-        before = None if pair not in said else said[pair].model_dump() | {"better": self._side(said[pair].better, pair, by)}
+        before = None if pair not in own else own[pair].model_dump() | {"better": self._side(own[pair].better, pair, by)}
         shows = {"pair": pair, "prompt": shown(messages), "editable": len(messages) == 1, "left": left, "right": right, "before": before}
-        return {**found, **shows}
+        return {**state, **shows}
 
     def judge(self, pair: str, by: str, better: str | None, level: str | None, edited: str | None, prompt: str | None) -> None:
         """Keep a judgement, on disk before it is acknowledged. `better`: left or right, as this person sees the pair."""
@@ -90,13 +90,13 @@ class Desk:
 
         if pair not in self.pairs:
             raise PunaError(f"there is no pair {pair}")
-        said = {"pair": pair, "by": by, "better": self._side(better, pair, by), "level": level}
-        made = Judgement.model_validate({**said, "edited": edited or None, "prompt": prompt or None})
+        fields = {"pair": pair, "by": by, "better": self._side(better, pair, by), "level": level}
+        judgement = Judgement.model_validate({**fields, "edited": edited or None, "prompt": prompt or None})
         with self._lock, self.file.open("a", encoding="utf-8") as file:
-            file.write(made.model_dump_json() + "\n")
+            file.write(judgement.model_dump_json() + "\n")
             file.flush()
             os.fsync(file.fileno())
-            self._said[by][pair] = made
+            self._said[by][pair] = judgement
 
     def _side(self, side: str | None, pair: str, by: str) -> str | None:
         """Exchange first and second where the answers are swapped."""
@@ -112,10 +112,10 @@ class Desk:
         if not self.file.exists():
             raise PunaError("nothing was judged yet")
         with self._lock:
-            given: Any = {"answers": self.answers, "prompts": self.prompts, "judged": External.resolve(f"judged={self.file}")}
-            made = execute(judgements, self.config, given, self.store)
-        self.store.set_alias(ALIAS, made)
-        return made
+            inputs: Any = {"answers": self.answers, "prompts": self.prompts, "judged": External.resolve(f"judged={self.file}")}
+            preferences = execute(judgements, self.config, inputs, self.store)
+        self.store.set_alias(ALIAS, preferences)
+        return preferences
 
 
 def application(desk: Desk) -> FastAPI:
@@ -136,9 +136,9 @@ def application(desk: Desk) -> FastAPI:
         edited: str | None = Field(None, max_length=100_000)
         prompt: str | None = Field(None, max_length=100_000)
 
-    made = FastAPI(title="Puna: annotate", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="Puna: annotate", docs_url=None, redoc_url=None, openapi_url=None)
 
-    @made.exception_handler(RequestValidationError)
+    @app.exception_handler(RequestValidationError)
     def refused(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         return JSONResponse({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 422)
@@ -167,20 +167,20 @@ def application(desk: Desk) -> FastAPI:
         return JSONResponse({"id": artifact.id, "alias": desk.store.full_name(ALIAS), "rows": artifact.rows(), **artifact.manifest.metrics})
 
     judge.__annotations__["said"] = Said  # a class of this function, which its annotation as text cannot name
-    made.add_api_route("/health", health, methods=["GET"], response_model=None)
-    made.add_api_route("/", page, methods=["GET"], response_model=None)
-    made.add_api_route("/pair", pair, methods=["GET"], response_model=None)
-    made.add_api_route("/judge", judge, methods=["POST"], response_model=None)
-    made.add_api_route("/save", save, methods=["POST"], response_model=None)
-    return made
+    app.add_api_route("/health", health, methods=["GET"], response_model=None)
+    app.add_api_route("/", page, methods=["GET"], response_model=None)
+    app.add_api_route("/pair", pair, methods=["GET"], response_model=None)
+    app.add_api_route("/judge", judge, methods=["POST"], response_model=None)
+    app.add_api_route("/save", save, methods=["POST"], response_model=None)
+    return app
 
 
 def prompts_of(store: Store, answers: Artifact) -> Artifact:
     """Return the prompts that were answered, as the lineage has them."""
     if answers.kind != "answers":
         raise PunaError(f"{answers.id}: takes answers, which `puna run sample` makes")
-    found = [i for i in answers.manifest.inputs if i.kind == "prompts"]
-    if len(found) != 1 or (prompts := store.find("prompts", found[0].key)) is None:
+    records = [i for i in answers.manifest.inputs if i.kind == "prompts"]
+    if len(records) != 1 or (prompts := store.find("prompts", records[0].key)) is None:
         raise PunaError(f"{answers.id}: the prompts that it answers are not in the store")
     return prompts
 

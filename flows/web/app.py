@@ -58,8 +58,8 @@ def application(store: Store, *, prefect: str | None, auth: str, urls: bool = Fa
 
     @app.exception_handler(Exception)
     def broken(request: Request, error: Exception) -> Response:
-        said = f"{type(error).__name__}: {error}. This is an error in Puna, told in full where it was started. Go back and try again."
-        return HTMLResponse(page("This did not work", problem(said), prefect=prefect), status_code=500)
+        message = f"{type(error).__name__}: {error}. This is an error in Puna, told in full where it was started. Go back and try again."
+        return HTMLResponse(page("This did not work", problem(message), prefect=prefect), status_code=500)
 
     return app
 

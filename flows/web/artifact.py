@@ -32,13 +32,13 @@ def list_page(store: Store, kind: str | None, prefect: str | None, project: str 
     """Return the page of artifacts, newest first, of one kind or of all, of one project or of all."""
     store = store.within(project).known()
     entries = [one for one in reversed(store.entries(project)) if kind in (None, one["kind"])]
-    found = [Artifact(one["kind"], one["key"], store.files) for one in entries]
+    artifacts = [Artifact(one["kind"], one["key"], store.files) for one in entries]
     names, suspects, more = store.names(project), store.suspects(), f"&project={project}" if project else ""
     kinds = [tag("a", "all", href=f"/puna/artifacts?{more[1:]}".rstrip("?"), aria_current="page" if kind is None else None)]
     kinds += [tag("a", k, href=f"/puna/artifacts?kind={k}{more}", aria_current="page" if k == kind else None) for k in KINDS]
     projects = projects_nav(store, project, f"/puna/artifacts?kind={kind}" if kind else "/puna/artifacts", every=True)
     rows: list[list[Content]] = []
-    for artifact in found[:MOST_LISTED]:
+    for artifact in artifacts[:MOST_LISTED]:
         m = artifact.manifest
         count = number(artifact.rows()) if artifact.kind in artifact.tables else ""
         stored = size(sum(record.bytes for record in m.files.values()))
@@ -47,10 +47,10 @@ def list_page(store: Store, kind: str | None, prefect: str | None, project: str 
         box = tag("input", type="checkbox", name="artifact", value=artifact.id, aria_label=f"compare {artifact.id}")
         rows.append([box, artifact_link(artifact), m.stage, count, stored, m.created_at[:16].replace("T", " "), aliases])
     listed = table([tag("small", "pick"), "artifact", "made by", "rows", "stored", "made, UTC", "aliases"], rows, numeric=(3, 4))
-    shown = tag("form", listed, tag("p", tag("button", "Compare two")), action="/puna/artifacts/compare", method="get")
-    left = len(found) - MOST_LISTED
+    form = tag("form", listed, tag("p", tag("button", "Compare two")), action="/puna/artifacts/compare", method="get")
+    left = len(artifacts) - MOST_LISTED
     return page(
-        "Artifacts", projects, tag("nav", kinds, aria_label="Kinds"), shown if rows else tag("p", "None of this kind yet.", class_="note"),
+        "Artifacts", projects, tag("nav", kinds, aria_label="Kinds"), form if rows else tag("p", "None of this kind yet.", class_="note"),
         tag("p", f"{left:,} older ones; ask SQL: select * from artifacts", class_="note") if left > 0 else None,
         here="artifacts", prefect=prefect,
     )  # fmt: skip
@@ -70,12 +70,12 @@ def artifact_page(store: Store, artifact: Artifact, prefect: str | None, shown: 
     ]  # fmt: skip
     measured: list[list[Content]] = [[n.replace("_", " "), v if isinstance(v, str) else number(v)] for n, v in m.metrics.items()]
     settings: list[list[Content]] = [[name, plain(json.dumps(value))] for name, value in flat(m.config).items() if name]
-    before, found = explain(store, artifact)
+    before, differences = explain(store, artifact)
     why = None
-    if before is not None and found:
+    if before is not None and differences:
         both = "/puna/artifacts/compare"
         note = [artifact_link(before), " ", tag("a", "compare the two", href=f"{both}?artifact={before.id}&artifact={artifact.id}")]
-        why = part("Differs from the one before", tag("ul", [tag("li", str(change)) for change in found[:12]]), note=note)
+        why = part("Differs from the one before", tag("ul", [tag("li", str(change)) for change in differences[:12]]), note=note)
     return page(
         artifact.id,
         [problem(f"It is damaged: {'; '.join(damage)}. Run the stage again, or `puna verify --quarantine`")] if damage else None,
@@ -100,7 +100,7 @@ def compare_page(store: Store, names: list[str], prefect: str | None) -> Html:
         raise PunaError(f"compare: choose two artifacts, not {len(names)}")
     first, second = (store.resolve(name) for name in names)
     one, other = first.manifest, second.manifest
-    made: list[list[Content]] = [[c.what, tag("b", c.name), plain(c.before), plain(c.now)] for c in changes(one, other)]
+    rows: list[list[Content]] = [[c.what, tag("b", c.name), plain(c.before), plain(c.now)] for c in changes(one, other)]
     facts = [(m.timings.get("seconds", 0.0), sum(r.bytes for r in m.files.values()), m.peak_memory_bytes) for m in (one, other)]
     gave: list[list[Content]] = [["made by", one.stage, other.stage, ""]]
     gave += [[f"rows of {name}", *_pair(*(float(a.rows(name)) if name in a.tables else None for a in (first, second)))]
@@ -110,7 +110,7 @@ def compare_page(store: Store, names: list[str], prefect: str | None) -> Html:
         gave.append([name.replace("_", " "), *_pair(one.metrics.get(name), other.metrics.get(name))])
     head: list[Content] = [artifact_link(first), artifact_link(second)]
     same = "Their contents are the same." if one.data_digest == other.data_digest else "Their contents differ."
-    how = table(["", "field", *head], made) if made else tag("p", "In the same way.", class_="note")
+    how = table(["", "field", *head], rows) if rows else tag("p", "In the same way.", class_="note")
     return page(
         "Two artifacts",
         section("given", "How they were made", None, how),
@@ -121,10 +121,10 @@ def compare_page(store: Store, names: list[str], prefect: str | None) -> Html:
 
 def _pair(one: float | str | None, other: float | str | None) -> list[Content]:
     """Return two values of the same name, and by how much the second is more."""
-    shown: list[Content] = ["–" if value is None else value if isinstance(value, str) else number(value) for value in (one, other)]
+    cells: list[Content] = ["–" if value is None else value if isinstance(value, str) else number(value) for value in (one, other)]
     both = all(isinstance(value, int | float) for value in (one, other))
     gap = float(other) - float(one) if both and one is not None and other is not None else 0.0
-    return [*shown, f"{'+' if gap > 0 else ''}{number(gap)}" if gap else ""]
+    return [*cells, f"{'+' if gap > 0 else ''}{number(gap)}" if gap else ""]
 
 
 def _folded(what: str, head: list[Content], rows: list[list[Content]], *, open_: bool = False) -> Html | None:
@@ -161,23 +161,23 @@ def _rows(artifact: Artifact, shown: str | None, start: int) -> Html:
 
 def _some(artifact: Artifact, name: str, start: int) -> list[dict[str, object]]:
     """Return the rows of one screen; what stands before them is read too."""
-    found: list[dict[str, object]] = []
+    rows: list[dict[str, object]] = []
     for batch in artifact.batches(name, rows=1024):
         if start < batch.num_rows:
-            found += batch.slice(start, SHOWN_ROWS - len(found)).to_pylist()
+            rows += batch.slice(start, SHOWN_ROWS - len(rows)).to_pylist()
         start = max(0, start - batch.num_rows)
-        if len(found) >= SHOWN_ROWS:
+        if len(rows) >= SHOWN_ROWS:
             break
-    return found
+    return rows
 
 
 def _lineage(store: Store, artifact: Artifact) -> Html:
     made_of: list[list[Content]] = []
     for item in artifact.manifest.inputs:
-        found = None if item.kind == "external" else store.find(item.kind, item.key)
+        source = None if item.kind == "external" else store.find(item.kind, item.key)
         gone = item.key if item.kind == "external" else f"{item.kind}/{item.key[:12]} (gone)"
-        shown = artifact_link(found) if found else tag("code", gone)
-        made_of.append([item.name, shown, item.stage])
+        link = artifact_link(source) if source else tag("code", gone)
+        made_of.append([item.name, link, item.stage])
     users = (a for a in store.artifacts() if any(i.key == artifact.key for i in a.manifest.inputs))
     used = list(itertools.islice(users, MOST_USERS))
     by: list[list[Content]] = [[artifact_link(a), a.manifest.stage, a.manifest.created_at[:16].replace("T", " ")] for a in used]

@@ -106,25 +106,25 @@ class Child:
             self.end()
             raise PunaError("the process that answers has ended; ask again") from error
         late = f"stopped after {seconds:.0f} s; the command line (`puna sql`, `puna plan`) waits as long as it takes"
-        found: dict[str, Any] = json.loads(self._line(time.monotonic() + seconds, late))
-        if found.get("last"):
+        reply: dict[str, Any] = json.loads(self._line(time.monotonic() + seconds, late))
+        if reply.get("last"):
             self.end()
-        return found
+        return reply
 
     def _line(self, deadline: float, late: str) -> bytes:
         assert self._process.stdout is not None
-        pipe, found = self._process.stdout.fileno(), bytearray()
-        while not found.endswith(b"\n"):
+        pipe, line = self._process.stdout.fileno(), bytearray()
+        while not line.endswith(b"\n"):
             ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
             piece = os.read(pipe, 1 << 16) if ready else b""
-            found += piece
-            if not ready or len(found) > ANSWER_BYTES:
+            line += piece
+            if not ready or len(line) > ANSWER_BYTES:
                 self.end()
                 raise Late(late if not ready else f"stopped: the answer has more than {ANSWER_BYTES >> 20} MB")
             if not piece:
                 self.end()
                 raise PunaError(f"stopped: it ended without an answer; it may have needed more than {MEMORY_BYTES >> 20:,} MB of memory")
-        return bytes(found)
+        return bytes(line)
 
     def end(self) -> None:
         """Kill it, with what it started."""

@@ -17,15 +17,15 @@ from puna.flows.web.bounded import IDLE_SECONDS, MEMORY_BYTES
 from puna.storage import PunaError, Store
 
 
-def _answered(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _answered(question: Mapping[str, Any]) -> dict[str, Any]:
     """Answer one question, in the child."""
-    store = Store.existing(asked["store"])
+    store = Store.existing(question["store"])
     try:
-        if asked["question"] == "sql":
-            return {"html": str(questions.answered(store, asked["q"]))}
-        if asked["question"] == "plan":
-            return {"html": str(start.plan_view(store, asked["name"], asked["asked"]))}
-        start.checked(store, asked["name"], asked["asked"])
+        if question["question"] == "sql":
+            return {"html": str(questions.answered(store, question["q"]))}
+        if question["question"] == "plan":
+            return {"html": str(start.plan_view(store, question["name"], question["asked"]))}
+        start.checked(store, question["name"], question["asked"])
         return {"html": ""}
     except PunaError as error:
         return {"refused": str(error)}
@@ -52,10 +52,10 @@ def main() -> None:
     answers.write(b"{}\n")
     answers.flush()
     while select.select([0], [], [], IDLE_SECONDS)[0] and (line := sys.stdin.buffer.readline()):
-        asked = json.loads(line)
+        question = json.loads(line)
         # Where the process that asked is killed, nobody else ends a long answer.
-        signal.alarm(int(asked["seconds"]) + 5)
-        answers.write(json.dumps(_answered(asked)).encode() + b"\n")
+        signal.alarm(int(question["seconds"]) + 5)
+        answers.write(json.dumps(_answered(question)).encode() + b"\n")
         answers.flush()
         signal.alarm(0)
 

@@ -106,15 +106,15 @@ class Chat:
         words = [sys.executable, "-m", "puna.flows.cli.main", "api", name, "--port", str(port), "--store", self._store.uri, "--supervised"]
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PUNA_API_KEY": secret})
         weakref.finalize(self, process.terminate)
-        made = self._talker = Talker(key, f"http://127.0.0.1:{port}", secret, process)
+        talker = self._talker = Talker(key, f"http://127.0.0.1:{port}", secret, process)
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if process.poll() is not None:
-                said = process.stderr.read().decode("utf-8", "replace") if process.stderr else ""
-                raise PunaError(f"{name}: {said.strip()[-800:] or 'cannot be loaded'}")
+                stderr = process.stderr.read().decode("utf-8", "replace") if process.stderr else ""
+                raise PunaError(f"{name}: {stderr.strip()[-800:] or 'cannot be loaded'}")
             try:
-                with urllib.request.urlopen(f"{made.url}/health", timeout=2):
-                    return made
+                with urllib.request.urlopen(f"{talker.url}/health", timeout=2):
+                    return talker
             except OSError:
                 time.sleep(0.1)
         process.terminate()
@@ -126,11 +126,11 @@ def _pieces(answer: Any) -> Iterator[str]:
         for line in answer:
             if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                 continue
-            found = json.loads(line[6:])
-            if "error" in found:
-                yield f"\n[{found['error'].get('message', 'it failed')}]"
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                yield f"\n[{chunk['error'].get('message', 'it failed')}]"
                 return
-            for choice in found.get("choices", []):
+            for choice in chunk.get("choices", []):
                 yield choice.get("delta", {}).get("content") or ""
 
 
@@ -146,10 +146,10 @@ def routes(site: Site) -> None:
     @site.app.post("/chat/say")
     async def say(request: Request) -> Response:
         try:
-            asked = json.loads(await request.body())
+            body = json.loads(await request.body())
         except (ValueError, RecursionError) as error:
             raise HTTPException(400, "the body is no JSON") from error
-        if not isinstance(asked, dict):
+        if not isinstance(body, dict):
             raise HTTPException(400, "the body must be an object with model and messages")
-        answer = await run_in_threadpool(chat.say, str(asked.get("model", "")), asked.get("messages"))
+        answer = await run_in_threadpool(chat.say, str(body.get("model", "")), body.get("messages"))
         return StreamingResponse(answer, media_type="text/plain; charset=utf-8")

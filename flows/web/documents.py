@@ -34,23 +34,23 @@ def near_form(offered: Sequence[tuple[Artifact, str]], chosen: Artifact, text: s
     return details("What does a text resemble?", form, open_=bool(text), class_="more")
 
 
-def similar_documents(store: Store, asked: Mapping[str, Sequence[str]]) -> tuple[Artifact, str, Html]:
+def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[Artifact, str, Html]:
     """Return the documents that were asked about, the text, and which of them resemble it. PunaError where it has no words."""
-    artifact, text = store.resolve(asked.get("artifact", [""])[0]), asked.get("text", [""])[0]
+    artifact, text = store.resolve(form.get("artifact", [""])[0]), form.get("text", [""])[0]
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents")
-    found = resembling(text, artifact)
+    matches = resembling(text, artifact)
     rows: list[list[Content]] = []
-    for row in described(found[:MOST_FOUND], artifact):
+    for row in described(matches[:MOST_FOUND], artifact):
         name = tag("a", row["title"] or row["url"] or row["id"], href=f"/puna/document/{row['id']}")
         removed = None if row["kept"] else [" ", tag("span", "removed", class_="tag wrong")]
         rows.append([[name, removed], *(f"{row[share]:.3f}" for share in ("similarity", "of_text", "of_document"))])
-    said = "Shares of runs of words: those in common of all that either has, of the text's, and of the document's."
+    note = "Shares of runs of words: those in common of all that either has, of the text's, and of the document's."
     if indexed(artifact):
-        said += " Only documents that share a band of the index were looked at."
-    head = f"{len(found):,} documents resemble it" if found else "Nothing resembles it"
-    shown = table(["document", "of both", "of the text", "of the document"], rows, numeric=(1, 2, 3)) if rows else tag("p", "")
-    return artifact, text, section("near", head, [said, " ", artifact_link(artifact)], shown)
+        note += " Only documents that share a band of the index were looked at."
+    head = f"{len(matches):,} documents resemble it" if matches else "Nothing resembles it"
+    listing = table(["document", "of both", "of the text", "of the document"], rows, numeric=(1, 2, 3)) if rows else tag("p", "")
+    return artifact, text, section("near", head, [note, " ", artifact_link(artifact)], listing)
 
 
 MOST_HITS = 40
@@ -68,16 +68,16 @@ def documents_page(
 
     `text`: the form that asks what a text resembles, where that one was sent.
     """
-    made = [one for one in reversed(store.artifacts()) if one.kind == "documents"]
-    if not made:
+    artifacts = [one for one in reversed(store.artifacts()) if one.kind == "documents"]
+    if not artifacts:
         nothing = tag("p", "The store holds no documents yet: run `curate`.", class_="lead")
         return page("Documents", nothing, here="documents", prefect=prefect)
     names = store.names()
-    aliases = {alias: one for one in made for alias in names.get(one.key, ())}
+    aliases = {alias: one for one in artifacts for alias in names.get(one.key, ())}
     near = similar_documents(store, text) if text else None
-    chosen = near[0] if near else store.resolve(name) if name else aliases.get("documents@latest", made[0])
+    chosen = near[0] if near else store.resolve(name) if name else aliases.get("documents@latest", artifacts[0])
     rules = _rules(chosen)
-    shown = list({one.key: one for one in (chosen, *made[:MOST_HITS])}.values())
+    shown = list({one.key: one for one in (chosen, *artifacts[:MOST_HITS])}.values())
     offered = [(one, " · ".join([*names.get(one.key, ()), one.id, one.manifest.stage, f"{one.rows():,} rows"])) for one in shown]
     options = [option(one.id, title, chosen=one.key == chosen.key) for one, title in offered]
     which = [option("", f"kept: {chosen.rows():,}", chosen=not rule)]
@@ -100,19 +100,19 @@ def documents_page(
 def document_page(store: Store, identity: str, prefect: str | None) -> Html:
     """Return one document: its text where it last had one, and what every stage made of it."""
     rows = fate(store, identity)
-    kept = [store.find("documents", row["artifact"]) for row in reversed(rows) if row["verb"] == "kept"]
-    there = next((one for one in kept if one is not None), None)
-    shown = _row(there, identity) if there else None
+    artifacts = [store.find("documents", row["artifact"]) for row in reversed(rows) if row["verb"] == "kept"]
+    there = next((one for one in artifacts if one is not None), None)
+    text = _row(there, identity) if there else None
     steps: list[list[Content]] = []
     for row in rows:
         artifact = store.resolve(row["artifact"])
-        said = tag("small", row["what"].partition(": ")[2])
-        steps.append([artifact.manifest.stage, tag("b", row["verb"]), said, artifact_link(artifact)])
-    title = (shown or {}).get("title") or identity
+        detail = tag("small", row["what"].partition(": ")[2])
+        steps.append([artifact.manifest.stage, tag("b", row["verb"]), detail, artifact_link(artifact)])
+    title = (text or {}).get("title") or identity
     return page(
         str(title), section("fate", "What became of it", None, table(["stage", "", "", "artifact"], steps)),
-        section("text", "Text", f"as {there.manifest.stage} has it", tag("div", shown["text"], class_="said")) if there and shown else None,
-        here="documents", prefect=prefect, lead=tag("code", (shown or {}).get("url", identity)),
+        section("text", "Text", f"as {there.manifest.stage} has it", tag("div", text["text"], class_="said")) if there and text else None,
+        here="documents", prefect=prefect, lead=tag("code", (text or {}).get("url", identity)),
     )  # fmt: skip
 
 
@@ -120,8 +120,8 @@ def _rules(artifact: Artifact) -> Counter[str]:
     """Return the number of rows dropped by each rule."""
     if "dropped" not in artifact.tables:
         return Counter()
-    found = artifact.read("dropped", columns=["rule"])["rule"].value_counts().to_pylist()
-    return Counter({row["values"]: row["counts"] for row in found})
+    counts = artifact.read("dropped", columns=["rule"])["rule"].value_counts().to_pylist()
+    return Counter({row["values"]: row["counts"] for row in counts})
 
 
 def _dropped_by(artifact: Artifact, rules: Counter[str]) -> Content:
@@ -147,9 +147,9 @@ def _results(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
         if len(cards) >= MOST_HITS or time.monotonic() - began > SECONDS:
             break
     more = f" of the first {seen:,} of {whole:,} that were looked at" if seen < whole else f" of {whole:,}"
-    found = f"{len(cards)}{' or more' if len(cards) == MOST_HITS else ''} document{'' if len(cards) == 1 else 's'} found"
-    said = f"{found}, {more.strip()}" if cards else f"None found,{more}"
-    return section("found", said, None, tag("div", cards, class_="cards"), tag("p", "") if not cards else None)
+    count = f"{len(cards)}{' or more' if len(cards) == MOST_HITS else ''} document{'' if len(cards) == 1 else 's'} found"
+    summary = f"{count}, {more.strip()}" if cards else f"None found,{more}"
+    return section("found", summary, None, tag("div", cards, class_="cards"), tag("p", "") if not cards else None)
 
 
 def _batches(store: Store, artifact: Artifact, rule: str) -> Iterator[tuple[list[Artifact], pa.RecordBatch]]:
@@ -158,8 +158,8 @@ def _batches(store: Store, artifact: Artifact, rule: str) -> Iterator[tuple[list
     if rule and "dropped" not in artifact.tables:
         return
     if rule:
-        given = [store.find(item.kind, item.key) for item in artifact.manifest.inputs if item.kind in ("documents", "pages")]
-        holding = [one for one in given if one is not None]
+        sources = [store.find(item.kind, item.key) for item in artifact.manifest.inputs if item.kind in ("documents", "pages")]
+        holding = [one for one in sources if one is not None]
         if not holding:
             raise PunaError(f"{artifact.id}: what it was made of is no longer in the store")
     for one in holding:
@@ -176,12 +176,12 @@ def _reasons(artifact: Artifact, rule: str) -> dict[str, dict[str, Any]]:
 def _matching(batch: pa.RecordBatch, words: str) -> pa.RecordBatch:
     if not words.strip():
         return batch
-    found = pa.array([False] * batch.num_rows, pa.bool_())
+    matches = pa.array([False] * batch.num_rows, pa.bool_())
     for name in ("text", "url", "title"):
         if name in batch.schema.names:
             there = pc.match_substring(batch[name], words.strip(), ignore_case=True)
-            found = pc.or_(found, pc.fill_null(there, False))
-    return batch.filter(found)
+            matches = pc.or_(matches, pc.fill_null(there, False))
+    return batch.filter(matches)
 
 
 def _card(row: dict[str, Any], words: str, why: dict[str, Any] | None) -> Html:
@@ -207,8 +207,8 @@ def _row(artifact: Artifact, identity: str) -> dict[str, Any] | None:
     for batch in artifact.batches(columns=["id", "url", "title", "text"], rows=1024):
         rows = batch.filter(pc.starts_with(batch["id"], identity)).to_pylist()
         if rows:
-            found: dict[str, Any] = rows[0]
-            return found
+            row: dict[str, Any] = rows[0]
+            return row
     return None
 
 

@@ -23,25 +23,25 @@ from puna.flows.web.guard import own_page
 from puna.storage import PunaError, Store
 
 
-def address(store: Store, prefect: str | None, name: str, asked: Mapping[str, str]) -> str:
+def address(store: Store, prefect: str | None, name: str, query: Mapping[str, str]) -> str:
     """Return the address of a form. `asked`: `recipe` and `step` that fill it; artifacts by input."""
     what = start.offer_of(name).what
     if prefect is None:
         raise PunaError("forms are Prefect's: start `puna up` in place of `puna web`")
     given: dict[str, Any] = {}
-    if "recipe" in asked:
-        values = asked["recipe"] if isinstance(what, Flow) else values_of(what, asked["recipe"], asked.get("step", what.name))
+    if "recipe" in query:
+        values = query["recipe"] if isinstance(what, Flow) else values_of(what, query["recipe"], query.get("step", what.name))
         if values is None:
-            raise PunaError(f"{name}: recipe {asked['recipe']} has no settings of it")
+            raise PunaError(f"{name}: recipe {query['recipe']} has no settings of it")
         given["recipe" if isinstance(what, Flow) else "config"] = values
     choices = Choices(store)
     for spec in what.inputs:
-        if spec.name in asked:
-            shown = next((one for one in choices.of(spec.kind) if picked(one) == asked[spec.name]), asked[spec.name])
-            given[spec.name] = [shown] if spec.many else shown
-    found = start.deployment(start.server_beside(store), name)
-    filled = {**found["parameters"], **given} if given else {}
-    return f"/v2/deployments/deployment/{found['id']}/run" + (f"?parameters={quote(json.dumps(filled))}" if filled else "")
+        if spec.name in query:
+            label = next((one for one in choices.of(spec.kind) if picked(one) == query[spec.name]), query[spec.name])
+            given[spec.name] = [label] if spec.many else label
+    target = start.deployment(start.server_beside(store), name)
+    filled = {**target["parameters"], **given} if given else {}
+    return f"/v2/deployments/deployment/{target['id']}/run" + (f"?parameters={quote(json.dumps(filled))}" if filled else "")
 
 
 @pages("start", "Start", at=2)
@@ -62,31 +62,31 @@ def routes(site: Site) -> None:
 
     @site.app.get("/start/{name}", response_class=HTMLResponse)
     def own_form(name: str, request: Request) -> str:
-        asked = parse_qs(request.url.query, keep_blank_values=True)
-        return start.start_page(site.store, name, asked, site.prefect, token=site.token, own=own_page(request.headers))
+        query = parse_qs(request.url.query, keep_blank_values=True)
+        return start.start_page(site.store, name, query, site.prefect, token=site.token, own=own_page(request.headers))
 
     @site.app.post("/start/{name}/plan")
     @site.app.post("/plan/{name}")
     async def plan(name: str, request: Request) -> Response:
-        asked = await sent(request)
-        if not site.trusts(asked):
+        form = await sent(request)
+        if not site.trusts(form):
             return HTMLResponse(page("Not planned", problem(STALE), prefect=site.prefect), 403)
-        fields = {key: values for key, values in asked.items() if key != "token"}
-        found = await run_in_threadpool(site.asker.ask, "plan", name=name, asked=fields)
+        fields = {key: values for key, values in form.items() if key != "token"}
+        html = await run_in_threadpool(site.asker.ask, "plan", name=name, asked=fields)
         if request.url.path.endswith("/plan"):
-            found = await run_in_threadpool(partial(start.start_page, site.store, name, asked, site.prefect, token=site.token, plan=found))
-        return HTMLResponse(found)
+            html = await run_in_threadpool(partial(start.start_page, site.store, name, form, site.prefect, token=site.token, plan=html))
+        return HTMLResponse(html)
 
     @site.app.post("/start/{name}")
     async def go(name: str, request: Request) -> Response:
-        asked = await sent(request)
+        form = await sent(request)
         try:
             # What cannot be told in time, of large inputs, the run itself tells first.
             with suppress(Late):
-                await run_in_threadpool(site.asker.ask, "check", name=name, asked=asked)
-            return RedirectResponse(await run_in_threadpool(start.start_run, site.store, name, asked), 303)
+                await run_in_threadpool(site.asker.ask, "check", name=name, asked=form)
+            return RedirectResponse(await run_in_threadpool(start.start_run, site.store, name, form), 303)
         except PunaError as error:
-            refused = partial(start.start_page, site.store, name, asked, site.prefect, token=site.token, refused=str(error))
+            refused = partial(start.start_page, site.store, name, form, site.prefect, token=site.token, refused=str(error))
             return HTMLResponse(await run_in_threadpool(refused), status_code=422)
 
     @site.app.post("/run/{name}/stop")
@@ -100,7 +100,7 @@ def routes(site: Site) -> None:
 
     @site.app.get("/started/{flow_run}")
     def follow(flow_run: str) -> Response:
-        found = start.started_page(site.store, flow_run, site.prefect)
-        if isinstance(found, Html):
-            return HTMLResponse(found, headers={"refresh": "1"})
-        return RedirectResponse(found)
+        answer = start.started_page(site.store, flow_run, site.prefect)
+        if isinstance(answer, Html):
+            return HTMLResponse(answer, headers={"refresh": "1"})
+        return RedirectResponse(answer)

@@ -161,8 +161,8 @@ def spent(log: RunLog) -> str:
 def bar(share: float, words: str) -> Html:
     """Return a bar that is `share` full, from 0 to 1."""
     filled = max(0.0, min(1.0, share))
-    shown = tag("i", class_="kept", style=f"width:{100 * filled:.1f}%")
-    return tag("span", shown, class_="bar", role="img", aria_label=words)
+    fill = tag("i", class_="kept", style=f"width:{100 * filled:.1f}%")
+    return tag("span", fill, class_="bar", role="img", aria_label=words)
 
 
 def problem(words: str) -> Html:

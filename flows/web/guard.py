@@ -79,10 +79,10 @@ class OwnSite:
 
 def host_name(host: str) -> str | None:
     """Return the name in a Host header without port and brackets; None where the header is malformed."""
-    found = HOST.fullmatch(host)
-    if found is None or len(host) > 260 or int(found["port"] or 0) > 65535:
+    match = HOST.fullmatch(host)
+    if match is None or len(host) > 260 or int(match["port"] or 0) > 65535:
         return None
-    name = found["name"].lower()
+    name = match["name"].lower()
     if not name.startswith("["):
         return name
     try:
@@ -108,8 +108,8 @@ def foreign(headers: Mapping[str, str], host: str) -> bool:
 
 def _silent(headers: Mapping[str, str]) -> bool:
     """True if a browser sends the request and does not say for which page."""
-    said = any(name in headers for name in ("sec-fetch-site", "origin", "referer"))
-    return not said and headers.get("user-agent", "").startswith("Mozilla/")
+    named = any(name in headers for name in ("sec-fetch-site", "origin", "referer"))
+    return not named and headers.get("user-agent", "").startswith("Mozilla/")
 
 
 def own_page(headers: Mapping[str, str]) -> bool:
@@ -179,8 +179,8 @@ class Password:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or ask for user and password with 401."""
         if self._auth and scope["type"] == "http":
-            given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
-            if not _knows(given, self._auth):
+            header = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+            if not _knows(header, self._auth):
                 asks = {"www-authenticate": 'Basic realm="Puna", charset="UTF-8"'}
                 await PlainTextResponse("a user and a password are needed", 401, asks)(scope, receive, send)
                 return

@@ -61,10 +61,10 @@ def _pages(count: int, older: int, project: str | None) -> Content:
 def progress_of(store: Store, run: str) -> dict[str, Any] | None:
     """Return the progress of a run's current step, as its process noted it."""
     try:
-        found = json.loads((store.root / "progress" / f"{run}.json").read_text())
+        note = json.loads((store.root / "progress" / f"{run}.json").read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return note if isinstance(note, dict) else None
 
 
 def state_digest(store: Store, run: str | None) -> str:
@@ -78,17 +78,17 @@ def state_digest(store: Store, run: str | None) -> str:
 def working_view(store: Store, log: RunLog) -> Html:
     """Return a run at work: its last step and how far that is, where the step tells."""
     now = progress_of(store, log.name)
-    done = f"{len(log.made)} steps done"
+    count = f"{len(log.made)} steps done"
     if now is None:
-        inside: Content = tag("p", done, class_="note")
+        inside: Content = tag("p", count, class_="note")
     elif not now["total"]:
-        inside = [tag("p", tag("b", now["step"])), tag("p", done, class_="note")]
+        inside = [tag("p", tag("b", now["step"])), tag("p", count, class_="note")]
     else:
         share = now["done"] / max(now["total"], 1e-9)
         left = now["seconds"] * (1 - share) / share if share > 0.02 else None
         words = f"{now['step']}: {100 * share:.0f} %, {number(now['done'])} of {number(now['total'])} {now['note']}"
         after = f", about {duration(left)} left" if left is not None and share < 1 else ""
-        inside = [tag("p", tag("b", words), after), bar(share, words), tag("p", done, class_="note")]
+        inside = [tag("p", tag("b", words), after), bar(share, words), tag("p", count, class_="note")]
     return tag("section", tag("h2", run_link(log.name, f"{log.title} is at work")), inside, class_="working")
 
 
@@ -100,23 +100,23 @@ def starts() -> Html:
 
 def aliases_view(store: Store, project: str | None = None) -> Html:
     """Return every alias, of all projects or of one, newest first."""
-    found = []
+    entries = []
     for name in store.aliases():
         if project not in (None, store.project_of(name)):
             continue
         try:
             artifact = store.alias(name)
-            found.append((artifact.manifest.created_at, name, artifact))
+            entries.append((artifact.manifest.created_at, name, artifact))
         except PunaError:
             continue
     rows: list[list[Content]] = []
-    for created, name, artifact in sorted(found, reverse=True, key=lambda item: item[:2]):
+    for created, name, artifact in sorted(entries, reverse=True, key=lambda item: item[:2]):
         size = number(artifact.rows()) if artifact.kind in artifact.tables else "–"
         talk = f"/puna/chat?model={store.full_name(name)}"
         use = {"model": ("chat", talk), "documents": ("search", f"/puna/documents?artifact={artifact.id}")}
         words, address = use.get(artifact.kind, ("look", f"/puna/artifact/{artifact.kind}/{artifact.key[:12]}"))
-        made = when(datetime.fromisoformat(created))
-        rows.append([tag("b", name), artifact_link(artifact), artifact.manifest.stage, size, made, tag("a", words, href=address)])
+        created_at = when(datetime.fromisoformat(created))
+        rows.append([tag("b", name), artifact_link(artifact), artifact.manifest.stage, size, created_at, tag("a", words, href=address)])
     if not rows:
         return tag("p", "No alias is set yet.", class_="note")
     return table(["alias", "artifact", "made by", "rows", "made", "use"], rows, numeric=(3,))
@@ -131,8 +131,8 @@ def runs_view(logs: list[RunLog]) -> Html:
         why = tag("small", log.error.partition("\n")[0]) if log.error else None
         cells: list[Content] = [[run_link(log.name, log.title), why], badge(log), when(log.opened), spent(log)]
         rows.append([box, *cells, number(len(log.made)), number(reused)])
-    shown = table([tag("small", "pick"), "run", "state", "began", "took", "artifacts", "reused"], rows, numeric=(4, 5, 6))
-    return tag("form", shown, tag("p", tag("button", "Compare two")), action="/puna/compare", method="get")
+    listing = table([tag("small", "pick"), "run", "state", "began", "took", "artifacts", "reused"], rows, numeric=(4, 5, 6))
+    return tag("form", listing, tag("p", tag("button", "Compare two")), action="/puna/compare", method="get")
 
 
 async def _events(store: Store, request: Request, name: str | None, since: str) -> AsyncIterator[str]:
@@ -155,5 +155,5 @@ def routes(site: Site) -> None:
     @site.app.get("/events")
     @site.app.get("/events/{name}")
     def events(request: Request, name: str | None = None, since: str = "") -> Response:
-        told = _events(site.store, request, name, since)
-        return StreamingResponse(told, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        lines = _events(site.store, request, name, since)
+        return StreamingResponse(lines, media_type="text/event-stream", headers={"cache-control": "no-store"})

@@ -33,17 +33,17 @@ EXAMPLES = {
 }
 
 
-def sql_page(asked: str, answer: Content, prefect: str | None, token: str) -> Html:
+def sql_page(question: str, answer: Content, prefect: str | None, token: str) -> Html:
     """Return the box with a statement, and the answer where it was run. `token`: what the box must send along."""
     box = tag(
         "form",
-        tag("textarea", asked, name="q", id="q", rows=6, spellcheck="false", autofocus=not asked, aria_label="SQL"),
+        tag("textarea", question, name="q", id="q", rows=6, spellcheck="false", autofocus=not question, aria_label="SQL"),
         tag("p", tag("button", "Ask", class_="main"), tag("span", " Ctrl+Enter · read-only · ", LIMITS, class_="note")),
         tag("input", type="hidden", name="token", value=token),
         action="/puna/sql", method="post", id="ask", data_answered="" if answer else None,
     )  # fmt: skip
     examples = [tag("li", tag("a", words, href=f"/puna/sql?q={quote(query)}")) for words, query in EXAMPLES.items()]
-    columns = {**FACTS, **{name: found.schema for name, found in TABLES.items()}}
+    columns = {**FACTS, **{name: table_.schema for name, table_ in TABLES.items()}}
     tables = [
         details(tag("b", name), tag("p", ", ".join(schema.names), class_="note"), class_="more") for name, schema in columns.items()
     ]
@@ -58,23 +58,23 @@ def sql_page(asked: str, answer: Content, prefect: str | None, token: str) -> Ht
     )  # fmt: skip
 
 
-def answered(store: Store, asked: str) -> Html:
+def answered(store: Store, question: str) -> Html:
     """Run a statement and return its first rows. PunaError where it is refused or needs too much memory."""
     began = time.perf_counter()
     try:
         with catalog.connect(store, memory=MEMORY) as opened:
-            found = catalog.run(opened, asked.strip().rstrip(";"), rows=MOST_ROWS + 1)
+            result = catalog.run(opened, question.strip().rstrip(";"), rows=MOST_ROWS + 1)
     except duckdb.Error as error:
         raise PunaError(str(error)) from error
-    shown = found.slice(0, MOST_ROWS)
-    numeric = [n for n, field in enumerate(found.schema) if str(field.type).startswith(("int", "uint", "float", "double", "decimal"))]
+    shown = result.slice(0, MOST_ROWS)
+    numeric = [n for n, field in enumerate(result.schema) if str(field.type).startswith(("int", "uint", "float", "double", "decimal"))]
     rows: list[list[Content]] = [[plain(value) for value in row.values()] for row in shown.to_pylist()]
     took = duration(time.perf_counter() - began)
-    more = "; there are more" if found.num_rows > MOST_ROWS else ""
+    more = "; there are more" if result.num_rows > MOST_ROWS else ""
     more += f"; {opened.uncompared:,} bytes were not compared with their checksums" if opened.uncompared else ""
     return tag(
         "div", tag("p", f"{len(rows):,} row{'' if len(rows) == 1 else 's'} in {took}{more}", class_="note", role="status"),
-        table(list(found.schema.names), rows, numeric=numeric) if rows else None, class_="rows",
+        table(list(result.schema.names), rows, numeric=numeric) if rows else None, class_="rows",
     )  # fmt: skip
 
 
@@ -88,11 +88,11 @@ def routes(site: Site) -> None:
 
     @site.app.post("/sql")
     async def sql(request: Request) -> Response:
-        asked = await sent(request)
-        text = asked.get("q", [""])[0]
+        form = await sent(request)
+        text = form.get("q", [""])[0]
         answer: Html | None = None
         status = 200
-        if not site.trusts(asked):
+        if not site.trusts(form):
             answer, status = problem(STALE), 403
         elif text.strip():
             try:

@@ -33,9 +33,9 @@ JUDGE = "Judge pairs of answers, several people under their names; what is said 
 
 def rounds_page(store: Store, prefect: str | None) -> Html:
     """Return the page of the rounds of a store's project."""
-    found = rounds_of(store, store.alias(POLICY)) if POLICY in store.aliases() else _open_rounds(store)
-    waiting = found[-1] if found and found[-1].verdict == "waits" else None
-    gains = [draw(Plot.of(figure)) for one in found[-4:] for _, figure in sorted(one.gate.manifest.figures.items())]
+    history = rounds_of(store, store.alias(POLICY)) if POLICY in store.aliases() else _open_rounds(store)
+    waiting = history[-1] if history and history[-1].verdict == "waits" else None
+    gains = [draw(Plot.of(figure)) for one in history[-4:] for _, figure in sorted(one.gate.manifest.figures.items())]
     answers = [one for one in reversed(store.artifacts()) if one.kind == "answers"][:6]
     desk = "" if store.project == DEFAULT else f"{store.project}~"
     judge = [tag("li", tag("a", f"{one.id} · {one.rows():,} answers", href=f"/puna/judge/{desk}{one.key[:12]}/")) for one in answers]
@@ -43,7 +43,7 @@ def rounds_page(store: Store, prefect: str | None) -> Html:
         "Rounds",
         projects_nav(store, store.project, "/puna/rounds"),
         _waits(waiting, store.project) if waiting else None,
-        section("rounds", "Gates", None, _gates(found), grid(gains)) if found else _none(store.project),
+        section("rounds", "Gates", None, _gates(history), grid(gains)) if history else _none(store.project),
         section("leaderboard", "Leaderboard", "Every model that was evaluated, the best first.", _leaderboard(store)),
         section("judge", "Which answer is better?", JUDGE, tag("ul", judge)) if judge else None,
         section("next", "The next round", None, _next(store, prefect)),
@@ -56,48 +56,48 @@ def _none(project: str) -> Html:
     return tag("p", "No round came to a gate yet: ", first, " trains a policy once more and asks whether it is better.", class_="lead")
 
 
-def project_of(said: Mapping[str, Sequence[str]]) -> str:
+def project_of(form: Mapping[str, Sequence[str]]) -> str:
     """Return the project that a form of the page of rounds is about."""
-    return said.get("project", [DEFAULT])[0]
+    return form.get("project", [DEFAULT])[0]
 
 
-def decide_round(store: Store, gate: str, said: Mapping[str, Sequence[str]]) -> None:
+def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> None:
     """Carry out a person's decision on a waiting round, once no round is at work. Raise PunaError where it cannot be."""
-    store = store.within(project_of(said))
+    store = store.within(project_of(form))
     artifact = store.resolve(f"evaluation/{gate}")
-    by = said.get("by", [""])[0].strip()
+    by = form.get("by", [""])[0].strip()
     if not by:
         raise PunaError("who decides? write a name")
-    config = ApprovalConfig(by=by, approved=said.get("verdict", [""])[0] == "approve", reason=said.get("reason", [""])[0].strip())
+    config = ApprovalConfig(by=by, approved=form.get("verdict", [""])[0] == "approve", reason=form.get("reason", [""])[0].strip())
     execute(approval, config, {"gate": artifact}, store)
     with store.lock(store.own("round"), wait=False) as mine:
         if not mine:  # the round at work carries it out
             return
         policy = next(store.find(i.kind, i.key) for i in artifact.manifest.inputs if i.name == "policy")
-        found = rounds_of(store, store.alias(POLICY) if POLICY in store.aliases() or policy is None else policy)
-        if last := unsettled(store, found):
+        history = rounds_of(store, store.alias(POLICY) if POLICY in store.aliases() or policy is None else policy)
+        if last := unsettled(store, history):
             settle(store, last)
 
 
-def set_trigger(store: Store, said: Mapping[str, Sequence[str]]) -> None:
+def set_trigger(store: Store, form: Mapping[str, Sequence[str]]) -> None:
     """Have a round made for so many new preferences."""
-    if "preferences" not in said:
+    if "preferences" not in form:
         raise PunaError("preferences: is missing; give a whole number, 0 for none")
-    text = said["preferences"][0] or "0"
+    text = form["preferences"][0] or "0"
     if not text.isdecimal() or len(text) > LONGEST:
         raise PunaError(f"preferences: takes a whole number, 0 for none (got {text[:40]!r})")
-    recipe = said.get("recipe", [DEFAULT_RECIPE])[0]
+    recipe = form.get("recipe", [DEFAULT_RECIPE])[0]
     if recipe not in shipped_recipes():
         raise PunaError(f"recipe {recipe}: not found; recipes are {', '.join(shipped_recipes())}")
-    save_trigger(store.within(project_of(said)), Trigger(int(text), recipe))
+    save_trigger(store.within(project_of(form)), Trigger(int(text), recipe))
 
 
 def _open_rounds(store: Store) -> list[Round]:
     """Return the rounds from a model that no policy came of yet: those of the newest gate of the project."""
     own = [one for one in store.entries(store.project) if one["stage"] == "gate"]
     gates = [Artifact(one["kind"], one["key"], store.files) for one in own]
-    given = next((i for one in gates[-1:] for i in one.manifest.inputs if i.name == "policy"), None)
-    policy = given and store.find(given.kind, given.key)
+    policy_record = next((i for one in gates[-1:] for i in one.manifest.inputs if i.name == "policy"), None)
+    policy = policy_record and store.find(policy_record.kind, policy_record.key)
     return rounds_of(store, policy) if policy else []
 
 
@@ -125,9 +125,9 @@ def _waits(one: Round, project: str) -> Html:
         class_="working")  # fmt: skip
 
 
-def _gates(found: Sequence[Round]) -> Html:
+def _gates(history: Sequence[Round]) -> Html:
     rows: list[list[Content]] = []
-    for one in reversed(found):
+    for one in reversed(history):
         m = one.gate.manifest.metrics
         gain = f"{m['gain']:+.3f} ({m['gain_low']:+.3f} to {m['gain_high']:+.3f})" if "gain" in m else ""
         badge = tag("span", one.verdict, class_=f"tag {VERDICTS.get(one.verdict, '')}")
@@ -158,8 +158,8 @@ def _leaderboard(store: Store) -> Html:
     rows: list[list[Content]] = []
     for place, (model, values) in enumerate(ordered[:MOST], 1):
         aliases = [[tag("span", name, class_="tag"), " "] for name in names.get(model.key, [])]
-        shown: list[Content] = [number(values[name]) if name in values else "–" for name in columns]
-        rows.append([place, [aliases, artifact_link(model, titles.get(model.key))], model.manifest.stage, *shown, _created(model)])
+        cells: list[Content] = [number(values[name]) if name in values else "–" for name in columns]
+        rows.append([place, [aliases, artifact_link(model, titles.get(model.key))], model.manifest.stage, *cells, _created(model)])
     head: list[Content] = ["", "model", "made by", *(name.replace("_", " ") for name in columns), "UTC"]
     return table(head, rows, numeric=(0, *range(3, 3 + len(columns))))
 
@@ -193,10 +193,10 @@ def routes(site: Site) -> None:
 
     @site.app.post("/rounds/next")
     async def trigger(request: Request) -> Response:
-        await run_in_threadpool(set_trigger, site.store, said := await sent(request))
-        return RedirectResponse(f"/puna/rounds?project={project_of(said)}#next", 303)
+        await run_in_threadpool(set_trigger, site.store, form := await sent(request))
+        return RedirectResponse(f"/puna/rounds?project={project_of(form)}#next", 303)
 
     @site.app.post("/rounds/{gate}")
     async def decide(gate: str, request: Request) -> Response:
-        await run_in_threadpool(decide_round, site.store, gate, said := await sent(request))
-        return RedirectResponse(f"/puna/rounds?project={project_of(said)}", 303)
+        await run_in_threadpool(decide_round, site.store, gate, form := await sent(request))
+        return RedirectResponse(f"/puna/rounds?project={project_of(form)}", 303)

@@ -62,10 +62,10 @@ def _read(store: Store, artifact: Artifact) -> Selection:
     m = artifact.manifest
     if m.stage != "select":
         raise PunaError(f"{artifact.id}: was made by {m.stage}; thresholds are those of the stage select")
-    given = [store.find(item.kind, item.key) for item in m.inputs]
-    documents = next((item for item in given if item is not None and item.kind == "documents"), None)
-    signals = [item for item in given if item is not None and item.kind == "signals"]
-    if documents is None or None in given:
+    inputs = [store.find(item.kind, item.key) for item in m.inputs]
+    documents = next((item for item in inputs if item is not None and item.kind == "documents"), None)
+    signals = [item for item in inputs if item is not None and item.kind == "signals"]
+    if documents is None or None in inputs:
         raise PunaError(f"{artifact.id}: what it was made of is no longer in the store")
     config = parse(SelectConfig, m.config, "select")
     rules: list[Rule | SqlRule] = [*active_rules(config), *config.expressions()]
@@ -79,15 +79,15 @@ def _read(store: Store, artifact: Artifact) -> Selection:
     for item in signals:
         for name, values in _columns(item, whole["id"], needed.get(item.id, [])).items():
             whole = whole.append_column(name, values)
-    known = languages.read("languages") if languages is not None else None
-    return Selection(artifact, documents, config, whole, known, rules, _decided(whole, rules, known))
+    tables = languages.read("languages") if languages is not None else None
+    return Selection(artifact, documents, config, whole, tables, rules, _decided(whole, rules, tables))
 
 
 def _columns(artifact: Artifact, ids: pa.ChunkedArray, names: list[str]) -> dict[str, pa.ChunkedArray]:
     if not names:
         return {}
-    found = signals_of(artifact, ids, names)
-    return {name: found[name] for name in names}
+    columns = signals_of(artifact, ids, names)
+    return {name: columns[name] for name in names}
 
 
 def _decided(whole: pa.Table, rules: list[Rule | SqlRule], languages: pa.Table | None) -> dict[str, str]:
@@ -95,24 +95,24 @@ def _decided(whole: pa.Table, rules: list[Rule | SqlRule], languages: pa.Table |
     return dict(zip(dropped["id"].to_pylist(), dropped["rule"].to_pylist(), strict=True))
 
 
-def rules_page(store: Store, name: str | None, asked: Mapping[str, str], prefect: str | None) -> Html:
+def rules_page(store: Store, name: str | None, query: Mapping[str, str], prefect: str | None) -> Html:
     """Return the selections to choose from, and the sliders of one."""
-    made = [artifact for artifact in reversed(store.artifacts()) if artifact.manifest.stage == "select"]
-    if not made:
+    selections = [artifact for artifact in reversed(store.artifacts()) if artifact.manifest.stage == "select"]
+    if not selections:
         return page("Rules", tag("p", "No selection was made yet: run `curate`, or the stage `select`.", class_="lead"), here="rules",
                     prefect=prefect)  # fmt: skip
-    chosen = store.resolve(name) if name else max(made[:12], key=lambda artifact: artifact.rows("dropped"))
+    chosen = store.resolve(name) if name else max(selections[:12], key=lambda artifact: artifact.rows("dropped"))
     of = selection(store, chosen)
     others = [
         tag("a", f"{artifact.id} · {artifact.rows():,} rows", href=f"/puna/rules?artifact={artifact.key[:12]}",
             aria_current="page" if artifact.key == chosen.key else None)
-        for artifact in made[:12]
+        for artifact in selections[:12]
     ]  # fmt: skip
-    moved = _moved(of, asked)
+    moved = _moved(of, query)
     sliders = [_slider(of, rule, moved.get(rule.name)) for rule in of.rules if isinstance(rule, Rule) and rule.number is not None]
     return page(
         "Rules", tag("nav", others, aria_label="Selections"),
-        tag("form", tag("div", replay(store, of, asked), id="outcome", aria_live="polite"), tag("div", sliders, class_="sliders"),
+        tag("form", tag("div", replay(store, of, query), id="outcome", aria_live="polite"), tag("div", sliders, class_="sliders"),
             tag("p", tag("button", "Show"), " ", tag("button", "As they were", type="reset")),
             tag("input", type="hidden", name="artifact", value=chosen.key[:12]), action="/puna/rules", id="rules",
             data_from="/puna/rules/outcome"),
@@ -121,23 +121,23 @@ def rules_page(store: Store, name: str | None, asked: Mapping[str, str], prefect
     )  # fmt: skip
 
 
-def _moved(of: Selection, asked: Mapping[str, str]) -> dict[str, float]:
+def _moved(of: Selection, query: Mapping[str, str]) -> dict[str, float]:
     """Return the thresholds that are asked for and differ."""
-    found = {}
+    moved = {}
     for rule in of.rules:
-        if isinstance(rule, Rule) and rule.number is not None and rule.name in asked:
+        if isinstance(rule, Rule) and rule.number is not None and rule.name in query:
             try:
-                value = float(asked[rule.name])
+                value = float(query[rule.name])
             except ValueError as error:
-                raise PunaError(f"{rule.name}: takes a number (got {asked[rule.name]!r})") from error
+                raise PunaError(f"{rule.name}: takes a number (got {query[rule.name]!r})") from error
             if abs(value - rule.number) > 1e-9:
-                found[rule.name] = value
-    return found
+                moved[rule.name] = value
+    return moved
 
 
-def replay(store: Store, of: Selection, asked: Mapping[str, str]) -> Html:
+def replay(store: Store, of: Selection, query: Mapping[str, str]) -> Html:
     """Return the drops with these thresholds beside the actual ones, and the recipe change that sets them."""
-    moved = _moved(of, asked)
+    moved = _moved(of, query)
     if not moved:
         return _counts(of, of.gone, of.gone)
     rules = [replace(rule, threshold=moved[rule.name]) if isinstance(rule, Rule) and rule.name in moved else rule for rule in of.rules]
@@ -159,8 +159,8 @@ def _counts(of: Selection, before: Mapping[str, str], now: Mapping[str, str]) ->
     rows: list[list[Content]] = [
         [name, was[name], is_[name], f"{is_[name] - was[name]:+,}" if is_[name] != was[name] else ""] for name in names
     ]
-    kept = f"{count - len(now):,} of {count:,} documents stay ({percent(count - len(now), count)})"
-    head = kept if len(before) == len(now) else f"{kept}; before {count - len(before):,}"
+    summary = f"{count - len(now):,} of {count:,} documents stay ({percent(count - len(now), count)})"
+    head = summary if len(before) == len(now) else f"{summary}; before {count - len(before):,}"
     return section("outcome-counts", head, None, table(["rule", "dropped", "would drop", ""], rows, numeric=(1, 2, 3)))
 
 
@@ -182,29 +182,29 @@ def _slider(of: Selection, rule: Rule, moved: float | None) -> Html:
     """Return a threshold to move, over the distribution of what it is compared with."""
     assert rule.number is not None
     values = numeric(of.table[rule.drop.signal])
-    known = values[~np.isnan(values)]
-    low, high = _span(known, rule.number)
-    counts, _ = np.histogram(np.clip(known, low, high), BINS, (low, high))
+    finite = values[~np.isnan(values)]
+    low, high = _span(finite, rule.number)
+    counts, _ = np.histogram(np.clip(finite, low, high), BINS, (low, high))
     top = max(1, int(counts.max(initial=0)))
     heights = [20 * (int(count) / top) ** 0.5 for count in counts]
     bars = [tag("rect", x=n, y=f"{20 - height:.1f}", width=0.9, height=f"{height:.1f}") for n, height in enumerate(heights)]
-    whole = bool(np.all(known == np.round(known))) and high - low > 20
+    whole = bool(np.all(finite == np.round(finite))) and high - low > 20
     step = 1 if whole else (high - low) / 400
     now = rule.number if moved is None else moved
     label = f"{rule.drop.signal} {rule.drop.when} "
     control = tag("input", type="range", min=f"{low:g}", max=f"{high:g}", step=f"{step:g}", value=f"{now:g}", data_was=f"{rule.number:g}",
                   aria_label=f"{rule.name}: goes when {label}")  # fmt: skip
-    written = tag("input", type="number", name=rule.name, step="any", value=f"{now:g}", aria_label=rule.name)
+    box = tag("input", type="number", name=rule.name, step="any", value=f"{now:g}", aria_label=rule.name)
     drawn = tag("svg", bars, viewBox=f"0 0 {BINS} 20", preserveAspectRatio="none", aria_hidden="true")
     unit = f"{number(low, 3)} to {number(high, 3)}"
-    return tag("div", tag("b", rule.name), tag("p", "goes when ", label, written), drawn, control, tag("small", unit), class_="slider")
+    return tag("div", tag("b", rule.name), tag("p", "goes when ", label, box), drawn, control, tag("small", unit), class_="slider")
 
 
-def _span(known: Any, threshold: float) -> tuple[float, float]:
+def _span(finite: Any, threshold: float) -> tuple[float, float]:
     """Return the range of a slider: what nearly all documents have, and the threshold."""
-    if not len(known):
+    if not len(finite):
         return min(0.0, threshold), max(1.0, threshold)
-    low, high = (float(q) for q in np.quantile(known, (0.005, 0.995)))
+    low, high = (float(q) for q in np.quantile(finite, (0.005, 0.995)))
     low, high = min(low, threshold), max(high, threshold)
     return (low, high) if high > low else (low, low + 1.0)
 

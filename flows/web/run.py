@@ -42,8 +42,8 @@ def run_page(store: Store, name: str, prefect: str | None) -> Html:
     ]
     mine = next((event.get("flow_run") for event in store.events(log.name)[:1]), None) if prefect else None
     if mine:
-        word, done = ("stop", "Stop") if log.state == "at work" else ("again", "Run again" if log.state == "finished" else "Go on")
-        links.append(tag("form", once(), tag("button", done), action=f"/puna/run/{log.name}/{word}", method="post"))
+        word, label = ("stop", "Stop") if log.state == "at work" else ("again", "Run again" if log.state == "finished" else "Go on")
+        links.append(tag("form", once(), tag("button", label), action=f"/puna/run/{log.name}/{word}", method="post"))
         links.append(tag("a", "In Prefect", href=f"/v2/runs/flow-run/{mine}", class_="button"))
     return page(
         log.title,
@@ -78,15 +78,15 @@ def steps_view(steps: list[Step]) -> Html:
     longest = max((step.seconds for step in steps), default=0.0) or 1.0
     rows: list[list[Content]] = []
     for step in steps:
-        made = step.artifact
+        artifact = step.artifact
         state = tag("span", "reused", class_="tag") if step.reused else duration(step.seconds)
-        kept = made.rows() if made.kind in made.tables else None
-        dropped = made.rows("dropped") if "dropped" in made.tables else None
+        rows_kept = artifact.rows() if artifact.kind in artifact.tables else None
+        dropped = artifact.rows("dropped") if "dropped" in artifact.tables else None
         drawn = None if step.reused else bar(step.seconds / longest, duration(step.seconds))
         cells: list[Content] = [
-            number(kept) if kept is not None else "", number(dropped) if dropped is not None else "", state, drawn,
+            number(rows_kept) if rows_kept is not None else "", number(dropped) if dropped is not None else "", state, drawn,
         ]  # fmt: skip
-        rows.append([[tag("b", step.label), tag("small", step.stage)], artifact_link(made), *cells])
+        rows.append([[tag("b", step.label), tag("small", step.stage)], artifact_link(artifact), *cells])
     if not rows:
         return tag("p", "No step has finished yet.", class_="note")
     return table(["step", "artifact", "rows", "dropped", "took", "share of the longest"], rows, numeric=(2, 3, 4))

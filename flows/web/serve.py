@@ -137,15 +137,15 @@ def _alone(root: Path) -> Iterator[bool]:
 def _listening(host: str, port: int) -> socket.socket:
     """Return the socket at the address, taken before anything slow begins."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        made.close()
+        listener.close()
         raise PunaError(f"--port {port}: {host}:{port} cannot be had ({error.strerror or error}); choose another, or 0 for any") from error
-    made.listen()
-    return made
+    listener.listen()
+    return listener
 
 
 def _configure(store: Store, url: str, server: Server) -> None:

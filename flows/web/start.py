@@ -37,7 +37,7 @@ MANY = 8
 def start_page(
     store: Store,
     name: str,
-    asked: Asked,
+    form: Asked,
     prefect: str | None,
     *,
     token: str,
@@ -50,11 +50,11 @@ def start_page(
     `asked`: what was filled in; `token`: what the form must send to be planned; `own`: a page of this site led here, so that the
     script may ask for the plan by itself; `refused`: why it was not started.
     """
-    offer, project = offer_of(name), _project(asked)
+    offer, project = offer_of(name), _project(form)
     what, choices = offer.what, Choices(store.within(project))
-    settings: Content = _changes(asked) if isinstance(what, Flow) else _settings(offer, asked)
+    settings: Content = _changes(form) if isinstance(what, Flow) else _settings(offer, form)
     go = [once(), tag("button", "Start", class_="main")] if prefect else None
-    missing = None if plan or refused else _missing(offer, asked)
+    missing = None if plan or refused else _missing(offer, form)
     note = tag("p", missing or "Press Plan to see what is reused and what the rest may cost.", class_="note")
     other = tag("a", "Prefect's form, with schedules", href=f"/puna/form/{name}", class_="button") if prefect else None
     return page(
@@ -62,8 +62,8 @@ def start_page(
         problem(refused) if refused else None,
         projects_nav(store, project or DEFAULT, f"/puna/start/{name}"),
         tag("form",
-            tag("div", _recipe(offer, asked), _project_field(store, project),
-                [_input(spec, choices, asked) for spec in what.inputs], settings),
+            tag("div", _recipe(offer, form), _project_field(store, project),
+                [_input(spec, choices, form) for spec in what.inputs], settings),
             tag("div", plan or (None if refused else note), id="outcome", aria_live="polite"),
             tag("input", type="hidden", name="token", value=token),
             tag("p", go, " ", tag("button", "Plan", formaction=f"/puna/start/{name}/plan"), " ", other, class_="buttons"),
@@ -73,83 +73,83 @@ def start_page(
     )  # fmt: skip
 
 
-def _missing(offer: Offer, asked: Asked) -> str | None:
+def _missing(offer: Offer, form: Asked) -> str | None:
     """Return what a form that was only opened waits for before it can be planned."""
-    missing = [spec.name for spec in offer.what.inputs if spec.kind != "external" and not spec.optional and not _values_given(spec, asked)]
-    if isinstance(offer.what, Stage) and missing and set(asked) <= {"recipe", "project"}:
+    missing = [spec.name for spec in offer.what.inputs if spec.kind != "external" and not spec.optional and not _values_given(spec, form)]
+    if isinstance(offer.what, Stage) and missing and set(form) <= {"recipe", "project"}:
         return f"Choose {' and '.join(missing)}: the plan follows."
     return None
 
 
-def _project(asked: Asked) -> str:
+def _project(form: Asked) -> str:
     """Return the project that a form names, empty where it names none."""
-    return asked.get("project", [""])[0].strip()
+    return form.get("project", [""])[0].strip()
 
 
 def _project_field(store: Store, project: str) -> Content:
     """Return a field for the project, with those there are to pick from."""
-    known = tag("datalist", [tag("option", value=name) for name in store.projects()], id="projects")
+    choices = tag("datalist", [tag("option", value=name) for name in store.projects()], id="projects")
     box = tag("input", type="text", name="project", value=project, list="projects", placeholder=DEFAULT, spellcheck="false")
-    return [field("Project, whose aliases are read and set; a new name begins a new one", box), known]
+    return [field("Project, whose aliases are read and set; a new name begins a new one", box), choices]
 
 
 def list_page(store: Store, prefect: str | None, project: str | None = None) -> Html:
     """Return the page of everything that can be started, in the order of the pipeline."""
     parts: list[Content] = [projects_nav(store, project or DEFAULT, "/puna/start")]
     more = f"?project={store.within(project).project}" if project else ""
-    for group, found in groupby(offers(), key=lambda offer: offer.group):
+    for group, several in groupby(offers(), key=lambda offer: offer.group):
         links = [
-            tag("li", tag("a", offer.what.name, href=f"/puna/start/{offer.flow}{more}"), " ", _first(offer.what.doc)) for offer in found
+            tag("li", tag("a", offer.what.name, href=f"/puna/start/{offer.flow}{more}"), " ", _first(offer.what.doc)) for offer in several
         ]
         parts.append(section(group, {"flow": "flows", "io": "import and export"}.get(group, group), None, tag("ul", links)))
     lead = "Each opens with what is reused and what the rest may cost; nothing runs before it is started."
     return page("Start", parts, here="start", prefect=prefect, lead=lead)
 
 
-def plan_view(store: Store, name: str, asked: Asked) -> Html:
+def plan_view(store: Store, name: str, form: Asked) -> Html:
     """Return the plan of a run with these fields (per step: reused or not, why, cost), or their errors."""
-    request = request_of(offer_of(name), asked)
+    request = request_of(offer_of(name), form)
     try:
         _, steps = steps_of(request, store.uri)
     except PunaError as error:
         return tag("div", problem(str(error)))
     counted = ", ".join(f"{count} {words}" for state, words in STATES.items() if (count := sum(step.state == state for step in steps)))
     free = store.files.free()
-    known = any(step.expected for step in steps)
-    rows = [_row(step, known) for step in steps if step.state != "reused"]
+    estimated = any(step.expected for step in steps)
+    rows = [_row(step, estimated) for step in steps if step.state != "reused"]
     reused: list[list[Content]] = [[tag("b", step.label), tag("span", step.why, class_="id")] for step in steps if step.state == "reused"]
     total = str(Total.of(steps))
     return tag("div",
         section("plan", total[0].upper() + total[1:], f"{counted}{f'; {size(free)} of disk are free' if free is not None else ''}",
-            table(["step", *(COSTS if known else ()), "because"], rows, numeric=(1, 2, 3) if known else ()) if rows else None,
+            table(["step", *(COSTS if estimated else ()), "because"], rows, numeric=(1, 2, 3) if estimated else ()) if rows else None,
             details(f"{len(reused)} reused", table(["step", "artifact"], reused), class_="more") if reused else None,
             None if steps else tag("p", "No step follows from what there is.", class_="note")),
         tag("p", "On the command line: ", tag("code", request.command(store)), class_="note"),
     )  # fmt: skip
 
 
-def checked(store: Store, name: str, asked: Asked) -> None:
+def checked(store: Store, name: str, form: Asked) -> None:
     """Raise PunaError where a run with these fields would be refused."""
-    steps_of(request_of(offer_of(name), asked), store.uri)
+    steps_of(request_of(offer_of(name), form), store.uri)
 
 
-def start_run(store: Store, name: str, asked: Asked) -> str:
+def start_run(store: Store, name: str, form: Asked) -> str:
     """Start it as its form does; returns the page that follows the run. `checked` tells before whether it would be refused."""
     offer = offer_of(name)
-    request = request_of(offer, asked)
+    request = request_of(offer, form)
     server = server_beside(store)
-    found = deployment(server, name)
-    given: dict[str, Any] = {}
+    target = deployment(server, name)
+    values_: dict[str, Any] = {}
     for spec in offer.what.inputs:
-        values = _values_given(spec, asked)
+        values = _values_given(spec, form)
         if values:
-            given[spec.name] = values if spec.many else values[0]
+            values_[spec.name] = values if spec.many else values[0]
     if isinstance(offer.what, Flow):
-        given |= {"recipe": request.recipe, "changes": list(request.changes)}
+        values_ |= {"recipe": request.recipe, "changes": list(request.changes)}
     else:
-        given["config"] = stage_config(offer.what, None, list(request.changes)).model_dump(mode="json")
-    given["project"] = store.within(request.project).project if request.project else ""
-    return _create_run(server, found["id"], request.title, {**found["parameters"], **given}, asked)
+        values_["config"] = stage_config(offer.what, None, list(request.changes)).model_dump(mode="json")
+    values_["project"] = store.within(request.project).project if request.project else ""
+    return _create_run(server, target["id"], request.title, {**target["parameters"], **values_}, form)
 
 
 def once() -> Html:
@@ -157,12 +157,12 @@ def once() -> Html:
     return tag("input", type="hidden", name="once", value=uuid.uuid4().hex)
 
 
-def _create_run(server: Server, deployment_id: str, title: str, parameters: Mapping[str, Any], asked: Asked) -> str:
+def _create_run(server: Server, deployment_id: str, title: str, parameters: Mapping[str, Any], form: Asked) -> str:
     """Return the page that follows a run which begins now, or began when the same page asked for the same before."""
-    key = digest.of_value({"once": asked.get("once", [uuid.uuid4().hex]), "deployment": deployment_id, "parameters": parameters})
+    key = digest.of_value({"once": form.get("once", [uuid.uuid4().hex]), "deployment": deployment_id, "parameters": parameters})
     body = {"name": title, "parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": key}
-    made = server.insist("POST", f"/deployments/{deployment_id}/create_flow_run", body)
-    return f"/puna/started/{made['id']}"
+    flow_run = server.insist("POST", f"/deployments/{deployment_id}/create_flow_run", body)
+    return f"/puna/started/{flow_run['id']}"
 
 
 def started_page(store: Store, flow_run: str, prefect: str | None) -> Html | str:
@@ -171,64 +171,64 @@ def started_page(store: Store, flow_run: str, prefect: str | None) -> Html | str
         if any(event.get("flow_run") == flow_run for event in store.events(name)[:1]):
             return f"/puna/run/{quote(name)}"
     try:
-        found = server_beside(store).ask("GET", f"/flow_runs/{flow_run}")
+        run = server_beside(store).ask("GET", f"/flow_runs/{flow_run}")
     except Unreachable:
-        found = {"name": "the run", "state": {"name": "unknown: the server is busy"}}
+        run = {"name": "the run", "state": {"name": "unknown: the server is busy"}}
     except PunaError as error:
         raise PunaError("the server knows no such run: it was deleted there, or the link is of another store") from error
-    state = found["state"]
+    state = run["state"]
     ended = state.get("type") in ("FAILED", "CRASHED", "CANCELLED")
-    said = problem(state.get("message") or state["name"]) if ended else tag("p", f"{state['name']} …", class_="lead")
+    message = problem(state.get("message") or state["name"]) if ended else tag("p", f"{state['name']} …", class_="lead")
     link = tag("p", tag("a", "In Prefect", href=f"/v2/runs/flow-run/{flow_run}", class_="button"), class_="buttons")
-    return page(str(found["name"]), said, link, prefect=prefect)
+    return page(str(run["name"]), message, link, prefect=prefect)
 
 
 def stop(store: Store, name: str) -> None:
     """Have the worker end a run that a form started; what it finished stays, and a training its last checkpoint."""
-    asked = {"state": {"type": "CANCELLING"}, "force": True}
-    server_beside(store).insist("POST", f"/flow_runs/{flow_run_of(store, name)}/set_state", asked)
+    body = {"state": {"type": "CANCELLING"}, "force": True}
+    server_beside(store).insist("POST", f"/flow_runs/{flow_run_of(store, name)}/set_state", body)
 
 
-def again(store: Store, name: str, asked: Asked) -> str:
+def again(store: Store, name: str, form: Asked) -> str:
     """Start what a run did once more: it goes on from what is there. Returns the page that follows it."""
     server = server_beside(store)
-    found = server.insist("GET", f"/flow_runs/{flow_run_of(store, name)}")
-    return _create_run(server, found["deployment_id"], found["name"], found["parameters"], asked)
+    run = server.insist("GET", f"/flow_runs/{flow_run_of(store, name)}")
+    return _create_run(server, run["deployment_id"], run["name"], run["parameters"], form)
 
 
 def flow_run_of(store: Store, name: str) -> str:
     """Return the server's id of a run that a form started. Raise PunaError for any other run."""
-    found = next((event["flow_run"] for event in store.events(name)[:1] if event.get("flow_run")), None)
-    if found is None:
+    flow_run = next((event["flow_run"] for event in store.events(name)[:1] if event.get("flow_run")), None)
+    if flow_run is None:
         raise PunaError(f"run {name}: was started elsewhere; give its command again there")
-    return str(found)
+    return str(flow_run)
 
 
-def request_of(offer: Offer, asked: Asked) -> Request:
+def request_of(offer: Offer, form: Asked) -> Request:
     """Return the request of a form, as the command line would make it."""
     texts = []
     for spec in offer.what.inputs:
-        texts += [text if spec.kind == "external" else f"{spec.name}={text}" for text in _values_given(spec, asked)]
-    recipe = asked.get("recipe", [""])[0]
+        texts += [text if spec.kind == "external" else f"{spec.name}={text}" for text in _values_given(spec, form)]
+    recipe = form.get("recipe", [""])[0]
     if isinstance(offer.what, Flow):
-        lines = [line.strip() for text in asked.get("changes", ()) for line in text.splitlines()]
+        lines = [line.strip() for text in form.get("changes", ()) for line in text.splitlines()]
         changes = [line for line in lines if line]
-        return Request(f"flow:{offer.what.name}", recipe or DEFAULT_RECIPE, tuple(changes), tuple(texts), project=_project(asked))
+        return Request(f"flow:{offer.what.name}", recipe or DEFAULT_RECIPE, tuple(changes), tuple(texts), project=_project(form))
     before, own = _values(offer, recipe), flat(offer.what.config.model_construct().model_dump(mode="json", warnings=False))
     changes = []
     for path, value in before.items():
-        now = asked[f"set.{path}"][0] if f"set.{path}" in asked else _as_yaml(value)
+        now = form[f"set.{path}"][0] if f"set.{path}" in form else _as_yaml(value)
         if now != _as_yaml(own.get(path)) or path not in own:
             changes.append(f"{path}={now}")
-    return Request(f"stage:{offer.what.name}", None, tuple(changes), tuple(texts), project=_project(asked))
+    return Request(f"stage:{offer.what.name}", None, tuple(changes), tuple(texts), project=_project(form))
 
 
 def offer_of(name: str) -> Offer:
     """Return the flow or stage of a name as a server has it."""
-    found = {offer.flow: offer for offer in offers()}
-    if name not in found:
-        raise PunaError(f"{name}: no such flow or stage{did_you_mean(name, list(found))}")
-    return found[name]
+    by_name = {offer.flow: offer for offer in offers()}
+    if name not in by_name:
+        raise PunaError(f"{name}: no such flow or stage{did_you_mean(name, list(by_name))}")
+    return by_name[name]
 
 
 def server_beside(store: Store) -> Server:
@@ -242,16 +242,16 @@ def server_beside(store: Store) -> Server:
 def deployment(server: Server, name: str) -> dict[str, Any]:
     """Return the server's deployment `name`."""
     asking = {"deployments": {"tags": {"all_": ["puna"]}}, "flows": {"name": {"any_": [name]}}}
-    found = server.insist("POST", "/deployments/filter", asking)
-    if not found:
+    deployments = server.insist("POST", "/deployments/filter", asking)
+    if not deployments:
         raise PunaError(f"{name}: is not offered yet; in some seconds it is")
-    made: dict[str, Any] = found[0]
-    return made
+    first: dict[str, Any] = deployments[0]
+    return first
 
 
-def _row(step: PlannedStep, known: bool) -> list[Content]:
+def _row(step: PlannedStep, estimated: bool) -> list[Content]:
     one = step.expected
-    cost: list[Content] = ["?" for _ in COSTS if known] if one is None else [duration(one.seconds), size(one.bytes), size(one.memory)]
+    cost: list[Content] = ["?" for _ in COSTS if estimated] if one is None else [duration(one.seconds), size(one.bytes), size(one.memory)]
     waits = f"after {step.why}" if step.state == "after" else step.why
     return [tag("b", step.label), *cost, tag("small", waits)]
 
@@ -262,31 +262,31 @@ def _first(doc: str) -> list[Content]:
     return [tag("code", words) if number % 2 else words for number, words in enumerate(sentence.split("`"))]
 
 
-def _values_given(spec: InputSpec, asked: Asked) -> list[str]:
+def _values_given(spec: InputSpec, form: Asked) -> list[str]:
     """Return the value filled in for an input."""
-    lines = [line.strip() for text in asked.get(spec.name, ()) for line in text.splitlines()]
+    lines = [line.strip() for text in form.get(spec.name, ()) for line in text.splitlines()]
     return [picked(line) for line in lines if line]
 
 
-def _recipe(offer: Offer, asked: Asked) -> Content:
-    now = asked.get("recipe", [DEFAULT_RECIPE if isinstance(offer.what, Flow) else ""])[0]
+def _recipe(offer: Offer, form: Asked) -> Content:
+    now = form.get("recipe", [DEFAULT_RECIPE if isinstance(offer.what, Flow) else ""])[0]
     if isinstance(offer.what, Flow):
         options = [option(name, name, chosen=name == now) for name in shipped_recipes()]
         return field("Recipe", tag("select", options, name="recipe"))
-    found = settings_of(offer.what)
+    groups = settings_of(offer.what)
     links = [
         tag("a", recipe + ("" if step == offer.what.name else f": {step}"),
             href=f"/puna/start/{offer.flow}?{urlencode({'recipe': f'{recipe}:{step}'})}",
             aria_current="page" if now == f"{recipe}:{step}" else None)
-        for recipe, step in found
+        for recipe, step in groups
     ]  # fmt: skip
-    kept = tag("input", type="hidden", name="recipe", value=now) if now else None
-    return [tag("nav", "Values of ", links, aria_label="Recipes") if links else None, kept]
+    hidden = tag("input", type="hidden", name="recipe", value=now) if now else None
+    return [tag("nav", "Values of ", links, aria_label="Recipes") if links else None, hidden]
 
 
-def _input(spec: InputSpec, choices: Choices, asked: Asked) -> Html:
+def _input(spec: InputSpec, choices: Choices, form: Asked) -> Html:
     """Return an input: files as lines of text, an artifact from a list."""
-    now = _values_given(spec, asked)
+    now = _values_given(spec, form)
     if spec.kind == "external":
         words = f"{spec.name}: files or folders, one a line{', none: the sample of real pages' if spec.many or spec.optional else ''}"
         return field(words, tag("textarea", "\n".join(now), name=spec.name, rows=2, spellcheck="false"))
@@ -299,20 +299,20 @@ def _input(spec: InputSpec, choices: Choices, asked: Asked) -> Html:
     words = f"{spec.name} ({about})" if about else spec.name
     if not there and not more:
         return field(words, tag("select", option("", "the store holds none yet"), disabled=True))
-    shown = min(4, max(2, len(options))) if spec.many else None
-    return field(words, tag("select", options, name=spec.name, multiple=spec.many, size=shown))
+    rows = min(4, max(2, len(options))) if spec.many else None
+    return field(words, tag("select", options, name=spec.name, multiple=spec.many, size=rows))
 
 
-def _changes(asked: Asked) -> Html:
-    box = tag("textarea", "\n".join(asked.get("changes", ())), name="changes", rows=3, spellcheck="false",
+def _changes(form: Asked) -> Html:
+    box = tag("textarea", "\n".join(form.get("changes", ())), name="changes", rows=3, spellcheck="false",
               placeholder="select.gopher_quality.min_words=60")  # fmt: skip
     return field("Changes of the recipe, one a line; line_dedup=null leaves a step out", box)
 
 
-def _settings(offer: Offer, asked: Asked) -> list[Content]:
+def _settings(offer: Offer, form: Asked) -> list[Content]:
     """Return the fields of a stage's configuration, by group; those that are many are folded."""
     assert isinstance(offer.what, Stage)
-    values = _values(offer, asked.get("recipe", [""])[0])
+    values = _values(offer, form.get("recipe", [""])[0])
     schema = offer.what.config.model_json_schema()
     groups: dict[str, list[str]] = {}
     for path in values:
@@ -320,22 +320,22 @@ def _settings(offer: Offer, asked: Asked) -> list[Content]:
         groups.setdefault(head if dot else "", []).append(path)
 
     def fields_of(paths: Sequence[str]) -> list[Html]:
-        return [_setting(path, values[path], asked, *_about(schema, path)) for path in paths]
+        return [_setting(path, values[path], form, *_about(schema, path)) for path in paths]
 
-    made: list[Content] = []
+    parts: list[Content] = []
     if own := groups.pop("", []):
         rare = _rare(offer.what, own, values) if len(own) > MANY else []
-        made.append(tag("div", fields_of([path for path in own if path not in rare]), class_="sliders"))
+        parts.append(tag("div", fields_of([path for path in own if path not in rare]), class_="sliders"))
         if rare:
             named = [tag("b", "more"), f" {', '.join(rare)}"]
-            changed = any(asked.get(f"set.{path}", [_as_yaml(values[path])])[0] != _as_yaml(values[path]) for path in rare)
-            made.append(details(named, tag("div", fields_of(rare), class_="sliders"), open_=changed, class_="more"))
+            changed = any(form.get(f"set.{path}", [_as_yaml(values[path])])[0] != _as_yaml(values[path]) for path in rare)
+            parts.append(details(named, tag("div", fields_of(rare), class_="sliders"), open_=changed, class_="more"))
     for group, paths in groups.items():
         fields = fields_of(paths)
         about = schema["properties"].get(group, {}).get("description", "")
         inside = tag("div", fields, class_="sliders")
-        made.append(details([tag("b", group), f" {about}"], inside, open_=len(paths) <= FEW, class_="more"))
-    return made
+        parts.append(details([tag("b", group), f" {about}"], inside, open_=len(paths) <= FEW, class_="more"))
+    return parts
 
 
 def _rare(stage: Stage, paths: Sequence[str], values: Mapping[str, Any]) -> list[str]:
@@ -346,8 +346,8 @@ def _rare(stage: Stage, paths: Sequence[str], values: Mapping[str, Any]) -> list
     return [path for path in paths if path not in (often or paths[:MANY])]
 
 
-def _setting(path: str, value: Any, asked: Asked, about: str, choices: Sequence[str]) -> Html:
-    now = asked.get(f"set.{path}", [_as_yaml(value)])[0]
+def _setting(path: str, value: Any, form: Asked, about: str, choices: Sequence[str]) -> Html:
+    now = form.get(f"set.{path}", [_as_yaml(value)])[0]
     words = [tag("b", path), f" {about}"]
     if choices := ("true", "false") if isinstance(value, bool) else choices:
         control = tag("select", [option(word, word, chosen=word == now) for word in choices], name=f"set.{path}")
@@ -375,11 +375,11 @@ def _values(offer: Offer, recipe: str) -> dict[str, Any]:
     """Return the settings that a stage's form begins with, by path: of the recipe `demo`, or of `RECIPE:STEP`."""
     assert isinstance(offer.what, Stage)
     name, _, step = recipe.partition(":")
-    found = values_of(offer.what, name, step or offer.what.name) if recipe else defaults(offer).get("config")
-    if found is None:  # it has no whole set of values before some are given
+    values = values_of(offer.what, name, step or offer.what.name) if recipe else defaults(offer).get("config")
+    if values is None:  # it has no whole set of values before some are given
         needed = dict.fromkeys(name for name, one in offer.what.config.model_fields.items() if one.is_required())
-        found = needed | offer.what.config.model_construct().model_dump(mode="json", warnings=False)
-    return flat(found) if found else {}
+        values = needed | offer.what.config.model_construct().model_dump(mode="json", warnings=False)
+    return flat(values) if values else {}
 
 
 def _as_yaml(value: Any) -> str:

@@ -78,7 +78,7 @@ def test_the_start_page_offers_the_aliases_of_the_project_and_asks_for_it(client
 def test_the_forms_of_a_server_ask_for_the_project_and_names_mean_the_same_in_each(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Choices(store, everywhere=True).of("preferences")[:2] == ["default/judged@latest", "news/judged@latest"]
     asked = []
-    monkeypatch.setattr(deployments, "_told", lambda request, work: asked.append(request))
+    monkeypatch.setattr(deployments, "_run_work", lambda request, work: asked.append(request))
     for offer in (one for one in offers() if one.flow in ("curate", "prompts")):
         form = deployments.flow_of(offer)
         parameters = inspect.signature(form.fn).parameters
