@@ -155,11 +155,7 @@ def controls(
         label = f"sft_{name}_{number}"
         arm(name, step(sft, label, field="sft", number=number, through="model", adapt=updates, model=start, instructions=data))
 
-    def chosen_by(pick: Pick, answers: Output, label: str) -> Output:
-        return step(
-            rejection_sample, f"{label}_{number}", field="pick", number=number, adapt=replaced("pick", pick), answers=answers,
-            reward_model=made["reward_model"] if pick == "reward_model" else None, prompts=tasks,
-        )  # fmt: skip
+    chosen_by = partial(_chosen_by, number, tasks, made["reward_model"])
 
     def picked(pick: Pick) -> None:
         if one := checked if pick == "verifier" else chosen_by(pick, made["sample"], f"pick_{pick}"):
@@ -181,11 +177,7 @@ def controls(
             tuned("pick_instead", [*base, checked, more])
 
     def rewarded(name: str, policy: Output, reward: Reward | None = None) -> None:
-        trained = step(
-            grpo, f"grpo_{name}_{number}", field="grpo", number=number, off=True, through="policy", policy=policy,
-            reward_model=made["reward_model"], prompts=tasks, adapt=replaced("reward", reward) if reward else None,
-        )  # fmt: skip
-        arm(name, trained)
+        arm(name, _by_rl(number, tasks, made["reward_model"], name, policy, reward))
 
     # Made at once, for two arms that may be made at one time learn from it.
     checked = chosen_by("verifier", made["sample"], "pick_verifier")
@@ -199,6 +191,22 @@ def controls(
         if any(config.reward != "verifier" for config in _of_rl()):
             arms.append(partial(rewarded, "no_reward_model", made["dpo"], "verifier"))
     return arms
+
+
+def _chosen_by(number: int, tasks: Output, reward_model: Output, pick: Pick, answers: Output, label: str) -> Output:
+    """Return one answer to each prompt, picked in the given way."""
+    return step(
+        rejection_sample, f"{label}_{number}", field="pick", number=number, adapt=replaced("pick", pick), answers=answers,
+        reward_model=reward_model if pick == "reward_model" else None, prompts=tasks,
+    )  # fmt: skip
+
+
+def _by_rl(number: int, tasks: Output, reward_model: Output, name: str, policy: Output, reward: Reward | None) -> Output:
+    """Return the policy after GRPO, with another reward where one is given."""
+    return step(
+        grpo, f"grpo_{name}_{number}", field="grpo", number=number, off=True, through="policy", policy=policy,
+        reward_model=reward_model, prompts=tasks, adapt=replaced("reward", reward) if reward else None,
+    )  # fmt: skip
 
 
 def _of_rl() -> list[RolloutsConfig]:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from puna.models.generation.grammar import Mask
     from puna.models.tokens.tokenizer import Tokenizer
 
+    Row = list[tuple[Completion, dict[str, float]]]
+    Answers = list[Row]
+
 app = typer.Typer()
 SERVED_AT_ONCE = 128
 """Tokens of prompts in a step of the server on a CPU: a prompt of 3,000 stops other answers for 12 s if it is one step, for 1 s so."""
@@ -199,25 +202,33 @@ def generate(
     params = parameters(engine, {"temperature": 0.7}, **asked_of, mask=mask, **guessing)
     tokenizer = engine.tokenizer
     assert tokenizer is not None
-    answers: list[list[tuple[Completion, dict[str, float]]]]
     try:
         ids = _ids(tokenizer, inputs, raw)
         _check_room(engine, max(map(len, ids)), max_tokens)
-        if searching is None:
-            answers = [[(answer, {"drawn": len(answer.tokens)}) for answer in row] for row in engine.generate(ids, params)]
-        else:
-            chosen = searched(engine, ids, params, searching, _values(searching, requests))
-            answers = [[(one.completion, {"drawn": one.tokens, "value": one.value, "tried": one.tried})] for one in chosen]
+        answers = _answers(engine, ids, params, searching, requests)
     except ValueError as error:
         raise PunaError(str(error)) from error
-    for one, read, row in zip(requests, ids, answers, strict=True):
+    _print_answers(tokenizer, list(zip(requests, ids, answers, strict=True)), as_json, searching is not None)
+
+
+def _answers(engine: Engine, ids: list[list[int]], params: SamplingParams, searching: SearchConfig | None, requests: list[Any]) -> Answers:
+    """Return the answers to each prompt, each with its cost: all that were drawn, or the one that a search chose."""
+    if searching is None:
+        return [[(answer, {"drawn": len(answer.tokens)}) for answer in row] for row in engine.generate(ids, params)]
+    chosen = searched(engine, ids, params, searching, _values(searching, requests))
+    return [[(one.completion, {"drawn": one.tokens, "value": one.value, "tried": one.tried})] for one in chosen]
+
+
+def _print_answers(tokenizer: Tokenizer, rows: list[tuple[Any, list[int], Row]], as_json: bool, searched: bool) -> None:
+    """Print answers; of a search also, on standard error, how many tokens it drew for them."""
+    for prompt, ids, row in rows:
         for answer, cost in row:
             text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
-            whole = {"prompt": one, "text": text, "tokens": answer.tokens, "logprobs": answer.logprobs, "finished": answer.finished}
-            typer.echo(json.dumps({**whole, "read": len(read), **cost}, ensure_ascii=False) if as_json else text)
-    if searching is not None and not as_json:
-        drawn = sum(int(cost["drawn"]) for row in answers for _, cost in row)
-        answered = sum(len(answer.tokens) for row in answers for answer, _ in row)
+            whole = {"prompt": prompt, "text": text, "tokens": answer.tokens, "logprobs": answer.logprobs, "finished": answer.finished}
+            typer.echo(json.dumps({**whole, "read": len(ids), **cost}, ensure_ascii=False) if as_json else text)
+    if searched and not as_json:
+        drawn = sum(int(cost["drawn"]) for _, _, row in rows for _, cost in row)
+        answered = sum(len(answer.tokens) for _, _, row in rows for answer, _ in row)
         typer.echo(f"{drawn:,} tokens drawn for {answered:,} of answers", err=True)
 
 

@@ -298,33 +298,8 @@ def application(
         Bounded, limit=limits.body, refusal=lambda status, words: _error_response(ApiError(status, "invalid_request_error", words))
     )
 
-    @app.middleware("http")
-    async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
-        try:
-            if key is not None and request.url.path.startswith("/v1/"):
-                scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
-                if scheme.lower() != "bearer" or not hmac.compare_digest(credentials.strip().encode(), key.encode()):
-                    raise ApiError(401, "authentication_error", "the key is missing or wrong: send Authorization: Bearer KEY")
-            if request.method == "POST" and worker.active >= limits.queue:
-                raise ApiError(429, "rate_limit_error", f"{worker.active} requests are at work, as many as may be: try again later")
-        except ApiError as error:
-            return _error_response(error)
-        return await go_on(request)
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @app.get("/metrics")
-    async def metrics() -> PlainTextResponse:
-        pool = engine.scheduler.pool
-        values = {
-            **{f"puna_{count}_total": value for count, value in worker.counts.items()},
-            "puna_active_requests": worker.active,
-            "puna_pages": len(pool.references),
-            "puna_pages_in_use": len(pool.references) - pool.available,
-        }
-        return PlainTextResponse("".join(f"{name} {value}\n" for name, value in values.items()))
+    _check_requests(app, worker, limits, key)
+    _tell_state(app, worker)
 
     own = {"id": name, "object": "model", "created": 0, "owned_by": "puna"}
 
@@ -346,3 +321,39 @@ def application(
         return await answerer.chat(body, request)
 
     return app
+
+
+def _check_requests(app: FastAPI, worker: Worker, limits: Limits, key: str | None) -> None:
+    """Refuse requests without the key, and those beyond the queue."""
+
+    @app.middleware("http")
+    async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
+        try:
+            if key is not None and request.url.path.startswith("/v1/"):
+                scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+                if scheme.lower() != "bearer" or not hmac.compare_digest(credentials.strip().encode(), key.encode()):
+                    raise ApiError(401, "authentication_error", "the key is missing or wrong: send Authorization: Bearer KEY")
+            if request.method == "POST" and worker.active >= limits.queue:
+                raise ApiError(429, "rate_limit_error", f"{worker.active} requests are at work, as many as may be: try again later")
+        except ApiError as error:
+            return _error_response(error)
+        return await go_on(request)
+
+
+def _tell_state(app: FastAPI, worker: Worker) -> None:
+    """Add the addresses of the server's health and of its counts."""
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        pool = worker.engine.scheduler.pool
+        values = {
+            **{f"puna_{count}_total": value for count, value in worker.counts.items()},
+            "puna_active_requests": worker.active,
+            "puna_pages": len(pool.references),
+            "puna_pages_in_use": len(pool.references) - pool.available,
+        }
+        return PlainTextResponse("".join(f"{name} {value}\n" for name, value in values.items()))
