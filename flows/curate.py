@@ -86,7 +86,7 @@ def curate(
 
 
 def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:
-    """Return the documents that the flow begins with, as one table: those of the pages and those that are there already."""
+    """Return all documents that the flow begins with: those extracted from pages, then those given."""
     if not inputs and not documents:
         raise PunaError("flow curate needs pages or documents: --input [NAME=]URI, or --input [NAME=]documents/ID or [NAME=]ALIAS@latest")
     pages = [step(extract, pages=step(ingest, inputs=inputs))] if inputs else []

@@ -117,7 +117,7 @@ def _all(earlier: Sequence[Artifact], new_outputs: Sequence[Output]) -> tuple[Ou
 
 
 def _preferences(earlier: Sequence[Artifact], new_outputs: Sequence[Output]) -> tuple[tuple[Output, ...], int]:
-    """Return all preferences, and how many of the given ones are new. A set of which a given one has every pair gives way to that one."""
+    """Return all preferences, and the number of new pairs. A set whose pairs are all in a given set is replaced by that one."""
     items = [item for output in new_outputs for item in output.items if isinstance(item, Artifact)]
     ids = {item.key: set(item.read(columns=["id"])["id"].to_pylist()) for item in [*earlier, *items]}
     learned = set[str]().union(*(ids[item.key] for item in earlier))

@@ -237,7 +237,7 @@ def new_prompts(number: int) -> Output:
 
 
 def development_prompts() -> Output | None:
-    """Return prompts for the average's search, between those of the first finetuning and those of the rounds; none where the recipe leaves
+    """Return prompts for the average's search, taken between those of the first finetuning and the rounds. None where the recipe leaves
     them or the average out.
     """
     if not _development():
@@ -247,7 +247,7 @@ def development_prompts() -> Output | None:
 
 
 def _slice(label: str, first: int, count: int) -> Output:
-    """Return so many training prompts of each task, from the `first` after those of the first finetuning on."""
+    """Return `count` training prompts of each task, `first` places after those of the first finetuning."""
 
     def of(config: PromptsConfig) -> PromptsConfig:
         skip = config.skip + config.train + first

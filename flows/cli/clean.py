@@ -112,7 +112,7 @@ def clean(
 
 
 def look(files: list[External], imported: list[Artifact], named: Sequence[str], recipe: str = RECIPE) -> Choices:
-    """Return what a look at the first pages and documents says about fields, languages and topics. `named`: a person's changes."""
+    """Return the choices of fields, languages and topics that the first pages and documents suggest. `named`: a person's changes."""
     choices = Choices()
     values = load(recipe, list(named), "curate", RECIPE).values
     reading = values.get("ingest") or {}

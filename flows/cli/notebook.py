@@ -53,7 +53,7 @@ def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_
 def run_flow(
     flow: Flow | str, *inputs: Input, recipe: str = DEFAULT_RECIPE, changes: Sequence[str] = (), store: Store | str | Path = DEFAULT_STORE
 ) -> dict[str, Artifact]:
-    """Return the artifacts of a flow by step. `recipe`: a name or a YAML file; `changes`: `step.field=value`, as `--set` takes them."""
+    """Run a flow and return its artifacts by step. `recipe`: a name or a YAML file; `changes`: `step.field=value`, as for `--set`."""
     target = launch.chosen(f"flow:{flow.removeprefix('flow:')}") if isinstance(flow, str) else flow
     assert isinstance(target, Flow)
     if FLOWS.get(target.name) is not target:

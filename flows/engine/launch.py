@@ -110,7 +110,7 @@ def run(request: Request, store: Store) -> None:
 
 @contextlib.contextmanager
 def _little_garbage() -> Iterator[Callable[[], None]]:
-    """Return no collection of garbage looks through what is imported inside, neither while it comes nor after the call of what is given."""
+    """Turn garbage collection off during imports; after the yielded function is called, collect less often and skip the imports."""
     enabled, before = gc.isenabled(), gc.get_threshold()[0]
 
     def settled() -> None:

@@ -94,7 +94,7 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executo
 
 
 def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:
-    """Return a look at what is given for one input; None where not all of it can be looked at."""
+    """Return a function that samples all that is given for one input; None where not all of it can be sampled."""
     looks = [item.look for item in items if item.look is not None]
     if not items or len(looks) < len(items):
         return None

@@ -118,7 +118,7 @@ class _Lineage:
         return tuple(self._of(one[digest]) for digest in sorted(one))
 
     def ancestors(self, keys: Iterable[str]) -> dict[str, None]:
-        """Return all that these were made from, as far as it is still there."""
+        """Return all ancestors of these artifacts that are still in the store."""
         ancestors: dict[str, None] = {}
         todo = list(keys)
         while todo:

@@ -101,7 +101,7 @@ def _room(plot: Plot) -> float:
 
 
 def _ends(plot: Plot, x: Axis, y: Axis) -> Html:
-    """Return the last value of each curve beside its end; labels that would touch move apart."""
+    """Draw the last value of each curve beside its end, and move apart labels that would touch."""
     ends = []
     for name, points in plot.series.items():
         if points and name not in plot.faint:

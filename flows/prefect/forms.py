@@ -168,7 +168,7 @@ def picked(text: str) -> str:
 
 
 def schema(plain: Mapping[str, Any], specs: Sequence[InputSpec], choices: Choices) -> dict[str, Any]:
-    """Return the schema of a form: that of its parameters, with the artifacts of the store for its inputs and the recipes for `recipe`."""
+    """Return a form's schema: its parameters, with the store's artifacts as choices for inputs, and the recipes for `recipe`."""
     copied: dict[str, Any] = json.loads(json.dumps(plain))
     properties = copied["properties"]
     for spec in specs:

@@ -60,7 +60,7 @@ def place(name: str) -> str:
 
 
 def written_before(store: Store, run: str) -> Path | None:
-    """Return the page, written by this code, of an earlier run that has the same artifacts as `run`, which made none; None without one."""
+    """Return the page of an earlier run with the same artifacts, if this code wrote it; None where `run` itself computed something."""
 
     def artifacts(name: str) -> dict[str, str]:  # steps may end in another order
         return {made.step: made.key for made in store.log(name).made}

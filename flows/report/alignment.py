@@ -44,7 +44,7 @@ def model_label(step: Step) -> str:
 
 
 def models_by_step(store: Store) -> dict[str, str]:
-    """Return what each evaluation of a flow measured, by the evaluation's key: "round 1", or an arm, "gold answers only (round 1)".
+    """Return the label of each evaluation by its key: "round 1", or an arm, "gold answers only (round 1)".
 
     The newest run that names an evaluation counts.
     """
@@ -181,7 +181,7 @@ def _cell(m: Measured | None) -> Content:
 
 
 def arms_view(run: Run) -> Html:
-    """Return each round beside its control arms: shares with intervals, how far the round is beyond each, and what each part earned."""
+    """Show each round beside its control arms: shares with intervals, differences, and the gain of each part."""
     parts = []
     for arms_of_round in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
         head: list[Content] = ["arm"]
@@ -232,7 +232,7 @@ def reward_view(run: Run) -> Html:
 
 
 def _rewards(run: Run, answers: Step) -> dict[str, float]:
-    """Return the reward model's score of each answer: what rejection sampling recorded about this step's answers."""
+    """Return the reward model's score of each answer, as recorded by rejection sampling."""
     accuracies: dict[str, float] = {}
     for step in run.kind("instructions"):
         if step.has("scores") and any(a.key == answers.artifact.key for a in run.inputs(step)):

@@ -84,7 +84,7 @@ class Arms:
         return paired(self.scores[arm][metric], self.scores[control][metric])
 
     def claims(self) -> list[Claim]:
-        """Return all claims whose arms there are, for each metric."""
+        """Return the claims whose arms exist, for each metric."""
         claims = []
         for name, (arm, controls) in CLAIMS.items():
             there = [control for control in controls if control in self.scores]

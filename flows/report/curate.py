@@ -22,7 +22,7 @@ SLIM = 0.006  # a piece of a bar below this share of the width has no room for a
 
 
 def funnel_view(levels: list[Level], per_token: float | None, unit: str = "documents") -> Html:
-    """Return every level as a row with its bar; rules below it, each with examples to open."""
+    """Show every level as a row with its bar, and its rules below, each with examples to open."""
     most = max((level.came for level in levels), default=0)
     bare = tag("li", tag("i", class_="again"), "no page") if any(level.no_page for level in levels) else None
     gone = tag("li", tag("i", class_="gone"), "dropped by a rule")
@@ -92,7 +92,7 @@ def amount(characters: int, per_token: float | None) -> str:
 
 
 def _rule(rule: Rule, level: Level, at: int, most: int, per_token: float | None) -> Html:
-    """Return a rule's row; its bar stands under the rule's piece of the step's bar, which begins after `at` rows."""
+    """Draw a rule's row. Its bar stands under its piece of the step's bar, which begins after `at` rows."""
     words = amount(rule.characters, per_token) if rule.characters and level.edited is not None else ""
     place = f"margin-left:{100 * at / max(1, most):.2f}%;width:{100 * rule.rows / max(1, most):.2f}%"
     share = tag("i", class_=rule.look, style=place)

@@ -182,7 +182,7 @@ def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, An
 
 
 def query(artifact: Artifact, table: str, *queries: str) -> list[list[tuple[Any, ...]]]:
-    """Return DuckDB's answers, in bounded memory, to questions about a side table of an artifact, called `found`."""
+    """Return DuckDB's answers, in bounded memory, to queries of one side table, which they call `found`."""
     with (
         TemporaryDirectory() as folder,
         duckdb.connect(config={"memory_limit": "128MB", "threads": 1, "temp_directory": folder}) as connection,

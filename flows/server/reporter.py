@@ -91,7 +91,9 @@ class Reporter:
     # --- what the run says; returns at once -----------------------------------------------------------
 
     def started(self, label: str, stage: str, inputs: Mapping[str, Sequence[Artifact]], task: str | None = None) -> Told:
-        """Return a step begins; `inputs`: its artifacts by the input's name; `task`: the id of the Prefect task that it is."""
+        """Note that a step begins, and return its record. `inputs`: its artifacts by the input's name; `task`: the id of its Prefect
+        task.
+        """
         made_by = {name: [self._made[item.key] for item in items if item.key in self._made] for name, items in inputs.items()}
         edges = {name: steps for name, steps in made_by.items() if steps}
         step = Told(label, stage, edges) if task is None else Told(label, stage, edges, id=task, own=False)

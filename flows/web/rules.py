@@ -179,7 +179,7 @@ def _cards(of: Selection, ids: list[str]) -> Html:
 
 
 def _slider(of: Selection, rule: Rule, moved: float | None) -> Html:
-    """Return a threshold to move, over the distribution of what it is compared with."""
+    """Return a slider for a threshold over the distribution of its signal."""
     assert rule.number is not None
     values = numeric(of.table[rule.drop.signal])
     finite = values[~np.isnan(values)]

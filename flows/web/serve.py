@@ -135,7 +135,7 @@ def _alone(root: Path) -> Iterator[bool]:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Return the socket at the address, taken before anything slow begins."""
+    """Return a socket that listens at the address; opened before anything slow begins."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -158,7 +158,7 @@ def once() -> Html:
 
 
 def _create_run(server: Server, deployment_id: str, title: str, parameters: Mapping[str, Any], form: Asked) -> str:
-    """Return the page that follows a run which begins now, or began when the same page asked for the same before."""
+    """Start a run, or find the one that the same page started before; return the address of the page that follows it."""
     key = digest.of_value({"once": form.get("once", [uuid.uuid4().hex]), "deployment": deployment_id, "parameters": parameters})
     body = {"name": title, "parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": key}
     flow_run = server.insist("POST", f"/deployments/{deployment_id}/create_flow_run", body)
