@@ -5,7 +5,8 @@ The same class is what code reads, what a recipe is checked against, and what a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, model_validator
@@ -64,6 +65,13 @@ def _over(default: object, given: Any) -> Any:
         return given
     values = dict(default)
     return values | {name: _over(values.get(name), value) for name, value in given.items()}
+
+
+def did_you_mean(wrong: str, names: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the name that it is closest to, or else all there are."""
+    known = list(names)
+    near = difflib.get_close_matches(wrong, known, 1)
+    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}" if known else "; there are none"
 
 
 def problems(error: ValidationError) -> str:

@@ -135,9 +135,9 @@ def _resume(
         return 1, []
     tensors, record = found
     check_identity(folder, record, identity)
-    trainer.restore(tensors)
     prefix = "average."
     average.update({n.removeprefix(prefix): t.clone() for n, t in tensors.items() if n.startswith(prefix)})
+    trainer.restore({n: t for n, t in tensors.items() if not n.startswith(prefix)})
     return record["step"] + 1, record["log"]
 
 

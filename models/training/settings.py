@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from puna.models.settings import NO_RESULT, Settings
+from puna.models.training.optimizers import OPTIMIZERS
+from puna.models.training.registry import own_parameters, parameters_help
 from puna.models.training.schedules import Schedule, learning_rate
 
 Steps = float
@@ -23,23 +26,20 @@ class OptimizerSettings(Settings):
     A step that is not finite, or is a spike, changes nothing.
     """
 
-    name: Literal["adamw", "muon", "galore"] = Field(
-        "adamw", description="AdamW; or, for the matrices inside the layers, Muon, or AdamW on projected gradients (GaLore), and AdamW for "
-        "all else, at one learning rate"
+    name: str = Field(
+        "adamw", description="; ".join(f"{name}: {kind.description}" for name, kind in OPTIMIZERS.items()) + ". Weights that an optimizer "
+        "cannot update have AdamW, at the same learning rate", json_schema_extra=lambda schema: schema.update(enum=list(OPTIMIZERS)),
     )  # fmt: skip
+    parameters: dict[str, float] = Field(
+        {}, description=f"The optimizer's own parameters. {parameters_help({name: kind.__init__ for name, kind in OPTIMIZERS.items()})}"
+    )
     weight_decay: float = Field(0.1, ge=0, le=1, description="Decoupled weight decay of matrices; none on norms, biases and embeddings")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the second moment")
     epsilon: float = Field(1e-8, gt=0, lt=1, description="Added to the root of AdamW's second moment")
-    momentum: float = Field(0.95, ge=0, lt=1, description="Muon's momentum")
     embedding_scale: float = Field(
         1.0, gt=0, le=100, description="Learning rate of the token embeddings, of which a step moves few rows, over that of all else"
     )
-    galore_rank: int = Field(
-        128, ge=1, description="Directions of a matrix's shorter side that GaLore keeps moments of; a matrix with no more has AdamW's"
-    )
-    galore_every: int = Field(200, ge=1, description="Steps after which GaLore chooses these directions anew")
-    galore_scale: float = Field(0.25, gt=0, le=10, description="GaLore's learning rate over that of all else")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Global norm to which the gradient is clipped; null: no clipping")
     spike_window: int = Field(
         0, ge=0, le=10_000, description="Accepted steps that a loss and gradient norm are compared with, at least 8; 0: no spike detection"
@@ -55,11 +55,29 @@ class OptimizerSettings(Settings):
             raise ValueError(f"spike_window must be 0 or at least 8, not {self.spike_window}")
         return self
 
+    @model_validator(mode="after")
+    def _optimizer_exists(self) -> OptimizerSettings:
+        self.own()
+        return self
+
+    def own(self) -> dict[str, float]:
+        """Return the optimizer's own parameters, those that are not given at their defaults."""
+        return own_parameters(OPTIMIZERS[self.name].__init__, self.parameters, f"optimizer {self.name}")
+
+    def reached(self) -> list[Callable[..., Any]]:
+        """Return the optimizers that update weights."""
+        return [OPTIMIZERS[name] for name in sorted({self.name, "adamw"})]
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """Return the bytes of a weight, its gradient and its state, at least."""
+        return 8 + OPTIMIZERS[self.name].state_bytes
+
 
 class ScheduleSettings(Settings):
     """The learning rate over a run, and the weights that it ends with. Steps below 1 are a share of all steps."""
 
-    learning_rate: float = Field(1e-3, gt=0, le=1, description="Learning rate at the peak")
+    learning_rate: float | None = Field(None, gt=0, le=1, description="Learning rate at the peak; null: the optimizer's own")
     warmup_steps: Steps = Field(0.05, ge=0, description="Steps in which the rate rises from 0; below 1: share of all steps")
     shape: Schedule = Field(
         "cosine", description="After the warm-up: half a cosine, a line, constant, or constant with a decay at the end (wsd)"
@@ -87,6 +105,10 @@ class ScheduleSettings(Settings):
         if self.ema and self.average:
             raise ValueError("ema and average are two ways to the final weights: choose one")
         return self
+
+    def peak(self, optimizer: OptimizerSettings) -> float:
+        """Return the learning rate at the peak."""
+        return self.learning_rate or OPTIMIZERS[optimizer.name].learning_rate
 
     def warmup(self, steps: int) -> int:
         """Steps of warm-up in a run of `steps`."""
@@ -181,7 +203,7 @@ class TrainConfig(Settings):
         return learning_rate(
             step,
             steps=self.steps,
-            peak=self.schedule.learning_rate,
+            peak=self.schedule.peak(self.optimizer),
             warmup_steps=self.warmup_steps,
             schedule=self.schedule.shape,
             final_ratio=self.schedule.final_ratio,
@@ -297,8 +319,8 @@ class RolloutSettings(Settings):
         self.training(self.schedule.learning_rate)
         return self
 
-    def training(self, rate: float) -> TrainConfig:
-        """The loop's settings of a model, at its learning rate."""
+    def training(self, rate: float | None) -> TrainConfig:
+        """Return the loop's settings of a model, at its learning rate."""
         return TrainConfig(
             steps=self.rollouts * self.epochs * self.minibatches,
             schedule=self.schedule.replace(learning_rate=rate),

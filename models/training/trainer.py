@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,9 +18,7 @@ from puna.models import accounting
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.machine import DTYPES, Precision
-from puna.models.training.optimizers.adamw import AdamW
-from puna.models.training.optimizers.galore import GaLore
-from puna.models.training.optimizers.muon import Muon, inner_matrices
+from puna.models.training.optimizers import OPTIMIZERS, Group, Optimizer
 from puna.models.training.settings import TrainConfig
 from puna.models.training.spikes import NO_LIMITS, Limits
 from puna.models.transformer import Decoder, Experts, Linear
@@ -112,12 +110,10 @@ class Trainer:
             limit = self.config.optimizer.max_grad_norm
             factor = None if limit is None else clipping_factor(norm, limit)
             for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * group["scale"]
-                optimizer.step(factor)
+                optimizer.step(rate, factor)
             self._publish()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        for weight in self.weights.values():
+            weight.grad = None
         seconds = time.perf_counter() - started
         tokens = sum(len(part) for part in micro)
         return {
@@ -212,31 +208,26 @@ class Trainer:
             parameter.copy_(self.weights[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and the optimisers' moments, by name."""
+        """Return the weights and all state of their optimisers, by name."""
         state: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             state[f"weight.{name}"] = weight.detach()
             for optimizer in self.optimizers:
                 for key, value in optimizer.state.get(weight, {}).items():
-                    state[f"{key}.{name}"] = value
+                    state[f"state.{key}.{name}"] = value
         return state
 
+    @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of `tensors`."""
-        self.assign({name: tensors[f"weight.{name}"] for name in self.weights})
-        names = {id(weight): name for name, weight in self.weights.items()}
-        for optimizer in self.optimizers:
-            optimizer.state.clear()
-            for weight in (w for group in optimizer.param_groups for w in group["params"]):
-                name = names[id(weight)]
-                moments = {
-                    # Copies: what was read from a file lies in memory mapped from it.
-                    key: tensors[f"{key}.{name}"].to("cpu" if key == "step" else weight.device, copy=True)
-                    for key in ("step", "exp_avg", "exp_avg_sq", "momentum", "projection")
-                    if f"{key}.{name}" in tensors
-                }
-                if moments:
-                    optimizer.state[weight] = moments
+        """Overwrite weights and optimiser state with those that `tensors` returned; ValueError if a tensor is missing or left over."""
+        own = self.tensors()
+        shapes, given = ({name: tensor.shape for name, tensor in some.items()} for some in (own, tensors))
+        if different := sorted(name for name in own.keys() | tensors.keys() if shapes.get(name) != given.get(name)):
+            raise ValueError(f"the state of the training does not fit: {different[0]} is {given.get(different[0])} in it, and "
+                             f"{shapes.get(different[0])} in this model with its optimiser; remove the state to begin anew")  # fmt: skip
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+        self._publish()
 
     @torch.no_grad()
     def assign(self, values: dict[str, Tensor]) -> None:
@@ -248,41 +239,42 @@ class Trainer:
 
 def optimizers(
     model: nn.Module, weights: dict[str, nn.Parameter], config: TrainConfig, scales: Mapping[str, float]
-) -> list[AdamW | Muon | GaLore]:
-    """AdamW for all weights, or Muon or GaLore for the matrices inside the layers and AdamW for the others.
+) -> list[Optimizer]:
+    """Return the configured optimiser and, where that takes whole matrices alone, AdamW for the other weights.
 
     Each group's `scale` multiplies its learning rate; `scales` has those that are not 1, by name; `embedding_scale` comes on top.
     """
-    settings, rate = config.optimizer, config.schedule.learning_rate
+    settings = config.optimizer
     if unknown := sorted(scales.keys() - weights.keys()):
         raise ValueError(f"there is no trained parameter {unknown[0]} whose learning rate could be scaled")
     plain, embedded = undecayed(model), embeddings(model)
-    inner = inner_matrices(model) & weights.keys() if settings.name != "adamw" else set()
-    if settings.name == "galore":
-        inner = {name for name in inner if min(weights[name].shape[-2:]) > settings.galore_rank}
+    kind, own = OPTIMIZERS[settings.name], settings.own()
+    fitting = inner_matrices(model) if kind.whole_matrices else weights.keys()
+    first = {name for name in weights if name in fitting and kind.takes(weights[name], **own)}
 
-    def groups(names: list[str]) -> list[dict[str, Any]]:
+    def groups(names: Iterable[str]) -> list[Group]:
         kinds: dict[tuple[float, bool], list[nn.Parameter]] = {}
         for name in names:
             scale = scales.get(name, 1.0) * (settings.embedding_scale if name in embedded else 1.0)
             kinds.setdefault((scale, name in plain), []).append(weights[name])
-        return [
-            {"params": kinds[key], "weight_decay": 0.0 if key[1] else settings.weight_decay, "scale": key[0]} for key in sorted(kinds)
-        ]
+        return [Group(kinds[key], key[0], 0.0 if key[1] else settings.weight_decay) for key in sorted(kinds)]
 
-    made: list[AdamW | Muon | GaLore] = []
-    adam = (rate, (settings.beta1, settings.beta2), settings.epsilon)
-    if inner:
-        within = groups([name for name in weights if name in inner])
-        low = (settings.galore_rank, settings.galore_every, settings.galore_scale)
-        made.append(Muon(within, rate, settings.momentum) if settings.name == "muon" else GaLore(within, *adam, *low))
-    if rest := groups([name for name in weights if name not in inner]):
-        made.append(AdamW(rest, *adam))
+    made: list[Optimizer] = []
+    if first:
+        made.append(kind(groups(name for name in weights if name in first), settings, **own))
+    if len(first) < len(weights):
+        made.append(OPTIMIZERS["adamw"](groups(name for name in weights if name not in first), settings))
     return made
 
 
+def inner_matrices(model: nn.Module) -> set[str]:
+    """Return the names of the matrices inside the layers: not embeddings, heads or routers."""
+    outer, skipped = ("lm_head.weight", "score.weight", "mlp.gate.weight"), embeddings(model)
+    return {name for name, p in model.named_parameters() if p.ndim >= 2 and name not in skipped and not name.endswith(outer)}
+
+
 def eight_bit_linears(model: nn.Module, kind: Kind) -> list[Linear]:
-    """The matrices inside the layers, which `linear_precision` puts into 8 bits: not embeddings, heads or routers.
+    """Return the matrices inside the layers, which `linear_precision` puts into 8 bits.
 
     Raises ValueError where 8 bits would not be what they promise: on a device without such products, in a model
     whose experts are multiplied together, or without a layer of ours.
@@ -298,13 +290,13 @@ def eight_bit_linears(model: nn.Module, kind: Kind) -> list[Linear]:
 
 
 def embeddings(model: nn.Module) -> set[str]:
-    """Names of the embeddings, an output layer that shares their matrix among them."""
+    """Return the names of the embeddings, an output layer that shares their matrix among them."""
     matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return {name for name, p in model.named_parameters() if id(p) in matrices}
 
 
 def undecayed(model: nn.Module) -> set[str]:
-    """Names of the parameters without weight decay: vectors (norms, biases) and embeddings."""
+    """Return the names of the parameters without weight decay: vectors (norms, biases) and embeddings."""
     return {name for name, p in model.named_parameters() if p.ndim < 2} | embeddings(model)
 
 

@@ -49,7 +49,7 @@ class DistillConfig(AdapterConfig):
 def needs(config: DistillConfig, facts: Facts) -> list[str]:
     """A chat template, one tokenizer, and memory."""
     one = one_tokenizer(facts, "student", "teacher")
-    memory = trained(facts, "student", config.training.optimizer.name, config.method)
+    memory = trained(facts, "student", config.training.optimizer, config.method)
     return [*chat_template(facts, "student"), *one, *memory, *config.unmet()]
 
 

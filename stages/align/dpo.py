@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def needs(config: DpoConfig, facts: Facts) -> list[str]:
     """A chat template, and memory."""
-    return [*chat_template(facts, "model"), *trained(facts, "model", config.training.optimizer.name, config.method), *config.unmet()]
+    return [*chat_template(facts, "model"), *trained(facts, "model", config.training.optimizer, config.method), *config.unmet()]
 
 
 @stage(kind="model", device=True, needs=needs)

@@ -28,7 +28,7 @@ MEASURED = 32
 
 def needs(config: RewardModelConfig, facts: Facts) -> list[str]:
     """A chat template, and memory."""
-    return [*chat_template(facts, "model"), *trained(facts, "model", config.training.optimizer.name, config.method), *config.unmet()]
+    return [*chat_template(facts, "model"), *trained(facts, "model", config.training.optimizer, config.method), *config.unmet()]
 
 
 @stage(kind="model", device=True, needs=needs)

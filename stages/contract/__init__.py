@@ -1,6 +1,7 @@
 """The stage contract: what a stage declares, what it is given, and how one is run."""
 
-from puna.stages.contract.config import SeededConfig, StageConfig, did_you_mean, parse
+from puna.models.settings import did_you_mean
+from puna.stages.contract.config import SeededConfig, StageConfig, parse
 from puna.stages.contract.declaration import (
     REGISTRY,
     Answers,

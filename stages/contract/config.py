@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
-from puna.models.settings import Settings
+from puna.models.settings import Settings, did_you_mean
 from puna.storage import PunaError
 
 
@@ -16,14 +15,28 @@ class StageConfig(Settings):
     """Base of every stage configuration and of its nested groups."""
 
     def reaches(self) -> list[tuple[str, str]]:
-        """Functions that the configuration names, as module and symbol: what they reach counts in the key as the stage's own code."""
-        return []
+        """Return the functions and classes that the configuration and its groups name, as module and symbol.
+
+        The code that they reach counts in the key as the stage's own code.
+        """
+        return sorted({(one.__module__, one.__qualname__) for one in _named_by(self)})
 
 
 class SeededConfig(StageConfig):
     """Configuration of a stage that draws random numbers."""
 
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of every random choice of the stage")
+
+
+def _named_by(settings: object) -> Iterator[Any]:
+    """Yield the functions and classes that groups of settings name by a method `reached`."""
+    if isinstance(settings, list | tuple):
+        for item in settings:
+            yield from _named_by(item)
+    elif isinstance(settings, Settings):
+        yield from settings.reached() if hasattr(settings, "reached") else ()
+        for name in type(settings).model_fields:
+            yield from _named_by(getattr(settings, name))
 
 
 C = TypeVar("C", bound="StageConfig")
@@ -50,13 +63,6 @@ def describe(error: ValidationError, where: str, kind: type[BaseModel]) -> str:
         else:
             lines.append(f"{name}: {item['msg']} (got {_short(item['input'])})")
     return "\n".join(lines)
-
-
-def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that is none of `known`: the one it is likely to stand for, or else all there are."""
-    names = list(known)
-    near = difflib.get_close_matches(wrong, names, 1)
-    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(names)}" if names else "; there are none"
 
 
 def _meant(wrong: str, kind: type[BaseModel], path: Iterable[int | str]) -> str:

@@ -70,7 +70,7 @@ class Job(NamedTuple):
 def needs(config: AnnealExperimentConfig, facts: Facts) -> list[str]:
     """A token between documents, a chat template where prompts are given, and memory."""
     rendered = chat_template(facts, "model") if facts.inputs.get("prompts") else []
-    return [*documents_apart(facts, "model"), *rendered, *trained(facts, "model", config.optimizer.name)]
+    return [*documents_apart(facts, "model"), *rendered, *trained(facts, "model", config.optimizer)]
 
 
 @stage(kind="evaluation", needs=needs)

@@ -69,8 +69,8 @@ def shrunk(shape: ModelShape, width: int) -> ModelShape:
     )
 
 
-def shortened(phase: Phase, share: float, rate: float) -> Phase:
-    """The phase on `share` of its tokens, each part of the schedule in proportion, at another peak rate.
+def shortened(phase: Phase, share: float, peak: float) -> Phase:
+    """Return the phase on `share` of its tokens, each part of the schedule in proportion, at another peak rate.
 
     Rows of a step shrink with the root of the share: the best batch grows with the run (McCandlish et al. 2018).
     """
@@ -92,7 +92,7 @@ def shortened(phase: Phase, share: float, rate: float) -> Phase:
             anneal_steps=anneal,
             decay_steps=decay,
             average=min(schedule.average, anneal),
-            learning_rate=min(1.0, schedule.learning_rate * rate),
+            learning_rate=min(1.0, peak),
         ),
     )
 
@@ -169,7 +169,8 @@ def _run(
     positions = _positions(_reader(tokens, config, config.phase, seed, begin))
     shape: ModelConfig = small.complete(vocab_size, positions)
     share = accounting.matrix_parameters(shape) / accounting.matrix_parameters(config.model.complete(vocab_size, positions))
-    phase = shortened(config.phase, share, (config.model.hidden_size / width) ** config.rate_exponent)
+    rate = config.phase.schedule.peak(config.optimizer) * (config.model.hidden_size / width) ** config.rate_exponent
+    phase = shortened(config.phase, share, rate)
     reader = _reader(tokens, config, phase, seed, begin)
     settings = phase.train_config(config.optimizer, config.compute)
     with one_thread():

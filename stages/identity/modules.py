@@ -10,7 +10,7 @@ from pathlib import Path
 
 from puna.stages.identity import sources
 
-GROUPS = ("puna.stages", "puna.signals", "puna.rules", "puna.verifiers", "puna.losses", "puna.flows")
+GROUPS = ("puna.stages", "puna.signals", "puna.rules", "puna.verifiers", "puna.losses", "puna.optimizers", "puna.flows")
 """The groups of entry points in which packages offer plugins."""
 
 _places: dict[str, Path] = {}

@@ -28,7 +28,7 @@ def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
     """PEFT's settings for this model; PunaError names a target that it does not have."""
     from peft import LoraConfig
 
-    from puna.models.training.optimizers.muon import inner_matrices
+    from puna.models.training.trainer import inner_matrices
 
     parts = {name.split(".")[-2] for name in inner_matrices(model) if name.endswith(".weight")}
     if unknown := sorted(set(lora.targets) - parts):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 
+from puna.models.training.settings import OptimizerSettings
 from puna.stages.contract import Facts
 from puna.stages.training.train import check_one_tokenizer
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import Artifact, PunaError
 
-TRAINED_BYTES = {"adamw": 16, "muon": 12, "galore": 8}
-"""Per parameter, by optimizer: weight and gradient in fp32, and AdamW's two moments or Muon's one; GaLore's depend on its rank and count
-for nothing."""
 HELD_BYTES = 4
 """Per parameter that is computed with and not trained."""
 TOKENIZER = "tokenizer_config.json"
@@ -71,12 +69,12 @@ def memory(facts: Facts, parameters: int, bytes_each: int, remedy: str) -> list[
     ]
 
 
-def trained(facts: Facts, name: str, optimizer: str, method: str | None = None) -> list[str]:
-    """Memory for training the model of input `name` by this optimizer; `method`: `full` or `lora`, where the stage has both."""
+def trained(facts: Facts, name: str, optimizer: OptimizerSettings, method: str | None = None) -> list[str]:
+    """Return complaints about the memory for training the model of input `name`; `method`: `full` or `lora`, where the stage has both."""
     remedy = "take a smaller model or another machine"
     if method == "full":
         remedy = f"train adapters (method=lora), or {remedy}"
-    each = HELD_BYTES if method == "lora" else TRAINED_BYTES[optimizer]
+    each = HELD_BYTES if method == "lora" else optimizer.bytes_per_parameter
     return [said for model in models_of(facts, name) for said in memory(facts, size(model), each, remedy)]
 
 

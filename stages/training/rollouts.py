@@ -61,7 +61,7 @@ def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
     """A chat template, a reward model where it rewards, one tokenizer for both, and memory."""
     missing = [] if config.reward == "verifier" or "reward_model" in facts.inputs else [_without(config)]
     one = one_tokenizer(facts, "policy", "reward_model")
-    memory = trained(facts, "policy", config.optimizer.name, config.method)
+    memory = trained(facts, "policy", config.optimizer, config.method)
     return [*missing, *chat_template(facts, "policy"), *one, *memory, *config.unmet()]
 
 

@@ -187,8 +187,8 @@ class DpoConfig(AdaptableConfig):
     def reaches(self) -> list[tuple[str, str]]:
         """A loss from outside: its code decides the model as the stage's own does."""
         if self.loss in LOSSES:
-            return []
+            return super().reaches()
         from puna.models.training.losses import REGISTRY
 
         function = REGISTRY[self.loss].function
-        return [(function.__module__, function.__qualname__)]
+        return [*super().reaches(), (function.__module__, function.__qualname__)]

@@ -17,12 +17,15 @@ from puna.models import accounting, transformer
 from puna.models.config import ModelConfig, Moe
 from puna.models.training import objectives as o
 from puna.models.training.loop import TrainConfig, Trainer, TrainingDiverged, train, weights_digest
+from puna.models.training.optimizers import OPTIMIZERS, Group, Optimizer, Updated
 from puna.models.training.optimizers.adamw import AdamW
 from puna.models.training.optimizers.galore import GaLore, directions
-from puna.models.training.optimizers.muon import Muon, inner_matrices, orthogonalise
+from puna.models.training.optimizers.muon import Muon, orthogonalise
 from puna.models.training.packing import Sampler, pack, step_indices
 from puna.models.training.schedules import Ramp
+from puna.models.training.settings import OptimizerSettings
 from puna.models.training.spikes import NO_LIMITS, spike_limits
+from puna.models.training.trainer import inner_matrices
 from puna.models.transformer import Linear, Transformer
 
 from .nested import nested
@@ -58,10 +61,10 @@ def test_muon_by_hand():
     w0 = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     g1, g2 = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1))
     w = torch.nn.Parameter(w0.clone())
-    muon = Muon([w], lr=0.1, momentum=0.9, weight_decay=0.2)
+    muon = Muon([Group([w], weight_decay=0.2)], OptimizerSettings(), momentum=0.9)
     for g in (g1, g2):
         w.grad = g.clone()
-        muon.step()
+        muon.step(0.1)
     size = 0.1 * 0.2 * math.sqrt(6)
     first = w0 * (1 - 0.02) - size * orthogonalise(1.9 * g1)
     second = first * (1 - 0.02) - size * orthogonalise(g2 + 0.9 * (0.9 * g1 + g2))
@@ -72,6 +75,7 @@ def test_muon_by_hand():
 
 
 ADAM = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6}
+SAME = OptimizerSettings(beta1=0.8, beta2=0.9, epsilon=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(4, 9), (9, 4), (2, 5, 7)])
@@ -79,11 +83,11 @@ def test_galore_is_adamw_in_the_space_of_its_directions(shape: tuple[int, ...]):
     w0, g1, g2, g3 = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tall, decay = shape[-2] > shape[-1], 1 - 0.02 * 0.3
     w = torch.nn.Parameter(w0.clone())
-    galore = GaLore([{"params": [w], "weight_decay": 0.3}], **ADAM, rank=3, every=2, scale=0.5)
+    galore = GaLore([Group([w], weight_decay=0.3)], SAME, rank=3, every=2, scale=0.5)
     expected, small = w0.clone(), None
     for number, g in enumerate((g1, g2, g3)):
         w.grad = g.clone()
-        galore.step(torch.tensor(0.7, dtype=torch.float64))
+        galore.step(0.02, torch.tensor(0.7, dtype=torch.float64))
         wide = g.mT if tall else g
         if number % 2 == 0:
             p = directions(wide, 3)
@@ -105,18 +109,18 @@ def test_galores_directions_are_the_strongest():
 
 
 def galore(rank: int, **more) -> TrainConfig:
-    return TrainConfig(steps=12, schedule={"learning_rate": 0.01}, optimizer={"name": "galore", "galore_rank": rank, **more})
+    return TrainConfig(steps=12, schedule={"learning_rate": 0.01}, optimizer={"name": "galore", "parameters": {"rank": rank, **more}})
 
 
 def test_galore_holds_what_it_says_and_a_full_rank_is_adamw():
     for rank, config in ((6, CONFIG), (6, EXPERTS), (16, CONFIG)):
         made = model(config)
-        trainer = Trainer(made, o.LanguageModeling(), galore(rank, galore_scale=0.5))
+        trainer = Trainer(made, o.LanguageModeling(), galore(rank, scale=0.5))
         trainer.step(1, batches(1), 0)
         inner = inner_matrices(made)
         for name, weight in made.named_parameters():
             stacked, (m, n) = weight.numel() // max(1, math.prod(weight.shape[-2:])), sorted(weight.shape[-2:]) if weight.ndim > 1 else (1, 1)
-            moments = sum(v.numel() for k, v in trainer.tensors().items() if k.partition(".")[2] == name and not k.startswith("weight") and v.ndim)
+            moments = sum(v.numel() for k, v in trainer.tensors().items() if k.startswith("state.") and k.split(".", 2)[2] == name and v.ndim)
             projected = name in inner and m > rank
             assert moments == (stacked * (m * rank + 2 * rank * n) if projected else 2 * weight.numel()), name
     full, plain = model(), model()
@@ -125,27 +129,106 @@ def test_galore_holds_what_it_says_and_a_full_rank_is_adamw():
     assert weights_digest(full) == weights_digest(plain)
 
 
-def test_galore_learns_and_resumes_to_the_same_bits(tmp_path: Path):
+# ---- any optimiser ------------------------------------------------------------------------------------
+
+
+class Lion(Optimizer):
+    """The sign of a moving average (Chen et al. 2023), whole in this file: all that Puna must know of an optimiser."""
+
+    name, description, state_bytes, learning_rate = "lion", "Lion for all weights", 4, 1e-4
+
+    def start(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"average": torch.zeros_like(weight)}
+
+    def update(self, weights: list[Updated], rate: float, weight_decay: float, factor: torch.Tensor | None) -> None:
+        for weight, gradient, state in weights:
+            gradient = gradient if factor is None else gradient * factor
+            direction = state["average"].lerp(gradient, 1 - self.settings.beta1).sign()
+            weight.mul_(1 - rate * weight_decay).sub_(direction, alpha=rate)
+            state["average"].lerp_(gradient, 1 - self.settings.beta2)
+
+
+OWN = {"adamw": {}, "galore": {"rank": 6, "every": 5, "scale": 1}, "lion": {}, "muon": {}}
+
+
+class Killed(Exception):
+    pass
+
+
+def resumed(folder: Path, config: TrainConfig, shape: ModelConfig = CONFIG) -> tuple[list[dict], Transformer, Transformer]:
+    """The log and model of a training, and the model of the same one that ends after step 7 and goes on from what it saved."""
+
+    def kill(row: dict) -> None:
+        if row["step"] == 7:
+            raise Killed
+
     def same(step: int) -> list[o.Targets]:
         return batches(1)
 
-    config = TrainConfig(steps=12, schedule={"learning_rate": 0.03}, optimizer={"name": "galore", "galore_rank": 6, "galore_every": 5, "galore_scale": 1})
-    whole, again = model(), model()
+    whole, again = model(shape), model(shape)
     log = train(whole, o.LanguageModeling(), same, config, seed=3)
-    assert log[-1]["loss"] < 0.7 * log[0]["loss"]
+    with pytest.raises(Killed):
+        train(model(shape), o.LanguageModeling(), same, config, 3, folder, 3, on_step=kill)
+    train(again, o.LanguageModeling(), same, config, 3, folder, 3)
+    return log, whole, again
 
-    class Stop(Exception):
-        pass
 
-    def stop(row: dict) -> None:
-        if row["step"] == 7:
-            raise Stop
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_every_optimizer_learns_keeps_what_it_declares_and_resumes_to_the_same_bits(tmp_path: Path, name: str):
+    for shape in (CONFIG, EXPERTS):
+        config = TrainConfig(
+            steps=12, schedule={"learning_rate": 0.01 if name == "lion" else 0.03, "ema": 0.8}, compute={"activation_checkpointing": True},
+            optimizer={"name": name, "parameters": OWN[name], "spike_window": 8},
+        )  # fmt: skip
+        log, whole, again = resumed(tmp_path / str(shape.moe is None), config, shape)
+        assert log[-1]["loss"] < 0.75 * log[0]["loss"]
+        assert weights_digest(again) == weights_digest(whole) != weights_digest(model(shape)) and not whole.model.checkpointing
+        trainer = Trainer(model(shape), o.LanguageModeling(), config)
+        updated = [weight for optimizer in trainer.optimizers if optimizer.name == name for weight in optimizer.state]
+        state = sum(tensor.nbytes for weight in updated for tensor in trainer.optimizers[0].state[weight].values() if tensor.ndim)
+        assert name == "galore" or state == OPTIMIZERS[name].state_bytes * sum(weight.numel() for weight in updated)
+        assert OPTIMIZERS[name].whole_matrices == (len(updated) < len(trainer.weights))
 
-    with pytest.raises(Stop):
-        train(again, o.LanguageModeling(), same, config, seed=3, checkpoint_dir=tmp_path, checkpoint_every=3, on_step=stop)
-    resumed = model()
-    train(resumed, o.LanguageModeling(), same, config, seed=3, checkpoint_dir=tmp_path)
-    assert weights_digest(resumed) == weights_digest(whole)
+
+def test_an_optimizer_of_ones_own_is_one_class():
+    config = TrainConfig(steps=1, schedule={"warmup_steps": 0, "shape": "constant"}, optimizer={"name": "lion", "weight_decay": 0})
+    assert config.rate(1) == 1e-4 and TrainConfig(steps=1, schedule={"warmup_steps": 0, "shape": "constant"}).rate(1) == 1e-3
+    assert config.optimizer.bytes_per_parameter == 12 and Lion in config.optimizer.reached()
+    made = model()
+    before = {name: p.detach().clone() for name, p in made.named_parameters()}
+    train(made, o.LanguageModeling(), batches, config, seed=0)
+    for name, p in made.named_parameters():  # the first step goes the rate's way against each gradient's sign
+        assert set(((p - before[name]) / 1e-4).round().unique().tolist()) <= {-1, 0, 1}, name
+
+
+def test_a_state_that_is_not_all_there_is_refused():
+    trainers = [Trainer(model(), o.LanguageModeling(), TrainConfig(steps=9, optimizer={"name": name})) for name in ("adamw", "lion")]
+    adam, lion = (trainer.tensors() for trainer in trainers)
+    with pytest.raises(ValueError, match=r"state.average.lm_head.weight is None in it, and torch.Size\(\[19, 16\]\) in this model"):
+        trainers[1].restore(adam)
+    lion["state.average.model.norm.weight"] = lion["state.average.model.norm.weight"][:1]
+    with pytest.raises(ValueError, match=r"state.average.model.norm.weight is torch.Size\(\[1\]\) in it"):
+        trainers[1].restore(lion)
+
+    class Hoarder(Lion):
+        """Keeps a tensor that no checkpoint would have."""
+
+        name = "hoarder"
+
+        def update(self, weights: list[Updated], rate: float, weight_decay: float, factor: torch.Tensor | None) -> None:
+            weights[0][2]["more"] = weights[0][1]  # type: ignore[index]
+
+    try:
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            train(model(), o.LanguageModeling(), batches, TrainConfig(steps=1, optimizer={"name": "hoarder"}), 0)
+    finally:
+        del OPTIMIZERS["hoarder"]
+    for wrong, message in (
+        ({"name": "galor"}, "no optimizer galor; did you mean galore"), ({"parameters": {"rank": 2}}, "adamw: rank: no such field"),
+        ({"name": "muon", "parameters": {"momentum": 1}}, "optimizer muon: momentum: .*less than 1"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            OptimizerSettings(**wrong)
 
 
 # ---- AdamW, and which weights Muon has --------------------------------------------------------------------
@@ -155,17 +238,14 @@ def test_adamw_equals_torch_where_gradients_are_missing_at_times():
     start = [torch.randn(5, 3, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     ours, theirs = ([torch.nn.Parameter(w.clone()) for w in start] for _ in range(2))
     groups = [([0, 1], 0.1), ([2], 0.0)]
-    settings = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6}
-    mine, peer = (
-        kind([{"params": [ws[i] for i in which], "weight_decay": decay} for which, decay in groups], **settings)
-        for kind, ws in ((AdamW, ours), (torch.optim.AdamW, theirs))
-    )
+    mine = AdamW([Group([ours[i] for i in which], weight_decay=decay) for which, decay in groups], SAME)
+    peer = torch.optim.AdamW([{"params": [theirs[i] for i in which], "weight_decay": decay} for which, decay in groups], **ADAM)
     factor = torch.tensor(0.4)
     for step, present in enumerate(([0, 1, 2], [1], [], [0, 2], [0, 1])):
         for i in range(3):
             g = torch.randn(5, 3, generator=torch.Generator().manual_seed(10 * step + i))
             ours[i].grad, theirs[i].grad = (g, g * factor) if i in present else (None, None)
-        mine.step(factor)
+        mine.step(0.02, factor)
         peer.step()
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-6, atol=1e-7)
@@ -182,11 +262,9 @@ def test_muon_trains_the_matrices_inside_the_layers_and_adamw_the_rest():
         dense = {f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
         assert ends == attention | (dense if config is CONFIG else experts)
         trainer = Trainer(made, o.LanguageModeling(), TrainConfig(steps=9, schedule={"learning_rate": 0.01}, optimizer={"name": "muon"}))
-        trained = [w for opt in trainer.optimizers for group in opt.param_groups for w in group["params"]]
+        trained = [w for opt in trainer.optimizers for w in opt.state]
         assert sorted(map(id, trained)) == sorted(map(id, made.parameters()))
-        assert {id(p) for n, p in made.named_parameters() if n in names} == {
-            id(p) for p in trainer.optimizers[0].param_groups[0]["params"]
-        }
+        assert {id(p) for n, p in made.named_parameters() if n in names} == set(map(id, trainer.optimizers[0].state))
 
 
 @pytest.mark.parametrize(("optimizer", "tied"), [("adamw", False), ("muon", False), ("muon", True)])
@@ -203,31 +281,6 @@ def test_only_embeddings_move_at_a_rate_of_their_own(optimizer: str, tied: bool)
         times = 3.0 if name == "model.embed_tokens.weight" else 1.0
         torch.testing.assert_close(moved[1][name], times * once, rtol=1e-4, atol=1e-6)
     assert moved[0]["model.embed_tokens.weight"].abs().max() == pytest.approx(0.01, rel=1e-3) and ("lm_head.weight" in moved[0]) == (not tied)
-
-
-def test_muon_learns_faster_than_nothing_and_resumes_to_the_same_bits(tmp_path: Path):
-    config = TrainConfig(steps=12, schedule={"learning_rate": 0.02, "ema": 0.8}, optimizer={"name": "muon", "spike_window": 8}, compute={"activation_checkpointing": True})
-
-    class Stop(Exception):
-        pass
-
-    def stop(row: dict) -> None:
-        if row["step"] == 7:
-            raise Stop
-
-    def same(step: int) -> list[o.Targets]:
-        return batches(1)
-
-    for shape in (CONFIG, EXPERTS):
-        whole, folder = model(shape), tmp_path / str(shape.moe is None)
-        log = train(whole, o.LanguageModeling(), same, config, seed=3)
-        assert log[-1]["loss"] < 0.7 * log[0]["loss"]
-        with pytest.raises(Stop):
-            train(model(shape), o.LanguageModeling(), same, config, 3, folder, 3, on_step=stop)
-        resumed = model(shape)
-        train(resumed, o.LanguageModeling(), same, config, 3, folder, 3)
-        assert weights_digest(resumed) == weights_digest(whole)
-        assert not whole.model.checkpointing
 
 
 # ---- averages, spikes ---------------------------------------------------------------------------------

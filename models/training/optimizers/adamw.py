@@ -1,44 +1,36 @@
-"""AdamW of `puna.kernels.adamw` over groups of parameters."""
+"""AdamW of `puna.kernels.adamw` over groups of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from puna.models.training.optimizers.base import Optimizer, Updated
 
-from puna.kernels.adamw import adamw_
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-class AdamW(torch.optim.Optimizer):
-    """AdamW with the moments of torch.optim.AdamW, by its names: `step` (on CPU), `exp_avg`, `exp_avg_sq`.
+class AdamW(Optimizer):
+    """AdamW with the moments of torch.optim.AdamW, by its names: `step` (on CPU), `exp_avg`, `exp_avg_sq`."""
 
-    Groups may have a learning rate `lr` and a `weight_decay` of their own.
-    """
+    name = "adamw"
+    description = "AdamW for all weights"
+    state_bytes = 8
 
-    def __init__(self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+    def start(self, weight: Tensor) -> dict[str, Tensor]:
+        import torch
 
-    @torch.no_grad()
-    def step(self, factor: Tensor | None = None) -> None:  # type: ignore[override]
-        """One update of all parameters with a gradient, each gradient multiplied by the scalar `factor`."""
-        for group in self.param_groups:
-            settings = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-            for step, tensors in self._by_step(group["params"]).items():
-                adamw_(*zip(*tensors, strict=True), step=step, factor=factor, **settings)
+        return {"step": torch.zeros(()), "exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
 
-    def _by_step(self, parameters: list[Tensor]) -> dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]]:
-        """Parameters with a gradient, their gradients and moments, by how often they will have been updated."""
-        found: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
-        for parameter in parameters:
-            if parameter.grad is None:
-                continue
-            state = self.state[parameter]
-            if not state:
-                state["step"] = torch.zeros(())
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-            state["step"] += 1
-            four = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-            found.setdefault(int(state["step"]), []).append(four)
-        return found
+    def update(self, weights: Sequence[Updated], rate: float, weight_decay: float, factor: Tensor | None) -> None:
+        """Update the weights together that have been updated equally often."""
+        from puna.kernels.adamw import adamw_
+
+        by_step: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
+        for weight, gradient, state in weights:
+            state["step"].add_(1)
+            by_step.setdefault(int(state["step"]), []).append((weight, gradient, state["exp_avg"], state["exp_avg_sq"]))
+        betas, eps = (self.settings.beta1, self.settings.beta2), self.settings.epsilon
+        for step, tensors in by_step.items():
+            adamw_(*zip(*tensors, strict=True), step=step, factor=factor, lr=rate, betas=betas, eps=eps, weight_decay=weight_decay)

@@ -1,63 +1,81 @@
-"""GaLore (Zhao et al., arXiv 2403.03507): Adam's moments of gradients projected on their strongest directions, for less memory."""
+"""GaLore (Zhao et al., arXiv 2403.03507): AdamW's moments of projected gradients, for less memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from puna.kernels.adamw import adamw_
+from puna.models.training.optimizers.base import Group, Optimizer, Updated
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from puna.models.training.settings import OptimizerSettings
+
+Rank = Annotated[int, Field(ge=1, description="Directions of a matrix's shorter side that moments are kept of; a smaller matrix has AdamW")]
+Every = Annotated[int, Field(ge=1, description="Steps after which the directions are chosen anew")]
+Scale = Annotated[float, Field(gt=0, le=10, description="Learning rate over that of the other weights")]
 
 
-class GaLore(torch.optim.Optimizer):
+class GaLore(Optimizer):
     """AdamW in a space of `rank` directions of each matrix's shorter side, which its gradient chooses anew every `every` steps.
 
     With the left singular vectors P [M, r] of a gradient G [M, N], M <= N (of its transpose otherwise): w <- (1 - lr decay) w -
     lr scale P adam(P^T G). The moments go on when P changes. State: `step`, `projection` P, and of r x N the moments `exp_avg` and
-    `exp_avg_sq`: M r + 2 r N numbers where AdamW keeps 2 M N. Parameters are matrices or stacks of them [E, M, N], M and N above the rank.
+    `exp_avg_sq`: M r + 2 r N numbers where AdamW keeps 2 M N. Weights are matrices or stacks of them [E, M, N], M and N above the rank.
     """
 
+    name = "galore"
+    description = "GaLore, AdamW on projected gradients, for the matrices inside the layers"
+    state_bytes = 0
+    whole_matrices = True
+
     def __init__(
-        self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, rank: int, every: int = 200, scale: float = 0.25
+        self, groups: Sequence[Group], settings: OptimizerSettings, *, rank: Rank = 128, every: Every = 200, scale: Scale = 0.25
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self.rank, self.every, self.galore_scale = rank, every, scale
+        self.rank, self.every, self.scale = rank, every, scale
+        super().__init__(groups, settings)
 
-    @torch.no_grad()
-    def step(self, factor: Tensor | None = None) -> None:  # type: ignore[override]
-        """One update of all parameters with a gradient, each gradient multiplied by the scalar `factor`."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                tall = parameter.shape[-2] > parameter.shape[-1]
-                gradient = parameter.grad.mT if tall else parameter.grad
-                update = self._update(self.state[parameter], gradient, factor, group["betas"], group["eps"])
-                parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
-                parameter.add_(update.mT if tall else update, alpha=group["lr"] * self.galore_scale)
+    @classmethod
+    def takes(cls, weight: Tensor, **own: float) -> bool:
+        return min(weight.shape[-2:]) > own["rank"]
 
-    def _update(
-        self, state: dict[str, Tensor], gradient_MN: Tensor, factor: Tensor | None, betas: tuple[float, float], eps: float
-    ) -> Tensor:
-        """AdamW's step of size 1 in the small space, out of it again: [.., M, N]."""
-        done = int(state["step"]) if state else 0
-        if done % self.every == 0:
-            state["projection"] = directions(gradient_MN, self.rank)
+    def start(self, weight: Tensor) -> dict[str, Tensor]:
+        import torch
+
+        *stack, short, long = *weight.shape[:-2], *sorted(weight.shape[-2:])
+        moments = weight.new_zeros(*stack, self.rank, long), weight.new_zeros(*stack, self.rank, long)
+        projection = weight.new_zeros(*stack, short, self.rank)
+        return {"step": torch.zeros(()), "projection": projection, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+
+    def update(self, weights: Sequence[Updated], rate: float, weight_decay: float, factor: Tensor | None) -> None:
+        for weight, gradient, state in weights:
+            tall = weight.shape[-2] > weight.shape[-1]
+            update = self._projected(state, gradient.mT if tall else gradient, factor)
+            weight.mul_(1.0 - rate * weight_decay)
+            weight.add_(update.mT if tall else update, alpha=rate * self.scale)
+
+    def _projected(self, state: Mapping[str, Tensor], gradient_MN: Tensor, factor: Tensor | None) -> Tensor:
+        """Return AdamW's step of size 1 in the small space, taken back to [.., M, N]."""
+        from puna.kernels.adamw import adamw_
+
+        if int(state["step"]) % self.every == 0:
+            state["projection"].copy_(directions(gradient_MN, self.rank))
+        state["step"].add_(1)
         small = (state["projection"].mT @ gradient_MN).contiguous()
-        if "step" not in state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(small), torch.zeros_like(small)
-        state["step"] += 1
-        update, moments = torch.zeros_like(small), (state["exp_avg"], state["exp_avg_sq"])
+        update = small.new_zeros(small.shape)
         adamw_(
-            [update], [small], [moments[0]], [moments[1]], lr=1.0, betas=betas, eps=eps, weight_decay=0.0, step=done + 1, factor=factor
+            [update], [small], [state["exp_avg"]], [state["exp_avg_sq"]], lr=1.0, betas=(self.settings.beta1, self.settings.beta2),
+            eps=self.settings.epsilon, weight_decay=0.0, step=int(state["step"]), factor=factor,
         )
         return state["projection"] @ update
 
 
 def directions(gradient_MN: Tensor, rank: int) -> Tensor:
-    """[.., M, rank] of the gradient's dtype: its strongest left singular vectors."""
+    """Return the strongest left singular vectors of a gradient, [.., M, rank] of its dtype."""
+    import torch
+
     left: Tensor = torch.linalg.svd(gradient_MN, full_matrices=False)[0]
     return left[..., :rank].contiguous()

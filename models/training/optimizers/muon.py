@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-from torch import Tensor, nn
+from pydantic import Field
+
+from puna.models.training.optimizers.base import Group, Optimizer, Updated
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from puna.models.training.settings import OptimizerSettings
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the odd polynomial a x + b x^3 + c x^5 that takes singular values in (0, 1] close to 1, by repetition."""
+Momentum = Annotated[float, Field(ge=0, lt=1, description="Share of a gradient's sum that a step keeps")]
 
 
 def orthogonalise(x_MN: Tensor, iterations: int = 5) -> Tensor:
-    """About U V^T of each matrix's singular value decomposition [..., M, N]; singular values end in 0.7 .. 1.2.
+    """Return about U V^T of each matrix's singular value decomposition [..., M, N]; singular values end in 0.7 .. 1.2.
 
     Newton-Schulz iteration, in bf16 on a GPU and in the input's dtype elsewhere.
     """
@@ -30,41 +37,29 @@ def orthogonalise(x_MN: Tensor, iterations: int = 5) -> Tensor:
     return (x.mT if tall else x).to(x_MN.dtype)
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Optimizer):
     """w <- (1 - lr decay) w - lr 0.2 sqrt(max(M, N)) orthogonalise(g + momentum m), m <- momentum m + g.
 
     The factor gives each update the size of a typical AdamW update (Liu et al. 2025), so that learning rate and
-    weight decay mean the same in both. Parameters are matrices [M, N] or stacks of them [E, M, N].
+    weight decay mean the same in both. Weights are matrices [M, N] or stacks of them [E, M, N].
     """
 
-    def __init__(
-        self, params: Iterable[Any], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+    name = "muon"
+    description = "Muon for the matrices inside the layers"
+    state_bytes = 4
+    whole_matrices = True
 
-    @torch.no_grad()
-    def step(self, factor: Tensor | None = None) -> None:  # type: ignore[override]
-        """One update of all parameters with a gradient, each gradient multiplied by the scalar `factor`."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["momentum"] = torch.zeros_like(parameter)
-                gradient = parameter.grad if factor is None else parameter.grad * factor
-                momentum = state["momentum"].mul_(group["momentum"]).add_(gradient)
-                update = orthogonalise(gradient.add(momentum, alpha=group["momentum"]))
-                size = 0.2 * math.sqrt(max(parameter.shape[-2:]))
-                parameter.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * size)
+    def __init__(self, groups: Sequence[Group], settings: OptimizerSettings, *, momentum: Momentum = 0.95) -> None:
+        self.momentum = momentum
+        super().__init__(groups, settings)
 
+    def start(self, weight: Tensor) -> dict[str, Tensor]:
+        return {"momentum": weight.new_zeros(weight.shape)}
 
-def inner_matrices(model: nn.Module) -> set[str]:
-    """Names of the parameters that Muon is made for: matrices of the layers, not embeddings, heads or routers."""
-    skipped = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    outer = ("lm_head.weight", "score.weight", "mlp.gate.weight")
-    return {
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.ndim >= 2 and id(parameter) not in skipped and not name.endswith(outer)
-    }
+    def update(self, weights: Sequence[Updated], rate: float, weight_decay: float, factor: Tensor | None) -> None:
+        for weight, raw, state in weights:
+            gradient = raw if factor is None else raw * factor
+            momentum = state["momentum"].mul_(self.momentum).add_(gradient)
+            update = orthogonalise(gradient.add(momentum, alpha=self.momentum))
+            size = 0.2 * math.sqrt(max(weight.shape[-2:]))
+            weight.mul_(1.0 - rate * weight_decay).add_(update, alpha=-rate * size)

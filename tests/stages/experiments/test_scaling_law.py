@@ -83,7 +83,7 @@ def test_shapes_shrink_in_proportion() -> None:
 
 def test_schedules_shorten_in_proportion() -> None:
     phase = Phase(steps=1000, schedule={"warmup_steps": 50, "anneal_steps": 200, "average": 5, "learning_rate": 4e-3})
-    short = shortened(phase.model_copy(update={"rows_per_step": 1}), 0.1, 1.5)
+    short = shortened(phase.model_copy(update={"rows_per_step": 1}), 0.1, 6e-3)
     assert (short.steps, short.schedule.warmup_steps, short.schedule.anneal_steps, short.schedule.average) == (100, 5, 20, 5)
     assert short.schedule.learning_rate == pytest.approx(6e-3)
     assert shortened(phase, 0.002, 1.0).schedule.average <= 1

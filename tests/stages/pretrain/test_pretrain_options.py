@@ -50,7 +50,7 @@ def weights(artifact) -> str:
 
 
 def test_muon_moves_the_matrices_another_way(store, given) -> None:
-    plain, muon, slow = (execute(pretrain, config(o), given, store) for o in ({}, {"name": "muon"}, {"name": "muon", "momentum": 0.5}))
+    plain, muon, slow = (execute(pretrain, config(o), given, store) for o in ({}, {"name": "muon"}, {"name": "muon", "parameters": {"momentum": 0.5}}))
     assert len({weights(made) for made in (plain, muon, slow)}) == 3
     for made in (muon, slow):
         log = made.read("training_log").to_pylist()

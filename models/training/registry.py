@@ -1,0 +1,75 @@
+"""A registry of named things of one kind: Puna's own, and those that other packages offer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from pydantic import ValidationError, create_model
+
+from puna.models.settings import Settings, did_you_mean, problems
+
+T = TypeVar("T")
+
+
+class Registry(dict[str, T]):
+    """Entries by name.
+
+    what: an entry in words, for messages. group: the entry points by which packages offer modules that register their own.
+    """
+
+    def __init__(self, what: str, group: str) -> None:
+        super().__init__()
+        self.what, self.group = what, group
+
+    def register(self, name: str, entry: T) -> None:
+        """Add an entry; ValueError if the name is taken by another. A module that is imported again replaces its own."""
+        if name in self and _address(self[name]) != _address(entry):
+            raise ValueError(f"there is a {self.what} {name!r} already, in {_address(self[name])[0]}")
+        self[name] = entry
+
+    def named(self, name: str) -> T:
+        """Return an entry, looked for in the plugins of other packages too; ValueError if there is none."""
+        for offer in () if name in self else entry_points(group=self.group):
+            try:
+                offer.load()
+            except Exception as error:
+                raise ValueError(f"plugin {offer.name} ({offer.value}) cannot be imported: {error}") from error
+        if name not in self:
+            raise ValueError(f"there is no {self.what} {name}{did_you_mean(name, sorted(self))}")
+        return self[name]
+
+    def __missing__(self, name: str) -> T:
+        return self.named(name)
+
+
+def own_parameters(function: Callable[..., Any], given: Mapping[str, float], name: str) -> dict[str, float]:
+    """Return the keyword-only parameters of a function: those given, checked by its annotations, and the defaults of the others."""
+    model = _declared(function)
+    try:
+        return dict(model.model_validate(given))
+    except ValidationError as error:
+        raise ValueError(f"{name}: {problems(error)}; its parameters are {', '.join(model.model_fields) or 'none'}") from error
+
+
+def parameters_help(entries: Mapping[str, Callable[..., Any]]) -> str:
+    """Return a text about the keyword-only parameters of functions by name: descriptions and defaults."""
+    fields = [(name, own, field) for name, function in entries.items() for own, field in _declared(function).model_fields.items()]
+    return "; ".join(f"{own} of {name} ({field.default}): {field.description}" for name, own, field in fields)
+
+
+@cache
+def _declared(function: Callable[..., Any]) -> type[Settings]:
+    """Return a class with the keyword-only parameters of a function as its fields."""
+    fields: dict[str, Any] = {
+        p.name: (p.annotation, p.default) for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY
+    }
+    return create_model(function.__qualname__, __base__=Settings, __module__=function.__module__, **fields)
+
+
+def _address(entry: object) -> tuple[str, str]:
+    function: Any = getattr(entry, "function", entry)
+    return function.__module__, function.__qualname__
