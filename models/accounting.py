@@ -69,15 +69,15 @@ def flops_per_token(config: ModelConfig, context: int) -> float:
     return training_flops(config, [context]) / context
 
 
-def state_bytes(config: ModelConfig, precision: Precision = "fp32") -> int:
-    """Weights, gradients and AdamW's two moments, in bytes.
+def state_bytes(config: ModelConfig, precision: Precision = "fp32", moments: int = 8) -> int:
+    """Return the bytes of weights, gradients and the optimiser's state, `moments` bytes per parameter (AdamW's: 8).
 
-    16 per parameter in fp32. In bf16 20: weights and gradients that the model computes with (2 + 2), and in fp32
-    the summed gradients, the weights and both moments (4 each).
+    Beside the moments 8 per parameter in fp32. In bf16 12: weights and gradients that the model computes with (2 + 2), and in
+    fp32 the summed gradients and the weights (4 each).
     """
     if precision not in ELEMENT_BYTES:
         raise ValueError(f"precision must be fp32 or bf16, not {precision!r}")
-    return (16 if precision == "fp32" else 20) * parameters(config).total
+    return (moments + (8 if precision == "fp32" else 12)) * parameters(config).total
 
 
 def _layer_elements(config: ModelConfig) -> int:
@@ -120,8 +120,9 @@ def peak_bytes(
     precision: Precision = "fp32",
     checkpointing: bool = False,
     accumulated: bool = False,
+    moments: int = 8,
 ) -> int:
-    """Largest memory of a training step on `tokens` tokens at once, in bytes: tensors, not the process itself.
+    """Return the largest memory of a training step on `tokens` tokens at once, in bytes: tensors, not the process itself.
 
     Weights and moments, the gradients of earlier micro-batches if `accumulated`, and the largest of four moments:
 
@@ -139,7 +140,7 @@ def peak_bytes(
         inner = config.moe.num_experts_per_tok * config.moe.moe_intermediate_size
         down = config.moe.num_experts * width * config.moe.moe_intermediate_size
     # In bf16 beside fp32 weights; each micro-batch's gradients are in the type that the model computes in.
-    resting = (12 if precision == "fp32" else 14) * counts.total + (4 * counts.total if accumulated else 0)
+    resting = (moments + (4 if precision == "fp32" else 6)) * counts.total + (4 * counts.total if accumulated else 0)
     limit = CHUNK_BYTES if precision == "fp32" else CHUNK_BYTES_GPU
     chunk = min(limit, element * tokens * config.vocab_size)
     layer = _layer_elements(config)

@@ -107,7 +107,7 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int) -> dict[str, Any]:
         "tokens": sum(phase["tokens"] for phase in phases),
         "flops": sum(phase["flops"] for phase in phases),
         "cache_bytes_per_token": accounting.cache_bytes(config, 1, "bf16" if gpu else "fp32"),
-        "state_bytes": accounting.state_bytes(config, "bf16" if gpu else "fp32") // gpus,
+        "state_bytes": accounting.state_bytes(config, "bf16" if gpu else "fp32", training.optimizer.state_bytes) // gpus,
         "device": f"{gpus} x {gpu}" if gpu else "this CPU",
         **({"supposes": f"Puna trains on one device today; the time supposes that {gpus} share the work evenly"} if gpus > 1 else {}),
         "device_flops_per_second": machine.matrix_flops * gpus,
@@ -144,9 +144,9 @@ def _phase(training: PretrainConfig, number: int, sizes: tuple[int, int], machin
     time = accounting.step_time(config, step, machine, precision)
     flops = accounting.training_flops(config, step)
     # What is sharded is the state; every GPU holds the activations of its own rows.
-    resting = accounting.state_bytes(config, precision)
-    accumulated = at_once < sum(step)
-    peak, checkpointing = (accounting.peak_bytes(config, at_once, precision, less, accumulated) for less in (False, True))
+    moments, accumulated = training.optimizer.state_bytes, at_once < sum(step)
+    resting = accounting.state_bytes(config, precision, moments)
+    peak, checkpointing = (accounting.peak_bytes(config, at_once, precision, less, accumulated, moments) for less in (False, True))
     return {
         "name": phase.name,
         "steps": phase.steps,

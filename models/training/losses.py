@@ -1,16 +1,25 @@
-"""Preference losses by name: pure functions of summed log-probabilities, which other packages may add to.
+"""Preference losses by name: pure functions of summed log-probabilities, whose keyword-only parameters are settings.
 
-A package registers its own with `@preference_loss("name")`; the entry-point group `puna.losses` has it imported.
+Other packages register theirs with `@preference_loss("name")`, in modules that the entry points `puna.losses` name. Nothing here imports
+torch before it computes: forms and checks before a run read the registry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from pydantic import Field
+
+from puna.models.training.registry import Registry, own_parameters
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+Margin = Annotated[float, Field(ge=0, description="Margin between the rewards of two answers")]
+Weight = Annotated[float, Field(ge=0, description="Weight of these answers; raise it where they are rare")]
 
 
 @dataclass(frozen=True)
@@ -42,37 +51,42 @@ class PairLogprobs:
 
 @dataclass(frozen=True)
 class PairLosses:
-    """Losses [M] of pairs, and the implicit rewards [M] of their answers, by which accuracy and margin are told."""
+    """Losses [M] of pairs, and the implicit rewards [M] of their answers, for accuracy and margin."""
 
     losses: Tensor
     chosen_reward: Tensor
     rejected_reward: Tensor
 
 
-PairFunction = Callable[[PairLogprobs, float, float], PairLosses]
-"""(log-probabilities, beta, gamma) -> losses; differentiable."""
-
-
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """A loss by its name; one without a reference needs no pass of the reference model."""
+    """A loss by its name.
+
+    function         of: pairs, (log-probabilities of pairs, beta, own parameters) -> `PairLosses`; answers, (log-ratios of policy over
+                     reference [A], good answers [A], the distance to the reference, beta, own parameters) -> losses [A]. Differentiable.
+                     Its keyword-only parameters are the loss's own, checked by their annotations.
+    of               pairs of a better and a worse answer, or answers that are called good or bad one by one
+    needs_reference  False: no pass of the reference model
+    """
 
     name: str
-    function: PairFunction
+    function: Callable[..., Any]
+    of: Literal["pairs", "answers"]
     needs_reference: bool
 
+    def own(self, given: Mapping[str, float]) -> dict[str, float]:
+        """Return the loss's own parameters, those that are not given at their defaults."""
+        return own_parameters(self.function, given, f"loss {self.name}")
 
-REGISTRY: dict[str, PreferenceLoss] = {}
+
+LOSSES: Registry[PreferenceLoss] = Registry("preference loss", "puna.losses")
 
 
-def preference_loss(name: str, *, needs_reference: bool = True) -> Callable[[PairFunction], PairFunction]:
-    """Register a function as the loss `name`; ValueError where there is one of that name already."""
+def preference_loss(name: str, *, of: Literal["pairs", "answers"] = "pairs", needs_reference: bool = True) -> Callable[[F], F]:
+    """Register a function as the loss `name`, see `PreferenceLoss`; ValueError if there is one of that name already."""
 
-    def register(function: PairFunction) -> PairFunction:
-        known = REGISTRY.get(name)
-        if known is not None and known.function.__qualname__ + known.function.__module__ != function.__qualname__ + function.__module__:
-            raise ValueError(f"there is a preference loss {name!r} already, in {known.function.__module__}")
-        REGISTRY[name] = PreferenceLoss(name, function, needs_reference)
+    def register(function: F) -> F:
+        LOSSES.register(name, PreferenceLoss(name, function, of, needs_reference))
         return function
 
     return register
@@ -83,20 +97,26 @@ def _log_ratio_losses(losses: Callable[[Tensor], Tensor], pairs: PairLogprobs, b
     return PairLosses(losses(logits), beta * pairs.chosen_ratio, beta * pairs.rejected_ratio)
 
 
+def _minus_logsigmoid(x: Tensor) -> Tensor:
+    from torch.nn.functional import logsigmoid
+
+    return -logsigmoid(x)
+
+
 @preference_loss("sigmoid")
-def sigmoid(pairs: PairLogprobs, beta: float, gamma: float) -> PairLosses:
+def sigmoid(pairs: PairLogprobs, beta: float) -> PairLosses:
     """``-log sigmoid(beta * (chosen_ratio - rejected_ratio))`` (DPO, Rafailov et al. 2023)."""
-    return _log_ratio_losses(lambda logits: -F.logsigmoid(logits), pairs, beta)
+    return _log_ratio_losses(_minus_logsigmoid, pairs, beta)
 
 
 @preference_loss("hinge")
-def hinge(pairs: PairLogprobs, beta: float, gamma: float) -> PairLosses:
+def hinge(pairs: PairLogprobs, beta: float) -> PairLosses:
     """``max(0, 1 - beta * (chosen_ratio - rejected_ratio))`` (SLiC, Zhao et al. 2023, as TRL has it)."""
-    return _log_ratio_losses(lambda logits: torch.relu(1 - logits), pairs, beta)
+    return _log_ratio_losses(lambda logits: (1 - logits).relu(), pairs, beta)
 
 
 @preference_loss("ipo")
-def ipo(pairs: PairLogprobs, beta: float, gamma: float) -> PairLosses:
+def ipo(pairs: PairLogprobs, beta: float) -> PairLosses:
     """``(chosen_ratio / chosen_tokens - rejected_ratio / rejected_tokens - 1 / (2 beta))^2``.
 
     IPO (Azar et al. 2023, equation 17, beta its tau), ratios averaged over tokens as its authors run it.
@@ -106,31 +126,34 @@ def ipo(pairs: PairLogprobs, beta: float, gamma: float) -> PairLosses:
 
 
 @preference_loss("simpo", needs_reference=False)
-def simpo(pairs: PairLogprobs, beta: float, gamma: float) -> PairLosses:
+def simpo(pairs: PairLogprobs, beta: float, *, gamma: Margin = 0.5) -> PairLosses:
     """``-log sigmoid(beta * (chosen / chosen_tokens - rejected / rejected_tokens) - gamma)`` (Meng et al. 2024)."""
     chosen, rejected = beta * pairs.chosen / pairs.chosen_tokens, beta * pairs.rejected / pairs.rejected_tokens
-    return PairLosses(-F.logsigmoid(chosen - rejected - gamma), chosen, rejected)
+    return PairLosses(_minus_logsigmoid(chosen - rejected - gamma), chosen, rejected)
 
 
 @preference_loss("orpo", needs_reference=False)
-def orpo(pairs: PairLogprobs, beta: float, gamma: float) -> PairLosses:
+def orpo(pairs: PairLogprobs, beta: float) -> PairLosses:
     """``-beta * log sigmoid(log odds(chosen) - log odds(rejected))`` (Hong et al. 2024).
 
     The odds ``p / (1 - p)`` are of p = exp(mean log-probability of a token). ORPO's likelihood term is the objective's.
     """
     chosen, rejected = pairs.chosen / pairs.chosen_tokens, pairs.rejected / pairs.rejected_tokens
     odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
-    return PairLosses(-beta * F.logsigmoid(odds), beta * chosen, beta * rejected)
+    return PairLosses(beta * _minus_logsigmoid(odds), beta * chosen, beta * rejected)
 
 
+@preference_loss("kto", of="answers")
 def kto(
-    ratios: Tensor, desirable: Tensor, kl: float, beta: float, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
+    ratios: Tensor, desirable: Tensor, kl: float, beta: float, *, desirable_weight: Weight = 1.0, undesirable_weight: Weight = 1.0
 ) -> Tensor:
     """``weight * (1 - sigmoid(beta * (ratio - kl)))`` of a good answer, ``weight * (1 - sigmoid(beta * (kl - ratio)))`` of a bad one.
 
     KTO (Ethayarajh et al. 2024, equation 8). ratios [A] float: log of policy over reference of an answer; desirable [A] bool;
     kl: at least 0, the mean ratio of answers to other prompts, which passes no gradient -> losses [A].
     """
+    import torch
+
     signs = torch.where(desirable, 1.0, -1.0)
     weights = torch.where(desirable, desirable_weight, undesirable_weight)
     return weights * torch.sigmoid(-beta * signs * (ratios - kl))
@@ -138,6 +161,8 @@ def kto(
 
 def _log1mexp(x: Tensor) -> Tensor:
     """``log(1 - exp(x))`` for x < 0, without loss of digits near 0 and far from it (Mächler 2012); finite at 0."""
+    import torch
+
     x = x.clamp(max=-1e-7)
     near = x > -0.6931471805599453
     # Each branch sees only arguments that it can take: where() alone would pass NaN backwards.

@@ -69,9 +69,9 @@ class OptimizerSettings(Settings):
         return [OPTIMIZERS[name] for name in sorted({self.name, "adamw"})]
 
     @property
-    def bytes_per_parameter(self) -> int:
-        """Return the bytes of a weight, its gradient and its state, at least."""
-        return 8 + OPTIMIZERS[self.name].state_bytes
+    def state_bytes(self) -> int:
+        """Bytes of state per parameter, at least."""
+        return OPTIMIZERS[self.name].state_bytes
 
 
 class ScheduleSettings(Settings):

@@ -44,7 +44,8 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
     if not train:
         raise PunaError(f"there is no training preference of the levels {', '.join(config.levels)}: nothing to learn from")
     policy, tokenizer = load_model(model, "lm", quantization=config.quantization)
-    bad, limit, tiers_of = BadRows(config, "dpo"), row_limit(config.training), labelled if config.loss == "kto" else ranked
+    tiers_of, train_on, measure = (labelled, train_kto, measure_kto) if config.preference.of == "answers" else (ranked, _train, _measure)
+    bad, limit = BadRows(config, "dpo"), row_limit(config.training)
     examples = [one.example for one in render_ranked(tokenizer, train, limit, bad, tiers_of)]
     bad.check_left(len(examples), f"{len(train)} training preferences")
     run.metric("preferences", len(train) - len(bad.dropped))
@@ -58,13 +59,12 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
 
         policy = train_dpo(policy, examples, hub_tokenizer(model, tokenizer), config, run)
     else:
-        log = (train_kto if config.loss == "kto" else _train)(policy, examples, reference, config, run)
+        log = train_on(policy, examples, reference, config, run)
         for name in ("accuracy", "margin", "chosen_logprob", "rejected_logprob"):
             if name in log[0]:
                 run.metric(f"first_{name}", log[0][name])
                 run.metric(f"final_{name}", log[-1][name])
     run.metric("reference_answers", reference.computed)
-    measure = measure_kto if config.loss == "kto" else _measure
     measure(policy, heldout, known, config, run)
     save_model(policy, tokenizer, run.folder)
 
@@ -93,7 +93,7 @@ def objective(config: DpoConfig) -> Dpo:
     """The loss, as configured."""
     from puna.models.training.objectives import Dpo
 
-    return Dpo(config.beta, config.nll_weight, config.nll_normalization, config.loss, config.simpo_gamma)
+    return Dpo(config.beta, config.nll_weight, config.nll_normalization, config.loss, config.loss_parameters)
 
 
 def _measure(model: Transformer, examples: list[Example], known: list[list[float]], config: DpoConfig, run: StageRun) -> None:

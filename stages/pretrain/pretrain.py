@@ -16,7 +16,7 @@ from puna.models.parameters import parameters
 from puna.models.settings import NO_RESULT
 from puna.models.training.settings import ComputeSettings, OptimizerSettings
 from puna.stages.contract import Facts, Figure, SeededConfig, StageRun, Tokenizer, Tokens, stage
-from puna.stages.training.needs import memory
+from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory
 from puna.stages.training.packed import Packed, Reader, mean_loss
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
 from puna.stages.training.train import device, divergence_named, on_threads, save_model
@@ -53,7 +53,7 @@ def needs(config: PretrainConfig, facts: Facts) -> list[str]:
     """Memory: the vocabulary is not known yet, so that it counts for nothing."""
     count = parameters(config.model.complete(vocab_size=1, max_position_embeddings=2048)).total
     remedy = "make the model smaller (model.num_hidden_layers, …), or take another machine"
-    return memory(facts, count, config.optimizer.bytes_per_parameter, remedy)
+    return memory(facts, count, HELD_BYTES + GRADIENT_BYTES + config.optimizer.state_bytes, remedy)
 
 
 @stage(kind="model", device=True, needs=needs)

@@ -32,7 +32,8 @@ def train_kto(
     training = config.training
     others = mismatched(examples, training.compute.micro_batch_tokens, run.generator("mismatched"))
     if not any(other.answers for other in others):
-        raise PunaError("dpo: loss kto measures from answers to other prompts, and there is none: give preferences of two prompts at least")
+        needed = "measures from answers to other prompts, and there is none: give preferences of two prompts at least"
+        raise PunaError(f"dpo: loss {config.loss} {needed}")
     for index, name in enumerate(("good_answers", "bad_answers")):
         run.metric(name, sum(len(group[index]) for example in examples for group in example.groups))
     known: dict[int, tuple[list[float], list[float]]] = {}
@@ -48,7 +49,7 @@ def train_kto(
     visited = sampler.visited(settings.steps)
     found = reference.of(model, [some[i] for some in (examples, others) for i in visited])
     known |= zip(visited, zip(found[: len(visited)], found[len(visited) :], strict=True), strict=True)
-    objective = Kto(config.beta, config.nll_weight, config.nll_normalization, *config.kto_weights)
+    objective = Kto(config.beta, config.nll_weight, config.nll_normalization, config.loss, config.loss_parameters)
     with adapted(model, config, run) as scales:
         return fit(model, objective, sampler, settings, run, scales)
 

@@ -12,6 +12,8 @@ from puna.storage import Artifact, PunaError
 
 HELD_BYTES = 4
 """Per parameter that is computed with and not trained."""
+GRADIENT_BYTES = 4
+"""Per parameter that is trained, beside the weight and the optimizer's state."""
 TOKENIZER = "tokenizer_config.json"
 
 
@@ -74,7 +76,7 @@ def trained(facts: Facts, name: str, optimizer: OptimizerSettings, method: str |
     remedy = "take a smaller model or another machine"
     if method == "full":
         remedy = f"train adapters (method=lora), or {remedy}"
-    each = HELD_BYTES if method == "lora" else optimizer.bytes_per_parameter
+    each = HELD_BYTES if method == "lora" else HELD_BYTES + GRADIENT_BYTES + optimizer.state_bytes
     return [said for model in models_of(facts, name) for said in memory(facts, size(model), each, remedy)]
 
 

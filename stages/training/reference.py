@@ -41,11 +41,10 @@ class Reference:
 
         The model computes as it does in training: a ratio of bf16 to fp32 would have bf16's rounding in it.
         """
-        from puna.models.training import losses
         from puna.models.training.trainer import computing_in
 
         config = self._config
-        if config.loss != "kto" and not losses.REGISTRY[config.loss].needs_reference:
+        if not config.preference.needs_reference:
             return [[0.0] * len(example.answers) for example in examples]
         names = [written(example) for example in examples]
         missing = [i for i, some in enumerate(names) if not all(name in self._known for name in some)]

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Callable
+from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, field_validator, model_validator
+from pydantic import Field, model_validator
 
+from puna.models.training.losses import LOSSES, PreferenceLoss
+from puna.models.training.registry import parameters_help
 from puna.models.training.settings import LoraSettings, TrainingSettings
-from puna.stages.contract import SeededConfig, did_you_mean
+from puna.stages.contract import SeededConfig
 from puna.stages.conversations import Level
-from puna.stages.plugins import offers
 from puna.stages.training.bad_rows import BadRowsConfig
 
 CLEAR: tuple[Level, ...] = ("significantly_better", "better")
 TRL_LOSSES = ("sigmoid", "ipo", "hinge")
 """What TRL's DPOTrainer computes as `models.training.losses` does."""
-LOSSES = (*TRL_LOSSES, "simpo", "orpo", "kto")
 TRL_ONLY: dict[str, tuple[object, ...]] = {
     "optimizer.name": ("adamw",),
     "optimizer.embedding_scale": (1.0,),
@@ -133,12 +134,12 @@ class DpoConfig(AdaptableConfig):
         "sigmoid",
         description="Preference loss: sigmoid (DPO), ipo, hinge; without a reference simpo, orpo (set nll_weight 1); kto, which takes "
         "single answers called good or bad, too; or a plugin's",
+        json_schema_extra=lambda schema: schema.update(enum=list(LOSSES)),
+    )
+    loss_parameters: dict[str, float] = Field(
+        {}, description=f"The loss's own parameters. {parameters_help({name: one.function for name, one in LOSSES.items()})}"
     )
     beta: float = Field(0.1, gt=0, description="Strength of the tie to the reference: the scale of the implicit reward")
-    simpo_gamma: float = Field(0.5, ge=0, description="Margin between the rewards of two answers that loss simpo asks for")
-    kto_weights: tuple[NonNegativeFloat, NonNegativeFloat] = Field(
-        (1.0, 1.0), description="Weights of a good and of a bad answer with loss kto; where one kind is rarer, raise its weight"
-    )
     nll_weight: float = Field(0.2, ge=0, description="Weight of the log-likelihood term on the better answer")
     nll_normalization: Literal["sequence", "tokens"] = Field(
         "sequence", description="The likelihood term: mean over answers of each answer's mean, or mean over tokens (TRL's)"
@@ -153,20 +154,14 @@ class DpoConfig(AdaptableConfig):
         TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences, with engine trl one pair"
     )
 
-    @field_validator("loss")
-    @classmethod
-    def _known(cls, loss: str) -> str:
-        if loss in LOSSES:
-            return loss
-        from puna.models.training.losses import REGISTRY
-
-        offers("puna.losses")
-        if loss not in REGISTRY:
-            raise ValueError(f"there is no preference loss {loss}" + did_you_mean(loss, sorted({*LOSSES, *REGISTRY})))
-        return loss
+    @property
+    def preference(self) -> PreferenceLoss:
+        """The loss of that name."""
+        return LOSSES[self.loss]
 
     @model_validator(mode="after")
     def _engine(self) -> DpoConfig:
+        self.preference.own(self.loss_parameters)
         if self.engine == "trl":
             if self.loss not in TRL_LOSSES:
                 raise ValueError(f"TRL's DPOTrainer has no loss {self.loss}, only {', '.join(TRL_LOSSES)}: set engine puna")
@@ -184,11 +179,6 @@ class DpoConfig(AdaptableConfig):
                 raise ValueError("TRL's likelihood term is a mean over tokens: nll_normalization must be tokens with engine trl")
         return self
 
-    def reaches(self) -> list[tuple[str, str]]:
-        """A loss from outside: its code decides the model as the stage's own does."""
-        if self.loss in LOSSES:
-            return super().reaches()
-        from puna.models.training.losses import REGISTRY
-
-        function = REGISTRY[self.loss].function
-        return [*super().reaches(), (function.__module__, function.__qualname__)]
+    def reached(self) -> list[Callable[..., Any]]:
+        """Return the loss."""
+        return [self.preference.function]

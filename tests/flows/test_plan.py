@@ -34,6 +34,9 @@ def test_the_plan_is_the_sum_of_its_phases():
     eight = costs(recipe, "H100", 8)
     assert eight["seconds"] == pytest.approx(found["seconds"] / 8)
     assert eight["state_bytes"] == found["state_bytes"] // 8
+    adamw = costs(load("demo", ["pretrain.optimizer.name=adamw"], "pretrain"), "H100", 1)  # Muon keeps 4 bytes less per parameter
+    assert adamw["state_bytes"] - found["state_bytes"] == 4 * adamw["parameters"]
+    assert adamw["phases"][0]["peak_bytes"] - found["phases"][0]["peak_bytes"] == 4 * adamw["parameters"]
     with pytest.raises(PunaError, match="there are no rates of 'TPU'"):
         costs(recipe, "TPU", 1)
     with pytest.raises(PunaError, match="--gpus needs --gpu"):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Annotated
 
 import pytest
 import torch
+from pydantic import Field
 
 from puna.models.training import losses as l
 from puna.models.training import objectives as o
+from puna.stages.training.settings import DpoConfig
 
 KEYS = ("chosen", "rejected", "reference_chosen", "reference_rejected", "chosen_tokens", "rejected_tokens")
 
@@ -39,7 +42,7 @@ def random_pairs(seed: int, count: int = 64) -> l.PairLogprobs:
 def test_sigmoid_at_known_logits(logit: float, loss: float, slope: float) -> None:
     # beta 0.1 and (c - rc) - (r - rr) = 10 * logit
     given = pairs(-203.0, -5.0, -203.0 - 10 * logit, -5.0, 3, 4)
-    found = l.sigmoid(given, 0.1, 0.0)
+    found = l.sigmoid(given, 0.1)
     found.losses.sum().backward()
     assert found.losses.item() == pytest.approx(loss, rel=1e-9)
     assert given.chosen.grad is not None and given.chosen.grad.item() == pytest.approx(0.1 * slope, rel=1e-9)
@@ -47,20 +50,20 @@ def test_sigmoid_at_known_logits(logit: float, loss: float, slope: float) -> Non
 
 def test_the_other_losses_by_hand() -> None:
     given = pairs(-6.0, -12.0, -8.0, -9.0, 3, 4)  # ratios +2 and -3; means -2 and -3
-    assert l.hinge(given, 0.1, 0.0).losses.item() == pytest.approx(0.5)  # 1 - 0.1 * 5
-    assert l.hinge(given, 0.3, 0.0).losses.item() == 0.0
+    assert l.hinge(given, 0.1).losses.item() == pytest.approx(0.5)  # 1 - 0.1 * 5
+    assert l.hinge(given, 0.3).losses.item() == 0.0
     # 2/3 + 3/4 - 1 / (2 * 0.5) = 5/12
-    assert l.ipo(given, 0.5, 0.0).losses.item() == pytest.approx((5 / 12) ** 2)
+    assert l.ipo(given, 0.5).losses.item() == pytest.approx((5 / 12) ** 2)
     # 2 * (-2 + 3) - 0.5 = 1.5
-    assert l.simpo(given, 2.0, 0.5).losses.item() == pytest.approx(math.log1p(math.exp(-1.5)))
+    assert l.simpo(given, 2.0, gamma=0.5).losses.item() == pytest.approx(math.log1p(math.exp(-1.5)))
     odds = math.exp(-2) / (1 - math.exp(-2)) / (math.exp(-3) / (1 - math.exp(-3)))
-    assert l.orpo(given, 0.1, 0.0).losses.item() == pytest.approx(0.1 * math.log1p(1 / odds))
+    assert l.orpo(given, 0.1).losses.item() == pytest.approx(0.1 * math.log1p(1 / odds))
 
 
 def test_kto_by_hand() -> None:
     ratios = torch.tensor([2.0, 2.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
     good = torch.tensor([True, False, True, False])
-    found = l.kto(ratios, good, 0.5, 2.0, 3.0, 5.0)
+    found = l.kto(ratios, good, 0.5, 2.0, desirable_weight=3.0, undesirable_weight=5.0)
     sigmoid = [1 / (1 + math.exp(-x)) for x in (2 * 1.5, -2 * 1.5, 2 * -1.5, -2 * -1.5)]
     assert found.tolist() == pytest.approx([w * (1 - s) for w, s in zip((3, 5, 3, 5), sigmoid, strict=True)])
     found.sum().backward()
@@ -71,7 +74,7 @@ def test_kto_by_hand() -> None:
 
 def test_a_certain_answer_gives_finite_odds_and_gradients() -> None:
     given = l.PairLogprobs(*(torch.tensor([v], requires_grad=True) for v in (0.0, -1e4, 0.0, 0.0)), torch.ones(1), torch.ones(1))
-    found = l.orpo(given, 0.1, 0.0).losses.sum()
+    found = l.orpo(given, 0.1).losses.sum()
     found.backward()
     assert math.isfinite(found.item())
     assert all(torch.isfinite(side.grad).all() for side in (given.chosen, given.rejected) if side.grad is not None)
@@ -85,21 +88,28 @@ def test_simpo_and_orpo_are_trls(seed: int) -> None:
     means = given.chosen / given.chosen_tokens, given.rejected / given.rejected_tokens
     accelerator = SimpleNamespace(device=torch.device("cpu"))
     this = SimpleNamespace(loss_type="simpo", simpo_gamma=0.7, beta=2.5, label_smoothing=0.0, alpha=0.0, accelerator=accelerator)
-    assert torch.allclose(l.simpo(given, 2.5, 0.7).losses, cpo.cpo_loss(this, *means)[0], atol=1e-6)
+    assert torch.allclose(l.simpo(given, 2.5, gamma=0.7).losses, cpo.cpo_loss(this, *means)[0], atol=1e-6)
     this = SimpleNamespace(beta=0.4, accelerator=accelerator)
-    assert torch.allclose(l.orpo(given, 0.4, 0.0).losses, -orpo.odds_ratio_loss(this, *means)[0], atol=1e-6)
+    assert torch.allclose(l.orpo(given, 0.4).losses, -orpo.odds_ratio_loss(this, *means)[0], atol=1e-6)
 
 
-def test_a_loss_of_ones_own_is_found_by_name() -> None:
+def test_a_loss_of_ones_own_is_one_function_with_its_parameters() -> None:
     @l.preference_loss("test_margin", needs_reference=False)
-    def margin(given: l.PairLogprobs, beta: float, gamma: float) -> l.PairLosses:
-        return l.PairLosses(torch.relu(gamma - (given.chosen - given.rejected)), given.chosen, given.rejected)
+    def margin(given: l.PairLogprobs, beta: float, *, distance: Annotated[float, Field(gt=0, description="Least distance")] = 2.0) -> l.PairLosses:
+        return l.PairLosses(torch.relu(distance - (given.chosen - given.rejected)), given.chosen, given.rejected)
 
     try:
-        assert o.Dpo(loss="test_margin").preference.function is margin
+        given = pairs(-6.0, -7.0, 0.0, 0.0, 3, 4)
+        for own, loss in (({}, 1.0), ({"distance": 5.0}, 4.0)):
+            objective = o.Dpo(loss="test_margin", parameters=own)
+            assert objective.preference.function(given, 0.1, **objective.own).losses.item() == loss
+            assert DpoConfig(loss="test_margin", loss_parameters=own).reaches()[-1] == (__name__, margin.__qualname__)
+        for wrong, message in (({"distance": 0}, "loss test_margin: distance: .*greater than 0"), ({"gamma": 1}, "gamma: no such field; its parameters are distance")):
+            with pytest.raises(ValueError, match=message):
+                DpoConfig(loss="test_margin", loss_parameters=wrong)
         with pytest.raises(ValueError, match="already, in"):
             l.preference_loss("test_margin")(l.simpo)
     finally:
-        del l.REGISTRY["test_margin"]
-    with pytest.raises(ValueError, match="there is no preference loss 'test_margin'; there are hinge, ipo"):
+        del l.LOSSES["test_margin"]
+    with pytest.raises(ValueError, match="there is no preference loss test_margin; there are hinge, ipo, kto, orpo, sigmoid, simpo"):
         o.Dpo(loss="test_margin")

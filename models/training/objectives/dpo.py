@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from puna.models.training import losses
-from puna.models.training.losses import PairLogprobs
+from puna.models.training.losses import LOSSES, PairLogprobs
 from puna.models.training.objectives.base import (
     Metrics,
     Model,
@@ -51,7 +51,7 @@ class DpoBatch:
 
 
 class Dpo(Objective[DpoBatch]):
-    """A preference loss of `training.losses`, by name, with format tokens masked and a negative log-likelihood term on the chosen answers.
+    """A preference loss of pairs, by name, with format tokens masked and a negative log-likelihood term on the chosen answers.
 
     The NLL term covers every token of the chosen answer, its termination included: it is what keeps the
     model ending its answers once the preference term no longer sees that token.
@@ -68,17 +68,15 @@ class Dpo(Objective[DpoBatch]):
         nll_weight: float = 0.2,
         nll_normalization: Literal["sequence", "tokens"] = "sequence",
         loss: str = "sigmoid",
-        gamma: float = 0.5,
+        parameters: Mapping[str, float] | None = None,
     ) -> None:
         if beta <= 0 or nll_weight < 0:
             raise ValueError(f"beta must be positive and nll_weight not negative: {beta}, {nll_weight}")
         if nll_normalization not in ("sequence", "tokens"):
             raise ValueError(f"nll_normalization is 'sequence' or 'tokens', not {nll_normalization!r}")
-        if loss not in losses.REGISTRY:
-            raise ValueError(f"there is no preference loss {loss!r}; there are {', '.join(sorted(losses.REGISTRY))}")
-        self.beta, self.gamma = beta, gamma
-        self.nll_weight, self.nll_normalization = nll_weight, nll_normalization
-        self.preference = losses.REGISTRY[loss]
+        self.beta, self.nll_weight, self.nll_normalization = beta, nll_weight, nll_normalization
+        self.preference = LOSSES[loss]
+        self.own = self.preference.own(parameters or {})
 
     def totals(self, batch: DpoBatch) -> dict[str, float]:
         tokens = batch.targets.lengths[batch.chosen].sum()
@@ -88,7 +86,7 @@ class Dpo(Objective[DpoBatch]):
         targets, count = batch.targets, totals["pairs"]
         logprobs = target_logprobs(model, targets)
         pairs = self._pairs(targets.sum_by_answer(logprobs), batch)
-        found = self.preference.function(pairs, self.beta, self.gamma)
+        found = self.preference.function(pairs, self.beta, **self.own)
         nll = answer_nll(logprobs, targets, batch.chosen, count, totals["chosen_tokens"], self.nll_normalization)
         loss = divide(found.losses.sum(), count) + self.nll_weight * nll
         with torch.no_grad():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from puna.models.training.losses import kto
+from puna.models.training.losses import LOSSES
 from puna.models.training.objectives.base import Metrics, Model, Objective, Targets, Totals, divide, target_logprobs
 from puna.models.training.objectives.dpo import answer_nll
 
@@ -51,7 +52,7 @@ class KtoBatch:
 
 
 class Kto(Objective[KtoBatch]):
-    """`training.losses.kto`, the mean over a step's answers; the distance to the reference is that of the whole step.
+    """A loss of single answers, by name: the mean over a step's answers, at the step's distance to the reference.
 
     Metrics: ``kl``, ``chosen_reward``, ``rejected_reward``, ``margin`` (of their means), ``nll``.
     """
@@ -61,13 +62,14 @@ class Kto(Objective[KtoBatch]):
         beta: float = 0.1,
         nll_weight: float = 0.0,
         nll_normalization: Literal["sequence", "tokens"] = "sequence",
-        desirable_weight: float = 1.0,
-        undesirable_weight: float = 1.0,
+        loss: str = "kto",
+        parameters: Mapping[str, float] | None = None,
     ) -> None:
-        if beta <= 0 or min(nll_weight, desirable_weight, undesirable_weight) < 0:
-            raise ValueError(f"beta must be positive, weights not negative: {beta}, {nll_weight}, {desirable_weight}, {undesirable_weight}")
+        if beta <= 0 or nll_weight < 0:
+            raise ValueError(f"beta must be positive, nll_weight not negative: {beta}, {nll_weight}")
         self.beta, self.nll_weight, self.nll_normalization = beta, nll_weight, nll_normalization
-        self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
+        self.preference = LOSSES[loss]
+        self.own = self.preference.own(parameters or {})
 
     def totals(self, batch: KtoBatch) -> dict[str, float]:
         good = batch.desirable
@@ -90,7 +92,7 @@ class Kto(Objective[KtoBatch]):
         ratios = batch.targets.sum_by_answer(logprobs) - batch.reference
         kl = max(0.0, totals["mismatched_ratio"] / max(totals["mismatched"], 1.0))
         good = batch.desirable
-        losses = kto(ratios, good, kl, self.beta, self.desirable_weight, self.undesirable_weight)
+        losses = self.preference.function(ratios, good, kl, self.beta, **self.own)
         nll = answer_nll(logprobs, batch.targets, good.nonzero()[:, 0], totals["chosen"], totals["chosen_tokens"], self.nll_normalization)
         with torch.no_grad():
             rewards = self.beta * ratios

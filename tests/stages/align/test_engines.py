@@ -532,14 +532,14 @@ def test_the_loss_of_the_page_trains_and_its_code_counts_in_the_key(tmp_path: Pa
     page = (Path(__file__).parents[3] / "docs" / "extend.md").read_text(encoding="utf-8")
     blocks = [block.partition("```")[0] for block in page.split("```python\n")[1:]]
     (code,) = [block for block in blocks if "@preference_loss" in block]
-    monkeypatch.setattr(losses, "REGISTRY", dict(losses.REGISTRY))
+    monkeypatch.setitem(losses.LOSSES, "squared_hinge", losses.LOSSES["hinge"])  # gone again afterwards
     monkeypatch.setattr(plugins, "_modules", {})
     monkeypatch.setattr(sys, "path", [*sys.path])
     store = Store.open(tmp_path / "store")
     given = {"model": tiny_model(store), "preferences": [preferences(store, 6)]}
 
     def config(module: str, text: str) -> DpoConfig:
-        losses.REGISTRY.pop("squared_hinge", None)
+        losses.LOSSES.pop("squared_hinge", None)
         (tmp_path / f"{module}.py").write_text(text)
         plugins.add(str(tmp_path / f"{module}.py"))
         return DpoConfig(loss="squared_hinge", beta=0.5, nll_weight=0, training=STEPS)

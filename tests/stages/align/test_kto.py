@@ -43,7 +43,7 @@ def test_single_answers_are_learned_from(tmp_path: Path, tiny_model: Tiny) -> No
     given_ = {"model": tiny_model(store), "preferences": [answers(store), answers(store, split="heldout")]}
     logs = []
     for number, size in enumerate((4096, 64)):
-        config = DpoConfig(loss="kto", kto_weights=(1.0, 2.5), nll_weight=0, training={**FIT, "epochs": 5.0, "compute": {"micro_batch_tokens": size}})
+        config = DpoConfig(loss="kto", loss_parameters={"undesirable_weight": 2.5}, nll_weight=0, training={**FIT, "epochs": 5.0, "compute": {"micro_batch_tokens": size}})
         made = execute(dpo, config, given_, Store.open(tmp_path / str(number)))
         logs.append(made.read("training_log").to_pylist())
         metrics = made.manifest.metrics
