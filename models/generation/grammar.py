@@ -17,13 +17,11 @@ from puna.models.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-    from llguidance._lib import JsonCompileOptions
 
 STATES = 1024
 """Answers whose place in the schema is kept at once; for others it is found again from their first token."""
 
-
-LAYOUT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As json.dumps writes it: where blanks are free, a weak model may write nothing else."""
 
 

@@ -42,23 +42,15 @@ def train(
     on_step: Callable[[Row], None] | None = None,
     rate_scales: Mapping[str, float] | None = None,
 ) -> TrainLog:
-    """Optimise `model` in place and return one row per step.
+    """Optimise `model` in place and return one row per step, as the table `training_log` holds it.
 
-    batches(step) gives the batch of a step, counted from 1, or a list of micro-batches whose gradients
-    are accumulated; the same step must always give the same batch. Only parameters that require a
-    gradient are trained and checkpointed. Rows: step, loss, learning_rate, gradient_norm (before
-    clipping), tokens (of this step's rows), seconds (of this step), tokens_per_second, skipped (0 or 1),
-    the objective's metrics, model_flops_utilization where the device's peak is known, and balance_loss of a
-    model with experts.
+    batches: gives the batch of a step, counted from 1, or a list of micro-batches; the same step always has the same batch. Only
+    parameters that require a gradient are trained and saved. rate_scales: factors of the learning rate by parameter name (LoRA+).
+    In bf16 the model has its fp32 weights back afterwards.
 
-    `rate_scales` multiplies the learning rate of parameters, by name (LoRA+).
-
-    In bf16 the model computes in bf16 while it trains and has its fp32 weights back afterwards.
-
-    With `checkpoint_dir` the state is kept there every `checkpoint_every` steps, by time, before Ctrl-C or SIGTERM ends the training
-    (`Saver`), and at the end. A run that finds one continues after it, calling `on_step` for new steps only. It refuses the state of
-    another configuration or seed, or of other initial weights, with ValueError. `TrainingDiverged` after
-    `max_skipped` steps in a row without an acceptable loss and gradient.
+    checkpoint_dir: folder of the state, saved every `checkpoint_every` steps, by time, before Ctrl-C or SIGTERM ends the training
+    (`Saver`), and at the end. A run that finds a state continues after it and calls `on_step` for new steps only; ValueError if the
+    state has another configuration, seed or initial weights. `TrainingDiverged` after `max_skipped` refused steps in a row.
     """
     settings, ema = config.optimizer, config.schedule.ema
     identity = {

@@ -1,10 +1,9 @@
 """Objectives: each a pure function of log-probs (or rewards, values) and a thin class around it."""
 
 from puna.models.training.objectives.base import Objective, Targets, sum_segments, target_logprobs
-from puna.models.training.objectives.distill import Distill, divergence
 from puna.models.training.objectives.dpo import Dpo, DpoBatch, reference_logprobs
 from puna.models.training.objectives.kto import Kto, KtoBatch
-from puna.models.training.objectives.language_modeling import LanguageModeling, language_modeling_loss
+from puna.models.training.objectives.likelihood import Distill, LanguageModeling, Sft, divergence, language_modeling_loss, sft_loss
 from puna.models.training.objectives.ppo import (
     Ppo,
     PpoBatch,
@@ -22,7 +21,6 @@ from puna.models.training.objectives.reward import (
     ranked_pairs,
     reward_loss,
 )
-from puna.models.training.objectives.sft import Sft, sft_loss
 
 __all__ = [
     "Distill",

@@ -1,4 +1,4 @@
-"""Distillation: the divergence between a student's and a teacher's distribution of each next token of an answer."""
+"""Next-token losses: of whole documents, of answers alone (supervised fine-tuning), and against a teacher (distillation)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,58 @@ from puna.models.training.objectives.base import Metrics, Model, Objective, Targ
 
 POSITIONS = 512
 """Positions whose distributions over the whole vocabulary are held at a time."""
+
+
+def language_modeling_loss(logprobs: Tensor, mask: Tensor, total: float) -> Tensor:
+    """Cross-entropy in nats per counted token.
+
+    logprobs [N] float, mask [N] bool, total: counted tokens of the whole step -> scalar,
+    ``-sum(logprobs[mask]) / total``; 0 where nothing counts.
+    """
+    return divide(-torch.where(mask, logprobs, logprobs.new_zeros(())).sum(), total)
+
+
+def token_loss(model: Model, targets: Targets, total: float) -> Tensor:
+    """`language_modeling_loss` of a model on targets, by its fused output layer and loss."""
+    weights = targets.mask.float() / total if total else torch.zeros_like(targets.mask, dtype=torch.float32)
+    loss: Tensor = model.cross_entropy(targets.forest, targets.positions, targets.tokens, weights)
+    return loss
+
+
+class LanguageModeling(Objective[Targets]):
+    """Mean cross-entropy over the step's target tokens. Metric: ``bits_per_token``."""
+
+    def totals(self, batch: Targets) -> dict[str, float]:
+        return {"tokens": float(batch.mask.sum())}
+
+    def loss(self, model: Model, batch: Targets, totals: Totals) -> tuple[Tensor, Metrics]:
+        loss = token_loss(model, batch, totals["tokens"])
+        return loss, {"bits_per_token": loss.detach() / math.log(2.0)}
+
+
+def sft_loss(logprobs: Tensor, mask: Tensor, total: float) -> Tensor:
+    """Cross-entropy in nats per answer token.
+
+    logprobs [N] float of the answers' tokens, mask [N] bool, total: counted answer tokens of the whole
+    step -> scalar. Each *token* of the step weighs the same (not each answer): TRL's convention.
+    """
+    return language_modeling_loss(logprobs, mask, total)
+
+
+class Sft(Objective[Targets]):
+    """Mean cross-entropy over the step's answer tokens.
+
+    Batches come from `Targets.from_answers`: the prompt holds no target, which is its mask. Metric:
+    ``answer_nll``, the mean negative log-likelihood of a whole answer, in nats.
+    """
+
+    def totals(self, batch: Targets) -> dict[str, float]:
+        return {"tokens": float(batch.mask.sum()), "answers": float(batch.answers)}
+
+    def loss(self, model: Model, batch: Targets, totals: Totals) -> tuple[Tensor, Metrics]:
+        loss = token_loss(model, batch, totals["tokens"])
+        nll = divide(loss.detach() * totals["tokens"], totals["answers"])
+        return loss, {"answer_nll": nll}
 
 
 def divergence(student_NV: Tensor, teacher_NV: Tensor, beta: float) -> Tensor:
