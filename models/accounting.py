@@ -1,4 +1,4 @@
-"""What a model costs: parameters, floating-point operations and memory, from its configuration alone.
+"""The cost of a model, from its configuration alone: parameters, floating-point operations, memory.
 
 A multiply-add counts as two operations. The backward pass of a matrix product costs twice its forward
 pass, which gives the usual 6 operations per parameter and token; attention's products with the keys and
@@ -26,7 +26,7 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 def seen_keys(lengths: Iterable[int], window: int | None = None) -> int:
-    """Query-key pairs of documents of these lengths, in tokens, each token seeing itself and those before, or
+    """Return the number of query-key pairs of documents of these lengths, in tokens, each token seeing itself and those before, or
     the last `window` of them."""
     total = 0
     for n in lengths:
@@ -36,19 +36,19 @@ def seen_keys(lengths: Iterable[int], window: int | None = None) -> int:
 
 
 def _pair_flops(config: ModelConfig) -> int:
-    """Operations of one query-key pair in all heads of a layer: a score and a value's share."""
+    """Return the operations of one query-key pair in all heads of a layer: a score and a value's share."""
     return 2 * config.num_attention_heads * (config.head_dim + config.value_dim)
 
 
 def forward_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
-    """Operations of one forward pass over documents of these lengths (tokens), packed in any way."""
+    """Return the operations of one forward pass over documents of these lengths (tokens), packed in any way."""
     lengths = list(lengths)
     pairs = sum(count * seen_keys(lengths, window) for window, count in Counter(config.windows).items())
     return 2 * matrix_parameters(config) * sum(lengths) + _pair_flops(config) * pairs
 
 
 def forest_flops(config: ModelConfig, forest: Forest) -> int:
-    """Operations of one forward pass over a forest, all its tokens through the output layer."""
+    """Return the operations of one forward pass over a forest, all its tokens through the output layer."""
     seen = forest.mask.depths + 1
     pairs = sum(
         count * int(seen.sum() if window is None else seen.clamp(max=window).sum())
@@ -58,12 +58,12 @@ def forest_flops(config: ModelConfig, forest: Forest) -> int:
 
 
 def training_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
-    """Operations of forward and backward over documents of these lengths (tokens)."""
+    """Return the operations of forward and backward over documents of these lengths (tokens)."""
     return 3 * forward_flops(config, lengths)
 
 
 def flops_per_token(config: ModelConfig, context: int) -> float:
-    """Training operations per token in documents of `context` tokens: 6 N + 12 L H K (context + 1) / 2."""
+    """Return the training operations per token in documents of `context` tokens: 6 N + 12 L H K (context + 1) / 2."""
     if context < 1:
         raise ValueError(f"context must be at least 1 token, not {context}")
     return training_flops(config, [context]) / context
@@ -81,7 +81,7 @@ def state_bytes(config: ModelConfig, precision: Precision = "fp32", moments: int
 
 
 def _layer_elements(config: ModelConfig) -> int:
-    """Elements per token that one layer keeps for its backward pass.
+    """Return the elements per token that one layer keeps for its backward pass.
 
     The inputs and outputs of two norms (4 D; 2 D where one feeds both halves), rotated queries and keys, values
     and the attention's output, gate, up and their product (3 F, for each expert of a token, beside its input and
@@ -103,7 +103,7 @@ def _layer_elements(config: ModelConfig) -> int:
 def activation_bytes(
     config: ModelConfig, tokens: int, precision: Precision = "fp32", checkpointing: bool = False
 ) -> int:
-    """What a forward pass over `tokens` tokens keeps for the backward pass, in bytes.
+    """Return the bytes that a forward pass over `tokens` tokens keeps for the backward pass.
 
     With activation checkpointing each layer's input, and everything of the one layer that is computed again.
     The output layer works in chunks and keeps its inputs' gradient instead of logits.
@@ -159,7 +159,7 @@ def peak_bytes(
 
 
 def cache_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32") -> int:
-    """Keys and values of `tokens` tokens during generation, or the latents that they grow out of, in bytes."""
+    """Return the keys and values of `tokens` tokens during generation, or the latents that they grow out of, in bytes."""
     width = config.num_key_value_heads * (config.head_dim + config.value_dim)
     if config.mla is not None:
         width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
@@ -167,7 +167,7 @@ def cache_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32")
 
 
 def elementwise_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32") -> int:
-    """Bytes that norms, rotations, SwiGLU, residual sums and the loss read and write, forward and backward.
+    """Return the bytes that norms, rotations, SwiGLU, residual sums and the loss read and write, forward and backward.
 
     Elements per layer and token: 28 D for two norms with the residual sums and the sums of their gradients,
     4 (H + G) K for the rotations, 8 F for SwiGLU; 3 V for the softmax of the output layer.
@@ -181,7 +181,7 @@ def elementwise_bytes(config: ModelConfig, tokens: int, precision: Precision = "
 
 
 def optimizer_bytes(config: ModelConfig) -> int:
-    """Bytes that AdamW with clipping reads and writes: the norm (4 per parameter) and the update (28)."""
+    """Return the bytes that AdamW with clipping reads and writes: the norm (4 per parameter) and the update (28)."""
     return 32 * parameters(config).total
 
 
@@ -195,7 +195,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """All of it: these parts do not overlap."""
+        """Seconds of the step; its parts do not overlap."""
         return self.matrices + self.attention + self.memory
 
 
@@ -206,7 +206,7 @@ def step_time(
     precision: Precision = "fp32",
     update: bool = True,
 ) -> StepTime:
-    """Time of a training step on documents of these lengths (tokens): forward, backward and, where `update`, the
+    """Return the time of a training step on documents of these lengths (tokens): forward, backward and, where `update`, the
     optimiser's work."""
     lengths = list(lengths)
     tokens = sum(lengths)
@@ -220,7 +220,7 @@ def step_time(
 
 
 def intensity(config: ModelConfig, lengths: Iterable[int], precision: Precision = "fp32") -> float:
-    """Operations of a training step per byte that it must move: elementwise work, the update, and each matrix
+    """Return the operations of a training step per byte that it must move: elementwise work, the update, and each matrix
     read for the forward and the backward pass and its gradient written. Below a machine's `ops_per_byte` memory
     sets the pace."""
     lengths = list(lengths)

@@ -50,7 +50,7 @@ class Process:
         _processes.add(self)
 
     def _begin(self) -> None:
-        """Have no process. A forked child begins anew: two processes would read each other's answers."""
+        """Forget the process. A forked child starts its own: two processes would read each other's answers."""
         self._lock = threading.Lock()
         self._popen: subprocess.Popen[bytes] | None = None
         self._close: Callable[[], object] = lambda: None
@@ -114,7 +114,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _wait_briefly(popen: subprocess.Popen[bytes]) -> None:
-    """Let a process that is ending say how."""
+    """Wait briefly for the exit status of a process that is ending."""
     try:
         popen.wait(0.5)
     except subprocess.TimeoutExpired:
@@ -178,7 +178,7 @@ def _whole(requests: BinaryIO, head: bytes) -> Any:
 
 
 def _bound_memory(memory: int) -> None:
-    """Bound the memory of this process to what it has and so much more, where Linux tells what it has."""
+    """Limit the memory of this process to its current size and so much more, on Linux."""
     status = Path("/proc/self/statm")
     if status.is_file():
         most = int(status.read_text().split()[0]) * resource.getpagesize() + memory

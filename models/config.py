@@ -11,7 +11,7 @@ from puna.models.settings import Settings
 
 
 class RopeScaling(Settings):
-    """How rotary frequencies are stretched for contexts longer than those first trained on.
+    """Stretched rotary frequencies for contexts longer than the first training's.
 
     linear: every frequency is divided by `factor` (Chen et al. 2023). llama3: only wavelengths longer than
     `original_max_position_embeddings / low_freq_factor` tokens are; those shorter than `.../ high_freq_factor`
@@ -31,7 +31,7 @@ class RopeScaling(Settings):
         return self
 
     def scaled(self, frequency: float) -> float:
-        """The stretched frequency, in radians per token."""
+        """Return the stretched frequency, in radians per token."""
         if self.rope_type == "linear":
             return frequency / self.factor
         turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
@@ -129,13 +129,13 @@ class ModelShape(Settings):
             raise ValueError("latent attention (mla) has neither qk_norm nor sliding_window here")
 
     def _head_dim(self) -> int:
-        """`head_dim`, derived where it is left out."""
+        """Return `head_dim`, derived if it is left out."""
         if self.head_dim:
             return self.head_dim
         return self.hidden_size // self.num_attention_heads if self.mla is None else self.mla.qk_head_dim
 
     def complete(self, vocab_size: int, max_position_embeddings: int) -> ModelConfig:
-        """The whole configuration, with a vocabulary and a longest context, both in tokens."""
+        """Return the whole configuration, with a vocabulary and a longest context, both in tokens."""
         return ModelConfig(vocab_size=vocab_size, max_position_embeddings=max_position_embeddings, **dict(self))
 
 
@@ -172,7 +172,7 @@ class ModelConfig(ModelShape):
         return self
 
     def _layout(self) -> str:
-        """The layout that holds this model; ValueError where `model_type` names one that cannot."""
+        """Return the layout that can hold this model; ValueError if `model_type` names one that cannot."""
         has = self.features
         able = [name for name, (must, may) in LAYOUTS.items() if must <= has <= must | may]
         if not self.model_type:
@@ -188,7 +188,7 @@ class ModelConfig(ModelShape):
 
     @property
     def features(self) -> frozenset[str]:
-        """What the model has beyond a plain Llama."""
+        """Return the names of what the model has beyond a plain Llama."""
         found = {
             "attention_bias": self.qkv_bias and self.o_bias,
             "qkv_bias": self.qkv_bias and not self.o_bias,
@@ -216,11 +216,11 @@ class ModelConfig(ModelShape):
         return self.head_dim if self.mla is None else self.mla.v_head_dim
 
     def rotary_frequencies(self) -> list[float]:
-        """Angle of each rotated pair of elements from one token to the next, in radians."""
+        """Return the angle of each rotated pair of elements from one token to the next, in radians."""
         width = self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
         plain = [self.rope_theta ** (-2 * i / width) for i in range(width // 2)]
         return plain if self.rope_scaling is None else [self.rope_scaling.scaled(f) for f in plain]
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as a plain dictionary, ready for JSON; `ModelConfig(**d)` is the inverse."""
+        """Return the fields as a dictionary for JSON; `ModelConfig(**d)` is the inverse."""
         return self.model_dump()

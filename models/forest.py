@@ -33,7 +33,7 @@ class Forest:
 
     @staticmethod
     def pack(documents: Sequence[Sequence[int] | Tensor]) -> Forest:
-        """Documents side by side; none sees another. Empty documents are refused."""
+        """Return documents side by side; none sees another. ValueError for an empty document."""
         parts = [_ids(document) for document in documents]
         _refuse_empty(parts, "document")
         lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
@@ -48,7 +48,7 @@ class Forest:
 
     @staticmethod
     def branch(prompt: Sequence[int] | Tensor, answers: Sequence[Sequence[int] | Tensor]) -> Forest:
-        """The prompt once, each answer a branch that sees the prompt and itself.
+        """Return a prompt with its answers as branches; each sees the prompt and itself.
 
         Answer i starts at `len(prompt) + sum(len(a) for a in answers[:i])`.
         """
@@ -66,7 +66,7 @@ class Forest:
 
     @staticmethod
     def concatenate(forests: Sequence[Forest]) -> Forest:
-        """Forests side by side in one row; forest j's tokens move right by the lengths of those before it."""
+        """Return forests side by side in one row; tokens move right by the lengths of the forests before."""
         if not forests:
             raise ValueError("Forest.concatenate needs at least one forest")
         ends, offset = [], 0
@@ -86,7 +86,7 @@ class Forest:
 
     @cached_property
     def parents(self) -> Tensor:
-        """[T] int64: the token before each token on its own path, -1 at the first token of a tree.
+        """Return [T] int64, the token before each token on its own path; -1 at the first token of a tree.
 
         With `children = (forest.parents >= 0).nonzero()[:, 0]`, the pairs
         `(forest.parents[children], forest.tokens[children])` are all next-token predictions: the inputs of
@@ -102,7 +102,7 @@ class Forest:
         return parents.to(self.tokens.device)
 
     def to(self, device: torch.device | str) -> Forest:
-        """The same forest on another device, with the mask that is made where it comes from: no step waits to read its segments."""
+        """Return the forest on another device. Its mask is made on this one, so that no step waits to read its segments."""
         if torch.device(device) == self.tokens.device:
             return self
         mask = self.mask.to(device)

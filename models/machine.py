@@ -1,4 +1,4 @@
-"""What a machine can do: matrix products, attention and memory traffic per second, measured or from a data sheet."""
+"""The speed of a machine: matrix products, attention and memory traffic per second, measured or from a data sheet."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Machine:
 
     @staticmethod
     def gpu(name: str) -> Machine:
-        """A GPU of `GPUS` in bf16, at the shares of its data sheet that good kernels reach: 0.75 of the matrix
+        """Return the rates of a GPU of `GPUS` in bf16, at the shares of its data sheet that good kernels reach: 0.75 of the matrix
         rate, 0.5 in attention, 0.85 of the bandwidth. ValueError for one that is not listed."""
         for part, (flops, bandwidth) in GPUS.items():
             if part in name:
@@ -58,7 +58,7 @@ class Machine:
 
 
 def best_seconds(function: Callable[[], object], clock: Clock, tries: int = 5, seconds: float = 0.15) -> float:
-    """Shortest time of one call, in seconds."""
+    """Return the shortest time of one call, in seconds."""
     function()
     best, started, count = float("inf"), clock(), 0
     while count < tries or clock() - started < seconds:
@@ -69,7 +69,7 @@ def best_seconds(function: Callable[[], object], clock: Clock, tries: int = 5, s
 
 
 def matrix_rate(size: int = 768, seconds: float = 0.3, dtype: torch.dtype = torch.float32) -> float:
-    """Operations per second that matrix products of `size` can reach here on torch's threads: best of many, by the fastest routine.
+    """Return the operations per second of matrix products of `size` on torch's threads: best of many, by the fastest routine.
 
     The ceiling against which the utilisation of a CPU run is stated: one thread's rate by CPU time, times the threads. By the
     wall's clock beside other programs it would lie below what a step reaches once they are gone.
@@ -87,7 +87,7 @@ def matrix_rate(size: int = 768, seconds: float = 0.3, dtype: torch.dtype = torc
 
 @cache
 def peak_flops(device: str, precision: Precision = "fp32") -> float | None:
-    """Operations per second of the device's matrix products at most: measured on a CPU, the data sheet's bf16
+    """Return the operations per second of the device's matrix products at most: measured on a CPU, the data sheet's bf16
     rate on a GPU in `GPUS`; None where neither is known."""
     if device == "cpu":
         return matrix_rate(dtype=DTYPES[precision])
@@ -98,7 +98,7 @@ def peak_flops(device: str, precision: Precision = "fp32") -> float | None:
 
 
 class Room(NamedTuple):
-    """What generation takes of a device: answers at work at once, tokens of one step, bytes of keys and values."""
+    """The share of a device that generation takes: answers at work at once, tokens of one step, bytes of keys and values."""
 
     sequences: int
     step_tokens: int
@@ -106,7 +106,7 @@ class Room(NamedTuple):
 
 
 def generation_room(device: torch.device, sequences: int | None, step_tokens: int | None, memory: int | None) -> Room:
-    """What is asked for; else 1 GiB on a CPU, and on a GPU half of what is free, for more answers and longer steps than keep a CPU busy."""
+    """Return the room that is asked for; else 1 GiB on a CPU, and half of the free memory on a GPU, with more answers and longer steps."""
     if any(own is not None and own < 1 for own in (sequences, step_tokens, memory)):
         raise ValueError(f"sequences, step_tokens and memory must be at least 1, not {sequences}, {step_tokens} and {memory}")
     usual = Room(64, 2048, 1 << 30)
@@ -118,7 +118,7 @@ def generation_room(device: torch.device, sequences: int | None, step_tokens: in
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a model may take where nobody says how many: nine tenths of what is free on a GPU, four fifths of the host's."""
+    """Return the bytes that a model may take by default: nine tenths of a GPU's free memory, four fifths of the host's."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] * 9 // 10
     try:
@@ -131,6 +131,6 @@ def free_memory(device: torch.device) -> int:
 
 @cache
 def bf16_pays() -> bool:
-    """Whether this CPU multiplies in bf16 well faster than in fp32: with AVX-512 bf16 it does, with AVX2 it takes 180 times as long."""
+    """True if this CPU multiplies much faster in bf16 than in fp32, as with AVX-512 bf16; with AVX2 it takes 180 times as long."""
     fast, full = (matrix_rate(256, 0.1, dtype) for dtype in (torch.bfloat16, torch.float32))
     return fast > 1.25 * full

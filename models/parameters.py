@@ -1,4 +1,4 @@
-"""How many parameters a model has, from its configuration alone; nothing here needs torch."""
+"""Counts of a model's parameters, from its configuration alone, without torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Parameters:
 
 
 def parameters(config: ModelConfig) -> Parameters:
-    """Parameters of the language model with this configuration; all experts are counted."""
+    """Return the parameters of the language model with this configuration; all experts are counted."""
     width, layers = config.hidden_size, config.num_hidden_layers
     vocabulary = config.vocab_size * width
     experts = 1 if config.moe is None else config.moe.num_experts
@@ -68,7 +68,7 @@ def _attention_biases(config: ModelConfig) -> int:
 
 
 def _feed_forward_matrices(config: ModelConfig) -> int:
-    """Of the dense block, or of one expert."""
+    """Return the parameters of the dense block's matrices, or of one expert's."""
     inner = config.intermediate_size if config.moe is None else config.moe.moe_intermediate_size
     return 3 * config.hidden_size * inner
 
@@ -78,7 +78,7 @@ def _router(config: ModelConfig) -> int:
 
 
 def matrix_parameters(config: ModelConfig) -> int:
-    """Parameters that multiply every token: the layers' matrices, of the experts those that a token goes to,
+    """Return the parameters that multiply every token: the layers' matrices, of the experts those that a token goes to,
     and the output layer, shared with the embedding or not."""
     chosen = 1 if config.moe is None else config.moe.num_experts_per_tok
     layer = _attention_matrices(config) + chosen * _feed_forward_matrices(config) + _router(config)

@@ -1,4 +1,4 @@
-"""How a model computes when it is only asked: settings of commands and stages, and the engine that they make."""
+"""Settings of serving, for commands and stages, and the engine that they make."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AHEAD = 4
 
 
 class ServingSettings(Settings):
-    """How a model computes its answers."""
+    """The computing of a model's answers."""
 
     weights: Weights = Field(
         "same", description="The layers' matrices: as they are, or in 8 bits: less memory, a little less exact (fp8: GPU from 8.9 on)"
@@ -73,22 +73,22 @@ class ServingSettings(Settings):
 
     @property
     def kept(self) -> dict[str, Any]:
-        """What the engine keeps of a sequence, as its limits."""
+        """Limits of the engine: the tokens that it keeps of a sequence."""
         return {} if self.window is None else {"sinks": self.sinks, "window": self.window}
 
     def unmet(self, where: str) -> list[str]:
-        """What is missing on this machine."""
+        """Return what is missing on this machine."""
         missing = self.engine == "vllm" and find_spec("vllm") is None
         return [f"{where}.engine: vLLM is not installed; pip install 'puna[vllm]', or set engine to puna"] if missing else []
 
 
 def guesses(speculate: int, draft: object) -> int:
-    """`SamplingParams.speculate` where so many guesses are asked for: with a draft some, unless told how many."""
+    """Return `SamplingParams.speculate`: the setting, or `AHEAD` tokens if a draft guesses and the setting is 0."""
     return speculate or (AHEAD if draft is not None else 0)
 
 
 def prepared(model: Transformer, weights: Weights) -> Transformer:
-    """The model with such weights, in place. ValueError where it cannot have them."""
+    """Return the model with such weights, changed in place; ValueError if it cannot have them."""
     from puna.models.formats.quantised import quantise
 
     return model if weights == "same" else quantise(model, weights)
@@ -98,7 +98,7 @@ def engine_of(
     model: Transformer, tokenizer: Tokenizer, weights: Weights = "same", draft: tuple[Transformer, Tokenizer] | None = None,
     prefill_threads: int = 0, draft_weights: Weights = "same", **limits: Any,
 ) -> Engine:  # fmt: skip
-    """An engine with its `limits`, of a model and a draft whose weights are changed in place; with `prefill_threads` long prompts of
+    """Return an engine with its `limits`, of a model and a draft whose weights are changed in place; with `prefill_threads` long prompts of
     submitted requests are computed by a process of their own. ValueError where they cannot be, and where a draft has other tokens than
     the model."""
     from puna.models.generation import Engine
@@ -132,8 +132,10 @@ def offloaded_model(
     folder: Path, place: tuple[torch.device, torch.dtype], offload: Offload, memory: float | None, work: Work,
     step_tokens: int | None = None, draft: Transformer | None = None,
 ) -> Offloaded:  # fmt: skip
-    """The model in a folder, within `memory` GB (None: most of what is free), a draft's share of them included, as is fastest for such
-    work; `step_tokens`: see `planner.choose`. ValueError where it cannot be, with what would fit."""
+    """Return the model in a folder by the fastest plan for this work within `memory` GB, a draft's share included.
+
+    memory: None for most of the free memory. step_tokens: see `planner.choose`. ValueError if nothing fits, with what would.
+    """
     from puna.models.machine import free_memory
     from puna.models.memory.offload import Source, offloaded
     from puna.models.memory.planner import Rates, Shape, choose, measure
@@ -153,7 +155,7 @@ def offloaded_model(
 
 
 def vllm_engine(folder: Path, tokenizer: Tokenizer, settings: ServingSettings) -> AnswerEngine:
-    """vLLM's engine of the model in a folder."""
+    """Return vLLM's engine of the model in a folder."""
     from puna.models.generation.vllm import VllmEngine
 
     return VllmEngine(folder, tokenizer, settings.weights, settings.gpu_memory)

@@ -42,7 +42,7 @@ class Settings(BaseModel):
         return value
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values, checked like a new one."""
+        """Return a copy with other values, checked like a new one."""
         return type(self).model_validate(dict(self) | changes)
 
 
@@ -60,7 +60,7 @@ def _forget(settings: object, value: Any) -> None:
 
 
 def _over(default: object, given: Any) -> Any:
-    """The values of a default group with those that are given in their place; anything else as it is given."""
+    """Return the values of a default group with those that are given in their place; anything else as it is given."""
     if not isinstance(default, Settings) or not isinstance(given, Mapping):
         return given
     values = dict(default)
@@ -75,7 +75,7 @@ def did_you_mean(wrong: str, names: Iterable[str]) -> str:
 
 
 def problems(error: ValidationError) -> str:
-    """What is wrong, in one line: `field: what is wrong (got value)`, field by field."""
+    """Return an error as one line: `field: problem (got value)`, field by field."""
     found = []
     for item in error.errors():
         name = ".".join(map(str, item["loc"]))

@@ -45,7 +45,7 @@ class OverLatents(ABC):
 
     @abstractmethod
     def over_latents(self, layer: LatentAttention, q_THN: Tensor, q_THR: Tensor, latent_TL: Tensor, k_TR: Tensor) -> Tensor:
-        """What queries, their own parts and the rotated ones, see among the values [T, H, V] of latents and rotated parts of keys."""
+        """Return attention over the values [T, H, V] of latents: queries and keys have a part of their own and a rotated one."""
 
 
 class Linear(nn.Linear):
@@ -61,7 +61,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Nothing: see `Transformer.initialise`."""
+        """Do nothing: see `Transformer.initialise`."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.eight_bits is not None and torch.is_grad_enabled():
@@ -78,7 +78,7 @@ class Embedding(nn.Embedding):
     """Token vectors [V, D], left uninitialised like `Linear`."""
 
     def reset_parameters(self) -> None:
-        """Nothing: see `Transformer.initialise`."""
+        """Do nothing: see `Transformer.initialise`."""
 
 
 class RMSNorm(nn.Module):
@@ -93,7 +93,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x_TD, self.weight, self.eps)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, sum), in one pass and in x's dtype: under autocast the stream stays fp32."""
+        """Return (norm of the sum, sum) in one pass, in x's dtype: under autocast the stream stays fp32."""
         return add_rms_norm(x_TD, residual_TD.to(x_TD.dtype), self.weight, self.eps)
 
     if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class LatentAttention(nn.Module):
         return self.o_proj(seen_THV.flatten(1))
 
     def spelled_out(self, latent_TL: Tensor, k_TR: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [T, H, K] and values [T, H, V] of all heads, from latents and the rotated part that the heads' keys share."""
+        """Return keys [T, H, K] and values [T, H, V] of all heads, from latents and the rotated part that the heads' keys share."""
         mla = self.mla
         kv = self.kv_b_proj(latent_TL).view(len(latent_TL), -1, mla.qk_nope_head_dim + mla.v_head_dim)
         k_THN, v_THV = kv.split([mla.qk_nope_head_dim, mla.v_head_dim], -1)
@@ -202,7 +202,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, width, inner))
 
     def forward(self, x_ND: Tensor, offsets_E1: Tensor) -> Tensor:
-        """Rows sorted by expert, those of expert e from offsets[e] to offsets[e + 1]: [N, D] to [N, D]."""
+        """Compute rows [N, D] sorted by expert, those of expert e from offsets[e] to offsets[e + 1]."""
         gate, up = grouped_linear(x_ND, self.gate_up_proj, offsets_E1).chunk(2, -1)
         return grouped_linear(swiglu(gate, up), self.down_proj, offsets_E1)
 
@@ -275,7 +275,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x_TD: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states of embedded tokens x [T, D] at position ids [T]."""
+        """Return the hidden states of embedded tokens x [T, D] at position ids [T]."""
         layers: Iterable[Layer] = self.layers
         if self.checkpointing and self.training and torch.is_grad_enabled():
             layers = [partial(checkpoint, layer, use_reentrant=False) for layer in self.layers]
@@ -308,14 +308,14 @@ def decode(
 
 
 def rotary_table(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, K/2] of the rotation at each position id; computed in fp64, returned in `dtype`."""
+    """Return the cosines and sines [T, K/2] of the rotation at each position id; computed in fp64, returned in `dtype`."""
     frequencies = torch.tensor(config.rotary_frequencies(), dtype=torch.float64, device=positions.device)
     angles = positions.to(torch.float64)[:, None] * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def forest_attend(config: ModelConfig, mask: ForestMask) -> Attend:
-    """Attention inside a forest, by each layer's window."""
+    """Return attention inside a forest, by each layer's window."""
     masks = {window: mask.within(window) for window in set(config.windows)}
     for each in masks.values():
         prepare(each, config.head_dim, config.value_dim)
@@ -364,28 +364,28 @@ class Transformer(nn.Module):
                 parameter.normal_(0.0, self.config.initializer_range, generator=generator)
 
     def hidden(self, forest: Forest) -> Tensor:
-        """Final-norm hidden states [T, D]."""
+        """Return the final-norm hidden states [T, D]."""
         attend = forest_attend(self.config, forest.mask)
         return self.model(self.model.embed_tokens(forest.tokens), forest.positions, attend)
 
     def take_balance_loss(self) -> Tensor | None:
-        """`router_aux_loss_coef` times the mean over layers of the load-balancing loss of the last forward pass
+        """Return `router_aux_loss_coef` times the mean over layers of the load-balancing loss of the last forward pass
         with gradients, once; None without such a pass or without experts."""
         balance, self.model.balance = self.model.balance, None
         return None if balance is None or self.config.moe is None else self.config.moe.router_aux_loss_coef * balance
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Next-token logits [N, V]."""
+        """Return the next-token logits [N, V]."""
         return self.lm_head(hidden_ND)
 
     def scalar(self, hidden_ND: Tensor) -> Tensor:
-        """The scalar head's number for each hidden state, [N]."""
+        """Return the scalar head's number for each hidden state, [N]."""
         return self.score(hidden_ND)[:, 0]
 
     def token_logprobs(
         self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """([N] log p(targets[i] | path up to and including positions[i]), [N] entropies), in nats.
+        """Return ([N] log p(targets[i] | path up to and including positions[i]), [N] entropies), in nats.
 
         `positions` [N] int64 are indices into the row (not position ids); several may be equal.
         """
@@ -394,7 +394,7 @@ class Transformer(nn.Module):
         )
 
     def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """sum_i weights[i] * -log p(targets[i] | positions[i]), a scalar in nats; the cheapest training loss.
+        """Return sum_i weights[i] * -log p(targets[i] | positions[i]), a scalar in nats; the cheapest training loss.
 
         Denominators are the caller's, in `weights` [N] float: 1 / N each gives the mean.
         """

@@ -40,21 +40,21 @@ class Nf4Linear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
     def unpacked(self) -> Tensor:
-        """The matrix [N, D] fp32."""
+        """Return the matrix [N, D] fp32."""
         from bitsandbytes.functional import dequantize_4bit
 
         found: Tensor = dequantize_4bit(self.weight.detach(), self.state)
         return found
 
     def plain(self, weight: Tensor) -> Linear:
-        """A layer of `weight` [N, D] with the bias of this one."""
+        """Return a layer of `weight` [N, D] with the bias of this one."""
         with torch.device("meta"):
             found = Linear(self.in_features, self.out_features)
         found.weight, found.bias = nn.Parameter(weight), self.bias
         return found
 
     def bytes(self) -> int:
-        """Of the packed matrix and its scales."""
+        """Return the bytes of the packed matrix and its scales."""
         state, second = self.state, self.state.state2
         return sum(t.numel() * t.element_size() for t in (self.weight, state.absmax, state.code, state.offset, second.absmax, second.code))
 
@@ -92,7 +92,7 @@ def to_nf4(model: Transformer) -> Transformer:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Bytes of all weights, as they lie in memory."""
+    """Return the bytes of all weights, as they lie in memory."""
     packed = [module for module in model.modules() if isinstance(module, Nf4Linear)]
     counted = {id(module.weight) for module in packed}
     plain = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in counted)

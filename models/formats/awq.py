@@ -17,7 +17,7 @@ PARTS = ("qweight", "qzeros", "scales")
 
 
 def refused(settings: Mapping[str, Any]) -> str | None:
-    """Why a checkpoint's quantization_config cannot be read; None where it can."""
+    """Return the reason why a checkpoint's quantization_config cannot be read; None if it can."""
     wanted = {"quant_method": ("awq",), "bits": (4, None), "version": ("gemm", "GEMM", None), "zero_point": (True, None)}
     for name, known in wanted.items():
         if settings.get(name) not in known:
@@ -26,13 +26,13 @@ def refused(settings: Mapping[str, Any]) -> str | None:
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """[rows, 8 M] int32 numbers from 0 to 15, in the order of the outputs, of [rows, M] int32."""
+    """Return [rows, 8 M] int32 numbers from 0 to 15, in the order of the outputs, of packed [rows, M] int32."""
     places = torch.tensor([ORDER.index(output) for output in range(8)], dtype=torch.int32, device=packed.device)
     return ((packed[:, :, None] >> (4 * places)) & 15).flatten(1)
 
 
 def spelled_out(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors with a `weight` [N, D] in `dtype` (None: that of the scales) in place of each packed matrix, which are freed on the way.
+    """Return the tensors with each packed matrix unpacked to a `weight` [N, D] in `dtype` (None: the scales'). Frees the packed ones.
 
     ValueError, naming the tensor, where a part is missing or does not fit the others.
     """

@@ -42,23 +42,23 @@ class Packed(NamedTuple):
     scales: Tensor
 
     def weight(self) -> Tensor:
-        """What it stands for [N, D]."""
+        """Return the unpacked matrix [N, D]."""
         return ((self.q - self.zeros[:, None]) * self.scales.float()[:, None]).flatten(0, 1).T.contiguous()
 
     def tensors(self, base: str) -> dict[str, Tensor]:
-        """As a checkpoint has them."""
+        """Return the tensors under a checkpoint's names."""
         return {f"{base}qweight": pack(self.q.flatten(0, 1)), f"{base}qzeros": pack(self.zeros), f"{base}scales": self.scales}
 
 
 def pack(numbers: Tensor) -> Tensor:
-    """[rows, M] int32, eight numbers each in AutoAWQ's order, of [rows, 8 M] from 0 to 15."""
+    """Return [rows, M] int32, eight numbers from 0 to 15 each in AutoAWQ's order, of [rows, 8 M]."""
     eights = numbers.to(torch.int64).unflatten(1, (-1, 8))[..., list(ORDER)]
     whole = (eights << (4 * torch.arange(8))).sum(-1)
     return torch.where(whole >= 1 << 31, whole - (1 << 32), whole).to(torch.int32)
 
 
 def group_of(model: Transformer) -> int:
-    """The largest group that divides the inputs of all layers' matrices. ValueError where the model has no such form."""
+    """Return the largest group size that divides the inputs of all layers' matrices; ValueError if there is none."""
     config = model.config
     if model.head != "lm" or config.moe is not None or config.mla is not None or config.parallel_block:
         raise ValueError("four bits (awq) are for language models with plain attention and feed-forward blocks one after the other")
@@ -73,7 +73,7 @@ def group_of(model: Transformer) -> int:
 
 
 def rounded(w_ND: Tensor, group: int, share: Tensor | float = 1.0) -> Packed:
-    """To the nearest of 16 numbers from a group's least to its largest; `share` [N, D / group] of that range, cut to it."""
+    """Return weights rounded to 16 numbers from a group's least to its largest, clipped to `share` [N, D / group] of that range."""
     w_NgG = w_ND.detach().float().unflatten(1, (-1, group))
     low, high = w_NgG.amin(-1).clamp(max=0) * share, w_NgG.amax(-1).clamp(min=0) * share
     scales = ((high - low) / 15).clamp(min=FIRST).half()
@@ -87,7 +87,7 @@ def _error(x_TD: Tensor, differences: Sequence[Tensor]) -> float:
 
 
 def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[int, int] = (1, 1)) -> Tensor:
-    """[D] what the inputs of matrices [N, D] are best divided by; heads: G and R, of which the R of each group have one scale together."""
+    """Return the best divisors [D] of the inputs of matrices [N, D]; heads: G and R, where the R of each group share a scale."""
     size_GRK = x_TD.abs().mean(0).clamp(min=1e-8).view(*heads, -1)
     size_D = size_GRK.mean(1, keepdim=True).expand_as(size_GRK).flatten()
     best, found = float("inf"), torch.ones_like(size_D)
@@ -101,7 +101,7 @@ def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[
 
 
 def shares_of(x_TD: Tensor, w_ND: Tensor, group: int) -> Tensor:
-    """[N, D / group] shares of each group's range with the least squared error of its own products."""
+    """Return the share [N, D / group] of each group's range with the least squared error of its products."""
     x_gTG = x_TD.unflatten(1, (-1, group)).transpose(0, 1)
     gram_gGG = x_gTG.transpose(1, 2) @ x_gTG
     best = torch.full((len(w_ND), len(gram_gGG)), float("inf"))
@@ -115,7 +115,7 @@ def shares_of(x_TD: Tensor, w_ND: Tensor, group: int) -> Tensor:
 
 
 def stretches(ids: Sequence[int]) -> list[Sequence[int]]:
-    """Stretches of a text, evenly over it. ValueError where it is too short for one."""
+    """Return pieces evenly spread over a text; ValueError if it is too short for one."""
     count = min(READ, len(ids) // LENGTH)
     if not count:
         raise ValueError(f"a text of {len(ids)} tokens is too short to choose scales by: {LENGTH} at least, {READ * LENGTH} are good")
@@ -123,7 +123,7 @@ def stretches(ids: Sequence[int]) -> list[Sequence[int]]:
 
 
 def write(model: Transformer, tokenizer: Tokenizer, rows: Sequence[Sequence[int]], folder: Path) -> None:
-    """The model, which is changed, as a checkpoint in AutoAWQ's layout: four bits for the layers' matrices, the rest in fp16."""
+    """Write the model, changed in place, in AutoAWQ's layout: the layers' matrices in four bits, the rest in fp16."""
     group, found = group_of(model), packed(model, rows)
     save(model.half(), folder, tokenizer)
     state = load_file(folder / WEIGHTS)
@@ -138,7 +138,7 @@ def write(model: Transformer, tokenizer: Tokenizer, rows: Sequence[Sequence[int]
 
 @torch.no_grad()
 def packed(model: Transformer, rows: Sequence[Sequence[int]], search: bool = True) -> dict[str, Packed]:
-    """The layers' matrices by name, and the model's norms and matrices changed to what stands beside and for them: in place.
+    """Return the layers' packed matrices by name; the model's norms and matrices are changed in place to match.
 
     rows: token ids of texts like those that the model will read. `search=False` rounds to the nearest alone. ValueError: see `group_of`.
     """
@@ -176,7 +176,7 @@ def _divide(module: Any, s_N: Tensor) -> None:
 
 
 def _layers(model: Transformer, rows: Sequence[Sequence[int]]) -> Iterator[tuple[Any, dict[str, Tensor]]]:
-    """Each layer with what its matrices read [T, D], before anything of it is changed."""
+    """Yield each layer with the inputs [T, D] of its matrices, before the layer is changed."""
     forest = Forest.pack([list(row) for row in rows])
     attend, x_TD = forest_attend(model.config, forest.mask), model.model.embed_tokens(forest.tokens)
     cos, sin = rotary_table(model.config, forest.positions, x_TD.dtype)

@@ -85,7 +85,7 @@ def load(
 def load_with_tokenizer(
     path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Transformer, Tokenizer]:
-    """The model of `load` with the tokenizer beside it, or in the GGUF file. CheckpointError where there is none."""
+    """Return the model of `load` and its tokenizer, from the folder or the GGUF file; CheckpointError if there is none."""
     path = Path(path)
     try:
         tokenizer = _from_gguf(path, lambda file: file.tokenizer()) if path.suffix == GGUF else Tokenizer.load(path)
@@ -119,7 +119,7 @@ def check_files(folder: Path) -> None:
 
 
 def built(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path: Path) -> Transformer:
-    """The model whose parameters are these tensors themselves."""
+    """Return the model whose parameters are these tensors themselves."""
     found: Head = "scalar" if "score.weight" in state else "lm"
     with torch.device("meta"):
         model = Transformer(config, head or found)
@@ -145,7 +145,7 @@ def built(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path
 
 
 def read_config(folder: Path | str) -> ModelConfig:
-    """The shape of the checkpoint in `folder`, from its config.json."""
+    """Return the shape of the checkpoint in `folder`, from its config.json."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: a model folder holds config.json and {WEIGHTS}")
@@ -176,7 +176,7 @@ def _hub_config(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, An
 
 
 def _padding(head: Head, tokenizer: Tokenizer) -> int | None:
-    """The padding token; for rewards, which others read at the last token that is not padding, one that ends no answer."""
+    """Return the padding token. For rewards, read at the last token that is not padding, it must end no answer."""
     if head == "lm" or tokenizer.pad not in tokenizer.stop_ids:
         return tokenizer.pad
     return min(tokenizer.special - {*tokenizer.stop_ids, tokenizer.bos}, default=None)
@@ -187,7 +187,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
-    """The checkpoint's safetensors files, each with its open reader. CheckpointError for one that is missing or damaged."""
+    """Return the checkpoint's safetensors files, each with its open reader. CheckpointError for one that is missing or damaged."""
     for name in _names(folder):
         path = folder / name
         if not path.is_file():

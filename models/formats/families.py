@@ -47,12 +47,12 @@ EXPERTS = {
 
 
 def architecture(model_type: str, head: str) -> str:
-    """transformers' class of a family's model with an `lm` or a `scalar` head."""
+    """Return the name of transformers' class for a family with an `lm` or a `scalar` head."""
     return PREFIX[model_type] + SUFFIX[head]
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """The shape in a Hugging Face configuration of any family in `PREFIX`.
+    """Return the shape in a Hugging Face configuration of any family in `PREFIX`.
 
     Raises ValueError, naming the field, for what is missing or not computed here.
     """
@@ -82,7 +82,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, from wherever a version of transformers wrote them."""
+    """Return `rope_theta` and `rope_scaling` from any of the places that versions of transformers write."""
     where = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = dict(raw.get(where) or {})
     other = raw.get("rope_scaling") or {}
@@ -103,7 +103,7 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _window(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """`sliding_window` and `sliding_layers`."""
+    """Return `sliding_window` and `sliding_layers`."""
     window, layers = raw.get("sliding_window"), None
     if kind.startswith("qwen"):
         window = window if raw.get("use_sliding_window") else None
@@ -155,7 +155,7 @@ def _latent(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def hub_config(config: ModelConfig) -> dict[str, Any]:
-    """The configuration under its family's own field names; `parse_config` is the inverse."""
+    """Return the configuration under its family's own field names; `parse_config` is the inverse."""
     raw = config.to_dict()
     nested = {name: raw.pop(name) for name in ("rope_scaling", "moe", "mla")}
     if config.model_type == "puna":
@@ -195,7 +195,7 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_disk(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """A state dictionary under its family's names on disk, experts apart."""
+    """Return a state dictionary under its family's names on disk, experts apart."""
     if config.model_type not in EXPERTS:
         return dict(state)
     folder, gate, up, down = EXPERTS[config.model_type]
@@ -217,7 +217,7 @@ def to_disk(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
 
 
 def from_disk(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The inverse of `to_disk`. Names that belong to no expert pass as they are."""
+    """Return a state dictionary from names on disk, the inverse of `to_disk`; names of no expert stay."""
     if config.model_type not in EXPERTS or config.moe is None:
         return dict(tensors)
     folder, gate, up, down = EXPERTS[config.model_type]

@@ -52,12 +52,12 @@ class PunaConfig(PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """The configuration in a folder, of its family's class."""
+        """Return the configuration in a folder, of its family's class."""
         return AutoConfig.from_pretrained(*args, **kwargs)
 
     @staticmethod
     def from_shape(shape: ModelConfig, **options: Any) -> PreTrainedConfig:
-        """From the decoder's own configuration, with any other field of the family's class."""
+        """Return a configuration of the decoder's own, with any other field of the family's class."""
         raw = hub_config(shape)
         return AutoConfig.for_model(raw.pop("model_type"), **raw | options)
 
@@ -68,7 +68,7 @@ for _kind in EXPERTS:  # transformers applies a family's conversion to classes o
 
 
 def shape_of(config: PreTrainedConfig) -> ModelConfig:
-    """The decoder's own configuration. Raises ValueError for what it does not compute."""
+    """Return the decoder's own configuration; ValueError for what it does not compute."""
     return parse_config(config.to_dict())
 
 
@@ -90,7 +90,7 @@ class PunaPreTrainedModel(PreTrainedModel):
     head: Head | None = None
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As transformers, under the family's architecture name, so that any reader of it loads the folder."""
+        """Write as transformers does, under the family's architecture name, so that its readers load the folder."""
         super().save_pretrained(save_directory, *args, **kwargs)
         path = Path(save_directory) / "config.json"
         if self.head is not None and path.is_file():
@@ -100,7 +100,7 @@ class PunaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers. CheckpointError for a local folder whose index or sizes are not those of its own safetensors files."""
+        """Load as transformers does; CheckpointError for a folder whose index or sizes are not those of its safetensors files."""
         folder = Path(name) if isinstance(name, str | Path) else None
         if folder is not None and any((folder / file).is_file() for file in (INDEX, WEIGHTS)):
             check_files(folder)
@@ -108,7 +108,7 @@ class PunaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_transformer(cls, model: Transformer, **options: Any) -> Self:
-        """Wrap a model's own weights: what one trains, the other has. `options` are fields of the
+        """Return a wrapper of the same weights: training one trains the other. `options` are fields of the
         family's configuration, such as `pad_token_id`."""
         if model.head != cls.head:
             raise ValueError(f"{cls.__name__} needs a model with a {cls.head!r} head, not {model.head!r}")
@@ -121,7 +121,7 @@ class PunaPreTrainedModel(PreTrainedModel):
         return twin
 
     def to_transformer(self) -> Transformer:
-        """The plain model over the same weights. Merge adapters first (`merge_and_unload` in PEFT)."""
+        """Return the plain model over the same weights. Merge adapters first (`merge_and_unload` in PEFT)."""
         assert self.head is not None
         with torch.device("meta"):
             model = Transformer(shape_of(self.config), self.head)
@@ -162,7 +162,7 @@ class PunaModel(PunaPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """`attention_mask` [B, T] marks real tokens; without one, `position_ids` that restart within a row
+        """Return hidden states. `attention_mask` [B, T] marks real tokens; without one, `position_ids` that restart within a row
         begin a new document. Other arguments of transformers' callers are accepted; they change nothing.
         """
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
@@ -184,7 +184,7 @@ class PunaModel(PunaPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 
     def _forest(self, x_BTD: Tensor, keep: Tensor | None, positions: Tensor | None) -> Tensor:
-        """All rows' real tokens as one forest; hidden states of padding are zero."""
+        """Compute all rows' real tokens as one forest; hidden states of padding are zero."""
         B, T, D = x_BTD.shape
         counted = torch.arange(T, device=x_BTD.device).expand(B, T)
         positions = counted if positions is None else positions.expand(B, T)
@@ -205,7 +205,7 @@ class PunaModel(PunaPreTrainedModel):
         return torch.zeros_like(x_BTD).masked_scatter(real[..., None], h_ND)
 
     def _cached(self, x_BTD: Tensor, keep: Tensor | None, positions: Tensor | None, cache: Any) -> Tensor:
-        """A padded batch after the keys and values of the cache, which grows by it."""
+        """Compute a padded batch behind the cache's keys and values; the cache grows by it."""
         B, T, D = x_BTD.shape
         past = cache.get_seq_length()
         counted = torch.arange(past, past + T, device=x_BTD.device)
@@ -256,7 +256,7 @@ class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, T, V], and with `labels` [B, T] (-100: ignored) transformers' shifted cross-entropy."""
+        """Return the logits [B, T, V], and with `labels` [B, T] (-100: ignored) transformers' shifted cross-entropy."""
         outputs = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True, **kwargs
         )
@@ -292,7 +292,7 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
         labels: Tensor | None = None,
         **_: Any,
     ) -> SequenceClassifierOutputWithPast:
-        """Scores [B, labels]. The last real token is the mask's, or else the last that is not padding."""
+        """Return the scores [B, labels], read at the mask's last token or the last that is not padding."""
         hidden = self.model(
             input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, return_dict=True
         ).last_hidden_state

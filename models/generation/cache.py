@@ -31,7 +31,7 @@ class Cache:
 
     @property
     def stores(self) -> list[Tensor]:
-        """All that has `count` pages."""
+        """Return all tensors with `count` pages."""
         return list({id(pages): pages for pages in (*self.latents, *(pages for layer in self.layers for pages in layer))}.values())
 
     @property
@@ -44,13 +44,13 @@ class Cache:
         copy(self.stores, pairs)
 
     def turn_back(self, kept: Kept, pages: Sequence[int]) -> None:
-        """Turn the keys in these pages back, as tokens fall out before them."""
+        """Rotate the keys in these pages back, as tokens fall out before them."""
         mla = self.config.mla
         rotated = [keys for keys, _ in self.layers] if mla is None else [latents[..., mla.kv_lora_rank :] for latents in self.latents]
         kept.turn_back(rotated, pages, self.config)
 
     def opened(self, plan: PagedPlan) -> AbstractContextManager[Layers]:
-        """The layers for a step of this plan."""
+        """Yield the layers for a step of this plan."""
         return nullcontext(self.layers)
 
 

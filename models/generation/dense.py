@@ -49,7 +49,7 @@ class Loops:
     def __call__(
         self, x_ND: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]
     ) -> Tensor:
-        """Hidden states of embedded tokens, in their place; their keys and values go into each layer's pages."""
+        """Compute hidden states in place of the embedded tokens; keys and values go into each layer's pages."""
         longest = PAGE * plan.tables.shape[1]
         if len(self._turns[0]) < longest:
             self._turns = rotary_table(self.config, torch.arange(2 * longest), torch.float32)
@@ -66,7 +66,7 @@ class Pass(Protocol):
 
 
 def loops(model: Transformer) -> Pass | None:
-    """The model by loops, where they can compute it: not with adapters, of which the loops know nothing. A model whose layers come and go
+    """Return the model by loops, or None if they cannot compute it: they know no adapters. A model whose layers come and go
     (`offload.py`) brings a way of its own."""
     own: Pass | None = getattr(model.model, "by_loops", None)
     if own is not None:
@@ -75,7 +75,7 @@ def loops(model: Transformer) -> Pass | None:
 
 
 def fits(config: ModelConfig, blocks: nn.ModuleList, parameters: Sequence[Tensor]) -> bool:
-    """Whether loops can compute these layers of a model with these parameters."""
+    """True if loops can compute these layers of a model with these parameters."""
     if not has_numba() or INTERPRETED or config.parallel_block:
         return False
     small = [module for module in blocks.modules() if isinstance(module, QuantisedLinear)]

@@ -51,7 +51,7 @@ class DraftedEngine(Engine):
         return self.model, self.draft
 
     def _compute(self, work: Sequence[Answer]) -> Tensor:
-        """Guess one token of each answer after the other; of prompts the draft computes what the larger model does."""
+        """Guess tokens, one of each answer at a time; the draft computes the same prompts as the larger model."""
         for answer in work:
             answer.drafted = min(answer.drafted, answer.computed)  # the last guesses may have been wrong
         begun = [answer for answer in work if answer.count > 1 or not answer.logprobs]
@@ -73,7 +73,7 @@ class DraftedEngine(Engine):
         return super()._compute(work)
 
     def _follow(self, answers: Sequence[Answer], due: Sequence[Sequence[int]]) -> Tensor:
-        """Have the draft compute what is due of each answer after what it has; hidden states of the last tokens [B, D]."""
+        """Return hidden states of the answers' last tokens [B, D], after the draft has computed all before them."""
         work = [Stretch(answer.pages, answer.drafted, tokens) for answer, tokens in zip(answers, due, strict=True)]
         weight = self.draft.model.embed_tokens.weight
         with exact_passes(weight.dtype, weight.device, False):
@@ -83,7 +83,7 @@ class DraftedEngine(Engine):
         return hidden_ND[torch.tensor([len(tokens) for tokens in due]).cumsum(0).to(hidden_ND.device) - 1]
 
     def _guess_of(self, answer: Answer, number: int) -> Draw:
-        """The draw of an answer's guess of this number."""
+        """Return the draw of an answer's guess of this number."""
         params = answer.request.params
         if answer not in self._numbers:
             seed = [params.seed, answer.number, *answer.request.words, 1]  # others than the draws of the answer itself
@@ -96,7 +96,7 @@ class DraftedEngine(Engine):
         return super()._draw(ready)
 
     def _drawn(self, logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
-        """Rows with a guess are settled by it; the others are drawn."""
+        """Draw the rows; a row with a guess is settled by it."""
         rows: list[int] = []
         odds: list[tuple[int, float, Tensor]] = []  # each guess with the number that it is judged by, and its distribution
         row, errors = 0, dict[int, RowError]()
@@ -120,7 +120,7 @@ class DraftedEngine(Engine):
 
 
 def judged(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: Sequence[float], uniforms: Tensor) -> Tensor:
-    """[S] tokens of the distribution p: a guess drawn from q with probability min(1, p / q), by its number in [0, 1), else one drawn from
+    """Return [S] tokens of the distribution p: a guess drawn from q with probability min(1, p / q), by its number in [0, 1), else from
     max(p - q, 0), which q cannot give, by the inverse of its cumulative distribution at `uniforms`."""
     guess_S1 = torch.tensor(guesses, device=p_SV.device)[:, None]
     number_S = torch.tensor(numbers, dtype=torch.float64, device=p_SV.device)

@@ -104,7 +104,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> list[list[Completion]]:
-        """`params.n` answers to each prompt (token ids, or text that the tokenizer reads), in the prompts' order.
+        """Return `params.n` answers to each prompt (token ids, or text that the tokenizer reads), in the prompts' order.
 
         The random numbers of an answer depend on the seed, the prompt's tokens and the answer's number only, so neither the
         order of the prompts nor what runs beside them changes what is drawn (up to rounding in the matrix products, unless
@@ -127,16 +127,16 @@ class Engine:
         return [[row[number] for number in sorted(row)] for row in found.values()]
 
     def room(self, prompt: int, wanted: int) -> int:
-        """How many of `wanted` tokens an answer to a prompt of so many can have: what the model's context leaves; with a window all."""
+        """Return how many of `wanted` tokens an answer may have: the rest of the model's context; with a window all."""
         return wanted if self.kept is not None else min(wanted, max(0, self.model.config.max_position_embeddings - prompt))
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Event, None, None]:
-        """The tokens of the answers as they are drawn; closing the iterator cancels the request."""
+        """Yield the answers' tokens as they are drawn; closing the iterator cancels the request."""
         self._look()
         yield from self._events([self._request(prompt, params)])
 
     def _events(self, requests: Sequence[Request]) -> Generator[Event, None, None]:
-        """Step until all answers to these requests have ended, and yield what is drawn for them.
+        """Yield the tokens drawn for these requests, step by step, until all their answers have ended.
 
         Closing the iterator cancels the requests. RowError where one of them failed, which cancels the others.
         """
@@ -155,7 +155,7 @@ class Engine:
                 self.cancel(request)
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """Have a prompt answered by the steps to come."""
+        """Queue a prompt for the next steps."""
         self._look()
         request = self._request(prompt, params)
         self.scheduler.add(request)
@@ -192,7 +192,7 @@ class Engine:
         self._renew()
 
     def _start_over(self) -> None:
-        """Have all answers computed again from their tokens, on fresh pages: numbers that are not finite would spread from old ones."""
+        """Queue all answers to be computed again on fresh pages: numbers that are not finite would spread from the old ones."""
         self.scheduler.restart()
         del self.caches
         pages = len(self.scheduler.pool.references)
@@ -252,7 +252,7 @@ class Engine:
         return events
 
     def _take(self, answer: Answer, drawn: Iterator[DrawnRow], errors: dict[Request, RowError]) -> Iterator[Event]:
-        """What was drawn after an answer's last token and its guesses, up to the first that was guessed wrong, or after the branch that
+        """Take the tokens drawn after an answer's last token and its guesses, up to the first wrong guess, or after the branch that
         was begun rightly. A row that failed goes into `errors`, and nothing behind it is taken."""
         guess, answer.guess, answer.hidden = answer.guess, [], None
         rows = list(islice(drawn, len(guess) + 1))
@@ -278,7 +278,7 @@ class Engine:
             answer.pace.learn(len(guess), right)
 
     def _completion(self, answer: Answer) -> Completion | None:
-        """The answer, if it ends with its last token."""
+        """Return the answer if it ends with its last token."""
         request, token = answer.request, answer.tokens[-1]
         finished = token in request.stop_ids or (bool(request.stop_texts) and self._stops(answer))
         if not finished and len(answer.logprobs) < request.params.max_tokens:
@@ -287,7 +287,7 @@ class Engine:
         return Completion(answer.own, answer.logprobs, finished)
 
     def _stops(self, answer: Answer) -> bool:
-        """Whether one of the texts that end the answer stands in its last tokens."""
+        """True if a stop text stands in the answer's last tokens."""
         texts = answer.request.stop_texts
         assert self.tokenizer is not None
         last = answer.own[-max(len(text.encode()) for text in texts) - 4 :]  # a token is a byte at least, a character four at most
@@ -295,11 +295,11 @@ class Engine:
 
     @property
     def models(self) -> tuple[Transformer, ...]:
-        """The models that compute, each with a cache of the same pages; the first is the one that answers."""
+        """Return the models that compute, each with a cache of the same pages; the first one answers."""
         return (self.model,)
 
     def _compute(self, work: Sequence[Answer]) -> Tensor:
-        """Hidden states [N, D] of what is due."""
+        """Return hidden states [N, D] of the due tokens."""
         due = []
         for answer in work:
             tokens = answer.tokens[answer.computed : answer.computed + answer.count]
@@ -311,7 +311,7 @@ class Engine:
         return run(self.model, self.caches[0], due, self._loops[0])
 
     def _look(self) -> None:
-        """Find the models' weights, which may be others than before."""
+        """Look up the models' weights, which may be other tensors than before."""
         self._parameters = [p for model in self.models for p in model.parameters()]
         self._counted = [p for p in self._parameters if not p.is_inference()]  # inference tensors count no changes
         self._renew()
@@ -334,7 +334,7 @@ class Engine:
 
 
 def request_of(tokenizer: Tokenizer | None, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
-    """What a prompt asks for; ValueError names it by its `index` where it cannot be read."""
+    """Return the request of a prompt; ValueError names the prompt's `index` if it cannot be read."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError(f"prompt {index} is text and the engine has no tokenizer: give token ids")

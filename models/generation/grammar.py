@@ -26,7 +26,7 @@ LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 
 
 class Grammar:
-    """What the tokens of a tokenizer may spell; `size` is the model's vocabulary, whose other entries are never allowed."""
+    """A tokenizer's tokens as an alphabet. size: the model's vocabulary, whose other entries are never allowed."""
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         from llguidance import LLTokenizer
@@ -37,7 +37,7 @@ class Grammar:
         self.tokens = LLTokenizer(tokenizer.vocabulary.backend.to_str(), n_vocab=size, eos_token=list(tokenizer.stop_ids))
 
     def schema(self, schema: Mapping[str, Any] | None) -> Mask:
-        """The mask of a JSON schema; None: any JSON object. ValueError where the schema is none, or cannot be kept to."""
+        """Return the mask of a JSON schema; None: any JSON object. ValueError if it is no schema, or cannot be kept to."""
         from llguidance import LLMatcher
 
         if schema is not None and not isinstance(schema, Mapping):
@@ -51,14 +51,14 @@ class Grammar:
 
 
 class Mask:
-    """Which tokens may follow an answer's tokens, for `SamplingParams.mask`."""
+    """The tokens that may follow an answer's tokens, for `SamplingParams.mask`."""
 
     def __init__(self, start: LLMatcher, size: int) -> None:
         self.size, self._start = size, start
         self._reached: dict[tuple[int, ...], LLMatcher] = {}
 
     def __call__(self, answer: Sequence[int]) -> Tensor:
-        """[V] bool on CPU."""
+        """Return [V] bool on the CPU."""
         tokens = tuple(answer)
         state = self._reached.pop(tokens[:-1], None) if tokens else None
         if state is None or not state.consume_token(tokens[-1]):

@@ -16,21 +16,21 @@ UNKNOWN = -1
 
 
 class Pace:
-    """How many tokens are guessed for one answer: fewer where they were wrong, none for a while where none was right."""
+    """The number of tokens guessed for one answer: fewer after wrong guesses, none for a while if all were wrong."""
 
     def __init__(self, most: int) -> None:
         self.most = self.length = most
         self.rest = self._left = 0  # steps without a guess after the last failure, and how many of them are left
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most `most` tokens that may follow; here places for those of a draft (`draft.py`)."""
+        """Return at most `most` tokens that may follow; here places for a draft's (`draft.py`)."""
         if self._left:
             self._left -= 1
             return []
         return [UNKNOWN] * min(self.length, most)
 
     def learn(self, guessed: int, right: int) -> None:
-        """Of the last guess, `right` tokens were."""
+        """Adapt the length to the last guess, of which `right` tokens were right."""
         if guessed and not right:
             self.rest = min(2 * self.rest + 1, LONGEST_REST)
             self.length, self._left = 1, self.rest
@@ -51,7 +51,7 @@ class Lookup(Pace):
         return next(iter(self.guesses(tokens, most, 1)), []) if most else []
 
     def guesses(self, tokens: Sequence[int], most: int, count: int) -> list[list[int]]:
-        """At most `count` guesses that begin differently, the one after the longest and latest run of the same tokens first."""
+        """Return at most `count` guesses that begin differently; first the one after the longest and latest run of the same tokens."""
         for end in range(self._read, len(tokens)):  # an end that has a token after it
             for size in SIZES:
                 if end >= size:

@@ -32,7 +32,7 @@ from puna.models.transformer import LatentAttention, Linear, OverLatents
 
 
 def new_latents(count: int, mla: Mla, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Pages of zeros [P, S, 1, L + R]; on a CPU they take memory as they are first written, and are fp32 at least."""
+    """Return pages of zeros [P, S, 1, L + R]; on a CPU fp32 at least, and they take memory when first written."""
     shape = (count, PAGE, 1, mla.kv_lora_rank + mla.qk_rope_head_dim)
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -47,7 +47,7 @@ class LatentPages(OverLatents):
         self._room: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def over_latents(self, layer: LatentAttention, q_NHC: Tensor, q_NHR: Tensor, latent_NL: Tensor, k_NR: Tensor) -> Tensor:
-        """What the queries see [N, H, V], once the tokens themselves are in the pages."""
+        """Return attention's output [N, H, V], once the tokens themselves are in the pages."""
         pages = self.layers[layer.layer]
         pages.view(-1, pages.shape[3])[self.places] = torch.cat([latent_NL, k_NR], -1).to(pages.dtype)
         matrix = None if exact() else _matrix(layer)
@@ -65,13 +65,13 @@ class LatentPages(OverLatents):
         return torch.bmm(seen_NHL.transpose(0, 1), values_HVL.transpose(1, 2)).transpose(0, 1)
 
     def _spelled_out(self, layer: LatentAttention, q_NHK: Tensor, pages: Tensor) -> Tensor:
-        """Attention over keys and values of all heads, for as long as the layer needs them."""
+        """Return the attention over keys and values of all heads, for as long as the layer needs them."""
         mla, rows = layer.mla, pages[self._at_hand[0]].to(q_NHK.dtype).view(-1, pages.shape[3])
         grown = layer.spelled_out(*(part.contiguous() for part in rows.split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)))
         return self._attend(q_NHK, *(part.unflatten(0, (-1, PAGE)) for part in grown))
 
     def _attend(self, q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, scale: float | None = None) -> Tensor:
-        """Over the pages at hand, put into the layout that attention reads; the layers of a step take turns at the room for it."""
+        """Compute attention over the pages at hand, in the layout that it reads; a step's layers share the room for it."""
         shape = G, K, V = (*k_PSGK.shape[2:], v_PSGV.shape[3])
         if shape not in self._room:
             self._room[shape] = new_pages(len(k_PSGK), G, K, V, q_NHK.dtype, q_NHK.device)
@@ -81,7 +81,7 @@ class LatentPages(OverLatents):
 
     @cached_property
     def _at_hand(self) -> tuple[Tensor, PagedPlan]:
-        """The pages that somebody looks at, and the plan over these alone."""
+        """Return the pages that a query sees, and the plan over these alone."""
         plan = self.plan
         tables, sequence, position = (t.numpy() for t in (plan.tables, plan.sequence, plan.position))
         last = np.zeros(len(tables), np.int32)
@@ -95,7 +95,7 @@ class LatentPages(OverLatents):
         )
 
     def _absorbing(self, layer: LatentAttention) -> bool:
-        """Whether that multiplies less than spelling out: both look at as many pairs of query and key."""
+        """True if absorbing multiplies less than spelling out; both see the same pairs of query and key."""
         mla, (pairs, tokens) = layer.mla, self._sizes
         wider = 2 * mla.kv_lora_rank - mla.qk_nope_head_dim - mla.v_head_dim
         grow = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
@@ -103,12 +103,12 @@ class LatentPages(OverLatents):
 
     @cached_property
     def _sizes(self) -> tuple[int, int]:
-        """Pairs of a query and a key that it sees; tokens that would be spelled out."""
+        """Return the number of pairs of query and key, and of tokens that would be spelled out."""
         return int(self.plan.position.sum(dtype=torch.int64)) + len(self.places), PAGE * len(self._at_hand[0])
 
 
 def _matrix(layer: LatentAttention) -> Tensor | None:
-    """[H (C + V), L] what keys and values grow by; None where an adapter has a part in it."""
+    """Return the matrix [H (C + V), L] that keys and values grow by; None if an adapter has a part in it."""
     grow = layer.kv_b_proj
     if isinstance(grow, QuantisedLinear):
         return grow.q.to(grow.scale.dtype) * grow.scale[:, None]

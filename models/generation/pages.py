@@ -1,4 +1,4 @@
-"""Which page of the cache holds what: references, and the tree of prefixes that are kept between calls.
+"""The pages of the cache: references, and the tree of prefixes that stay between calls.
 
 A page belongs to everybody who refers to it: sequences, and the tree. The tree has a node for each whole page of tokens below the page
 before it (a radix tree whose edges are pages: SGLang's, Zheng et al. 2024). A page that only the tree refers to is free to be taken when
@@ -33,11 +33,11 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that can be had: free ones, and those of the tree that nobody else uses."""
+        """Return the number of pages that can be taken: free ones, and those of the tree alone."""
         return len(self.free) + len(self.spare)
 
     def take(self) -> int:
-        """A page of one's own. OutOfPages when all are in use."""
+        """Return an unshared page; OutOfPages if all are in use."""
         if not self.free:
             if not self.spare:
                 raise OutOfPages
@@ -50,14 +50,14 @@ class PagePool:
         return page
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more reference to each."""
+        """Add a reference to each page."""
         for page in pages:
             self.spare.pop(page, None)
             self.references[page] += 1
         self.peak = max(self.peak, len(self.references) - self.available)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One reference less to each; the last before the first, so that a path is given up from its end."""
+        """Drop a reference to each page, the last page first, so that a path is given up from its end."""
         for page in reversed(pages):
             self.references[page] -= 1
             if not self.references[page]:
@@ -76,7 +76,7 @@ class PagePool:
         return page, fresh
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """The pages of the longest kept prefix of whole pages, with a reference to each."""
+        """Return the pages of the longest cached prefix of whole pages, with a reference added to each."""
         pages: list[int] = []
         for node in _path(tokens, pages):
             if node not in self.tree:
@@ -96,7 +96,7 @@ class PagePool:
                 self.references[page] += 1
 
     def forget(self) -> None:
-        """Empty the tree: what it holds was computed with other weights."""
+        """Empty the tree, whose pages were computed with other weights."""
         for page in list(self.nodes):
             del self.nodes[page]
             self.references[page] -= 1
@@ -106,6 +106,6 @@ class PagePool:
 
 
 def _path(tokens: Sequence[int], pages: Sequence[int]) -> Iterator[Node]:
-    """The nodes of these tokens' whole pages, each below the page that is in `pages` by then."""
+    """Yield the nodes of these tokens' whole pages, each below the page that is in `pages` by then."""
     for index in range(len(tokens) // PAGE):
         yield pages[index - 1] if index else -1, tuple(tokens[index * PAGE : (index + 1) * PAGE])

@@ -72,11 +72,11 @@ class SplitEngine(Engine):
 
     @property
     def busy(self) -> bool:
-        """Whether prompts are with the other process, or wait for it."""
+        """True if prompts are with the other process, or wait for it."""
         return self._job is not None or bool(self._queue) or bool(self._failed)
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """Have a prompt answered by the steps to come; a long one is computed elsewhere before."""
+        """Queue a prompt for the next steps; a long one is computed by the other process first."""
         self._look()
         request = self._request(prompt, params)
         self.scheduler.add(request)  # refuses what does not fit
@@ -103,7 +103,7 @@ class SplitEngine(Engine):
         self._start()
 
     def _start_over(self) -> None:
-        """Have all answers computed again; a prompt that is with the other process waits for a new one."""
+        """Queue all answers to be computed again; a prompt with the other process waits for a new process."""
         self.close()
         job, self._job = self._job, None
         if job is not None:
@@ -132,11 +132,11 @@ class SplitEngine(Engine):
 
     @property
     def _reserve(self) -> int:
-        """Pages that a step of this process takes at most."""
+        """Return the pages that a step of this process takes at most."""
         return self.scheduler.step_tokens // PAGE + 4 * self.scheduler.sequences
 
     def _hand_over(self) -> None:
-        """Send the next prompt, once there is room for its pages; one is computed here of which the most is known, or that leaves too
+        """Send the next prompt once there is room for its pages; one is computed here if most of it is cached, or if it leaves too
         little room beside it."""
         pool = self.scheduler.pool
         while self._queue and self._job is None:
@@ -179,7 +179,7 @@ class SplitEngine(Engine):
         self.scheduler.pool.release(job.pages)
 
     def _lost(self) -> None:
-        """The process died: its prompt is lost, the others are computed by a new one."""
+        """Start a new process after the old one died; the prompt that it computed has failed."""
         self._process.join()
         told = f"the process that computed its prompt ended with status {self._process.exitcode}; ask again"
         logging.getLogger(__name__).warning("a prompt was lost: %s", told)
@@ -227,13 +227,13 @@ def share(tensors: Iterable[Tensor], empty: bool = False) -> None:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements from the first to the last of a tensor."""
+    """Return the number of elements from the first to the last of a tensor."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
 
 
 @torch.inference_mode()
 def _serve(model: Transformer, cache: Cache, pipe: Connection, threads: int, exact: bool) -> None:
-    """The process: prompts in, None for each that is computed or no longer wanted, else what was wrong."""
+    """Run the process: read prompts, send None for each that is computed or no longer wanted, else the error."""
     torch.set_num_threads(threads)
     by_loops, weight = loops(model), model.model.embed_tokens.weight
     while True:

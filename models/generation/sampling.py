@@ -1,4 +1,4 @@
-"""How a step's tokens are drawn.
+"""The draw of a step's tokens.
 
 Log-probs are those of the model's own distribution at the request's temperature, before penalties, masks and cuts, at temperature 1 when
 the draw is greedy: what `Transformer.token_logprobs` gives for the same token at the same temperature.
@@ -71,7 +71,7 @@ def draw(logits_SV: Tensor, rows: Sequence[Draw], settled: Mapping[int, int] = {
 
 
 def shifted(z_SV: Tensor, rows: Sequence[Draw], scale_S: Tensor) -> dict[int, RowError]:
-    """Shift the rows in place. Return the errors of those that cannot be drawn from; their logits are all zero then."""
+    """Return the errors of rows that cannot be drawn from, with all logits zero then. Shifts the rows in place."""
     errors: dict[int, RowError] = {}
     for number, row in enumerate(rows):
         try:

@@ -1,4 +1,4 @@
-"""What a prompt's answers are asked for with."""
+"""The parameters of a prompt's answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Mask = Callable[[Sequence[int]], Tensor]  # an answer's tokens so far -> [V] boo
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to answer a prompt.
+    """The sampling of a prompt's answers.
 
     n: answers. temperature: divides the logits; 0 takes the likeliest token, and
     so does any number below `COLDEST`, which reads as 0 from then on. top_k: draw from the k likeliest tokens only (0: all). top_p:
@@ -71,11 +71,11 @@ class SamplingParams:
 
     @cached_property
     def cuts(self) -> bool:
-        """Whether a draw is from a part of the tokens."""
+        """True if a draw is from a part of the tokens."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @cached_property
     def shifts(self) -> bool:
-        """Whether logits are changed before a draw."""
+        """True if logits are changed before a draw."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         return bool(penalties or self.logit_bias or self.mask is not None)

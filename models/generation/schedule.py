@@ -1,4 +1,4 @@
-"""Which tokens the next step computes: continuous batching with chunked prefill (Yu et al. 2022; Agrawal et al. 2023).
+"""The tokens that the next step computes: continuous batching with chunked prefill (Yu et al. 2022; Agrawal et al. 2023).
 
 A request's prompt is computed once, by its first answer; the others then begin where it ends, on its pages. An answer whose pages cannot
 be had gives all of its own back, waits, and is computed again from its tokens (Kwon et al. 2023), or from what the tree of prefixes still
@@ -61,12 +61,12 @@ class Answer:
 
     @property
     def place(self) -> int:
-        """Where in the cache its next token goes."""
+        """Return the place of the next token in the cache."""
         return self.computed - self.fallen
 
     @property
     def guesses(self) -> list[list[int]]:
-        """Its own guess, and those of its branches."""
+        """Yield the answer's guess, and those of its branches."""
         return [self.guess, *(branch.guess for branch in self.branches)]
 
     @cached_property
@@ -74,7 +74,7 @@ class Answer:
         return np.random.default_rng([self.request.params.seed, self.number, *self.request.words])
 
     def uniform(self, number: int) -> float:
-        """The private random number of its token of this number. They are drawn as it grows: `max_tokens` may be any number."""
+        """Return the private random number of a token. They are drawn as the answer grows: `max_tokens` may be any number."""
         while number >= len(self._uniforms):
             self._uniforms += self._random.random(UNIFORMS).tolist()
         return self._uniforms[number]
@@ -126,11 +126,11 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs or waits."""
+        """True if no answer runs or waits."""
         return not (self.waiting or self.paused or self.running)
 
     def plan(self) -> list[Answer]:
-        """What to compute now: one token of each answer that decodes, then chunks of prompts, up to `step_tokens` in all."""
+        """Return the next step's work: a token of each answer that decodes, then chunks of prompts, up to `step_tokens` in all."""
         budget, work = self.step_tokens, []
         for answer in list(self.running):
             if not answer.pages or answer.hidden is not None:  # preempted by one before it; drawn from, not computed
@@ -165,7 +165,7 @@ class Scheduler:
                 yield answer
 
     def computed(self, answer: Answer, hidden: Hidden) -> None:
-        """What was due of an answer is done. One that has been computed whole can draw from its hidden states."""
+        """Record that an answer's due tokens are computed. Once all are, the next token can be drawn."""
         request = answer.request
         answer.computed += answer.count
         if answer.computed < len(answer.tokens):
@@ -181,7 +181,7 @@ class Scheduler:
                 request.trunk, answer.room = (list(answer.pages), hidden), 0
 
     def settle(self, answer: Answer, taken: Branch | None) -> None:
-        """An answer goes on with one of its branches, or with its own guess; the pages of the others are given up."""
+        """Continue an answer with one of its branches, or its own guess; release the pages of the others."""
         for branch in answer.branches:
             if branch is taken:
                 answer.pages, branch.pages, answer.room = branch.pages, answer.pages, 0
@@ -194,7 +194,7 @@ class Scheduler:
         self._give_back(answer)
 
     def restart(self) -> None:
-        """Forget all that was computed: answers that run are computed again from their tokens."""
+        """Forget all computed pages; running answers are computed again from their tokens."""
         for answer in self.running[::-1]:
             self._pause(answer)
         for request in self.waiting:
@@ -213,7 +213,7 @@ class Scheduler:
                 self._give_back(answer)
 
     def _admit(self) -> Answer | None:
-        """The next answer that must compute its prompt, if there is a place for it."""
+        """Return the next answer that must compute its prompt, if there is a place for it."""
         paused = self.paused[0] if self.paused else None
         request = paused.request if paused else next((r for r in self.waiting if r.trunk is None and not r.leading), None)
         if request is None:
@@ -233,7 +233,7 @@ class Scheduler:
         return answer
 
     def _begin(self, request: Request) -> Answer:
-        """The request's next answer takes a place."""
+        """Start the request's next answer."""
         answer = Answer(request, request.first + request.begun, list(request.prompt))
         self.running.append(answer)
         request.begun += 1
@@ -248,7 +248,7 @@ class Scheduler:
             request.trunk = None
 
     def _make_room(self, answer: Answer) -> bool:
-        """Pages of its own for what is due of an answer, where need be by pausing the youngest, at last itself."""
+        """Take pages for an answer's due tokens, if need be by pausing the youngest answer, at last itself."""
         while answer not in self.paused:
             try:
                 if self.kept is not None:
@@ -269,7 +269,7 @@ class Scheduler:
         return False
 
     def _guess(self, answer: Answer, most: int) -> list[int]:
-        """Tokens to try after an answer's last one, where that comes next and pages are at hand."""
+        """Guess tokens after an answer's last one, if that comes next and pages are free."""
         params = answer.request.params
         if not answer.logprobs or len(answer.tokens) - answer.computed > 1:
             return []
@@ -312,20 +312,20 @@ class Scheduler:
         answer.pages, answer.computed, answer.fallen, answer.sliding, answer.room = [], 0, 0, False, 0
 
     def _keep(self, answer: Answer) -> None:
-        """Into the tree with its pages, as long as they hold its tokens from the first on."""
+        """Put the answer's pages into the tree, as long as they hold its tokens from the first on."""
         if not answer.fallen and not answer.sliding:
             self.pool.keep(answer.tokens[: answer.computed], answer.pages)
 
     def _held(self, tokens: int) -> int:
-        """How many of so many tokens of a sequence the cache holds at most."""
+        """Return how many of a sequence's tokens fit into the cache."""
         return tokens if self.kept is None else min(tokens, self.kept.room)
 
     def _left(self, answer: Answer) -> int:
-        """Tokens that an answer may compute before others fall out."""
+        """Return the number of tokens that an answer may compute before others fall out."""
         return 1 << 62 if self.kept is None else self.kept.room - answer.place or self.kept.step
 
     def _slide(self, answer: Answer, kept: Kept) -> None:
-        """Pages behind the sinks fall out once the cache is full, and what stays is turned back, on pages of the answer's own."""
+        """Drop pages behind the sinks once the cache is full, and rotate the rest back, on the answer's own pages."""
         if answer.place < kept.room:
             return
         first, end, answer.sliding = kept.sinks // PAGE, (kept.sinks + kept.step) // PAGE, True

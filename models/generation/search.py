@@ -36,12 +36,12 @@ class Found:
 
 
 def likelihood(answers: Sequence[tuple[int, Completion]]) -> list[float]:
-    """Mean log-prob of a token: a score that needs nothing but the model."""
+    """Return the mean log-prob of a token, a score that needs no verifier."""
     return [sum(answer.logprobs) / len(answer.logprobs) for _, answer in answers]
 
 
 def best_of(engine: AnswerEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, score: Score = likelihood) -> list[Found]:
-    """Of `params.n` answers to each prompt the one with the highest score, the first of equals."""
+    """Return the best-scored of `params.n` answers to each prompt, the first of equals."""
     rows = engine.generate(prompts, params)
     values = iter(score([(number, answer) for number, row in enumerate(rows) for answer in row]))
     found = []
@@ -52,7 +52,7 @@ def best_of(engine: AnswerEngine, prompts: Sequence[Sequence[int]], params: Samp
 
 
 def majority(engine: AnswerEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, read: Read) -> list[Found]:
-    """Of `params.n` answers to each prompt the first that says what most say; `read` is what an answer says."""
+    """Return the first of `params.n` answers to each prompt that gives the most frequent result, as `read` returns it."""
     found = []
     for row in engine.generate(prompts, params):
         said = [read(answer) for answer in row]
@@ -73,7 +73,7 @@ def tree(
     step_tokens: int = 64,
     promise: Score = likelihood,
 ) -> list[Found]:
-    """The best whole answer of a tree grown `expansions` times for each prompt, `params.n` steps from the leaf of most promise.
+    """Return the best whole answer of a tree for each prompt, grown `expansions` times by `params.n` steps from the best leaf.
 
     A step ends with the text `step` ("": only by length), after `step_tokens`, or with the answer; what stands before it is found in
     the engine's cache. Equal steps from one leaf are one leaf. Without a whole answer the leaf of most promise is given.
@@ -116,7 +116,7 @@ def _grown(
 
 
 def _over(engine: AnswerEngine, answer: Completion, ends: Sequence[int | str], longest: int) -> bool:
-    """Whether an answer ended with its last step: by an end of its own, or because it may be no longer."""
+    """True if an answer ended with its last step, by itself or by its length."""
     if len(answer.tokens) >= longest or answer.tokens[-1] in ends:
         return True
     texts = [end for end in ends if isinstance(end, str)]

@@ -22,7 +22,7 @@ from puna.models.transformer import rotary_table
 
 @dataclass(frozen=True)
 class Kept:
-    """What a cache keeps of a sequence: its first `sinks` tokens and at least its last `window`, both in whole pages.
+    """The tokens of a sequence that a cache keeps: its first `sinks` tokens and at least its last `window`, both in whole pages.
 
     `step` tokens fall out at once, a quarter of the window, when the cache holds `room`. ValueError where it cannot be so.
     """
@@ -36,20 +36,20 @@ class Kept:
 
     @property
     def step(self) -> int:
-        """Tokens that fall out at once."""
+        """Return the number of tokens that fall out at once."""
         return max(PAGE, self.window // 4 // PAGE * PAGE)
 
     @property
     def room(self) -> int:
-        """Tokens that the cache holds of a sequence at most."""
+        """Return the number of tokens that the cache holds of a sequence at most."""
         return self.sinks + self.window + self.step
 
     def fallen(self, computed: int) -> int:
-        """How many of so many computed tokens have fallen out."""
+        """Return how many of a sequence's computed tokens have fallen out."""
         return -(-max(0, computed - self.room) // self.step) * self.step
 
     def check(self, config: ModelConfig) -> None:
-        """ValueError where a model cannot have such a cache."""
+        """Raise ValueError if a model cannot have such a cache."""
         if any(config.windows):
             raise ValueError(f"the model has a sliding window of its own, {config.sliding_window} tokens: leave sinks and window out")
         if self.room > config.max_position_embeddings:
@@ -59,7 +59,7 @@ class Kept:
             )
 
     def turn_back(self, keys: Sequence[Tensor], pages: Sequence[int], config: ModelConfig) -> None:
-        """Turn the keys in these pages back by `step` positions. keys: what is rotated of each layer's pages, [P, S, G, K]."""
+        """Rotate the keys in these pages back by `step` positions. keys: the rotated part of each layer's pages, [P, S, G, K]."""
         numbers = torch.tensor(pages, device=keys[0].device)
         cos, sin = rotary_table(config, torch.tensor([self.step], device=keys[0].device), wide(keys[0].dtype))
         for keys_PSGK in keys:
@@ -69,7 +69,7 @@ class Kept:
 
 
 def kept(config: ModelConfig, sinks: int, window: int | None, whole: bool) -> Kept | None:
-    """What an engine keeps; None: all. `whole`: exact passes or a draft need all. ValueError where the model cannot have such a cache."""
+    """Return the tokens that an engine keeps; None: all. whole: exact passes or a draft need all. ValueError if the model cannot."""
     if window is None:
         if sinks:
             raise ValueError(f"sinks = {sinks}: tokens fall out of the cache behind them only with a window; set one, or leave sinks out")

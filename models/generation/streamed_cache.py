@@ -32,7 +32,7 @@ Io = Callable[[int, list[Any], int], int]
 
 
 def cache_of(model: Transformer, count: int) -> Cache:
-    """A cache of so many pages; of a model whose keys and values do not stay (`offload.py`) one that streams them."""
+    """Return a cache of so many pages; one that streams, if the model's keys and values do not stay (`offload.py`)."""
     return StreamedCache(model, count) if getattr(model.model, "streamed_keys", False) else Cache(model, count)
 
 
@@ -62,12 +62,12 @@ class StreamedCache(Cache):
         self._copies += pairs
 
     def turn_back(self, kept: Kept, pages: Sequence[int]) -> None:
-        """Turn the keys in these pages back, of each layer once it is here in the next step."""
+        """Rotate the keys in these pages back, of each layer once it is loaded in the next step."""
         self._turns.append((kept, pages))
 
     @contextmanager
     def opened(self, plan: PagedPlan) -> Iterator[Layers]:
-        """The layers for a step: each is asked for in its turn, and is here until the next is asked for."""
+        """Yield the layers for a step: each is asked for in its turn, and stays until the next is asked for."""
         writes, self._writes = self._writes, []
         for done in writes:  # an error of the last step's
             done.result()
@@ -79,17 +79,17 @@ class StreamedCache(Cache):
             self._writes = layers.close()
 
     def arrive(self, number: int, copies: Sequence[tuple[int, int]], turns: Sequence[tuple[Kept, Sequence[int]]]) -> None:
-        """Do to a layer that is here what was asked for when it was not."""
+        """Apply to a loaded layer the changes that were asked for before."""
         copy(self.layers[number], copies)
         for kept, pages in turns:
             kept.turn_back([self.layers[number][0]], pages, self.config)
 
     def read(self, number: int, runs: Runs) -> Future[None]:
-        """Have pages of a layer read into its buffer."""
+        """Read pages of a layer into its buffer, in the background."""
         return self._submit(os.preadv, number, runs)
 
     def write(self, number: int, runs: Runs) -> Future[None]:
-        """Have pages of a layer written from its buffer."""
+        """Write pages of a layer from its buffer, in the background."""
         return self._submit(os.pwritev, number, runs)
 
     def _submit(self, io: Io, number: int, runs: Runs) -> Future[None]:
@@ -124,21 +124,21 @@ class Turns(Layers):
         return self._cache.layers[number]
 
     def _turn(self, number: int) -> None:
-        """The next layer is here, as soon as it has come."""
+        """Wait for the next layer."""
         self._leave()
         self._number = number
         self._coming.pop(0).result()
         self._cache.arrive(number, *self._todo)
 
     def _leave(self) -> None:
-        """What has changed of the layer that has computed goes back, and the one after the next comes to its place."""
+        """Write back the changes of the layer that has computed, and load the one after the next in its place."""
         if self._number >= 0:
             self._written.append(self._cache.write(self._number, self._changed))
             if self._number + 2 < len(self):
                 self._coming.append(self._cache.read(self._number + 2, self._seen))
 
     def close(self) -> list[Future[None]]:
-        """The last layer goes back; all that is being written. After a step that failed the layers that it did not come to are copied
+        """Write back the last layer, and wait. After a step that failed, the layers that it did not come to are copied
         and turned, too, since that is asked for once."""
         for number in range(self._number + 1, len(self)):
             self._turn(number)
@@ -155,7 +155,7 @@ def _allot(file: int, size: int) -> None:
 
 
 def runs(pages: Sequence[int]) -> Runs:
-    """Stretches of neighbouring pages."""
+    """Return runs of neighbouring pages."""
     numbers = np.unique(np.asarray(pages, np.int64))
     cuts = np.flatnonzero(np.diff(numbers) > 1)
     return list(zip(numbers[[0, *(cuts + 1)]].tolist(), (numbers[[*cuts, -1]] + 1).tolist(), strict=True))

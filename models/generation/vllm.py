@@ -41,7 +41,7 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> list[list[Completion]]:
-        """`Engine.generate`: equal prompts draw different answers, and an answer follows from the seed and its prompt, as far as vLLM's
+        """Return answers as `Engine.generate` does: equal prompts draw different ones, which follow from seed and prompt, as far as vLLM's
         products do not depend on what is computed beside it. `progress` is told once, at the end."""
         if not prompts:
             return []
@@ -59,7 +59,7 @@ class VllmEngine:
         return found
 
     def _loaded(self, params: SamplingParams) -> Any:
-        """vLLM's model, loaded to tell log-probs as these parameters need them."""
+        """Return vLLM's model, loaded so that it gives log-probs as these parameters need them."""
         if params.temperature in (0.0, 1.0):
             mode = "raw_logprobs"
         elif params.cuts or params.shifts:

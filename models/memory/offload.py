@@ -64,22 +64,22 @@ class Source:
         self.reader = Reader(sorted({one.path for one in found.values()}))
 
     def take_empty(self) -> Transformer:
-        """The model without weights, once: what is read for its layers later must not hold it."""
+        """Return the model without weights, once: the readers of its layers must not hold it."""
         model, self._empty = self._empty, None
         assert model is not None
         return model
 
     def weights(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A layer's tensors by their names in a block."""
+        """Return a layer's tensors by their names in a block."""
         state = from_disk({f"{LAYERS}0.{part}": tensor for part, tensor in tensors.items()}, self._one_layer)
         return {name.removeprefix(f"{LAYERS}0."): tensor for name, tensor in state.items()}
 
     def rest(self, device: torch.device) -> dict[str, Tensor]:
-        """What belongs to no layer."""
+        """Return the tensors that belong to no layer."""
         return {name: self._read(Layout.of({name: one}), device)[name] for name, one in self._rest.items()}
 
     def layer(self, number: int, device: torch.device) -> dict[str, Tensor]:
-        """A layer's weights by their names in a block, in memory of their own."""
+        """Return a layer's weights by their names in a block, in memory of their own."""
         return self.weights(self._read(self.layouts[number], device))
 
     def _read(self, layout: Layout, device: torch.device) -> dict[str, Tensor]:
@@ -89,10 +89,10 @@ class Source:
 
 
 class Shelf(Protocol):
-    """Where layers wait that do not stay."""
+    """A place where layers wait that do not stay."""
 
     def take(self, number: int) -> dict[str, Tensor]:
-        """A layer's weights by their names in a block, until it is given back."""
+        """Return a layer's weights by their names in a block, until it is given back."""
         ...
 
     def give(self) -> None:
@@ -109,16 +109,16 @@ class Disk:
 
     @property
     def counts(self) -> Counts:
-        """What was read, how long, and how long computing waited for it."""
+        """Return the counts of reading: bytes, seconds, and seconds that computing waited."""
         return self._loader.counts
 
     def take(self, number: int) -> dict[str, Tensor]:
-        """A layer's weights in one of the buffers."""
+        """Return a layer's weights in one of the buffers."""
         self._held.append(self._loader.take(number))
         return self.source.weights(self._held[-1].tensors(self.source.layouts[number]))
 
     def give(self) -> None:
-        """The buffer that was taken first may be written to."""
+        """Release the buffer that was taken first."""
         self._loader.give(self._held.pop(0))
 
 
@@ -130,11 +130,11 @@ class Host:
         self._layers = {n: {name: t.pin_memory() for name, t in source.layer(n, place).items()} for n in numbers}
 
     def take(self, number: int) -> dict[str, Tensor]:
-        """The layer's weights."""
+        """Return the layer's weights."""
         return self._layers[number]
 
     def give(self) -> None:
-        """Nothing: they stay where they are."""
+        """Do nothing: the weights stay where they are."""
 
 
 class Shell:
@@ -161,7 +161,7 @@ class Shell:
             own.data.copy_(weights[name].to(device, non_blocking=True))
 
     def compute(self, number: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
-        """What the layer of this number computes with the weights that are here."""
+        """Compute a layer with the weights that are loaded."""
         self.block.self_attn.layer = number
         found: tuple[Tensor, Tensor | None] = self.block(x_TD, cos, sin, attend)
         return found
@@ -171,7 +171,7 @@ Compute = Callable[[int, Tensor, Tensor, Tensor, Attend], tuple[Tensor, Tensor |
 
 
 def in_turn(shelf: Shelf, source: Source) -> Compute:
-    """How a CPU computes layers: with their weights where they were read, or spelled out in the dtype that it computes in."""
+    """Compute layers on a CPU, with their weights where they were read, or unpacked in the dtype that it computes in."""
     shell = Shell(source.config)
 
     def compute(number: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
@@ -197,7 +197,7 @@ class Slot:
 
 
 class Copies:
-    """How a GPU computes layers: while one does, the next of `numbers` is copied into the other of two slots."""
+    """Layers on a GPU: while one computes, the next of `numbers` is copied into the other of two slots."""
 
     def __init__(self, shelf: Shelf, source: Source, numbers: Sequence[int], device: torch.device) -> None:
         self.shelf, self.dtype, self.device = shelf, source.dtype, device
@@ -207,7 +207,7 @@ class Copies:
         self._taken: list[Slot] = []  # slots whose weights are on their way from the shelf
 
     def __call__(self, number: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
-        """What the layer computes."""
+        """Compute the layer."""
         slot = next((slot for slot in self._slots if slot.number == number), None) or self._fetch(number)
         current = torch.cuda.current_stream(self.device)
         current.wait_event(slot.copied)
@@ -220,7 +220,7 @@ class Copies:
         return found
 
     def _fetch(self, number: int) -> Slot:
-        """Have a layer's weights copied into the first slot."""
+        """Copy a layer's weights into the first slot, in the background."""
         slot = self._slots[0]
         while self._taken:
             self._taken.pop(0).copied.synchronize()
@@ -254,7 +254,7 @@ class ExactPass:
         self._decoder = weakref.ref(model.model)  # which holds this
 
     def __call__(self, x_ND: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]) -> Tensor:
-        """Hidden states of embedded tokens; their keys and values go into each layer's pages."""
+        """Return hidden states of embedded tokens; their keys and values go into each layer's pages."""
         position_N = plan.position.long()
         where_N = plan.tables[plan.sequence.long(), position_N // PAGE].long() * PAGE + position_N % PAGE
 
@@ -269,12 +269,12 @@ class ExactPass:
 
 
 def spread(streamed: int, layers: int) -> list[int]:
-    """Which layers do not stay: as far from each other as can be, so that each is read while others compute."""
+    """Return the layers that do not stay, as far from each other as can be, so that each is read while others compute."""
     return [i for i in range(layers) if (i + 1) * streamed // layers > i * streamed // layers]
 
 
 def offloaded(source: Source, level: Level, streamed: int, device: torch.device, keys: bool = False) -> tuple[Transformer, Shelf | None]:
-    """The model with all but `streamed` of its layers on the device, and where those are; with `keys` keys and values come in turn, too."""
+    """Return the model with all but `streamed` of its layers on the device, and their shelf. keys: keys and values come in turn, too."""
     model, layers = source.take_empty(), source.config.num_hidden_layers
     numbers = spread(streamed, layers)
     state = source.rest(device)
@@ -297,5 +297,5 @@ def offloaded(source: Source, level: Level, streamed: int, device: torch.device,
 
 
 def _by_loops(source: Source, model: Transformer) -> bool:
-    """Whether the model would be computed by loops if it were in memory."""
+    """True if the model would be computed by loops if it were in memory."""
     return fits(source.config, nn.ModuleList([Shell(source.config).block]), [p for p in model.parameters() if not p.is_meta])

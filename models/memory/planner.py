@@ -1,4 +1,4 @@
-"""How a model larger than its memory answers fastest: which layers stay, how many answers at once, how many tokens a step (FlexGen, Sheng
+"""The fastest plan for a model larger than its memory: layers that stay, answers at once, tokens a step (FlexGen, Sheng
 et al. 2023).
 
 A pass through the model takes as long as the longer of two things that overlap, and a quarter of the shorter: bringing the layers that do
@@ -39,8 +39,8 @@ EXPOSED = 0.25  # of the shorter of bringing and computing: .09 to .46 of the re
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine does with this model: bytes per second that come from where layers wait, bytes of weights that are read per second
-    for one token, and operations per second on many."""
+    """The rates of the machine with this model, per second: bytes from where layers wait, bytes of weights for one token, operations on
+    many tokens."""
 
     bringing: float
     bandwidth: float
@@ -49,7 +49,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model decides its memory and its time, in bytes; `brought` is read for a layer that does not stay, `beside` what a layer
+    """The bytes of a model that decide its memory and its time; `brought` is read for a layer that does not stay, `beside` what a layer
     that comes takes for itself."""
 
     config: ModelConfig
@@ -64,8 +64,8 @@ class Shape:
 
     @staticmethod
     def of(source: Source, device: torch.device, draft: ModelConfig | None = None) -> Shape:
-        """Two buffers beside a CPU, with a layer spelled out where it lies in another dtype; two layers on a GPU, where keys and values
-        stay. So do latents, which are small."""
+        """Return the shape of a model. Beside a CPU there are two buffers, and a layer unpacked if it has another dtype; on a GPU two
+        layers. On a GPU keys and values stay, and latents, which are small, everywhere."""
         beside = 2 * source.read_bytes + (0 if source.as_it_lies else source.layer_bytes)
         if device.type == "cuda":
             beside = 2 * source.layer_bytes
@@ -77,12 +77,12 @@ class Shape:
         return Shape(source.config, source.dtype.itemsize, source.layer_bytes, source.rest_bytes, read, beside, token, moving, disk)
 
     def kept(self, tokens: int, streams: bool = False) -> int:
-        """Keys and values of so many tokens of one answer: in memory, where they come in turn, those of two layers."""
+        """Return the bytes of an answer's keys and values in memory; if they come in turn, those of two layers."""
         gone = self.moving * max(0, self.config.num_hidden_layers - 2) if streams else 0
         return (-(-tokens // PAGE) + 1) * PAGE * (self.token - gone)
 
     def scratch(self, step_tokens: int, answers: int) -> int:
-        """What a step needs while it computes: one layer's numbers for its tokens, and the answers' logits, four times in fp32."""
+        """Return the bytes of a step while it computes: one layer's numbers for its tokens, and the answers' logits, four times in fp32."""
         config = self.config
         heads = config.head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
         inner = config.intermediate_size
@@ -94,7 +94,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was chosen: layers that do not stay, whether keys and values do not, answers at once, tokens a step, bytes of keys and values
+    """The choice: layers that do not stay, True if keys and values do not either, answers at once, tokens a step, bytes of keys and values
     in memory; and what is to be expected."""
 
     streamed: int
@@ -109,7 +109,7 @@ class Plan:
     bound: str
 
     def line(self, level: Level) -> str:
-        """The choice in one line."""
+        """Return the choice in one line."""
         where = f"{self.layers - self.streamed} of {self.layers} layers stay in memory, {self.streamed} come from {level} for each pass"
         keys = f" that come from {gettempdir()} in turn" if self.keys else ""
         return (
@@ -120,8 +120,8 @@ class Plan:
 
 
 def choose(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int | None = None) -> Plan:
-    """The plan with the most tokens per second among those that fit; of what comes within a hundredth of it keys and values that stay, and
-    the fewest answers at once.
+    """Return the plan that fits with the most tokens per second; among those within a hundredth of it, one whose keys and values stay,
+    then the one with the fewest answers at once.
 
     `step_tokens`: what a pass computes at least, where something else than generation needs it. ValueError where nothing fits, with what
     would.
@@ -169,7 +169,7 @@ def _plans(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int
 def pass_seconds(
     shape: Shape, rates: Rates, streamed: int, tokens: int, context: int, drawn: int, keys: bool = False
 ) -> tuple[float, str]:
-    """Seconds of a pass over so many tokens behind `context` others each, `drawn` of them drawn from, and what it is bound by."""
+    """Return the seconds of a pass over so many tokens behind `context` others each, `drawn` of them drawn from, and its bound."""
     config = shape.config
     moving = max(drawn, 1) * context + max(tokens, PAGE * drawn) if keys else 0  # tokens that are seen, and pages that go back
     bringing = (streamed * shape.brought + moving * config.num_hidden_layers * shape.moving) / rates.bringing
@@ -184,7 +184,7 @@ def pass_seconds(
 
 
 def measure(source: Source, level: Level, device: torch.device) -> Rates:
-    """The rates of this machine with this model's first layer; a few seconds."""
+    """Return the rates of this machine with this model's first layer; a few seconds."""
     shell = Shell(source.config)
     shell.put(source.layer(0, device))
     rates = [_compute_seconds(shell, source, tokens, device) for tokens in (1, PROBE_TOKENS)]
@@ -200,7 +200,7 @@ def measure(source: Source, level: Level, device: torch.device) -> Rates:
 
 
 def _disk_rate(source: Source) -> float:
-    """Bytes per second that layers are read with: the median of some, since others use the disk now and then."""
+    """Return the bytes per second that layers are read with: the median of some, since others use the disk now and then."""
     buffer, rates = Buffer(source.read_bytes), []
     for layout in source.layouts[:PROBE_LAYERS]:
         before = time.perf_counter()
@@ -223,7 +223,7 @@ def _compute_seconds(shell: Shell, source: Source, tokens: int, device: torch.de
 
 
 def _best(function: Callable[[], object], device: torch.device, tries: int = 3) -> float:
-    """Seconds of the fastest call, after one that is not counted."""
+    """Return the seconds of the fastest call, after one that is not counted."""
     best = float("inf")
     for number in range(tries + 1):
         before = time.perf_counter()

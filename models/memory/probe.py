@@ -1,4 +1,4 @@
-"""What this CPU reaches at a model's shapes, measured: matrix products by what is left of a training step's time."""
+"""This CPU's measured speed at a model's shapes; matrix products by the rest of a training step's time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROBE_PARAMETERS = 100_000_000
 
 @cache
 def measure(config: ModelConfig, context: int, clock: Clock = time.perf_counter) -> Machine:
-    """This CPU's rates at a model's shapes in documents of `context` tokens, fp32, on torch's threads: each the
+    """Return this CPU's rates at a model's shapes in documents of `context` tokens, fp32, on torch's threads: each the
     best of several tries, a few seconds in all.
 
     Attention and SwiGLU are timed alone; then forward and backward of the model with two of its layers, of which
@@ -53,7 +53,7 @@ def measure(config: ModelConfig, context: int, clock: Clock = time.perf_counter)
 
 
 def _matrix_flops(config: ModelConfig, context: int, known: Machine, clock: Clock) -> float:
-    """Rate of the matrix products in a training step, given those of everything else."""
+    """Return the rate of the matrix products in a training step, given those of everything else."""
     from puna.models.transformer import Transformer
 
     layers = min(2, config.num_hidden_layers)

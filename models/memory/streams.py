@@ -29,7 +29,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Entry(NamedTuple):
-    """Where a tensor lies: its bytes begin .. end - 1 of a file."""
+    """The place of a tensor in a file: bytes begin .. end - 1."""
 
     path: Path
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in a buffer, in bytes."""
+    """The place of a tensor in a buffer, in bytes."""
 
     name: str
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What is read into one buffer, and where its tensors lie then."""
+    """The extents that are read into one buffer, and the places of its tensors."""
 
     extents: tuple[Extent, ...]
     places: tuple[Place, ...]
@@ -72,7 +72,7 @@ class Layout:
 
     @staticmethod
     def of(tensors: Mapping[str, Entry]) -> Layout:
-        """Tensors that lie near each other are read together."""
+        """Return a layout that reads neighbouring tensors together."""
         extents: list[Extent] = []
         places = []
         for name, one in sorted(tensors.items(), key=lambda item: (item[1].path, item[1].begin)):
@@ -88,7 +88,7 @@ class Layout:
 
 
 def entries(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file that is known to be whole. ValueError for a type that no weights have."""
+    """Return the tensors of a safetensors file that is known to be whole. ValueError for a type that no weights have."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))
@@ -112,7 +112,7 @@ class Buffer:
         self.bytes = memoryview(whole.numpy().data)[start : start + size]
 
     def tensors(self, layout: Layout) -> dict[str, Tensor]:
-        """What a layout has put here, as it lies."""
+        """Return the tensors of a layout in this buffer."""
         return {
             place.name: torch.frombuffer(self.bytes, dtype=place.dtype, count=_count(place.shape), offset=place.start).view(place.shape)
             for place in layout.places
@@ -187,7 +187,7 @@ def _close(*files: dict[Path, int]) -> None:
 
 @dataclass
 class Counts:
-    """What a loader has done: bytes read, seconds that it read, and seconds that others waited for it."""
+    """The work of a loader: bytes read, seconds that it read, and seconds that others waited for it."""
 
     bytes: int = 0
     reading: float = 0.0
@@ -217,7 +217,7 @@ class Loader:
         self.close = weakref.finalize(self, self._free.put, None)
 
     def take(self, number: int) -> Buffer:
-        """A layout's buffer, once it is read; what was read before it and not taken is dropped. OSError where reading failed."""
+        """Return a layout's buffer once it is read; drop buffers that were read before it and not taken. OSError if reading failed."""
         if not self._thread.is_alive() and self._thread.ident is None:
             self._thread.start()
         before = time.perf_counter()
@@ -234,7 +234,7 @@ class Loader:
             self.counts.waiting += time.perf_counter() - before
 
     def give(self, buffer: Buffer) -> None:
-        """A buffer whose tensors are no longer in use."""
+        """Release a buffer whose tensors are no longer in use."""
         self._free.put(buffer)
 
 
@@ -245,7 +245,7 @@ def _load(
     ready: queue.SimpleQueue[tuple[int, Buffer] | OSError],
     counts: Counts,
 ) -> None:
-    """The thread; it holds nothing of its loader, which ends it."""
+    """Run the thread. It holds no reference to its loader, whose end stops it."""
     while True:
         for number, layout in layouts.items():
             buffer = free.get()

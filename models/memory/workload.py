@@ -1,4 +1,4 @@
-"""What a model is asked, as far as a plan depends on it."""
+"""The requests to a model, as far as a plan depends on them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be answered: tokens of a prompt and of its answer, how many answers there are to be at once at most,
+    """The work to be planned: tokens of a prompt and of its answer, how many answers there are to be at once at most,
     and the tokens of the longest prompt with its answer that must have room."""
 
     prompt: int = 512

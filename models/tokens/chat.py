@@ -66,7 +66,7 @@ class ChatFormat:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """The declared stop tokens; where none of them ends an answer, with the special token that does so in mid-dialogue."""
+        """Return the declared stop tokens; if none of them ends an answer, with the special token that does so in mid-dialogue."""
         for shown in (PROBE[:2], PROBE):
             try:
                 text = self.template.render(shown, add_generation_prompt=False)
@@ -81,14 +81,14 @@ class ChatFormat:
     def prompt(
         self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
-        """Ids of a conversation. Special tokens that a message writes out are read as text."""
+        """Return the ids of a conversation. Special tokens that a message writes out are read as text."""
         (plain, given), mark = self.vocabulary.guard(([dict(message) for message in messages], tools))
         return self.vocabulary.encode_markup(self._render(plain, add_generation_prompt, given, {}), mark)[0]
 
     def pair(
         self, messages: Sequence[Message], finished: bool, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[list[int], list[int], list[bool]]:
-        """Ids of a conversation up to its last turn, of that answer, and per token of the answer whether it is format.
+        """Return the ids of a conversation up to its last turn, of that answer, and per token of the answer whether it is format.
 
         Format is what the template and not the answer writes: the stop token, and any header within. Special tokens that a
         message writes out are read as text. The answer ends in its stop token unless it was cut off (`finished=False`).
@@ -102,7 +102,7 @@ class ChatFormat:
         return prompt, ids, [i in special or b <= begin or a >= end for i, (a, b) in zip(ids, spans, strict=True)]
 
     def rows(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Row]:
-        """The rows that train every answer of a conversation, each answer in one of them.
+        """Return the rows that train every answer of a conversation, each answer in one of them.
 
         One row, or more where the template writes earlier answers otherwise once a later turn follows.
         """
@@ -137,7 +137,7 @@ class ChatFormat:
     def _encoded(
         self, prompt: str, answer: str, mark: str | None, turn: int
     ) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-        """Ids of prompt and answer, and the answer's characters; the answer apart where both fuse at their border."""
+        """Return the ids of prompt and answer, and the answer's characters; the answer apart where both fuse at their border."""
         asked, _ = self.vocabulary.encode_markup(prompt, mark)
         ids, spans = self.vocabulary.encode_markup(prompt + answer, mark)
         if ids[: len(asked)] == asked:
@@ -151,7 +151,7 @@ class ChatFormat:
     # --- one answer --------------------------------------------------------------------------------------
 
     def _answer(self, messages: Sequence[Message], turn: int, tools: Any) -> _Answer:
-        """The answer of a turn as text. ChatError where it cannot be told apart."""
+        """Return the answer of a turn as text. ChatError where it cannot be told apart."""
         for mode in MODES:
             prompt = self._render(messages[:turn], True, tools, mode)
             whole = self._render(messages[: turn + 1], False, tools, mode)
@@ -173,7 +173,7 @@ class ChatFormat:
     def _stop_of_next(
         self, messages: Sequence[Message], turn: int, whole: str, tools: Any, mode: dict[str, bool], size: int
     ) -> tuple[int, int, int]:
-        """The stop token that the next turn begins with, as (start, stop, id) from `size` on: some templates end no answer."""
+        """Return the stop token that the next turn begins with, as (start, stop, id) from `size` on: some templates end no answer."""
         following = messages[turn + 1 : turn + 2] or PROBE[2:]
         try:
             longer = self.template.render([*messages[: turn + 1], *following], add_generation_prompt=False, tools=tools, **mode)
@@ -186,7 +186,7 @@ class ChatFormat:
         return size, size, found[2]
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Any, mode: dict[str, bool]) -> str:
-        """The text of the conversation; ChatError names the first turn that the template refuses."""
+        """Return the text of the conversation; ChatError names the first turn that the template refuses."""
         try:
             return self.template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **mode)
         except TemplateLimitError as error:  # tried again on parts, it would take as long once more
@@ -203,7 +203,7 @@ class ChatFormat:
     # --- what is refused ---------------------------------------------------------------------------------
 
     def _check(self, messages: Sequence[Message], tools: Any) -> None:
-        """ChatError for turns that no training row may hold."""
+        """Raise ChatError for turns that no training row may hold."""
         for turn, message in enumerate(messages):
             if not isinstance(message.get("role"), str):
                 raise ChatError(turn, "it names no role")
@@ -216,7 +216,7 @@ class ChatFormat:
             raise ChatError(0, f"the tools write out the control token {token}")
 
     def _check_shown(self, messages: Sequence[Message], turn: int, prompt: str, body: str) -> None:
-        """ChatError where the template leaves out a part of the answer, or a turn since the answer before it."""
+        """Raise ChatError if the template leaves out a part of the answer, or a turn since the answer before it."""
         written = _squeezed(body)
         for name, part in _parts(messages[turn]):
             if _squeezed(part) not in written:
@@ -231,7 +231,7 @@ class ChatFormat:
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str]]:
-    """What of an answer has to be written, by name: reasoning, content, names of called functions."""
+    """Return the parts of an answer that must be written, by name: reasoning, content, names of called functions."""
     reasoning = next((message[key] for key in REASONING if message.get(key)), None)
     if isinstance(reasoning, str):
         yield "reasoning", reasoning
@@ -243,7 +243,7 @@ def _parts(message: Message) -> Iterator[tuple[str, str]]:
 
 
 def _content(message: Message, body: str) -> tuple[int, int]:
-    """The characters of the body that the message wrote: from the first part found to the last; calls reach to its end."""
+    """Return the characters of the body that the message wrote: from the first part found to the last; calls reach to its end."""
     spans = []
     for name, part in _parts(message):
         # As the message has it, or trimmed as most templates write it.
@@ -259,10 +259,10 @@ def _content(message: Message, body: str) -> tuple[int, int]:
 
 
 def _squeezed(text: str) -> str:
-    """Without blanks, which templates trim and add."""
+    """Return a text without blanks, which templates trim and add."""
     return "".join(text.split())
 
 
 def _written(content: str) -> Iterator[str]:
-    """How a template may write a turn's text: as it is, or as JSON."""
+    """Return a turn's text in the forms that a template may write: as it is, or as JSON."""
     return itertools.chain((content,), (json.dumps(content, ensure_ascii=ascii_)[1:-1] for ascii_ in (False, True)))

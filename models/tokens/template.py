@@ -149,7 +149,7 @@ class Template:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> str:
-        """The conversation as text; with `add_generation_prompt` up to where the model's answer begins.
+        """Return the conversation as text; with `add_generation_prompt` up to where the model's answer begins.
 
         `tools`: JSON schemas. `options`: further variables of the template, such as `enable_thinking`.
         Arguments of tool calls may be objects or their JSON text: the template gets the form that it can write.
@@ -161,7 +161,7 @@ class Template:
         return self._ask((plain, {**options, "add_generation_prompt": add_generation_prompt, "tools": tools}))
 
     def _ask(self, request: tuple[list[dict[str, Any]], dict[str, Any]] | None) -> str:
-        """Have the process render a conversation, or only compile."""
+        """Ask the process to render a conversation, or only to compile."""
         try:
             answer = _process.ask(request, self._key, self._given)
         except LimitError as error:
@@ -175,7 +175,7 @@ _process = Process(__name__)
 
 
 def serve() -> None:
-    """Render what is asked for on standard input (`bounded_process.py`)."""
+    """Render the requests on standard input (`bounded_process.py`)."""
     compiled: dict[bytes, _Programs] = {}
 
     def answer(key: bytes, given: Any, request: Any) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class _Programs:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> str:
-        """See `Template.render`."""
+        """Render as `Template.render` says."""
         name = "tool_use" if tools and "tool_use" in self._programs else "default"
         program = self._programs.get(name) or next(iter(self._programs.values()))
 
@@ -233,14 +233,14 @@ class _Programs:
 
 
 def _prepared(message: Message) -> dict[str, Any]:
-    """Without the keys that are null, and with the reasoning under each name that templates read."""
+    """Return a message without null keys, with the reasoning under each name that templates read."""
     found = {key: value for key, value in message.items() if value is not None}
     reasoning = next((found[key] for key in REASONING if key in found), None)
     return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
 
 
 def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
-    """The message with each tool call's arguments in one form."""
+    """Return the message with each tool call's arguments in one form."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message

@@ -16,7 +16,7 @@ class TextStream:
         self._given = 0  # characters
 
     def add(self, token: int, last: bool = False) -> str:
-        """The text that `token` makes certain; with `last`, all that is left before a stop text."""
+        """Return the text that `token` makes certain; with `last`, all that is left before a stop text."""
         self._tokens.append(token)
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         ends = [text.find(stop) for stop in self._stop if stop in text]
@@ -33,5 +33,5 @@ class TextStream:
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of `text` are a beginning of `stop`."""
+    """Return how many characters at the end of `text` begin `stop`."""
     return next((size for size in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -144,7 +144,7 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
     def with_template(self, source: str | Mapping[str, str]) -> Tokenizer:
-        """The same vocabulary with another chat template. TemplateError where it does not compile."""
+        """Return the same vocabulary with another chat template. TemplateError where it does not compile."""
         return Tokenizer(self.vocabulary.backend, self.named, source, self._stops, self.generation)
 
     @property
@@ -153,19 +153,19 @@ class Tokenizer:
         return self.vocabulary.size
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, nothing added before or after."""
+        """Return the ids of a text, nothing added before or after."""
         return self.vocabulary.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of many texts, on all threads."""
+        """Return the ids of many texts, on all threads."""
         return self.vocabulary.encode_batch(texts)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of ids; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ids; bytes that are no UTF-8 become U+FFFD."""
         return self.vocabulary.decode(ids, skip_special_tokens)
 
     def document(self, text: str) -> list[int]:
-        """Ids of a document: begin, text, end, as far as the model has these tokens."""
+        """Return the ids of a document: begin, text, end, as far as the model has these tokens."""
         return [*([] if self.bos is None else [self.bos]), *self.encode(text), *self.end]
 
     @property
@@ -183,13 +183,13 @@ class Tokenizer:
 
     @property
     def lead(self) -> list[int]:
-        """What a text to be continued or scored stands behind: `bos`, or `eos` where there is none, or nothing."""
+        """Return the tokens before a text to be continued or scored: `bos`, or `eos` if there is none, or nothing."""
         id_ = self.eos if self.bos is None else self.bos
         return [] if id_ is None else [id_]
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """How the model's makers sample, as far as they say so: fields of `SamplingParams` (temperature, top_p, top_k, …)."""
+        """Return the sampling fields that the model's configuration sets: those of `SamplingParams` (temperature, top_p, top_k, …)."""
         return {name: self.generation[name] for name in SAMPLING if name in self.generation} if self.generation.get("do_sample") else {}
 
     # --- conversations -----------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Tokenizer:
     def chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
-        """Ids of a conversation, up to where the model's answer begins: those of transformers' `apply_chat_template`.
+        """Return the ids of a conversation, up to where the model's answer begins: those of transformers' `apply_chat_template`.
 
         A message is a mapping with `role` and `content`. ChatError where the template refuses it.
         """
@@ -221,7 +221,7 @@ class Tokenizer:
         finished: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[list[int], list[int], list[bool]]:
-        """Prompt ids (up to where the answer begins), answer ids, and the answer's format mask.
+        """Return the prompt ids (up to where the answer begins), answer ids, and the answer's format mask.
 
         A string is one user message, or the assistant's. The answer ends in its stop token unless it was cut off
         (`finished=False`). The mask holds one flag per *answer* token, True at what the template writes and the answer does
@@ -232,7 +232,7 @@ class Tokenizer:
         return self._chat.pair([*asked, said], finished, tools)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Row]:
-        """The rows that train every answer of a conversation: ids and loss mask, rendered together.
+        """Return the rows that train every answer of a conversation: ids and loss mask, rendered together.
 
         ChatError with the turn and the reason where an answer cannot be told apart, or a turn writes out a special token.
         """

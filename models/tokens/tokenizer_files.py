@@ -44,7 +44,7 @@ class TokenizerFiles:
 
 
 def read_files(folder: Path) -> TokenizerFiles:
-    """The tokenizer in a folder. FileNotFoundError where it has none, TokenizerError for what cannot be read."""
+    """Return the tokenizer in a folder. FileNotFoundError where it has none, TokenizerError for what cannot be read."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a tokenizer or model folder holds tokenizer.json")
@@ -97,13 +97,13 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str | None:
-    """A token's text, written as it is or as an object."""
+    """Return a token's text, written as it is or as an object."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) and found else None
 
 
 def _listed(config: Mapping[str, Any]) -> list[str]:
-    """Special tokens without a name."""
+    """Return the special tokens without a name."""
     found: list[Any] = []
     for name in ("additional_special_tokens", "extra_special_tokens"):
         value = config.get(name) or []
@@ -112,7 +112,7 @@ def _listed(config: Mapping[str, Any]) -> list[str]:
 
 
 def _added(config: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
-    """Tokens that the configuration adds to the vocabulary, in the order of their ids."""
+    """Return the tokens that the configuration adds to the vocabulary, in the order of their ids."""
     found = config.get("added_tokens_decoder") or {}
     flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
     return [
@@ -122,7 +122,7 @@ def _added(config: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
 
 
 def _stop_ids(folder: Path) -> list[int]:
-    """`eos_token_id` of the generation's configuration, or else of the model's."""
+    """Return `eos_token_id` of the generation's configuration, or else of the model's."""
     for name in ("generation_config.json", "config.json"):
         found = _json(folder / name).get("eos_token_id")
         if found is not None:
@@ -139,7 +139,7 @@ SAMPLING = {
 
 
 def _generation(folder: Path) -> dict[str, Any]:
-    """What generation_config.json says of sampling. TokenizerError for a number that is none or out of its range."""
+    """Return the sampling fields of generation_config.json; TokenizerError for one that is no number or out of range."""
     path = folder / "generation_config.json"
     found = {name: value for name, value in _json(path).items() if value is not None and name not in NOT_SAMPLING}
     for name, (low, high) in SAMPLING.items():
@@ -151,7 +151,7 @@ def _generation(folder: Path) -> dict[str, Any]:
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """The chat template, or several by name; a file of its own counts before the configuration's."""
+    """Return the chat template, or several by name; a file of its own counts before the configuration's."""
     found = config.get("chat_template")
     named = {entry["name"]: entry["template"] for entry in found} if isinstance(found, list) else {}
     if isinstance(found, str):

@@ -39,29 +39,29 @@ class Vocabulary:
         return max(self.backend.get_vocab().values(), default=-1) + 1
 
     def id_of(self, token: str | None) -> int | None:
-        """The id of a token by its text; None where there is none."""
+        """Return the id of a token by its text; None where there is none."""
         found: int | None = None if token is None else self.backend.token_to_id(token)
         return found
 
     def token(self, id_: int) -> str:
-        """The text of a token."""
+        """Return the text of a token."""
         return str(self.backend.id_to_token(id_))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, nothing added before or after. ValueError where the tokenizer's patterns take too long on it."""
+        """Return the ids of a text, nothing added before or after. ValueError where the tokenizer's patterns take too long on it."""
         if self._trial is not None:
             self._trial.check(text)
         ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of many texts, on all threads."""
+        """Return the ids of many texts, on all threads."""
         if self._trial is not None:
             return [self.encode(text) for text in texts]
         return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of ids; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ids; bytes that are no UTF-8 become U+FFFD."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     # --- text that a template wrote ------------------------------------------------------------------
@@ -75,7 +75,7 @@ class Vocabulary:
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        """Finds a special token with the blanks that it takes in; group 1 is the token."""
+        """Return a pattern of a special token with the blanks that it takes in; group 1 is the token."""
         parts = []
         for text, (_, token) in sorted(self._special_tokens.items(), key=lambda item: -len(item[0])):
             before, behind = (r"\s*" if taken else "" for taken in (token.lstrip, token.rstrip))
@@ -84,12 +84,12 @@ class Vocabulary:
 
     @cached_property
     def _by_context(self) -> bool:
-        """Whether the start of a text is encoded otherwise than its middle, as SentencePiece's blank does."""
+        """True if the start of a text is encoded otherwise than its middle, as by SentencePiece's blank."""
         alone, behind = self.encode("a"), self.encode("\na")
         return behind[-len(alone) :] != alone
 
     def encode_markup(self, text: str, mark: str | None = None) -> tuple[list[int], list[Span]]:
-        """Ids of a rendered conversation, special tokens read as such, and each one's characters [start, stop).
+        """Return the ids of a rendered conversation, special tokens read as such, and each one's characters [start, stop).
 
         `mark`: what `guard` put into the special tokens that are part of a content; they are read as text.
         """
@@ -128,7 +128,7 @@ class Vocabulary:
         return encoding.ids, encoding.offsets
 
     def _encode_within(self, text: str) -> tuple[list[int], list[Span]]:
-        """Ids and characters of a text that stands behind another one."""
+        """Return the ids and characters of a text that stands behind another one."""
         if self._by_context:
             lead = self.encode("\n")
             ids, spans = self._encode("\n" + text)
@@ -137,7 +137,7 @@ class Vocabulary:
         return self._encode(text)
 
     def encode_behind(self, text: str, special: int | None = None, mark: str | None = None) -> tuple[list[int], list[Span]]:
-        """Ids and characters of markup that stands behind the token `special`, or behind some text."""
+        """Return the ids and characters of markup that stands behind the token `special`, or behind some text."""
         lead = self.token(special) if special is not None else "\n" if self._by_context else ""
         lead_ids = [special] if special is not None else self.encode(lead)
         ids, spans = self.encode_markup(lead + text, mark)
@@ -147,7 +147,7 @@ class Vocabulary:
         return ids[len(lead_ids) :], [(max(a - size, 0), max(b - size, 0)) for a, b in spans[len(lead_ids) :]]
 
     def find_special(self, text: str, among: Iterable[int]) -> tuple[int, int, int] | None:
-        """The first of these tokens in a rendered text: (start, stop, id)."""
+        """Return the first of these tokens in a rendered text: (start, stop, id)."""
         wanted = set(among)
         for found in self._special_pattern.finditer(text):
             for token in found.groups():
@@ -157,11 +157,11 @@ class Vocabulary:
         return None
 
     def without_special(self, text: str) -> str:
-        """A rendered text without its special tokens."""
+        """Return a rendered text without its special tokens."""
         return self._special_pattern.sub("", text)
 
     def special_in(self, value: Any) -> str | None:
-        """The first special token that is written out in a string, or in the strings of a list or mapping."""
+        """Return the first special token that is written out in a string, or in the strings of a list or mapping."""
         if isinstance(value, str):
             found = self._special_pattern.search(value)
             return None if found is None else found.group().strip()
@@ -169,7 +169,7 @@ class Vocabulary:
         return next((token for item in values if (token := self.special_in(item)) is not None), None)
 
     def guard(self, value: Any) -> tuple[Any, str | None]:
-        """`value` with a mark inside every special token that its strings write out, and the mark; None where it needs none."""
+        """Return `value` with a mark inside every special token that its strings write out, and the mark; None if it needs none."""
         if self.special_in(value) is None:
             return value, None
         written = json.dumps(value, ensure_ascii=False, default=str)
@@ -187,7 +187,7 @@ class Vocabulary:
 
 
 def with_tokens(backend: tokenizers.Tokenizer, special: Iterable[str], added: Iterable[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
-    """The tokenizer with these special tokens and further tokens, where it lacks them; as transformers completes it."""
+    """Return the tokenizer with these special tokens and further tokens, where it lacks them; as transformers completes it."""
     known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
     backend.add_tokens([token for token in added if token.content not in known])
     backend.add_special_tokens([

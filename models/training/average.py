@@ -24,13 +24,13 @@ Merge = Callable[[Sequence[Tensor], Sequence[float]], Tensor]
 
 
 def linear(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """The weighted mean. The terms are added in the order of their values, so that the order of the models does not matter."""
+    """Return the weighted mean. The terms are added in the order of their values, so that the order of the models does not matter."""
     terms = torch.stack([tensor.double() * share for tensor, share in zip(tensors, shares, strict=True)])
     return terms.sort(0).values.sum(0)
 
 
 def slerp(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Two tensors along the arc between their directions (Shoemake 1985): the mean where these are the same or opposite.
+    """Return the mean of two tensors along the arc between their directions (Shoemake 1985): the mean where these are the same or opposite.
 
     With angle A between them and shares s, t: (sin(sA) x + sin(tA) y) / sin(A).
     """
@@ -45,7 +45,7 @@ def slerp(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def ties(tensors: Sequence[Tensor], shares: Sequence[float], base: Tensor, density: float) -> Tensor:
-    """The base plus the models' differences from it, trimmed and of one sign (Yadav et al. 2023), tensor by tensor.
+    """Return the base plus the models' differences from it, trimmed and of one sign (Yadav et al. 2023), tensor by tensor.
 
     Of each difference the share `density` of largest magnitude is kept; an element's sign is that of the weighted sum, and its
     value the weighted mean of the differences that have this sign. (The paper trims over all tensors at once.)
@@ -62,7 +62,7 @@ def ties(tensors: Sequence[Tensor], shares: Sequence[float], base: Tensor, densi
 
 
 def _trimmed(difference: Tensor, density: float) -> Tensor:
-    """The elements of largest magnitude, the others 0; equals at the border are all kept."""
+    """Return the elements of largest magnitude, the others 0; equals at the border are all kept."""
     count = math.ceil(density * difference.numel())
     if count >= difference.numel():
         return difference
@@ -78,7 +78,7 @@ def average(
     base: Mapping[str, Tensor] | nn.Module | None = None,
     density: float = 0.2,
 ) -> dict[str, Tensor]:
-    """Average of models or state dictionaries with the same names and shapes.
+    """Return the average of models or state dictionaries with the same names and shapes.
 
     `weights` need not add up to 1; None weighs all the same. `base` and `density`: see `ties`. It is computed in fp64 and does
     not depend on the order of the states; each tensor has the widest of its dtypes.
@@ -182,5 +182,5 @@ def _table(state: Mapping[str, Tensor] | nn.Module) -> dict[str, Tensor]:
 
 
 def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The dtype that holds the numbers of all."""
+    """Return the dtype that holds the numbers of all."""
     return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))

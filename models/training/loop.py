@@ -99,7 +99,7 @@ def progress(unit: str, of: int, log: TrainLog) -> dict[str, Any]:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """sha256 over the names, types, shapes and bytes of all parameters."""
+    """Return a sha256 over the names, types, shapes and bytes of all parameters."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         value = parameter.detach().cpu().contiguous()
@@ -109,7 +109,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def as_begun(compute: ComputeSettings, folder: Path | None) -> ComputeSettings:
-    """`compute` in the precision of the checkpoint under `folder`, if there is one.
+    """Return `compute` in the precision of the checkpoint under `folder`, if there is one.
 
     `fastest` is measured where a process starts: without this a training that was killed could go on in another precision.
     """

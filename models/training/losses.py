@@ -40,12 +40,12 @@ class PairLogprobs:
 
     @property
     def chosen_ratio(self) -> Tensor:
-        """[M] log of policy over reference."""
+        """Return [M], the log of policy over reference."""
         return self.chosen - self.reference_chosen
 
     @property
     def rejected_ratio(self) -> Tensor:
-        """[M] log of policy over reference."""
+        """Return [M], the log of policy over reference."""
         return self.rejected - self.reference_rejected
 
 
@@ -105,19 +105,19 @@ def _minus_logsigmoid(x: Tensor) -> Tensor:
 
 @preference_loss("sigmoid")
 def sigmoid(pairs: PairLogprobs, beta: float) -> PairLosses:
-    """``-log sigmoid(beta * (chosen_ratio - rejected_ratio))`` (DPO, Rafailov et al. 2023)."""
+    """Return ``-log sigmoid(beta * (chosen_ratio - rejected_ratio))`` (DPO, Rafailov et al. 2023)."""
     return _log_ratio_losses(_minus_logsigmoid, pairs, beta)
 
 
 @preference_loss("hinge")
 def hinge(pairs: PairLogprobs, beta: float) -> PairLosses:
-    """``max(0, 1 - beta * (chosen_ratio - rejected_ratio))`` (SLiC, Zhao et al. 2023, as TRL has it)."""
+    """Return ``max(0, 1 - beta * (chosen_ratio - rejected_ratio))`` (SLiC, Zhao et al. 2023, as TRL has it)."""
     return _log_ratio_losses(lambda logits: (1 - logits).relu(), pairs, beta)
 
 
 @preference_loss("ipo")
 def ipo(pairs: PairLogprobs, beta: float) -> PairLosses:
-    """``(chosen_ratio / chosen_tokens - rejected_ratio / rejected_tokens - 1 / (2 beta))^2``.
+    """Return ``(chosen_ratio / chosen_tokens - rejected_ratio / rejected_tokens - 1 / (2 beta))^2``.
 
     IPO (Azar et al. 2023, equation 17, beta its tau), ratios averaged over tokens as its authors run it.
     """
@@ -127,14 +127,14 @@ def ipo(pairs: PairLogprobs, beta: float) -> PairLosses:
 
 @preference_loss("simpo", needs_reference=False)
 def simpo(pairs: PairLogprobs, beta: float, *, gamma: Margin = 0.5) -> PairLosses:
-    """``-log sigmoid(beta * (chosen / chosen_tokens - rejected / rejected_tokens) - gamma)`` (Meng et al. 2024)."""
+    """Return ``-log sigmoid(beta * (chosen / chosen_tokens - rejected / rejected_tokens) - gamma)`` (Meng et al. 2024)."""
     chosen, rejected = beta * pairs.chosen / pairs.chosen_tokens, beta * pairs.rejected / pairs.rejected_tokens
     return PairLosses(_minus_logsigmoid(chosen - rejected - gamma), chosen, rejected)
 
 
 @preference_loss("orpo", needs_reference=False)
 def orpo(pairs: PairLogprobs, beta: float) -> PairLosses:
-    """``-beta * log sigmoid(log odds(chosen) - log odds(rejected))`` (Hong et al. 2024).
+    """Return ``-beta * log sigmoid(log odds(chosen) - log odds(rejected))`` (Hong et al. 2024).
 
     The odds ``p / (1 - p)`` are of p = exp(mean log-probability of a token). ORPO's likelihood term is the objective's.
     """
@@ -147,7 +147,7 @@ def orpo(pairs: PairLogprobs, beta: float) -> PairLosses:
 def kto(
     ratios: Tensor, desirable: Tensor, kl: float, beta: float, *, desirable_weight: Weight = 1.0, undesirable_weight: Weight = 1.0
 ) -> Tensor:
-    """``weight * (1 - sigmoid(beta * (ratio - kl)))`` of a good answer, ``weight * (1 - sigmoid(beta * (kl - ratio)))`` of a bad one.
+    """Return ``weight * (1 - sigmoid(beta * (ratio - kl)))`` of good answers, ``weight * (1 - sigmoid(beta * (kl - ratio)))`` of bad ones.
 
     KTO (Ethayarajh et al. 2024, equation 8). ratios [A] float: log of policy over reference of an answer; desirable [A] bool;
     kl: at least 0, the mean ratio of answers to other prompts, which passes no gradient -> losses [A].
@@ -160,7 +160,7 @@ def kto(
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """``log(1 - exp(x))`` for x < 0, without loss of digits near 0 and far from it (Mächler 2012); finite at 0."""
+    """Return ``log(1 - exp(x))`` for x < 0, without loss of digits near 0 and far from it (Mächler 2012); finite at 0."""
     import torch
 
     x = x.clamp(max=-1e-7)

@@ -1,4 +1,4 @@
-"""Which examples a step sees, and how they are packed into rows: pure functions of the step."""
+"""The examples of a step and their packing into rows, as pure functions of the step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ BatchT = TypeVar("BatchT")
 
 
 def epoch_order(count: int, epoch: int, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The order [count] int64 in which an epoch (from 0) visits the examples."""
+    """Return the order [count] int64 in which an epoch (from 0) visits the examples."""
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
 def step_indices(step: int, count: int, batch_size: int | Ramp, seed: int) -> list[int]:
-    """Examples of a step, counted from 1: `batch_size` next ones of the endless row of epochs.
+    """Return the examples of a step, counted from 1: `batch_size` next ones of the endless row of epochs.
 
     Every example comes exactly once per epoch, also where a step spans two of them, so a resumed run
     neither skips nor repeats one.
@@ -38,7 +38,7 @@ def step_indices(step: int, count: int, batch_size: int | Ramp, seed: int) -> li
 
 
 def pack(lengths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
-    """Examples [n] of given lengths into rows of at most `micro_batch_tokens` tokens: lists of indices.
+    """Return rows of at most `micro_batch_tokens` tokens, as lists of indices of examples.
 
     Best-fit decreasing: longest first, each into the fullest row that has room, found by bisection; at most 11/9
     of the fewest rows possible, plus one. ValueError for an example longer than a row.
@@ -81,7 +81,7 @@ class Sampler(Generic[ExampleT, BatchT]):
         self.length, self.micro_batch_tokens, self.seed = length, micro_batch_tokens, seed
 
     def steps(self, epochs: float) -> int:
-        """Steps in that many epochs, the last one full."""
+        """Return the steps in that many epochs, the last one full."""
         total = epochs * len(self.examples)
         if isinstance(self.batch_size, int):
             return max(1, int(np.ceil(total / self.batch_size)))
@@ -94,7 +94,7 @@ class Sampler(Generic[ExampleT, BatchT]):
         return last + max(1, int(np.ceil((total - ramp.before(last + 1)) / ramp.values[-1])))
 
     def visited(self, steps: int) -> list[int]:
-        """Indices of the examples that the first `steps` steps see, in ascending order."""
+        """Return the indices of the examples that the first `steps` steps see, in ascending order."""
         total = self.batch_size * steps if isinstance(self.batch_size, int) else self.batch_size.before(steps + 1)
         return sorted(epoch_order(len(self.examples), 0, self.seed)[:total].tolist())
 

@@ -53,7 +53,7 @@ class Group:
 
 
 def adapt_kl(coefficient: float, kl: float, target: float, answers: int, horizon: float) -> float:
-    """The next KL coefficient: raised while `kl` is above its target (Ziegler et al. 2019, section 2.2).
+    """Return the next KL coefficient: raised while `kl` is above its target (Ziegler et al. 2019, section 2.2).
 
     ``coefficient * (1 + clamp(kl / target - 1, -0.2, 0.2) * answers / horizon)``
     """
@@ -202,16 +202,16 @@ class Begun:
     rows: dict[str, list[Row]]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The numbers of the answers and of their tokens."""
+        """Return the numbers of the answers and of their tokens."""
         return {f"rollout.{name}": torch.cat([getattr(group, name) for group in self.groups]) for name in (*BY_ANSWER, *BY_TOKEN)}
 
     def record(self) -> dict[str, Any]:
-        """All that is no tensor."""
+        """Return the rest as JSON."""
         return {"asked": [g.prompt for g in self.groups], "answers": [g.answers for g in self.groups], "row": self.row, "rows": self.rows}
 
     @classmethod
     def read(cls, tensors: dict[str, Tensor], record: dict[str, Any]) -> Begun:
-        """The inverse of `tensors` and `record`."""
+        """Return the rollout from `tensors` and `record`."""
         numbers = {name: tensors[f"rollout.{name}"] for name in (*BY_ANSWER, *BY_TOKEN)}
         return cls(_groups(record["asked"], record["answers"], numbers), record["row"], record["rows"])
 
@@ -235,14 +235,14 @@ def _begin(
 
 
 def _groups(asked: list[list[int]], answers: list[list[list[int]]], numbers: dict[str, Tensor]) -> list[Group]:
-    """The numbers of all answers and of their tokens, prompt by prompt."""
+    """Return the numbers of all answers and of their tokens, prompt by prompt."""
     sizes, counts = [sum(map(len, row)) for row in answers], [len(row) for row in answers]
     parts = {name: value.split(counts if name in BY_ANSWER else sizes) for name, value in numbers.items()}
     return [Group(asked[g], answers[g], **{name: part[g] for name, part in parts.items()}) for g in range(len(asked))]
 
 
 def _update(trainers: dict[str, Trainer], begun: Begun, config: RolloutSettings, seed: int, rollout: int, update: int) -> None:
-    """One update of each trainer, counted from 0 in its rollout; its rows go into `begun`."""
+    """Update each trainer once, counted from 0 in its rollout; its rows go into `begun`."""
     started = time.perf_counter()
     epoch, index = divmod(update, config.minibatches)
     order = np.random.default_rng([seed, rollout, epoch]).permutation(len(begun.groups))
@@ -259,7 +259,7 @@ def _update(trainers: dict[str, Trainer], begun: Begun, config: RolloutSettings,
 
 
 def _finish(begun: Begun, config: RolloutSettings, numbers: dict[str, float], rollout: int) -> Row:
-    """The row of a rollout, means over its updates; `numbers` become those of the next one."""
+    """Return the row of a rollout, means over its updates; `numbers` become those of the next one."""
     mean = {
         who: {name: sum(row[name] for row in some) / len(some) for name in some[0]}
         for who, some in begun.rows.items()
@@ -282,7 +282,7 @@ def _finish(begun: Begun, config: RolloutSettings, numbers: dict[str, float], ro
 
 
 def _teaching(groups: Sequence[Group]) -> Sequence[Group]:
-    """The groups whose advantages are not all 0, which alone have a gradient where there is no entropy bonus; one where there is none."""
+    """Return the groups with a gradient if there is no entropy bonus: those whose advantages are not all 0, or else one group."""
     return [group for group in groups if bool(group.advantages.any())] or groups[:1]
 
 

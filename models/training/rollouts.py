@@ -1,4 +1,4 @@
-"""What a rollout finds: prompts drawn, answered by the policy, scored, and held against the reference.
+"""The answers of a rollout: prompts drawn, answered by the policy, scored, and compared with the reference.
 
 Rollout k draws its prompts and its samples from (seed, k), whatever was drawn before it.
 """
@@ -64,7 +64,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class Rollouts(Generic[Config]):
-    """Where a training's answers come from.
+    """The source of a training's answers.
 
     `prompts` are token ids up to the assistant's header, `stop` the ids that end an answer. `scorer` gives each answer's reward:
     `reward_model_scorer(model)`, or a verifier. `watch` is asked in the rollouts whose KL divergence is measured.
@@ -80,7 +80,7 @@ class Rollouts(Generic[Config]):
     watch: Watch | None = None
 
     def sample(self, rollout: int, remember: Remember = lambda _, make: make()) -> Sampled:
-        """The answers of a rollout, counted from 1. `remember` is given the waves in which they are sampled and scored."""
+        """Return the answers of a rollout, counted from 1. `remember` keeps the waves in which they are sampled and scored."""
         config = self.config
         measured = rollout in watched_rollouts(config.rollouts)
         drawn = self._drawn(rollout, remember)
@@ -110,7 +110,7 @@ class Rollouts(Generic[Config]):
         )
 
     def _drawn(self, rollout: int, remember: Remember) -> list[Drawn]:
-        """A rollout's prompts, answered; and further ones, while too few are unequal and `resample` allows it."""
+        """Return a rollout's prompts with answers, and further ones while too few are unequal and `resample` allows it."""
         config, found, size, engine = self.config, list[Drawn](), self._wave(), Engine(self.policy)
         for again in range(1 + (config.resample if isinstance(config, GrpoSettings) else 0)):
             # What is asked again comes from beyond the last rollout.
@@ -126,7 +126,7 @@ class Rollouts(Generic[Config]):
         return found
 
     def _wave(self) -> int:
-        """Prompts that are answered together. On a GPU they are all of a rollout."""
+        """Return the number of prompts answered together; on a GPU all of a rollout."""
         weights = self.policy.model.embed_tokens.weight
         if weights.device.type != "cpu":
             return self.config.prompts
@@ -148,7 +148,7 @@ class Rollouts(Generic[Config]):
         ]
 
     def _answered(self, asked: Sequence[list[int]], sampled: Sequence[Any]) -> Iterator[Drawn]:
-        """Each prompt with what `_sampled` gave for it."""
+        """Return each prompt with its part of `_sampled`."""
         for prompt, (answers, scores) in zip(asked, sampled, strict=True):
             some = [Completion(*answer) for answer in answers]
             rewards = {s - self.config.unfinished_penalty * (not c.finished) for s, c in zip(scores, some, strict=True)}
@@ -156,7 +156,7 @@ class Rollouts(Generic[Config]):
 
     @torch.no_grad()
     def _reference_logprobs(self, asked: Sequence[list[int]], answers: Sequence[list[list[int]]]) -> Tensor:
-        """[N] log-probs of all answer tokens, fp32 on the CPU."""
+        """Return [N] log-probs of all answer tokens, fp32 on the CPU."""
 
         def logprobs_of(model: Transformer, t: Targets) -> Tensor:
             return model.token_logprobs(t.forest, t.positions, t.tokens, temperature=self.config.temperature)[0]
@@ -165,7 +165,7 @@ class Rollouts(Generic[Config]):
 
 
 def reward_model_scorer(model: Transformer, micro_batch_tokens: int = 4096) -> Scorer:
-    """Scores of a reward model: its scalar head at each answer's last token."""
+    """Return a scorer by a reward model: its scalar head at each answer's last token."""
 
     @torch.no_grad()
     def score(
@@ -179,7 +179,7 @@ def reward_model_scorer(model: Transformer, micro_batch_tokens: int = 4096) -> S
 
 
 def watched_rollouts(rollouts: int) -> frozenset[int]:
-    """The rollouts, counted from 1, whose KL divergence is measured whether it is penalised or not: even steps, first and last."""
+    """Return the rollouts, counted from 1, whose KL divergence is always measured: even steps, first and last."""
     return frozenset({*range(1, rollouts + 1, max(1, round(rollouts / WATCHED))), rollouts})
 
 
@@ -191,7 +191,7 @@ def by_group(
     micro_batch_tokens: int,
     by_answer: bool = False,
 ) -> list[Tensor]:
-    """`compute` on all prompts with their answers, row by row; one CPU tensor per prompt, in order."""
+    """Return `compute` on all prompts with their answers, packed in rows: one CPU tensor per prompt, in order."""
     device = next(model.parameters()).device
     tokens = [sum(len(answer) for answer in row) for row in answers]
     results: dict[int, Tensor] = {}

@@ -24,11 +24,11 @@ class Ramp:
             raise ValueError(f"a ramp's values must not fall: {self.values}")
 
     def at(self, step: int) -> int:
-        """The size in a step, counted from 1."""
+        """Return the size in a step, counted from 1."""
         return self.values[min((step - 1) // self.steps, len(self.values) - 1)]
 
     def before(self, step: int) -> int:
-        """Sum of the sizes in all steps before this one."""
+        """Return the sum of the sizes in all steps before this one."""
         whole = min((step - 1) // self.steps, len(self.values) - 1)
         return self.steps * sum(self.values[:whole]) + self.values[whole] * (step - 1 - whole * self.steps)
 
@@ -48,7 +48,7 @@ def learning_rate(
     decay_steps: int = 0,
     anneal_steps: int = 0,
 ) -> float:
-    """Learning rate of optimisation step `step`, counted from 1 to `steps`.
+    """Return the learning rate of optimisation step `step`, counted from 1 to `steps`.
 
     Warm-up is linear: step `warmup_steps` is the first at the peak. A falling rate reaches its end value
     one step after the last, so that no step runs at a rate of 0. After the warm-up

@@ -111,26 +111,26 @@ class ScheduleSettings(Settings):
         return self.learning_rate or OPTIMIZERS[optimizer.name].learning_rate
 
     def warmup(self, steps: int) -> int:
-        """Steps of warm-up in a run of `steps`."""
+        """Return the steps of warm-up in a run of `steps`."""
         return _resolved(self.warmup_steps, steps, steps - 1)
 
     def decay(self, steps: int) -> int:
-        """Steps of wsd's decay."""
+        """Return the steps of wsd's decay."""
         found = _resolved(self.decay_steps, steps, steps - self.warmup(steps))
         return max(1, found) if self.decay_steps else 0
 
     def anneal(self, steps: int) -> int:
-        """Steps of annealing."""
+        """Return the steps of annealing."""
         return _resolved(self.anneal_steps, steps, steps - self.warmup(steps))
 
 
 def _resolved(value: Steps, steps: int, most: int) -> int:
-    """A number of steps as it is; a share as so many of `steps`, at most `most`."""
+    """Return a number of steps as it is, a share as so many of `steps`, at most `most`."""
     return min(round(value * steps), most) if value < 1 else int(value)
 
 
 class ComputeSettings(Settings):
-    """How a step is computed: they change its time and memory, and its results by rounding alone."""
+    """The computing of a step: time and memory; results change by rounding alone."""
 
     precision: Literal["auto", "fastest", "fp32", "bf16"] = Field(
         "auto",
@@ -160,7 +160,7 @@ class ComputeSettings(Settings):
     )
 
     def precision_on(self, device: str) -> Literal["fp32", "bf16"]:
-        """What a step on this type of device computes in."""
+        """Return the precision of a step on this type of device."""
         if self.precision in ("fp32", "bf16"):
             return self.precision
         from puna.models.machine import bf16_pays
@@ -199,7 +199,7 @@ class TrainConfig(Settings):
         return self.schedule.anneal(self.steps)
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step, counted from 1."""
+        """Return the learning rate of a step, counted from 1."""
         return learning_rate(
             step,
             steps=self.steps,
@@ -212,13 +212,13 @@ class TrainConfig(Settings):
         )
 
     def averaged_steps(self) -> frozenset[int]:
-        """The steps after which the weights enter the average: evenly spread over the annealing, its last step among them."""
+        """Return the steps after which the weights enter the average: evenly spread over the annealing, its last step among them."""
         count, anneal = self.schedule.average, self.anneal_steps
         return frozenset(self.steps - anneal + math.ceil(anneal * k / count) for k in range(1, count + 1))
 
 
 class TrainingSettings(Settings):
-    """How a model is trained on a set of examples."""
+    """The training of a model on a set of examples."""
 
     epochs: float = Field(1.0, gt=0, le=1000, description="Passes over the examples")
     steps: int | None = Field(None, ge=1, description="Optimization steps, whatever the number of examples; null: those of `epochs`")
@@ -228,7 +228,7 @@ class TrainingSettings(Settings):
     compute: ComputeSettings = Field(ComputeSettings(micro_batch_tokens=4096), description="Precision and memory")
 
     def train_config(self, examples: int) -> TrainConfig:
-        """The loop's settings for that many examples; the last step is full."""
+        """Return the loop's settings for that many examples; the last step is full."""
         steps = self.steps or max(1, math.ceil(self.epochs * examples / self.batch_size))
         return TrainConfig(steps=steps, schedule=self.schedule, optimizer=self.optimizer, compute=self.compute)
 
@@ -269,7 +269,7 @@ class LoraSettings(Settings):
         return self
 
     def unmet(self, where: str) -> list[str]:
-        """What is missing on this machine."""
+        """Return what is missing on this machine."""
         missing = self.quantization == "nf4" and find_spec("bitsandbytes") is None
         return [f"{where}.quantization: bitsandbytes is not installed; pip install 'puna[qlora]', or set it to none"] if missing else []
 

@@ -11,7 +11,7 @@ NO_LIMITS: Limits = (sys.float_info.max, sys.float_info.max)  # any finite numbe
 
 
 def spike_limits(log: Sequence[Mapping[str, float]], window: int, limit: float) -> Limits:
-    """(loss, gradient norm) above which the next step is a spike.
+    """Return the loss and gradient norm above which the next step is a spike.
 
     Each is the median over the last `window` steps that were not skipped, plus `limit` standard deviations,
     estimated from the median absolute deviation, so that a spike that slipped in widens nothing; a deviation

@@ -100,7 +100,7 @@ def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[A
 
 
 def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """The newest complete checkpoint under `folder`: its tensors and its record; None if there is none.
+    """Return the newest complete checkpoint under `folder`: its tensors and its record; None if there is none.
 
     One whose checksums are wrong is removed with a warning: the training then begins anew rather than with other numbers.
     """
@@ -131,7 +131,7 @@ def _newest(folder: Path, load: Callable[[bytes], Tensors]) -> tuple[Tensors, di
 
 
 def load_record(folder: Path) -> dict[str, Any] | None:
-    """The record alone of the checkpoint that `load_state` would look at first; None if there is none, or it is damaged."""
+    """Return the record alone of the checkpoint that `load_state` would look at first; None if there is none, or it is damaged."""
     for path in _newest_first(folder)[:1]:
         try:
             record: dict[str, Any] = json.loads(_record(path)[0])
@@ -183,7 +183,7 @@ def _newest_first(folder: Path) -> list[Path]:
 
 
 def _record(path: Path) -> tuple[str, str]:
-    """A checkpoint's record as text, and the checksum of its tensors; ValueError where the record's own is wrong."""
+    """Return a checkpoint's record as text, and the checksum of its tensors; ValueError if the record is damaged."""
     data = json.loads((path / RECORD).read_text(encoding="utf-8"))
     text, checksums = data["record"], data["checksums"]
     if set(checksums) != {TENSORS, RECORD} or checksums[RECORD] != _checksum(text.encode()):

@@ -42,7 +42,7 @@ class Stop:
         return bool(self._asked)
 
     def act(self) -> None:
-        """Let the signal that waits, if any, act: as KeyboardInterrupt, as an error of Prefect's, or by ending the process."""
+        """Raise the waiting signal, if any: as KeyboardInterrupt, as an error of Prefect's, or by ending the process."""
         if self._asked:
             self._put_back()
             signal.raise_signal(self._asked.pop(0))

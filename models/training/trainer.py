@@ -30,13 +30,13 @@ TIMED = ("seconds", "tokens_per_second", "model_flops_utilization")
 
 
 def rounded(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights in that type; those that are packed in bytes stay."""
+    """Return weights in that type; those packed in bytes stay."""
     return data.to(dtype) if data.is_floating_point() else data
 
 
 @contextmanager
 def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Inside, the model's parameters are those of `precision`: rounded as a step of training rounds them."""
+    """Give the model's parameters `precision` inside, rounded as a step of training rounds them."""
     originals = [(parameter, parameter.data) for parameter in model.parameters()]
     for parameter, data in originals:
         parameter.data = rounded(data, DTYPES[precision])
@@ -94,7 +94,7 @@ class Trainer:
             parameter.data = data
 
     def step(self, step: int, batch: Sized | Sequence[Sized], seed: int, limits: Limits = NO_LIMITS) -> Row:
-        """One step on a batch or on a list of micro-batches. One that is not finite, or whose loss or gradient
+        """Run a step on a batch or a list of micro-batches, and return its row. A step that is not finite, or whose loss or gradient
         norm exceeds `limits`, changes nothing."""
         started = time.perf_counter()
         rate = self.config.rate(step)
@@ -155,7 +155,7 @@ class Trainer:
         return part.to(self.device) if hasattr(part, "to") else part
 
     def _totals(self, micro: Sequence[Sized]) -> dict[str, dict[str, float]]:
-        """The objective's option `totals`: what its parts add up to over the step."""
+        """Return the objective's option `totals`: what its parts add up to over the step."""
         if not hasattr(self.objective, "totals"):
             if len(micro) > 1:
                 raise TypeError("only an objective with totals() can split a step into micro-batches")
@@ -171,7 +171,7 @@ class Trainer:
         return {"totals": totals}
 
     def _balanced(self, loss: Tensor, metrics: dict[str, Any], part: float) -> tuple[Tensor, dict[str, Any]]:
-        """With the load-balancing loss of a model with experts, by this micro-batch's part of the step's tokens."""
+        """Add the load-balancing loss of a model with experts, by this micro-batch's part of the step's tokens."""
         take = getattr(self.model, "take_balance_loss", None)
         balance = None if take is None else take()
         if balance is None:
@@ -179,7 +179,7 @@ class Trainer:
         return loss + part * balance, {**metrics, "balance_loss": part * balance.detach()}
 
     def _utilization(self, micro: Sequence[Sized], seconds: float) -> dict[str, float]:
-        """Model FLOPs of the step over what the device's matrix products would do in its time, where both are
+        """Return the step's model FLOPs over what the device's matrix products would do in its time, if both are
         known: for a whole `Transformer` on a device in `accounting.peak_flops`."""
         config = getattr(self.model, "config", None)
         found = [getattr(getattr(part, "targets", part), "forest", None) for part in micro]
@@ -306,7 +306,7 @@ def _step_seed(seed: int, step: int) -> int:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """The default torch generators seeded inside, as they were outside (dropout of adapters uses them)."""
+    """Seed torch's default generators inside, and restore them (dropout of adapters uses them)."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

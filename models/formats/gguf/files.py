@@ -61,15 +61,15 @@ class GgufFile:
 
     @property
     def quantized(self) -> bool:
-        """Whether its matrices are stored in blocks of few bits, which are unpacked."""
+        """True if matrices are stored in blocks of few bits, which are unpacked."""
         return any(tensor.tensor_type.name not in ("F32", "F16", "BF16") for tensor in self._tensors.values())
 
     def tokenizer(self) -> Tokenizer:
-        """Its tokenizer, with the chat template."""
+        """Return the tokenizer with its chat template."""
         return read_tokenizer(self.fields)
 
     def state(self, config: ModelConfig, dtype: torch.dtype | None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """The decoder's state on `device` in `dtype`; None: in the file's own, unpacked blocks in float32."""
+        """Return the decoder's state on `device` in `dtype`; None: the file's own, unpacked blocks in float32."""
 
         def placed(tensor: Tensor) -> Tensor:
             return tensor.to(device, dtype or tensor.dtype)
@@ -127,7 +127,7 @@ def write(path: Path, config: ModelConfig, state: Mapping[str, Tensor], tokenize
 
 
 def _add(writer: Any, name: str, value: Any) -> None:
-    """A field by its Python type; numbers are unsigned, as llama.cpp reads sizes and ids."""
+    """Add a field by its Python type; numbers are unsigned, as llama.cpp reads sizes and ids."""
     if isinstance(value, bool):
         writer.add_bool(name, value)
     elif isinstance(value, int):

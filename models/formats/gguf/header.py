@@ -69,7 +69,7 @@ class _Walk:
             raise ValueError(f"{DAMAGED}: its tensors claim {total:,} bytes in all, the file has {whole:,}")
 
     def value(self, kind: int, name: str) -> None:
-        """Step over a field's value."""
+        """Read past a field's value."""
         if kind == STRING:
             self.skip(self.number("Q"), name)
         elif kind in SCALARS:

@@ -1,4 +1,4 @@
-"""How GGUF names a model's shape and its tensors; both directions.
+"""GGUF's names of a model's shape and tensors, in both directions.
 
 Rows of the query and key projections of the architecture `llama` lie in another order than on the hub: llama.cpp rotates
 neighbouring numbers, the hub's layout halves of a head.
@@ -41,12 +41,12 @@ LLAMA3_FACTORS = (4.0, 8.0, 16.0, 32.0)
 
 
 def number(value: Any) -> float:
-    """A 32-bit number of a file, as it was written in decimals: 1e-05, not 9.999999747378752e-06."""
+    """Return a 32-bit number with the decimals that were written: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
 def raw_config(fields: Mapping[str, Any], names: Iterable[str], vocabulary: int, frequencies: Tensor | None) -> dict[str, Any]:
-    """The hub's configuration of a file: `fields` without the architecture's prefix, its tensors' names, `rope_freqs`.
+    """Return the hub's configuration of a file: `fields` without the architecture's prefix, its tensors' names, `rope_freqs`.
 
     Raises ValueError, naming the field, for what is missing or not computed here.
     """
@@ -101,14 +101,14 @@ def _rope(fields: Mapping[str, Any], frequencies: Tensor | None, head: int) -> d
 
 
 def llama3_frequencies(theta: float, head: int, factor: float, low: float, high: float, original: int) -> Tensor:
-    """What llama.cpp divides the rotary frequencies by in Llama 3.1's scaling, float32[head / 2]."""
+    """Return llama.cpp's divisors of the rotary frequencies in Llama 3.1's scaling, float32[head / 2]."""
     waves = 2 * torch.pi * theta ** (torch.arange(0, head, 2, dtype=torch.float64) / head)
     smooth = ((original / waves - low) / (high - low)).clamp(0, 1)
     return (1 / ((1 - smooth) / factor + smooth)).float()
 
 
 def config_fields(config: ModelConfig) -> tuple[str, dict[str, Any], Tensor | None]:
-    """The architecture, its fields without the prefix, and `rope_freqs`; ValueError for what GGUF cannot say."""
+    """Return the architecture, its fields without the prefix, and `rope_freqs`; ValueError for what GGUF cannot say."""
     if config.model_type not in ARCHITECTURES or config.mla is not None or config.parallel_block:
         raise ValueError(f"GGUF has no architecture for a model of the family {config.model_type}")
     if config.sliding_window is not None:
@@ -145,7 +145,7 @@ def config_fields(config: ModelConfig) -> tuple[str, dict[str, Any], Tensor | No
 
 
 def to_state(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The decoder's state of a file's tensors. Raises ValueError for a tensor without a place."""
+    """Return the decoder's state of a file's tensors; ValueError for a tensor without a place."""
     permuted = ARCHITECTURES[config.model_type] == PERMUTED
     state: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -163,7 +163,7 @@ def to_state(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Te
 
 
 def from_state(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The inverse of `to_state`; the tensors of the head only where the embeddings are not its own."""
+    """Return a file's tensors, the inverse of `to_state`; those of the head unless it shares the embeddings."""
     permuted = ARCHITECTURES[config.model_type] == PERMUTED
     inner = {hub: own for own, hub in LAYER.items()}
     outer = {hub: own for own, hub in OUTER.items()}
@@ -188,7 +188,7 @@ def from_state(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Te
 
 
 def hub_name(name: str) -> str:
-    """The hub's name of a tensor. Raises ValueError where there is none."""
+    """Return the hub's name of a tensor; ValueError if there is none."""
     found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if found and found[2] in LAYER:
         return f"model.layers.{found[1]}.{LAYER[found[2]]}.{found[3]}"
@@ -199,10 +199,10 @@ def hub_name(name: str) -> str:
 
 
 def permute(tensor: Tensor, heads: int) -> Tensor:
-    """Rows of a projection from halves to neighbouring numbers, head by head."""
+    """Return a projection with its rows moved from halves to neighbours, head by head."""
     return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def unpermute(tensor: Tensor, heads: int) -> Tensor:
-    """The inverse of `permute`."""
+    """Return a projection with its rows moved from neighbours to halves, the inverse of `permute`."""
     return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)

@@ -40,7 +40,7 @@ SAME = {
 
 
 def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a file's `tokenizer.*` fields. ValueError names what is missing or not known."""
+    """Return the tokenizer of a file's `tokenizer.*` fields. ValueError names what is missing or not known."""
     if "tokenizer.ggml.tokens" not in fields:
         raise ValueError("the file holds no tokenizer (tokenizer.ggml.tokens)")
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
@@ -81,7 +81,7 @@ def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.
 
 
 def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
-    """SentencePiece's BPE: of all neighbours the pair whose union has the highest score is merged first."""
+    """Return SentencePiece's BPE, which merges first the neighbours whose union has the highest score."""
     scores: list[float] = fields["tokenizer.ggml.scores"]
     vocabulary = {token: id_ for id_, token in enumerate(tokens)}
     normal = [id_ for id_, type_ in enumerate(types) if type_ in (NORMAL, USER, UNUSED)]
@@ -104,7 +104,7 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], types: Seq
 
 
 def tokenizer_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
-    """The `tokenizer.*` fields of a file; `rows` of the embeddings may be more than there are tokens.
+    """Return the `tokenizer.*` fields of a file; `rows` of the embeddings may be more than there are tokens.
 
     ValueError where llama.cpp would read other tokens than this tokenizer gives.
     """
@@ -142,7 +142,7 @@ def tokenizer_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
 
 
 def _splitter(raw: Mapping[str, Any]) -> str:
-    """The name of a byte-level tokenizer's splitter in llama.cpp."""
+    """Return the name of a byte-level tokenizer's splitter in llama.cpp."""
     steps = raw["pre_tokenizer"].get("pretokenizers") or [raw["pre_tokenizer"]]
     patterns: list[str] = []
     for step in steps:
@@ -166,7 +166,7 @@ def _splitter(raw: Mapping[str, Any]) -> str:
 
 
 def _pieces(raw: Mapping[str, Any], tokens: Sequence[str], types: list[int], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Fields of SentencePiece's kind: a piece's score is the rank of the first merge that makes it."""
+    """Return the fields of SentencePiece's kind: a piece's score is the rank of the first merge that makes it."""
     normalizer = json.dumps([raw.get("normalizer"), raw.get("pre_tokenizer")], ensure_ascii=False)
     if not raw["model"].get("byte_fallback") or '"▁"' not in normalizer:
         raise ValueError("a tokenizer that is neither byte-level nor falls back to bytes as SentencePiece does has no form in GGUF")
@@ -200,6 +200,6 @@ SAMPLING = {
 
 
 def _generation(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """How to sample; numbers of 32 bits as they were written before."""
+    """Return the sampling fields; 32-bit numbers get the decimals that were written."""
     found = {name: fields[field] for name, field in SAMPLING.items() if field in fields}
     return {"do_sample": True, **{name: round(value, 6) for name, value in found.items()}} if found else {}

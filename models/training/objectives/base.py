@@ -1,4 +1,4 @@
-"""What every objective shares: the tokens it predicts, and how the parts of a step add up.
+"""The common part of objectives: the tokens that they predict, and the sums of a step.
 
 A step may be split into micro-batches in any way. So that the split cannot change the gradient, each
 objective first counts its denominators (`totals`: tokens, answers, pairs) without the model; the loop
@@ -24,25 +24,25 @@ Metrics = dict[str, Tensor]
 
 
 class Model(Protocol):
-    """What objectives ask of a model: `Transformer`'s methods of these names, which PEFT's models pass on."""
+    """The methods that objectives need of a model: those of `Transformer`, which PEFT's models pass on."""
 
     def parameters(self) -> Iterator[Tensor]:
-        """The weights."""
+        """Return the weights."""
 
     def hidden(self, forest: Forest) -> Tensor:
-        """Final hidden states [T, D]."""
+        """Return the final hidden states [T, D]."""
 
     def scalar(self, hidden_ND: Tensor) -> Tensor:
-        """The scalar head, [N]."""
+        """Return the scalar head, [N]."""
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """The language head, [N, V]."""
+        """Return the language head, [N, V]."""
 
     def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Log-probs of targets [N] and entropies [N], nats."""
+        """Return the log-probs of targets [N] and entropies [N], nats."""
 
     def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum of the targets' negative log-probs, a scalar in nats."""
+        """Return the weighted sum of the targets' negative log-probs, a scalar in nats."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class Targets:
 
     @staticmethod
     def from_documents(documents: Sequence[Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]]) -> Targets:
-        """Documents side by side: each token but a document's first is a target."""
+        """Return documents side by side: each token but a document's first is a target."""
         row = np.concatenate([np.asarray(document, dtype=np.int64) for document in documents])
         return Targets.from_packed(row, [len(document) for document in documents])
 
     @staticmethod
     def from_packed(tokens: ArrayLike, lengths: Sequence[int]) -> Targets:
-        """One row of the `tokens` table: ids [T] and the lengths of the documents packed in it."""
+        """Return the targets of a row of the `tokens` table: ids [T], and the lengths of the documents packed in it."""
         row = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
         sizes = torch.as_tensor(np.asarray(lengths, dtype=np.int64))
         if int(sizes.sum()) != len(row) or (len(sizes) and int(sizes.min()) < 1):
@@ -101,7 +101,7 @@ class Targets:
         answers: Sequence[Sequence[Sequence[int]]],
         masks: Sequence[Sequence[Sequence[bool]]] | None = None,
     ) -> Targets:
-        """Each prompt once, its answers as branches after it; every answer token is a target.
+        """Return prompts with their answers as branches; every answer token is a target.
 
         `masks[p][a]` holds one flag per answer token, False where the token does not count.
         """
@@ -143,7 +143,7 @@ class Targets:
         )
 
     def __len__(self) -> int:
-        """Tokens of the row, which is what a step costs."""
+        """Return the tokens of the row, the cost of a step."""
         return len(self.forest)
 
     @property
@@ -151,7 +151,7 @@ class Targets:
         return len(self.lengths)
 
     def sum_by_answer(self, values: Tensor) -> Tensor:
-        """Sum [N] values over each answer's unmasked targets -> [A]; an answer without any gives 0."""
+        """Return the sums of [N] values over each answer's unmasked targets -> [A]; an answer without any gives 0."""
         return sum_segments(torch.where(self.mask, values, values.new_zeros(())), self.lengths)
 
     def to(self, device: torch.device | str) -> Targets:
@@ -163,7 +163,7 @@ def _join(parts: list[np.ndarray[Any, Any]], dtype: DTypeLike) -> np.ndarray[Any
 
 
 def sum_segments(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sums of consecutive runs: values [N], lengths [A] int64 that add up to N -> [A].
+    """Return the sums of consecutive runs: values [N], lengths [A] int64 that add up to N -> [A].
 
     A segmented reduction and not `index_add`, whose atomics on a GPU add in a different order each time.
     """
@@ -184,26 +184,26 @@ class Objective(Generic[BatchT]):
     """
 
     def totals(self, batch: BatchT) -> dict[str, float]:
-        """Denominators this batch contributes to a step."""
+        """Return the denominators this batch contributes to a step."""
         raise NotImplementedError
 
     def measure(self, model: Model, batch: BatchT) -> dict[str, float]:
-        """Sums over this batch that need the model, without a gradient; over a step they are added up and join the totals."""
+        """Return the sums over this batch that need the model, without a gradient; over a step they are added up and join the totals."""
         return {}
 
     def __call__(self, model: Model, batch: BatchT, totals: Totals | None = None) -> tuple[Tensor, Metrics]:
         return self.loss(model, batch, {**self.totals(batch), **self.measure(model, batch)} if totals is None else totals)
 
     def loss(self, model: Model, batch: BatchT, totals: Totals) -> tuple[Tensor, Metrics]:
-        """Loss and metrics of this batch, divided by the totals of its step."""
+        """Return loss and metrics of this batch, divided by the totals of its step."""
         raise NotImplementedError
 
 
 def divide(value: Tensor, total: float) -> Tensor:
-    """`value / total`, and 0 (with a zero gradient) where nothing counts, never NaN."""
+    """Return `value / total`, and 0 with a zero gradient if nothing counts, never NaN."""
     return value / total if total else value * 0.0
 
 
 def target_logprobs(model: Model, targets: Targets) -> Tensor:
-    """[N] float32: log p(target | what its position sees)."""
+    """Return [N] float32, log p(target | what its position sees)."""
     return model.token_logprobs(targets.forest, targets.positions, targets.tokens)[0]

@@ -104,7 +104,7 @@ class Dpo(Objective[DpoBatch]):
         return loss, metrics
 
     def _pairs(self, answers: Tensor, batch: DpoBatch) -> PairLogprobs:
-        """The log-probabilities of each pair, of answers [A] float."""
+        """Return the log-probabilities of each pair, of answers [A] float."""
         reference = batch.reference
         if reference is None:
             if self.preference.needs_reference:
@@ -124,7 +124,7 @@ class Dpo(Objective[DpoBatch]):
 def answer_nll(
     logprobs: Tensor, targets: Targets, chosen: Tensor, answers: float, tokens: float, normalization: Literal["sequence", "tokens"]
 ) -> Tensor:
-    """Negative log-likelihood of whole answers, masked tokens included: a scalar in nats.
+    """Return the negative log-likelihood of whole answers, masked tokens included: a scalar in nats.
 
     logprobs [N] float; chosen [M] int64, indices of answers. ``sequence``: each answer's mean, over the step's `answers`;
     ``tokens``: the sum over the step's `tokens`.
@@ -137,6 +137,6 @@ def answer_nll(
 
 @torch.no_grad()
 def reference_logprobs(model: Model, targets: Targets) -> Tensor:
-    """[A] float32 on the CPU: each answer's summed unmasked log-probability, without a gradient."""
+    """Return [A] float32 on the CPU, each answer's summed unmasked log-probability, without a gradient."""
     moved = targets.to(next(model.parameters()).device)
     return moved.sum_by_answer(target_logprobs(model, moved)).float().cpu()

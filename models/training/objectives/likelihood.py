@@ -15,7 +15,7 @@ POSITIONS = 512
 
 
 def language_modeling_loss(logprobs: Tensor, mask: Tensor, total: float) -> Tensor:
-    """Cross-entropy in nats per counted token.
+    """Return the cross-entropy in nats per counted token.
 
     logprobs [N] float, mask [N] bool, total: counted tokens of the whole step -> scalar,
     ``-sum(logprobs[mask]) / total``; 0 where nothing counts.
@@ -24,7 +24,7 @@ def language_modeling_loss(logprobs: Tensor, mask: Tensor, total: float) -> Tens
 
 
 def token_loss(model: Model, targets: Targets, total: float) -> Tensor:
-    """`language_modeling_loss` of a model on targets, by its fused output layer and loss."""
+    """Return `language_modeling_loss` of a model on targets, by its fused output layer and loss."""
     weights = targets.mask.float() / total if total else torch.zeros_like(targets.mask, dtype=torch.float32)
     loss: Tensor = model.cross_entropy(targets.forest, targets.positions, targets.tokens, weights)
     return loss
@@ -42,7 +42,7 @@ class LanguageModeling(Objective[Targets]):
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor, total: float) -> Tensor:
-    """Cross-entropy in nats per answer token.
+    """Return the cross-entropy in nats per answer token.
 
     logprobs [N] float of the answers' tokens, mask [N] bool, total: counted answer tokens of the whole
     step -> scalar. Each *token* of the step weighs the same (not each answer): TRL's convention.
@@ -67,7 +67,7 @@ class Sft(Objective[Targets]):
 
 
 def divergence(student_NV: Tensor, teacher_NV: Tensor, beta: float) -> Tensor:
-    """Generalised Jensen-Shannon divergence of next-token distributions, given as log-probabilities [N, V] -> [N] nats.
+    """Return the generalised Jensen-Shannon divergence of next-token distributions, given as log-probabilities [N, V] -> [N] nats.
 
     ``beta KL(teacher || M) + (1 - beta) KL(student || M)`` with ``M = beta teacher + (1 - beta) student``, at 0 the forward
     ``KL(teacher || student)`` and at 1 the reverse ``KL(student || teacher)`` (GKD, Agarwal et al., arXiv 2306.13649, equation 1).

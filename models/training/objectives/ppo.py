@@ -15,7 +15,7 @@ from puna.models.training.objectives.base import Metrics, Model, Objective, Targ
 
 
 def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """Shift and scale [N] values to mean 0 and variance 1 over the mask; 0 outside of it.
+    """Return [N] values shifted and scaled to mean 0 and variance 1 over the mask; 0 outside of it.
 
     The variance is the sample's, over one less than the values, as in TRL's `masked_whiten`; with fewer than two, all are 0.
     """
@@ -27,7 +27,7 @@ def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, baseline: Literal["grpo", "rloo"], epsilon: float = 1e-6) -> Tensor:
-    """Advantages of answers by the others to their prompt: rewards [P, n] -> [P, n].
+    """Return the advantages of answers by the others to their prompt: rewards [P, n] -> [P, n].
 
     ``grpo``: ``(r - mean) / (deviation + epsilon)`` with the sample's deviation (Shao et al. 2024, section 4.1.2); ``rloo``: r less
     the mean of the other n - 1, which is ``(r - mean) n / (n - 1)`` (Kool et al. 2019; Ahmadian et al. 2024). Equal rewards give 0.
@@ -49,7 +49,7 @@ def ppo_policy_loss(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Clipped surrogate, a mean over the step's answer tokens.
+    """Return the clipped surrogate, a mean over the step's answer tokens.
 
     logprobs, old, advantages [N] float, mask [N] bool, total: counted tokens of the whole step ->
     scalar ``-sum(min(ratio * a, clamp(ratio, 1 - clip, 1 + clip) * a)[mask]) / total`` with
@@ -67,7 +67,7 @@ def ppo_policy_loss(
 def ppo_value_loss(
     values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, clip: float, total: float
 ) -> Tensor:
-    """Half the squared error to the returns, the step away from the old values clipped.
+    """Return half the squared error to the returns, the step away from the old values clipped.
 
     values, old, returns [N] float, mask [N] bool, total: counted tokens of the whole step -> scalar
     ``0.5 * sum(max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2)[mask]) / total``.
@@ -188,6 +188,6 @@ class Value(Objective[PpoBatch]):
 
 
 def token_values(model: Model, targets: Targets) -> Tensor:
-    """[N] float: the scalar head where each target is predicted."""
+    """Return [N] float, the scalar head where each target is predicted."""
     values: Tensor = model.scalar(model.hidden(targets.forest)[targets.positions])
     return values.float()

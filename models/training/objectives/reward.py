@@ -13,7 +13,7 @@ from puna.models.training.objectives.base import Metrics, Model, Objective, Targ
 
 
 def ranked_pairs(prompt: Tensor, rank: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All pairs of answers to one prompt in which one ranks before the other.
+    """Return all pairs of answers to one prompt in which one ranks before the other.
 
     prompt [A] int64, rank [A] int64 (0 is best, equal ranks make no pair) ->
     better [M] int64, worse [M] int64: indices of answers; weight [M] float32: 1 / (pairs of the prompt).
@@ -27,7 +27,7 @@ def ranked_pairs(prompt: Tensor, rank: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def reward_loss(better: Tensor, worse: Tensor, weight: Tensor, total: float) -> Tensor:
-    """``-sum(weight * log sigmoid(better - worse)) / total``, without a margin (Llama 3, section 4.1.2).
+    """Return ``-sum(weight * log sigmoid(better - worse)) / total``, without a margin (Llama 3, section 4.1.2).
 
     better, worse [M] float: rewards of the two answers of each pair; weight [M] float; total: prompts of
     the whole step that have a pair -> scalar. With ``weight = 1 / pairs of the prompt`` each *prompt*
@@ -105,7 +105,7 @@ class Reward(Objective[RewardBatch]):
 
 
 def answer_rewards(model: Model, targets: Targets) -> Tensor:
-    """[A] float: the scalar head at each answer's last token."""
+    """Return [A] float, the scalar head at each answer's last token."""
     return _rewards(model, model.hidden(targets.forest), targets)
 
 
