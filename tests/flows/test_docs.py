@@ -156,8 +156,8 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)}
 
 
-def script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+def script(name: str, folder: str = "docs") -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -242,6 +242,30 @@ def test_figures_are_read_from_a_run(tmp_path: Path) -> None:
     assert (found["heldout"], one["before"]["accuracy"], one["after"]["accuracy"]) == (4, 0.25, 0.75)
     claim = one["over_strongest_control"]["accuracy"]
     assert (claim["control"], claim["gain"][0], claim["verdict"]) == ("gold answers only", 0.25, "earned nothing")
+
+
+def test_results_are_those_of_the_benchmarks() -> None:
+    """RESULTS.md and docs/ show the numbers of results.json; a benchmark's output replaces those that it has whole; commands are there."""
+    results = script("results", "tests/benchmarks")
+    areas = json.loads(results.FIGURES.read_text(encoding="utf-8"))
+    for page, text in results.pages(areas).items():
+        assert page.read_text(encoding="utf-8") == text, f"{page.name}: run `python tests/benchmarks/results.py`"
+    measured = [name for figures in areas.values() for one in figures for name in one.get("measured", ())]
+    assert len(measured) == len(set(measured)) > 60
+    for one in (one for figures in areas.values() for one in figures):
+        for name in re.findall(r"\S+\.py\b", one.get("command", "")):
+            assert (ROOT / name if "/" in name else ROOT / "tests/benchmarks" / name).exists(), one
+    own = {"a": [{"figure": "speed", "value": "{speed:.1f}", "peer": "peer {peer:.0f}", "machine": "x", "date": "2026-01-01", "measured": {"speed": 1.0, "peer": 2}}]}
+    page = "<!-- table: a -->\nold\n<!-- end --> Speed <!--speed:.0f-->1<!---->."
+    assert results.take(own, [{"speed": 7.0}], "y", "2026-01-05") == []
+    assert results.take(own, [{"speed": 7.26, "peer": 3}, {"speed": 6.0, "peer": 3}], "y", "2026-01-05") == ["speed"]
+    own["b"] = [{"figure": "age", "value": "1", "command": "house.py", "machine": "z", "date": "2026-01-03"}]
+    shown = results.render(page + "<!-- table: b -->\n<!-- end -->", own)
+    assert "| speed | 6.0 to 7.3 | peer 3 |  | by hand | y | 2026-01-05 |" in shown
+    assert "| age | 1 |  |  | `house.py` | z | not since 2026-01-03 |" in shown
+    assert results.inline(page, own).endswith("Speed <!--speed:.0f-->6 to 7<!---->.")
+    with pytest.raises(SystemExit, match="lacks the markers <!-- table: b -->"):
+        results.render(page, own)
 
 
 def test_the_readmes_clean_and_demo_are_what_they_are_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
