@@ -176,6 +176,22 @@ def test_links_lead_somewhere() -> None:
             assert not anchor or file in made or anchor in anchors(file), f"{page.name}: {target}"
 
 
+def test_the_architecture_page_shows_the_tree() -> None:
+    """Each room's folders are those of its picture; the flows and the models' files at the top are there."""
+    picture = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("Imports go one way")[0]
+    parts = re.split(r"^    (?=\w+/)", picture, flags=re.MULTILINE)[1:]
+    rooms = {part.partition("/")[0]: part for part in parts}
+    assert all((ROOT / room).is_dir() for room in rooms)
+    for room in ("flows", "stages", "models", "kernels", "storage"):
+        shown = {name for line in rooms[room].splitlines()[1:] for name in re.findall(r"\w+(?=/)", re.split(" {3,}", line.strip())[0])}
+        folders = {folder.name for folder in (ROOT / room).iterdir() if folder.is_dir() and not folder.name.startswith("_")}
+        assert shown == folders, room
+    flows = re.findall(r"\w+", rooms["flows"].splitlines()[0].partition("WHEN")[2].partition(":")[0])
+    assert set(flows) == {file.stem for file in (ROOT / "flows").glob("*.py")} - {"__init__"}
+    at_top = re.findall(r"\w+", rooms["models"].splitlines()[0].partition("top:")[2])
+    assert at_top and all((ROOT / "models" / f"{name}.py").exists() for name in at_top)
+
+
 def test_the_site_has_every_page() -> None:
     def pages(nav: Any) -> Iterator[str]:
         for entry in nav:
