@@ -211,6 +211,7 @@ def test_a_worker_that_is_killed_comes_back_and_schedules_stay(at_work: Up) -> N
 
 
 def test_a_second_start_on_the_store_says_where_the_first_is(at_work: Up, capsys: pytest.CaptureFixture[str]) -> None:
+    assert at_work.alive()  # or this process would become the server
     up(at_work.store.uri, "127.0.0.1", 0, 1, "")
     assert f"at {at_work.note['url']}" in capsys.readouterr().out
 
