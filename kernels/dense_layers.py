@@ -248,7 +248,7 @@ class DenseLayers:
         return [self._room[name].data_ptr() for name in sizes]
 
     def _stores(self, pages: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[int, int, int, int]]:
-        """Where each layer's pages lie, which are the same from step to step."""
+        """Return the addresses of each layer's pages, which stay the same from step to step."""
         if self._pages is not pages:
             self._pages, self._found = pages, [places(*layer) for layer in pages]
         return self._found

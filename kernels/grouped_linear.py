@@ -130,7 +130,7 @@ def _library(left: Tensor, right: Tensor, offsets_E1: Tensor) -> Tensor:
 
 
 def _library_takes(*factors: Tensor) -> bool:
-    """Whether torch's grouped product takes these: bf16 on a GPU, read in steps of 16 bytes."""
+    """True if torch's grouped product takes these: bf16 on a GPU, read in steps of 16 bytes."""
     return all(x.is_cuda and x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 for x in factors)
 
 

@@ -67,7 +67,7 @@ SPLIT = 1024  # tokens of one piece on a GPU
 
 @dataclass(frozen=True, eq=False)
 class PagedPlan:
-    """Which pages a step's queries see, on CPU.
+    """The pages that a step's queries see, on CPU.
 
     tables    [B, W] int32   each sequence's pages, in order
     sequence  [N] int32      each query's sequence; neighbours share what they can where sequences that share pages stand side by side
@@ -89,9 +89,11 @@ class PagedPlan:
 
     @cached_property
     def arrays(self) -> tuple[Any, ...]:
-        """What the loops read: tables [B W], W, sequences, positions, and stretches [stretches, 4] of (first query, end, first page,
-        end) with where those of each tile of queries begin. A tile is cut like the tree of its paths: its queries' common pages, then
-        those of neighbours that go on together."""
+        """Return the arrays that the loops read: tables [B W], W, sequences, positions, stretches [stretches, 4], tiles' beginnings.
+
+        A stretch is (first query, end, first page, end). A tile is cut like the tree of its paths: its queries' common pages, then
+        those of neighbours that go on together.
+        """
         tables, sequence, position = (t.numpy() for t in (self.tables, self.sequence, self.position))
         flat = np.ascontiguousarray(tables).ravel()
         tiles = -(-len(sequence) // TILE)
@@ -338,7 +340,7 @@ def _attend_loop(
 
 
 def paged_for_loops(k_PSGK: Tensor, v_PSGV: Tensor) -> bool:
-    """Whether the loops can read these pages: fp32 of `new_pages`, in which rows of values have a multiple of 16 places."""
+    """True if the loops can read these pages: fp32 of `new_pages`, in which rows of values have a multiple of 16 places."""
     (P, S, _, K), lanes = k_PSGK.shape, v_PSGV.stride(1)
     ours = k_PSGK.stride() == (K * S, 1, P * K * S, S) and v_PSGV.stride() == (S * lanes, lanes, P * S * lanes, 1)
     ours &= lanes == -(-v_PSGV.shape[3] // PAGE) * PAGE
@@ -346,7 +348,7 @@ def paged_for_loops(k_PSGK: Tensor, v_PSGV: Tensor) -> bool:
 
 
 def places(k_PSGK: Tensor, v_PSGV: Tensor) -> tuple[int, int, int, int]:
-    """Where the loops find pages: addresses of keys and values, and how many bytes the heads of each lie apart."""
+    """Return the addresses of keys and values, and the bytes between the heads of each."""
     return k_PSGK.data_ptr(), v_PSGV.data_ptr(), 4 * k_PSGK.stride(2), 4 * v_PSGV.stride(2)
 
 

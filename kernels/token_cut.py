@@ -17,7 +17,7 @@ NUCLEUS = 128  # tokens tried first
 
 
 class Cuts(Protocol):
-    """What of a row is kept: so many tokens (0: all), so much of the probability, those so likely beside the likeliest."""
+    """The cuts of a row: number of tokens (0: all), share of the probability, probability relative to the likeliest token."""
 
     @property
     def top_k(self) -> int: ...

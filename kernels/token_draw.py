@@ -119,7 +119,7 @@ def log_sum_exp(logits_CV: Tensor, scale_C: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def looped(logits_CV: Tensor) -> bool:
-    """Whether the loops serve these logits: fp32 rows on CPU."""
+    """True if the loops serve these logits: fp32 rows on CPU."""
     whole = logits_CV.dtype == torch.float32 and logits_CV.is_cpu and logits_CV.is_contiguous()
     return whole and has_numba() and not uses_triton(logits_CV)
 

@@ -75,7 +75,7 @@ class Artifact:
     # --- tables ------------------------------------------------------------------------------------
 
     def record(self, table: str | None = None) -> TableRecord:
-        """What the manifest says of a table (default: the main one)."""
+        """Return the manifest's record of a table (default: the main one)."""
         name = table or self.kind
         if name not in self.manifest.tables:
             raise PunaError(f"artifact {self.id} has no table {name!r}; it has {', '.join(self.tables) or 'none'}")
@@ -158,7 +158,7 @@ class Artifact:
     # --- damage ------------------------------------------------------------------------------------
 
     def damage(self, read: Sequence[str] = (), *, quick: bool = False, own: bool = False) -> list[str]:
-        """What is wrong with it, empty when it is whole.
+        """Return the artifact's damage as text, empty if it is whole.
 
         A manifest that cannot be read, lies elsewhere or was edited; a file missing, unknown, of another size or with
         another checksum; rows kept by reference whose artifact is gone or of other content. `read`: files, or folders ending
@@ -203,7 +203,7 @@ class Artifact:
             return ""
 
     def _lost(self, kind: str, key: str, digest: str, read: Sequence[str], quick: bool) -> list[str]:
-        """What is wrong with rows that are kept by reference."""
+        """Return the damage of rows that are kept by reference."""
         source = Artifact(kind, key, self.files)
         if self.files.stat(f"{source.place}/{NAME}") is None:
             return [f"it keeps rows of {source.id}, which is not in the store"]
@@ -233,7 +233,7 @@ class Artifact:
 
 
 def _stem(name: str) -> str:
-    """What the names of a table's files begin with: of `dropped.parquet`, whatever number of shards it has."""
+    """Return the beginning of the names of a table's files, of any number of shards."""
     return name.removesuffix(".parquet") + "/" if name.endswith(".parquet") else name
 
 

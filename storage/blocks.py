@@ -52,7 +52,7 @@ def widened(start: int, stop: int, size: int) -> tuple[int, int]:
 
 
 def right(data: bytes, start: int, size: int, sums: str) -> bool:
-    """Whether some whole blocks from `start` on are those of the file with these checksums."""
+    """True if whole blocks from `start` on have the file's checksums."""
     step, view = block_bytes(size), memoryview(data)
     try:
         wanted = np.frombuffer(base64.b64decode(sums, validate=True), dtype="<u4")
@@ -81,7 +81,7 @@ class Reader(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Where the next byte is read."""
+        """Return the position of the next byte."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

@@ -69,7 +69,7 @@ class Bucket:
         return PunaError(f"{self.uri}: there is no bucket {self.bucket}; make it first, or name another with --store")
 
     def _unanswered(self, name: str, error: Exception) -> PunaError:
-        """What a person can do about a request that failed; without secrets, whatever the answer holds."""
+        """Return the remedy for a failed request, without secrets whatever the answer holds."""
         import obstore
 
         said = " ".join(str(error).split())[:300]
@@ -110,7 +110,7 @@ def _status(error: Exception) -> str:
 
 
 def passing(error: Exception) -> bool:
-    """Whether a request may succeed when it is made again."""
+    """True if a request may succeed when it is repeated."""
     import obstore
 
     return isinstance(error, obstore.exceptions.GenericError) and _status(error) in ("", "409", "429", "500", "502", "503", "504")

@@ -46,7 +46,7 @@ class Cache:
     root: Path
 
     def path(self, name: str) -> Path:
-        """Where the copy of a file or folder is or will be."""
+        """Return the place of a file's or folder's copy, which need not be there yet."""
         return self.root / "files" / name
 
     def have(self, versions: Mapping[str, str], fetch: Callable[[str, Path], None]) -> None:
@@ -135,6 +135,6 @@ class Cache:
 
 
 def _entry(name: str) -> str:
-    """What is kept or removed as one: an artifact, the work of one key."""
+    """Return the folder that is kept or removed as one: an artifact, or the work of one key."""
     inside = name.split("/")
     return "/".join(inside[: {"objects": 4, "work": 2}.get(inside[0], 1)])

@@ -149,7 +149,7 @@ FORMATS = {".parquet": "format parquet", ".csv": "format csv", ".json": "format 
 
 
 def format_of(file: Path) -> str:
-    """How DuckDB writes a file of this name; PunaError where its ending says none."""
+    """Return DuckDB's format for a file name. PunaError: the ending names none."""
     if file.suffix not in FORMATS:
         raise PunaError(f"{file}: the ending says the format: {', '.join(FORMATS)}")
     return FORMATS[file.suffix]
@@ -202,7 +202,7 @@ def _problem(error: Exception) -> PunaError:
 
 
 def _said(error: Exception) -> str:
-    """What is wrong, of DuckDB's message: its first line, or the error at the end of the traceback of a file that cannot be read."""
+    """Return the reason in DuckDB's message: its first line, or the error at the end of the traceback of a file that cannot be read."""
     raised: list[str] = re.findall(r"(?m)^[\w.]+: (.+)$", str(error)) if "Traceback (most recent call last)" in str(error) else []
     return raised[-1] if raised else str(error).partition("\n")[0]
 
@@ -230,7 +230,7 @@ EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)?", re.IGNORECASE)
 
 
 def _reads(connection: duckdb.DuckDBPyConnection, statement: duckdb.Statement) -> bool:
-    """Whether a statement writes nothing: EXPLAIN ANALYZE runs what it explains."""
+    """True if a statement writes nothing. EXPLAIN ANALYZE runs what it explains."""
     if statement.type == duckdb.StatementType.EXPLAIN:
         inner = connection.extract_statements(EXPLAIN.sub("", statement.query, count=1))
         return len(inner) == 1 and inner[0].type == duckdb.StatementType.SELECT

@@ -120,7 +120,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Scatter:
-    """How a job parts its rows: by the leading bits of the column `by`, a number of 64 bits or an id, or by its value (int32)."""
+    """The partition of a job's rows: by the leading bits of the column `by`, a number of 64 bits or an id, or by its value (int32)."""
 
     staging: Staging
     job: str
@@ -130,7 +130,7 @@ class Scatter:
 
 @dataclass(frozen=True)
 class Scattered:
-    """What a job wrote: its files with the ends of their runs, and what it gave beside its rows."""
+    """The output of a job: files with the ends of their runs, and its result beside the rows."""
 
     schema: str
     files: list[tuple[str, Offsets]]
@@ -212,7 +212,7 @@ class _Runs:
 
 
 def _right(run: bytes) -> bool:
-    """Whether a run is as it was written."""
+    """True if a run is as it was written."""
     return zlib.crc32(memoryview(run)[4:]) == int.from_bytes(run[:4], "little")
 
 
@@ -229,7 +229,7 @@ def _places(column: pa.ChunkedArray, count: int) -> Any:
 
 
 def found_before(how: Scatter) -> Scattered | None:
-    """What the job wrote in an earlier attempt, when all of it is whole; raises `Damaged`."""
+    """Return the job's output of an earlier attempt if all of it is whole. Raises `Damaged`."""
     noted = how.staging.noted(how.job)
     if noted is None:
         return None
@@ -243,7 +243,7 @@ def found_before(how: Scatter) -> Scattered | None:
 
 
 def _whole(files: Files, name: str, ends: Offsets) -> bool:
-    """Whether a file has the runs that were written, and no more."""
+    """True if a file holds the runs that were written and no more."""
     stat = files.stat(name)
     if stat is None or stat.bytes != ends[-1]:
         return False

@@ -1,4 +1,4 @@
-"""Why an artifact was made again: field by field, against the artifact that the same stage made before it."""
+"""Reasons why an artifact was made again: field by field, against the artifact that the same stage made before it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Chang
 
 
 def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
-    """What differs between a stage about to run and what the same step of earlier runs made; None when it never ran.
+    """Return the differences between a stage about to run and the same step of earlier runs. None: it never ran.
 
     Of several earlier artifacts the nearest counts: fewest differences, then newest.
     """

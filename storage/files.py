@@ -44,7 +44,7 @@ class Files(Protocol):
 
     @property
     def uri(self) -> str:
-        """Where it is, for messages; without credentials."""
+        """Return the address for messages, without credentials."""
 
     @property
     def checks_reads(self) -> bool:
@@ -105,7 +105,7 @@ class Files(Protocol):
         """Hold a name against all other processes; without `wait`, give False when another one holds it."""
 
     def held(self, name: str) -> bool:
-        """Whether a process holds a name."""
+        """True if a process holds a name."""
 
     def sql(self, connection: duckdb.DuckDBPyConnection) -> str:
         """Have DuckDB read the files; gives what comes before their names in SQL."""

@@ -1,4 +1,4 @@
-"""What a live process has of a store, so that `gc` leaves it: a log of keys, and a lease that goes with the process."""
+"""Keys that a live process uses, so that `gc` leaves their artifacts: a log of keys, and a lease that goes with the process."""
 
 from __future__ import annotations
 

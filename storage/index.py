@@ -31,7 +31,7 @@ def manifests(files: Files) -> dict[tuple[str, str], str]:
 
 
 def entries(files: Files) -> list[Entry]:
-    """What is known of every artifact whose manifest can be read, in the order in which they were made."""
+    """Return the entry of every artifact whose manifest can be read, in the order of their making."""
     there = manifests(files)
     lines = _lines(files)
     said = {(found["kind"], found["key"]): found for one in lines if (found := parsed(one)) is not None}
@@ -50,7 +50,7 @@ def entries(files: Files) -> list[Entry]:
 
 
 def entry(artifact: Artifact, version: str) -> Entry:
-    """What the manifest of an artifact says; PunaError where it cannot be read. `sound`: it is as it was written."""
+    """Return the entry of an artifact's manifest. `sound`: it is as it was written. PunaError: it cannot be read."""
     m = artifact.manifest
     tables = {
         name: {"files": [s.file for s in table.shards if s.file], "sources": len(table.sources), "rows": table.rows}

@@ -29,7 +29,7 @@ FIRST_POLL, POLL = 0.05, 1.0
 
 
 class Place(Protocol):
-    """Where leases lie."""
+    """The place of leases."""
 
     def versioned(self, name: str) -> tuple[bytes, str] | None:
         """Content and version of a small file; None where there is none."""
@@ -39,7 +39,7 @@ class Place(Protocol):
 
 
 class State(NamedTuple):
-    """What a lease object says. `owner`: the process that holds it, empty where nobody does."""
+    """The content of a lease. `owner`: the process that holds it, empty if none does."""
 
     owner: str
     version: str | None
@@ -59,7 +59,7 @@ class Held:
 
     @property
     def lost(self) -> bool:
-        """Whether another process holds it now, or may: it was not renewed in time."""
+        """True if another process may hold it: it was not renewed in time."""
         return self._taken or _now() - self._renewed > 1.5 * self._term
 
     def _renew(self) -> None:
@@ -116,7 +116,7 @@ def check(place: Place, name: str) -> None:
 
 
 def held(place: Place, name: str, term: float) -> bool:
-    """Whether a process holds the name. Takes up to two terms where the holder is on another machine and does not renew."""
+    """True if a process holds the name. Takes up to two terms if the holder is on another machine and does not renew."""
     return (place, name) in _held or _takeable(place, name, term) is None
 
 
@@ -182,7 +182,7 @@ def _machine() -> str:
 
 
 def _begun(pid: int) -> str:
-    """When a process of this machine began, in ticks; empty where there is none."""
+    """Return the start of a process of this machine, in ticks, empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

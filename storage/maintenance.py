@@ -44,7 +44,7 @@ def verify(store: Store, artifacts: Iterable[Artifact] | None = None, *, trust: 
 
 @dataclass(frozen=True)
 class Garbage:
-    """What `collect` removed or would remove: folders of the store and their size in bytes."""
+    """Folders of the store that `collect` removed or would remove, and their size in bytes."""
 
     place: str
     reason: str
@@ -117,5 +117,5 @@ def _inputs_of(files: Files, key: str) -> list[str]:
 
 
 def _touched(files: Files, place: str) -> float:
-    """When anything in a folder was last written, seconds since the epoch."""
+    """Return the time of the last write in a folder, seconds since the epoch."""
     return max((stat.written for stat in files.stats(place).values()), default=0.0)

@@ -139,7 +139,7 @@ class Manifest:
 
 @lru_cache(maxsize=256)
 def _parsed(data: bytes) -> Manifest:
-    """What a manifest's text says; one process asks for the same ones many times. ValueError names what is wrong."""
+    """Return a parsed manifest, cached: one process asks for the same ones many times. ValueError names the fault."""
     value = json.loads(data)
     if value.get("format") != FORMAT:
         raise ValueError(f"it has format {value.get('format')}; this Puna reads {FORMAT}")

@@ -33,7 +33,7 @@ class Stored:
 
     @property
     def version(self) -> str:
-        """What a process may keep of the file under: another text where a damaged file was made anew."""
+        """Return the key under which a process may cache the file: another one after a damaged file was made anew."""
         stat = None if self.files.checks_reads else self.files.stat(self.name)
         return self.sha256 if stat is None else stat.version
 
@@ -291,7 +291,7 @@ class Rows(Protocol):
         """Its columns."""
 
     def within(self, low: str, high: str | None) -> Rows:
-        """What is needed to read the rows of a range."""
+        """Return the parts that hold the rows of a range."""
 
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
         """The rows of a range in order, with their ids."""

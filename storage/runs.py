@@ -23,7 +23,7 @@ class Made:
     seconds: float
 
     def event(self) -> dict[str, Any]:
-        """What the log says."""
+        """Return the log's record of a run."""
         return asdict(self)
 
 
@@ -58,7 +58,7 @@ def said(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunLog:
-    """What is known of a run. `state`: `finished`, `failed`, `at work`, `stopped` where a person
+    """The record of a run. `state`: `finished`, `failed`, `at work`, `stopped` where a person
     ended it, or `crashed` where its process ended and said nothing.
 
     `opened` and `closed`: times of the first and the last event. `about`: how it was begun, as far as the log says: title,
@@ -81,7 +81,7 @@ class RunLog:
 
     @property
     def title(self) -> str:
-        """What a list of runs calls it: the flow, its recipe, inputs and changes."""
+        """Return the run's title: the flow, its recipe, inputs and changes."""
         return str(self.about.get("title") or self.flow or self.name)
 
     def row(self) -> dict[str, Any]:

@@ -349,5 +349,5 @@ def _stat(found: ObjectMeta) -> Stat:
 
 
 def _right(data: bytes, start: int, size: int, sums: str) -> bool:
-    """Whether bytes are those that were written; other tools that copy files into the bucket write no checksums."""
+    """True if bytes are as they were written. Other tools that copy files into the bucket write no checksums."""
     return not sums or blocks.right(data, start, size, sums)

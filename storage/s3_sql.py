@@ -32,7 +32,7 @@ class StoreFileSystem(AbstractFileSystem):
         return {"name": name, "size": stat.bytes, "type": "file"}
 
     def modified(self, path: str) -> datetime:
-        """When a file was written, which never differs for one that is there."""
+        """Return the time of a file's writing, a constant: files never change."""
         return datetime.fromtimestamp(0, UTC)
 
     def glob(self, path: str, **_: Any) -> list[str]:

@@ -80,7 +80,7 @@ NOTHING = Shard(0, "", [], [])
 
 
 def count(table: TableSchema, raw: int) -> int:
-    """How many shards a table of `raw` bytes has, a power of two."""
+    """Return the number of shards of a table of `raw` bytes, a power of two."""
     return 1 if raw <= table.shard_bytes else 1 << math.ceil(GROWTH * math.log2(raw / table.shard_bytes))
 
 
@@ -315,7 +315,7 @@ def _bytes(column: pa.ChunkedArray) -> Iterator[bytes]:
 
 
 def grows(table: pa.Table, key: tuple[str, ...]) -> bool:
-    """Whether each row's key is larger than that of the row before, by the first column, then the second, and so on."""
+    """True if each row's key is larger than that of the row before, by the first column, then the second, and so on."""
     larger = None
     for name in reversed(key):
         column = table.column(name).combine_chunks()

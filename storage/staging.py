@@ -1,4 +1,4 @@
-"""What workers leave of unfinished work: shards in final form, each with a record of its checksums.
+"""Unfinished work on disk: shards in final form, each with a record of its checksums.
 
 A record is written after its files. What an earlier attempt left is compared with its record before it is used; what is damaged
 goes and is made again. So records and what is regrouped need not outlive a loss of power; shards, which are committed, do.
@@ -108,7 +108,7 @@ class Staging:
         self.files.write(f"{self.folder}/{job}.json", f'{{"made": {text}, "checksum": "{_checksum(text)}"}}'.encode(), lasting=False)
 
     def noted(self, job: str) -> Any:
-        """What the record of a job says; None where there is none. A damaged one is removed, `Damaged` says so."""
+        """Return the record of a job, None if there is none. A damaged one is removed and raises `Damaged`."""
         try:
             data = json.loads(self.files.read(f"{self.folder}/{job}.json"))
             if data["checksum"] == _checksum(json.dumps(data["made"])):
@@ -121,7 +121,7 @@ class Staging:
         raise Damaged(f"the record of {job}")
 
     def made(self, job: str) -> list[Staged] | None:
-        """What a job made in an earlier attempt, when all of it is whole; None where it made nothing."""
+        """Return a job's output of an earlier attempt if all of it is whole, None if it made nothing."""
         noted = self.noted(job)
         if noted is None:
             return None
@@ -134,7 +134,7 @@ class Staging:
         return found
 
     def whole(self, name: str, record: FileRecord) -> bool:
-        """Whether a file is the one that was written."""
+        """True if a file is as it was written."""
         stat = self.files.stat(name)
         if stat is None or stat.bytes != record.bytes:
             return False
@@ -146,7 +146,7 @@ class Staging:
 
 
 class Damaged(Exception):
-    """What an earlier attempt left is not what it wrote; it is made again."""
+    """The files of an earlier attempt are damaged; they are made again."""
 
 
 def _checksum(text: str) -> str:

@@ -97,7 +97,7 @@ class Store:
 
     @property
     def uri(self) -> str:
-        """Where it is: what `Store.open` takes; without credentials."""
+        """Return the address that `Store.open` takes, without credentials."""
         return self.files.uri
 
     @property
@@ -108,7 +108,7 @@ class Store:
     # --- finding -----------------------------------------------------------------------------------
 
     def folder(self, kind: str, key: str) -> Path:
-        """Where the artifact `key` of `kind` is or will be."""
+        """Return the folder of an artifact, which need not be there yet."""
         return self.files.local(place_of(kind, key))
 
     def find(self, kind: str, key: str) -> Artifact | None:
@@ -335,7 +335,7 @@ class Store:
         return found
 
     def log(self, run: str) -> RunLog:
-        """What the events of a run say."""
+        """Return the log of a run."""
         return RunLog.of(run, self.events(run), at_work=self.files.held(f"run-{run}"))
 
 

@@ -43,7 +43,7 @@ MOST_SOURCES = 4
 
 @dataclass(frozen=True)
 class Pieces:
-    """What the jobs of an artifact left of one table. `cut`: shards of the corpus that it belongs to; 0: of none."""
+    """One table's pieces from the jobs of an artifact. `cut`: shards of the corpus that it belongs to; 0: of none."""
 
     table: str
     staged: list[Staged]
@@ -94,7 +94,7 @@ def _refers(found: list[Staged]) -> bool:
 
 
 def _write_anew(pieces: Pieces, found: list[Staged]) -> bool:
-    """Whether the rows that are kept by reference are too few, or lie in too many places."""
+    """True if the rows that are kept by reference are too few or lie in too many places."""
     if not _refers(found):
         return False
     kept = sum(one.shard.rows - one.shard.own for one in found)

@@ -33,7 +33,7 @@ INPUTS = "inputs.json"
 
 
 class Identity:
-    """What decides an artifact's key, and what is written about its making."""
+    """The identity of an artifact: everything that decides its key, and the record of its making."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Work:
             self.claim(outputs.finish())
 
     def made(self, job: str) -> list[Staged] | None:
-        """What a job left in an earlier attempt, when it is whole; None where it is to be made."""
+        """Return a job's output of an earlier attempt if it is whole, None if it is to be made."""
         try:
             return self.staging.made(job)
         except Damaged as damaged:

@@ -14,7 +14,7 @@ BYTES = ir.VectorType(ir.IntType(8), LANES)
 
 
 def _equal(builder: Any, address: Any, byte: Any) -> Any:
-    """Which of the 32 bytes at an address equal `byte`, a bit each of 64, the first in the lowest."""
+    """Return a mask of 64 bits: bit i is set if byte i of the 32 at an address equals `byte`."""
     there = builder.load(builder.inttoptr(address, BYTES.as_pointer()), align=1)
     undefined = ir.Constant(BYTES, ir.Undefined)
     one = builder.insert_element(undefined, builder.trunc(byte, ir.IntType(8)), ir.IntType(32)(0))
@@ -24,7 +24,7 @@ def _equal(builder: Any, address: Any, byte: Any) -> Any:
 
 @intrinsic
 def equal(typing: Any, address: Any, byte: Any) -> Any:
-    """Which of the 32 bytes at an address equal `byte`, a bit each, the first in the lowest."""
+    """Return a mask: bit i is set if byte i of the 32 at an address equals `byte`."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _equal(builder, *args)
@@ -34,7 +34,7 @@ def equal(typing: Any, address: Any, byte: Any) -> Any:
 
 @intrinsic
 def lowest(typing: Any, bits: Any) -> Any:
-    """Which bit is the lowest of those set; there must be one."""
+    """Return the index of the lowest bit that is set; one must be."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.IntType(1)(1))

@@ -51,5 +51,5 @@ def _loop(function: Callable[..., Any], **options: Any) -> Any:
 
 @cache
 def has_numba() -> bool:
-    """Whether the fused CPU loops can run; torch's own operators stand in where a machine has only torch."""
+    """True if the fused CPU loops can run; torch's own operators stand in where a machine has only torch."""
     return find_spec("numba") is not None

@@ -1,4 +1,4 @@
-"""What numba's loops say to LLVM when they compute with sixteen fp32 numbers at once (`vectors.py`, `vector_products.py`): its types,
+"""LLVM code of numba's loops that compute with sixteen fp32 numbers at once (`vectors.py`, `vector_products.py`): its types,
 and short pieces of its code. A `builder` writes instructions; an address is a 64-bit integer."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def at(builder: Any, address: Any) -> Any:
 
 
 def first_lanes(builder: Any, count: Any) -> Any:
-    """Which lanes are among the first `count`."""
+    """Return a mask of the first `count` lanes."""
     undefined = ir.Constant(INTEGERS, ir.Undefined)
     one = builder.insert_element(undefined, builder.trunc(count, ir.IntType(32)), ir.IntType(32)(0))
     everywhere = builder.shuffle_vector(one, undefined, ir.Constant(INTEGERS, [0] * LANES))
