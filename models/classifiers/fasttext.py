@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
-from puna.kernels.cpu.vectors import prefetch
+from puna.kernels.cpu.vectors import LANES, add, fill, load, load_first, prefetch, store, store_first
 from puna.kernels.text.hash_table import ONE, place, size_for
 from puna.kernels.text.strings import buffers
 from puna.models.training.state import Saver, check_identity, load_arrays, save_state
@@ -212,6 +212,31 @@ def _table(data: NDArray[np.uint8], bounds: NDArray[np.int64]) -> tuple[NDArray[
 
 
 @njit(cache=True, borrows=True)
+def _sum(rows: NDArray[np.int32], first: NDArray[np.float32], into: NDArray[np.float32]) -> None:
+    """Write the sum of some rows, sixteen numbers of each at a time."""
+    for k in range(0, len(into), LANES):
+        at, left, total = first.ctypes.data + 4 * k, len(into) - k, fill(np.float32(0))
+        for row in rows:
+            address = at + 4 * len(into) * np.int64(row)
+            total = add(total, load(address) if left >= LANES else load_first(address, left))
+        store_first(into.ctypes.data + 4 * k, total, left)
+
+
+@njit(cache=True, borrows=True)
+def _add(rows: NDArray[np.int32], first: NDArray[np.float32], more: NDArray[np.float32]) -> None:
+    """Add the same to some rows."""
+    for k in range(0, len(more), LANES):
+        at, left = first.ctypes.data + 4 * k, len(more) - k
+        value = load_first(more.ctypes.data + 4 * k, left)
+        for row in rows:
+            address = at + 4 * len(more) * np.int64(row)
+            if left >= LANES:
+                store(address, add(load(address), value))
+            else:
+                store_first(address, add(load_first(address, left), value), left)
+
+
+@njit(cache=True, borrows=True)
 def _forward(known: NDArray[np.int32], short: NDArray[np.uint64], weights: Weights, rows: NDArray[np.int32], hidden: NDArray[np.float32],
              output: NDArray[np.float32]) -> int:  # fmt: skip
     """Write the mean vector of words (`known`: their rows, -1 for none) and n-grams, and the probabilities of the labels; return the number
@@ -228,10 +253,7 @@ def _forward(known: NDArray[np.int32], short: NDArray[np.uint64], weights: Weigh
             rows[count] = weights.words + np.int64(gram % np.uint64(weights.buckets))
             prefetch(first.ctypes.data + 4 * len(hidden) * np.int64(rows[count]))
             count += 1
-    hidden[:] = 0
-    for row in rows[:count]:
-        for k in range(len(hidden)):
-            hidden[k] += first[row, k]
+    _sum(rows[:count], first, hidden)
     for k in range(len(hidden)):
         hidden[k] /= np.float32(max(count, 1))
     highest, total = np.float32(-np.inf), np.float32(0)
@@ -273,9 +295,7 @@ def _descend(codes: NDArray[np.int32], bounds: NDArray[np.int64], known: NDArray
                 last[c, k] += move * hidden[k]
         for k in range(len(grad)):
             grad[k] /= np.float32(max(count, 1))
-        for row in rows[:count]:
-            for k in range(len(grad)):
-                first[row, k] += grad[k]
+        _add(rows[:count], first, grad)
     return True
 
 
