@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from puna.flows.cli.inspect import ModuleOption, ProjectOption, StoreOption, existing, import_modules
+from puna.flows.cli.inspect import ModuleOption, ProjectOption, StoreOption, import_modules
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.stages.contract import did_you_mean
 from puna.storage import Artifact, PunaError, Store
@@ -96,7 +96,7 @@ def export(
     from puna.stages.io.export_data import export_data
     from puna.stages.io.export_model import export_model
 
-    opened = existing(store, project)
+    opened = Store.existing(store, project)
     artifact = opened.checked(opened.resolve(identity), whole=True)
     formats = ("hf", "gguf", "awq", "adapter") if artifact.kind == "model" else ("parquet", "jsonl", "datasketch")
     if format is not None and format not in formats:

@@ -35,11 +35,6 @@ IdArgument = Annotated[str, typer.Argument(metavar="ID", help="kind/prefix, a pr
 MOST_ROWS = 200
 
 
-def existing(store: str, project: str | None = None) -> Store:
-    """Return the store at a path or URI within a project, both of which must be there already."""
-    return Store.existing(store, project)
-
-
 def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | None = None) -> None:
     """Print rows as a table, or one JSON object each."""
     if as_json:
@@ -111,7 +106,7 @@ def list_(
     as_json: JsonOption = False,
 ) -> None:
     """List artifacts, oldest first, with their aliases in all projects, or in the one named."""
-    opened = existing(store, project)
+    opened = Store.existing(store, project)
     if runs:
         logs = [log for log in map(opened.log, opened.runs()) if project in (None, log.project)]
         if as_json:
@@ -156,7 +151,7 @@ def show(
     name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False
 ) -> None:  # fmt: skip
     """Show one artifact's manifest: configuration, inputs, tables, files, metrics, timings."""
-    opened = existing(store, project)
+    opened = Store.existing(store, project)
     artifact = opened.resolve(name)
     m = artifact.manifest
     suspect = opened.suspects().get(artifact.key)
@@ -189,7 +184,7 @@ def lineage(
     name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False
 ) -> None:  # fmt: skip
     """Show what an artifact was made from, back to the files that came from outside."""
-    opened = existing(store, project)
+    opened = Store.existing(store, project)
     rows: list[dict[str, Any]] = []
     seen: set[str] = set()
     suspects = opened.suspects()
@@ -224,7 +219,7 @@ def explain(
     name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False
 ) -> None:  # fmt: skip
     """Say why an artifact was made again: which field, which code, which input differs from before."""
-    opened = existing(store, project)
+    opened = Store.existing(store, project)
     artifact = opened.resolve(name)
     before, changes = explaining.explain(opened, artifact)
     if as_json:
@@ -246,7 +241,7 @@ def why(
     as_json: JsonOption = False,
 ) -> None:
     """Tell what became of a document: each stage that kept, changed or dropped it, and by which rule."""
-    opened = existing(store)
+    opened = Store.existing(store)
     rows = fate(opened, document)
     if as_json:
         return print_rows(rows, True)
@@ -264,7 +259,7 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Compare every file with its checksum; name suspects, which were made from what was damaged, and aliases that are gone."""
-    opened = existing(store, project)
+    opened = Store.existing(store, project)
     if trust and name is None:
         raise PunaError("--trust: name the one artifact whose content you take as right")
     findings = maintenance.verify(opened, [opened.resolve(name)] if name else None, trust=trust)
@@ -302,7 +297,7 @@ def gc(
     as_json: JsonOption = False,
 ) -> None:
     """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts; what is at work stays."""
-    opened = existing(store)
+    opened = Store.existing(store)
     garbage = maintenance.collect(opened, keep_runs=keep_runs, work_days=work_days, remove=yes)
     if yes and garbage:
         database.write(opened)

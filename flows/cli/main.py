@@ -21,13 +21,8 @@ from puna.storage.store import located
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Raw web pages to an aligned language model."
 )
-app.add_typer(inspect.app)
-app.add_typer(sql.app)
-app.add_typer(plan.app)
-app.add_typer(exchange.app)
-app.add_typer(similar.app)
-app.add_typer(model.app)
-app.add_typer(annotate.app)
+for group in (inspect, sql, plan, exchange, similar, model, annotate):
+    app.add_typer(group.app)
 
 NameArgument = Annotated[
     str, typer.Argument(metavar="FLOW|STAGE", help="A flow or a stage; `puna stages` lists them. stage:NAME where a flow has the name too")
@@ -227,7 +222,7 @@ def web(
     urls: UrlsOption = False,
 ) -> None:
     """Serve Puna's own pages without Prefect: runs, artifacts, documents, questions."""
-    opened = inspect.existing(store)
+    opened = Store.existing(store)
     from puna.flows.web import serve as serving
 
     serving.pages(opened, host, port, auth, urls)
@@ -280,7 +275,7 @@ def accept(
     """Declare a refactoring equivalent: OLD is used where today's code, or the code that made NEW, would make it again."""
     from puna.storage.explain import changes
 
-    opened = inspect.existing(store, project)
+    opened = Store.existing(store, project)
     before = opened.resolve(old)
     if new is None:
         from puna.flows.engine.trace import load_stages

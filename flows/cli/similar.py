@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from puna.flows.cli.inspect import JsonOption, ProjectOption, StoreOption, existing, print_rows
+from puna.flows.cli.inspect import JsonOption, ProjectOption, StoreOption, print_rows
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
 from puna.stages.curate.ingest import sniffed
@@ -31,7 +31,7 @@ def near(
     as_json: JsonOption = False,
 ) -> None:
     """Tell which documents a text resembles, and how much: shared runs of words by all, by the text's, by the document's."""
-    opened = existing(store, project)
+    opened = Store.existing(store, project)
     artifact = _documents(opened, documents)
     rows = described(resembling(_text(file), artifact, least)[:most], artifact)
     if as_json:

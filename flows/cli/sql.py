@@ -12,7 +12,7 @@ from typing import Annotated
 import pyarrow as pa
 import typer
 
-from puna.flows.cli.inspect import JsonOption, ProjectOption, StoreOption, existing, print_rows
+from puna.flows.cli.inspect import JsonOption, ProjectOption, StoreOption, print_rows
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.storage import PunaError, Store, catalog, database
 from puna.storage.schemas import TABLES
@@ -38,7 +38,7 @@ def sql(
     as_json: JsonOption = False,
 ) -> None:
     """Query every artifact with DuckDB, read-only: one view per table, and artifacts, lineage, metrics, aliases, runs, steps."""
-    opened = existing(store, project)
+    opened = Store.existing(store, project)
     if file:
         if text is not None or output is not None:
             raise PunaError("--file takes no query: it says where the file is that another client opens")

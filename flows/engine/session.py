@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.metadata
 import logging
 import os
+import platform
+import shlex
 import signal
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +19,7 @@ from concurrent.futures import Executor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -20,16 +27,17 @@ from rich.markup import escape
 
 from puna.flows.engine.console import Console
 from puna.flows.engine.declare import Given
-from puna.flows.engine.provenance import provenance
 from puna.flows.engine.stderr_tee import tee_stderr
-from puna.flows.engine.unfinished import command, message
 from puna.flows.server.client import from_environment, server_of
 from puna.flows.server.reporter import Reporter
 from puna.models.training import stop
 from puna.stages.contract import Outcome, Stage, StageConfig, Value, perform
 from puna.stages.executors import PROCESSES, PartExecutor, connected
+from puna.stages.identity.libraries import installed
 from puna.storage import Artifact, Identity, PunaError, Store, database, runs
 from puna.storage.explain import against
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class StepRunner(Protocol):
@@ -264,3 +272,76 @@ def _write_page(address: str, run: str) -> str:
 
     write(Store.open(address), run, None)
     return place(run)
+
+
+def provenance(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request (command, recipe, changes, inputs) with the program's commit, version and libraries."""
+    return {**request, "commit": commit(), "versions": dict(versions())}
+
+
+@functools.cache
+def commit(root: Path = ROOT) -> str | None:
+    """Return the commit of the checkout that the program runs from, with `-dirty` where files differ from it; None outside a checkout."""
+    if not (root / ".git").exists():
+        return None
+    try:
+        # `--exclude *` leaves tags aside.
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+@functools.cache
+def versions() -> tuple[tuple[str, str], ...]:
+    """Return the versions of Puna, Python, the system, and the libraries that decide a stage's output."""
+    try:
+        own = {"puna": importlib.metadata.version("puna")}
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout without an install
+        own = {}
+    return tuple({**own, "python": platform.python_version(), "system": platform.platform(terse=True), **installed()}.items())
+
+
+def command() -> str | None:
+    """Return the command line that this process was given; None where it is no `puna` of a terminal."""
+    program, *words = sys.argv
+    return shlex.join(["puna", *words]) if Path(program).name in ("puna", "main.py") else None
+
+
+def message(store: Store, keys: Mapping[str, str], go_on: str) -> str:
+    """Return what is saved of each unfinished step (label → key of its artifact), and how to go on."""
+    steps = [f"{label}: {saved(store, key)}" for label, key in keys.items()]
+    return f"Stopped. {'; '.join(steps) or 'Every step that was begun is finished'}. {go_on}"
+
+
+def saved(store: Store, key: str) -> str:
+    """Return what the next attempt to make an artifact takes over: the state of trainings, finished small runs, finished parts."""
+    scratch = store.files.scratch(f"work/{key}/scratch")
+    trials = sum(1 for _ in scratch.glob("trial-*.json"))
+    parts = sum(name.endswith(".json") for name in store.files.list(f"work/{key}/parts"))
+    trainings = _trainings(scratch)
+    phrases = [*trainings, *_counted(trials, "small run"), *_counted(parts, "finished part")]
+    if not phrases:
+        return "nothing is saved yet"
+    one = len(phrases) == 1 and (trainings or trials + parts == 1)
+    return f"{', '.join(phrases)} {'is' if one else 'are'} saved"
+
+
+def _counted(number: int, what: str) -> list[str]:
+    return [f"{number:,} {what}{'s' if number > 1 else ''}"] if number else []
+
+
+def _trainings(scratch: Path) -> list[str]:
+    """Return how far each training is whose state lies below the scratch folder."""
+    folders = sorted({path.parent for path in scratch.rglob("step-*")})
+    if not folders:
+        return []
+    from puna.models.training.state import load_record
+
+    phrases = []
+    for folder in folders:
+        if record := load_record(folder):
+            name = f"{folder.name} " if len(folders) > 1 else ""
+            phrases.append(f"{name}{record['unit']} {record['done']:,} of {record['of']:,} ({record['seconds']:,.0f} s of work)")
+    return phrases

@@ -12,6 +12,7 @@ import pyarrow as pa
 from puna.flows.report.page import MAKER, comparison, page
 from puna.flows.report.run import Run
 from puna.storage import PunaError, Store
+from puna.storage.errors import DamagedArtifact
 
 __all__ = ["place", "write", "written_before"]
 
@@ -37,6 +38,9 @@ def write(store: Store, run: str, output: Path | None, compare: str | None = Non
     try:
         content = (page(about) if other is None else comparison(other, about)).encode("utf-8")
     except (pa.ArrowException, duckdb.Error, FileNotFoundError) as error:
+        for artifact in (step.artifact for step in about.steps):
+            if damage := artifact.damage(quick=True):
+                raise DamagedArtifact.of(artifact.id, damage) from error
         reason = str(error).partition("\n")[0]
         raise PunaError(f"report of run {name}: an artifact cannot be read ({reason}); `puna verify` names the damaged one") from error
     temporary = target.with_name(f".{target.name}.{os.getpid()}")

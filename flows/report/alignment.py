@@ -120,11 +120,6 @@ def _pooled(values: list[Measured]) -> Measured:
     return Measured(values[0].step, share, low, high, n)
 
 
-def format_value(m: Measured, digits: int = 3) -> str:
-    """Return a value for people: shares in percent."""
-    return f"{100 * m.value:.1f} %" if 0 <= m.value <= 1 and m.n > 1 else number(m.value, digits)
-
-
 # --- plots --------------------------------------------------------------------------------------------
 
 

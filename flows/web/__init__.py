@@ -1,5 +1,75 @@
-"""Puna's own web pages over a store: plain HTML from the server, a little script, nothing fetched from elsewhere."""
+"""Puna's own web pages over a store: their doors, the pages of every module beside it that registers some, and its errors."""
 
-from puna.flows.web.app import application
+from __future__ import annotations
 
-__all__ = ["application"]
+import importlib
+import pkgutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, Response
+
+from puna.flows.web.bounded import Asker
+from puna.flows.web.frame import REGISTRY, Site, page, problem, style
+from puna.flows.web.guard import Bounded, Password
+from puna.storage import PunaError, Store
+
+HERE = Path(__file__).parent
+POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'self'; base-uri 'none'"
+Next = Callable[[Request], Awaitable[Response]]
+
+
+def application(store: Store, *, prefect: str | None, auth: str, urls: bool = False) -> FastAPI:
+    """Return the pages of a store.
+
+    `prefect`: the address of the server whose forms they link to; `auth`: USER:PASSWORD, where asked for; `urls`: forms may
+    name inputs that are no local paths.
+    """
+    store = store.reading()
+    app = FastAPI(openapi_url=None)
+    _guard(app)
+    app.add_middleware(Bounded)
+    app.add_middleware(Password, auth=auth)
+    site = Site(app, store, prefect, Asker(store, urls=urls))
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    for entry in REGISTRY:
+        entry.routes(site)
+
+    @app.get("/static/{name}")
+    def static(name: str) -> Response:
+        if name not in ("style.css", "web.js"):
+            raise PunaError(f"{name}: no such file")
+        kind, content = ("text/css", style()) if name == "style.css" else ("text/javascript", (HERE / name).read_text(encoding="utf-8"))
+        return Response(content, media_type=kind, headers={"cache-control": "max-age=60"})
+
+    @app.get("/health")
+    def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.exception_handler(PunaError)
+    def told(request: Request, error: PunaError) -> Response:
+        return HTMLResponse(page("This did not work", problem(str(error)), prefect=prefect), status_code=404)
+
+    @app.exception_handler(404)
+    def missing(request: Request, error: Exception) -> Response:
+        return told(request, PunaError(f"{request.url.path}: there is no such page"))
+
+    @app.exception_handler(Exception)
+    def broken(request: Request, error: Exception) -> Response:
+        message = f"{type(error).__name__}: {error}. This is an error in Puna, told in full where it was started. Go back and try again."
+        return HTMLResponse(page("This did not work", problem(message), prefect=prefect), status_code=500)
+
+    return app
+
+
+def _guard(app: FastAPI) -> None:
+    """Say what a page may load."""
+
+    @app.middleware("http")
+    async def guarded(request: Request, further: Next) -> Response:
+        answer = await further(request)
+        answer.headers.setdefault("content-security-policy", POLICY)
+        answer.headers.setdefault("x-content-type-options", "nosniff")
+        return answer

@@ -8,7 +8,7 @@ from pathlib import Path
 from fastapi.testclient import TestClient
 
 from puna.flows.report.alignment import models_by_step
-from puna.flows.web.app import application
+from puna.flows.web import application
 from tests.flows.report.conftest import everything
 
 
