@@ -1,8 +1,7 @@
 """Code from outside Puna: stages, signals, rules, verifiers, losses and flows of other packages and of a user's files.
 
-A package offers them by entry points in one of the `GROUPS`; each names a module, whose import declares things
+A package offers them by entry points in one of the `GROUPS`; each names a module, whose import runs declarations
 (`@stage`, …), or one object. A user's own file is named on the command line, `--module mine.py`, and may declare anything.
-What comes in this way is registered as Puna's own is: by the declarations that importing it runs.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ _registries: list[tuple[dict[str, Any], Callable[[Any], str]]] = []
 
 
 def registry(entries: dict[str, T], module_of: Callable[[T], str]) -> dict[str, T]:
-    """Return `entries`, from which the declarations of a module are removed again if its import fails."""
+    """Return `entries`; a failed import of a module removes its declarations from them."""
     _registries.append((entries, module_of))
     return entries
 
 
 def offers(group: str) -> dict[str, object]:
-    """What installed packages offer in an entry-point group, by name: modules or objects, imported once.
+    """Return the plugins of installed packages in an entry-point group, by name: modules or objects, imported once.
 
-    One that cannot be imported is left out and named in the log; see `broken`. The others are not touched by it.
+    A plugin that cannot be imported is left out and named in the log and by `broken`; the others still work.
     """
     if group not in GROUPS:
         raise PunaError(f"{group}: no group of plugins; there are {', '.join(GROUPS)}")
@@ -51,7 +50,7 @@ def offers(group: str) -> dict[str, object]:
 
 
 def broken() -> list[str]:
-    """One sentence for each plugin that could not be imported: its name, its package, what went wrong."""
+    """Return one sentence for each plugin that could not be imported: name, package, error."""
     return list(_broken.values())
 
 
@@ -90,7 +89,7 @@ def add(text: str) -> ModuleType:
 
 
 def added() -> dict[str, str]:
-    """The modules that were added, in order: name → file, empty for a dotted module. Workers add the same ones."""
+    """Return the added modules in order: name → file, empty for a dotted module. Workers add the same ones."""
     return dict(_modules)
 
 
@@ -111,7 +110,7 @@ def is_offered(module: str) -> bool:
 
 
 def _at(path: Path) -> tuple[str, Path]:
-    """The module name of a file and the file, whose folder is importable from now on."""
+    """Return a file's module name and the file, and make its folder importable."""
     file = path.expanduser().resolve()
     name = file.stem
     if not file.is_file():
@@ -140,7 +139,7 @@ def _forget() -> None:
 
 
 def _what(error: BaseException) -> str:
-    """What went wrong, and in which line."""
+    """Return the error and its file and line."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen") and f.filename != __file__]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and "importlib" not in frames[-1].filename else ""
     return f"{type(error).__name__}: {str(error).strip() or 'no message'}{where}"

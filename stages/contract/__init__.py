@@ -1,4 +1,4 @@
-"""The stage contract: what a stage declares, what it is given, and how one is run."""
+"""The stage contract: the declaration of a stage, its inputs and its run."""
 
 from puna.models.settings import did_you_mean
 from puna.stages.contract.config import SeededConfig, StageConfig, parse

@@ -43,7 +43,7 @@ C = TypeVar("C", bound="StageConfig")
 
 
 def parse(kind: type[C], values: dict[str, Any], where: str) -> C:
-    """`values` as a configuration; one PunaError names each wrong field and what it takes."""
+    """Return `values` as a configuration; raise one PunaError that names each wrong field and its bounds."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -51,7 +51,7 @@ def parse(kind: type[C], values: dict[str, Any], where: str) -> C:
 
 
 def describe(error: ValidationError, where: str, kind: type[BaseModel]) -> str:
-    """What is wrong with values of a `kind`, as lines of `field: what is wrong`."""
+    """Return one line `field: fault` for each wrong value of a configuration of class `kind`."""
     lines = []
     for item in error.errors():
         *path, last = item["loc"] or ("",)
@@ -77,7 +77,7 @@ def _meant(wrong: str, kind: type[BaseModel], path: Iterable[int | str]) -> str:
 
 
 def _groups(annotation: Any) -> list[type[BaseModel]]:
-    """The models that an annotation names."""
+    """Return the pydantic models in an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [group for argument in get_args(annotation) for group in _groups(argument)]

@@ -1,4 +1,4 @@
-"""The `@stage` declaration: a plain function, its input kinds, its configuration, the kind it writes."""
+"""The `@stage` declaration: a plain function, its input kinds, its configuration, its output kind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from puna.storage.schemas import KINDS
 
 @dataclass(frozen=True)
 class Kind:
-    """Marks an input parameter with the kind of artifact it takes. `sources`: NAME=ARTIFACT names the source of its rows."""
+    """The kind of artifact that an input parameter takes. `sources`: NAME=ARTIFACT names the source of its rows."""
 
     name: str
     sources: bool = False
@@ -27,7 +27,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Reads:
-    """Marks an input parameter of which only these files, or folders ending in /, are read: the others' checksums are not compared."""
+    """The files (or folders ending in /) of an input that a stage reads; checksums of other files are not compared."""
 
     files: tuple[str, ...]
 
@@ -59,7 +59,7 @@ Written = Callable[[Any], Mapping[str, tuple[str, ...]]]
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One declared input: its kind, whether several are taken, whether it may be left out, which files are read (none: all).
+    """A declared input: its kind, whether it is a list, whether it is optional, the files that are read (none: all).
 
     `sources`: an artifact for it may be given with a name, which is then the source of its rows.
     """
@@ -72,7 +72,7 @@ class InputSpec:
     sources: bool = False
 
     def checked(self, stage: str, value: Value) -> list[Artifact] | list[External]:
-        """The given artifacts as a list; PunaError when their number or kind is wrong."""
+        """Return the artifacts as a list; raise PunaError for a wrong number or kind."""
         if value is None:
             if not self.optional:
                 raise PunaError(f"stage {stage} needs the input {self.name!r} ({self.kind})")
@@ -111,28 +111,28 @@ class Stage:
     doc: str = field(default="", compare=False)
 
     def tables(self, config: StageConfig) -> dict[str, tuple[str, ...]] | None:
-        """The columns of the tables of signals that it will write, where the declaration says so."""
+        """Return the columns of the tables of signals that the stage will write, or None if it does not declare them."""
         if callable(self.signals):
             return dict(self.signals(config))
         return {"signals": ("id", *self.signals)} if self.signals else None
 
     def unmet(self, config: StageConfig, facts: Facts) -> list[str]:
-        """One sentence for each need of the stage that these facts do not meet, before it runs."""
+        """Return one sentence for each need of the stage that these facts do not meet."""
         return [f"{self.name}: {said}" for said in self.needs(config, facts)] if self.needs else []
 
     def reaches(self, config: StageConfig, given: dict[str, Value]) -> list[Name]:
-        """Functions and classes that the configuration and the inputs name: what they reach counts in the key as the stage's own code."""
+        """Return the functions and classes that configuration and inputs name; a key covers them like the stage's own code."""
         return [*config.reaches(), *(self.named(self.check(given)) if self.named else ())]
 
     def check(self, given: dict[str, Value]) -> dict[str, list[Artifact] | list[External]]:
-        """The inputs by name, checked against the declaration."""
+        """Return the inputs by name, checked against the declaration."""
         if unknown := set(given) - {spec.name for spec in self.inputs}:
             names = ", ".join(spec.name for spec in self.inputs) or "none"
             raise PunaError(f"stage {self.name} has no input {sorted(unknown)[0]!r}; its inputs are {names}")
         return {spec.name: spec.checked(self.name, given.get(spec.name)) for spec in self.inputs}
 
     def by_kind(self, artifacts: list[Artifact], named: Mapping[str, list[Artifact]] | None = None) -> dict[str, Value]:
-        """Artifacts assigned to the inputs of their kind, in order, after those in `named` by input: as on a command line."""
+        """Assign artifacts to the inputs of their kind, in order, after those in `named`."""
         left = list(artifacts)
         given: dict[str, Value] = {name: list(several) for name, several in (named or {}).items()}
         for spec in self.inputs:
@@ -201,7 +201,7 @@ def stage(
 
 
 def input_spec(where: str, name: str, hint: Any) -> InputSpec:
-    """The input that a parameter's annotation declares; TypeError, beginning with `where`, when it declares none."""
+    """Return the input that a parameter's annotation declares; raise TypeError, beginning with `where`, if there is none."""
     optional = many = False
     if get_origin(hint) in (typing.Union, types.UnionType):
         members = [h for h in get_args(hint) if h is not type(None)]

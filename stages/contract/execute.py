@@ -1,4 +1,4 @@
-"""Running a stage: find its artifact, or make it."""
+"""The run of a stage: look up its artifact, or make it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIBRARIES = ("pyarrow", "duckdb", "torch", "numpy", "transformers", "trl", "peft
 
 @dataclass(frozen=True)
 class Outcome:
-    """What running a stage gave: the artifact, whether it was there before, and how long it took in seconds."""
+    """The result of running a stage: the artifact, whether it was reused, and the time in seconds."""
 
     artifact: Artifact
     reused: bool
@@ -38,7 +38,7 @@ class Outcome:
 
 
 def identify(stage: Stage, config: StageConfig, given: dict[str, Value]) -> Identity:
-    """What decides the key of the artifact that `stage` makes of these inputs."""
+    """Return the identity that decides the key of the artifact of `stage` for these inputs."""
     if not isinstance(config, stage.config):
         raise PunaError(f"stage {stage.name} takes a {stage.config.__name__}, not a {type(config).__name__}")
     records = []
@@ -76,7 +76,7 @@ def by_todays_code(artifact: Artifact, store: Store) -> Identity:
 
 
 def execute(stage: Stage, config: StageConfig, given: dict[str, Value], store: Store, **how: Any) -> Artifact:
-    """The artifact of `stage`: found when it is there and whole, made otherwise. See `perform` for `how`."""
+    """Return the artifact of `stage`, reused if it is intact. `how`: see `perform`."""
     return perform(stage, config, given, store, **how).artifact
 
 
@@ -183,7 +183,7 @@ def _on_worker(
 def _perform_there(
     module: str, name: str, config: StageConfig, sent: dict[str, list[Any]], root: str, project: str, **how: Any
 ) -> tuple[str, str, bool]:
-    """In the worker: run a stage; returns kind and key of its artifact, and whether it was there."""
+    """Run a stage in a worker; return kind and key of its artifact, and whether it was reused."""
     importlib.import_module(module)
     stage, store = REGISTRY[name], Store.open(root, project)
     given: dict[str, Any] = {}
@@ -210,7 +210,7 @@ def _good(found: Artifact | None, store: Store) -> Artifact | None:
 
 @contextlib.contextmanager
 def _threads_kept() -> Iterator[None]:
-    """A caller who works with torch has as many threads after the stage as before, whatever the stage's models are worked on by."""
+    """Restore the caller's number of torch threads after the stage."""
     before = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
     try:
         yield
@@ -220,7 +220,7 @@ def _threads_kept() -> Iterator[None]:
 
 
 def _cut(stage: Stage, taken: dict[str, list[Artifact] | list[External]]) -> int:
-    """The number of shards of the corpus that the stage works on: of what it filters, or else of its first pages or documents."""
+    """Return the number of shards of the corpus: of the filtered input, else of the first pages or documents."""
     names = [stage.filters, *taken] if stage.filters else [*taken]
     corpora = [i for name in names for i in taken[name] if isinstance(i, Artifact) and i.kind in ("pages", "documents")]
     return corpora[0].record().cut if corpora else 0
@@ -264,7 +264,7 @@ def _make(
 
 
 def _check_rows(stage: Stage, came: int, sources: list[Artifact], work: Work) -> None:
-    """PunaError unless every row that came in is kept or dropped, once: by number, and by id where the input has ids."""
+    """Raise PunaError unless every input row is kept or dropped once: by number, and by id if the input has ids."""
     kept, dropped = work.rows(stage.kind), work.rows("dropped")
     said = f"stage {stage.name}: {came} rows came in, but {kept} were kept and {dropped} dropped"
     if kept + dropped != came and not sources:
@@ -279,7 +279,7 @@ def _check_rows(stage: Stage, came: int, sources: list[Artifact], work: Work) ->
 
 @functools.cache
 def _libraries() -> dict[str, str]:
-    """Versions of the libraries that results may depend on; a process has one of each."""
+    """Return the versions of the libraries that may change results."""
     found = {}
     for name in LIBRARIES:
         try:

@@ -1,4 +1,4 @@
-"""Files that come from outside the store: the inputs of `ingest`, by URI."""
+"""Inputs from outside the store, by URI: the files that `ingest` reads."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from puna.storage import PunaError
 
 @dataclass(frozen=True)
 class ExternalFile:
-    """One file of an external input: its name relative to the URI, its full address, size in bytes and digest.
+    """A file of an external input: its name relative to the URI, its full address, size in bytes and digest.
 
-    `address` opens it and may hold a signature or a password: it is shown and recorded nowhere, `shown` is.
-    `state`: what its file system tells versions of a file apart by, when it was digested.
+    `address` may hold a signature or a password: only `public` is shown or recorded.
+    `state`: the version mark of the file system (such as inode and times) at the time of the digest.
     """
 
     name: str
@@ -30,7 +30,7 @@ class ExternalFile:
     state: str
 
     def open(self) -> BinaryIO:
-        """The file, opened for reading bytes."""
+        """Open the file for reading bytes."""
         import fsspec
 
         try:
@@ -42,7 +42,7 @@ class ExternalFile:
         return handle
 
     def local(self) -> Path | None:
-        """Where it lies on this machine; None where it lies elsewhere."""
+        """Return the path on this machine, or None for a remote file."""
         import fsspec
         from fsspec.implementations.local import LocalFileSystem
 
@@ -51,11 +51,11 @@ class ExternalFile:
 
     @property
     def shown(self) -> str:
-        """The address without signature and credentials."""
+        """Return the address without credentials."""
         return public(self.address)
 
     def changed(self) -> bool:
-        """Whether it was written or removed since it was digested."""
+        """True if the file was written or removed since its digest."""
         import fsspec
 
         system, path = fsspec.core.url_to_fs(self.address)
@@ -65,7 +65,7 @@ class ExternalFile:
 
 @dataclass(frozen=True)
 class External:
-    """A named set of files at a URI. Its identity is the content, never the address."""
+    """A named set of files at a URI, identified by content and never by address."""
 
     name: str
     uri: str
@@ -73,18 +73,18 @@ class External:
     data_digest: str
 
     def check_unchanged(self) -> None:
-        """PunaError where a file is no longer the one that was digested."""
+        """Raise PunaError if a file changed since its digest."""
         for file in self.files:
             if file.changed():
                 raise PunaError(f"input {self.name}: {file.shown} was changed or removed while it was read; run again when it rests")
 
     @classmethod
     def resolve(cls, text: str) -> list[External]:
-        """`[NAME=]URI` as inputs: a file, or a folder with everything below it.
+        """Return `[NAME=]URI` as inputs: a file, or a folder with everything below it.
 
-        Without a name, a folder of archives (WARC, WET, Parquet, JSONL) gives one input per file, named after it;
-        any other URI gives one input named after its last part. `hf://datasets/OWNER/NAME[@REVISION]` is a whole data set,
-        `hf://OWNER/NAME[@REVISION]` a model, resolved to its commit; a file or folder below it is read as files.
+        Without a name, a folder of archives (WARC, WET, Parquet, JSONL) gives one input per file, named after it.
+        Any other URI gives one input named after its last part. `hf://datasets/OWNER/NAME[@REVISION]` is a whole data set,
+        `hf://OWNER/NAME[@REVISION]` a model, resolved to its commit. A file or folder below it is read as files.
         """
         name, _, uri = text.partition("=") if is_named(text) else ("", "", text)
         if not uri:
@@ -105,7 +105,7 @@ class External:
 
 
 def public(uri: str) -> str:
-    """A URI without what gives access: user, password, query (a presigned URL's signature) and fragment."""
+    """Return a URI without credentials: user, password, query (a presigned signature) and fragment."""
     parts = []
     for part in uri.split("::"):
         if "://" in part:
@@ -119,7 +119,7 @@ def public(uri: str) -> str:
 
 
 def without_secrets(text: str, uri: str) -> str:
-    """A message about a URI, without what `public` leaves out of it, as it was written or decoded."""
+    """Return a message about a URI without its credentials, encoded or decoded."""
     for written in dict.fromkeys((uri, unquote(uri))):
         text = text.replace(written, public(written))
         for part in written.split("::"):
@@ -163,9 +163,9 @@ def _external(name: str, uri: str, files: tuple[ExternalFile, ...]) -> External:
 
 
 def _local(root: Path) -> list[str]:
-    """The files at or below a path, sorted, but for hidden ones; PunaError names what is no plain file of the folder.
+    """Return the visible files at or below a path, sorted; raise PunaError for one that is not a plain file of the folder.
 
-    A link may point to a file below the folder, or, in a snapshot of the hub's cache, to its blobs.
+    A link may point to a file below the folder or, in a snapshot of the hub's cache, to a blob.
     """
     place = root.resolve()
     whole = place.parents[list(place.parts)[::-1].index("snapshots")] if "snapshots" in place.parts[-4:] else place
@@ -191,7 +191,7 @@ def _local(root: Path) -> list[str]:
 
 
 def _refused(path: Path, whole: Path, is_folder: bool) -> str | None:
-    """Why a file or folder is not read."""
+    """Return the reason why a file or folder is not read, or None."""
     try:
         path.name.encode()
     except UnicodeEncodeError:
@@ -236,7 +236,7 @@ def _files(uri: str) -> Iterator[ExternalFile]:
 
 
 def _digested(address: str, system: Any) -> tuple[int, str, str]:
-    """Size in bytes, sha256 and state of a file."""
+    """Return size in bytes, sha256 and state of a file."""
     # Before the first byte is read: what is written from now on is seen as a change.
     version = _state(system.info(address))
     state, size = hashlib.sha256(), 0
@@ -252,7 +252,7 @@ def _state(info: dict[str, Any]) -> str:
 
 
 def _hub(name: str, place: str, kind: str) -> External:
-    """A whole data set or model of the hub, `OWNER/NAME[@REVISION]`: identified by its commit, read when it is used."""
+    """Return a data set or model of the hub, `OWNER/NAME[@REVISION]`: identified by its commit, read on use."""
     import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

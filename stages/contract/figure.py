@@ -1,4 +1,4 @@
-"""Plots as data: the report and the user interface draw them, in light and in dark."""
+"""Plots as data, drawn by the report and the web pages."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class Figure:
     """Named horizontal lines, for example a baseline."""
 
     def to_json(self) -> dict[str, Any]:
-        """The figure as a JSON value."""
+        """Return the figure as a JSON value."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""What a stage costs: the time and the memory of the process that runs it and of its workers, wherever these are."""
+"""Time and memory of a stage: of its process and all workers, local or remote."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ LOOKS = 10
 
 
 class Meter:
-    """Measures while it is open; `seconds`, `cpu_seconds` and `peak_bytes` are then those of what ran inside.
+    """A meter of the code inside its `with` block: `seconds`, `cpu_seconds` and `peak_bytes`.
 
-    Counted are this process, its `multiprocessing` workers (a pool outlives a stage: its workers count for the time of the
-    stage alone) and every process started meanwhile; not what was running beside, such as a server. `cpu_seconds` is user
-    and system time of all of them. `peak_bytes` is the largest sum of their resident memory, looked at every 0.2 seconds,
-    of a process at the latest two seconds after its start: a shorter peak is missed, and pages that processes share count for each.
-    Workers of a cluster are no processes below this
-    one: of `executor`'s, what they say themselves counts, all their CPU time and the memory of the largest.
+    Counted are this process, its `multiprocessing` workers and every process started meanwhile, but no process that ran before,
+    such as a server. `cpu_seconds` sums user and system time. `peak_bytes` is the largest sum of resident memory, sampled every
+    0.2 seconds; a new process is seen within two seconds. Shorter peaks are missed; shared memory counts in each process.
+    Workers of a cluster report to `executor`: all their CPU time counts, and the memory of the largest.
     """
 
     def __init__(self, executor: Executor | None = None) -> None:
@@ -72,7 +70,7 @@ class Meter:
         self.peak_bytes = max(self.peak_bytes, sum(_resident(p) for p in (self._me, *below)))
 
     def _below(self) -> list[psutil.Process]:
-        """The processes below this one that count."""
+        """Return the descendants that count."""
         found = [process for process in _children(self._me) if process.pid not in self._beside]
         for process in found:  # it grows meanwhile
             found += _children(process)
@@ -85,7 +83,7 @@ class Meter:
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
-    """The processes that a process started. Linux lists them; elsewhere all processes of the machine are looked at, for milliseconds."""
+    """Return the child processes. Linux lists them; elsewhere a scan of all processes takes milliseconds."""
     found: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         try:

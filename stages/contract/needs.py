@@ -1,4 +1,4 @@
-"""What a stage needs before anything runs: the facts that are known by then, and the question it answers."""
+"""Needs of a stage that are checked before anything runs, and the facts known by then."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ GLANCE, LOOK = 0.1, 0.4
 
 @dataclass(frozen=True)
 class InputFacts:
-    """What is known of one input before the run: its kind, its tables, which sources its rows come from.
+    """Facts about one input before the run; None stands for an unknown fact.
 
-    `kind`: of the artifact, or `external`. `tables`: name → columns; None where what makes it has not run and nobody
-    can say. `sources`: names of the external inputs that it descends from; None where unknown. `bytes`: of its stored
-    files, None where unknown. `look`: reads the first pages of those inputs, roughly as a stage will read them, for so many seconds, and
-    gives their texts and the share of all bytes that they are; None where nobody can. `model`: of a model, the one that is
-    there already and has its shape, tokenizer and chat template; None where unknown.
+    kind     kind of the artifact, or `external`
+    tables   name → columns
+    sources  names of the external inputs that it descends from
+    bytes    size of its stored files
+    look     a function that reads the first pages for a number of seconds and returns their texts and their share of all bytes
+    model    the existing model with the same shape, tokenizer and chat template
     """
 
     kind: str
@@ -35,10 +36,10 @@ class InputFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known before a run: of each input of the stage by name, and of the machine in bytes; the memory is None where another
-    machine or an accelerator does the work.
+    """Facts before a run: of each input by name, and of the machine in bytes.
 
-    An input that is left out has no entry; one that takes several artifacts has an entry for each.
+    `available_memory_bytes` is None if another machine or an accelerator does the work. An omitted input has no entry; an input of
+    several artifacts has an entry for each.
     """
 
     inputs: dict[str, tuple[InputFacts, ...]]

@@ -1,4 +1,4 @@
-"""`StageRun`: everything a stage may touch while it runs."""
+"""`StageRun`: the interface between a stage and its surroundings."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Hears how far a stage is: a progress bar, a user interface, or nobody."""
+    """An observer of a stage's progress, such as a progress bar."""
 
     def progress(self, stage: str, done: float, total: float, note: str) -> None:
-        """`done` of `total` units of the stage are finished."""
+        """Report that `done` of `total` units of the stage are finished."""
 
 
 class StageRun:
-    """The one argument through which a stage reads its surroundings and writes its artifact."""
+    """The argument through which a stage reads its surroundings and writes its artifact."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class StageRun:
     # --- computing -----------------------------------------------------------------------------------
 
     def map(self, function: Callable[..., Any], items: Iterable[Any], *args: Any, rows: int | None = None) -> Iterator[Any]:
-        """Results of `function(item, *args)` in order; `function` is module-level, args go to every call.
+        """Yield `function(item, *args)` for each item, in order; `function` must be module-level.
 
         `rows`: how many items there are, to show progress.
         """
@@ -71,7 +71,7 @@ class StageRun:
             yield result
 
     def parts(self, artifact: Artifact, table: str | None = None, columns: list[str] | None = None) -> list[Part]:
-        """The artifact's table cut into parts, for `map`."""
+        """Return the artifact's table cut into parts, for `map`."""
         return artifact.parts(table, columns, self._part_rows)
 
     def transform(
@@ -135,7 +135,7 @@ class StageRun:
         return [value for values in infos for value in values or ()]
 
     def _next(self, what: str) -> str:
-        """A name for one more call; a stage makes the same calls in every attempt."""
+        """Return the name of the next call; a stage makes the same calls in every attempt."""
         self._calls += 1
         return f"{what}{self._calls - 1}"
 
@@ -232,12 +232,12 @@ class StageRun:
 
     @property
     def folder(self) -> Path:
-        """Files put here become part of the artifact."""
+        """Return the folder whose files become part of the artifact."""
         return self._work.output
 
     @property
     def scratch(self) -> Path:
-        """A folder that survives a crash and is gone after the commit."""
+        """Return a folder that survives a crash and is deleted after the commit."""
         return self._work.scratch
 
     # --- telling -------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class StageRun:
     # --- chance --------------------------------------------------------------------------------------
 
     def seed(self, *names: Any) -> int:
-        """A 63-bit seed that depends on the configuration's seed and the given names alone."""
+        """Return a 63-bit seed derived from the configuration's seed and the names alone."""
         base = getattr(self.config, "seed", None)
         if base is None:
             raise PunaError(f"stage {self.stage}: its configuration has no seed; derive it from SeededConfig")
@@ -272,14 +272,14 @@ class StageRun:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
     def generator(self, *names: Any) -> np.random.Generator:
-        """A random generator seeded with `seed(*names)`."""
+        """Return a random generator seeded with `seed(*names)`."""
         import numpy as np
 
         return np.random.default_rng(self.seed(*names))
 
 
 def _table(rows: list[dict[str, Any]], name: str) -> pa.Table:
-    """Rows of a table given as dicts; columns that no row names are null."""
+    """Return rows given as dicts as a table; columns that no row names are null."""
     names: dict[str, None] = {}
     for row in rows:
         names.update(dict.fromkeys(row))
@@ -300,7 +300,7 @@ def _described(table: pa.Table, name: str) -> pa.Table:
 
 
 def _of_shard(value: Any, number: int, around: tuple[str, str | None] | None) -> Any:
-    """Of an argument that is rows of another table what the job of one shard needs."""
+    """Return the part of an argument that the job of one shard needs."""
     if isinstance(value, Exchange) and value.by == "shard":
         return value.parts[number]
     return value.within(*around) if around and isinstance(value, (Beside, Exchange)) else value

@@ -1,4 +1,4 @@
-"""What a worker does for `StageRun`: it reads the rows of one job, calls the stage's function and leaves what that made."""
+"""Jobs of `StageRun` in a worker: read rows, call the stage's function, write its tables."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def transformed(task: tuple[Job, list[Any]]) -> list[Staged]:
 
 
 def made_of(result: Any) -> tuple[Any, ...]:
-    """What a stage's function made: tables, or tables and a value."""
+    """Return a stage's result as a tuple: tables, or tables and a value."""
     return result if isinstance(result, tuple) else (result,)
 
 
 def _by_row(partition: Partition) -> tuple[pa.Table, Any]:
-    """The rows for one shard in the order of its rows; and their places."""
+    """Return the rows for one shard sorted by their places, and the places."""
     table = partition.read()
     row = table["row"].to_numpy()
     order = np.argsort(row, kind="stable")
@@ -85,12 +85,12 @@ def _counted_from(table: pa.Table, start: int) -> pa.Table:
 
 
 def _streamed(kind: str) -> str:
-    """The main table, where it is large: its rows must come in order. Others are held until the shard's end."""
+    """Return the main table's name if it is written in order, row by row; other tables are held until the shard's end."""
     return kind if kind in ("pages", "documents", "tokens") else ""
 
 
 def _numbered(outputs: Outputs, number: int, cut: int, span: tuple[str, str | None] | None, info: Any = None) -> list[Staged]:
-    """End the tables; one whose rows lie outside of the shard is no shard of it."""
+    """Finish the tables; a table with rows outside of the shard gets no shard number."""
     if not cut or span is None:
         return outputs.finish(info=info)
     found = outputs.finish(number=number, cut=cut, info=info)
@@ -104,13 +104,13 @@ def _numbered(outputs: Outputs, number: int, cut: int, span: tuple[str, str | No
 
 
 def _places(job: Job, start: int, stop: int) -> tuple[Any, Any]:
-    """Where rows lie, with sources counted as `Work.refers` does."""
+    """Return the places of rows, with sources numbered as in `Work.refers`."""
     source, row = job.rows.place(start, stop)
     return source + job.shift, row
 
 
 def _keep(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, keep: Any) -> None:
-    """Keep the rows that a filter says."""
+    """Keep the rows that a filter selects."""
     mask = np.asarray(keep, dtype=bool)
     if len(mask) != rows.num_rows:
         raise PunaError(f"a filter said {len(mask)} times whether one of {rows.num_rows} rows is kept")
@@ -123,7 +123,7 @@ def _keep(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, kee
 
 
 def _compare(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, made: pa.Table) -> None:
-    """Keep by reference the documents that came back as they were; others are written."""
+    """Keep unchanged documents by reference and write the others."""
     if _shared(made["id"], rows["id"]):
         at = np.arange(rows.num_rows)
     else:
@@ -149,7 +149,7 @@ def _compare(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, 
 
 
 def _shared(one: pa.ChunkedArray, other: pa.ChunkedArray) -> bool:
-    """Whether two columns are the same memory: then they need not be compared."""
+    """True if two columns share their memory and need no comparison."""
     if one.num_chunks != other.num_chunks:
         return False
     places = (
@@ -161,7 +161,7 @@ def _shared(one: pa.ChunkedArray, other: pa.ChunkedArray) -> bool:
 
 @dataclass(frozen=True)
 class Produce:
-    """One item of which tables are made. `shard`: number, cut and span, where they are one shard of them."""
+    """A job that makes tables of one item. `shard`: number, cut and span if the tables are one shard."""
 
     function: Callable[..., Any]
     item: Any
@@ -187,7 +187,7 @@ def produced(job: Produce) -> list[Staged]:
 
 @dataclass(frozen=True)
 class Scattering:
-    """One item whose rows are regrouped."""
+    """A job that regroups the rows of one item."""
 
     function: Callable[..., Any]
     item: Any
@@ -213,7 +213,7 @@ def scattered(job: Scattering) -> tuple[Scattered, str]:
 
 
 def _tables(made: Iterator[Any], values: list[Any]) -> Iterator[pa.Table]:
-    """The tables of an iterator; what else it gives last goes into `values`."""
+    """Yield the tables of an iterator; append anything else to `values`."""
     for one in made:
         if isinstance(one, pa.Table):
             yield one

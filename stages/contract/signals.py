@@ -1,8 +1,7 @@
-"""Signals: numbers and words about documents. Each is declared once: name, type, unit, meaning, and how it is found.
+"""Signals: numbers and words about documents, each declared once with name, type, unit, meaning and definition.
 
-A stage that finds a signal in its own way names it with `declare_signal`. One that follows from the document alone is a
-plain Python function, declared with `@signal`; `heuristics` measures it. Where compiled code measures it faster, the function
-stays as what the compiled field must equal.
+A stage with a method of its own declares a signal's name with `declare_signal`. A signal of the document alone is a plain Python
+function, declared with `@signal` and measured by `heuristics`. Compiled code may replace it; the tests compare the two.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ class Signal:
 
     @property
     def field(self) -> pa.Field:
-        """The column of the table `signals`."""
+        """Return the column of the table `signals`."""
         return pa.field(self.name, TYPES[self.kind], metadata={"meaning": self.meaning, "unit": self.unit})
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns of `documents` that the definition takes."""
+        """Return the columns of `documents` that the definition takes."""
         return tuple(inspect.signature(self.definition).parameters) if self.definition else ()
 
 
@@ -59,7 +58,7 @@ FAILURE = "failure"
 
 
 def declare_signal(name: str, kind: type, unit: str, meaning: str, *, optional: bool = False) -> Signal:
-    """Declare a signal that a stage finds in its own way. TypeError where another module has one of this name."""
+    """Declare a signal that a stage computes by itself. Raise TypeError if another module has one of this name."""
     frame = inspect.currentframe()
     caller = frame.f_back.f_globals["__name__"] if frame and frame.f_back else ""
     return _register(Signal(name, kind, unit, meaning, caller, optional))
@@ -104,7 +103,7 @@ def _register(made: Signal) -> Signal:
 
 
 def described(table: pa.Table) -> pa.Table:
-    """A table of signals with the declared types, units and meanings. PunaError names a column that is not declared."""
+    """Return a table of signals with the declared types, units and meanings; raise PunaError for an undeclared column."""
     for at, name in enumerate(table.schema.names):
         if name == "id":
             continue
@@ -119,7 +118,7 @@ def described(table: pa.Table) -> pa.Table:
 
 
 def check_measured(rows: int, values: dict[str, int]) -> None:
-    """PunaError where a signal is null for all rows that were measured and may not be. `values`: signal → how many are not null."""
+    """Raise PunaError if a signal that is not optional is null for all measured rows. `values`: signal → number of values."""
     for name, count in values.items():
         if rows > values.get(FAILURE, 0) and not count and not SIGNALS[name].optional:
             raise PunaError(

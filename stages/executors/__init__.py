@@ -1,4 +1,4 @@
-"""What `run.map` runs on: local processes, Dask or Ray, all with the shape of `concurrent.futures.Executor`."""
+"""Executors of `run.map`: local processes, Dask or Ray, all with the shape of `concurrent.futures.Executor`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ FORMS = "processes, dask, dask://HOST:PORT, ray or ray://HOST:PORT"
 
 
 def local(workers: int | None = None) -> PartExecutor | None:
-    """A pool of local processes, or None for one worker: it then works where it is asked."""
+    """Return a pool of local processes, or None for one worker: the caller's process then does the work."""
     count = workers or cores()
     return None if count == 1 else Processes(count)
 
 
 def connected(name: str, workers: int | None = None) -> PartExecutor | None:
-    """The executor that a person names; without an address, Dask and Ray are started on this machine with `workers` workers."""
+    """Return the executor of this name. Without an address, start Dask or Ray on this machine with `workers` workers."""
     engine, _, address = name.partition("://")
     if engine == "dask":
         from puna.stages.executors.dask_cluster import DaskCluster

@@ -1,4 +1,4 @@
-"""Looking whether anybody answers at an address, before an engine waits there for minutes."""
+"""A quick check of a cluster's address, before an engine waits for minutes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from puna.storage import PunaError
 
 
 def probed(engine: str, address: str) -> str:
-    """`HOST:PORT`, at which something answers; PunaError otherwise."""
+    """Return `HOST:PORT` if a connection succeeds; raise PunaError otherwise."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise PunaError(f"--executor {engine}://{address}: is no address; write {engine}://HOST:PORT")

@@ -32,8 +32,8 @@ LOOK_SECONDS = 5.0
 class DaskCluster(PartExecutor):
     """The workers of the Dask scheduler at `address`; without one, `workers` processes of this machine.
 
-    Dask itself begins a part again whose worker died, and, without counting, one whose result was lost with its worker:
-    each attempt is told to the driver by the worker, which gives a part up after `ATTEMPTS`.
+    Dask restarts a part if its worker dies. It also restarts, without counting, a part if its result is lost with the worker.
+    So each worker reports each attempt, and the driver gives a part up after `ATTEMPTS`.
     """
 
     def __init__(self, address: str, workers: int) -> None:
@@ -71,11 +71,11 @@ class DaskCluster(PartExecutor):
 
     @property
     def slots(self) -> int:
-        """Two parts a thread: while one is computed, the next one is there."""
+        """Return two parts a thread, so that the next part is there before the current one ends."""
         return 2 * self._threads
 
     def has_device(self) -> bool:
-        """Whether a worker was started with `--resources GPU=1`."""
+        """True if a worker was started with `--resources GPU=1`."""
         self._look()
         return self._devices
 
@@ -84,7 +84,7 @@ class DaskCluster(PartExecutor):
         return super()._submit(part)
 
     def _look(self) -> None:
-        """Count the workers anew, now and then: they come and go. Never from the client's own loop, which must not wait."""
+        """Count the workers again after `LOOK_SECONDS`. Never call this in the client's loop, which must not wait."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -131,7 +131,7 @@ class DaskCluster(PartExecutor):
             return key in self._begun and self._begun[key][2] > ATTEMPTS
 
     async def _attempted(self, event: tuple[float, Any]) -> None:
-        """A worker says that it begins a part."""
+        """Count an attempt that a worker reports."""
         key = event[1]
         with self._begun_lock:
             if key not in self._begun:
@@ -142,7 +142,7 @@ class DaskCluster(PartExecutor):
             await future.cancel()
 
     def _end(self) -> None:
-        """See `PartExecutor`. Dask lets a call that was begun go on, but nobody waits for it any more."""
+        """Cancel the parts under way. Dask finishes a started call, but nobody waits for it."""
         with self._begun_lock:
             for _, future, _ in self._begun.values():
                 self._client.loop.add_callback(future.cancel)
@@ -155,7 +155,7 @@ class DaskCluster(PartExecutor):
 
 
 def _compute(topic: str, key: str, payload: bytes) -> Answer:
-    """In a worker of Dask: compute a part, after saying so."""
+    """Compute a part in a worker of Dask, after reporting the attempt."""
     from distributed import get_worker
 
     get_worker().log_event(topic, key)

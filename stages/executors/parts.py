@@ -1,4 +1,4 @@
-"""The driver's side of every executor: parts under way, attempts counted, results in order."""
+"""The driver's side of every executor: parts under way, attempts, ordered results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AHEAD = 64
 
 
 class Part:
-    """One call on its way: what a worker is sent, how often that was tried, the future that its caller holds."""
+    """A call under way: its packed form, its attempts, its caller's future."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: bool) -> None:
         self.name = getattr(function, "__qualname__", str(function))
@@ -30,7 +30,7 @@ class Part:
 
 
 class PartFuture(Future[Any]):
-    """A future that knows its bytes: those of the arguments until it is done, then those of the result."""
+    """A future with a size in bytes: of the arguments until it is done, then of the result."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ class PartFuture(Future[Any]):
 
 
 class PartExecutor(Executor):
-    """An executor whose workers may die: a part of a dead worker is begun again, at most `ATTEMPTS` times in all.
+    """An executor that survives dead workers: it starts a lost part again, at most `ATTEMPTS` times in all.
 
-    An engine gives `slots`, how many parts may be with its workers at one time, and `_begin`, which sends a part away and
-    sees to it that `_answered` or `_lost` is called once, from any thread. `cpu_seconds` and `resident_bytes` are those of
-    the parts so far: the sum, and the largest worker. `below`: the workers are processes below this one, or else of a cluster.
+    An engine defines `slots` and `_begin`, which sends a part and calls `_answered` or `_lost` once, from any thread.
+    `cpu_seconds` is the sum over all parts, `resident_bytes` the memory of the largest worker.
+    `below`: the workers are processes below this one, not of a cluster.
     """
 
     below = True
@@ -58,22 +58,22 @@ class PartExecutor(Executor):
 
     @property
     def slots(self) -> int:
-        """How many parts may be with the workers at one time."""
+        """Return the number of parts that may be with the workers at one time."""
         raise NotImplementedError
 
     def has_device(self) -> bool:
-        """Whether a worker offers an accelerator."""
+        """True if a worker offers an accelerator."""
         return False
 
     def _begin(self, part: Part) -> None:
         raise NotImplementedError
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PartFuture:
-        """Have `function(*args, **kwargs)` computed by a worker."""
+        """Submit `function(*args, **kwargs)` to a worker."""
         return self._submit(Part(function, args, kwargs, device=False))
 
     def submit_to_device(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PartFuture:
-        """Have it computed by a worker that has an accelerator."""
+        """Submit a call to a worker that has an accelerator."""
         return self._submit(Part(function, args, kwargs, device=True))
 
     def _submit(self, part: Part) -> PartFuture:
@@ -118,7 +118,7 @@ class PartExecutor(Executor):
         self._advance()
 
     def _lost(self, part: Part, reason: str) -> None:
-        """The worker that had the part is gone."""
+        """Start a part again whose worker ended, or fail it after `ATTEMPTS`."""
         if part.attempts >= ATTEMPTS or self._closed:
             said = f"{part.attempts} times, which is as often as it is tried" if part.attempts > 1 else "once"
             self._failed(
@@ -167,7 +167,7 @@ class PartExecutor(Executor):
                 part.future.set_exception(PunaError(f"{part.name}: stopped before it was begun again"))
 
     def _wait(self, seconds: float | None) -> bool:
-        """Whether nothing is under way, at the latest after so many seconds."""
+        """Wait at most `seconds`; True if nothing is under way."""
         with self._settled:
             return self._settled.wait_for(lambda: not self._running and not self._waiting, seconds)
 
@@ -182,10 +182,10 @@ class PartExecutor(Executor):
 def ordered(
     executor: Executor | None, function: Callable[..., Any], items: Iterable[Any], arguments: tuple[Any, ...], ahead: int = AHEAD
 ) -> Iterator[Any]:
-    """Results of `function(item, *arguments)` in the order of `items`.
+    """Yield `function(item, *arguments)` in the order of `items`.
 
-    Under way are at most `ahead` of them (more where an executor has more slots than that), and no more than
-    `BYTES_UNDER_WAY` bytes of arguments and results, or one.
+    At most `ahead` calls are under way (or as many as the executor has slots), with at most `BYTES_UNDER_WAY` bytes of arguments
+    and results; one call is always allowed.
     """
     if executor is None:
         for item in items:

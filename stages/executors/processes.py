@@ -22,12 +22,12 @@ SAVE_SECONDS = 20.0
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Processes(PartExecutor):
-    """Local processes that share the cores evenly, each in a pool of its own: one that is killed takes no other with it."""
+    """Local processes that share the cores evenly, each in a pool of its own, so that a killed one takes no other with it."""
 
     def __init__(self, workers: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Processes(PartExecutor):
 
     @property
     def slots(self) -> int:
-        """One part a process."""
+        """Return one part per process."""
         return self._workers
 
     def _begin(self, part: Part) -> None:
@@ -92,7 +92,7 @@ class Processes(PartExecutor):
 
 
 class _Worker(SpawnProcess):
-    """A process whose libraries use `threads` threads each: its environment says so before they are loaded."""
+    """A process whose environment limits its libraries to `threads` threads before they are loaded."""
 
     threads = 1
 
@@ -112,7 +112,7 @@ class _Worker(SpawnProcess):
 
 
 class _Context(SpawnContext):
-    """Starts workers of `threads` threads each, and knows them."""
+    """A context that starts workers of `threads` threads each and lists them."""
 
     def __init__(self, threads: int) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class _Context(SpawnContext):
         self.made: list[SpawnProcess] = []
 
     def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]
-        """A worker that is to be started."""
+        """Return a worker that is not started yet."""
         made = _Worker(*args, **kwargs)
         made.threads = self._threads
         self.made = [*(worker for worker in self.made if worker.exitcode is None), made]

@@ -55,11 +55,11 @@ class RayCluster(PartExecutor):
 
     @property
     def slots(self) -> int:
-        """Two parts a core: while one is computed, the next one is there."""
+        """Return two parts a core, so that the next part is there before the current one ends."""
         return max(1, 2 * int(self._resources.get("CPU", 1)))
 
     def has_device(self) -> bool:
-        """Whether the cluster has a GPU."""
+        """True if the cluster has a GPU."""
         return self._resources.get("GPU", 0) >= 1
 
     def _begin(self, part: Part) -> None:

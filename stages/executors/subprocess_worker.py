@@ -1,4 +1,4 @@
-"""A process that does jobs one at a time, and is ended with all it started when one takes too long: for code of anybody's."""
+"""A process that does jobs of untrusted code one at a time, killed with its children when a job takes too long."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Work = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Apart:
-    """The process; it is started with the first job, and again after one that did not come to its end or where modules were added.
+    """A process that starts with the first job, and again after a failed job or when modules were added.
 
-    `work`, a function of a module, does a job: JSON in, JSON out. The process ends with its parent, whose end closes its pipe.
+    `work`, a function of a module, does a job: JSON in, JSON out. The process ends with its parent, when the pipe closes.
     """
 
     def __init__(self, work: Work) -> None:
@@ -40,9 +40,9 @@ class Apart:
         self._lock = threading.Lock()
 
     def ask(self, job: dict[str, Any], seconds: float, memory_mb: int | None = None) -> dict[str, Any] | str:
-        """What becomes of a job; or why nothing does: it took longer than `seconds`, or ended the process.
+        """Return a job's result, or a sentence on its failure: it took longer than `seconds`, or ended the process.
 
-        `memory_mb`: how much memory the process may take beyond what it has when it was started (Linux).
+        `memory_mb`: memory beyond that at the start that the process may take (Linux).
         """
         with self._lock:
             if self._process is None or self._loaded != (sys.path, plugins.added()):
@@ -80,7 +80,7 @@ class Apart:
             raise RuntimeError(f"the process for {self._work.__module__} did not start: {said}")
 
     def _exchange(self, job: dict[str, Any], seconds: float) -> dict[str, Any] | str:
-        """What the process says of a job, or why it says nothing."""
+        """Return the process's answer to a job, or a sentence on its failure."""
         assert self._process is not None and self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
@@ -108,7 +108,7 @@ class Apart:
 
 
 def serve() -> None:
-    """In the process: read jobs as lines, write answers as lines. What the work prints goes nowhere."""
+    """Read jobs as lines and write answers as lines, in the process itself; discard what the work prints."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -125,7 +125,8 @@ def serve() -> None:
     for line in sys.stdin.buffer:
         asked = json.loads(line)
         if asked["memory_mb"] is not None and not limited:
-            limited = _limit(asked["memory_mb"])
+            _limit(asked["memory_mb"])
+            limited = True
         # The parent ends this process in time; should it be gone, the alarm does, whatever the work is busy with.
         signal.setitimer(signal.ITIMER_REAL, asked["seconds"] + GRACE_SECONDS)
         answer = work(asked["job"])
@@ -133,9 +134,8 @@ def serve() -> None:
         say(answer)
 
 
-def _limit(memory_mb: int) -> bool:
-    """Bound the memory of this process: so much beyond what it has now. Only Linux tells and bounds it."""
+def _limit(memory_mb: int) -> None:
+    """Limit this process's memory beyond its present size; only Linux reports and enforces it."""
     with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (memory_mb << 20),) * 2)
-    return True

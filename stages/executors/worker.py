@@ -1,4 +1,4 @@
-"""What runs in a worker, whichever engine started it: one part of the work, packed by the driver."""
+"""The work of one part in a worker of any engine, as packed by the driver."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from puna.storage import PunaError
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a process computes with: its Python, Puna's sources, the plugins and the libraries."""
+    """The versions that a process computes with: Python, Puna's sources, the plugins, the libraries."""
 
     python: str
     code: str
@@ -34,7 +34,7 @@ class Fingerprint:
     libraries: dict[str, str]
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """What `other` has in place of what is here, one phrase each."""
+        """Return one phrase for each version in which `other` differs."""
         found = []
         if self.python != other.python:
             found.append(f"Python {other.python} instead of {self.python}")
@@ -48,21 +48,21 @@ class Fingerprint:
 
 
 def fingerprint() -> Fingerprint:
-    """The fingerprint of this process."""
+    """Return the fingerprint of this process."""
     files = {name: sources.seen(Path(file)) for name, file in plugins.added().items() if file}
     return Fingerprint(platform.python_version(), sources.whole(), files | _packages(), libraries.installed())
 
 
 @functools.cache
 def _packages() -> dict[str, str]:
-    """The installed packages that offer plugins, and their versions."""
+    """Return the installed packages that offer plugins, and their versions."""
     dists = [entry.dist for group in GROUPS for entry in entry_points(group=group) if entry.dist is not None]
     return {dist.name: dist.version for dist in dists}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a part: its result, pickled, or the error that it raised; what it cost; or why the worker refused it."""
+    """The outcome of a part: its pickled result or error, its cost, or the worker's refusal."""
 
     result: bytes = b""
     error: bytes = b""
@@ -71,7 +71,7 @@ class Answer:
     resident_bytes: int = 0
 
     def value(self) -> Any:
-        """The result; raises the part's error."""
+        """Return the result, or raise the part's error."""
         if self.refused:
             raise PunaError(self.refused)
         if self.error:
@@ -80,7 +80,7 @@ class Answer:
 
 
 def packed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """A part as a worker takes it. What the driver's `__main__` defines (a notebook, a script) travels with it."""
+    """Pack a part for a worker, with what the driver's `__main__` (a notebook, a script) defines."""
     call = cloudpickle.dumps((function, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
     return pickle.dumps((asdict(fingerprint()), plugins.added(), call), protocol=pickle.HIGHEST_PROTOCOL)
 
@@ -100,7 +100,7 @@ def compute(payload: bytes) -> Answer:
 
 
 def _refused(asked: Fingerprint, modules: dict[str, str]) -> str:
-    """Why this worker must not compute for that driver; empty when it computes with the same things."""
+    """Return the reason why this worker must not compute for that driver; empty if both compute with the same versions."""
     here = f"the worker on {socket.gethostname()} (process {os.getpid()})"
     for name, file in modules.items():
         if name not in plugins.added():
@@ -116,7 +116,7 @@ def _refused(asked: Fingerprint, modules: dict[str, str]) -> str:
 
 
 def _portable(error: Exception) -> bytes:
-    """An error that can be unpickled in the driver, with the worker's traceback as a note."""
+    """Return an error that the driver can unpickle, with the worker's traceback as a note."""
     note = f"in a worker on {socket.gethostname()}:\n" + "".join(traceback.format_exception(error)).rstrip()
     error.add_note(note)
     try:
