@@ -1,1 +1,1 @@
-"""The code that an artifact's key stands for."""
+"""The code identity of a stage, which an artifact's key covers."""

@@ -1,4 +1,4 @@
-"""Modules as what they bind: the statements behind each name, and the imports, as this process read them from their files."""
+"""Modules as bindings: the statements behind each name, and the imports, as this process read them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ Target = tuple[str, str | None]
 class Module:
     """The top-level bindings of one source file.
 
-    `symbols`: name → the statements that bind or change it. `imports`: name → what it may be, first-party, in the order of the
-    statements. `foreign`: name → where an unconditional import from outside Puna takes it. `numerics`: name → the version of the numbers
-    that a tensor operation computes, as the module's `NUMERICS` declares it.
+    symbols   name → the statements that bind or change it
+    imports   name → its possible first-party targets, in the order of the statements
+    foreign   name → the target of an unconditional import from outside Puna
+    numerics  name → version of a tensor operation's numbers, as the module's `NUMERICS` declares it
     """
 
     name: str
@@ -37,14 +38,14 @@ class Module:
     _canonical: dict[int, tuple[ast.AST, list[ast.AST]]] = field(default_factory=dict)
 
     def canonical(self, node: ast.AST) -> tuple[ast.AST, list[ast.AST]]:
-        """See `canonical`; one statement may bind several names."""
+        """Return `canonical(node)`, computed once: one statement may bind several names."""
         if id(node) not in self._canonical:
             self._canonical[id(node)] = canonical(node)
         return self._canonical[id(node)]
 
 
 def load(name: str) -> Module:
-    """The parsed bindings of module `name`; PunaError where its file is no longer what this process imported."""
+    """Return the parsed bindings of module `name`; raise PunaError if its file changed since this process imported it."""
     file = source_file(name)
     if file is not None:
         return _read(name, file)
@@ -71,7 +72,7 @@ def is_module(name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_followed(origin: str) -> bool:
-    """Whether what an import names comes from a module that is followed."""
+    """True if an import's target lies in a module that is followed."""
     top = origin.split(".")[0]
     return top == "puna" or (top not in sys.stdlib_module_names and source_file(top) is not None)
 
@@ -118,7 +119,7 @@ def _parse(name: str, file: Path, content: str) -> Module:
 
 
 def origins(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
-    """Local name → what an import binds to it, dotted."""
+    """Return local name → dotted origin for each name that an import binds."""
     if isinstance(node, ast.Import):
         return {alias.asname or alias.name.split(".")[0]: alias.name if alias.asname else alias.name.split(".")[0] for alias in node.names}
     base = "puna." if node.level else f"{node.module}."
@@ -126,7 +127,7 @@ def origins(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
 
 
 def imported(node: ast.Import | ast.ImportFrom, where: str) -> dict[str, Target]:
-    """Local name → (module, symbol or None) for the first-party names that an import binds."""
+    """Return local name → (module, symbol or None) for the first-party names that an import binds."""
     found: dict[str, Target] = {}
     if isinstance(node, ast.Import):
         for alias in node.names:

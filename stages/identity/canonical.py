@@ -1,4 +1,4 @@
-"""A statement without what changes nothing that a stage writes: docstrings, annotations, bounds, error texts, names of locals.
+"""Canonical statements: without docstrings, annotations, bounds, error texts and local names, which change no output.
 
 Only the standard library, as in `syntax`.
 """
@@ -23,10 +23,10 @@ SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 
 
 def canonical(node: ast.AST) -> tuple[ast.AST, list[ast.AST]]:
-    """The statement without those, and the annotations of its classes' fields: what they name is reached, they do not count, but for
-    what `Annotated` adds to a type (a rule of `select` stands there).
+    """Return the canonical statement, and the annotations of its classes' fields.
 
-    The tree itself is changed.
+    An annotation's names are reached but not hashed, except for the arguments of `Annotated` (such as a rule of `select`).
+    The tree is changed in place.
     """
     worker = _Canonical()
     return worker.visit(node), worker.annotations
@@ -34,7 +34,7 @@ def canonical(node: ast.AST) -> tuple[ast.AST, list[ast.AST]]:
 
 @dataclass
 class Scope:
-    """The names of a function, a class or a comprehension: those that get a number, and those that keep their name."""
+    """The names of a function, a class or a comprehension: numbered ones, and ones that keep their name."""
 
     renamed: dict[str, str] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
@@ -184,7 +184,7 @@ def _arguments(arguments: ast.arguments) -> list[ast.arg]:
 
 
 def _inside(nodes: Sequence[ast.AST], comprehensions: bool = False) -> list[ast.AST]:
-    """The nodes of a scope in the order of the text, without those of the scopes in it; a walrus leaves a comprehension."""
+    """Return the nodes of a scope in the order of the text, without nested scopes; a walrus leaves a comprehension."""
     found: list[ast.AST] = []
     todo = list(reversed(nodes))
     while todo:
@@ -196,7 +196,7 @@ def _inside(nodes: Sequence[ast.AST], comprehensions: bool = False) -> list[ast.
 
 
 def _bound(inside: Iterable[ast.AST]) -> Iterator[str]:
-    """Names that the nodes of a scope bind in it."""
+    """Yield the names that the nodes of a scope bind in it."""
     for node in inside:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
             yield node.id
@@ -211,7 +211,7 @@ def _bound(inside: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def _kept(inside: Iterable[ast.AST]) -> set[str]:
-    """Names of a scope that stay what they are: imports, functions, classes, and what belongs to another scope."""
+    """Return the names of a scope that stay: imports, functions, classes, and names of other scopes."""
     found: set[str] = set()
     for node in inside:
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -234,7 +234,7 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _added(annotation: ast.expr) -> Iterator[ast.expr]:
-    """What `Annotated` adds to a type, anywhere in an annotation, in quotes too."""
+    """Yield the arguments that `Annotated` adds to a type, anywhere in an annotation, also in quotes."""
     for node in ast.walk(annotation):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "Annotated" in node.value:
             with suppress(SyntaxError):
@@ -245,7 +245,7 @@ def _added(annotation: ast.expr) -> Iterator[ast.expr]:
 
 
 def _is_bare_field(node: ast.AST) -> bool:
-    """A `Field` that only bounds or describes."""
+    """True for a `Field` that only bounds or describes."""
     return isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Field" and not node.args and not node.keywords
 
 

@@ -1,12 +1,11 @@
-"""The version of a stage's code: a hash over the syntax trees of everything first-party that it reaches.
+"""The version of a stage's code: a hash over the syntax trees of all first-party code that it reaches.
 
-From the stage's function and its configuration the names they use are followed, through imports (also those inside functions), to
-functions, classes and constants of Puna, of plugins and of a user's own modules. Comments, docstrings, annotations, bounds, error
-texts, names of local variables and formatting do not count, nor does the module in which a symbol stands: code may move. Of a tensor
-operation count its reference and the version that its module's `NUMERICS` declares, not the loops, tiles and Triton programs that
-compute it (`tests/identity/numerics.py` compares the bits). Data files that reached code opens do count, and so do the versions of the
-libraries that it uses (see `libraries`). The contract and the store are not followed: they move artifacts and do not decide their
-content; `FORMAT`, here and of the manifest, stands for them.
+The names in the stage's function and configuration are followed, through imports (also inside functions), to functions, classes
+and constants of Puna, of plugins and of a user's modules. Comments, docstrings, annotations, bounds, error texts, local names and
+formatting do not count; neither does a symbol's module: code may move. A tensor operation counts by its reference and by the
+version in its module's `NUMERICS`, not by its loops, tiles and Triton programs (`tests/identity/numerics.py` compares the bits).
+Data files that the code opens count, and the versions of its libraries (see `libraries`). The contract and the store are not
+followed: they move artifacts and do not decide their content. `FORMAT`, here and of the manifest, stands for them.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ OUTSIDE = ("puna.storage", "puna.stages.contract", "puna.stages.identity", "puna
 
 
 def symbols(stage: Stage, named: Iterable[Name] = ()) -> dict[str, str]:
-    """What decides what a stage makes, apart from its configuration's values and inputs: name → hash or version.
+    """Return name → hash or version of all code that decides a stage's output, apart from its configuration and inputs.
 
-    `named`: the symbols that the configuration names, which are reached too.
+    `named`: further symbols, which the configuration names.
     """
     if stage.version:
         return reached(*named) | {"version": stage.version}
@@ -49,7 +48,7 @@ def symbols(stage: Stage, named: Iterable[Name] = ()) -> dict[str, str]:
 
 
 def check_unedited(stage: Stage, named: Iterable[Name] = ()) -> None:
-    """PunaError where a file that the stage reaches is no longer what this process imported or read."""
+    """Raise PunaError if a file that the stage reaches changed since this process read it."""
     sources.check(_reach(*([] if stage.version else _roots(stage)), *named).files)
 
 
@@ -79,7 +78,7 @@ def reached(*roots: Name) -> dict[str, str]:
 
 
 def _reach(*roots: Name) -> Reach:
-    """What these symbols reach: as it was kept, or found out."""
+    """Return the reach of these symbols, from the cache or by following them."""
     found = kept(roots)
     if found is None:
         followed = _followed(*roots)
@@ -96,7 +95,7 @@ def _reach(*roots: Name) -> Reach:
 
 @dataclass
 class Followed:
-    """What was reached: the symbols by (module, name), and the source files that they come from."""
+    """The result of following code: symbols by (module, name), and their source files."""
 
     symbols: dict[Name, Symbol] = field(default_factory=dict)
     sources: set[Path] = field(default_factory=set)
@@ -133,7 +132,7 @@ class Followed:
         return [name for name in sorted(self.symbols) if name[0] == module] if is_module(module) else []
 
     def data(self) -> Iterator[tuple[str, Path]]:
-        """The data files, each with the module that opens it."""
+        """Yield the data files, each with the module that opens it."""
         said = {word for symbol in self.symbols.values() for word in symbol.texts}
         for (where, _), symbol in self.symbols.items():
             for opened in symbol.opened:
@@ -174,7 +173,7 @@ def _followed(*roots: Name) -> Followed:
 class Symbol:
     """One binding: the hash of its statements, and the first-party names, data files, texts and libraries that it uses.
 
-    `uses` are in the order of the text and repeat where it does; modules in it are not part of the hash.
+    `uses` are in the order of the text, with repetitions; modules in it are not part of the hash.
     """
 
     hash: str
@@ -240,7 +239,7 @@ _SILENT = frozenset(sys.stdlib_module_names) - {"re", "unicodedata"}
 
 @lru_cache(maxsize=65536)
 def _constant(source: Module, name: str, depth: int = 0) -> data_files.Value:
-    """The path or text that a name of a module stands for, followed through first-party imports."""
+    """Return the path or text of a module's name, followed through first-party imports."""
     if name == "__file__":
         return source.file
     bindings = source.symbols.get(name, [])
@@ -254,7 +253,7 @@ def _constant(source: Module, name: str, depth: int = 0) -> data_files.Value:
 
 
 def version(symbols: dict[str, str]) -> str:
-    """One hash for a set of reached symbols, 64 hex digits."""
+    """Return one hash for a set of reached symbols, 64 hex digits."""
     return code_version(symbols)
 
 
@@ -311,7 +310,7 @@ def _hash(parts: Iterable[str]) -> str:
 
 
 def _found_packages(nodes: list[ast.AST]) -> Iterator[str]:
-    """Libraries whose files are read without importing them: `find_spec("name")`, `files("name")`."""
+    """Yield libraries whose files are read without an import: `find_spec("name")`, `files("name")`."""
     for node in nodes:
         if isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.args[0], ast.Constant):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -320,7 +319,7 @@ def _found_packages(nodes: list[ast.AST]) -> Iterator[str]:
 
 
 def _beside(words: Iterable[str], folder: Path) -> Iterator[data_files.Opened]:
-    """Files beside the module, or in the folder `data` there, that a string names."""
+    """Yield files beside the module, or in its folder `data`, that a string names."""
     for word in words:
         for path in (folder / word, folder / "data" / word):
             if path.is_file():

@@ -1,4 +1,4 @@
-"""The data files that a statement opens: path expressions evaluated without running them."""
+"""The data files that a statement opens, from path expressions evaluated without running them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Lookup = Callable[[str], Value]
 
 @dataclass(frozen=True)
 class Opened:
-    """A file; or a folder in which a name that is not known is opened: `names` says whether it is one written elsewhere in the code."""
+    """A file, or a folder in which an unknown name is opened. `names`: the name is a string elsewhere in the code."""
 
     path: Path
     names: bool = False
 
 
 def opened(node: ast.AST, lookup: Lookup) -> Iterator[Opened]:
-    """Files and folders that the paths in a statement mean. A folder that is only given a name is not opened by that."""
+    """Yield the files and folders that the paths in a statement mean; a folder that is only assigned to a name is not opened."""
     if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(path := value(node.value, lookup), Path) and path.is_dir():
         return
     yield from _opened(node, lookup, names=False)
@@ -44,7 +44,7 @@ def _opened(node: ast.AST | None, lookup: Lookup, names: bool) -> Iterator[Opene
 
 
 def value(node: ast.AST | None, lookup: Lookup) -> Value:
-    """The path or text that an expression stands for, where that can be told without running it."""
+    """Return the path or text of an expression if it follows without running code."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.Name):
@@ -89,7 +89,7 @@ def _called(node: ast.Call, lookup: Lookup) -> Value:
 
 
 def texts(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """The strings that may name a file."""
+    """Yield the strings that may name a file."""
     for inner in nodes:
         word = inner.value if isinstance(inner, ast.Constant) else None
         if isinstance(word, str) and 0 < len(word) < 100 and word[0] not in "./" and all(c.isalnum() or c in "._-/" for c in word):
@@ -97,7 +97,7 @@ def texts(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def below(folder: Path) -> list[Path]:
-    """The data files in a folder and the folders below it."""
+    """Return the data files in a folder and below it."""
     found = []
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))

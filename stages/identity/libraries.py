@@ -1,4 +1,4 @@
-"""Which libraries decide what a stage writes, and their versions."""
+"""Libraries that decide a stage's output, and their versions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORKERS = (
 
 @functools.cache
 def version_in_key(module: str) -> str:
-    """What the version of a top-level module adds to a key; empty where it decides no content."""
+    """Return the part of a key for a top-level module's version; empty if the module decides no content."""
     if module in CARRIERS:
         return ""
     if module in ("re", "unicodedata"):
@@ -39,14 +39,16 @@ def version_in_key(module: str) -> str:
 
 @functools.cache
 def installed() -> dict[str, str]:
-    """The versions of the libraries that driver and workers must share; a process has one of each."""
+    """Return the versions of the libraries that driver and workers must share; a process has one of each."""
     found = {name: _version(name) for name in WORKERS}
     return {name: version for name, version in found.items() if version}
 
 
 def _brings(distribution: importlib.metadata.Distribution, module: str) -> bool:
-    """Whether a top-level module comes from a distribution, as `packages_distributions` tells: it reads every file's name as a path,
-    which takes half a second."""
+    """True if a top-level module comes from a distribution.
+
+    It agrees with `packages_distributions`, which takes half a second because it parses every file's name as a path.
+    """
     declared = (distribution.read_text("top_level.txt") or "").split()
     if declared:
         return module in declared

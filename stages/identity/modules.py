@@ -1,4 +1,4 @@
-"""Which modules are followed, and where their source lies: Puna's, those of plugins, and a user's own beside them."""
+"""Modules that are followed and their source files: Puna's, those of plugins, and a user's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _places: dict[str, Path] = {}
 
 
 def source_file(name: str) -> Path | None:
-    """The source file of a module that is followed; None for one of an installed library, and for a name that is no module."""
+    """Return the source file of a module that is followed; None for a library's module or an unknown name."""
     top, *rest = name.split(".")
     if top == "puna":
         return _found(sources.ROOT.joinpath(*rest)) if rest else None
@@ -27,7 +27,7 @@ def source_file(name: str) -> Path | None:
 
 
 def is_library(name: str) -> bool:
-    """Whether a module is Python's own or one of an installed distribution without plugins."""
+    """True for a module of Python or of an installed distribution without plugins."""
     if name.split(".")[0] in sys.stdlib_module_names:
         return True
     try:
@@ -37,7 +37,7 @@ def is_library(name: str) -> bool:
 
 
 def notebook() -> str:
-    """The cells that were run so far, where `__main__` is a notebook; empty elsewhere."""
+    """Return the cells run so far if `__main__` is a notebook; otherwise ""."""
     cells = getattr(sys.modules["__main__"], "In", None)
     return "\n".join(map(str, cells)) if isinstance(cells, list) else ""
 
@@ -47,7 +47,7 @@ def _found(path: Path) -> Path | None:
 
 
 def _searched(top: str, rest: list[str]) -> Path | None:
-    """Where a module that is not loaded yet would come from; nothing is imported."""
+    """Return the file from which Python would import a module, without importing it."""
     if top in sys.stdlib_module_names or top == "__main__":
         return None
     if top not in _places:
@@ -63,7 +63,7 @@ def _searched(top: str, rest: list[str]) -> Path | None:
 
 
 def _is_own(top: str, file: Path) -> bool:
-    """Whether a module is followed: it offers plugins, or comes from no installed distribution."""
+    """True if a module is followed: it offers plugins, or comes from no installed distribution."""
     if top in sys.stdlib_module_names:
         return False
     return top in _offering() or not {"site-packages", "dist-packages"} & set(file.parts)
@@ -77,6 +77,6 @@ def installed(path: tuple[str, ...]) -> EntryPoints:
 
 @functools.cache
 def _offering() -> frozenset[str]:
-    """The top-level modules that entry points of our groups name."""
+    """Return the top-level modules that entry points of our groups name."""
     everything = installed(tuple(sys.path))
     return frozenset(entry.value.split(":")[0].split(".")[0] for group in GROUPS for entry in everything.select(group=group))

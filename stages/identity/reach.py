@@ -1,8 +1,7 @@
-"""What code reaches, kept for the next process: following it takes seconds, and it rarely changes.
+"""A cache of the code that symbols reach: following it takes seconds, and it rarely changes.
 
-What was kept counts while every source that was reached is the one that it was made of, the same files lie in Puna's folders, and
-it was found out by the same contract under the same Python. A damaged file counts for nothing. Only what reaches nothing but Puna's
-own sources is kept: beside a user's module another data file may appear at any time.
+An entry is valid while every source file it was built from, the list of Puna's files, the analyser's own code and Python are
+unchanged. A damaged entry is ignored. Only code within Puna is cached: beside a user's module another data file may appear.
 """
 
 from __future__ import annotations
@@ -26,10 +25,13 @@ FOLDER = "code"
 
 @dataclass(frozen=True)
 class Reach:
-    """What some symbols reach. `symbols`: `module.symbol` → hash. `sources`: the files that they come from, with their digests.
+    """The reach of some symbols.
 
-    `data`: the data files that they open, with the name that each has in a key. `libraries`: top-level modules from outside.
-    `meaning`: one hash of the symbols and of what each uses, wherever they stand.
+    symbols    `module.symbol` → hash
+    sources    their source files, with digests
+    data       the data files that they open, with the name that each has in a key
+    libraries  top-level modules from outside
+    meaning    one hash of the symbols and of their uses, wherever they stand
     """
 
     symbols: dict[str, str]
@@ -40,7 +42,7 @@ class Reach:
 
     @property
     def files(self) -> list[str]:
-        """All files that were read."""
+        """Return all files that were read."""
         return [*sorted(self.sources), *(file for _, file in self.data)]
 
 
@@ -49,9 +51,9 @@ _known: dict[str, Reach] = {}
 
 
 def kept(roots: Sequence[tuple[str, str]]) -> Reach | None:
-    """What was found before that these symbols (module, name) reach; None where that does not hold, or nothing is kept.
+    """Return the cached reach of these symbols (module, name), or None if there is no valid entry.
 
-    PunaError where a source is no longer what this process imported.
+    Raise PunaError if a source changed since this process imported it.
     """
     if not _own(roots):
         return None
@@ -70,7 +72,7 @@ def kept(roots: Sequence[tuple[str, str]]) -> Reach | None:
 
 
 def _read(roots: Sequence[tuple[str, str]], of: str) -> Reach:
-    """What an earlier process kept; raises where that is damaged, or depends on something else."""
+    """Return a cached entry; raise an error if it is damaged or out of date."""
     data = json.loads(_file(roots).read_bytes())
     if data["of"] != of or data["checksum"] != _checksum(data["reach"]):
         raise ValueError
@@ -95,12 +97,12 @@ def _own(names: Iterable[Sequence[str]]) -> bool:
 
 
 def _file(roots: Sequence[tuple[str, str]]) -> Path:
-    """One file for the symbols of one checkout, written anew when they reach something else."""
+    """Return the cache file for these symbols of this checkout; a new reach overwrites it."""
     return cache.folder() / FOLDER / f"{hashlib.sha256(json.dumps([str(sources.ROOT), *roots]).encode()).hexdigest()[:32]}.json"
 
 
 def _of(roots: Sequence[tuple[str, str]]) -> str:
-    """What the result depends on beside the sources that were reached."""
+    """Return a digest of everything a cached entry depends on beside its source files."""
     return json.dumps([platform.python_version(), sources.contract(), sources.listing(), *roots])
 
 

@@ -1,4 +1,4 @@
-"""The source of Puna as this process runs it: read once, at its start; what is edited later is another program."""
+"""Puna's source as this process runs it, read once at its start; a later edit is another program."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SETTLED = 1.0
 
 
 def digest(file: Path) -> str:
-    """sha256 of a file's bytes, its first 16 hex digits."""
+    """Return the first 16 hex digits of the sha256 of a file."""
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def _started() -> float:
-    """When this process began, in seconds since 1970; Python has not imported anything by then."""
+    """Return the start time of this process in seconds since 1970, before any import."""
     if hasattr(time, "CLOCK_BOOTTIME"):  # Linux; psutil counts from a boot time in whole seconds there
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK") + 0.02
@@ -31,7 +31,7 @@ def _started() -> float:
 
 
 def _walked() -> Iterator[Path]:
-    """Every file of Puna, but for what Python and editors leave."""
+    """Yield every file of Puna, without those that Python and editors leave."""
     for room in ROOMS:
         for folder, folders, names in os.walk(ROOT / room):
             folders[:] = [name for name in folders if name != "__pycache__" and not name.startswith(".")]
@@ -52,7 +52,7 @@ def _read(files: Iterable[Path]) -> dict[str, str]:
 
 
 def _together(found: dict[str, str]) -> str:
-    """One digest of several files' digests."""
+    """Return one digest of several files' digests."""
     return hashlib.sha256("\n".join(f"{os.path.relpath(n, ROOT)} {d}" for n, d in sorted(found.items())).encode()).hexdigest()[:16]
 
 
@@ -64,7 +64,7 @@ _unedited: dict[str, tuple[str, int, int, int, int]] = {}
 
 
 def seen(file: Path | str) -> str:
-    """The digest of a source file when this process started, or first asked for it."""
+    """Return the digest of a source file at the start of this process, or at the first call."""
     name = str(file)
     if name not in _AT_START:
         _AT_START[name] = digest(Path(file))
@@ -72,7 +72,7 @@ def seen(file: Path | str) -> str:
 
 
 def check(files: Iterable[Path | str]) -> None:
-    """PunaError where a file is no longer what this process runs. One that was not written since it was found so is not read again."""
+    """Raise PunaError if a file changed since this process read it. A file not written since the last check is not read again."""
     from puna.storage import PunaError
 
     for file in map(str, files):
@@ -94,17 +94,17 @@ def check(files: Iterable[Path | str]) -> None:
 
 
 def whole() -> str:
-    """One digest of all of Puna's source files as they were at the start."""
+    """Return one digest of all of Puna's source files at the start."""
     return _WHOLE
 
 
 @cache
 def contract() -> str:
-    """One digest of the source files that find out what code reaches."""
+    """Return one digest of the source files of this analyser."""
     return _together({name: digest for name, digest in _AT_START.items() if os.path.dirname(name) == os.path.dirname(__file__)})
 
 
 @cache
 def listing() -> str:
-    """One digest of the names of all files of Puna at the start."""
+    """Return one digest of the names of all files of Puna at the start."""
     return _together({str(file): "" for file in _FILES})

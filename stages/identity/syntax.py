@@ -1,6 +1,6 @@
-"""Python source as data: the top-level bindings of a module, under which conditions each holds, and one text per tree.
+"""Python source as data: top-level bindings, their conditions, and one text per tree.
 
-Only the standard library: the text of a tree is the same under every Python that parses the source.
+Only the standard library: a tree's text is the same under every Python that parses the source.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SILENT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
 
 @dataclass(frozen=True)
 class Guard:
-    """One condition around a top-level statement: the branch it is in, and the trees that decide whether it is taken."""
+    """One condition around a top-level statement: the branch, and the trees that decide whether it is taken."""
 
     branch: str
     nodes: tuple[ast.AST, ...]
@@ -31,7 +31,7 @@ class Binding:
 
     @property
     def nodes(self) -> Iterator[ast.AST]:
-        """Everything that decides what the statement does."""
+        """Yield all trees that decide the statement's effect."""
         for guard in self.guards:
             yield from guard.nodes
         yield self.node
@@ -39,10 +39,10 @@ class Binding:
 
 
 def statements(body: list[ast.stmt], guards: tuple[Guard, ...] = ()) -> Iterator[Binding]:
-    """The statements of a module, those inside top-level `if`, `try`, `for`, … with their conditions.
+    """Yield the statements of a module; those inside top-level `if`, `try`, `for`, … come with their conditions.
 
-    The head of a loop or a `with` comes as a statement of its own where it binds names, and so does a test
-    with `x := …`. `if TYPE_CHECKING:` never runs.
+    The head of a loop or a `with` is a statement of its own if it binds names; so is a test with `x := …`.
+    `if TYPE_CHECKING:` never runs.
     """
     for node in body:
         if isinstance(node, ast.If | ast.While) and any(isinstance(n, ast.NamedExpr) for n in ast.walk(node.test)):
@@ -79,7 +79,7 @@ def statements(body: list[ast.stmt], guards: tuple[Guard, ...] = ()) -> Iterator
 
 
 def bound(node: ast.AST) -> set[str]:
-    """Names that a top-level statement (other than an import) binds or changes: its targets, `x := …` among them."""
+    """Return the names that a top-level statement (other than an import) binds or changes, including `x := …`."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
     targets: list[ast.AST] = [n.target for n in ast.walk(node) if isinstance(n, ast.NamedExpr)]
@@ -125,7 +125,7 @@ def text(node: Any, reference: Callable[[ast.AST], str | None] = lambda node: No
 
 
 def _joined(values: list[ast.expr]) -> list[ast.expr]:
-    """The pieces of an f-string, neighbouring texts as one: parsers cut them differently."""
+    """Return the pieces of an f-string with neighbouring texts joined: parsers cut them differently."""
     pieces: list[ast.expr] = []
     for value in values:
         if isinstance(value, ast.Constant) and pieces and isinstance(pieces[-1], ast.Constant):

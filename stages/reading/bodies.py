@@ -1,4 +1,4 @@
-"""Bodies of pages as they were sent, and packed files: undone up to a bound, whole or not at all."""
+"""Decoders of page bodies and packed files: bounded, whole or not at all."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ NO_TEXT = re.compile(rb"(?!\xff\xfe|\xfe\xff)[\s\S]{0,1023}?[\x00-\x08\x0e-\x1a\
 
 
 def decoded(body: bytes, encodings: str, limit: int) -> bytes:
-    """Undo encodings, listed in the order in which they were applied; a body that plainly is not encoded is returned as it is.
+    """Undo encodings, listed in the order in which they were applied; return a body that plainly is not encoded unchanged.
 
-    ValueError: it is damaged, cut off, larger than `limit` bytes, or nobody knows the encoding.
+    ValueError: the body is damaged, cut off, larger than `limit` bytes, or in an unknown encoding.
     """
     for encoding in reversed([e.strip() for e in encodings.split(",") if e.strip()]):
         if encoding == "identity" or body[:1024].lstrip()[:1] == b"<":
@@ -45,9 +45,9 @@ def decoded(body: bytes, encodings: str, limit: int) -> bytes:
 
 
 def gunzipped(body: bytes, limit: int) -> bytes:
-    """The members of gzip one after another, at most one byte more than `limit`; what is behind them that is none is left out.
+    """Return the content of consecutive gzip members, at most `limit` + 1 bytes; other bytes after them are left out.
 
-    EOFError: it ends inside one. Where only (some of) the last one's checksum and length are missing, nothing of what was packed is.
+    EOFError: the data end inside a member. A missing checksum or length at the very end is accepted: no content is lost.
     """
     out, at, member = bytearray(), 0, True
     while member and len(out) <= limit:
@@ -63,7 +63,7 @@ def gunzipped(body: bytes, limit: int) -> bytes:
 
 
 def _lacks_trailer_alone(engine: zlib._Decompress, piece: bytes) -> bool:
-    """Whether a member that gave `piece` ends as soon as it is told the rest of the checksum and the length of that."""
+    """True if the member of `piece` is complete but for its checksum and length."""
     trailer = struct.pack("<II", zlib.crc32(piece), len(piece) & 0xFFFFFFFF)
     for missing in range(1, TRAILER + 1):
         twin = engine.copy()
@@ -76,7 +76,7 @@ def _lacks_trailer_alone(engine: zlib._Decompress, piece: bytes) -> bool:
 
 
 def _inflated(body: bytes, limit: int) -> bytes:
-    """A body of the encoding deflate, which some servers send without zlib's header."""
+    """Return a body of the encoding deflate, which some servers send without zlib's header."""
     bare = body[:1] != b"\x78"
     text = bare and not NO_TEXT.match(body)  # it was decoded before
     engine = zlib.decompressobj(RAW if bare else ZLIB)
@@ -94,7 +94,7 @@ def _inflated(body: bytes, limit: int) -> bytes:
 
 
 def unzstd(body: bytes, limit: int) -> bytes:
-    """The frames of zstd one after another, at most one slice's worth more than `limit`; EOFError: it ends inside one."""
+    """Return the content of consecutive zstd frames, at most `limit` bytes and one slice; EOFError: the data end inside a frame."""
     out = bytearray()
     for piece in zstd_pieces(iter([body])):
         out += piece
@@ -104,7 +104,7 @@ def unzstd(body: bytes, limit: int) -> bytes:
 
 
 def _joined(body: bytes, limit: int) -> bytes:
-    """The chunks of a body, which may be cut off behind the first one; what is no chain of chunks is as it is."""
+    """Return the joined chunks of a body, possibly cut off after the first; a body without chunks is returned unchanged."""
     pieces: list[bytes] = []
     at, end = 0, None
     while head := CHUNK.match(body, at):

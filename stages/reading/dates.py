@@ -12,7 +12,7 @@ LOW, HIGH = ((datetime(year, 1, 1, tzinfo=UTC) - EPOCH) // timedelta(microsecond
 
 
 def microseconds(at: datetime) -> int:
-    """Microseconds since 1970; a time without a zone is UTC. ValueError for a year out of `YEARS`."""
+    """Return microseconds since 1970; a time without a zone is UTC. ValueError for a year outside `YEARS`."""
     if at.tzinfo is None:
         at = at.replace(tzinfo=UTC)
     found = (at - EPOCH) // timedelta(microseconds=1)
@@ -22,7 +22,7 @@ def microseconds(at: datetime) -> int:
 
 
 def moment(value: Any) -> int | None:
-    """A date, a time, ISO text or seconds or milliseconds since 1970 as microseconds; nothing counts as 1970; None: not a date."""
+    """Return a date, a time, ISO text or (milli)seconds since 1970 as microseconds; 0 for an empty value; None for any other."""
     try:
         found = _moment(value)
     except (ValueError, OverflowError):

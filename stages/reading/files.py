@@ -1,4 +1,4 @@
-"""Files of rows and pages: their kind by name, their bytes decompressed piece by piece, fields of a row by path."""
+"""Files of rows and pages: kind by name, streaming decompression, fields of a row by path."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)
 
 
 def suffix(name: str) -> str:
-    """The file's suffix in lower case, that of a compression set aside."""
+    """Return the file's suffix in lower case, without that of a compression."""
     path = PurePosixPath(name.lower())
     return PurePosixPath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
 class _Pieces(io.RawIOBase):
-    """What a decompressor gives, piece by piece: what comes before a fault is not lost with it."""
+    """A stream of decompressed pieces; the data before a fault are not lost."""
 
     def __init__(self, source: Any, pieces: Iterator[bytes]) -> None:
         self._source, self._pieces, self._left = source, pieces, memoryview(b"")
@@ -52,7 +52,7 @@ class _Pieces(io.RawIOBase):
 
 
 def zstd_pieces(data: Iterator[bytes]) -> Iterator[bytes]:
-    """What zstd's frames hold that come as `data`, piece by piece; EOFError: they end inside one."""
+    """Yield the content of zstd frames in pieces; EOFError: the data end inside a frame."""
     engine = None
     for packed in sliced(data):
         left = packed
@@ -66,14 +66,14 @@ def zstd_pieces(data: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def sliced(data: Iterator[bytes]) -> Iterator[bytes]:
-    """The same bytes in slices of `SLICE_BYTES` at most."""
+    """Yield the same bytes in slices of at most `SLICE_BYTES`."""
     for chunk in data:
         for at in range(0, len(chunk), SLICE_BYTES):
             yield chunk[at : at + SLICE_BYTES]
 
 
 def unpacked(handle: BinaryIO, name: str) -> io.BufferedReader:
-    """The file's bytes, decompressed as its name says."""
+    """Return a reader of the file's bytes, decompressed by its name."""
     ending = PurePosixPath(name.lower()).suffix
     raw: Any = handle
     if ending in (".gz", ".xz"):
@@ -85,21 +85,21 @@ def unpacked(handle: BinaryIO, name: str) -> io.BufferedReader:
 
 
 def address(source: str, name: str) -> str:
-    """The address of a file that brings none: its place in the input."""
+    """Return the address of a file without one: its place in the input."""
     return f"file:///{quote(source)}/{quote(name)}"
 
 
 def address_of(given: str, source: str, name: str, row: int) -> str:
-    """The address of a row of a file: the one it brings, below the file's where that is not a whole one; else its place in the file."""
+    """Return the address of a row: its own (joined to the file's if relative), else its place in the file."""
     if "://" in given:
         return given
     return f"{address(source, name)}/{quote(given, errors='replace') or row}"
 
 
 def field_at(row: Any, path: str) -> Any:
-    """`row["a"]["b"][0]` for the path `a.b.0`, for `a.*.b` that of every member of a list; None where there is none.
+    """Return `row["a"]["b"][0]` for the path `a.b.0`, for `a.*.b` that of every member of a list; None if it is missing.
 
-    A key that holds dots itself comes first.
+    A key that contains dots comes first.
     """
     if isinstance(row, dict) and path in row:
         return row[path]

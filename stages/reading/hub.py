@@ -1,4 +1,4 @@
-"""What is read at a time, of files and of data sets of the hub, which are read as a stream."""
+"""Units of reading: files, and shards of the hub's data sets, which are streamed."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Job(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Where it lies, for people."""
+        """Return the job's place, for people."""
         return self.file.shown if self.file is not None else f"{self.uri}/{self.name}"
 
     def stream(self) -> Any:
-        """The rows of the shard."""
+        """Return the rows of the shard."""
         return hub_stream(self.uri, self.subset, self.split).shard(self.shards, self.shard)
 
 
 def jobs_of(
     inputs: Sequence[External], subset: str | None, split: str, format_of: Callable[[External, ExternalFile], str | None]
 ) -> Iterator[Job]:
-    """One job per file, or per shard of an input without files, which is a data set; files without a format are left out."""
+    """Yield one job per file, or per shard of a data set (an input without files); skip files without a format."""
     for external in inputs:
         if not external.files:
             shards = hub_stream(external.uri, subset, split).num_shards
@@ -47,7 +47,7 @@ def jobs_of(
 
 
 def hub_stream(uri: str, subset: str | None, split: str) -> Any:
-    """A streaming data set of the hub, `hf://datasets/OWNER/NAME[@REVISION]` (or of a local folder in tests)."""
+    """Return a streaming data set of the hub, `hf://datasets/OWNER/NAME[@REVISION]` (or of a local folder in tests)."""
     import datasets
 
     name, _, revision = uri.removeprefix("hf://").removeprefix("datasets/").partition("@")

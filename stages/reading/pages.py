@@ -1,4 +1,4 @@
-"""What every reader yields: a page, or the reason why a record is none."""
+"""The output of every reader: a page, or a record that holds none with its reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Page(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """A record that holds no page: the rule that says so, its place, and words for a reader."""
+    """A record that holds no page: the rule, its place, a message."""
 
     rule: str
     where: str
@@ -32,7 +32,7 @@ NO_PAGE = ("not_a_page", "not_a_response", "content_type")
 
 
 def page_id(source: str, page: Page) -> str:
-    """32 hex digits over everything that makes the page what it is; its place in a file does not count."""
+    """Return 32 hex digits over all fields of a page but its place in a file."""
     head = f"{source}\0{page.url}\0{page.fetched_at}\0{page.content_type}\0{page.charset or ''}\0"
     state = hashlib.blake2b(head.encode("utf-8", "surrogatepass"), digest_size=16)
     state.update(page.body)
@@ -40,11 +40,11 @@ def page_id(source: str, page: Page) -> str:
 
 
 def rejected_id(source: str, rejected: Rejected) -> str:
-    """32 hex digits over the record's place."""
+    """Return 32 hex digits over the record's place."""
     text = f"rejected\0{source}\0{rejected.where}"
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def repeated_id(identity: str, number: int) -> str:
-    """Identity of the `number`-th repetition of a row that is there already; it lies in the same shard."""
+    """Return the id of the `number`-th repetition of a row; it lies in the same shard."""
     return identity[:8] + hashlib.blake2b(f"repeated\0{identity}\0{number}".encode(), digest_size=12).hexdigest()

@@ -41,7 +41,7 @@ FIELDS_SHOWN = 8
 
 
 class Columns:
-    """Which fields of a row hold the page; see `IngestConfig` for the names."""
+    """The fields of a row that hold the page; see `IngestConfig` for the names."""
 
     def __init__(self, text: str, html: str | None, url: str | None, date: str | None) -> None:
         self.body = html or text
@@ -51,7 +51,7 @@ class Columns:
         self.option = "html_column" if html else "text_column"
 
     def check(self, names: list[str], where: str) -> None:
-        """PunaError where a needed column is missing from `names`."""
+        """Raise PunaError if a needed column is missing from `names`."""
         wanted = [(self.body, self.option), (self.url, "url_column"), (self.date, "date_column")]
         for column, option in wanted:
             if column is not None and column.split(".")[0] not in names:
@@ -60,9 +60,9 @@ class Columns:
 
 
 def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Iterator[Page | Rejected]:
-    """One file as one page; its media type follows from its name. Files carry no date: it is 1970-01-01.
+    """Yield one file as one page; its media type follows from its name, its date is 1970-01-01.
 
-    No more than one byte over `max_bytes` is unpacked.
+    At most one byte over `max_bytes` is decompressed.
     """
     media = MEDIA_TYPES.get(suffix(name))
     if media is None:
@@ -91,7 +91,7 @@ def read_table(handle: BinaryIO, source: str, name: str, kind: str, columns: Col
 
 
 def parquet_columns(handle: BinaryIO, name: str, columns: Columns) -> list[str]:
-    """The columns to read from a Parquet file; PunaError where one is missing or the file is none."""
+    """Return the columns to read from a Parquet file; raise PunaError for a missing column or another format."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -103,9 +103,9 @@ def parquet_columns(handle: BinaryIO, name: str, columns: Columns) -> list[str]:
 
 
 def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
-    """One page per row of a Parquet file, read in batches.
+    """Yield one page per row of a Parquet file, read in batches.
 
-    A text that many rows share, which the format says in a bit each, is held once, and not at all above `max_bytes`.
+    A dictionary-encoded text is held once, and not at all above `max_bytes`.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -127,7 +127,7 @@ def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max
 
 
 def _of_batch(batch: Any, source: str, name: str, number: int, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
-    """The pages of a batch of a Parquet file whose first row is `number`."""
+    """Yield the pages of a Parquet file's batch whose first row is `number`."""
     import pyarrow.compute as pc
 
     place = batch.schema.get_field_index(columns.body)
@@ -146,7 +146,7 @@ def _of_batch(batch: Any, source: str, name: str, number: int, columns: Columns,
 
 
 def _are_shared_texts(kind: Any) -> bool:
-    """Whether a column has each of its texts once, and numbers of them."""
+    """True for a column of dictionary-encoded texts."""
     import pyarrow as pa
 
     texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
@@ -154,7 +154,7 @@ def _are_shared_texts(kind: Any) -> bool:
 
 
 def read_arrow(handle: BinaryIO, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
-    """One page per row of a file of a saved Hugging Face data set (Arrow stream), read in batches."""
+    """Yield one page per row of a saved Hugging Face data set's file (Arrow stream), read in batches."""
     import pyarrow as pa
 
     number = 0
@@ -170,7 +170,7 @@ def read_arrow(handle: BinaryIO, source: str, name: str, columns: Columns) -> It
 
 
 def read_stream(rows: Any, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
-    """One page per row of a streaming Hugging Face data set (any iterable of dicts)."""
+    """Yield one page per row of a streaming Hugging Face data set (any iterable of dicts)."""
     for number, row in enumerate(rows):
         if number == 0:
             columns.check(list(row), name)

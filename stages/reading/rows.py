@@ -35,14 +35,14 @@ SIDECARS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_di
 
 
 class Row(NamedTuple):
-    """A record: its number in the file, from 1, and its fields. In JSON lines it is that of the line; no two records have the same."""
+    """A record: its unique number in the file, from 1 (in JSON lines the line's), and its fields."""
 
     number: int
     fields: dict[str, Any]
 
 
 class Fault(NamedTuple):
-    """A record that is no row: its number, the field that is wrong (empty: the record), the rule, and words for a reader."""
+    """A record that is no row: its number, the wrong field (empty: the record), the rule, a message."""
 
     number: int
     field: str
@@ -51,7 +51,7 @@ class Fault(NamedTuple):
 
 
 class Unread(NamedTuple):
-    """In place of a value that Python cannot hold: the rule, and words for a reader."""
+    """A value that Python cannot hold: the rule, and a message."""
 
     rule: str
     reason: str
@@ -62,7 +62,7 @@ UNREADABLE = (ValueError, OverflowError, KeyError)
 
 
 def format_of(name: str, head: bytes) -> str | None:
-    """The format that a file's name tells, or else its first bytes; None where neither does."""
+    """Return the format by a file's name, else by its first bytes, else None."""
     known = FORMATS.get(suffix(name))
     if known is not None:
         return known
@@ -72,7 +72,7 @@ def format_of(name: str, head: bytes) -> str | None:
 
 
 def read_rows(handle: BinaryIO, name: str, kind: str, max_row_bytes: int) -> Iterator[Row | Fault]:
-    """The records of a file of the format `kind`, in order."""
+    """Yield the records of a file of the format `kind`, in order."""
     if kind == "parquet":
         yield from _parquet(handle, name)
     elif kind == "dataset":
@@ -84,7 +84,7 @@ def read_rows(handle: BinaryIO, name: str, kind: str, max_row_bytes: int) -> Ite
 
 
 def _checked(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
-    """Rows whose text is Unicode; bytes that are none stand in the text as halves of surrogate pairs."""
+    """Yield rows, with text that is not Unicode as faults; such bytes appear as surrogates."""
     for row in rows:
         wrong = _broken(row.fields) if isinstance(row, Row) else None
         if wrong is None:
@@ -94,7 +94,7 @@ def _checked(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
 
 
 def _broken(fields: dict[str, Any]) -> str | None:
-    """The first field whose text cannot be written as UTF-8."""
+    """Return the first field whose text cannot be written as UTF-8."""
     return next((str(name).encode("utf-8", "replace").decode() for name, value in fields.items() if not _is_text(name, value)), None)
 
 
@@ -120,7 +120,7 @@ def _object(number: int, value: Any) -> Row | Fault:
 
 
 class _Broken(Exception):
-    """A value that is no JSON, or no whole one: the rule, and words for a reader."""
+    """A value that is no complete JSON: the rule, and a message."""
 
     def __init__(self, rule: str, reason: str) -> None:
         super().__init__(reason)
@@ -128,7 +128,7 @@ class _Broken(Exception):
 
 
 class _Values:
-    """A file of JSON, value by value. A piece of its text is held, of which all before `_at`, which lies in `line`, was read."""
+    """A reader of JSON values. It holds a piece of the text, read up to `_at`, which lies in `line`."""
 
     def __init__(self, source: io.BufferedReader) -> None:
         self._source, self._decode = source, codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
@@ -147,7 +147,7 @@ class _Values:
             self._read_on()
 
     def go(self) -> None:
-        """Pass over one character."""
+        """Skip one character."""
         self._go(self._at + 1)
 
     def next(self, most: int) -> Any:
@@ -176,7 +176,7 @@ class _Values:
                 raise _Broken(rule, f"is no JSON: {error.msg}, at {self._place(end)}") from error  # type: ignore[attr-defined]
 
     def skip(self) -> int:
-        """Go to the next line that begins with a brace or bracket, or to the end; return how many lines are passed over."""
+        """Skip to the next line that begins with a brace or bracket, or to the end; return the number of skipped lines."""
         before = self.line
         while (start := LINE_OF_VALUE.search(self._text, self._at)) is None and not self._ended:
             self._go(max(self._at, len(self._text) - 1))
@@ -248,7 +248,7 @@ def _json(source: io.BufferedReader, max_row_bytes: int) -> Iterator[Row | Fault
 
 
 def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: int) -> Iterator[Row | Fault]:
-    """One row per record behind the line of names; every cell is text. `delimiter`: empty where the line of names tells it."""
+    """Yield one row per record after the header; every cell is text. `delimiter`: empty to infer it from the header."""
     csv.field_size_limit(max_row_bytes)
     try:
         delimiter = delimiter or delimiter_of(source.peek(1 << 16))
@@ -283,7 +283,7 @@ def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: in
 
 
 def delimiter_of(head: bytes) -> str:
-    """What parts the names of columns in the beginning of a CSV file: the one of comma, semicolon, tab and bar that gives most names."""
+    """Return the delimiter of a CSV file's header: of comma, semicolon, tab and bar the one that gives most names."""
     lines = io.StringIO(head.decode("utf-8-sig", "replace"), newline="")
 
     def names(delimiter: str) -> int:
@@ -328,13 +328,13 @@ def _batch(batch: Any, before: int) -> Iterator[Row | Fault]:
 
 
 def records(batch: Any) -> list[dict[str, Any]]:
-    """The rows of a batch of Arrow's, of `values`."""
+    """Return the rows of an Arrow batch, as `values` gives them."""
     columns = [values(column) for column in batch.columns]
     return [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def values(column: Any) -> list[Any]:
-    """The values of an array of Arrow's; one that Python cannot hold is `Unread`."""
+    """Return the values of an Arrow array; `Unread` for one that Python cannot hold."""
     import pyarrow as pa
 
     if pa.types.is_timestamp(column.type) and column.type.unit == "ns":  # pandas writes such, Python has microseconds
@@ -356,6 +356,6 @@ def _value(scalar: Any) -> Any:
 
 
 def stream_rows(rows: Any) -> Iterator[Row | Fault]:
-    """The rows of a streaming Hugging Face data set, or of any iterable of dicts."""
+    """Yield the rows of a streaming Hugging Face data set, or of any iterable of dicts."""
     for number, row in enumerate(rows, 1):
         yield _object(number, row)

@@ -1,4 +1,4 @@
-"""What the rows of a file hold: which field is the page, which its address."""
+"""Detection of the fields of rows that hold the page and its address."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ CELL_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class Found:
-    """The fields that hold the page; `html` says which of text and HTML `page` is; `url`, `date` None: rows bring no address, no time.
+    """The fields that hold the page; `html`: whether `page` is HTML or text; `url`, `date` None: rows have none.
 
-    `others`: the fields that hold the pages of other files of the input, with one of these files each.
+    `others`: the page fields of other files of the input, each with an example file.
     """
 
     page: str
@@ -74,7 +74,7 @@ def sniff(external: External) -> Found | None:
 
 
 def fields_of(rows: list[dict[str, Any]], where: str) -> Found:
-    """The field of flat rows that holds the page: by its usual name, else the one with the longest texts."""
+    """Return the fields of flat rows that hold the page: the usual name, else the field with the longest texts."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     texts = {name: [value for row in rows if isinstance(value := row.get(name), str | bytes) and value] for name in names}
     texts = {name: values for name, values in texts.items() if len(values) * 2 >= len(rows)}
@@ -104,7 +104,7 @@ def _is_address(values: list[str | bytes]) -> bool:
 
 
 def flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested fields by their dotted names."""
+    """Yield nested fields by their dotted names."""
     for name, value in row.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{name}.")
@@ -113,7 +113,7 @@ def flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _rows(file: ExternalFile) -> Iterator[dict[str, Any]]:
-    """The first rows of a file; lines that are no objects are passed over here, `ingest` tells of them."""
+    """Yield the first rows of a file; lines that are no objects are skipped, `ingest` reports them."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -26,7 +26,7 @@ SCRIPTS = re.compile(r"text/x-(?:(?:java|ecma|live|j)script|component|cross-doma
 
 
 def read_warc(handle: BinaryIO, name: str, max_body_bytes: int) -> Iterator[Page | Rejected]:
-    """Every record of the archive `name` as a page, or as the reason why it is none."""
+    """Yield every record of the archive `name` as a page or with the reason why it is none."""
     for number, frame in enumerate(frames(handle, max_body_bytes + MAX_HEADER_BYTES)):
         where, said = f"{name}#{number}", f"{name}, offset {frame.offset}"
         if frame.problem:
@@ -68,7 +68,7 @@ def _page(record: Any, where: str, said: str, limit: int) -> Page | Rejected:
 
 
 def _no_page(url: str) -> str | None:
-    """Why what stands at an address is no page whatever it holds: a crawler's own records, and what is told to crawlers."""
+    """Return the reason why the content at an address is never a page: a crawler's record or a file for crawlers; else None."""
     if url.startswith(WEB) and "/robots.txt" not in url and url.isprintable():
         return None  # most are; `urlsplit` would leave out what cannot be printed
     try:
@@ -81,7 +81,7 @@ def _no_page(url: str) -> str | None:
 
 
 def _of_media(page: Page, said: str) -> Page | Rejected:
-    """The page, unless its medium is a script's, which a website serves to browsers; of a folder of code it is a document."""
+    """Return the page, or reject a script that a website serves to browsers; in a folder of code it is a document."""
     return Rejected("not_a_page", page.where, f"{said}: {page.content_type}") if SCRIPTS.fullmatch(page.content_type) else page
 
 
@@ -107,7 +107,7 @@ def _response(block: bytes, where: str, said: str, url: str, fetched: int, limit
 
 @lru_cache(maxsize=128)
 def media_type(header: str) -> tuple[str, str | None]:
-    """A Content-Type header as lower-case media type and character set."""
+    """Return a Content-Type header as lower-case media type and character set."""
     media, _, parameters = header.partition(";")
     charset = None
     for parameter in parameters.split(";"):
@@ -118,7 +118,7 @@ def media_type(header: str) -> tuple[str, str | None]:
 
 
 def _date(text: str | None) -> int | None:
-    """WARC-Date (W3C profile of ISO 8601, up to nanoseconds) in microseconds since 1970, or None."""
+    """Return WARC-Date (W3C profile of ISO 8601, up to nanoseconds) in microseconds since 1970, or None."""
     if not text:
         return None
     text = NANOSECONDS.sub(r"\1", text.strip())

@@ -1,8 +1,7 @@
-"""Framing of WARC and WET archives that survives truncation and damage.
+"""Record boundaries of WARC and WET archives, robust to truncation and damage.
 
-FastWARC parses what is inside a record, but it ends quietly where an archive is cut off and stops at the
-first damaged byte. So records are framed here: each one is found by its own header, a bad one is reported
-with its offset in the file, and reading goes on at the next record (ISO 28500).
+FastWARC parses the inside of a record, but it ends silently at a truncated archive and stops at the first damaged byte.
+So records are found here by their headers; a bad one is reported with its offset, and reading goes on at the next (ISO 28500).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Frame:
 
 
 def frames(handle: BinaryIO, max_record_bytes: int) -> Iterator[Frame]:
-    """Every record of a WARC file (plain, gzip or zstd; one or many records per member), good or bad, in order."""
+    """Yield every record of a WARC file (plain, gzip or zstd; one or many records per member), good or bad, in order."""
     head = handle.read(4)
     handle.seek(0)
     if head[:3] == GZIP_MAGIC:
@@ -76,7 +75,7 @@ def _plain_blocks(handle: BinaryIO) -> Iterator[Block]:
 
 
 def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
-    """Decompressed gzip members; after a damaged one, reading goes on at the next member's magic number."""
+    """Yield decompressed gzip members; after a damaged one, continue at the next member's magic number."""
     base, data, at = 0, handle.read(CHUNK_BYTES), 0  # what was read, its offset in the file, and how much of it is done
     overruns = 0
     while data:
@@ -118,9 +117,9 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
 
 
 def _next_member(handle: BinaryIO, base: int, data: bytes, at: int) -> tuple[int, bytes, int]:
-    """The first member that begins with a record, from data[at] on: the offset of what was read, that, and the member's place in it.
+    """Return the first member from data[at] on that begins with a record: the data's offset, the data, the member's place in it.
 
-    Empty bytes at the end of the file. `base`: the offset of `data`, behind which `handle` stands.
+    The data are empty at the end of the file. `base`: the offset of `data`, after which `handle` stands.
     """
     while True:
         found = data.find(GZIP_MAGIC, at)
@@ -139,7 +138,7 @@ def _next_member(handle: BinaryIO, base: int, data: bytes, at: int) -> tuple[int
 
 
 def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
-    """Decompressed zstd frames, slice by slice; after a damaged one, reading goes on at the next frame's magic number.
+    """Yield decompressed zstd frames, slice by slice; after a damaged one, continue at the next frame's magic number.
 
     A dictionary may come first, in a skippable frame (WARC-Zstandard).
     """
@@ -180,7 +179,7 @@ def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
 
 
 def _dictionary(handle: BinaryIO) -> tuple[zstandard.ZstdCompressionDict | None, int]:
-    """The dictionary that an archive begins with, and how many bytes it takes; `handle` stands behind it."""
+    """Return the dictionary at the start of an archive and its length in bytes; `handle` stands after it."""
     head = handle.read(8)
     if head[:4] != ZSTD_DICTIONARY_MAGIC:
         handle.seek(0)
@@ -194,7 +193,7 @@ def _dictionary(handle: BinaryIO) -> tuple[zstandard.ZstdCompressionDict | None,
 
 
 def _next_frame(handle: BinaryIO, offset: int) -> int:
-    """Offset of the first frame from `offset` on, or of the end of the file."""
+    """Return the offset of the first frame from `offset` on, or of the end of the file."""
     handle.seek(offset)
     data = b""
     while more := handle.read(SLICE_BYTES):  # the next one may be near, many times
@@ -249,7 +248,7 @@ def _frames(buffer: _Buffer, max_record_bytes: int) -> Iterator[Frame]:
 
 
 class _Buffer:
-    """Bytes read ahead, with the file offset that they, or the members they came from, begin at."""
+    """Bytes read ahead, with the file offset of them or of their member."""
 
     def __init__(self, blocks: Iterator[Block], members: bool) -> None:
         self._blocks = blocks
@@ -268,7 +267,7 @@ class _Buffer:
 
     @property
     def offset(self) -> int:
-        """File offset of the first byte (plain files) or of its member (compressed files)."""
+        """Return the file offset of the first byte (plain files) or of its member (compressed files)."""
         if not self._starts:
             return 0
         before, offset = self._starts[0]
@@ -311,9 +310,9 @@ class _Buffer:
                 return False
 
     def header(self) -> bytes | None:
-        """The header with its blank line, or without one up to where another record begins; None when it does not end within bounds.
+        """Return the header with its blank line, or up to the next record's start; None if it exceeds the bound.
 
-        What comes after that is not looked at, so that many beginnings of records are no work for each other.
+        Bytes after it are not scanned, so that many false starts cost no quadratic time.
         """
         searched = 0
         while True:
@@ -325,7 +324,7 @@ class _Buffer:
                 return None
 
     def _member_end(self) -> int | None:
-        """How many of the bytes belong to the first one's member, where another one follows that begins with a record.
+        """Return the length of the first member if another one follows that begins with a record.
 
         Members of a fixed size, as bgzip makes them, end anywhere.
         """
@@ -334,7 +333,7 @@ class _Buffer:
         return self._records[0] - self._dropped if self._records else None
 
     def take(self, count: int) -> bytes | None:
-        """The first `count` bytes, or None (nothing is dropped) when there are fewer in the file or in the member."""
+        """Return the first `count` bytes, or None (and drop nothing) if the file or member has fewer."""
         while True:
             end = self._member_end()
             self.cut = end is not None and end < count
