@@ -1,1 +1,1 @@
-"""Verifiers: how the answers to a prompt are scored. One file each; `registry` names them, `scoring` runs them."""
+"""Verifiers, which score the answers to a prompt: one file each; `registry` names them, `scoring` runs them."""

@@ -1,4 +1,4 @@
-"""Verifiers of anybody's, in a process that is ended with all it started when an answer takes too long."""
+"""A process for verifiers of users, killed with its children when an answer takes too long."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CHUNK = 64
 
 
 class Child(Apart):
-    """The process that scores answers one at a time."""
+    """A process that scores answers one at a time."""
 
     def score(self, item: Item, seconds: float) -> Score:
-        """The score of one answer; None where that takes longer than `seconds`, or ends the process."""
+        """Return the score of one answer; None if it takes longer than `seconds`, or ends the process."""
         job = {"verifier": to_json(item.verifier), "question": item.question._asdict(), "answer": item.answer}
         said = self.ask(job, seconds)
         return Score(None, f"{item.verifier.name}: {said}") if isinstance(said, str) else Score(said["value"], said["detail"])
@@ -27,12 +27,12 @@ class Child(Apart):
 
 @lru_cache(maxsize=1)
 def child() -> Child:
-    """The one of this process."""
+    """Return this process's child."""
     return Child(scored)
 
 
 def scored(job: dict[str, Any]) -> dict[str, Any]:
-    """In the process: the score of one answer."""
+    """Return the score of one answer, in the child process."""
     from puna.stages.verifiers.registry import from_text
 
     made = attempt(Item(from_text(json.dumps(job["verifier"])), Question(**job["question"]), job["answer"]))
@@ -40,7 +40,7 @@ def scored(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_children(items: Sequence[Item], tools: Tools) -> list[Score]:
-    """Scores by `Verifier.score`, in processes of their own that are ended after `seconds` for an answer."""
+    """Return scores by `Verifier.score` in separate processes, each killed after `seconds` for an answer."""
     jobs = [{"verifier": to_json(i.verifier), "question": tuple(i.question), "answer": i.answer} for i in items]
     found = tools.run.map(score_chunk, chunks(jobs, CHUNK), tools.config.seconds)
     made = [Score(*one) for chunk in found for one in chunk]
@@ -48,7 +48,7 @@ def in_children(items: Sequence[Item], tools: Tools) -> list[Score]:
 
 
 def score_chunk(chunk: list[dict[str, Any]], seconds: float) -> list[tuple[float | None, str]]:
-    """In a worker: (value, detail) of each job, in order."""
+    """Return (value, detail) of each job, in order, in a worker."""
     from puna.stages.verifiers.registry import from_json
 
     found = []

@@ -1,4 +1,4 @@
-"""`product` and `weighted`: one score of several verifiers'."""
+"""`product` and `weighted`: combinations of several verifiers' scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from puna.stages.verifiers.registry import from_json, register
 
 
 class Combination(Verifier):
-    """Base of those that combine the scores of other verifiers."""
+    """Base of verifiers that combine the scores of others."""
 
     of: tuple[Verifier, ...] = Field(min_length=1, max_length=100, description="Verifiers, each in JSON as in a prompt")
 
@@ -25,16 +25,16 @@ class Combination(Verifier):
         return tuple(one if isinstance(one, Verifier) else from_json(one) for one in given)
 
     def parts(self) -> tuple[Verifier, ...]:
-        """The verifiers that are combined."""
+        """Return the combined verifiers."""
         return self.of
 
     def check(self, question: Question) -> None:
-        """PunaError where one of them does not suit the prompt."""
+        """Raise PunaError if a combined verifier does not suit the prompt."""
         for one in self.of:
             one.check(question)
 
     def reaches(self) -> list[tuple[str, str]]:
-        """Its class and what those reach that it combines."""
+        """Return the class and the code of the combined verifiers."""
         return [*super().reaches(), *(name for one in self.of for name in one.reaches())]
 
     def _details(self, scores: Sequence[Score]) -> str:
@@ -49,7 +49,7 @@ class Product(Combination):
     name: ClassVar[str] = "product"
 
     def combine(self, scores: Sequence[Score]) -> Score:
-        """The product."""
+        """Return the product."""
         return Score(math.prod(found.value or 0.0 for found in scores), self._details(scores))
 
 
@@ -70,6 +70,6 @@ class Weighted(Combination):
         return self
 
     def combine(self, scores: Sequence[Score]) -> Score:
-        """The weighted mean."""
+        """Return the weighted mean."""
         total = math.fsum(weight * (found.value or 0.0) for weight, found in zip(self.weights, scores, strict=True))
         return Score(min(1.0, total / math.fsum(self.weights)), self._details(scores))

@@ -1,4 +1,4 @@
-"""`constraints`: the answer follows instructions that a program can check, as IFEval's do."""
+"""`constraints`: a check of instructions that a program can verify, as in IFEval."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from puna.stages.verifiers.registry import register
 
 @register
 class Constraints(BoundedVerifier):
-    """1 where the answer follows all instructions, else 0; with `partial` the share of them that it follows.
+    """Score 1 if the answer follows all instructions, else 0; with `partial` the share that it follows.
 
-    `instruction_id_list` and `kwargs` are IFEval's (Zhou et al., arXiv 2311.07911): a row of its file gives them as they are.
-    An empty answer follows nothing. Sentences are counted by rules and languages are told by fastText's classifier, where the
-    authors use NLTK and langdetect: single answers may be judged otherwise than by them.
+    `instruction_id_list` and `kwargs` are IFEval's (Zhou et al., arXiv 2311.07911), unchanged from a row of its file.
+    An empty answer follows nothing. The authors use NLTK for sentences and langdetect for languages; here rules and fastText's
+    classifier are used, so that single answers may differ.
     """
 
     name: ClassVar[str] = "constraints"
@@ -45,7 +45,7 @@ class Constraints(BoundedVerifier):
         return self
 
     def score(self, question: Question, answer: str) -> Score:
-        """1, 0 or the share."""
+        """Return 1, 0 or the share."""
         texts = _variants(answer) if self.loose else [answer]
         missed = []
         for full, given in zip(self.instruction_id_list, self.kwargs, strict=True):
@@ -58,7 +58,7 @@ class Constraints(BoundedVerifier):
 
 
 def _bare(name: str) -> str:
-    """An id without the language before it: en:punctuation:no_comma is punctuation:no_comma."""
+    """Return an id without its language: en:punctuation:no_comma gives punctuation:no_comma."""
     return name.partition(":")[2] if name.count(":") == 2 else name
 
 
@@ -67,7 +67,7 @@ def _given(arguments: dict[str, JsonValue]) -> dict[str, Any]:
 
 
 def _check_arguments(name: str, given: dict[str, Any]) -> None:
-    """ValueError unless these are the arguments of an instruction, of their types."""
+    """Raise ValueError unless these are the arguments of an instruction, of their types."""
     wanted = {p.name: str(p.annotation) for p in inspect.signature(KINDS[name]).parameters.values() if p.kind is p.KEYWORD_ONLY}
     if wrong := sorted(set(wanted) ^ set(given)):
         raise ValueError(f"instruction {name}: {'unknown' if wrong[0] in given else 'missing'} argument {wrong[0]!r}")
@@ -84,7 +84,7 @@ def _members(value: Any) -> list[Any]:
 
 
 def _variants(answer: str) -> list[str]:
-    """The answer with and without asterisks, first line and last line: eight texts (section 4.2 of the paper)."""
+    """Return the answer with and without asterisks, first line and last line: eight texts (section 4.2 of the paper)."""
     lines = answer.split("\n")
     cut = [answer, "\n".join(lines[1:]).strip(), "\n".join(lines[:-1]).strip(), "\n".join(lines[1:-1]).strip()]
     return [*cut, *(text.replace("*", "") for text in cut)]

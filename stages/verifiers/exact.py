@@ -1,4 +1,4 @@
-"""`exact`: the answer is the expected text."""
+"""`exact`: a comparison with the expected text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from puna.stages.verifiers.registry import register
 
 @register
 class Exact(BoundedVerifier):
-    """1 where the answer, or what it marks as its final answer, is one of the expected texts, else 0.
+    """Score 1 if the answer, or its marked final answer, is one of the expected texts, else 0.
 
-    Blanks around a text do not count, and Unicode's ways to write one character are one (NFC).
+    Blanks around a text do not count; Unicode is normalised (NFC).
     """
 
     name: ClassVar[str] = "exact"
@@ -30,7 +30,7 @@ class Exact(BoundedVerifier):
     extract: bool = Field(True, description="A final answer that the text marks (answer tags, \\boxed, ####, 'the answer is') will do")
 
     def score(self, question: Question, answer: str) -> Score:
-        """1 or 0."""
+        """Return 1 or 0."""
         expected = reference_of(self, self.answer, question)
         wanted = {self._normal(text) for text in (expected, *self.also)}
         if self._normal(answer) in wanted:
@@ -41,7 +41,7 @@ class Exact(BoundedVerifier):
         return Score(0.0, f"expected {expected!r}")
 
     def check(self, question: Question) -> None:
-        """PunaError without an expected answer."""
+        """Raise PunaError without an expected answer."""
         reference_of(self, self.answer, question)
 
     def _normal(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""The final answer of a longer text: in answer tags, in \\boxed{}, after `####` or after "the answer is"."""
+r"""The final answer of a longer text: in answer tags, in \boxed{}, after `####` or after "the answer is"."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ QUOTES = {'"': '"', "'": "'", "`": "`", "“": "”", "‘": "’", "«": "»"}
 
 
 def final_answer(text: str) -> str | None:
-    """The last answer that the text marks as its final one, without marks around it; None where it marks none.
+    r"""Return the last answer that the text marks as final, without its marks; None if it marks none.
 
-    Answer tags come before \\boxed{}, that before `#### …` (as in GSM8K), and all before "the answer is …", which goes to the
-    end of its line and loses a full stop there.
+    Precedence: answer tags, \boxed{}, `#### …` (as in GSM8K), "the answer is …" (to the end of its line, without a full stop).
     """
     if tagged := TAG.findall(text):
         return str(tagged[-1]).strip()
@@ -29,7 +28,7 @@ def final_answer(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{…}` whose braces are closed."""
+    r"""Return the content of the last `\boxed{…}` with closed braces."""
     start = text.rfind("\\boxed{")
     while start >= 0:
         depth = 0
@@ -44,7 +43,7 @@ def boxed(text: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    """The text without a full stop at its end, emphasis, `$` and one pair of quotes around it."""
+    """Return the text without a final full stop, emphasis, `$` and one pair of quotes around it."""
     text = text.strip().removesuffix(".").strip()
     for mark in ("**", "__", "*", "$$", "$", "\\(", "\\["):
         end = {"\\(": "\\)", "\\[": "\\]"}.get(mark, mark)

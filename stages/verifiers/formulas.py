@@ -1,4 +1,4 @@
-"""Which texts may reach a scorer that evaluates them as Python: formulas of numbers and names, and literals."""
+"""A filter for texts that a scorer evaluates as Python: only formulas of numbers and names, and literals, pass."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PLAIN = (ast.Expression, ast.Constant, ast.Name, ast.List, ast.Tuple, ast.Set, a
 
 
 class Refused(ValueError):
-    """The text is not what may be evaluated; the message says why."""
+    """A text that must not be evaluated; the message gives the reason."""
 
 
 def check_formula(text: str) -> None:
-    """Refused unless the text is a sum, product, quotient or power of numbers, names and `FUNCTIONS` of these.
+    """Raise Refused unless the text is a sum, product, quotient or power of numbers, names and `FUNCTIONS` of these.
 
-    No text, attribute, index or other call, and no number of more than `MOST_BITS` bits is made on the way.
+    No string, attribute, index or other call is allowed, and no intermediate number of more than `MOST_BITS` bits.
     """
     tree = _parsed(text)
     if tree is None:
@@ -33,7 +33,7 @@ def check_formula(text: str) -> None:
 
 
 def check_literal(text: str) -> None:
-    """Refused where the text is Python that does more than write down a value; what is no Python cannot be evaluated and passes."""
+    """Raise Refused for Python that is more than a literal; a text that is not Python cannot be evaluated and passes."""
     tree = _parsed(text)
     for node in () if tree is None else ast.walk(tree):
         if not isinstance(node, PLAIN):
@@ -52,7 +52,7 @@ def _parsed(text: str) -> ast.Expression | None:
 
 
 def _bits(node: ast.expr) -> float:
-    """An upper bound of the bits of the numbers in what an expression evaluates to."""
+    """Return an upper bound of the bits of the numbers in an expression's value."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             found = math.log2(abs(value) + 1) + 1 if math.isfinite(value) else math.inf

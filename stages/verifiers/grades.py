@@ -1,4 +1,4 @@
-"""Grades of instructions by a language model: points for the answer, difficulty and intentions of the request."""
+"""Grades of instructions by a language model: quality of the answer, difficulty and intentions of the request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DIGITS = 4
 
 
 class JudgeSettings(StageConfig):
-    """What a language model is asked about each instruction."""
+    """Questions to a language model about each instruction."""
 
     points: tuple[str, ...] = Field(POINTS, min_length=1, max_length=9, description="What an answer gets one point for, each")
     code_points: tuple[str, ...] = Field(
@@ -55,9 +55,9 @@ class JudgeSettings(StageConfig):
 
 
 class Graded(NamedTuple):
-    """By instruction id: the share of the points, which answers have the full score, and the difficulty from 0 to 1.
+    """Grades by instruction id: the share of the points, the answers with the full score, the difficulty from 0 to 1.
 
-    An instruction that the judge cannot read, as it is too long, is in none. `scores`: rows of that side table.
+    An instruction that is too long for the judge is in none. `scores`: rows of that side table.
     """
 
     quality: dict[str, float]
@@ -67,12 +67,12 @@ class Graded(NamedTuple):
 
 
 def graded(rows: Sequence[dict[str, Any]], judge: Loaded, settings: JudgeSettings, run: StageRun) -> Graded:
-    """Grades of instructions, as the judge's probabilities of the digits give them: one forward pass each, nothing drawn.
+    """Return grades of instructions from the judge's probabilities of the digits: one forward pass each, no sampling.
 
-    Llama 3 (section 4.2.3) has points for accuracy, instruction following and tone, for code bugs and the user's intention;
-    difficulty on three levels, and the number of intentions (Instag, Lu et al., arXiv 2308.07074), which are counted here and not
-    named. The difficulty is the mean of the two, each as a share of its highest. Metrics: `unjudged` instructions, and
-    `judge_answers`, the mean probability that the model answers with a grade: a low one says that it does not understand.
+    Llama 3 (section 4.2.3) has points for accuracy, instruction following and tone, and for code bugs and the user's intention;
+    difficulty on three levels; and the number of intentions (Instag, Lu et al., arXiv 2308.07074), here only counted. The difficulty
+    is the mean of the two, each as a share of its highest. Metrics: `unjudged` instructions, and `judge_answers`, the mean
+    probability that the model answers with a grade; a low value means that it does not understand the question.
     """
     messages = {row["id"]: messages_of(row) for row in rows}
     asked = {name: shown(turns[:-1]) for name, turns in messages.items()}
@@ -111,6 +111,6 @@ class Answered(NamedTuple):
 
 
 def _asked(judge: Loaded, kind: str, requests: dict[str, str], top: int) -> list[Answered]:
-    """The grade of each request that the judge can read."""
+    """Return the grade of each request that fits into the judge's context."""
     found = zip(requests, grades(judge, list(requests.values()), top), strict=True)
     return [Answered(kind, name, round(one.mean, DIGITS), one.answered) for name, one in found if one.mean is not None]

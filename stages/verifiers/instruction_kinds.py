@@ -1,6 +1,6 @@
-"""The kinds of instructions whose following can be checked by a program: IFEval's 25 (Zhou et al., arXiv 2311.07911, table 4).
+"""IFEval's 25 kinds of verifiable instructions (Zhou et al., arXiv 2311.07911, table 4).
 
-Each is a function of the answer and of the instruction's arguments, and takes time linear in the answer.
+Each is a function of the answer and the instruction's arguments, in time linear in the answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def kind(name: str) -> Callable[[Check], Check]:
 
 
 def related(count: int, relation: str, number: int) -> bool:
-    """Whether `count` is at least, or less than, `number`; ValueError for another relation."""
+    """True if `count` is at least, or less than, `number`; ValueError for another relation."""
     if relation not in (AT_LEAST, LESS_THAN):
         raise ValueError(f"relation {relation!r}: write {AT_LEAST!r} or {LESS_THAN!r}")
     return count >= number if relation == AT_LEAST else count < number
@@ -40,7 +40,7 @@ def related(count: int, relation: str, number: int) -> bool:
 
 @lru_cache(maxsize=512)
 def pattern(text: str) -> Any:
-    """An automaton of RE2: linear time, whatever the answer."""
+    """Return an automaton of RE2, which takes linear time for any answer."""
     import re2
 
     return re2.compile(text)
@@ -51,25 +51,25 @@ def pattern(text: str) -> Any:
 
 @kind("keywords:existence")
 def has_keywords(answer: str, *, keywords: list[str]) -> bool:
-    """Each keyword occurs, in any case, also inside a word."""
+    """True if each keyword occurs, in any case, also inside a word."""
     return all(word.lower() in answer.lower() for word in keywords)
 
 
 @kind("keywords:frequency")
 def keyword_frequency(answer: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    """How often a keyword occurs, in any case, also inside words."""
+    """True if a keyword occurs often enough, in any case, also inside words."""
     return related(answer.lower().count(keyword.lower()), relation, frequency)
 
 
 @kind("keywords:forbidden_words")
 def forbidden_words(answer: str, *, forbidden_words: list[str]) -> bool:
-    """None of the words occurs as a word, in any case."""
+    """True if none of the words occurs as a word, in any case."""
     return not any(re.search(rf"\b{re.escape(word)}\b", answer, re.IGNORECASE) for word in forbidden_words)
 
 
 @kind("keywords:letter_frequency")
 def letter_frequency(answer: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """How often a letter or sign occurs, in any case."""
+    """True if a letter or sign occurs often enough, in any case."""
     return related(answer.lower().count(letter.lower()), let_relation, let_frequency)
 
 
@@ -78,25 +78,25 @@ def letter_frequency(answer: str, *, letter: str, let_frequency: int, let_relati
 
 @kind("language:response_language")
 def response_language(answer: str, *, language: str) -> bool:
-    """The answer's language is the one with this code of ISO 639-1; an answer without letters has none and passes."""
+    """True if the answer's language has this code of ISO 639-1, or the answer has no letters."""
     return _language(answer) in (None, language.lower().partition("-")[0])
 
 
 @kind("change_case:english_capital")
 def english_capital(answer: str) -> bool:
-    """English in capital letters only."""
+    """True for English in capital letters only."""
     return answer.isupper() and _language(answer) in (None, "en")
 
 
 @kind("change_case:english_lowercase")
 def english_lowercase(answer: str) -> bool:
-    """English in small letters only."""
+    """True for English in small letters only."""
     return answer.islower() and _language(answer) in (None, "en")
 
 
 @kind("change_case:capital_word_frequency")
 def capital_word_frequency(answer: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    """How many words are written in capitals; parts joined by hyphens, points or apostrophes are one word."""
+    """True if enough words are in capitals; parts joined by hyphens, points or apostrophes are one word."""
     words = re.findall(r"\w+(?:[-.'’]\w+)*", answer)
     return related(sum(word.isupper() for word in words), capital_relation, capital_frequency)
 
@@ -112,7 +112,7 @@ def _language_model() -> Any:
 
 
 def _language(text: str) -> str | None:
-    """The text's most likely language, a code of ISO 639-1 (or 639-3 where it has none there); None without letters."""
+    """Return the text's most likely language as a code of ISO 639-1 (or 639-3 if it has none); None without letters."""
     text = " ".join(text.split())
     if not any(c.isalpha() for c in text):
         return None
@@ -126,19 +126,19 @@ def _language(text: str) -> str | None:
 
 @kind("length_constraints:number_sentences")
 def number_sentences(answer: str, *, num_sentences: int, relation: str) -> bool:
-    """How many sentences there are."""
+    """True if the answer has enough sentences."""
     return related(count_sentences(answer), relation, num_sentences)
 
 
 @kind("length_constraints:number_words")
 def number_words(answer: str, *, num_words: int, relation: str) -> bool:
-    """How many runs of letters, digits and underscores there are."""
+    """True if the answer has enough runs of letters, digits and underscores."""
     return related(len(re.findall(r"\w+", answer)), relation, num_words)
 
 
 @kind("length_constraints:number_paragraphs")
 def number_paragraphs(answer: str, *, num_paragraphs: int) -> bool:
-    """So many paragraphs, with the separator *** between them."""
+    """True for this number of paragraphs, separated by ***."""
     parts = [part.strip() for part in answer.split("***")]
     inner = parts[1 if not parts[0] else 0 : len(parts) - (1 if len(parts) > 1 and not parts[-1] else 0)]
     return all(inner) and len(inner) == num_paragraphs
@@ -146,7 +146,7 @@ def number_paragraphs(answer: str, *, num_paragraphs: int) -> bool:
 
 @kind("length_constraints:nth_paragraph_first_word")
 def nth_paragraph_first_word(answer: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """So many paragraphs with an empty line between them, and the word with which one of them (from 1) begins."""
+    """True for this number of paragraphs, separated by empty lines, if the nth (from 1) begins with the word."""
     paragraphs = [part.strip() for part in answer.split("\n\n") if part.strip()]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= len(paragraphs):
         return False
@@ -166,7 +166,7 @@ END = re.compile(r"([^\s.!?…]{0,20})([.!?…]+[\"'”’)\]*_]*)(?=\s|$)|[。�
 
 
 def count_sentences(text: str) -> int:
-    """Sentences: ended by . ! ? or …, but not by the point of an abbreviation, an initial or a numbered list, or by the end."""
+    """Return the number of sentences: ended by . ! ? or … or the end, but not by the point of an abbreviation, initial or list number."""
     count, last = 0, 0
     for found in END.finditer(text):
         word, marks = (found.group(1) or "").lower().lstrip("(\"'“‘*"), found.group(2) or ""
@@ -190,13 +190,13 @@ def count_sentences(text: str) -> int:
 
 @kind("detectable_content:number_placeholders")
 def number_placeholders(answer: str, *, num_placeholders: int) -> bool:
-    """At least so many placeholders in square brackets."""
+    """True for at least this number of placeholders in square brackets."""
     return len(pattern(r"\[[^\n]*?\]").findall(answer)) >= num_placeholders
 
 
 @kind("detectable_content:postscript")
 def postscript(answer: str, *, postscript_marker: str) -> bool:
-    """A postscript that begins with the marker, in any case; P.S. and P.P.S may have blanks after their points."""
+    """True if a postscript begins with the marker, in any case; P.S. and P.P.S may have blanks after their points."""
     letters = re.fullmatch(r"(?:[A-Za-z]\.)+[A-Za-z]?\.?", postscript_marker)
     parts = [re.escape(c) for c in postscript_marker.replace(".", "")]
     text = r"\.\s?".join(parts) + (r"\." if postscript_marker.endswith(".") else "") if letters else re.escape(postscript_marker)
@@ -205,20 +205,20 @@ def postscript(answer: str, *, postscript_marker: str) -> bool:
 
 @kind("detectable_format:number_bullet_lists")
 def number_bullet_lists(answer: str, *, num_bullets: int) -> bool:
-    """Exactly so many lines that begin with the bullet * or -."""
+    """True for exactly this number of lines that begin with the bullet * or -."""
     lines = [line.strip() for line in answer.splitlines()]
     return sum(line.startswith("-") or (line.startswith("*") and len(line) > 1 and line[1] != "*") for line in lines) == num_bullets
 
 
 @kind("detectable_format:constrained_response")
 def constrained_response(answer: str) -> bool:
-    """One of three sentences occurs: My answer is yes. / no. / maybe."""
+    """True if one of three sentences occurs: My answer is yes. / no. / maybe."""
     return any(f"My answer is {word}." in answer for word in ("yes", "no", "maybe"))
 
 
 @kind("detectable_format:number_highlighted_sections")
 def number_highlighted_sections(answer: str, *, num_highlights: int) -> bool:
-    """At least so many stretches inside lines between single or double asterisks."""
+    """True for at least this number of spans inside lines between single or double asterisks."""
     single = [found for found in re.findall(r"\*([^\n*]*)\*", answer) if found.strip()]
     double = [found for found in re.findall(r"\*\*([^\n*]*)\*\*", answer) if found.strip()]
     return len(single) + len(double) >= num_highlights
@@ -226,13 +226,13 @@ def number_highlighted_sections(answer: str, *, num_highlights: int) -> bool:
 
 @kind("detectable_format:multiple_sections")
 def multiple_sections(answer: str, *, section_spliter: str, num_sections: int) -> bool:
-    """At least so many sections, each begun by the word and a number."""
+    """True for at least this number of sections, each beginning with the word and a number."""
     return len(re.findall(rf"{re.escape(section_spliter)}\s?\d", answer)) >= num_sections
 
 
 @kind("detectable_format:json_format")
 def json_format(answer: str) -> bool:
-    """The whole answer is JSON, with or without a fence around it."""
+    """True if the whole answer is JSON, with or without a fence around it."""
     text = answer.strip()
     if (fenced := re.match(r"```(?:json)?\s", text, re.IGNORECASE)) and text.endswith("```"):
         text = text[fenced.end() : -3]
@@ -245,7 +245,7 @@ def json_format(answer: str) -> bool:
 
 @kind("detectable_format:title")
 def title(answer: str) -> bool:
-    """A title that is not empty stands in double angular brackets."""
+    """True if a non-empty title stands in double angular brackets."""
     return any(found.strip("<> \t") for found in pattern(r"<<[^\n]+?>>").findall(answer))
 
 
@@ -254,7 +254,7 @@ def title(answer: str) -> bool:
 
 @kind("combination:two_responses")
 def two_responses(answer: str) -> bool:
-    """Two different answers with six asterisks between them."""
+    """True for two different answers with six asterisks between them."""
     parts = [part.strip() for part in answer.split("******")]
     inner = [part for at, part in enumerate(parts) if part or 0 < at < len(parts) - 1]
     return len(inner) == 2 and all(inner) and inner[0] != inner[1]
@@ -262,24 +262,24 @@ def two_responses(answer: str) -> bool:
 
 @kind("combination:repeat_prompt")
 def repeat_prompt(answer: str, *, prompt_to_repeat: str) -> bool:
-    """The answer begins with the given text, in any case."""
+    """True if the answer begins with the given text, in any case."""
     return answer.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
 @kind("startend:end_checker")
 def end_checker(answer: str, *, end_phrase: str) -> bool:
-    """The answer ends with the phrase, in any case; quotation marks around it do not count."""
+    """True if the answer ends with the phrase, in any case; quotation marks around it do not count."""
     return answer.strip().strip('"').lower().endswith(end_phrase.strip().strip('"').lower())
 
 
 @kind("startend:quotation")
 def quotation(answer: str) -> bool:
-    """The whole answer stands in double quotation marks."""
+    """True if the whole answer stands in double quotation marks."""
     text = answer.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
 @kind("punctuation:no_comma")
 def no_comma(answer: str) -> bool:
-    """There is no comma."""
+    """True if there is no comma."""
     return "," not in answer

@@ -1,4 +1,4 @@
-"""`json_schema`: the answer is JSON that a schema accepts."""
+"""`json_schema`: a check of a JSON answer against a schema."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[ \t]*\n(.*?)^[ \t]*```", re.MULTILINE
 
 @register
 class JsonSchema(Verifier):
-    """1 where the answer is JSON (RFC 8259) that the schema accepts, else 0 with the first fault and its place.
+    """Score 1 if the answer is JSON (RFC 8259) that the schema accepts, else 0 with the first fault and its place.
 
-    The draft is the one that `$schema` names, else 2020-12. Formats are checked; a schema with a format that cannot be is
-    refused. Nothing is fetched: a `$ref` leads inside the schema or to a draft's own. A pattern that takes too long on an
-    answer ends in no score.
+    The draft is that of `$schema`, else 2020-12. Formats are checked; a schema with an unknown format is refused. Nothing is fetched:
+    a `$ref` leads inside the schema or to a draft's own. A pattern that takes too long on an answer gives no score.
     """
 
     name: ClassVar[str] = "json_schema"
@@ -31,7 +30,7 @@ class JsonSchema(Verifier):
 
     @cached_property
     def validator(self) -> Any:
-        """The schema, made ready."""
+        """Return the compiled schema."""
         from jsonschema import validators
         from jsonschema_specifications import REGISTRY
 
@@ -54,7 +53,7 @@ class JsonSchema(Verifier):
         return self
 
     def score(self, question: Question, answer: str) -> Score:
-        """1 or 0."""
+        """Return 1 or 0."""
         try:
             value = self._parsed(answer)
         except (ValueError, RecursionError) as error:
@@ -73,7 +72,7 @@ class JsonSchema(Verifier):
 
 
 def _json(text: str) -> Any:
-    """JSON as the standard has it: neither NaN nor Infinity, and no name twice in an object."""
+    """Return standard JSON: without NaN and Infinity, and without repeated names in an object."""
     return json.loads(text.strip(), parse_constant=_refuse, object_pairs_hook=_unique)
 
 
@@ -93,7 +92,7 @@ def _place(error: Any) -> str:
 
 
 def _unresolved(schema: Any, validator: Any) -> str | None:
-    """The first `$ref` that leads neither inside the schema nor to a draft; parts with an `$id` of their own are left to it."""
+    """Return the first `$ref` that leads neither inside the schema nor to a draft; parts with an `$id` resolve their own."""
     from jsonschema_specifications import REGISTRY
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import DRAFT202012, specification_with
@@ -119,7 +118,7 @@ def _unresolved(schema: Any, validator: Any) -> str | None:
 
 
 def _formats(schema: Any, named: bool = False) -> list[str]:
-    """Formats that a schema asks for; below `properties` and its like, names are no keywords (`named`)."""
+    """Return the formats in a schema; below `properties` and its like, names are no keywords (`named`)."""
     if isinstance(schema, list):
         return [found for part in schema for found in _formats(part)]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""`judge`: a language model grades the answer by a rubric."""
+"""`judge`: a grade by a language model with a rubric."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @register
 class Judge(Verifier):
-    """The mean grade, as a share of the highest: each grade weighted by the probability that the model answers with it.
+    """Score by the mean grade, as a share of the highest: each grade weighted by its probability.
 
-    One forward pass and nothing drawn, as G-Eval does (Liu et al., arXiv 2303.16634, section 2): finer steps than the digits have.
+    One forward pass without sampling, as in G-Eval (Liu et al., arXiv 2303.16634, section 2), with finer steps than the digits.
     """
 
     name: ClassVar[str] = "judge"
@@ -35,13 +35,13 @@ class Judge(Verifier):
 
     @classmethod
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
-        """PunaError where a model is not given, or does not tell the grades apart."""
+        """Raise PunaError if the model is missing or does not distinguish the grades."""
         for model, top in {(v.model, v.max_grade) for v in verifiers if isinstance(v, Judge)}:
             _grades_of(tools.judges.find(cls.name, "lm", model).tokenizer, top)
 
     @classmethod
     def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score]:
-        """Scores of many answers, batch by batch."""
+        """Return the scores of many answers, batch by batch."""
         found: dict[int, Score] = {}
         kinds = [(v.model, v.max_grade) for item in items if isinstance(v := item.verifier, Judge)]
         for kind in sorted(set(kinds), key=str):
@@ -52,7 +52,7 @@ class Judge(Verifier):
         return [found[number] for number in range(len(items))]
 
     def request(self, item: Item) -> str:
-        """What the model is asked."""
+        """Return the request to the model."""
         known = item.question.reference if self.show_reference else None
         parts = [
             f"Grade the answer to a request with a number from 0 to {self.max_grade} by this rubric.", f"Rubric:\n{self.rubric}",
@@ -63,14 +63,14 @@ class Judge(Verifier):
 
 
 class Grade(NamedTuple):
-    """The mean grade, None where the judge does not read so many `tokens`; `answered`: probability that it answers with a grade."""
+    """The mean grade, None if `tokens` exceed the judge's context; `answered`: probability that it answers with a grade."""
 
     mean: float | None
     answered: float
     tokens: int
 
     def score(self, top: int) -> Score:
-        """It as a share of the highest grade."""
+        """Return the grade as a share of the highest."""
         if self.mean is None:
             return Score(None, f"{self.tokens} tokens are more than the judge reads")
         # The last digits of a network's numbers depend on what else is in the batch.
@@ -79,7 +79,7 @@ class Grade(NamedTuple):
 
 
 def grades(judge: Loaded, requests: Sequence[str], top: int) -> list[Grade]:
-    """The grade, from 0 to `top`, that the model answers each request with."""
+    """Return the model's grade of each request, from 0 to `top`."""
     import torch
 
     from puna.models.forest import Forest
@@ -101,6 +101,6 @@ def grades(judge: Loaded, requests: Sequence[str], top: int) -> list[Grade]:
 
 
 def _grades_of(tokenizer: Tokenizer, top: int) -> tuple[list[int], list[int]]:
-    """The tokens before every grade, and the one of each grade from 0 to `top`."""
+    """Return the common first tokens of all grades, and the token of each grade from 0 to `top`."""
     grades = [str(grade) for grade in range(top + 1)]
     return tokens_apart([tokenizer.encode(grade) for grade in grades], grades)

@@ -1,4 +1,4 @@
-"""The models that verifiers score with: artifacts given to the stage as its input `judges`, named by their data digests."""
+"""Models for verifiers: artifacts in a stage's input `judges`, named by their data digests."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Loaded(NamedTuple):
 
 
 class Judges:
-    """The given models, each loaded when it is first asked for."""
+    """The given models, each loaded at its first use."""
 
     def __init__(self, artifacts: Sequence[Artifact]) -> None:
         self._artifacts = tuple(artifacts)
         self._loaded: dict[str, Loaded] = {}
 
     def find(self, verifier: str, head: Head, name: str | None) -> Loaded:
-        """The model whose data digest begins with `name`, or with None the only one that has this head; else PunaError."""
+        """Return the model whose data digest begins with `name`, or with None the only one with this head; else raise PunaError."""
         if name is None:
             fitting = [found for artifact in self._artifacts if (found := self._load(artifact)).model.head == head]
             if len(fitting) == 1:
@@ -66,12 +66,12 @@ class Judges:
 
 
 def asked(question: Question) -> list[dict[str, object]]:
-    """The messages that are answered."""
+    """Return the messages of the conversation."""
     return list(question.messages) or [{"role": "user", "content": question.text}]
 
 
 def batches(lengths: Sequence[int], most: int = BATCH_TOKENS) -> Iterator[list[int]]:
-    """Indices of neighbours that together have at most `most` tokens; a longer one alone."""
+    """Yield indices of neighbours with at most `most` tokens together; a longer one alone."""
     batch: list[int] = []
     for index, length in enumerate(lengths):
         if batch and sum(lengths[i] for i in batch) + length > most:

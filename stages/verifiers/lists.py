@@ -1,4 +1,4 @@
-"""`numbers` and `items`: lists with many right answers, checked by what was asked of them."""
+"""`numbers` and `items`: lists with many right answers, checked by their properties."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LONGEST = 10_000
 
 @register
 class Numbers(BoundedVerifier):
-    """1 where the answer is that many whole numbers within the bounds, in order and with the remainder that is asked for, else 0.
+    """Score 1 if the answer is this many whole numbers with the required bounds, order and remainder, else 0.
 
-    Numbers stand apart by blanks or commas; nothing else may be in the answer. An order leaves no number twice.
+    Numbers are separated by blanks or commas, with nothing else in the answer. An order allows no repetition.
     """
 
     name: ClassVar[str] = "numbers"
@@ -38,7 +38,7 @@ class Numbers(BoundedVerifier):
         return self
 
     def score(self, question: Question, answer: str) -> Score:
-        """1 or 0."""
+        """Return 1 or 0."""
         words = answer[:LONGEST].replace(",", " ").split()
         if len(words) != self.count or not all(word.isascii() and word.isdecimal() and len(word) < 19 for word in words):
             return Score(0.0, f"not {self.count} whole numbers")
@@ -55,7 +55,7 @@ class Numbers(BoundedVerifier):
 
 @register
 class Items(BoundedVerifier):
-    """1 where the answer is that many of the items, none twice, apart by blanks or commas, else 0."""
+    """Score 1 if the answer is this many of the items, none twice, separated by blanks or commas, else 0."""
 
     name: ClassVar[str] = "items"
 
@@ -72,7 +72,7 @@ class Items(BoundedVerifier):
         return self
 
     def score(self, question: Question, answer: str) -> Score:
-        """1 or 0."""
+        """Return 1 or 0."""
         words = answer[:LONGEST].replace(",", " ").split()
         if len(words) != self.count or len(set(words)) != len(words):
             return Score(0.0, f"not {self.count} different items")

@@ -1,4 +1,4 @@
-"""`numeric`: the answer's number equals the expected one."""
+"""`numeric`: a comparison of the answer's number with the expected one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IS_POWER = r"(?<!\^)(?<!\^[-−+{ ])(?<!\^\{[-−+])(?<![\w)\]}]\*\*)(?<![\w)\]}
 
 
 class Number(NamedTuple):
-    """A number in a text: its value and where it stands."""
+    """A number in a text: its value and its place."""
 
     value: Fraction
     start: int
@@ -37,10 +37,10 @@ class Number(NamedTuple):
 
 @register
 class Numeric(BoundedVerifier):
-    """1 where the number of the answer is the expected one within the tolerances, else 0.
+    r"""Score 1 if the answer's number equals the expected one within the tolerances, else 0.
 
-    Numbers are read exactly: thousands separators, decimal point or comma, exponents, powers (`10^5`), `3/4`, `1 1/2`, `\\frac{3}{4}`,
-    `2 \\times 10^3`. The answer's number is looked for in what it marks as its final answer, else in the whole of it.
+    Numbers are read exactly: thousands separators, decimal point or comma, exponents, powers (`10^5`), `3/4`, `1 1/2`, `\frac{3}{4}`,
+    `2 \times 10^3`. The number is read from the marked final answer, else from the whole answer.
     """
 
     name: ClassVar[str] = "numeric"
@@ -73,11 +73,11 @@ class Numeric(BoundedVerifier):
 
     @cached_property
     def sizes(self) -> list[tuple[str, Fraction]]:
-        """Units with a name and their sizes, the longest name first."""
+        """Return units with a name and their sizes, the longest name first."""
         return [(name, Fraction(repr(self.units[name]))) for name in sorted(self.units, key=lambda n: (-len(n), n)) if name]
 
     def score(self, question: Question, answer: str) -> Score:
-        """1 or 0."""
+        """Return 1 or 0."""
         expected = self._expected(question)
         marked = final_answer(answer)
         text = marked if marked is not None and self._numbers(marked) else answer
@@ -94,7 +94,7 @@ class Numeric(BoundedVerifier):
         return Score(float(abs(value - expected) <= room), f"{_shown(value)}, expected {_shown(expected)}")
 
     def check(self, question: Question) -> None:
-        """PunaError without an expected number."""
+        """Raise PunaError without an expected number."""
         self._expected(question)
 
     def _expected(self, question: Question) -> Fraction:
@@ -113,7 +113,7 @@ class Numeric(BoundedVerifier):
         return list(numbers(text, self.decimal))
 
     def _in_unit(self, text: str, number: Number) -> Fraction | None:
-        """The number in the expected unit; None where it has another one."""
+        """Return the number in the expected unit; None if it has another one."""
         if not self.units:
             return number.value
         after, before = text[number.end : number.end + 60].lstrip(" \t\u00a0\u202f\\,{}$"), text[: number.start].rstrip()
@@ -127,7 +127,7 @@ class Numeric(BoundedVerifier):
 
 
 def numbers(text: str, decimal: Decimal = "point") -> Iterator[Number]:
-    """The numbers of a text, in order."""
+    """Yield the numbers of a text, in order."""
     for found in _pattern(decimal).finditer(text):
         value = _value(found, decimal)
         if value is not None:
@@ -148,7 +148,7 @@ def _pattern(decimal: Decimal) -> re.Pattern[str]:
 
 
 def _value(found: re.Match[str], decimal: Decimal) -> Fraction | None:
-    """The exact value of a match; None where it is beyond bounds or divides by 0."""
+    """Return the exact value of a match; None if it is out of bounds or divides by 0."""
     try:
         if found["top"] is not None:
             value = int(found["whole"] or 0) + _plain(found["top"], decimal) / _plain(found["bottom"], decimal)

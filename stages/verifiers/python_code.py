@@ -1,4 +1,4 @@
-"""`code`: the answer is a Python program that passes tests, run in a sandbox."""
+"""`code`: a Python program that must pass tests in a sandbox."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ AT_ONCE = 4
 
 @register
 class Code(Verifier):
-    """1 where the program passes all tests, else 0; with `partial` the share of the tests that it passes.
+    """Score 1 if the program passes all tests, else 0; with `partial` the share of the tests that it passes.
 
-    The program is `prefix` and the answer's code: its fenced blocks marked as Python, else its last fenced block, else the whole
-    answer. Tests are pieces of Python that use the program's names and fail by an exception, so that HumanEval's
-    `check(candidate)` and MBPP's assertions fit. They run in another process, which the program cannot read or write: its results
-    reach them as plain data. A program that ends before its tests, or goes beyond its limits, passes none. Only the standard
-    library can be imported.
+    The program is `prefix` and the answer's code: its fenced blocks marked as Python, else its last fenced block, else all of it.
+    Tests are pieces of Python that use the program's names and fail by an exception, like HumanEval's `check(candidate)` and MBPP's
+    assertions. They run in another process, which the program cannot read or write: its results reach them as plain data. A program
+    that ends before its tests or exceeds its limits passes none. Only the standard library can be imported.
     """
 
     name: ClassVar[str] = "code"
@@ -41,18 +40,18 @@ class Code(Verifier):
 
     @classmethod
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
-        """PunaError where programs cannot be isolated as the stage's settings want; a metric says how they are."""
+        """Raise PunaError if programs cannot be isolated as the settings require; record the isolation as a metric."""
         tools.run.metric("code_isolation", sandbox.MEANS[sandbox.mode(tools.config.isolation)])
 
     @classmethod
     def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score]:
-        """Scores of many answers, in the stage's workers."""
+        """Return the scores of many answers, from the stage's workers."""
         jobs = [item.verifier._job(item.answer) for item in items if isinstance(item.verifier, Code)]
         made = tools.run.map(_run_chunk, chunks(jobs, AT_ONCE), tools.config)
         return [Score(*one) for chunk in made for one in chunk]
 
     def score(self, question: Question, answer: str) -> Score:
-        """The score of one answer, within the default limits."""
+        """Return the score of one answer, within the default limits."""
         return Score(*_run_chunk([self._job(answer)], ScoringConfig())[0])
 
     def _job(self, answer: str) -> Job:
@@ -63,7 +62,7 @@ Job = tuple[str, tuple[str, ...], float | None, bool, str]
 
 
 def _run_chunk(jobs: list[Job], config: ScoringConfig) -> list[tuple[float | None, str]]:
-    """In a worker: (value, detail) of each job."""
+    """Return (value, detail) of each job, in a worker."""
     how = sandbox.mode(config.isolation)
     return [_run(job, config, how) for job in jobs]
 
@@ -83,7 +82,7 @@ def _run(job: Job, config: ScoringConfig, how: sandbox.Mode) -> tuple[float | No
 
 
 def program(answer: str) -> str:
-    """The code of an answer."""
+    """Return the code of an answer."""
     blocks = FENCE.findall(answer)
     marked = [text for language, text in blocks if language.lower() in PYTHON]
     if marked:

@@ -1,4 +1,4 @@
-"""`python`: a function of one's own scores the answer."""
+"""`python`: a score by a user's function."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from puna.stages.verifiers.registry import register
 
 @register
 class PythonFunction(Verifier):
-    """What a function gives: True or False, a number from 0 to 1, a pair of number and detail, or a `Score`.
+    """Score by a function's result: True or False, a number from 0 to 1, a pair of number and detail, or a `Score`.
 
-    It is called as `function(answer, **parameters)`, and with those of `prompt`, `reference`, `task` that it has parameters for.
-    It runs in a process of its own that is ended when an answer takes too long; that process is no sandbox.
+    It is called as `function(answer, **parameters)`, also with `prompt`, `reference`, `task` if it has parameters for them.
+    It runs in a process of its own that is killed when an answer takes too long; that process is no sandbox.
     """
 
     name: ClassVar[str] = "python"
@@ -35,7 +35,7 @@ class PythonFunction(Verifier):
 
     @cached_property
     def called(self) -> Callable[..., Any]:
-        """The function; ValueError where there is none, or where nobody but the data names its module."""
+        """Return the function; raise ValueError if it is missing, or if only the data names its module."""
         module, colon, attribute = self.function.partition(":")
         if not colon:
             found = plugins.offers("puna.verifiers").get(module)
@@ -63,13 +63,13 @@ class PythonFunction(Verifier):
         return self
 
     def reaches(self) -> list[tuple[str, str]]:
-        """Its class and the function."""
+        """Return the class and the function."""
         module, colon, attribute = self.function.partition(":")
         named = (module, attribute) if colon else (self.called.__module__, self.called.__qualname__)
         return [*super().reaches(), (named[0], named[1].split(".")[0])]
 
     def score(self, question: Question, answer: str) -> Score:
-        """What the function gives."""
+        """Return the function's result as a score."""
         known = {"prompt": question.text, "reference": question.reference, "task": question.task}
         taken = inspect.signature(self.called).parameters
         given = {name: value for name, value in known.items() if name in taken and name not in self.parameters}

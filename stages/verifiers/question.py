@@ -1,4 +1,4 @@
-"""What a verifier is asked, and what it answers."""
+"""The input and output of a verifier."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 
 class Question(NamedTuple):
-    """What a verifier may know of a prompt: its id, task, the text that is answered and the gold answer, where there is one.
+    """The part of a prompt that a verifier sees: its id, task, text and gold answer, if there is one.
 
-    `messages`: the turns of the conversation that is answered, each with role and content; none: `text` is one user message.
+    `messages`: the turns of the conversation, each with role and content; none: `text` is one user message.
     """
 
     id: str
@@ -21,7 +21,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """How good an answer is, 0 to 1, and what a reader should know of it. `value` None: it could not be scored."""
+    """The quality of an answer, 0 to 1, and a note for readers. `value` None: it could not be scored."""
 
     value: float | None
     detail: str = ""

@@ -1,4 +1,4 @@
-"""`reasoning_gym`: the scorer of the generator that made the question."""
+"""`reasoning_gym`: the scorer of the question's generator."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ LITERALS = frozenset(("binary_matrix", "n_queens", "number_sorting", "spiral_mat
 
 @register
 class ReasoningGym(Verifier):
-    """The generator's own score of the answer, or of what the answer marks as its final one unless the whole has full marks.
+    """Score by the generator: of the whole answer if it has full marks, else of its marked final answer.
 
-    reasoning-gym marks a text down by its length: "The answer is -4" would have .125 although it is right.
+    reasoning-gym lowers the score of a long text: "The answer is -4" would get .125 although it is right.
     """
 
     name: ClassVar[str] = "reasoning_gym"
@@ -39,11 +39,11 @@ class ReasoningGym(Verifier):
 
     @cached_property
     def dataset(self) -> ProceduralDataset:
-        """The generator, which scores."""
+        """Return the generator, which scores."""
         return generator(self.generator, json.dumps(self.parameters, sort_keys=True))
 
     def check(self, question: Question) -> None:
-        """PunaError where the scorer would evaluate more of the entry than a value."""
+        """Raise PunaError if the scorer would evaluate more of the entry than a value."""
         about = self.entry.get("metadata")
         texts = [self.entry.get("answer"), about.get("integrand") if isinstance(about, dict) else None]
         for text in texts:
@@ -51,7 +51,7 @@ class ReasoningGym(Verifier):
                 raise PunaError(f"the entry of reasoning-gym's {self.generator} {said}, and its scorer would run it: {text[:80]!r}")
 
     def score(self, question: Question, answer: str) -> Score:
-        """0 to 1, by the generator; 0 for what its scorer may not evaluate."""
+        """Return the generator's score, 0 to 1; 0 for a text that its scorer must not evaluate."""
         whole = self._score(answer.strip())
         found = final_answer(answer) if self.extract and not is_correct(whole.value) else None
         if found is None:
@@ -65,7 +65,7 @@ class ReasoningGym(Verifier):
         return Score(float(self.dataset.score_answer(answer, self.entry)))
 
     def _refused(self, text: str) -> str:
-        """Why the scorer, which evaluates the text, may not be given it; empty where it may."""
+        """Return the reason why the scorer must not evaluate the text; otherwise ""."""
         try:
             if self.generator in FORMULAS:
                 check_formula(text)
@@ -78,9 +78,9 @@ class ReasoningGym(Verifier):
 
 @lru_cache(maxsize=256)
 def generator(task: str, parameters: str, seed: int = 0, size: int = 1) -> ProceduralDataset:
-    """reasoning-gym's generator `task` with its parameters (JSON), which entry i draws from `seed + i`.
+    """Return reasoning-gym's generator `task` with its parameters (JSON), which draws entry i from `seed + i`.
 
-    PunaError names a task or parameter that reasoning-gym does not know.
+    Raise PunaError for an unknown task or parameter.
     """
     import reasoning_gym
     from reasoning_gym.factory import DATASETS

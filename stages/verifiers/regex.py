@@ -1,4 +1,4 @@
-"""`regex`: the answer matches a regular expression, in time linear in its length."""
+"""`regex`: a match with a regular expression, in time linear in the answer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from puna.stages.verifiers.registry import register
 
 @register
 class RegularExpression(BoundedVerifier):
-    """1 where the pattern is found in the answer, or is not where `absent`, else 0.
+    """Score 1 if the pattern occurs in the answer (with `absent`: if it does not), else 0.
 
-    RE2's syntax: that of Python without look-around and back-references, which have no bound on the time they take.
+    RE2's syntax: that of Python without look-around and back-references, which have no bound on their time.
     """
 
     name: ClassVar[str] = "regex"
@@ -32,7 +32,7 @@ class RegularExpression(BoundedVerifier):
 
     @cached_property
     def compiled(self) -> Any:
-        """RE2's automaton."""
+        """Return RE2's automaton."""
         import re2
 
         options = re2.Options()
@@ -51,7 +51,7 @@ class RegularExpression(BoundedVerifier):
         return self
 
     def score(self, question: Question, answer: str) -> Score:
-        """1 or 0."""
+        """Return 1 or 0."""
         text = (final_answer(answer) if self.extract else None) or answer
         found = self.compiled.search(text) if self.match == "anywhere" else self.compiled.fullmatch(text.strip())
         detail = f"found {found.group(0)[:200]!r}" if found is not None else f"{self.pattern!r} is not found"

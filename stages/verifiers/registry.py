@@ -1,4 +1,4 @@
-"""Every verifier by name: Puna's own, and those of other packages by the entry-point group `puna.verifiers`."""
+"""The registry of verifiers: Puna's own, and those of other packages by the entry-point group `puna.verifiers`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def register(verifier: type[V]) -> type[V]:
 
 
 def known() -> dict[str, type[Verifier]]:
-    """Every verifier that is registered, by name; Puna's own are."""
+    """Return all verifiers by name, after registering Puna's own."""
     _import_own()
     return _KNOWN
 
@@ -49,14 +49,14 @@ def _import_own() -> None:
 
 
 def from_json(given: Any) -> Verifier:
-    """The verifier that a JSON value `{"name": …, …parameters}` gives; PunaError says what is wrong with it."""
+    """Return the verifier of a JSON value `{"name": …, …parameters}`; raise PunaError for a faulty one."""
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         raise PunaError(f'a verifier is a JSON object {{"name": …, …parameters}}, not {str(given)[:80]}')
     return parse(kind_of(given["name"]), {key: value for key, value in given.items() if key != "name"}, given["name"])
 
 
 def kind_of(name: str) -> type[Verifier]:
-    """The verifier of that name; PunaError where there is none."""
+    """Return the verifier class of that name; raise PunaError if there is none."""
     if name not in known():
         for offered in plugins.offers("puna.verifiers").values():
             if isinstance(offered, type) and issubclass(offered, Verifier):
@@ -68,7 +68,7 @@ def kind_of(name: str) -> type[Verifier]:
 
 @lru_cache(maxsize=8192)
 def from_text(text: str) -> Verifier:
-    """The verifier that JSON text gives, made once; PunaError says what is wrong with it."""
+    """Return the verifier of a JSON text, cached; raise PunaError for a faulty one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -77,7 +77,7 @@ def from_text(text: str) -> Verifier:
 
 
 def to_text(name: str, /, **parameters: Any) -> str:
-    """The JSON text of a verifier: what a prompt's column `verifier` holds. PunaError where it is none."""
+    """Return a verifier's JSON text for a prompt's column `verifier`; raise PunaError for a faulty one."""
     text = json.dumps({"name": name, **parameters}, sort_keys=True)
     from_text(text)
     return text
@@ -85,7 +85,7 @@ def to_text(name: str, /, **parameters: Any) -> str:
 
 @lru_cache(maxsize=8192)
 def code_of(text: str) -> list[tuple[str, str]]:
-    """What the verifier of JSON text reaches; it is made only where its parameters decide that."""
+    """Return the code that the verifier of JSON text reaches; create it only if its parameters decide that."""
     given = json.loads(text)
     name = given.get("name") if isinstance(given, dict) else None
     if isinstance(name, str) and (kind := kind_of(name)).reaches is Verifier.reaches:

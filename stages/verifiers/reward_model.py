@@ -1,4 +1,4 @@
-"""`reward_model`: a reward model's number, as a probability."""
+"""`reward_model`: a reward model's score, as a probability."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from puna.stages.verifiers.tools import Tools
 
 @register
 class RewardModel(Verifier):
-    """`sigmoid((reward - center) / scale)`: with the defaults the probability, by Bradley and Terry's model, that the answer is
-    preferred to one with the reward 0. The answer is taken as finished.
+    """Score by `sigmoid((reward - center) / scale)`.
+
+    The defaults give the probability, in Bradley and Terry's model, that the answer is preferred to one with the reward 0.
+    The answer is taken as finished.
     """
 
     name: ClassVar[str] = "reward_model"
@@ -30,13 +32,13 @@ class RewardModel(Verifier):
 
     @classmethod
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
-        """PunaError where a model is not given."""
+        """Raise PunaError if a model is missing."""
         for one in {v.model for v in verifiers if isinstance(v, RewardModel)}:
             tools.judges.find(cls.name, "scalar", one)
 
     @classmethod
     def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score]:
-        """Scores of many answers, batch by batch."""
+        """Return the scores of many answers, batch by batch."""
         found: dict[int, Score] = {}
         models = [item.verifier.model if isinstance(item.verifier, RewardModel) else None for item in items]
         for name in sorted(set(models), key=str):
@@ -61,7 +63,7 @@ def _scores(judge: Loaded, items: Sequence[Item]) -> list[Score]:
 
 
 def _rendered(judge: Loaded, item: Item) -> tuple[list[int], list[int]] | Score:
-    """Ids of the prompt and of the answer; a score of None where the model cannot read them."""
+    """Return token ids of the prompt and of the answer; a score of None if they do not fit the model."""
     from puna.models.tokens.tokenizer import ChatError, TemplateError
 
     try:
@@ -74,7 +76,7 @@ def _rendered(judge: Loaded, item: Item) -> tuple[list[int], list[int]] | Score:
 
 
 def rewards(judge: Loaded, pairs: Sequence[tuple[list[int], list[int]]]) -> list[float]:
-    """The scalar head at the last token of each answer."""
+    """Return the scalar head's output at the last token of each answer."""
     import torch
 
     from puna.models.training.objectives import Targets, answer_rewards
@@ -88,5 +90,5 @@ def rewards(judge: Loaded, pairs: Sequence[tuple[list[int], list[int]]]) -> list
 
 
 def sigmoid(reward: float, center: float = 0.0, scale: float = 1.0) -> float:
-    """1 / (1 + exp(-(reward - center) / scale)), without overflow."""
+    """Return 1 / (1 + exp(-(reward - center) / scale)), without overflow."""
     return 0.5 * (1.0 + math.tanh(0.5 * (reward - center) / scale))

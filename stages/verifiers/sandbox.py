@@ -1,4 +1,4 @@
-"""A sandbox for programs that nobody has read: own namespaces, no network, no files, limits; nothing outlives it."""
+"""A sandbox for untrusted programs: own namespaces, no network, no files, limits; no process outlives it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use: wall-clock time, and over all its processes together memory, files and their number."""
+    """Limits of a program: wall-clock time, and over all its processes memory, files and number of processes."""
 
     seconds: float = 10.0
     memory_mb: int = 512
@@ -58,13 +58,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program.
+    """The outcome of a program.
 
-    results    per test None where it came to its end, else what went wrong; None where the program ended before its tests
-    ended      why it was ended: time, memory, "signal 9", "exit status 1"; empty: it came to its end
-    output     the first 64 KiB that it printed
+    results    per test None or its error; None if the program ended before its tests
+    ended      the reason for an early end: time, memory, "signal 9", "exit status 1"; otherwise empty
+    output     the first 64 KiB of printed text
     isolation  bubblewrap, namespaces or limits
-    refused    why it was not run
+    refused    the reason why it was not run
     """
 
     results: list[str | None] | None
@@ -75,11 +75,11 @@ class Outcome:
 
 
 def mode(minimum: Isolation) -> Mode:
-    """The best way to run programs here; PunaError where that falls short of `minimum`.
+    """Return the best isolation available here; raise PunaError if it falls short of `minimum`.
 
-    `namespaces` (bubblewrap, or namespaces of our own): no network, no process outlives the run, no file is seen but the
-    interpreter's and the system's libraries. `limits`: own user where we are root, limits of resources, and all processes are
-    ended; the network and whatever files are open to everybody can be reached.
+    `namespaces` (by bubblewrap or by our own calls): no network, no surviving process, no visible file but the interpreter's and
+    the system's libraries. `limits`: a separate user if we are root, resource limits, and all processes are killed; the network and
+    files open to everybody stay reachable.
     """
     found, tried = _best()
     if found is None:
@@ -93,7 +93,7 @@ def mode(minimum: Isolation) -> Mode:
 
 @lru_cache(maxsize=1)
 def _best() -> tuple[Mode | None, str]:
-    """The first way that runs a program, and why those before it do not."""
+    """Return the first mode that runs a program, and the reasons why those before it do not."""
     tried = []
     ways: list[Mode] = ["bubblewrap", "root" if os.getuid() == 0 else "user", "limits"]
     for way in ways:
@@ -146,7 +146,7 @@ def _modules() -> list[tuple[str, types.CodeType]]:
 
 
 def _command(how: Mode, limits: Limits) -> list[str]:
-    """The command that starts `sandbox_inside`; the last argument, its report's file descriptor, is still missing."""
+    """Return the command that starts `sandbox_inside`, without its last argument, the report's file descriptor."""
     command = [_interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", BEGIN]
     if how != "bubblewrap":
         return command
@@ -169,7 +169,7 @@ def _interpreter() -> str:
 
 @lru_cache(maxsize=1)
 def _visible() -> tuple[list[str], list[str]]:
-    """Paths that a program may read, links among them; and folders of packages inside them, which it may not."""
+    """Return the paths that a program may read (some are links), and package folders inside them that it may not."""
     standard = os.path.dirname(os.path.realpath(os.__file__))
     own = [standard, _interpreter(), *map(str, sorted(Path(_interpreter()).parents[1].glob("lib/libpython*")))]
     shown: list[str] = []
@@ -182,7 +182,7 @@ def _visible() -> tuple[list[str], list[str]]:
 
 
 def _own_tasks() -> int:
-    """Processes and threads of this user, which count against its limit where the program has no user of its own."""
+    """Return the number of this user's processes and threads, which count against the limit of a program without its own user."""
     if os.getuid() == 0:
         return 0
     count = 0
@@ -194,7 +194,7 @@ def _own_tasks() -> int:
 
 @contextlib.contextmanager
 def _folder(how: Mode) -> Iterator[str]:
-    """A folder for the program's files where it has none in memory; gone afterwards."""
+    """Yield a folder on disk for the program's files if it has none in memory; delete it afterwards."""
     if how != "limits":
         yield ""
         return

@@ -1,4 +1,4 @@
-"""Calls of the C library, and the filter of system calls of a program inside a sandbox: only the standard library."""
+"""Calls of the C library, and the system-call filter of a sandboxed program: only the standard library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cgroup of a program's own, where this user may make one: the kernel then counts whatever the program makes it hold."""
+"""A cgroup for one program, if this user may make one: the kernel then counts all memory that it causes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRIES = 200
 
 
 class Group:
-    """A cgroup (version 2) and its file `procs`, open: a process that writes 0 to it enters."""
+    """A cgroup (version 2) and its open file `procs`: a process that writes 0 to it enters."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""The process of the program under test: it answers the calls of the tests, which run in another process."""
+"""The process of the program under test, which answers calls from the tests' process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from puna.stages.verifiers.sandbox_wire import BASES, PLAIN_CLASSES, Ended, Pack
 
 
 class Program(Peer):
-    """The end of the program under test: it does whatever the tests ask for, in the program's names."""
+    """The program's end of the connection, which runs calls of the tests in the program's names."""
 
     NAMES, START, CAPTURED, CONTENT, COMPLETE = range(5)
 

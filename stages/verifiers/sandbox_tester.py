@@ -1,9 +1,9 @@
-"""The process of an answer's tests: it runs them, and asks the program under test for whatever they use of it.
+"""The process of an answer's tests, which sends calls to the program under test.
 
-The program's process gets the arguments of calls that the tests make, never the tests or what they expect. Its results arrive as
-data of builtin types, or as a `Remote`: an object that stays there. An operator between a Remote and a value of the tests would
-show it that value and let it judge itself: `==` is then False, any other operator is refused. A context manager of the program
-suppresses no error of a test: it would pass whatever it fails.
+The program's process gets the arguments of calls, never the tests or their expected values. Its results arrive as data of builtin
+types, or as a `Remote`: an object that stays there. An operator between a Remote and a value of the tests would show that value
+to the program, which could then fake the result: `==` is False, any other operator is refused. A context manager of the program
+cannot suppress a test's error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOOKS: dict[str, type] = {"function": types.FunctionType, "generator": types.Gen
 
 
 class Link(Peer):
-    """The end of the tests; one of a process."""
+    """The tests' end of the connection, one per process."""
 
     def __init__(self, read: int, write: int) -> None:
         super().__init__(read, write)
@@ -151,7 +151,7 @@ def apply(function: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
 
 
 class Remote:
-    """An object of the program. Whatever is asked of it is asked there, and the answer is data or another Remote."""
+    """An object of the program; its operations run there and return data or another Remote."""
 
     __slots__ = ("puna_base", "puna_link", "puna_name", "puna_number")
     puna_link: Link
@@ -165,7 +165,7 @@ class Remote:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """What `isinstance` sees."""
+        """Return the type that `isinstance` sees."""
         return self.puna_base or LOOKS.get(self.puna_name, Remote)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -241,7 +241,7 @@ _operator("or", operator.or_)
 
 
 class Uses:
-    """The names of all tests and how they are used, by their syntax trees."""
+    """The names in all tests and their uses, from the syntax trees."""
 
     def __init__(self, trees: Iterable[Any]) -> None:
         self.read: set[str] = set()
@@ -288,10 +288,10 @@ def whole_statements(prefix: str) -> Any:
 
 
 class Names(dict[str, Any]):
-    """What names of the tests mean that they do not define: builtins, then what the task's own code defines, then the program's.
+    """A namespace for names that the tests do not define: builtins, then the task's own code, then the program's.
 
-    A builtin's name means the program's function where the tests use nothing else that could be the program's (`sum` in MBPP).
-    A standard module's name followed by a dot means that module, whatever the program calls so.
+    A builtin's name means the program's function if the tests use no other name of the program (`sum` in MBPP).
+    A standard module's name followed by a dot means that module, even if the program uses the name.
     """
 
     def __init__(self, link: Link, prefix: str, tests: list[str], names: dict[str, Any]) -> None:

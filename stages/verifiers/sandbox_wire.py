@@ -1,9 +1,9 @@
 """Calls and plain data between two processes over a pair of pipes: a program under test, and its tests.
 
 Both sides call functions of the other and wait. Values of builtin types, and some of the standard library's, cross as data, of
-exactly these types. Anything else stays where it is: the other side gets its number in a table. A message is JSON after its
-length. Containers lie in a list beside the values, which refer to them by position: they may share parts and hold themselves, and
-what a function changes in its arguments comes back with its result.
+exactly these types. Any other object stays, and the other side gets its number in a table. A message is its length and JSON.
+Containers lie in a list beside the values, which refer to them by position: so they may share parts and contain themselves.
+Changes that a function makes to its arguments return with its result.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ VALUES: dict[str, tuple[Callable[[Any], list[Any]], Callable[..., Any] | None]] 
 
 
 class Ended(BaseException):
-    """The other process has ended, or sent what is no message."""
+    """The end of the other process, or an invalid message from it."""
 
 
 def class_name(kind: type) -> str:
@@ -158,7 +158,7 @@ class Packing:
 
 
 class Peer:
-    """One end of the pipes; what the other end may ask for is in `exported`, by number."""
+    """One end of the pipes; `exported` holds the objects that the other end may use, by number."""
 
     def __init__(self, read: int, write: int) -> None:
         self.reader, self.writer = os.fdopen(read, "rb"), os.fdopen(write, "wb")

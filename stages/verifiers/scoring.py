@@ -1,4 +1,4 @@
-"""Scores of answers, by the verifier that each prompt names."""
+"""Scores of answers by each prompt's verifier."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Row = dict[str, Any]
 
 
 class Scorer:
-    """Scores answers to the prompts of a stage.
+    """A scorer of answers to a stage's prompts.
 
-    Made with all prompts, it refuses at once what could not be scored later: PunaError names the first prompt whose verifier is
-    wrong or lacks a model; with `needed` also the first that has none.
+    The constructor raises PunaError for the first prompt whose verifier is wrong or lacks a model, with `needed` also for the first
+    prompt without a verifier.
     """
 
     def __init__(
         self, prompts: Sequence[Row], config: ScoringConfig, run: StageRun, judges: Sequence[Artifact] = (), *, needed: str | None = None
     ) -> None:
-        """`needed`: what the scores are for, where every prompt must have a verifier."""
+        """Check all prompts. `needed`: the purpose of the scores if every prompt must have a verifier."""
         self._tools = Tools(config, run, judges)
         self._run = run
         self._failed = 0
@@ -48,7 +48,7 @@ class Scorer:
             kind.prepare(several, self._tools)
 
     def scores(self, answers: Sequence[tuple[Row, str]]) -> list[Score]:
-        """A score for each (prompt, answer), in order; one of None for a prompt without verifier."""
+        """Return a score for each (prompt, answer), in order; one of None for a prompt without verifier."""
         found: list[Score] = [Score(None, "the prompt has no verifier")] * len(answers)
         at = [i for i, (row, _) in enumerate(answers) if row["verifier"] is not None]
         items = [Item(from_text(answers[i][0]["verifier"]), question_of(answers[i][0]), answers[i][1]) for i in at]
@@ -60,16 +60,16 @@ class Scorer:
         return found
 
     def report(self) -> None:
-        """Metrics of the stage: how many answers could not be scored, and why the first of them."""
+        """Record the metrics of the stage: the number of answers that could not be scored, and the first reason."""
         self._run.metric("unscored_answers", self._failed)
         if self._first:
             self._run.metric("unscored_example", self._first[:500])
 
 
 def verifiers_named(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
-    """The code of the verifiers that the input `prompts` names, as module and symbol: what a stage that scores declares as `named`.
+    """Return the code (module, symbol) of the verifiers in the input `prompts`: a scoring stage declares this as `named`.
 
-    One that is wrong is passed over here: a stage that needs it refuses it, with the prompt's name.
+    A faulty verifier is skipped: the stage that needs it refuses it, with the prompt's name.
     """
     found: set[tuple[str, str]] = set()
     for prompts in inputs["prompts"]:
@@ -83,19 +83,19 @@ def verifiers_named(inputs: Mapping[str, Sequence[Artifact | External]]) -> list
 
 
 def question_of(row: Row) -> Question:
-    """What a verifier may know of a row of the prompts table."""
+    """Return the part of a prompt's row that a verifier sees."""
     messages = messages_of(row)
     return Question(row["id"], row["task"], shown(messages), row["reference"], tuple(messages))
 
 
 def leaves(verifier: Verifier) -> list[Verifier]:
-    """The verifiers of a combination that score answers themselves; a verifier that combines none is its own leaf."""
+    """Return the verifiers of a combination that score answers themselves; a simple verifier is its own leaf."""
     parts = verifier.parts()
     return [leaf for part in parts for leaf in leaves(part)] if parts else [verifier]
 
 
 def score_items(items: Sequence[Item], tools: Tools) -> list[Score]:
-    """A score for each item, in order: all that one kind of verifier scores is scored together."""
+    """Return a score for each item, in order; items of one verifier class are scored together."""
     jobs = [Item(leaf, item.question, item.answer) for item in items for leaf in leaves(item.verifier)]
     kinds: dict[type[Verifier], list[int]] = {}
     for number, job in enumerate(jobs):
@@ -110,7 +110,7 @@ def score_items(items: Sequence[Item], tools: Tools) -> list[Score]:
 
 
 def _combined(verifier: Verifier, following: Callable[[], Score]) -> Score:
-    """The score of a verifier from the scores of its leaves, in their order."""
+    """Return the score of a verifier from the scores of its leaves, in their order."""
     parts = verifier.parts()
     if not parts:
         return following()
@@ -121,7 +121,7 @@ def _combined(verifier: Verifier, following: Callable[[], Score]) -> Score:
 
 
 def _verifier(row: Row) -> Verifier:
-    """The verifier of a prompt, fit for it; PunaError names the prompt."""
+    """Return the verifier of a prompt, checked against it; raise PunaError with the prompt's name."""
     try:
         verifier = from_text(row["verifier"])
         verifier.check(question_of(row))

@@ -10,7 +10,7 @@ from puna.stages.contract import StageConfig
 
 
 class ScoringConfig(StageConfig):
-    """Limits within which verifiers run."""
+    """Limits of verifiers."""
 
     seconds: float = Field(10.0, gt=0, le=600, description="Longest time to score one answer; one that takes longer has no score, seconds")
     isolation: Literal["namespaces", "limits"] = Field(

@@ -1,4 +1,4 @@
-"""What verifiers are run with: the stage's workers, limits of time, and the models that were given as judges."""
+"""The means of verifiers: the stage's workers, time limits, and judge models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Tools:
-    """Given to `Verifier.prepare` and `Verifier.score_many`."""
+    """The argument of `Verifier.prepare` and `Verifier.score_many`."""
 
     def __init__(self, config: ScoringConfig, run: StageRun, judges: Sequence[Artifact] = ()) -> None:
         self.config = config
@@ -23,6 +23,6 @@ class Tools:
 
 
 def chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
-    """The items, `size` at a time."""
+    """Yield lists of at most `size` items."""
     for start in range(0, len(items), size):
         yield list(items[start : start + size])
