@@ -1,4 +1,4 @@
-"""The reference: pages about commands, stages and their settings, flows, signals and tables, made from the code when the site is built.
+"""Reference pages on commands, stages, flows, signals and tables, generated from the code when the site is built.
 
 MkDocs calls `on_files` (mkdocs.yml names this file as a hook). `python docs/reference.py FOLDER` writes the pages to a folder.
 """
@@ -31,13 +31,13 @@ BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A table of Markdown."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in lines)
 
 
 def commands() -> str:
-    """Every command with its arguments and options."""
+    """Return the page of commands with their arguments and options."""
     parts = ["# Commands", "`puna COMMAND --help` shows the same. `--store` or `PUNA_STORE` names a store other than `.puna`."]
     for name, command in sorted(typer.main.get_command(app).commands.items()):  # type: ignore[attr-defined]
         rows = []
@@ -52,12 +52,12 @@ def commands() -> str:
             rows.append([shown + (" (several)" if one.multiple else ""), one.help or "", f"`{default}`" if default != "" else ""])
         usage = " ".join(["puna", name, *words, "[OPTIONS]"])
         parts += [f"## {name}", f"`{usage}`", inspect.cleandoc(command.help or "").replace("\n", " ")]
-        parts += [table(["option", "what it says", "default"], rows)] if rows else []
+        parts += [table(["option", "meaning", "default"], rows)] if rows else []
     return "\n\n".join(parts) + "\n"
 
 
 def stages() -> str:
-    """Every stage: what it takes and gives, and its settings."""
+    """Return the page of stages with their inputs, kinds and settings."""
     how = "`puna run STAGE --input … --set FIELD=VALUE`; `puna fields STAGE` gives the settings as JSON schema."
     parts = ["# Stages and their settings", how]
     groups: dict[str, list[Stage]] = {}
@@ -68,70 +68,70 @@ def stages() -> str:
     for group, members in sorted(groups.items()):
         parts.append(f"## {group}")
         for stage in members:
-            parts += [f"### {stage.name}", stage.doc, f"Takes {taken(stage.inputs)}. Gives `{stage.kind}`."]
+            parts += [f"### {stage.name}", stage.doc, f"Takes {input_list(stage.inputs)}. Gives `{stage.kind}`."]
             if rows := settings(stage.config.model_json_schema()):
-                parts.append(table(["field", "what it says", "values", "default"], rows))
+                parts.append(table(["field", "meaning", "values", "default"], rows))
     return "\n\n".join(parts) + "\n"
 
 
-def taken(inputs: Iterable[InputSpec]) -> str:
-    """The inputs of a stage or a flow."""
-    said = []
+def input_list(inputs: Iterable[InputSpec]) -> str:
+    """Return a phrase that lists the inputs of a stage or flow."""
+    inputs_shown = []
     for one in inputs:
         more = ", ".join(word for word, true in (("several", one.many), ("optional", one.optional)) if true)
-        said.append(f"`{one.name}`: {'files' if one.kind == 'external' else one.kind}{f' ({more})' if more else ''}")
-    return ", ".join(said) or "nothing"
+        inputs_shown.append(f"`{one.name}`: {'files' if one.kind == 'external' else one.kind}{f' ({more})' if more else ''}")
+    return ", ".join(inputs_shown) or "nothing"
 
 
 def settings(schema: dict[str, Any], before: str = "", inside: dict[str, Any] | None = None, seen: tuple[str, ...] = ()) -> list[list[str]]:
-    """The fields of a JSON schema as rows, those of groups below their group's name."""
-    known = schema.get("$defs", {}) if inside is None else inside
+    """Return the fields of a JSON schema as rows; fields of a group follow the group's row."""
+    definitions = schema.get("$defs", {}) if inside is None else inside
     rows = []
     for name, field in schema.get("properties", {}).items():
-        of = [field, *field.get("anyOf", []), *field.get("allOf", [])]
-        groups = [ref.rpartition("/")[2] for one in of if (ref := one.get("$ref"))]
+        alternatives = [field, *field.get("anyOf", []), *field.get("allOf", [])]
+        groups = [ref.rpartition("/")[2] for one in alternatives if (ref := one.get("$ref"))]
         default = json.dumps(field["default"], ensure_ascii=False) if "default" in field else "must be given"
-        described = field.get("description") or next((known[g].get("description", "") for g in groups if g in known), "")
+        described = field.get("description") or next((definitions[g].get("description", "") for g in groups if g in definitions), "")
         short = default if len(default) < 60 else "see the fields below" if groups else default[:57] + "…"
-        rows.append([f"`{before}{name}`", described, allowed(of), f"`{short}`" if "default" in field else short])
+        rows.append([f"`{before}{name}`", described, allowed(alternatives), f"`{short}`" if "default" in field else short])
         for group in groups:
-            if group in known and group not in seen and "properties" in known[group]:
-                rows += settings(known[group], f"{before}{name}.", known, (*seen, group))
+            if group in definitions and group not in seen and "properties" in definitions[group]:
+                rows += settings(definitions[group], f"{before}{name}.", definitions, (*seen, group))
     return rows
 
 
-def allowed(of: list[dict[str, Any]]) -> str:
-    """What values a field takes, in short."""
-    said = []
-    for one in of:
+def allowed(alternatives: list[dict[str, Any]]) -> str:
+    """Return the types and bounds of a field, from its alternatives in a JSON schema."""
+    phrases = []
+    for one in alternatives:
         if "enum" in one:
-            said.append(", ".join(str(value) for value in one["enum"]))
+            phrases.append(", ".join(str(value) for value in one["enum"]))
         elif "const" in one:
-            said.append(str(one["const"]))
+            phrases.append(str(one["const"]))
         elif "type" in one:
             bounds = [f"{sign} {one[word]}" for word, sign in BOUNDS.items() if word in one]
-            said.append(" ".join([str(one["type"]).replace("null", "none"), *bounds]))
-    return "; ".join(dict.fromkeys(said))
+            phrases.append(" ".join([str(one["type"]).replace("null", "none"), *bounds]))
+    return "; ".join(dict.fromkeys(phrases))
 
 
 def flows() -> str:
-    """Every flow: its inputs and steps."""
+    """Return the page of flows with their inputs, steps and settings."""
     load_flows()
     how = "`puna run FLOW --recipe NAME`; `puna fields FLOW` is the schema of its recipes, whose fields are the steps."
     parts = ["# Flows and their steps", how]
-    for name, found in FLOWS.items():
-        if found.function.__module__.startswith("puna.flows"):
-            parts += [f"## {name}", inspect.cleandoc(found.doc), f"Takes {taken(found.inputs)}."]
-            own_steps = ((field, step.stage) for field, step in fields(found).items())
+    for name, flow in FLOWS.items():
+        if flow.function.__module__.startswith("puna.flows"):
+            parts += [f"## {name}", inspect.cleandoc(flow.doc), f"Takes {input_list(flow.inputs)}."]
+            own_steps = ((field, step.stage) for field, step in fields(flow).items())
             steps = [[f"`{field}`", f"[{stage.name}](stages.md#{stage.name})", stage.kind] for field, stage in own_steps]
             parts.append(table(["field", "stage", "gives"], steps))
-            own = [[f"`{s.name}`", s.description, f"`{s.default}`"] for s in everything(found).settings.values()]
-            parts += [table(["setting of the flow", "what it says", "default"], own)] if own else []
+            own = [[f"`{s.name}`", s.description, f"`{s.default}`"] for s in everything(flow).settings.values()]
+            parts += [table(["setting of the flow", "meaning", "default"], own)] if own else []
     return "\n\n".join(parts) + "\n"
 
 
 def signals() -> str:
-    """Every signal: unit and meaning."""
+    """Return the page of signals with unit and meaning."""
     load_stages()
     rows = [[f"`{name}`", str(one.meaning), str(one.unit)] for name, one in sorted(SIGNALS.items())]
     lead = "Numbers and words about a document, columns of the tables `signals`; rules compare them with thresholds."
@@ -139,13 +139,13 @@ def signals() -> str:
 
 
 def tables() -> str:
-    """Every table with its columns, and the macros."""
+    """Return the page of tables with their columns, and of SQL macros."""
     parts = ["# Tables", "Each has the column `artifact`, the key of the artifact that holds the row, in [SQL](../questions.md)."]
     for name, schema in (*((n, t.schema) for n, t in TABLES.items()), *FACTS.items()):
         more = "" if name not in TABLES or not TABLES[name].open else " It takes further columns."
         parts += [f"## {name}", f"Sorted by `{', '.join(TABLES[name].key)}`.{more}" if name in TABLES else "Of the catalog."]
         parts.append(table(["column", "type", "meaning", "unit"], [_column(field) for field in schema]))
-    parts += ["## Macros", table(["macro", "gives"], [[f"`{d.partition(' as ')[0]}`", said] for _, d, said in MACROS.values()])]
+    parts += ["## Macros", table(["macro", "gives"], [[f"`{d.partition(' as ')[0]}`", meaning] for _, d, meaning in MACROS.values()])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -161,12 +161,12 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def escaped(text: str) -> str:
-    """Text without what Markdown would take for tags."""
+    """Return the text with `<` escaped wherever Markdown would read a tag."""
     return re.sub(r"<(?=[a-zA-Z/!])", "&lt;", text)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages to those of the site."""
+    """Add the reference pages to the site's files."""
     from mkdocs.structure.files import File
 
     for name, write in PAGES.items():
