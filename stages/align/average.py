@@ -32,7 +32,7 @@ SCORED_TOKENS = 8192
 
 
 class SearchConfig(StageConfig):
-    """Which weights are tried on a development set, and how their answers are made and scored."""
+    """Settings of the search: the weights to try, and how answers are sampled and scored."""
 
     steps: int = Field(4, ge=1, le=20, description="Parts that 1 is cut into: every way to share them out among the models is tried")
     temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
@@ -47,7 +47,7 @@ class SearchConfig(StageConfig):
 
 
 class AverageConfig(BadRowsConfig, SeededConfig):
-    """How models are averaged, and how much each weighs."""
+    """Settings of the average: its method and the weight of each model."""
 
     method: AverageMethod = Field(
         "linear", description="linear: the mean; slerp: two models along the arc between them; ties: differences from `base`"
@@ -60,7 +60,7 @@ class AverageConfig(BadRowsConfig, SeededConfig):
 
 
 def needs(config: AverageConfig, facts: Facts) -> list[str]:
-    """One tokenizer, and a reward model where it chooses the weights."""
+    """Require one tokenizer, and a reward model where it chooses the weights."""
     chooses = config.search.reward != "verifier" and "prompts" in facts.inputs and not config.weights
     missing = [f"search.reward={config.search.reward} needs a reward_model; give one, or set search.reward=verifier"]
     return [*(missing if chooses and "reward_model" not in facts.inputs else []), *one_tokenizer(facts, "models")]
@@ -105,7 +105,7 @@ def average(
 
 
 def grid(models: int, steps: int) -> Iterator[tuple[float, ...]]:
-    """Every way to share `steps` equal parts of 1 out among the models, the most even first."""
+    """Yield every way to divide `steps` equal parts of 1 among the models, the most even first."""
     even = steps / models
     found = [
         tuple(b - a - 1 for a, b in itertools.pairwise((-1, *bars, steps + models - 1)))
@@ -124,7 +124,7 @@ def _searched(
     config: AverageConfig,
     run: StageRun,
 ) -> tuple[float, ...]:
-    """The weights whose average answers the development set best."""
+    """Return the weights whose average answers the development set best."""
     from puna.models.training import average as averaging
 
     equal = tuple(1 / len(models) for _ in models)
@@ -156,7 +156,7 @@ def _searched(
 
 
 class _Development:
-    """Prompts that are answered again and again, with the same draws."""
+    """Development prompts, answered with the same draws for every average."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class _Development:
         return self._rewards.center
 
     def score(self, network: Transformer) -> float:
-        """Mean reward; an answer whose verifier fails counts as 0."""
+        """Return the mean reward. An answer whose verifier fails counts as 0."""
         found = [reward for (reward,) in self._rewards(self._ids, self._answers(network))]
         return sum(found) / len(found)
 

@@ -61,7 +61,7 @@ class Semantic(StageConfig):
 
 
 class DataQualityConfig(BadRowsConfig, SeededConfig):
-    """Which filters, and how strict."""
+    """Settings of the filters."""
 
     rules: Rules = Field(default_factory=Rules, description="Rules on the text")
     reward_quantile: float = Field(
@@ -90,7 +90,7 @@ UNUSED_JUDGE = "a judge was given, but data_quality.judge is null: --set data_qu
 
 
 def needs(config: DataQualityConfig, facts: Facts) -> list[str]:
-    """A chat template of the judge, and a judge only where one is asked."""
+    """Require a chat template of the judge, and refuse a judge that is not used."""
     if config.judge is None:
         return [UNUSED_JUDGE] if facts.inputs.get("judge") else []
     return chat_template(facts, "judge" if facts.inputs.get("judge") else "model")
@@ -157,7 +157,7 @@ Verdict = tuple[str, float | None, float | None, str | None]
 
 
 def _apply(verdicts: Any, rows: list[dict[str, Any]], dropped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows on which the rule is silent; the others go to `dropped`."""
+    """Return the rows that pass a rule; append the others to `dropped`."""
     kept = []
     for row in rows:
         verdict: Verdict | None = verdicts(row)
@@ -170,24 +170,24 @@ def _apply(verdicts: Any, rows: list[dict[str, Any]], dropped: list[dict[str, An
 
 
 def _agreement(instructions: Artifact) -> dict[str, float]:
-    """Instruction id -> share of its prompt's samples with the same text, where it is known."""
+    """Return the share of each prompt's samples with the same text, by instruction id."""
     if "scores" not in instructions.tables:
         return {}
     return {row["id"]: row["value"] for row in instructions.read("scores").to_pylist() if row["name"] == "agreement"}
 
 
 def _answer(row: dict[str, Any]) -> str:
-    """What the assistant says in a conversation."""
+    """Return the text of all turns of the assistant."""
     return "\n".join(answer_texts(messages_of(row)))
 
 
 def _is_empty(message: Message) -> bool:
-    """Whether it is a turn of the assistant that neither says nor calls anything."""
+    """True if a turn of the assistant has neither text nor tool calls."""
     return message.get("role") == "assistant" and not content_of(message).strip() and not message.get("tool_calls")
 
 
 def _said(row: dict[str, Any]) -> tuple[str, ...]:
-    """A conversation without the blanks around its contents."""
+    """Return a conversation with the blanks around its contents removed."""
     return tuple(dump({**message, "content": content_of(message).strip()}) for message in messages_of(row))
 
 
@@ -196,7 +196,7 @@ def _best_first(row: dict[str, Any]) -> tuple[float, str]:
 
 
 def _phrase_rule(rows: Sequence[dict[str, Any]], rules: Rules) -> Any:
-    """At most `phrase_share` of the answers may hold one phrase."""
+    """Drop the worst answers with a phrase, so that at most `phrase_share` of all hold it."""
     found: dict[str, Verdict] = {}
     most = rules.phrase_share * len(rows)
     for phrase in rules.phrases:
@@ -207,7 +207,7 @@ def _phrase_rule(rows: Sequence[dict[str, Any]], rules: Rules) -> Any:
 
 
 def _text_rule(rules: Rules) -> Any:
-    """Empty answers, emoji, exclamation marks."""
+    """Drop answers that are empty, or have too many emoji or exclamation marks."""
 
     def judge(row: dict[str, Any]) -> Verdict | None:
         if any(_is_empty(message) for message in messages_of(row)):
@@ -225,7 +225,7 @@ def _text_rule(rules: Rules) -> Any:
 
 
 def _duplicate_rule(rows: Sequence[dict[str, Any]]) -> Any:
-    """One prompt with one and the same answer is kept once, the best-scored one."""
+    """Drop repeated conversations; of each the best-scored copy is kept."""
     kept: dict[tuple[str, ...], str] = {}
     for row in sorted(rows, key=_best_first):
         kept.setdefault(_said(row), row["id"])
@@ -240,7 +240,7 @@ def _duplicate_rule(rows: Sequence[dict[str, Any]]) -> Any:
 def _quality_rule(
     rows: Sequence[dict[str, Any]], agreement: dict[str, float], grades: Graded | None, config: DataQualityConfig, run: StageRun
 ) -> Any:
-    """Reward in the top part OR the judge's full score, without a judge enough agreement; a row that nothing is known of passes."""
+    """Keep rewards in the top part OR the judge's full score, without a judge enough agreement. Unscored rows pass."""
     scores = [row["score"] for row in rows if row["score"] is not None]
     threshold = float(np.quantile(scores, config.reward_quantile)) if scores else 0.0
     both = [row for row in rows if grades and row["score"] is not None and row["id"] in grades.quality]
@@ -280,7 +280,7 @@ def _semantic_rule(
 
 
 def _worth(rows: Sequence[dict[str, Any]], difficulty: dict[str, float], grades: Graded | None) -> dict[str, float]:
-    """Quality (the reward's rank or the judge's share of points, the larger, 0 to 1) times one plus the difficulty, by id.
+    """Return quality (the larger of reward rank and judge's points, 0 to 1) times one plus difficulty, by id.
 
     A row that nothing is known of has quality 1; one whose difficulty is not known is as difficult as can be.
     """
@@ -294,7 +294,7 @@ def _worth(rows: Sequence[dict[str, Any]], difficulty: dict[str, float], grades:
 
 
 def _draw_rule(rows: Sequence[dict[str, Any]], worth: dict[str, float], config: DataQualityConfig) -> Any:
-    """All but `keep` rows, which are drawn one after the other with probabilities as their worth is.
+    """Draw `keep` rows without replacement, with probabilities proportional to their worth; drop the others.
 
     Those with the least Exp(worth) numbers (Efraimidis and Spirakis 2006), which ids and the seed alone decide.
     """
@@ -310,7 +310,7 @@ def _draw_rule(rows: Sequence[dict[str, Any]], worth: dict[str, float], config: 
 def _report_difficulty(
     given: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]], difficulty: dict[str, float], run: StageRun
 ) -> None:
-    """How many easy, medium and hard rows came to the rule on quality, and how many are kept; nothing where that is not known."""
+    """Report the number of easy, medium and hard rows before the rule on quality and after all rules, where difficulty is known."""
     if not any(row["id"] in difficulty for row in given):
         return
     bars: dict[str, list[tuple[Any, float]]] = {}
@@ -323,7 +323,7 @@ def _report_difficulty(
 
 
 def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: int) -> Vectors:
-    """[n, D] unit vectors: the mean hidden state over a dialogue's tokens, the mean of all dialogues taken off.
+    """Return unit vectors [n, D]: the mean hidden state over a dialogue's tokens, less the mean of all dialogues.
 
     Without that, hidden states of one model share a large common direction and every cosine is near 1.
     """
@@ -349,7 +349,7 @@ def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: i
 def k_means(
     vectors: np.ndarray[Any, np.dtype[np.float32]], clusters: int, generator: np.random.Generator, rounds: int = 20
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """[n] int64: spherical k-means, started from `clusters` of the vectors; it stops when nothing moves."""
+    """Return the cluster of each vector, int64 [n], by spherical k-means that starts from `clusters` of the vectors."""
     centres = vectors[generator.choice(len(vectors), clusters, replace=False)]
     assigned = np.full(len(vectors), -1)
     for _ in range(rounds):
@@ -366,7 +366,7 @@ def k_means(
 
 
 def greedy(vectors: Vectors, max_similarity: float) -> list[tuple[int, int, float]]:
-    """What a greedy pass in order leaves out: (index, the kept index it resembles most, their cosine).
+    """Return the vectors that a greedy pass drops: (index, index of the most similar kept vector, their cosine).
 
     A vector is kept while its largest cosine to the kept ones before it is below `max_similarity`. Every vector is compared with
     every kept one, a block of them in one product.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class DistillConfig(AdapterConfig):
-    """How answers are sampled, and how the student is brought closer to the teacher on them."""
+    """Settings of the student's sampling and of its training."""
 
     answers: int = Field(1, ge=1, description="Answers that the student samples to each prompt of a step")
     temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature, and that at which both distributions are compared")
@@ -47,7 +47,7 @@ class DistillConfig(AdapterConfig):
 
 
 def needs(config: DistillConfig, facts: Facts) -> list[str]:
-    """A chat template, one tokenizer, and memory."""
+    """Require a chat template, one tokenizer, and memory."""
     one = one_tokenizer(facts, "student", "teacher")
     memory = trained(facts, "student", config.training.optimizer, config.method)
     return [*chat_template(facts, "student"), *one, *memory, *config.unmet()]
@@ -96,7 +96,7 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
 def _sampled(
     model: Transformer, prompts: Sequence[list[int]], stop: Sequence[int], config: DistillConfig, run: StageRun
 ) -> Callable[[int], list[Targets]]:
-    """The batches of a step: prompts in an order of their own each epoch, answered by the model as it is at that step."""
+    """Return a function of the step that samples its batches: prompts shuffled each epoch, answered by the current model."""
     from puna.models.generation import Engine, SamplingParams
     from puna.models.training.objectives import Targets
     from puna.models.training.packing import pack, step_indices

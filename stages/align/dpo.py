@@ -70,7 +70,7 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
 
 
 def collate(examples: Sequence[tuple[Example, list[float]]], config: DpoConfig) -> DpoBatch:
-    """One packed row of pairs; with each example come its answers' reference log-probabilities."""
+    """Pack pairs into one row, with their answers' reference log-probabilities."""
     import torch
 
     from puna.models.training.objectives import DpoBatch
@@ -97,7 +97,7 @@ def objective(config: DpoConfig) -> Dpo:
 
 
 def _measure(model: Transformer, examples: list[Example], known: list[list[float]], config: DpoConfig, run: StageRun) -> None:
-    """How the policy orders held-out pairs by its implicit reward, and by how much."""
+    """Report the accuracy and the margin of the policy's implicit reward on held-out pairs."""
     import torch
 
     from puna.models.training.packing import pack

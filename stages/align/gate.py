@@ -14,7 +14,7 @@ from puna.storage import Artifact, PunaError
 
 
 class ApprovalConfig(StageConfig):
-    """Who decides, and how."""
+    """A person's decision."""
 
     by: str = Field(min_length=1, description="Who decides")
     approved: bool = Field(True, description="Whether the candidate takes the policy's place")
@@ -39,7 +39,7 @@ SCORES = "scores"
 
 
 class GateConfig(StageConfig):
-    """What a candidate must show."""
+    """Bounds that a candidate must meet."""
 
     metric: str = Field("score", min_length=1, description="Which of the evaluations' scores of single prompts are compared")
     min_gain: float = Field(
@@ -62,7 +62,7 @@ class Comparison(NamedTuple):
 
 
 def compare(before: Mapping[str, float], after: Mapping[str, float], tasks: Mapping[str, str]) -> list[Comparison]:
-    """Paired comparison of scores by prompt: over all prompts, then task by task (`tasks`: prompt → task).
+    """Compare scores prompt by prompt: over all prompts, then task by task (`tasks`: prompt → task).
 
     Only prompts with both scores count. The interval is Student's over the differences, which the prompts' own difficulty does not
     widen. ValueError with fewer than two pairs.
@@ -80,7 +80,7 @@ def compare(before: Mapping[str, float], after: Mapping[str, float], tasks: Mapp
 
 
 def objections(found: Sequence[Comparison], min_gain: float, max_fall: float) -> list[str]:
-    """Why a candidate may not pass, one sentence each; none: it may."""
+    """Return the reasons against a candidate, one sentence each; an empty list lets it pass."""
     whole, *tasks = found
     said = []
     if not whole.gain.low > min_gain:
@@ -131,7 +131,7 @@ def gate(
 
 
 def _scores(evaluation: Artifact, tasks: Mapping[str, str], metric: str) -> dict[str, float]:
-    """The score of each prompt; PunaError where there are none, or of other prompts."""
+    """Return the score of each prompt. PunaError if there are none, or scores of unknown prompts."""
     rows = evaluation.read(SCORES).to_pylist() if SCORES in evaluation.tables else []
     found = {row["id"]: float(row["value"]) for row in rows if row["name"] == metric}
     if not found:

@@ -12,7 +12,7 @@ from puna.stages.verifiers.scoring import verifiers_named
 
 
 class GrpoConfig(GrpoSettings, RolloutsConfig):
-    """How the policy is optimized, and what for."""
+    """Settings of the optimization."""
 
     reward: Reward = Field("verifier", description=REWARDS)
 

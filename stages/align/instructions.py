@@ -12,7 +12,7 @@ from puna.storage import PunaError
 
 
 class ChosenConfig(StageConfig):
-    """Which preferences, and what the rows are called."""
+    """Levels of the preferences to use, and the name of the source."""
 
     levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels whose better answers are taken")
     source: str = Field("chosen", min_length=1, description="Name of the source in the instructions table")
@@ -45,7 +45,7 @@ def chosen(preferences: list[Preferences], config: ChosenConfig, run: StageRun) 
 
 
 class InstructionsConfig(StageConfig):
-    """What the rows are called."""
+    """Name of the source."""
 
     source: str = Field("gold", min_length=1, description="Name of the source in the instructions table")
 

@@ -22,7 +22,7 @@ ALIAS = "judged@latest"
 
 
 class Judgement(BaseModel):
-    """What one person says of one pair, a line of the file that `puna annotate` writes; of several on one pair the last counts."""
+    """A person's judgement of a pair, one line of the file that `puna annotate` writes. A person's last one on a pair counts."""
 
     model_config = ConfigDict(extra="forbid")
     pair: str = Field(min_length=1, description="Id of the pair")
@@ -34,7 +34,7 @@ class Judgement(BaseModel):
 
     @property
     def worth(self) -> int:
-        """From 4, the first is significantly better, to -4, the second is; 0: skipped."""
+        """Return 4 (the first is significantly better) to -4 (the second is), 0 if skipped."""
         if self.better is None or self.level is None:
             return 0
         size = STEPS - LEVELS.index(self.level)
@@ -42,7 +42,7 @@ class Judgement(BaseModel):
 
 
 class JudgementsConfig(SeededConfig):
-    """Which pairs are judged, and which are kept from training."""
+    """Pairs to draw, and the share of them to hold out."""
 
     pairs_per_prompt: int = Field(1, ge=1, description="Most pairs drawn for a prompt")
     heldout_fraction: float = Field(
@@ -51,7 +51,7 @@ class JudgementsConfig(SeededConfig):
 
 
 def pairs_to_judge(answers: Mapping[str, Sequence[Row]], config: JudgementsConfig) -> dict[str, tuple[Row, Row]]:
-    """Pairs of finished, different answers to the same prompt by their ids, in an order of chance; each time the same."""
+    """Return pairs of finished, different answers to one prompt by pair id, in a shuffled order that the seed decides."""
     import numpy as np
 
     found = {}
@@ -67,11 +67,10 @@ def pairs_to_judge(answers: Mapping[str, Sequence[Row]], config: JudgementsConfi
 
 
 def agreement(judged: Iterable[Sequence[str]]) -> tuple[float | None, float | None]:
-    """Of the sides that several people chose, pair by pair: the share of agreeing couples of people, and Krippendorff's alpha.
-
-    Alpha (Krippendorff 2004, nominal data) is 1 where all agree and 0 where they agree as chance has it; None where nothing was
-    judged by two, alpha also where only one side was ever chosen.
-    """
+    """Return the share of agreeing pairs of judges, and Krippendorff's alpha, of the sides chosen for each pair of answers.
+    
+    Alpha (Krippendorff 2004, nominal data) is 1 for full agreement and 0 for chance. Both are None if no pair has two
+    judges; alpha is also None if only one side was ever chosen."""
     several = [Counter(sides) for sides in judged if len(sides) > 1]
     if not several:
         return None, None
@@ -130,7 +129,7 @@ def judgements(answers: Answers, prompts: Prompts, judged: list[External], confi
 
 
 def _preference(pair: str, first: Row, second: Row, verdicts: Sequence[Judgement], asked: Mapping[str, Row]) -> tuple[Row | None, str]:
-    """The row of the preferences table without its split; or none, and the rule that drops the pair."""
+    """Return a row of the preferences table without its split; or None, and the rule that drops the pair."""
     said = [one for one in verdicts if one.worth]
     if not said:
         return None, "skipped"
@@ -153,7 +152,7 @@ def _preference(pair: str, first: Row, second: Row, verdicts: Sequence[Judgement
 
 
 def _lines(judged: Sequence[External]) -> Iterable[tuple[int, str, str]]:
-    """Lines with their number and file."""
+    """Yield each line with its number and file."""
     for source in judged:
         for file in source.files:
             with file.open() as handle:

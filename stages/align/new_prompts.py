@@ -11,7 +11,7 @@ from puna.stages.draws import hashed
 
 
 class NewPromptsConfig(SeededConfig):
-    """How many prompts, and what for."""
+    """Number and purpose of the prompts."""
 
     count: int = Field(400, ge=1, description="Prompts of each task; fewer where no more are left")
     split: Literal["train", "heldout"] = Field("train", description="What the prompts are for: to learn from, or only to compare with")

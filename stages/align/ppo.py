@@ -9,7 +9,7 @@ from puna.stages.verifiers.scoring import verifiers_named
 
 
 class PpoConfig(PpoSettings, RolloutsConfig):
-    """How the policy is optimized, and what for."""
+    """Settings of the optimization."""
 
 
 @stage(kind="model", device=True, needs=needs, named=verifiers_named)
