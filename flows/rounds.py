@@ -13,12 +13,11 @@ from puna.stages.align.average import average
 from puna.stages.align.data_quality import data_quality
 from puna.stages.align.distill import distill
 from puna.stages.align.dpo import dpo
-from puna.stages.align.grpo import grpo
 from puna.stages.align.instructions import chosen
 from puna.stages.align.new_prompts import NewPromptsConfig
 from puna.stages.align.new_prompts import new_prompts as unused_prompts
-from puna.stages.align.ppo import ppo
 from puna.stages.align.preferences import preferences
+from puna.stages.align.reinforcement import RolloutsConfig, grpo, ppo
 from puna.stages.align.rejection_sample import Pick, RejectionSampleConfig, rejection_sample
 from puna.stages.align.reward_model import reward_model
 from puna.stages.align.sample import SampleConfig, sample
@@ -29,7 +28,6 @@ from puna.stages.contract import StageConfig
 from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.prompts.prompts import PromptsConfig, prompts
 from puna.stages.training.rewards import Reward
-from puna.stages.training.rollouts import RolloutsConfig
 from puna.storage import Artifact, PunaError
 
 DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")

@@ -107,11 +107,11 @@ def average(
 def grid(models: int, steps: int) -> Iterator[tuple[float, ...]]:
     """Yield every way to divide `steps` equal parts of 1 among the models, the most even first."""
     even = steps / models
-    found = [
+    divisions = [
         tuple(b - a - 1 for a, b in itertools.pairwise((-1, *bars, steps + models - 1)))
         for bars in itertools.combinations(range(steps + models - 1), models - 1)
     ]
-    for counts in sorted(found, key=lambda counts: (sum((count - even) ** 2 for count in counts), counts)):
+    for counts in sorted(divisions, key=lambda counts: (sum((count - even) ** 2 for count in counts), counts)):
         yield tuple(count / steps for count in counts)
 
 
@@ -199,8 +199,8 @@ class _Development:
 
     def score(self, network: Transformer) -> float:
         """Return the mean reward. An answer whose verifier fails counts as 0."""
-        found = [reward for (reward,) in self._rewards(self._ids, self._answers(network))]
-        return sum(found) / len(found)
+        rewards = [reward for (reward,) in self._rewards(self._ids, self._answers(network))]
+        return sum(rewards) / len(rewards)
 
     def _answers(self, network: Transformer) -> list[list[Completion]]:
         from puna.models.generation import Engine

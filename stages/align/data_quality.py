@@ -186,7 +186,7 @@ def _is_empty(message: Message) -> bool:
     return message.get("role") == "assistant" and not content_of(message).strip() and not message.get("tool_calls")
 
 
-def _said(row: dict[str, Any]) -> tuple[str, ...]:
+def _without_blanks(row: dict[str, Any]) -> tuple[str, ...]:
     """Return a conversation with the blanks around its contents removed."""
     return tuple(dump({**message, "content": content_of(message).strip()}) for message in messages_of(row))
 
@@ -228,10 +228,10 @@ def _duplicate_rule(rows: Sequence[dict[str, Any]]) -> Any:
     """Drop repeated conversations; of each the best-scored copy is kept."""
     kept: dict[tuple[str, ...], str] = {}
     for row in sorted(rows, key=_best_first):
-        kept.setdefault(_said(row), row["id"])
+        kept.setdefault(_without_blanks(row), row["id"])
 
     def judge(row: dict[str, Any]) -> Verdict | None:
-        first = kept[_said(row)]
+        first = kept[_without_blanks(row)]
         return None if first == row["id"] else ("duplicate", None, None, first)
 
     return judge

@@ -27,9 +27,9 @@ def approval(gate: Evaluation, config: ApprovalConfig, run: StageRun) -> None:
     if gate.manifest.stage != "gate":
         raise PunaError(f"approval: {gate.id} was made by {gate.manifest.stage}, not by a round's gate")
     run.write_rows([{"task": "all", "metric": "approved", "value": float(config.approved), "low": None, "high": None, "n": 1}])
-    said = f"{'approved' if config.approved else 'refused'} by {config.by}{': ' + config.reason if config.reason else ''}"
+    reason = f"{'approved' if config.approved else 'refused'} by {config.by}{': ' + config.reason if config.reason else ''}"
     run.metric("verdict", "passed" if config.approved else "refused")
-    run.metric("reason", said)
+    run.metric("reason", reason)
 
 
 Weighed = Annotated[Artifact, Kind("model"), Reads(("config.json",))]
@@ -70,27 +70,27 @@ def compare(before: Mapping[str, float], after: Mapping[str, float], tasks: Mapp
     pairs = sorted(before.keys() & after.keys())
     if len(pairs) < 2:
         raise ValueError(f"a paired comparison needs two prompts that both models answered, not {len(pairs)}")
-    found = []
+    comparisons = []
     for task in [ALL, *sorted({tasks[key] for key in pairs})]:
         members = [key for key in pairs if task in (ALL, tasks[key])]
         first, second = [before[key] for key in members], [after[key] for key in members]
         gain = mean([b - a for a, b in zip(first, second, strict=True)])
-        found.append(Comparison(task, mean(first), mean(second), gain, len(members)))
-    return found
+        comparisons.append(Comparison(task, mean(first), mean(second), gain, len(members)))
+    return comparisons
 
 
-def objections(found: Sequence[Comparison], min_gain: float, max_fall: float) -> list[str]:
+def objections(comparisons: Sequence[Comparison], min_gain: float, max_fall: float) -> list[str]:
     """Return the reasons against a candidate, one sentence each; an empty list lets it pass."""
-    whole, *tasks = found
-    said = []
+    whole, *tasks = comparisons
+    objected = []
     if not whole.gain.low > min_gain:
-        said.append(f"its gain of {_with_interval(whole.gain)} over {whole.prompts} prompts is not above {min_gain:g}")
-    said += [
+        objected.append(f"its gain of {_with_interval(whole.gain)} over {whole.prompts} prompts is not above {min_gain:g}")
+    objected += [
         f"{one.task} falls from {one.before.value:.3f} to {one.after.value:.3f}, more than {max_fall:g}"
         for one in tasks
         if one.gain.value < -max_fall
     ]
-    return said
+    return objected
 
 
 @stage(kind="evaluation")
@@ -110,37 +110,38 @@ def gate(
     first, second = (_scores(evaluation, tasks, config.metric) for evaluation in (before, after))
     first, second = ({key: some.get(key, 0.0) for key in first.keys() | second.keys()} for some in (first, second))
     try:
-        found = compare(first, second, tasks)
+        comparisons = compare(first, second, tasks)
     except ValueError as error:
         raise PunaError(f"gate: {error}; raise prompts_per_task of the evaluation") from error
-    said = objections(found, config.min_gain, config.max_fall)
-    gained = f"{_with_interval(found[0].gain)} over {found[0].prompts} prompts"
+    overall = comparisons[0].gain
+    objected = objections(comparisons, config.min_gain, config.max_fall)
+    gained = f"{_with_interval(overall)} over {comparisons[0].prompts} prompts"
     run.write_rows(
         [
             {"task": one.task, "metric": name, "value": interval.value, "low": interval.low, "high": interval.high, "n": one.prompts}
-            for one in found
+            for one in comparisons
             for name, interval in (("before", one.before), ("after", one.after), ("gain", one.gain))
         ]
     )
-    run.metric("verdict", "waits" if config.decision == "person" else "refused" if said else "passed")
-    run.metric("reason", "; ".join(said) or f"its gain is {gained}, and no task falls by more than {config.max_fall:g}")
-    for name, value in (("gain", found[0].gain.value), ("gain_low", found[0].gain.low), ("gain_high", found[0].gain.high)):
+    run.metric("verdict", "waits" if config.decision == "person" else "refused" if objected else "passed")
+    run.metric("reason", "; ".join(objected) or f"its gain is {gained}, and no task falls by more than {config.max_fall:g}")
+    for name, value in (("gain", overall.value), ("gain_low", overall.low), ("gain_high", overall.high)):
         run.metric(name, value)
-    bars: list[tuple[Any, float]] = [(one.task, one.gain.value) for one in found]
+    bars: list[tuple[Any, float]] = [(one.task, one.gain.value) for one in comparisons]
     run.figure("gain", Figure(title="Gain over the policy", x="task", y="score", kind="bar", series={"gain": bars}))
 
 
 def _scores(evaluation: Artifact, tasks: Mapping[str, str], metric: str) -> dict[str, float]:
     """Return the score of each prompt. PunaError if there are none, or scores of unknown prompts."""
     rows = evaluation.read(SCORES).to_pylist() if SCORES in evaluation.tables else []
-    found = {row["id"]: float(row["value"]) for row in rows if row["name"] == metric}
-    if not found:
+    comparisons = {row["id"]: float(row["value"]) for row in rows if row["name"] == metric}
+    if not comparisons:
         there = ", ".join(sorted({row["name"] for row in rows})) or "none"
         raise PunaError(f"gate: {evaluation.id} holds no {metric} of single prompts (there are: {there}); `evaluate` on prompts makes some")
-    if strange := sorted(found.keys() - tasks.keys()):
+    if strange := sorted(comparisons.keys() - tasks.keys()):
         raise PunaError(f"gate: {evaluation.id} scores {len(strange)} prompts that are not given, for example {strange[0]}")
-    return found
+    return comparisons
 
 
-def _with_interval(found: Interval) -> str:
-    return f"{found.value:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+def _with_interval(comparisons: Interval) -> str:
+    return f"{comparisons.value:+.3f} ({comparisons.low:+.3f} to {comparisons.high:+.3f})"

@@ -54,7 +54,7 @@ def pairs_to_judge(answers: Mapping[str, Sequence[Row]], config: JudgementsConfi
     """Return pairs of finished, different answers to one prompt by pair id, in a shuffled order that the seed decides."""
     import numpy as np
 
-    found = {}
+    pairs = {}
     for prompt_id in sorted(answers):
         texts = {answer["text"].strip(): answer for answer in answers[prompt_id] if answer["finished"]}
         if len(texts) < 2:
@@ -62,13 +62,13 @@ def pairs_to_judge(answers: Mapping[str, Sequence[Row]], config: JudgementsConfi
         generator = np.random.default_rng(int(fraction("judged", config.seed, prompt_id) * 2**53))
         for one, other in draw_pairs(list(texts.values()), generator, config.pairs_per_prompt):
             first, second = sorted((one, other), key=lambda answer: str(answer["id"]))
-            found[identifier("pair", first["id"], second["id"])] = (first, second)
-    return dict(sorted(found.items(), key=lambda item: fraction("order", config.seed, item[0])))
+            pairs[identifier("pair", first["id"], second["id"])] = (first, second)
+    return dict(sorted(pairs.items(), key=lambda item: fraction("order", config.seed, item[0])))
 
 
 def agreement(judged: Iterable[Sequence[str]]) -> tuple[float | None, float | None]:
     """Return the share of agreeing pairs of judges, and Krippendorff's alpha, of the sides chosen for each pair of answers.
-    
+
     Alpha (Krippendorff 2004, nominal data) is 1 for full agreement and 0 for chance. Both are None if no pair has two
     judges; alpha is also None if only one side was ever chosen."""
     several = [Counter(sides) for sides in judged if len(sides) > 1]
@@ -100,10 +100,10 @@ def judgements(answers: Answers, prompts: Prompts, judged: list[External], confi
     pairs = pairs_to_judge(by_prompt, config)
     by_pair: dict[str, dict[str, Judgement]] = defaultdict(dict)
     for number, line, name in _lines(judged):
-        said = _parsed(line, f"{name}, line {number}")
-        if said.pair not in pairs:
-            raise PunaError(f"{name}, line {number}: pair {said.pair} is none of {answers.id} with this configuration")
-        by_pair[said.pair][said.by] = said
+        judgement = _parsed(line, f"{name}, line {number}")
+        if judgement.pair not in pairs:
+            raise PunaError(f"{name}, line {number}: pair {judgement.pair} is none of {answers.id} with this configuration")
+        by_pair[judgement.pair][judgement.by] = judgement
     rows, dropped = [], []
     for pair, people in sorted(by_pair.items()):
         verdicts = [people[name] for name in sorted(people)]
@@ -130,16 +130,16 @@ def judgements(answers: Answers, prompts: Prompts, judged: list[External], confi
 
 def _preference(pair: str, first: Row, second: Row, verdicts: Sequence[Judgement], asked: Mapping[str, Row]) -> tuple[Row | None, str]:
     """Return a row of the preferences table without its split; or None, and the rule that drops the pair."""
-    said = [one for one in verdicts if one.worth]
-    if not said:
+    judged = [one for one in verdicts if one.worth]
+    if not judged:
         return None, "skipped"
-    worth = sum(one.worth for one in said) / len(said)
+    worth = sum(one.worth for one in judged) / len(judged)
     if not worth:
         return None, "no_majority"
     better, worse = (first, second) if worth > 0 else (second, first)
     side = "first" if worth > 0 else "second"
-    edits = [one.edited for one in said if one.better == side and one.edited and one.edited.strip() != better["text"].strip()]
-    rewritten = [one.prompt for one in said if one.prompt]
+    edits = [one.edited for one in judged if one.better == side and one.edited and one.edited.strip() != better["text"].strip()]
+    rewritten = [one.prompt for one in judged if one.prompt]
     prompt = asked[better["prompt_id"]]
     level = LEVELS[STEPS - max(1, round(abs(worth)))]
     return {

@@ -54,12 +54,12 @@ class Thresholds(StageConfig):
         return self
 
     def level(self, margin: float) -> Level | None:
-        """The level of a margin, None when the answers are similar."""
+        """Return the level of a margin, None for similar answers."""
         return next((level for level in LEVELS if margin >= getattr(self, level)), None)
 
 
 class PreferencesConfig(SeededConfig):
-    """How pairs are drawn and judged."""
+    """Settings of the drawn pairs and of their simulated annotator."""
 
     pairs_per_prompt: int = Field(2, ge=1, description="Maximum number of pairs drawn for a prompt")
     thresholds: Thresholds = Field(default_factory=Thresholds, description="Margins that separate the four levels")
@@ -83,7 +83,7 @@ class PreferencesConfig(SeededConfig):
     )
 
     def reaches(self) -> list[tuple[str, str]]:
-        """The code of the taste."""
+        """Return the code of the taste."""
         return from_json(self.taste).reaches() if self.taste is not None else []
 
     @model_validator(mode="after")
@@ -133,7 +133,7 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
 
 
 def _liked(by_prompt: dict[str, list[dict[str, Any]]], asked: dict[str, dict[str, Any]], config: PreferencesConfig, run: StageRun) -> None:
-    """Note in each answer, as `liked`, how far it is to the annotator's taste: None where there is none."""
+    """Set `liked` of each answer to its score for the annotator's taste, None without a taste."""
     answers = [answer for some in by_prompt.values() for answer in some]
     if config.taste is None:
         scores = [Score(None)] * len(answers)
@@ -161,7 +161,7 @@ def _report(kept: list[dict[str, Any]], dropped: list[dict[str, Any]], run: Stag
 def draw_pairs(
     answers: list[dict[str, Any]], generator: np.random.Generator, most: int
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Up to `most` disjoint pairs of answers, of two different models where two or more answered.
+    """Yield up to `most` disjoint pairs of answers, of two different models where two or more answered.
 
     The next pair comes from the two models with most answers left, so that few are left over.
     """
@@ -184,7 +184,7 @@ def draw_pairs(
 def judge(
     prompt: dict[str, Any], first: dict[str, Any], second: dict[str, Any], config: PreferencesConfig, noise: float, mistaken: bool = False
 ) -> tuple[dict[str, Any], str | None, float | None]:
-    """(row of the preferences table without its split, the rule that drops it or None, margin).
+    """Return a row of the preferences table without its split, the rule that drops it or None, and the margin.
 
     `noise` is a standard normal draw; `mistaken`: the wrong answer is taken for the better one.
     """
@@ -229,9 +229,9 @@ def judge(
 
 
 def quality(answer: dict[str, Any], reference: str | None, config: PreferencesConfig) -> float:
-    """0 to 1: the verifier's score and the annotator's taste, or else the closeness to the reference, weighted; the score alone
-    where there is neither. An answer that was cut off is wrong.
-    """
+    """Return an answer's quality, 0 to 1: its gold score, weighted with its taste score or else its closeness to the reference.
+
+    Without taste and reference the gold score alone counts. An answer that was cut off has the gold score 0."""
     gold = float(ended(answer["gold"], answer["finished"]) or 0.0)
     if config.taste is not None:
         beside = float(answer["liked"])
@@ -243,13 +243,13 @@ def quality(answer: dict[str, Any], reference: str | None, config: PreferencesCo
 
 
 def closeness(text: str, reference: str) -> float:
-    """One minus the Levenshtein distance as a fraction of the longer text; 1 for two empty texts."""
+    """Return one minus the edit distance as a fraction of the longer text, 1 for two empty texts."""
     longer = max(len(text), len(reference))
     return 1.0 - edit_distance(text, reference) / longer if longer else 1.0
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Levenshtein distance: insertions, deletions and substitutions of characters."""
+    """Return the Levenshtein distance: insertions, deletions and substitutions of characters."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         diagonal, row[0] = row[0], i

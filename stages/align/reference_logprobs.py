@@ -13,14 +13,13 @@ from puna.stages.training.train import frozen_dtype, load_model
 
 
 class ReferenceLogprobsConfig(BadRowsConfig):
-    """What is counted of an answer."""
+    """Tokens to count, and the size of a forward pass."""
 
     mask_format: bool = Field(True, description="Leave out header and termination tokens, as `dpo` does with its mask_format")
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row has no log-probabilities")
 
 
 def needs(config: ReferenceLogprobsConfig, facts: Facts) -> list[str]:
-    """A chat template."""
     return chat_template(facts, "model")
 
 

@@ -26,7 +26,7 @@ NO_REWARD_MODEL = "pick=reward_model needs a reward_model; give one, or choose a
 
 
 class RejectionSampleConfig(BadRowsConfig, SeededConfig):
-    """How answers are scored and chosen."""
+    """Settings of the choice among a prompt's answers."""
 
     pick: Pick = Field(
         "reward_model",
@@ -41,7 +41,7 @@ class RejectionSampleConfig(BadRowsConfig, SeededConfig):
 
 
 def needs(config: RejectionSampleConfig, facts: Facts) -> list[str]:
-    """A reward model, where it picks."""
+    """Require a reward model if it picks."""
     return [] if config.pick != "reward_model" or "reward_model" in facts.inputs else [NO_REWARD_MODEL]
 
 
@@ -91,7 +91,7 @@ def rejection_sample(
 
 
 def _picked(key: str, group: list[dict[str, Any]], config: RejectionSampleConfig) -> dict[str, Any] | None:
-    """The answer that is chosen of a prompt's; None where none is right."""
+    """Return the chosen answer of a prompt, None if no answer is right."""
     if config.pick == "reward_model":
         return max(group, key=lambda a: (a["reward"], a["id"]))
     if config.pick == "verifier":
@@ -110,7 +110,7 @@ def _scored(
     bad: BadRows,
     run: StageRun,
 ) -> dict[str, list[dict[str, Any]]]:
-    """The candidates with `reward` in every answer, without the prompts that cannot be rendered; a text is scored once per prompt."""
+    """Return the candidates with a `reward` in every answer; drop the prompts that cannot be rendered."""
     check_one_tokenizer(reward_models, "rejection_sample: reward models of an ensemble read the same tokens")
     tokenizer = tokenizer_of(reward_models[0])
     texts = {key: sorted({a["text"].strip() for a in group}) for key, group in candidates.items()}
@@ -132,7 +132,7 @@ def _scored(
 
 
 def _best_models(candidates: dict[str, list[dict[str, Any]]], most: int) -> dict[str, list[dict[str, Any]]]:
-    """Only the answers of the `most` models with the highest mean reward (0: of all)."""
+    """Return only the answers of the `most` models with the highest mean reward (0: of all models)."""
     if not most:
         return candidates
     rewards: dict[str, list[float]] = defaultdict(list)
@@ -159,7 +159,7 @@ def _instruction(prompt: dict[str, Any], best: dict[str, Any], source: str) -> d
 
 
 def _report(candidates: dict[str, list[dict[str, Any]]], picked: dict[str, dict[str, Any]], run: StageRun) -> None:
-    """Gold accuracy of the picked answers, of the mean answer and of the best answer there was."""
+    """Report the gold accuracy of the picked answers, of the mean answer and of the best answer."""
     if not picked or any(a["gold"] is None for group in candidates.values() for a in group):
         return
     mean = _mean([_mean([float(is_correct(a["gold"])) for a in group]) for group in candidates.values()])

@@ -71,7 +71,7 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
 
 
 def collate(examples: list[Example]) -> RewardBatch:
-    """One packed row: each prompt once, all its ranked answers as branches, compared within their group."""
+    """Pack prompts into one row, all ranked answers as branches, compared within their group."""
     from dataclasses import replace
 
     import torch
@@ -86,7 +86,7 @@ def collate(examples: list[Example]) -> RewardBatch:
 
 
 def _train(model: Transformer, head: Tensor | None, examples: list[Example], config: RewardModelConfig, run: StageRun) -> None:
-    """`head`: the policy's own, where its likelihood counts, too."""
+    """Train in place. `head`: the policy's own head, if its likelihood counts."""
     from puna.models.training.objectives import Reward
     from puna.models.training.packing import Sampler
 
@@ -98,12 +98,12 @@ def _train(model: Transformer, head: Tensor | None, examples: list[Example], con
 
 
 def _drawn(found: list[Ranked], most: int, run: StageRun) -> list[Ranked]:
-    """At most so many of them, by chance."""
+    """Return at most `most` prompts, drawn at random."""
     return [found[i] for i in sorted(run.generator("measured").permutation(len(found))[:most].tolist())]
 
 
 def _measure(model: Transformer, found: list[Ranked], split: str, config: RewardModelConfig, run: StageRun) -> None:
-    """Accuracy on chosen against rejected, and on edited against chosen where there is an edit."""
+    """Report the accuracy on chosen against rejected answers, and on edited against chosen ones."""
     examples, size = [one.example for one in found], config.training.compute.micro_batch_tokens
     rewards = score_answers(model, examples, size, lambda done, total: run.progress(done, total, f"{split} accuracy"))
     report(*pairs(found, rewards), split, run)
@@ -112,7 +112,7 @@ def _measure(model: Transformer, found: list[Ranked], split: str, config: Reward
 def score_answers(
     model: Transformer, examples: Sequence[Example], micro_batch_tokens: int, progress: Callable[[int, int], None] | None = None
 ) -> list[list[float]]:
-    """The scalar head's number for every answer of every prompt, in order."""
+    """Return the reward of every answer of every prompt, in order."""
     import torch
 
     from puna.models.training.objectives import Targets, answer_rewards

@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]
 
 
 class SampleConfig(BadRowsConfig, SeededConfig):
-    """How answers are drawn."""
+    """Settings of the sampling."""
 
     answers: int = Field(8, ge=1, le=1024, description="Answers to each prompt from each model")
     temperature: float | None = Field(
@@ -61,7 +61,7 @@ class SampleConfig(BadRowsConfig, SeededConfig):
 
 
 def needs(config: SampleConfig, facts: Facts) -> list[str]:
-    """Chat templates, and the engine."""
+    """Require chat templates and the engine, and refuse settings that a draft excludes."""
     drafted = config.serving.engine == "vllm" and "draft" in facts.inputs
     refused = ["draft: engine vllm is given no guesses; leave the draft out"] if drafted else []
     if config.serving.branches > 1 and "draft" in facts.inputs:
@@ -159,7 +159,7 @@ def _answer(
 
 
 def _params(tokenizer: Tokenizer, config: SampleConfig, name: str, run: StageRun, speculate: int) -> SamplingParams:
-    """How a model is sampled: as configured, else in its own way; the metrics tell it."""
+    """Return a model's sampling parameters: the configured ones, else its own. The metrics record them."""
     from puna.models.generation import SamplingParams
 
     given = {key: value for key in SAMPLING if (value := getattr(config, key)) is not None}
@@ -181,7 +181,7 @@ def _generate(
     run: StageRun,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Rows of the answers table for these prompts."""
+    """Return rows of the answers table for these prompts."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     completions = engine.generate([ids for _, ids in asked], params, progress)
@@ -196,7 +196,6 @@ def _generate(
 
 
 def _answer_row(prompt: dict[str, Any], model: str, index: int, completion: Completion, text: str, score: Score) -> dict[str, Any]:
-    """One row of the answers table."""
     return {
         "id": identifier(prompt["id"], model, index),
         "prompt_id": prompt["id"],
@@ -213,7 +212,7 @@ def _answer_row(prompt: dict[str, Any], model: str, index: int, completion: Comp
 
 
 def read_answers(answers: Artifact, prompts: Artifact) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:
-    """The prompts by id, and the answers (without their tokens) by the id of their prompt, as data to learn from.
+    """Return the prompts by id, and the answers (without their tokens) by prompt id, as training data.
 
     PunaError where there are none, where a prompt is not among `prompts`, and where one is held out.
     """

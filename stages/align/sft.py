@@ -51,7 +51,7 @@ def sft(model: Model, instructions: list[Instructions], config: SftConfig, run: 
 
 
 def read_instructions(artifacts: Sequence[Artifact]) -> list[dict[str, Any]]:
-    """The training rows, in an order that does not depend on that of the artifacts."""
+    """Return the training rows, in an order that does not depend on that of the artifacts."""
     rows = [row for artifact in artifacts for row in artifact.read().to_pylist() if row["split"] == "train"]
     if not rows:
         raise PunaError(f"there are no training instructions in {', '.join(a.id for a in artifacts)}: nothing to fine-tune on")
@@ -59,14 +59,13 @@ def read_instructions(artifacts: Sequence[Artifact]) -> list[dict[str, Any]]:
 
 
 def collate(examples: list[Example]) -> Targets:
-    """One packed row."""
     from puna.models.training.objectives import Targets
 
     return Targets.from_answers([e.prompt for e in examples], [e.answers for e in examples], [e.masks for e in examples])
 
 
 def render_rows(tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], config: SftConfig, bad: BadRows) -> list[Example]:
-    """Each conversation, cut where the first answer begins; several examples where the template asks for it."""
+    """Render each conversation, cut where the first answer begins; several examples if the template asks for it."""
 
     def longest(examples: list[Example]) -> int:
         return max(map(len, examples))
@@ -87,7 +86,7 @@ def _train(model: Transformer, examples: list[Example], config: SftConfig, run: 
 
 @contextmanager
 def noised(model: Transformer, alpha: float, tokens: float) -> Iterator[None]:
-    """Inside, passes that keep a gradient see embeddings plus noise, uniform in ``+-alpha / sqrt(tokens x width)`` (NEFTune)."""
+    """Add noise to embeddings in passes that keep a gradient, uniform in ``+-alpha / sqrt(tokens x width)`` (NEFTune)."""
     import torch
 
     bound = alpha / math.sqrt(tokens * model.config.hidden_size)

@@ -42,7 +42,7 @@ NO_ANSWER = "The answer must end with a line `The answer is …`."
 
 
 class SynthesizeConfig(BadRowsConfig, SeededConfig):
-    """Which problems, how they are answered, and what an answer must pass."""
+    """Settings of the problems, of their answers, and of the checks."""
 
     problems: Literal["given", "maths", "code"] = Field(
         "given",
@@ -65,14 +65,13 @@ class SynthesizeConfig(BadRowsConfig, SeededConfig):
 
 
 class Text(NamedTuple):
-    """What the model wrote, and whether it came to its end."""
+    """A generated text; `finished` is false if it was cut off."""
 
     text: str
     finished: bool
 
 
 def needs(config: SynthesizeConfig, facts: Facts) -> list[str]:
-    """A chat template."""
     return chat_template(facts, "model")
 
 
@@ -92,7 +91,7 @@ def synthesize(model: Model, prompts: Prompts, judges: list[Model] | None, confi
         raise PunaError(f"synthesize: {prompts.id} has no training prompts")
     dropped: list[Row] = []
     writer = Writer(*load_model(model, "lm", frozen=True), config, run, dropped)
-    problems = train if config.problems == "given" else _written(train, rows, writer, config, run, dropped)
+    problems = train if config.problems == "given" else _new_problems(train, rows, writer, config, run, dropped)
     run.metric("problems", len(problems))
     kept = _answered(problems, writer, Check(problems, judges or (), config, run), config, run) if problems else {}
     _save(problems, kept, dropped, config, run)
@@ -107,7 +106,7 @@ class Kept(NamedTuple):
 
 
 def _answered(problems: Sequence[Row], writer: Writer, check: Check, config: SynthesizeConfig, run: StageRun) -> dict[str, Kept]:
-    """A right answer to each problem that got one, by its id."""
+    """Return a right answer to each problem that got one, by problem id."""
     kept: dict[str, Kept] = {}
     left = list(problems)
     for number in range(config.retries + 1):
@@ -120,8 +119,8 @@ def _answered(problems: Sequence[Row], writer: Writer, check: Check, config: Syn
                 kept[row["id"]] = Kept(chosen, len(right) / len(texts), number + 1)
             elif texts:
                 detail = next((score.detail for score in scores if score.detail), "")
-                said = [{"role": "assistant", "content": texts[0].text}, {"role": "user", "content": AGAIN.format(detail=detail)}]
-                again.append({**row, "messages": dump([*messages_of(row), *said])})
+                turns = [{"role": "assistant", "content": texts[0].text}, {"role": "user", "content": AGAIN.format(detail=detail)}]
+                again.append({**row, "messages": dump([*messages_of(row), *turns])})
         run.metric(f"right_after_{number + 1}", len(kept))
         left = again
     check.report()
@@ -129,17 +128,17 @@ def _answered(problems: Sequence[Row], writer: Writer, check: Check, config: Syn
 
 
 class Writer:
-    """The model, which answers rows of prompts."""
+    """A model that answers rows of prompts."""
 
     def __init__(
         self, network: Transformer, tokenizer: Tokenizer, config: SynthesizeConfig, run: StageRun, dropped: list[Row]
     ) -> None:
-        """`dropped`: takes the rows that cannot be asked."""
+        # `dropped` takes the rows that cannot be rendered.
         self._network, self._tokenizer, self._config, self._run, self._dropped = network, tokenizer, config, run, dropped
         self._within = context_limit(network, config.max_tokens)
 
     def write(self, rows: Sequence[Row], count: int, purpose: str) -> list[list[Text]]:
-        """So many texts for each row, none for one that the template refuses or that is too long; `purpose` draws its own numbers."""
+        """Sample `count` texts for each row, none for a row that is refused or too long. `purpose` seeds the draws."""
         from puna.models.generation import Engine, SamplingParams
 
         config, bad = self._config, BadRows(self._config, "synthesize")
@@ -161,7 +160,7 @@ class Writer:
 
 
 class Check:
-    """Which answers are right: by the verifiers of the problems, or where these have none by agreement."""
+    """A check of answers: by the problems' verifiers, or for maths by agreement."""
 
     def __init__(self, problems: Sequence[Row], judges: Sequence[Artifact], config: SynthesizeConfig, run: StageRun) -> None:
         self._config = config
@@ -169,20 +168,20 @@ class Check:
         self._scorer = Scorer(problems, config.scoring, run, judges, needed="synthesize") if by_verifier else None
 
     def scores(self, rows: Sequence[Row], found: Sequence[Sequence[Text]]) -> list[list[Score]]:
-        """A score for each text."""
+        """Return a score for each text."""
         if self._scorer is None:
             return [agreed([text.text for text in some], self._config.min_agreement) for some in found]
         each = iter(self._scorer.scores([(row, text.text) for row, some in zip(rows, found, strict=True) for text in some]))
         return [[next(each) for _ in some] for some in found]
 
     def report(self) -> None:
-        """Metrics of answers that could not be checked."""
+        """Report answers that could not be checked."""
         if self._scorer is not None:
             self._scorer.report()
 
 
 def agreed(texts: Sequence[str], share: float) -> list[Score]:
-    """1 for each text whose final answer is that of at least `share` of all texts, and of more than any other; else 0."""
+    """Score 1 for texts with the most frequent final answer, if it is unique and at least `share` of all; else 0."""
     finals = [None if (found := final_answer(text)) is None else " ".join(found.casefold().split()) for text in texts]
     counts = Counter(final for final in finals if final).most_common(2)
     alone = bool(counts) and (len(counts) == 1 or counts[0][1] > counts[1][1])
@@ -191,10 +190,10 @@ def agreed(texts: Sequence[str], share: float) -> list[Score]:
     return [Score(float(final == counts[0][0]), "" if final else NO_ANSWER) for final in finals]
 
 
-def _written(
+def _new_problems(
     train: Sequence[Row], known: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun, dropped: list[Row]
 ) -> list[Row]:
-    """New problems after examples, unlike any that there is; those of programs with tests."""
+    """Write new problems after examples, unlike all known ones; problems of programs get tests."""
     asked = []
     for number in range(config.count):
         generator = run.generator("problem", number)
@@ -230,7 +229,7 @@ def _note(number: int, runs: set[tuple[str, ...]], having: dict[tuple[str, ...],
 
 
 def _tested(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun, dropped: list[Row]) -> list[Row]:
-    """The problems of programs with tests by the model. A test that passes without any solution tells nothing and is left out."""
+    """Return the programming problems with tests by the model. A test that passes without a solution is left out."""
     asked = [{**row, "messages": asking(TESTS.format(problem=shown(messages_of(row))))} for row in problems]
     lines = [assertions(texts[0].text) if texts else [] for texts in writer.write(asked, 1, "tests")]
     alone = [{**row, "verifier": to_text("code", tests=[line])} for row, some in zip(problems, lines, strict=True) for line in some]
@@ -246,12 +245,12 @@ def _tested(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, r
 
 
 def assertions(text: str) -> list[str]:
-    """The different lines of a text's program that begin with `assert`."""
+    """Return the distinct lines of a text's program that begin with `assert`."""
     return list(dict.fromkeys(line.strip() for line in program(text).splitlines() if re.match(r"\s*assert\b", line)))
 
 
 def trigrams(text: str) -> set[tuple[str, ...]]:
-    """Runs of three words; of a shorter text all its words as one."""
+    """Return the runs of three words; a shorter text gives all its words as one run."""
     words = re.findall(r"\w+", text.casefold())
     return {tuple(words[i : i + 3]) for i in range(max(1, len(words) - 2))} if words else set()
 

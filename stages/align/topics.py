@@ -26,10 +26,10 @@ WORD = re.compile(r"\w+")
 
 
 class TopicsConfig(BadRowsConfig, SeededConfig):
-    """How the classifier is fitted, and how many instructions of a topic are kept."""
+    """Settings of the classifier, and the number of instructions to keep of each topic."""
 
     penalty: float = Field(3e-4, gt=0, description="Weight of the squared coefficients in the classifier's loss")
-    folds: int = Field(5, ge=2, le=20, description="Parts of the labelled examples: each is told by a classifier of the others")
+    folds: int = Field(5, ge=2, le=20, description="Parts of the labelled examples: each is classified by a fit to the others")
     max_per_topic: int | None = Field(
         None, ge=1, description="Maximum number of instructions kept of each topic, drawn by chance; null: all"
     )
@@ -38,19 +38,18 @@ class TopicsConfig(BadRowsConfig, SeededConfig):
 
 
 def needs(config: TopicsConfig, facts: Facts) -> list[str]:
-    """A chat template."""
     return chat_template(facts, "model")
 
 
 @stage(kind="instructions", filters="instructions", needs=needs)
 def topics(instructions: Instructions, labelled: list[Instructions], model: Model, config: TopicsConfig, run: StageRun) -> None:
-    """Tell the topic of each instruction (Llama 3, section 4.2.3, has a language model finetuned for that), and even the topics out.
+    """Classify the topic of each instruction (Llama 3, section 4.2.3, has a language model finetuned for that), and balance the topics.
 
     `labelled`: examples whose `task` is their topic, `coarse/fine` (`mathematics/geometry`) or one name for both. A softmax regression
     learns from the mean hidden state of `model` over a request; a coarse topic is as probable as its fine ones together. Rows stay as
     they are. The side table `scores` holds the most probable `fine:NAME` and `coarse:NAME` of each row with their probability.
 
-    The metrics `fine_accuracy` and `coarse_accuracy` are of the labelled examples, each told by a classifier that did not see it; beside
+    The metrics `fine_accuracy` and `coarse_accuracy` are of the labelled examples, each classified by a fit that did not see it; beside
     them stand two controls fitted alike: `*_majority`, always the most frequent topic, and `*_words`, a naive Bayes classifier of words.
     They hold for requests like the labelled ones only.
     """
@@ -58,25 +57,25 @@ def topics(instructions: Instructions, labelled: list[Instructions], model: Mode
     known = sorted((row for one in labelled for row in one.read().to_pylist()), key=lambda row: (str(row["id"]), row["messages"]))
     names = sorted({row["task"] for row in known})
     if len(names) < 2:
-        said = ", ".join(names) or "none"
-        raise PunaError(f"topics: the labelled examples have one topic, {said}, in their column `task`; give two at least")
+        there = ", ".join(names) or "none"
+        raise PunaError(f"topics: the labelled examples have one topic, {there}, in their column `task`; give two at least")
     network, tokenizer = load_model(model, "lm", frozen=True)
     limit = Limit(config.micro_batch_tokens, "micro_batch_tokens")
 
-    def asked(row: dict[str, Any]) -> Example:
+    def rendered(row: dict[str, Any]) -> Example:
         return Example(render_conversation(tokenizer, row)[0].prompt, [[]], [[]], [])
 
-    taught = BadRows(config, "topics").examples(known, asked, len, limit)
+    taught = BadRows(config, "topics").examples(known, rendered, len, limit)
     bad = BadRows(config, "topics")
-    told = bad.examples(rows, asked, len, limit)
-    vectors = embed([example for _, example in (*taught, *told)], network, config.micro_batch_tokens)
+    given = bad.examples(rows, rendered, len, limit)
+    vectors = embed([example for _, example in (*taught, *given)], network, config.micro_batch_tokens)
     examples = [
         Labelled(row["task"], shown(messages_of(row)[:-1]), vector) for (row, _), vector in zip(taught, vectors[: len(taught)], strict=True)
     ]
     _measure(examples, folds([str(row["id"]) for row, _ in taught], config.seed, config.folds), config, run)
     classes = sorted({one.topic for one in examples})
     shares = probabilities(fitted(examples, classes, config.penalty), vectors[len(taught) :])
-    kept, found = [row for row, _ in told], {}
+    kept, found = [row for row, _ in given], {}
     for row, share in zip(kept, shares, strict=True):
         found[row["id"]] = {"fine": _best(dict(zip(classes, share.tolist(), strict=True))), "coarse": _best(_coarse(classes, share))}
     left = _balanced([row["id"] for row in kept], {name: one[config.balance][0] for name, one in found.items()}, config)
@@ -98,13 +97,14 @@ class Labelled(NamedTuple):
 
 
 def coarse(topic: str) -> str:
-    """The coarse topic of a fine one: what stands before the first slash."""
+    """Return the coarse topic of a fine one: the part before the first slash."""
     return topic.partition("/")[0]
 
 
 def fitted(examples: Sequence[Labelled], classes: Sequence[str], penalty: float) -> NDArray[np.float64]:
-    """[D + 1, C]: the coefficients and biases of a softmax regression, with the mean loss plus `penalty` times the squared
-    coefficients at its minimum, which is unique but for a number that all biases share."""
+    """Fit a softmax regression; return its coefficients and biases [D + 1, C].
+
+    The minimum of the mean loss plus `penalty` times the squared coefficients is unique up to a constant on all biases."""
     import torch
 
     x = torch.from_numpy(np.stack([one.vector for one in examples]).astype(np.float64)) * math.sqrt(examples[0].vector.size)
@@ -124,7 +124,7 @@ def fitted(examples: Sequence[Labelled], classes: Sequence[str], penalty: float)
 
 
 def probabilities(weights: NDArray[np.float64], vectors: Vectors) -> NDArray[np.float64]:
-    """[n, C] of vectors [n, D]."""
+    """Return probabilities [n, C] of vectors [n, D]."""
     logits = (vectors.astype(np.float64) * math.sqrt(vectors.shape[1])) @ weights[:-1] + weights[-1]
     grown = np.exp(logits - logits.max(1, keepdims=True, initial=-np.inf))
     shares: NDArray[np.float64] = grown / grown.sum(1, keepdims=True)
@@ -132,7 +132,7 @@ def probabilities(weights: NDArray[np.float64], vectors: Vectors) -> NDArray[np.
 
 
 def by_words(examples: Sequence[Labelled], texts: Sequence[str]) -> list[str]:
-    """The topics of texts by a multinomial naive Bayes classifier of lower-case words, one added to every count."""
+    """Classify texts by multinomial naive Bayes over lower-case words, one added to every count."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     of_topic = Counter(one.topic for one in examples)
     for one in examples:
@@ -147,7 +147,7 @@ def by_words(examples: Sequence[Labelled], texts: Sequence[str]) -> list[str]:
 
 
 def _measure(examples: Sequence[Labelled], fold: NDArray[Any], config: TopicsConfig, run: StageRun) -> None:
-    """Accuracy on the labelled examples, fold by fold, beside both controls'."""
+    """Report cross-validated accuracy on the labelled examples, beside that of both controls."""
     right: Counter[str] = Counter()
     for number in np.unique(fold).tolist():
         out = [one for one, at in zip(examples, fold, strict=True) if at == number]
@@ -160,9 +160,9 @@ def _measure(examples: Sequence[Labelled], fold: NDArray[Any], config: TopicsCon
         roughly = Counter(coarse(one.topic) for one in rest)
         words = by_words(rest, [one.text for one in out])
         for one, share, word in zip(out, shares, words, strict=True):
-            told = {"accuracy": (classes[int(share.argmax())], _best(_coarse(classes, share))[0]), "words": (word, coarse(word))}
-            told["majority"] = (_best(often)[0], _best(roughly)[0])
-            for name, (fine, rough) in told.items():
+            guesses = {"accuracy": (classes[int(share.argmax())], _best(_coarse(classes, share))[0]), "words": (word, coarse(word))}
+            guesses["majority"] = (_best(often)[0], _best(roughly)[0])
+            for name, (fine, rough) in guesses.items():
                 right[f"fine_{name}"] += fine == one.topic
                 right[f"coarse_{name}"] += rough == coarse(one.topic)
     run.metric("labelled", len(examples))
@@ -171,13 +171,13 @@ def _measure(examples: Sequence[Labelled], fold: NDArray[Any], config: TopicsCon
 
 
 def _best(found: dict[str, float] | Counter[str]) -> tuple[str, float]:
-    """The name with the highest number, and that number; of equals the first by name."""
+    """Return the name with the highest number, and that number; the first by name among equals."""
     name = min(found, key=lambda one: (-found[one], one))
     return name, float(found[name])
 
 
 def _coarse(classes: Sequence[str], share: NDArray[np.float64]) -> dict[str, float]:
-    """Probabilities of the coarse topics."""
+    """Return the probabilities of the coarse topics."""
     found: dict[str, float] = defaultdict(float)
     for topic, value in zip(classes, share.tolist(), strict=True):
         found[coarse(topic)] += value
@@ -185,7 +185,7 @@ def _coarse(classes: Sequence[str], share: NDArray[np.float64]) -> dict[str, flo
 
 
 def _balanced(names: Sequence[str], topic: dict[str, str], config: TopicsConfig) -> dict[str, tuple[str, int]]:
-    """The instructions that are too many of their topic, with it and how many it has."""
+    """Return the instructions above `max_per_topic`, each with its topic and the topic's count."""
     if config.max_per_topic is None:
         return {}
     counts = Counter(topic[name] for name in names)
@@ -198,7 +198,7 @@ def _balanced(names: Sequence[str], topic: dict[str, str], config: TopicsConfig)
 
 
 def _report(found: dict[str, dict[str, tuple[str, float]]], left: dict[str, tuple[str, int]], run: StageRun) -> None:
-    """How many there are of each topic, and how many are kept."""
+    """Report the number of instructions of each topic, before and after balancing."""
     for level in ("coarse", "fine"):
         given = Counter(one[level][0] for one in found.values())
         kept = Counter(one[level][0] for name, one in found.items() if name not in left)

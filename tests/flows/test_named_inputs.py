@@ -14,7 +14,7 @@ from puna.flows.engine.declare import Output, name_of
 from puna.flows.engine.inputs import parse_inputs
 from puna.flows.engine.running import stage_inputs
 from puna.flows.engine.trace import flow_named, load, trace
-from puna.stages.align.ppo import ppo
+from puna.stages.align.reinforcement import ppo
 from puna.stages.align.sample import sample
 from puna.stages.curate.ingest import ingest
 from puna.storage import Artifact, Identity, PunaError, Store

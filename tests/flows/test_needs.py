@@ -14,7 +14,7 @@ from puna.flows.engine import preflight
 from puna.flows.engine.preflight import check, check_stage
 from puna.flows.engine.trace import flow_named, load
 from puna.stages.align.dpo import DpoConfig, dpo
-from puna.stages.align.ppo import PpoConfig, ppo
+from puna.stages.align.reinforcement import PpoConfig, ppo
 from puna.stages.contract import Value, execute
 from puna.stages.contract.external import External
 from puna.stages.io.import_model import ImportModelConfig, import_model

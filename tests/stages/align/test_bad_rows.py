@@ -11,7 +11,7 @@ import pytest
 
 from puna.stages.align.data_quality import DataQualityConfig, data_quality
 from puna.stages.align.dpo import DpoConfig, dpo
-from puna.stages.align.ppo import PpoConfig, ppo
+from puna.stages.align.reinforcement import PpoConfig, ppo
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sft import SftConfig, sft
 from puna.stages.contract import execute

@@ -19,8 +19,8 @@ from puna.models.transformer import Transformer
 from puna.stages.align.average import AverageConfig, average
 from puna.stages.align.data_quality import DataQualityConfig, data_quality
 from puna.stages.align.dpo import DpoConfig, dpo
-from puna.stages.align.ppo import PpoConfig, ppo
 from puna.stages.align.preferences import PreferencesConfig, preferences
+from puna.stages.align.reinforcement import PpoConfig, ppo
 from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sample import SampleConfig, sample

@@ -14,8 +14,8 @@ from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training.settings import TrainingSettings
 from puna.stages.align.average import AverageConfig, average
 from puna.stages.align.instructions import InstructionsConfig, instructions
-from puna.stages.align.ppo import PpoConfig, ppo
 from puna.stages.align.preferences import PreferencesConfig, preferences
+from puna.stages.align.reinforcement import PpoConfig, ppo
 from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sample import SampleConfig, sample

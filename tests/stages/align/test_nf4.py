@@ -16,7 +16,7 @@ from puna.models.formats.checkpoint import load, save
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.align.dpo import DpoConfig, dpo
-from puna.stages.align.grpo import GrpoConfig, grpo
+from puna.stages.align.reinforcement import GrpoConfig, grpo
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sft import SftConfig, sft
 from puna.stages.contract import Facts, Model, SeededConfig, StageRun, execute, parse, stage

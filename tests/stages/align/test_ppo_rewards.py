@@ -15,8 +15,7 @@ from puna.models.forest import Forest
 from puna.models.formats.checkpoint import load
 from puna.models.generation import Completion
 from puna.models.tokens.tokenizer import Tokenizer
-from puna.stages.align.grpo import GrpoConfig, grpo
-from puna.stages.align.ppo import PpoConfig, ppo
+from puna.stages.align.reinforcement import GrpoConfig, PpoConfig, grpo, ppo
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.contract import Model, Prompts, SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import answering, asking, prompt_ids

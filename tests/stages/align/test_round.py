@@ -17,8 +17,8 @@ from puna.models.memory import planner
 from puna.models.serving import ServingSettings
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.stages.align import sample as module
-from puna.stages.align.ppo import PpoConfig, ppo
 from puna.stages.align.preferences import PreferencesConfig, preferences
+from puna.stages.align.reinforcement import PpoConfig, ppo
 from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sample import SampleConfig, sample

@@ -180,7 +180,7 @@ def install(folder: Path, package: str, entries: str) -> None:
 
 
 def test_the_stages_that_score_declare_it() -> None:
-    from puna.stages.align.ppo import ppo
+    from puna.stages.align.reinforcement import ppo
     from puna.stages.evaluation.evaluate import evaluate
 
     assert {one.named for one in (sample, ppo, evaluate)} == {verifiers_named} and SampleConfig().reaches() == []

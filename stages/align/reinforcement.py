@@ -1,4 +1,4 @@
-"""Reinforcement learning of a policy: what stages `ppo` and `grpo` have in common."""
+"""Reinforcement learning of a policy against a reward model, verifiers or both: PPO, and GRPO or RLOO without a critic."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from puna.models.training.settings import RolloutSettings
-from puna.stages.contract import Facts, Figure, StageRun
+from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
+from puna.stages.contract import Facts, Figure, Model, Prompts, StageRun, stage
 from puna.stages.conversations import prompt_ids
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.lora import adapted
@@ -26,7 +26,7 @@ from puna.stages.training.train import (
     training_precision,
     write_log,
 )
-from puna.stages.verifiers.scoring import Scorer
+from puna.stages.verifiers.scoring import Scorer, verifiers_named
 from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class RolloutsConfig(RolloutSettings, AdapterConfig):
-    """How answers are sampled, what they are rewarded by, and what of the policy is trained."""
+    """Settings of the sampled answers, of their rewards, and of the weights to train."""
 
     reward: Reward = Field("reward_model", description=REWARDS)
     floor: float = Field(
@@ -53,12 +53,12 @@ class RolloutsConfig(RolloutSettings, AdapterConfig):
 
     @property
     def scored(self) -> bool:
-        """Whether verifiers score the answers."""
+        """True if verifiers score the answers."""
         return self.gold or self.reward != "reward_model"
 
 
 def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
-    """A chat template, a reward model where it rewards, one tokenizer for both, and memory."""
+    """Require a chat template, the reward model that `reward` uses, one tokenizer for both, and memory."""
     missing = [] if config.reward == "verifier" or "reward_model" in facts.inputs else [_without(config)]
     one = one_tokenizer(facts, "policy", "reward_model")
     memory = trained(facts, "policy", config.optimizer, config.method)
@@ -69,7 +69,48 @@ def _without(config: RolloutsConfig) -> str:
     return f"reward={config.reward} needs a reward_model; give one, or set reward=verifier"
 
 
-def optimize(
+class PpoConfig(PpoSettings, RolloutsConfig):
+    """Settings of the optimization."""
+
+
+@stage(kind="model", device=True, needs=needs, named=verifiers_named)
+def ppo(
+    policy: Model, reward_model: list[Model] | None, prompts: Prompts, judges: list[Model] | None, config: PpoConfig, run: StageRun
+) -> None:
+    """Train by PPO with a frozen reference, the starting policy (Schulman et al. 2017; Ziegler et al. 2019).
+
+    The reward is a frozen reward model's number (of several: see `ensemble`), the score of each prompt's verifier, or their product; see
+    `reward`. The critic starts as the first reward model, without one as the policy with a head of zeros. `judges` are models that
+    verifiers name. An answer whose verifier fails has the score 0 and is counted in the metric `unscored_answers`. Prompts that the
+    chat template refuses, and those that with their answers may be longer than a row, are in `dropped`; see `bad_rows`.
+    """
+    from puna.models.training.ppo import train_ppo
+
+    _optimize(policy, reward_model or (), prompts, judges or (), config, run, train_ppo, critic=True)
+
+
+class GrpoConfig(GrpoSettings, RolloutsConfig):
+    """Settings of the optimization."""
+
+    reward: Reward = Field("verifier", description=REWARDS)
+
+
+@stage(kind="model", device=True, needs=needs, named=verifiers_named)
+def grpo(
+    policy: Model, reward_model: list[Model] | None, prompts: Prompts, judges: list[Model] | None, config: GrpoConfig, run: StageRun
+) -> None:
+    """Train by comparing each answer with the others to its prompt: GRPO (Shao et al. 2024) or RLOO (Ahmadian et al. 2024), see `baseline`.
+
+    The loss is PPO's clipped surrogate, a mean over the tokens of an update (as DAPO has it); the KL divergence to the starting
+    policy is taken off the reward of the answer. Rewards, `judges` and dropped prompts are those of `ppo`. Prompts whose answers
+    all have one reward teach nothing: the log's `unequal_prompts` is the share of the others.
+    """
+    from puna.models.training.ppo import train_grpo
+
+    _optimize(policy, reward_model or (), prompts, judges or (), config, run, train_grpo, critic=False)
+
+
+def _optimize(
     policy: Artifact,
     reward_models: Sequence[Artifact],
     prompts: Artifact,
@@ -79,9 +120,9 @@ def optimize(
     drive: Callable[..., list[dict[str, float]]],
     critic: bool,
 ) -> None:
-    """Render and check the prompts, have `drive`, `train_ppo` or `train_grpo`, train the policy, and save it. `critic`: with one, which
-    starts as the first reward model (by digest), without one as the policy with a head of zeros.
-    """
+    """Train the policy by `drive` (`train_ppo` or `train_grpo`) on the prompts, and save it.
+
+    The `critic` starts as the first reward model (by digest), without one as the policy with a head of zeros."""
     from puna.models.machine import DTYPES
     from puna.models.training.rollouts import Rollouts
 
@@ -93,7 +134,7 @@ def optimize(
     # What is only asked computes as the policy does: a KL divergence to fp32 would have bf16's rounding in it.
     dtype = DTYPES[training_precision(config.compute, run)]
     within = context_limit(model, config.max_tokens)
-    rows, asked = _asked(prompts, lambda row: prompt_ids(tokenizer, row), within, config, run)
+    rows, asked = _training_prompts(prompts, lambda row: prompt_ids(tokenizer, row), within, config, run)
     scorer = Scorer(rows, config.scoring, run, judges, needed=run.stage) if config.scored else None
     used = [] if config.reward == "verifier" else scalars
     frozen = [copy.deepcopy(scalar).requires_grad_(False).to(dtype) for scalar in used]
@@ -124,9 +165,7 @@ def optimize(
 
 
 def _centered(rewards: Rewards, policy: Transformer, asked: Ids, stop: Sequence[int], config: RolloutsConfig, run: StageRun) -> Rewards:
-    """Centered by the answers of the policy, which is not trained yet, to as many prompts as a rollout has. A run that goes on from a
-    checkpoint finds the same center.
-    """
+    """Center the rewards by the untrained policy's answers to as many prompts as a rollout has; the same when a run resumes."""
     from puna.models.generation import Engine, SamplingParams
 
     some = [asked[i] for i in run.generator("center").permutation(len(asked))[: config.prompts].tolist()]
@@ -139,7 +178,7 @@ def _centered(rewards: Rewards, policy: Transformer, asked: Ids, stop: Sequence[
 
 
 def _gold(scores: Scores) -> Callable[[Ids, Completions], dict[str, float]]:
-    """The mean of the verifiers' scores."""
+    """Return a function that computes the mean of the verifiers' scores."""
 
     def watch(prompts: Ids, completions: Completions) -> dict[str, float]:
         found = [score for some in scores(prompts, completions) for score in some]
@@ -149,7 +188,7 @@ def _gold(scores: Scores) -> Callable[[Ids, Completions], dict[str, float]]:
 
 
 def _against_kl(log: Sequence[dict[str, float]], run: StageRun) -> None:
-    """A figure of what rewards and what verifiers say of the answers as the policy moves away from its reference (Gao et al. 2023)."""
+    """Plot rewards and verifiers' scores against the KL divergence to the reference (Gao et al. 2023)."""
     points = [row for row in log if "kl" in row]
     series: dict[str, list[tuple[Any, float]]] = {"reward": [(row["kl"], row["score"]) for row in points]}
     if gold := [(row["kl"], row["gold"]) for row in points if "gold" in row]:
@@ -166,10 +205,10 @@ def _against_kl(log: Sequence[dict[str, float]], run: StageRun) -> None:
         run.figure("against_kl", figure)
 
 
-def _asked(
+def _training_prompts(
     prompts: Artifact, ids_of: Callable[[dict[str, Any]], list[int]], within: Limit, config: RolloutsConfig, run: StageRun
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """The training prompts and their ids; those that cannot be asked are dropped. `within`: what the policy reads at most."""
+    """Return the training prompts and their ids; drop those that are too long. `within`: longest context of the policy."""
     rows = [row for row in prompts.read().to_pylist() if row["split"] == "train"]
     what = f"the prompt with {config.answers} answers of max_tokens={config.max_tokens}"
     limit = Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens", what)
