@@ -1,1 +1,1 @@
-"""What pretraining, the experiments and alignment share: training a model on an artifact, packed tokens, the corpus."""
+"""Training on artifacts, packed tokens and the corpus, shared by pretraining, the experiments and alignment."""

@@ -35,11 +35,10 @@ class Limit(NamedTuple):
 
 
 class BadRows:
-    """What a stage drops while it renders its rows: `dropped` holds rows of the table of that name.
+    """Rows that a stage drops while it renders its input: `dropped` holds rows of that table.
 
-    The rules: `chat_template` (the template refuses the row, the detail names the turn), `not_messages` (a column is no
-    conversation), `too_long` (value and threshold in tokens).
-    """
+    The rules: `chat_template` (the template refuses the row; the detail names the turn), `not_messages` (a column holds no
+    conversation), `too_long` (value and threshold in tokens)."""
 
     def __init__(self, config: BadRowsConfig, stage: str) -> None:
         self._refuse, self._stage = config.bad_rows == "refuse", stage
@@ -53,8 +52,7 @@ class BadRows:
         limit: Limit,
         *others: tuple[Callable[[T], int], Limit],
     ) -> list[tuple[Row, T]]:
-        """The rows with what `make` gives for each, of `size` tokens within the limit, and within each of the others; those that are not
-        are dropped. PunaError where a bad row refuses the run."""
+        """Return the rows with their examples; drop those whose size exceeds a limit, or refuse the run for them."""
         found = []
         for row, made in self.rendered(rows, make):
             over = next(((n, bound) for count, bound in ((size, limit), *others) if (n := count(made)) > bound.tokens), None)
@@ -67,7 +65,7 @@ class BadRows:
         return found
 
     def rendered(self, rows: Iterable[Row], make: Callable[[Row], T]) -> Iterator[tuple[Row, T]]:
-        """`examples` of any length, one by one."""
+        """Yield the rows with their examples, of any length."""
         for row in rows:
             try:
                 made = make(row)
@@ -82,14 +80,14 @@ class BadRows:
         self.dropped.append({"id": row["id"], "rule": rule, "value": value, "threshold": threshold, "detail": detail})
 
     def check_left(self, left: int, what: str) -> None:
-        """PunaError where no row is left."""
+        """Raise PunaError if no row is left."""
         if left:
             return
         counts = ", ".join(f"{count} {rule}" for rule, count in sorted(Counter(row["rule"] for row in self.dropped).items()))
         raise PunaError(f"{self._stage}: none of the {what} can be used ({counts}). The first: {self.dropped[0]['detail']}")
 
     def write(self, run: StageRun) -> None:
-        """The side table `dropped` and its counts as metrics, of a stage whose own rows are not those that it reads."""
+        """Write the table `dropped` and its counts, for a stage that writes other rows than it reads."""
         # Two inputs may hold rows of one id: the table has one of them, the metrics count both.
         run.write_rows(list({(row["id"], row["rule"]): row for row in reversed(self.dropped)}.values()), "dropped")
         run.metric("dropped_rows", len(self.dropped))

@@ -21,7 +21,7 @@ class Window(NamedTuple):
 
 
 def windows(length: int, context: int) -> list[Window]:
-    """Windows of at most `context` tokens over a document of `length` tokens.
+    """Return windows of at most `context` tokens over a document of `length` tokens.
 
     Every token but the first is scored once, and from the second window on it follows at least
     context // 2 tokens of its own document, so that a long document is not judged by its cold starts.
@@ -44,7 +44,7 @@ def document_nats(
     micro_batch_tokens: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[float]:
-    """-log p of each document (token ids, its first token given), in nats.
+    """Return -log p of each document (token ids, given its first token), in nats.
 
     Windows are packed into rows of about `micro_batch_tokens` tokens, documents side by side.
     """
@@ -70,7 +70,7 @@ def document_nats(
 
 
 def batched(items: Sequence[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Consecutive items in groups whose sizes add up to at most `limit`; a larger item is a group of its own."""
+    """Yield consecutive items in groups of total size at most `limit`; a larger item is a group of its own."""
     group: list[T] = []
     filled = 0
     for item in items:
@@ -84,5 +84,4 @@ def batched(items: Sequence[T], size: Callable[[T], int], limit: int) -> Iterato
 
 
 def bits(nats: float) -> float:
-    """Nats in bits."""
     return nats / math.log(2.0)

@@ -26,7 +26,7 @@ class Chosen(NamedTuple):
 
 
 def chosen(documents: pa.Table, mixture: Artifact | None, split: str) -> Iterator[Chosen]:
-    """The rows of `documents` (sorted by id) that the mixture puts into `split`; without one, all of them, once."""
+    """Yield the documents (sorted by id) that the mixture puts into `split`; without a mixture, each of them once."""
     ids = documents.column("id").to_pylist()
     if not ids:
         return
@@ -48,12 +48,12 @@ def chosen(documents: pa.Table, mixture: Artifact | None, split: str) -> Iterato
 
 
 def chosen_of(part: Part, mixture: Artifact | None, split: str) -> list[Chosen]:
-    """`chosen` of one part of a documents table, for workers."""
+    """Return `chosen` of one part of a documents table, for workers."""
     return list(chosen(part.read(), mixture, split))
 
 
 def check_mixture(run: StageRun, documents: Artifact, mixture: Artifact) -> None:
-    """PunaError when the mixture is not of these documents: it names others, or lacks some of them. Compared shard by shard, in workers."""
+    """Raise PunaError if the mixture names other documents or lacks some. Shards are compared in workers."""
     cut = max(1, documents.record().cut)
     sides, spans = (mixture.beside(["id"]), documents.beside(["id"])), [span(cut, number) for number in range(cut)]
     found = list(run.map(_unlike, [(around, *(side.within(*around) for side in sides)) for around in spans]))
@@ -65,14 +65,14 @@ def check_mixture(run: StageRun, documents: Artifact, mixture: Artifact) -> None
 
 
 def _unlike(job: tuple[tuple[str, str | None], Beside, Beside]) -> list[tuple[int, str]]:
-    """In a range of ids, of each of two tables how many ids only it has, and the first of them."""
+    """Return, for each of two tables, the number of ids that only it has in a range, and the first of them."""
     around, *tables = job
     one, other = ({id_ for piece in table.pieces(*around) for id_ in piece["id"].to_pylist()} for table in tables)
     return [(len(only), min(only, default="")) for only in (one - other, other - one)]
 
 
 def of_part(part: Partition, function: Callable[..., Any], *args: Any) -> Any:
-    """In a worker: `function(rows, *args)` of the rows of a partition."""
+    """Apply a function to the rows of a partition, in a worker."""
     return function(part.read(), *args)
 
 
@@ -81,7 +81,7 @@ Ranked = tuple[int, str, int, Any]
 
 
 def smallest(found: Iterable[Iterable[Ranked]], most: int, held: int = 10_000) -> list[Ranked]:
-    """The documents with the smallest hashes, in order, as many as fit into `most` bytes together; one at least.
+    """Return the documents with the smallest hashes, in order, as many as fit into `most` bytes; at least one.
 
     However many are looked at, only about that many and `held` more are in memory.
     """
@@ -96,7 +96,7 @@ def smallest(found: Iterable[Iterable[Ranked]], most: int, held: int = 10_000) -
 
 
 def candidates(rows: Iterable[Ranked], most: int) -> list[Ranked]:
-    """What a part adds to `smallest`, in order: up to the first document that no longer fits, which keeps all after it out."""
+    """Return a part's candidates for `smallest`, in order, up to the first document that no longer fits."""
     ordered = sorted(rows, key=lambda row: row[:2])
     size = 0
     for number, row in enumerate(ordered):
@@ -107,10 +107,10 @@ def candidates(rows: Iterable[Ranked], most: int) -> list[Ranked]:
 
 
 def rank(*parts: object) -> int:
-    """A 63-bit hash that puts rows in an order that no file order or number of workers changes."""
+    """Return a 63-bit hash, by which rows are ordered whatever the order of files or the number of workers."""
     return place(*parts) >> 1
 
 
 def folder(artifact: Artifact) -> str:
-    """The artifact's folder, as workers get it."""
+    """Return an artifact's folder as text, for workers."""
     return str(Path(artifact.path()))

@@ -13,7 +13,7 @@ Z95 = 1.959963984540054
 
 @lru_cache(maxsize=4096)
 def student(freedom: int) -> float:
-    """The 97.5 % point of Student's t with so many degrees of freedom.
+    """Return the 97.5 % point of Student's t with `freedom` degrees of freedom.
 
     Up to 100 of them by bisection on the exact distribution (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4), then by
     its expansion around the normal distribution's point (26.7.5), which is right to 9 digits there.
@@ -32,7 +32,7 @@ def student(freedom: int) -> float:
 
 
 def _within(angle: float, freedom: int) -> float:
-    """P(|t| < sqrt(freedom) tan(angle))."""
+    """Return P(|t| < sqrt(freedom) tan(angle))."""
     cosine = math.cos(angle)
     odd = freedom % 2
     term = total = cosine if odd and freedom > 1 else 0.0 if odd else 1.0
@@ -51,7 +51,7 @@ class Interval(NamedTuple):
 
 
 def wilson(successes: int, trials: int) -> Interval:
-    """A share of successes with Wilson's score interval (Wilson 1927).
+    """Return a share of successes with Wilson's score interval (Wilson 1927).
 
     It stays inside 0 to 1 and is honest at both ends, where the normal interval has no width at all.
     """
@@ -66,7 +66,7 @@ def wilson(successes: int, trials: int) -> Interval:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
-    """sum(numerators) / sum(denominators) over sampled units, for example bits over bytes of documents.
+    """Return sum(numerators) / sum(denominators) over sampled units, for example bits over bytes of documents.
 
     The interval is the linearised one of a ratio estimator (Cochran 1977, section 6.4): the deviations
     numerator - ratio * denominator carry the error, whose size is estimated: Student's t with n - 1 degrees of freedom.
@@ -84,12 +84,12 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interva
 
 
 def mean(values: Sequence[float]) -> Interval:
-    """A mean with the interval of Student's t (1908)."""
+    """Return a mean with the interval of Student's t (1908)."""
     return ratio(values, [1.0] * len(values))
 
 
 def paired(one: Mapping[str, float], other: Mapping[str, float]) -> Interval:
-    """The mean difference one - other over the items that both have, with the interval of Student's t on the differences.
+    """Return the mean difference one - other over common items, with Student's interval of the differences.
 
     Two models that answer the same prompts differ by less than their own intervals say: what is hard for both drops out.
     """

@@ -55,7 +55,7 @@ def train_kto(
 
 
 def measure_kto(model: Transformer, examples: Sequence[Example], known: list[list[float]], config: DpoConfig, run: StageRun) -> None:
-    """By how much the implicit reward of held-out good answers is above that of bad ones, in the mean."""
+    """Report the mean implicit reward of held-out good answers less that of bad ones."""
     found = zip(examples, known, Reference(config, run).of(model, examples, "heldout"), strict=True)
     rewards: list[list[float]] = [[], []]
     for example, before, after in found:
@@ -69,7 +69,7 @@ def measure_kto(model: Transformer, examples: Sequence[Example], known: list[lis
 
 
 def mismatched(examples: Sequence[Example], micro_batch_tokens: int, generator: np.random.Generator) -> list[Example]:
-    """Each example's prompt with as many answers of other examples as it has of its own, or as many as a row holds.
+    """Pair each prompt with as many answers of other examples as it has of its own, or as a row holds.
 
     They follow in a drawn order that goes around: where all fit, every answer is taken about as often as any other.
     """
@@ -93,7 +93,7 @@ def mismatched(examples: Sequence[Example], micro_batch_tokens: int, generator: 
 
 
 def _collate(chosen: Sequence[tuple[Example, Example, list[float], list[float]]], config: DpoConfig) -> KtoBatch:
-    """One packed row: examples with their mismatched ones, and the reference's log-probabilities of both."""
+    """Pack examples and their mismatched ones into one row, with the reference's log-probabilities of both."""
     import torch
 
     from puna.models.training.objectives import KtoBatch

@@ -25,7 +25,7 @@ INITIALIZATIONS: dict[str, bool | str] = {"zero": True, "pissa": "pissa"}
 
 
 def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
-    """PEFT's settings for this model; PunaError names a target that it does not have."""
+    """Return PEFT's settings for this model. PunaError names a target that it does not have."""
     from peft import LoraConfig
 
     from puna.models.training.trainer import inner_matrices
@@ -48,7 +48,7 @@ def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
 
 @contextmanager
 def adapted(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterator[dict[str, float]]:
-    """The model with adapters inside, where `method` is `lora`, kept and merged on leaving; gives `learning_rate_scales`.
+    """Train adapters inside, where `method` is `lora`; keep and merge them on leaving. Yields `learning_rate_scales`.
 
     Beside matrices in 4 bits they stay adapters until `save_model`: merged, the model would take its memory before training.
     """
@@ -87,7 +87,7 @@ def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
 
 
 def keeps(lora: LoraSettings) -> bool:
-    """Whether adapters are kept. Those of PiSSA are changes to a matrix that was changed before them, which nobody else has."""
+    """True if adapters are kept. PiSSA's are useless without its changed base matrices, which nobody else has."""
     return lora.keep and lora.initialization == "zero"
 
 
@@ -110,6 +110,6 @@ def keep(model: Transformer, folder: Path) -> None:
 
 
 def learning_rate_scales(model: Transformer, lora: LoraSettings) -> dict[str, float]:
-    """By how much the learning rate of a parameter differs from that of the others: LoRA+'s matrices B."""
+    """Return factors on the learning rate by parameter: LoRA+ scales the matrices B."""
     names = [name for name, p in model.named_parameters() if p.requires_grad and ".lora_B." in name]
     return dict.fromkeys(names, lora.loraplus_ratio)

@@ -1,4 +1,4 @@
-"""What stages that train or run models need before anything runs: a chat template, one tokenizer, memory."""
+"""Preconditions of training and running models: a chat template, one tokenizer, memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ TOKENIZER = "tokenizer_config.json"
 
 
 def models_of(facts: Facts, *inputs: str) -> list[Artifact]:
-    """The models behind these inputs, as far as they are known, each once."""
+    """Return the known models of these inputs, each once."""
     found = [item.model for name in inputs for item in facts.inputs.get(name, ()) if item.model is not None]
     return list({model.key: model for model in found}.values())
 
 
 def chat_template(facts: Facts, *inputs: str) -> list[str]:
-    """A complaint for each model of these inputs that has no tokenizer, or one without a chat template."""
+    """Return a complaint for each model of these inputs without a tokenizer or a chat template."""
     found = []
     for model in models_of(facts, *inputs):
         if TOKENIZER not in model.manifest.files:
@@ -38,7 +38,7 @@ def chat_template(facts: Facts, *inputs: str) -> list[str]:
 
 
 def documents_apart(facts: Facts, *inputs: str) -> list[str]:
-    """A complaint about each model of these inputs whose tokenizer has no token that packed documents are told apart by."""
+    """Return a complaint for each model of these inputs whose tokenizer has no token to separate packed documents."""
     return [
         f"{model.id} has a tokenizer without bos_token and eos_token, by which packed documents are told apart; "
         "name one in its tokenizer_config.json and import it again"
@@ -48,7 +48,7 @@ def documents_apart(facts: Facts, *inputs: str) -> list[str]:
 
 
 def one_tokenizer(facts: Facts, *inputs: str) -> list[str]:
-    """A complaint where the models of these inputs write one text in different tokens."""
+    """Return a complaint if the models of these inputs encode text differently."""
     models = models_of(facts, *inputs)
     sums = [model.manifest.files.get("tokenizer.json") for model in models]
     if None in sums or len({record.sha256 for record in sums if record is not None}) < 2:
@@ -61,7 +61,7 @@ def one_tokenizer(facts: Facts, *inputs: str) -> list[str]:
 
 
 def memory(facts: Facts, parameters: int, bytes_each: int, remedy: str) -> list[str]:
-    """A complaint where so many parameters alone do not fit into the memory that is free."""
+    """Return a complaint if the parameters alone do not fit into free memory."""
     free, needed = facts.available_memory_bytes, parameters * bytes_each
     if free is None or needed <= free:
         return []
@@ -81,7 +81,7 @@ def trained(facts: Facts, name: str, optimizer: OptimizerSettings, method: str |
 
 
 def size(model: Artifact) -> int:
-    """Parameters of a model, by the bytes of its weights."""
+    """Return a model's number of parameters, from the bytes of its weights."""
     dtype = json.loads(model.path("config.json").read_bytes()).get("torch_dtype", "float32")
     stored = sum(record.bytes for name, record in model.manifest.files.items() if name.endswith(".safetensors"))
     return stored // (2 if dtype in ("bfloat16", "float16") else 4)

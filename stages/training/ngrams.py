@@ -1,4 +1,4 @@
-"""What counting alone says of a text: token n-grams, and a compressor that has read the training text."""
+"""Baselines that only count: token n-grams, and a compressor with the training text as its dictionary."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class NGrams:
             contexts = np.roll(ids, 1)
 
     def nats(self, documents: Sequence[Sequence[int]], *, page: bool = False) -> list[float]:
-        """-log p of each document, its first token given. `page`: with the counts of the document's own tokens so far laid over
-        those of the training text, order by order in the same way: an answer to how much is only repeated.
-        """
+        """Return -log p of each document, given its first token.
+
+        `page`: interpolate the counts of the document's own earlier tokens, order by order: a baseline for repetition."""
         tokens, places = _flat(documents)
         share = self._share(tokens, places)
         if page:
@@ -68,7 +68,7 @@ class NGrams:
         return share
 
     def _paged(self, tokens: Ints, places: Ints, share: Floats) -> Floats:
-        """The page's own counts before each token."""
+        """Interpolate the page's own counts before each token."""
         contexts = np.cumsum(places == 0) - 1
         for length in range(self.order):
             valid = places >= length
@@ -82,19 +82,19 @@ class NGrams:
 
 
 def _flat(documents: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """All tokens, and the place of each in its document."""
+    """Return all tokens, and the place of each in its document."""
     tokens = np.concatenate([np.asarray(document, np.int64) for document in documents])
     return tokens, np.concatenate([np.arange(len(document)) for document in documents])
 
 
 def _find(keys: Ints, wanted: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """Where each is among sorted keys, and whether it is."""
+    """Return the index of each number among sorted keys, and a mask of the numbers present."""
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return at, keys[at] == wanted
 
 
 def _earlier(groups: Ints, values: Ints) -> Ints:
-    """Of each item, the sum of the values of the items before it in its group."""
+    """Return, for each item, the sum of the values before it in its group."""
     order = np.argsort(groups, kind="stable")
     sums = np.cumsum(values[order]) - values[order]
     sorted_groups = groups[order]
@@ -106,13 +106,13 @@ def _earlier(groups: Ints, values: Ints) -> Ints:
 
 
 def _interpolated(counts: Ints, totals: Ints, kinds: Ints, lower: Floats) -> Floats:
-    """Witten and Bell's share; the lower order's where a context was never seen."""
+    """Return Witten and Bell's probability; the lower order's for a context that was never seen."""
     below = np.maximum(totals + kinds, 1)
     return np.where(totals > 0, (counts + kinds * lower) / below, lower)
 
 
 def dictionary_bits(texts: Sequence[str], training: bytes, level: int = 19) -> list[int]:
-    """Bits of each text under zstd with the training text as its dictionary; the frame has neither size nor checksum."""
+    """Return the bits of each text under zstd with the training text as dictionary, without size and checksum."""
     import zstandard
 
     dictionary = zstandard.ZstdCompressionDict(training, dict_type=zstandard.DICT_TYPE_RAWCONTENT)

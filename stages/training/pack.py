@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 
 def pack(tokens: Any, ids: list[str], sequence_length: int) -> dict[str, pa.Array]:
-    """Columns `tokens`, `lengths` and `documents` of the rows that hold these documents (lists of ids), in order."""
+    """Pack documents (lists of ids) into rows, in order; return columns `tokens`, `lengths` and `documents`."""
     if isinstance(tokens, pa.ChunkedArray):
         tokens = tokens.combine_chunks()
     flat = tokens.flatten()

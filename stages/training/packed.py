@@ -41,7 +41,7 @@ class Packed:
 
     @staticmethod
     def read(source: Artifact | pa.Table) -> Packed:
-        """The table `tokens` of an artifact, or one in memory."""
+        """Read the table `tokens` of an artifact, or one in memory."""
         flat: dict[str, list[Any]] = {"tokens": [], "sizes": [], "per_row": [], "owners": []}
         numbers: dict[str, int] = {}
         # Batch by batch: one Arrow array of lists cannot hold more than 2^31 elements.
@@ -71,20 +71,19 @@ class Packed:
 
     @property
     def sizes(self) -> Ints:
-        """Tokens of each piece, [P]."""
+        """Return the tokens of each piece, [P]."""
         return np.diff(self.starts)
 
     def piece(self, index: int) -> npt.NDArray[np.int32]:
-        """Tokens of one piece."""
         return self.tokens[self.starts[index] : self.starts[index + 1]]
 
     def of(self, ids: Collection[str]) -> npt.NDArray[np.bool_]:
-        """[P]: pieces of these documents."""
+        """Return a mask [P] of the pieces of these documents."""
         among = np.array([id_ in ids for id_ in self.ids], dtype=bool)
         return np.asarray(among[self.owners], dtype=np.bool_)
 
     def validation(self, share: float, tokens: int) -> npt.NDArray[np.bool_]:
-        """[P]: pieces of the documents set aside to watch the training loss on, never trained on.
+        """Return a mask [P] of the pieces set aside to watch the training loss on, never trained on.
 
         The documents with the smallest hashes of their ids: at most `share` of all, until they have `tokens`
         tokens in one copy; always one. Whoever asks with the same numbers gets the same documents.
@@ -102,7 +101,7 @@ class Packed:
         return np.asarray(held[self.owners], dtype=np.bool_)
 
     def _first_copies(self) -> npt.NDArray[np.bool_]:
-        """[P]: pieces of a document's first copy: up to the first piece that does not run to its row's end."""
+        """Return a mask [P] of a document's first copy: up to the first piece that does not run to its row's end."""
         first_of_row = np.zeros(len(self.owners) + 1, dtype=bool)
         first_of_row[self.rows] = True
         # A piece goes on in the next row when the next piece opens that row and is of the same document. Two
@@ -119,20 +118,18 @@ class Packed:
         return found
 
     def validation_pieces(self, held: npt.NDArray[np.bool_]) -> list[Ints]:
-        """Token ids of the held pieces, each document once."""
+        """Return the token ids of the held pieces, each document once."""
         wanted = np.flatnonzero(held & self._first_copies() & (self.sizes > 1))
         return [self.piece(int(index)).astype(np.int64) for index in wanted]
 
 
 @dataclass
 class Reader:
-    """Which rows a training step reads: every row once per epoch, each epoch in another order.
+    """Rows of each training step: every row once per epoch, each epoch in another order.
 
-    `excluded` [P] marks pieces that are left out. `join` rows that follow each other make one longer row, in
-    which a document that was cut between them is whole again (`begin` is the token every document starts with).
-    `growth` gives the rows of each step in the place of `rows_per_step`; `longest` the tokens at whose multiples
-    a row's documents are cut: shorter sequences over the same tokens.
-    """
+    `excluded` [P] marks pieces that are left out. `join` consecutive rows make one longer row, in which a document cut
+    between them is whole again (`begin` is the token that starts every document). `growth` replaces `rows_per_step` with a
+    number of rows for each step. `longest` cuts a row's documents at multiples of its tokens: shorter sequences, same tokens."""
 
     packed: Packed
     excluded: npt.NDArray[np.bool_]
@@ -154,14 +151,14 @@ class Reader:
 
     @property
     def epoch_rows(self) -> int:
-        """Rows (of `join` packed ones each) in one pass over the tokens."""
+        """Return the rows (of `join` packed ones each) of one epoch."""
         return len(self._groups)
 
     def _shuffled(self, epoch: int) -> Ints:
         return np.random.default_rng([self.seed, epoch]).permutation(self._groups)
 
     def pieces(self, step: int) -> list[tuple[int, int]]:
-        """(start, stop) in `packed.tokens` of everything that step `step` (from 1) reads."""
+        """Return (start, stop) in `packed.tokens` of all pieces of step `step` (from 1)."""
         found: list[tuple[int, int]] = []
         for position in range(self.rows_before(step), self.rows_before(step + 1)):
             epoch, index = divmod(position, len(self._groups))
@@ -170,7 +167,7 @@ class Reader:
         return found
 
     def rows_before(self, step: int) -> int:
-        """Rows that the steps before this one read."""
+        """Return the number of rows of all earlier steps."""
         return (step - 1) * self.rows_per_step if self.growth is None else self.growth.before(step)
 
     def _row(self, first: int) -> list[tuple[int, int]]:
@@ -191,11 +188,11 @@ class Reader:
         return found
 
     def lengths(self, step: int) -> list[int]:
-        """Lengths of the documents that a step reads, in tokens."""
+        """Return the lengths of a step's documents, in tokens."""
         return [stop - start for start, stop in self.pieces(step)]
 
     def batches(self, step: int, micro_batch_tokens: int) -> list[Targets]:
-        """The step as micro-batches of about so many tokens, whose gradients add up."""
+        """Return the step as micro-batches of about `micro_batch_tokens`, whose gradients add up."""
         from puna.models.training.objectives.base import Targets
         from puna.stages.training.bits_per_byte import batched
 
@@ -204,7 +201,7 @@ class Reader:
 
 
 def _cut(row: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """The (start, stop) of a row's documents, cut where the row crosses a multiple of `length` tokens."""
+    """Return the (start, stop) of a row's documents, cut at multiples of `length` tokens."""
     found, at = [], 0
     for start, stop in row:
         while start < stop:
@@ -215,7 +212,7 @@ def _cut(row: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
 
 
 def mean_loss(model: Transformer, pieces: Sequence[Any], micro_batch_tokens: int = 8192) -> float:
-    """Mean cross-entropy over the targets of all pieces (token ids), in nats per token."""
+    """Return the mean cross-entropy over the targets of all pieces (token ids), in nats per token."""
     import torch
 
     from puna.models.training.objectives.base import Targets, target_logprobs

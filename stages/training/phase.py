@@ -1,4 +1,4 @@
-"""A stretch of pretraining: its schedule, and what it reads."""
+"""A phase of pretraining: its schedule and its reader."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIMIZER = OptimizerSettings(beta2=0.98)
 
 
 class Phase(StageConfig):
-    """A stretch of training with its own schedule; the optimiser starts anew with it."""
+    """A phase of training with its own schedule. The optimizer starts anew with it."""
 
     name: str = Field("initial", min_length=1, description="Name of the phase in the log")
     steps: int = Field(1000, ge=1, description="Optimisation steps")
@@ -60,17 +60,17 @@ class Phase(StageConfig):
         return self
 
     def train_config(self, optimizer: OptimizerSettings, compute: ComputeSettings) -> TrainConfig:
-        """The loop's settings."""
+        """Return the settings of the training loop."""
         return TrainConfig(steps=self.steps, schedule=self.schedule, optimizer=optimizer, compute=compute)
 
     def growth(self) -> Ramp:
-        """Rows of each step."""
+        """Return the rows of each step."""
         from puna.models.training.schedules import Ramp
 
         return Ramp((*self.rows_ramp, self.rows_per_step), max(1, self.ramp_steps))
 
     def reader(self, packed: Packed, excluded: NDArray[np.bool_], seed: int, begin: int) -> Reader:
-        """What the phase reads, step by step."""
+        """Return the reader of the phase's steps."""
         from puna.models.training.schedules import Ramp
 
         row = int(np.diff(packed.starts[packed.rows]).max()) * self.join_rows
@@ -78,6 +78,6 @@ class Phase(StageConfig):
         return Reader(packed, excluded, self.rows_per_step, seed, begin, self.join_rows, self.growth(), longest)
 
     def check_plain(self, why: str) -> None:
-        """ValueError where rows are joined or ramped, which an experiment cannot do."""
+        """Raise ValueError if rows are joined or ramped, which an experiment cannot do."""
         if self.join_rows != 1 or self.ramp_steps:
             raise ValueError(f"phase.join_rows must be 1 and phase.ramp_steps 0: {why}")
