@@ -1,4 +1,4 @@
-"""`align`: a base model, one's own or an imported one, to an aligned model, in rounds."""
+"""The flow `align`: a base model, imported or Puna's own, to an aligned model in rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`curate`: raw pages to clean documents."""
+"""The flow `curate`: raw pages to clean documents."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BY_MODELS = SelectConfig.model_validate(
 
 @dataclass(frozen=True)
 class Curated:
-    """Clean documents, their knowledge types, and the documents after near-duplicates went, which say what each stands for."""
+    """Outputs of curation: clean documents, their knowledge types, and the documents after near-duplicate removal, each with its count."""
 
     documents: Output
     domains: Output
@@ -117,7 +117,7 @@ def _by_purpose(classifiers: Sequence[Output]) -> dict[str, Output]:
 
 
 def _train(stage: Stage, purpose: str, documents: Output, off: bool = False) -> Output:
-    """Train what the step `purpose` applies, where the recipe has that step; the next crawl takes NAME_classifier@latest.
+    """Train the model of the step `purpose`, where the recipe has that step; the next crawl takes NAME_classifier@latest.
 
     `off`: only where the recipe names the training; the step has a model of its own.
     """

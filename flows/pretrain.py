@@ -1,4 +1,4 @@
-"""`pretrain`: clean documents to a base model."""
+"""The flow `pretrain`: clean documents to a base model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`round`: one more round of alignment, from `policy@latest` and only through a gate back to it."""
+"""The flow `round`: one more round of alignment, from `policy@latest` and only through a gate back to it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def round(
 def _round(
     model: Output, pretrained: Output | None, imported: Output | None, judged: Sequence[Output], demonstrations: Sequence[Output]
 ) -> bool:
-    """Make the next round, or end one that was cut short; returns whether another may follow."""
+    """Make the next round, or finish an interrupted one; return whether another may follow."""
     store = current_walk().store()
     history = History.of(store, model.items[0]) if store and model.items and isinstance(model.items[0], Artifact) else History()
     if store and (open_ := unsettled(store, history.rounds)):
@@ -100,7 +100,7 @@ def _round(
 
 
 def _carry_out(store: Store, finished: Round) -> None:
-    """Move the aliases as the verdict says, and say so; a plan leaves them where they are."""
+    """Move the aliases as the verdict says, and report it; a plan leaves them unchanged."""
     if current_walk().performs:
         tell(settle(store, finished))
 

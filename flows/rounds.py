@@ -1,4 +1,4 @@
-"""One round of alignment: its steps, the control arms beside them, and what it hands to the next one."""
+"""One round of alignment: its steps, the control arms beside them, and its output for the next one."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
 
 @dataclass(frozen=True)
 class State:
-    """The aligned model and what measured it, the second model that answers beside it (false: none), and the data gathered so far.
+    """The state between rounds: the policy with its evaluation, the second model that answers beside it (false: none), and all data so
+    far.
 
-    `instructions`: demonstrations, which every round learns from. `preferences`: those of all rounds. `start`: the model that
-    reward model and SFT start from; none: the policy. `made`: what the steps of the round gave, by stage.
+    `instructions`: demonstrations, which every round learns from. `preferences`: those of all rounds. `start`: the model that reward
+    model and SFT start from; none: the policy. `made`: the outputs of the round's steps, by stage.
     """
 
     policy: Output
@@ -52,7 +53,8 @@ class State:
 
 
 def learned_from(judged: Sequence[Output]) -> None:
-    """Refuse preferences of one's own that no step of the recipe learns from: DPO and SFT on chosen answers take a round's own, if any."""
+    """Raise PunaError where preferences are given but no step learns from them: DPO and SFT on chosen answers take the round's own first.
+    """
     if not any(isinstance(item, Artifact) for output in judged for item in output.items):
         return
     walk = current_walk()
@@ -87,12 +89,12 @@ def distilled(student: Output, teacher: Output | None, tasks: Output, gold: Sequ
 
 
 def one_round(number: int, before: State, tasks: Output, heldout: Output, *, development: Output | None = None) -> State:
-    """Answers to `tasks`, preferences, reward model, SFT on demonstrations, chosen, picked and synthetic answers, DPO, RL, averaging,
-    evaluation.
+    """Run one round: answers, preferences, reward model, SFT on demonstrations and chosen, picked and synthetic answers, DPO, RL,
+    averaging, evaluation.
 
     Steps are labelled with `number`, which also draws the random numbers of the round. No alias is set but the reward model's.
-    `development`: prompts that are neither learned from nor evaluated on, on which the weights of the average are searched. It is of
-    the policy that the round begins with and of what it has trained, so that what was trained too far is taken back.
+    `development`: prompts that are neither learned from nor evaluated on, on which the weights of the average are searched. It is of the
+    policy that the round begins with and of what it has trained, so that what was trained too far is taken back.
     """
     start, gold = before.start or before.policy, list(before.instructions)
     answers = step(sample, number=number, models=[before.policy, before.other], prompts=tasks)

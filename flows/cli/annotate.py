@@ -1,4 +1,4 @@
-"""`puna annotate`: people judge pairs of answers on a page of this machine."""
+"""The command `puna annotate`: a page on which people judge pairs of answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`puna clean`: one's own pages to clean documents in plain files and a report."""
+"""The command `puna clean`: one's own pages to clean documents in plain files and a report."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def clean(
     paths: Sequence[str], output: Path, store: Store, *, changes: Sequence[str] = (), columns: Sequence[str] = (),
     recipe: str = RECIPE, workers: int | None = None, say: Callable[[str], None] = print, quiet: bool = False,
 ) -> Cleaned:  # fmt: skip
-    """Clean pages: look at them, choose, tell what was chosen, run the flow `curate`, write plain files.
+    """Clean pages: inspect them, choose settings and print the choices, run the flow `curate`, write plain files.
 
     `output`: a folder, or a file that ends in .jsonl or .parquet. `recipe`: a name or a YAML file, whose base is `clean` where it names
     none. PunaError says what is wrong before anything runs.

@@ -1,4 +1,4 @@
-"""`puna import` and `puna export`: models and data from outside become artifacts with names, and go out as plain files."""
+"""The commands `puna import` and `puna export`: outside models and data to named artifacts, and back to plain files."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def export(
 
 
 def _export_signatures(documents: Artifact, folder: Path) -> Path:
-    """Write the signatures of an index of near-duplicates, of which datasketch makes its own."""
+    """Write the signatures of a near-duplicate index for datasketch."""
     import pyarrow.parquet as pq
 
     from puna.stages.curate.minhash.index import signature_table

@@ -26,7 +26,7 @@ from puna.stages.curate.select import SelectConfig, select
 from puna.stages.reading.rows import Fault, format_of, read_rows
 from puna.storage import PunaError, Store
 
-GOOD = "good"
+GOOD_KIND = "good"
 NEAR = 0.1
 MOST_BYTES = 1 << 26
 """Of a row."""
@@ -34,16 +34,16 @@ SENTENCE_END = re.compile(r"(?<=[.!?。！？।։።])\s*|\n+")
 
 
 class Labelled(NamedTuple):
-    """A document whose language a person knows. `kind`: good, or how it was spoilt."""
+    """A document of known language. `kind`: good, or the way it was spoilt."""
 
     language: str
     text: str
-    kind: str = GOOD
+    kind: str = GOOD_KIND
 
 
 @dataclass
 class Fairness:
-    """One row a language, and the figures over all of them."""
+    """Results of a fairness run: one row per language, and figures over all of them."""
 
     rows: list[dict[str, Any]]
     figures: dict[str, float]
@@ -60,11 +60,11 @@ def read_labelled(path: Path) -> list[Labelled]:
                 fields = row.fields
                 if not all(isinstance(fields.get(name), str) and fields[name] for name in ("language", "text")):
                     raise PunaError(f"fairness: {path}: row {row.number} needs the fields language and text, each some text")
-                documents.append(Labelled(fields["language"], fields["text"], fields.get("kind") or GOOD))
+                documents.append(Labelled(fields["language"], fields["text"], fields.get("kind") or GOOD_KIND))
     except OSError as error:
         raise PunaError(f"fairness: {path} cannot be read: {error.strerror or error}") from error
-    if not any(document.kind == GOOD for document in documents):
-        raise PunaError(f"fairness: {path} has no good document (kind {GOOD}, or no kind)")
+    if not any(document.kind == GOOD_KIND for document in documents):
+        raise PunaError(f"fairness: {path} has no good document (kind {GOOD_KIND}, or no kind)")
     return documents
 
 
@@ -105,7 +105,7 @@ SPOILT: dict[str, Callable[[str], str]] = {"repeats": repeats, "misread": misrea
 
 def twins(documents: Sequence[Labelled]) -> list[Labelled]:
     """Return every good document spoilt in each way that changes it."""
-    spoilt = [Labelled(d.language, spoil(d.text), kind) for d in documents if d.kind == GOOD for kind, spoil in SPOILT.items()]
+    spoilt = [Labelled(d.language, spoil(d.text), kind) for d in documents if d.kind == GOOD_KIND for kind, spoil in SPOILT.items()]
     texts = {document.text for document in documents}
     return [twin for twin in spoilt if twin.text.strip() and twin.text not in texts]
 
@@ -148,7 +148,7 @@ def _summary(documents: Sequence[Labelled], kept: set[int], signals: pa.Table, a
     good: dict[str, list[int]] = defaultdict(list)
     spoilt: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, document in enumerate(documents):
-        if document.kind == GOOD:
+        if document.kind == GOOD_KIND:
             good[document.language].append(number)
         else:
             spoilt[document.kind][document.language].append(number)

@@ -1,4 +1,4 @@
-"""Commands that look at what a store holds."""
+"""Commands that show the content of a store."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def list_(
 
 
 def import_modules(modules: list[str] | None) -> list[ModuleType]:
-    """Import the modules that `--module` names; what they declare is registered as Puna's own is."""
+    """Import the modules named by `--module`, so that their stages, rules and verifiers are registered."""
     from puna.stages import plugins
 
     return [plugins.add(text) for text in modules or []]

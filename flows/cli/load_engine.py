@@ -1,4 +1,4 @@
-"""The engine of a model that a command names."""
+"""Engines for the models that commands name."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def serve(
         raise PunaError("PREFECT_API_URL is not set; `puna up` needs none, or start `prefect server start` and set it to its address")
     from puna.flows.prefect.deployments import serve_all
 
-    if supervised and (trouble := server.awaited(600.0)) is not None:
+    if supervised and (trouble := server.wait_until_ready(600.0)) is not None:
         raise PunaError(f"{server.url} does not answer: {trouble}")
     serve_all(opened, server, schedules, limit, supervised=supervised)
 

@@ -1,4 +1,4 @@
-"""`puna chat`, `puna generate` and `puna api`: using a model."""
+"""The commands `puna chat`, `puna generate` and `puna api`."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _talk(context: int, max_tokens: int) -> Work:
 
 
 def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingParams) -> str:
-    """Print an answer as it is drawn; its text, as far as it came."""
+    """Print an answer as it is drawn; return its text, complete or cut off."""
     from puna.models.tokens.text_stream import TextStream
 
     assert engine.tokenizer is not None

@@ -1,4 +1,4 @@
-"""`puna new`: a small project with a stage, a signal and a rule, and a verifier of one's own."""
+"""The command `puna new`: a small project with a stage, a signal, a rule and a verifier of one's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLACES = {
 
 
 def new(folder: Path) -> list[Path]:
-    """Write a project to a folder that is not there yet; its name is the package's. Returns the files.
+    """Write a project to a new folder, whose name is the package's; return the files.
 
     PunaError where the name is none that Python can import, or the folder is there.
     """

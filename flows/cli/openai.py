@@ -132,7 +132,7 @@ class Worker:
 
 
 class Answerer:
-    """Answers the requests of one model; `speculate` and `branches` as in SamplingParams, for answers of free form."""
+    """Request handlers of one model; `speculate` and `branches` as in SamplingParams, for answers of free form."""
 
     SAMPLED = ("temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 
@@ -253,7 +253,7 @@ def _error_response(error: ApiError, headers: Mapping[str, str] | None = None) -
 
 
 def _tell_errors(app: FastAPI) -> None:
-    """Have every error told in OpenAI's shape."""
+    """Return every error in OpenAI's shape."""
 
     @app.exception_handler(ApiError)
     async def told(_: Request, error: ApiError) -> Response:

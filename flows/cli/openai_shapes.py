@@ -77,14 +77,14 @@ class Sampled(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _said(cls, values: Any) -> Any:
+    def _without_nulls(cls, values: Any) -> Any:
         """Remove null fields. Raise ValueError for lone surrogates, which are no text."""
         json.dumps(values, ensure_ascii=False, default=str).encode()
         return {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
 
 
 class CompletionRequest(Sampled):
-    """Go on from a text."""
+    """A request to continue a text."""
 
     prompt: str | list[int] = Field(min_length=1)
     max_tokens: int = Field(16, ge=1)
@@ -100,7 +100,7 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn."""
+    """One turn of a conversation."""
 
     model_config = ConfigDict(extra="allow")
     role: str
@@ -113,7 +113,7 @@ class Message(BaseModel):
 
 
 class ChatRequest(Sampled):
-    """Answer a conversation."""
+    """A request for an answer in a conversation."""
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
@@ -135,7 +135,7 @@ class Reply:
         self.reasons: dict[int, str] = {}
 
     def add(self, event: Event) -> str:
-        """Take a token in; the text that it brings."""
+        """Take in a token; return the text that it adds."""
         new = self.texts[event.number].add(event.token, event.completion is not None)
         self.said[event.number] += new
         self.scores[event.number].append((event.token, event.logprob))

@@ -1,4 +1,4 @@
-"""`puna plan`: the steps of a flow that would run and those that are reused, and what they may cost."""
+"""The command `puna plan`: the steps that would run and those that are reused, with cost estimates."""
 
 from __future__ import annotations
 

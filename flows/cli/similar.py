@@ -1,4 +1,4 @@
-"""`puna near`: what in the store a document resembles."""
+"""The command `puna near`: documents of the store that resemble a text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def near(
     project: ProjectOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell which documents a text resembles, and how much: shared runs of words by all, by the text's, by the document's."""
+    """List the documents that resemble a text, with shared word runs as shares of both, of the text, and of the document."""
     opened = Store.existing(store, project)
     artifact = _documents(opened, documents)
     rows = described(resembling(_text(file), artifact, least)[:most], artifact)

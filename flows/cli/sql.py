@@ -1,4 +1,4 @@
-"""`puna sql`: questions to every artifact, one from the command line or many at a prompt with completion and history."""
+"""The command `puna sql`: one query, or a prompt with completion and history."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def sql(
 
 
 def write_result(store: Store, text: str, output: Path) -> int:
-    """Write the result of a query to a file, which is whole or not there; returns its rows."""
+    """Write the result of a query to a file, whole or not at all; return its rows."""
     target = output.expanduser().absolute()
     if target.resolve().is_relative_to(store.root.resolve()):
         raise PunaError(f"--output {output}: lies in the store, where only stages write; name a file elsewhere")
@@ -78,7 +78,7 @@ def write_result(store: Store, text: str, output: Path) -> int:
 
 
 def _tell_of_rows(opened: catalog.Catalog, text: str) -> None:
-    """Say which bytes were not compared; to a person also that a table has the rows of several artifacts."""
+    """Warn about bytes without a checksum test; on a terminal also about tables with rows of several artifacts."""
     if opened.uncompared:
         typer.echo(f"{opened.uncompared:,} bytes were not compared with their checksums; `puna verify` does", err=True)
     if not sys.stderr.isatty():
@@ -117,7 +117,7 @@ def _prompt(store: Store, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def _typing(opened: catalog.Catalog) -> Iterator[None]:
-    """Complete names with Tab, and keep what was typed for the next time; where Python has no readline, neither."""
+    """Turn on Tab completion and a history of statements, where Python has readline."""
     try:
         import readline
     except ImportError:

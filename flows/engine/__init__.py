@@ -1,1 +1,1 @@
-"""Programs of stages: declared, traced, planned, performed."""
+"""Flows as programs: declared, traced, planned, performed."""

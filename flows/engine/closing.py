@@ -1,4 +1,4 @@
-"""The tables at the end of a run: what became of the documents, and what the models can do."""
+"""The tables at the end of a run: the funnel of documents, and the models' results."""
 
 from __future__ import annotations
 

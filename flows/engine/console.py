@@ -21,7 +21,9 @@ EVERY_SECONDS = 15.0
 
 
 class Console:
-    """Listener of stages. On a terminal it draws a bar; elsewhere a line now and then. `json` prints objects."""
+    """A listener of stages. On a terminal it draws a bar; elsewhere it prints a line now and then. `json`: standard output is for
+    objects.
+    """
 
     def __init__(self, *, json: bool = False) -> None:
         self.json = json
@@ -72,19 +74,19 @@ class Console:
             self._said = time.monotonic()
             self.say(f"[dim]{self._step:24s} {100 * done / max(total, 1):3.0f} % {_plain(note)}[/]")
 
-    def done(self, step: str) -> None:
+    def remove_bar(self, step: str) -> None:
         """Remove the progress bar of a stage."""
         if self._bar is not None and step in self._tasks:
             self._bar.remove_task(self._tasks.pop(step))
 
     def broken(self, step: str) -> None:
         """Announce a stage that an error or a person ended."""
-        self.done(step)
+        self.remove_bar(step)
         self.say(f"{step:24s} [red]not finished[/]")
 
     def finished(self, step: str, outcome: Outcome) -> None:
         """Announce the artifact of a stage."""
-        self.done(step)
+        self.remove_bar(step)
         artifact = outcome.artifact
         if self.json:
             print(json.dumps(summary(artifact, step=step, reused=outcome.reused, seconds=round(outcome.seconds, 3))), flush=True)

@@ -1,4 +1,4 @@
-"""The cost of what would run: the steps of a flow, and pretraining by its sums."""
+"""Cost estimates: the steps of a flow that would run, and pretraining from the model's shape."""
 
 from __future__ import annotations
 

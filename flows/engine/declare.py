@@ -81,9 +81,9 @@ class Flow:
     def by_kind(
         self, items: Sequence[Item], named: Mapping[str, Sequence[Artifact]] | None = None, sources: Mapping[str, str] | None = None
     ) -> dict[str, Given]:
-        """Artifacts and files assigned to the inputs of their kind, in order, after those in `named` by input: as for a stage.
+        """Assign artifacts and files to the inputs of their kind, in order, after those in `named` by input.
 
-        `sources`: what the source of an artifact's rows is to be, by its key.
+        `sources`: the name that an artifact's rows get as their source, by its key.
         """
         left, called = list(items), sources or {}
         assigned: dict[str, Given] = {}
@@ -228,7 +228,7 @@ def current_walk() -> Walk:
 
 
 class Walk(ABC):
-    """One passage through a flow with a recipe; what happens at a step is the subclass's."""
+    """One passage through a flow with a recipe; subclasses decide what happens at a step."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -269,7 +269,7 @@ class Walk(ABC):
         return None
 
     def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
-        """Hold a name of the store's; False where another run holds it."""
+        """Take an exclusive lock of the store by name; False where another run holds it."""
         return contextlib.nullcontext(True)
 
     def tell(self, text: str) -> None:  # noqa: B027  only where it is performed somebody listens
@@ -371,7 +371,7 @@ class Walk(ABC):
         return self.step(Step(label, label, stage), inputs)
 
     def _join(self, step: Step, given: dict[str, list[Output]], made: Output, label: str) -> None:
-        """Give what an added step made to the step it was added to."""
+        """Add an added step's output to the inputs of the step that it was added to."""
         takers = [spec for spec in step.stage.inputs if spec.kind == made.kind]
         if not takers:
             raise PunaError(f"add.{label}.into: {step.label} takes no {made.kind}; choose another step, or `after`")

@@ -1,4 +1,4 @@
-"""The default store and recipe, and Prefect's settings, made before it is imported: offline, no telemetry, its state in the store."""
+"""The default store and recipe, and Prefect's settings: offline, no telemetry, its state in the store."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ SERVED = "PUNA_SERVED_STORE"
 
 
 def prepare(store: Path, terminal: str = "CRITICAL") -> None:
-    """Set what is not set already; call before anything imports Prefect. `terminal`: the level of Prefect's lines there.
+    """Set Prefect's environment variables that are not set yet, before Prefect is imported. `terminal`: its log level there.
 
-    A server gets the lines of a run whatever the level; on the terminal of a run Puna itself tells what happens.
+    A server gets a run's lines whatever the level; on a run's terminal Puna itself reports.
     """
     os.environ.setdefault("PREFECT_HOME", str(store / "prefect"))
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", terminal)

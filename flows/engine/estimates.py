@@ -73,7 +73,7 @@ class _Past:
 
 
 class Experience:
-    """The earlier runs of every stage of a store."""
+    """Measurements of earlier runs of every stage in a store."""
 
     def __init__(self, store: Store) -> None:
         sizes: dict[str, Size] = {}

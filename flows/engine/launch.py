@@ -1,4 +1,4 @@
-"""Starting a flow or a single stage: from a name, a recipe and inputs as texts to a run."""
+"""The start of a flow or a single stage from a name, a recipe and inputs."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _little_garbage() -> Iterator[Callable[[], None]]:
 
 
 def run_flow(flow: Flow, request: Request, store: Store) -> str:
-    """Run a flow and write its report; returns the name of the run."""
+    """Run a flow and write its report; return the name of the run."""
     if request.alias is not None:
         raise PunaError(f"--as: {flow.name} is a flow, which sets aliases of its own; `--as` is for a stage")
     recipe = request.recipe_of(flow)
@@ -148,7 +148,7 @@ def run_flow(flow: Flow, request: Request, store: Store) -> str:
 
 
 def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig | None = None) -> Artifact:
-    """Run a stage alone and tell its metrics; returns what it made. `config`: in place of a recipe's with changes."""
+    """Run a stage alone, print its metrics, and return its artifact. `config`: used in place of the recipe and changes."""
     config = config or stage_config(stage, request.recipe, list(request.changes))
     store = store.within(request.stage_project())
     parsed = parse_inputs(request.inputs, stage.inputs, store, stage.name)

@@ -1,4 +1,4 @@
-"""The steps of a flow, made in the session in progress."""
+"""The walk that computes the steps of a flow in the current session."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from puna.storage import Artifact, PunaError, Store, runs
 
 
 class Performer(Walk):
-    """Makes the steps of a flow in the session in progress."""
+    """A walk that computes each step in the current session."""
 
     performs = True
 
@@ -43,7 +43,7 @@ class Performer(Walk):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def publish(self, name: str, output: Output) -> None:
-        """Point the alias at the artifact; one that stands for several has no one alias."""
+        """Point the alias at the artifact, unless the output holds several artifacts."""
         artifact = output.items[0] if len(output.items) == 1 else None
         if isinstance(artifact, Artifact) and (alias := _session().store.set_alias(name, artifact)) != name:
             self.tell(f"{name} stands for an earlier artifact; this one is {alias}")

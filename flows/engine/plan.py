@@ -1,4 +1,4 @@
-"""The steps of a flow as a run would find them: reused, to be run and why, or waiting for others."""
+"""The plan of a flow: which steps are reused, run and why, or wait for others."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Added(StageConfig):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Values by field, as a YAML file gives them; they become configurations when a step asks for them.
+    """A recipe's values by field, as YAML gives them; a step turns its values into a configuration.
 
     `project`: of the store, whose aliases a run reads and sets; empty: the one that the store is opened within.
     """
@@ -151,7 +151,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Layer:
-    """The values of one file of a recipe, or of `--set`. `where`: how errors name it."""
+    """The values of one file of a recipe, or of `--set`. `where`: its name in errors."""
 
     where: str
     values: Mapping[str, Any]
@@ -252,7 +252,7 @@ def _parsed(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which no group names a field twice: the first of two would be lost."""
+    """A YAML loader that refuses a field named twice in one group, of which the first would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a group. Raise YAMLError where it names a field twice."""

@@ -1,8 +1,8 @@
-"""The rounds behind a policy as the lineage tells them: which there were, how each ended, what they learned from.
+"""The rounds behind a policy, read from the lineage: their order, their verdicts, the data that they learned from.
 
 A round ends with an artifact of the stage `gate`, which names the policy and its candidate; a person's `approval` of it has the last
-word. Nothing else is kept: the number of the next round, the prompts and preferences that were used, and whether a
-round that was cut short still has to be carried out all follow from the artifacts and the aliases.
+word. Nothing else is kept: the number of the next round, the prompts and preferences that were used, and whether a round that was cut
+short still has to be carried out all follow from the artifacts and the aliases.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def unsettled(store: Store, rounds: Iterable[Round]) -> Round | None:
 
 
 def settle(store: Store, done: Round) -> str:
-    """Carry out the verdict of a round and return a sentence on it for people. Done twice, it is done once.
+    """Carry out the verdict of a round and return a sentence on it. Repeating it changes nothing.
 
     Where the round passed, the policy's aliases move to the candidate. PunaError where somebody moved them meanwhile.
     """

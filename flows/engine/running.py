@@ -1,4 +1,4 @@
-"""A flow in a session: its inputs from texts, what they must meet, and its steps performed."""
+"""The inputs of flows and stages, checked before a run, and the sample of pages."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ def make_sample(folder: Path, *, quiet: bool = False) -> SampleReport:
     with Console(json=quiet) as console:
         console.started("sample", None)
         report = build_sample(folder, lambda done, total, note: console.progress("sample", done, total, note), say=console.say)
-        console.done("sample")
+        console.remove_bar("sample")
     return report

@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class StepRunner(Protocol):
-    """Runs the steps of a session as something of its own, as Prefect does as tasks."""
+    """A runner of a session's steps in a form of its own, such as Prefect tasks."""
 
     def perform(
         self, stage: Stage, config: StageConfig, inputs: dict[str, list[Artifact]], label: str, work: Callable[[str], Outcome]
@@ -51,7 +51,7 @@ class StepRunner(Protocol):
 
 
 def run_steps_by(runner: Callable[[], StepRunner | None]) -> None:
-    """Ask `runner` at the start of each session for what runs its steps; None runs them as they are."""
+    """Set the function that each session asks for its step runner; None runs steps directly."""
     global _step_runner
     _step_runner = runner
 
@@ -141,7 +141,7 @@ class Session:
         return outcome
 
     def refresh(self) -> None:
-        """Bring the store's `puna.duckdb` up to date; a run that is over does not fail by it."""
+        """Update the store's `puna.duckdb`; a failure does not fail the finished run."""
         try:
             database.write(self.store)
         except PunaError as error:
@@ -244,7 +244,7 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 
 
 def _tell_saved(session: Session, in_server: bool) -> None:
-    """Say what is saved of the steps that were stopped, and how to go on."""
+    """Print the saved work of stopped steps, and the command that continues the run."""
     given = command()
     again = f"Go on with: {given}" if given else "Go on: start the same run again" if in_server else "Go on with the same call"
     with contextlib.suppress(OSError, PunaError):

@@ -15,7 +15,7 @@ LAST_SECONDS = 1.0
 
 @contextlib.contextmanager
 def tee_stderr(tell: Callable[[str], None]) -> Iterator[None]:
-    """Call `tell` with each line that this process, or one that it starts, writes to standard error; it goes there as well.
+    """Call `tell` with each line that this process or a child writes to standard error, and pass the line on.
 
     A process that is still there afterwards is passed on, and no longer told of.
     """

@@ -55,7 +55,7 @@ class Trace:
 
 
 class Tracer(Walk):
-    """Notes the steps of a flow. `everything`: also those that are off, whatever the recipe holds."""
+    """A walk that records the steps of a flow. `everything`: also those that are off, whatever the recipe holds."""
 
     def __init__(self, recipe: Recipe, *, everything: bool = False) -> None:
         super().__init__(recipe)
@@ -63,7 +63,7 @@ class Tracer(Walk):
         self._everything = everything
 
     def step(self, step: Step, inputs: Mapping[str, Given]) -> Output:
-        """Note whether the step runs unless a recipe leaves it out: it may be off in one place and regular in another."""
+        """Record the step as regular if any place of the flow has it on: it may be off in another."""
         if not step.off:
             self.trace.regular.add(step.field)
         return super().step(step, inputs)

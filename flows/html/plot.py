@@ -1,4 +1,4 @@
-"""`Plot`: what is drawn, from a manifest's figure or made for the report."""
+"""The data of a plot, from a manifest's figure or made for the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Axes: where a value lies, and which ticks are written."""
+"""Axes: positions of values, and ticks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Point = tuple[float | str, float]
 
 @dataclass(frozen=True)
 class Axis:
-    """Maps values to the span from `start` to `stop` (pixels).
+    """A mapping of values to the span from `start` to `stop` (pixels).
 
     `names`: an axis of words instead of numbers. `whole`: only whole numbers get ticks.
     """

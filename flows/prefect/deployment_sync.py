@@ -1,4 +1,4 @@
-"""Deployments on a Prefect server, kept as they should be: created, changed where they differ, never losing a person's schedules."""
+"""The deployments on a Prefect server, created and updated where they differ; a person's schedules stay."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCHEDULE = "puna-serve"
 """The slug of the schedule that `--cron` sets."""
 
 
-class Offering:
+class DeploymentSync:
     """The deployments on a server and the state that they were made from. `ids`: of the deployments by title. `linked`: Puna's pages are
     on the server, too.
     """
@@ -56,7 +56,7 @@ class Offering:
         self._lost: dict[str, int] = {}
 
     def publish(self, crons: Mapping[str, str], served: Callable[[str, UUID], object]) -> None:
-        """Have the server offer everything; `crons`: schedules by `[PROJECT/]FLOW`. Schedules that are there stay.
+        """Create or update all deployments; `crons`: schedules by `[PROJECT/]FLOW`. Existing schedules stay.
 
         `served` is called with title and id of each deployment as soon as it is there.
         """
@@ -82,7 +82,7 @@ class Offering:
             served(offer.title, self.ids[offer.title])
 
     def refresh(self) -> None:
-        """Offer what the store holds now, and have the server say how runs ended whose process could not say it."""
+        """Update the deployments to what the store holds, and set the state of runs whose process died."""
         self._settle()
         now = self._state()
         if now == self._seen:
@@ -99,7 +99,7 @@ class Offering:
         return len(self._store.committed()), tuple(sorted(self._store.aliases().items())), waits
 
     def _begin_round(self) -> None:
-        """Start the flow `round` in each project where as many preferences are new as it waits for; for the same ones once."""
+        """Start the flow `round` in each project with enough new preferences, once for the same ones."""
         for project in self._store.projects():
             if (round_due := due(self._store.within(project))) is None:
                 continue
@@ -132,14 +132,14 @@ class Offering:
         return deployment
 
     def _bring(self, offer: Offer, choices: Choices) -> None:
-        """Send what differs from what was sent before: a deployment that is changed loses its upcoming runs for some seconds."""
+        """Send only what has changed: an updated deployment loses its upcoming runs for some seconds."""
         content = self._content(offer, choices)
         if content["version"] != self._versions.get(offer.title):
             self._server.insist("PATCH", f"/deployments/{self.ids[offer.title]}", content)
             self._versions[offer.title] = content["version"]
 
     def _schedule(self, deployment: dict[str, Any], cron: str, project: str) -> None:
-        """Set the one schedule of a project that `--cron` gives, for no project where that is empty. Others are a person's."""
+        """Set the schedule that `--cron` gives for a project, and remove it elsewhere; a person's own schedules stay."""
         slug = f"{SCHEDULE}-{project}" if project else SCHEDULE
         for one in deployment["schedules"]:
             if one.get("slug") == slug:
@@ -149,10 +149,10 @@ class Offering:
         self._server.insist("POST", f"/deployments/{deployment['id']}/schedules", [schedule])
 
     def _settle(self, *, starting: bool = False) -> None:
-        """End runs on the server whose Puna run is over, and steps of runs that are over: their process was killed before it told.
+        """End runs on the server whose Puna run is over, with their steps: their process was killed before it could.
 
-        Looked at twice, so that a process which is about to tell may do so itself. `starting`: nothing that is offered has a process
-        yet, so runs whose process was about to start are to be started once more.
+        Looked at twice, so that a process which is about to tell may do so itself. `starting`: nothing that is offered has a process yet,
+        so runs whose process was about to start are to be started once more.
         """
         body = {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE}
         lost: dict[str, int] = {}

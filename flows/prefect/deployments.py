@@ -36,7 +36,7 @@ from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE, SERVED
 from puna.flows.engine.inputs import check_address
 from puna.flows.engine.launch import Request, run_flow, run_stage
 from puna.flows.prefect import task  # noqa: F401 - its import has sessions run their steps as tasks
-from puna.flows.prefect.deployment_sync import STOPPED, Offering
+from puna.flows.prefect.deployment_sync import STOPPED, DeploymentSync
 from puna.flows.prefect.forms import Offer, changed, offers, picked
 from puna.flows.server.client import Server
 from puna.flows.server.reporter import MADE_UP
@@ -95,7 +95,7 @@ def _texts(spec: InputSpec, value: str | list[str] | None) -> list[str]:
 
 
 def _opened(values: Mapping[str, Any]) -> Store:
-    """Open the store that a form names. PunaError where it or the executor is an address, and forms may name none but the server's."""
+    """Open the store that a form names. Raise PunaError for an address of a store or executor that forms may not name."""
     if values["store"] != os.environ.get(SERVED):
         check_address("store", values["store"])
     check_address("executor", values["executor"])
@@ -194,7 +194,7 @@ def _hide_tracebacks() -> None:
 
 
 def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: int, *, supervised: bool = False) -> None:
-    """Offer every flow and stage to the Prefect server, and run what is asked for on `store` until stopped.
+    """Offer every flow and stage to the Prefect server, and run what it schedules on `store` until stopped.
 
     `schedules`: cron expressions by `[PROJECT/]NAME`, in UTC. `limit`: how many runs may be at work at once. `supervised`: end with
     standard input.
@@ -205,7 +205,7 @@ def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: in
     if unknown := sorted(name for name in schedules if name.rpartition("/")[2] not in OFFERS):
         raise PunaError(f"--cron {unknown[0]}: there is no such flow or stage; they are {', '.join(OFFERS)}")
     crons = {name: _cron(name, text) for name, text in schedules.items()}
-    offering = Offering(store, server, [(offer, flow_of(offer)) for offer in OFFERS.values()], linked=supervised)
+    offering = DeploymentSync(store, server, [(offer, flow_of(offer)) for offer in OFFERS.values()], linked=supervised)
     # What a person paused or scheduled stays so when this ends.
     runner = _Runner(limit=limit, pause_on_shutdown=False)
     for name, text in schedules.items():
@@ -228,7 +228,7 @@ class _Existing(RunnerDeployment):
         return self.id
 
 
-def _offer(offering: Offering, runner: Runner, crons: dict[str, str], supervised: bool) -> None:
+def _offer(offering: DeploymentSync, runner: Runner, crons: dict[str, str], supervised: bool) -> None:
     """Publish every form, then keep the forms up to date."""
     try:
         offering.publish(crons, lambda title, deployment: runner.add_deployment(_Existing(name=title, id=deployment)))
@@ -247,7 +247,7 @@ def _offer(offering: Offering, runner: Runner, crons: dict[str, str], supervised
 
 
 class _Runner(Runner):
-    """Starts the runs that are asked for; ended by a supervisor's SIGTERM, it ends them as Ctrl-C does.
+    """A Prefect runner that ends its runs at a supervisor's SIGTERM, as Ctrl-C does.
 
     Prefect's own kills them, and a server counts a run that was killed with its runner as running for ever.
     """

@@ -1,7 +1,7 @@
-"""The one place where stages meet Prefect: a step of a run that Prefect started is a task of it.
+"""The tasks of a run that Prefect started: each step is one.
 
-Prefect's cache is off: the store is the only cache, and a task that finds its artifact ends in the state `Cached`. A run from
-the command line needs no Prefect; a server that shows it is told of its steps by `reporter.py`.
+Prefect's cache is off: the store is the only cache, and a task that finds its artifact ends in the state `Cached`. A run from the command
+line needs no Prefect; `reporter.py` tells a server of its steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def in_prefect() -> bool:
 
 
 class Tasks:
-    """The tasks of a run, and which of them made an artifact."""
+    """The tasks of a run, and the artifacts that they made."""
 
     def __init__(self) -> None:
         self._made: dict[str, State[Any]] = {}

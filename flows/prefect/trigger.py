@@ -15,7 +15,7 @@ NOTE = "rounds"
 
 @dataclass(frozen=True)
 class Trigger:
-    """`preferences`: new ones for which a round is made, 0: none is. `recipe`: of that round."""
+    """Settings of automatic rounds. `preferences`: number of new ones that starts a round, 0 for never. `recipe`: of that round."""
 
     preferences: int = 0
     recipe: str = DEFAULT_RECIPE

@@ -1,4 +1,4 @@
-"""`write`: one self-contained HTML page about a run."""
+"""Reports: one self-contained HTML page about a run."""
 
 from __future__ import annotations
 

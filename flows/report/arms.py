@@ -64,7 +64,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Arms:
-    """The arms of a round; `scores` by arm and metric: 1 or 0 by prompt."""
+    """The arms of a round; `scores` by arm and metric: 1 or 0 per prompt."""
 
     number: int
     scores: Mapping[str, Mapping[str, Mapping[str, float]]]

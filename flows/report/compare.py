@@ -1,4 +1,4 @@
-"""Two runs side by side: how they were begun, their key figures, and each step with what differs in it."""
+"""The comparison of two runs: their commands, their key figures, and the differences of each step."""
 
 from __future__ import annotations
 

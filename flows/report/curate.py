@@ -152,7 +152,7 @@ def _pairs(run: Run, step: Step) -> Html:
         every.add(rows, rows["similarity"].to_numpy())
         rows = rows.filter(pc.less(rows["similarity"], 1))
         near.add(rows, rows["similarity"].to_numpy())
-    chosen = [row for _, row in (near if near.rows else every).shown()]
+    chosen = [row for _, row in (near if near.rows else every).selection()]
     ids = {str(i) for row in chosen for i in (row["id"], row["kept_id"])}
     documents = {name: doc for source in run.filtered(step) for name, doc in rows_of(source, ids).items()}
     whole = [row for row in chosen if row["id"] in documents and row["kept_id"] in documents]

@@ -1,4 +1,4 @@
-"""Three rows that stand for many: by a number, the smallest, the middle and the largest, found without holding them all."""
+"""Three examples of many rows, by a number: smallest, middle and largest, found without holding all rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Among:
         self._most: tuple[float, Row] | None = None
 
     def add(self, rows: pa.Table, numbers: NDArray[np.float64]) -> None:
-        """Take more rows, each with its number; NaN: it has none."""
+        """Take more rows, each with its number (NaN: none)."""
         if not len(rows):
             return
         room = SAMPLED - len(self._numbers)
@@ -44,7 +44,7 @@ class Among:
             if self._most is None or numbers[high] >= self._most[0]:
                 self._most = (float(numbers[high]), _row(rows, high))
 
-    def shown(self) -> list[tuple[str, Row]]:
+    def selection(self) -> list[tuple[str, Row]]:
         """Return up to three rows, each with its rank; without ranks, the first ones, where numbers do not tell them apart."""
         first = pa.concat_tables(self._first)
         if not self._numbered or self._least is None or self._most is None or self._least[0] == self._most[0]:

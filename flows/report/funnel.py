@@ -1,4 +1,4 @@
-"""The funnel as numbers: rows and characters that each step took in, each rule removed, and what was left."""
+"""The funnel as numbers: rows and characters in, removed by each rule, and left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FUNNEL_KINDS = ("pages", "documents")
 
 @dataclass(frozen=True)
 class Example:
-    """A dropped row: where it lies among those of its rule, the decision, and the row itself when it was found."""
+    """A dropped row: its rank among those of its rule, the decision, and the row itself where it was found."""
 
     place: str
     decision: Mapping[str, Any]
@@ -90,7 +90,7 @@ def level(run: Run, step: Step) -> Level:
     """Return one step: rules by the rows they removed, with examples fetched from the step's input."""
     sources = run.filtered(step)
     dropped = _dropped(step)
-    shown = {rule: among.shown() for rule, among in dropped.items()}
+    shown = {rule: among.selection() for rule, among in dropped.items()}
     ids = {str(row["id"]) for rows in shown.values() for _, row in rows}
     found = {name: row for source in sources for name, row in rows_of(source, ids).items()}
     # Lengths before and after compare only where both are characters.

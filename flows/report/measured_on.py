@@ -26,7 +26,7 @@ MOST = 1_000
 
 @dataclass(frozen=True)
 class Near:
-    """A question's text as what two questions are compared by."""
+    """A question's text in the form that comparisons use."""
 
     words: Counter[str]
     wording: str

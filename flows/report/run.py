@@ -1,4 +1,4 @@
-"""A run as the report sees it: its steps in order, their artifacts, and what it read and reused."""
+"""The report's view of a run: its steps in order, their artifacts, and their inputs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def for_people(name: str) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a run: its artifact, whether it was there before, and the seconds it took in this run."""
+    """One step of a run: its artifact, whether it was reused, and its seconds in this run."""
 
     name: str
     stage: str
@@ -72,7 +72,7 @@ class Step:
 
 @dataclass
 class Run:
-    """Everything the report reads, through one place that remembers what was read."""
+    """All data of a report, read once and cached."""
 
     store: Store
     log: RunLog

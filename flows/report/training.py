@@ -1,4 +1,4 @@
-"""Training and experiments on the page: the figures that stages wrote and the curves of their training logs."""
+"""Sections on training and experiments: the stages' figures and the curves of their logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Prefect server over HTTP, asked without importing Prefect; and the note in a store that says which server shows its runs."""
+"""A Prefect server over HTTP, without importing Prefect; and the note in a store that names the server of its runs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ BUSY = (429, 503)
 
 
 class Unreachable(Exception):
-    """The server does not answer, or answers that it is busy: asking again later may do."""
+    """An error of a server that does not answer or is busy: trying again later may help."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """`url`: of its API. `auth`: USER:PASSWORD where it asks for one, `key`: of a hosted one."""
+    """A Prefect server. `url`: of its API. `auth`: USER:PASSWORD, where it asks for one; `key`: of a hosted one."""
 
     url: str
     auth: str = ""
@@ -55,7 +55,7 @@ class Server:
             raise Unreachable(str(error)) from error
 
     def insist(self, method: str, path: str, body: Any = None) -> Any:
-        """Ask, again where the server is busy; PunaError where it stays so. What must not be done twice has a key in `body`."""
+        """Ask, and retry while the server is busy; raise PunaError if it stays so. `body` needs a key for what must not be done twice."""
         for wait in (0.2, 0.5, 1.0, 2.0, 4.0, None):
             try:
                 return self.ask(method, path, body, timeout=60.0)
@@ -73,7 +73,7 @@ class Server:
             return str(error)
         return None
 
-    def awaited(self, seconds: float) -> str | None:
+    def wait_until_ready(self, seconds: float) -> str | None:
         """Return the reason why the server does not answer within that time; None as soon as it does."""
         deadline = time.monotonic() + seconds
         while (trouble := self.trouble()) is not None and time.monotonic() < deadline:
@@ -124,7 +124,7 @@ def read_note(root: Path) -> dict[str, Any] | None:
 
 
 def write_note(root: Path, note: dict[str, Any]) -> None:
-    """Leave the note; only its owner can read it."""
+    """Write the note, readable by its owner only."""
     temporary = root / f".{NOTE}.{os.getpid()}"
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
@@ -133,13 +133,13 @@ def write_note(root: Path, note: dict[str, Any]) -> None:
 
 
 def remove_note(root: Path) -> None:
-    """Take the note away when the server ends."""
+    """Remove the note, when the server ends."""
     with contextlib.suppress(OSError):
         (root / NOTE).unlink()
 
 
 def end_with(parent: IO[bytes]) -> None:
-    """Have this process end as by SIGTERM when the writer of `parent` is gone."""
+    """End this process as by SIGTERM when the writer of `parent` is gone."""
 
     def wait() -> None:
         while os.read(parent.fileno(), 1):

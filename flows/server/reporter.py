@@ -36,8 +36,8 @@ MADE_UP = re.compile(r"[a-z]+-[a-z]+", re.IGNORECASE)
 
 
 @dataclass
-class Told:
-    """A step of the run, and how much of it the server knows."""
+class StepRecord:
+    """A step of the run, with the part of it that the server already has."""
 
     label: str
     stage: str
@@ -58,7 +58,7 @@ class Told:
 
 
 class Reporter:
-    """Tells of one run. `flow_run`: the run of a server that this already is; None makes one there. `server` None: only the store."""
+    """A reporter of one run. `flow_run`: its existing run on the server; None creates one there. `server` None: only the store."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Reporter:
         self.store, self.run, self.flow, self.server = store, run, flow, server
         self.flow_run, self._own = flow_run, flow_run is None
         self._parameters, self._title, self._tags = dict(parameters or {}), title or flow, list(tags)
-        self._steps: list[Told] = []
+        self._steps: list[StepRecord] = []
         self._made: dict[str, str] = {}
         self._logs: deque[dict[str, Any]] = deque(maxlen=MAX_LOGS)
         self._opened = False
@@ -90,13 +90,13 @@ class Reporter:
 
     # --- what the run says; returns at once -----------------------------------------------------------
 
-    def started(self, label: str, stage: str, inputs: Mapping[str, Sequence[Artifact]], task: str | None = None) -> Told:
+    def started(self, label: str, stage: str, inputs: Mapping[str, Sequence[Artifact]], task: str | None = None) -> StepRecord:
         """Note that a step begins, and return its record. `inputs`: its artifacts by the input's name; `task`: the id of its Prefect
         task.
         """
         made_by = {name: [self._made[item.key] for item in items if item.key in self._made] for name, items in inputs.items()}
         edges = {name: steps for name, steps in made_by.items() if steps}
-        step = Told(label, stage, edges) if task is None else Told(label, stage, edges, id=task, own=False)
+        step = StepRecord(label, stage, edges) if task is None else StepRecord(label, stage, edges, id=task, own=False)
         self._steps.append(step)
         self._wake.set()
         return step
@@ -106,7 +106,7 @@ class Reporter:
         if self._steps:
             self._steps[-1].progress = (done, total, note)
 
-    def finished(self, step: Told, outcome: Outcome) -> None:
+    def finished(self, step: StepRecord, outcome: Outcome) -> None:
         """Note the artifact of a step."""
         artifact = outcome.artifact
         step.outcome, step.state = outcome, "COMPLETED"
@@ -118,13 +118,13 @@ class Reporter:
             step.message = headline(outcome)
         self.log(f"{step.label}: {artifact.id}, {headline(outcome)}", step=step)
 
-    def broken(self, step: Told, error: BaseException) -> None:
+    def broken(self, step: StepRecord, error: BaseException) -> None:
         """Note that an error or a person ended the step."""
         stopped = not isinstance(error, Exception)
         step.state, step.message = ("CANCELLED", "stopped") if stopped else ("FAILED", str(error) or type(error).__name__)
         self.log(f"{step.label}: {step.message}", 40, step)
 
-    def log(self, text: str, level: int = 20, step: Told | None = None) -> None:
+    def log(self, text: str, level: int = 20, step: StepRecord | None = None) -> None:
         """Send a line to the run's log on the server."""
         when = datetime.now(UTC).isoformat()
         self._logs.append({"name": "puna", "level": level, "message": text, "timestamp": when, "task_run_id": step.id if step else None})
@@ -202,8 +202,8 @@ class Reporter:
             server.ask("PATCH", f"/flow_runs/{self.flow_run}/labels", {"puna.run": self.run})
         self._opened = True
 
-    def _tell(self, server: Server, step: Told) -> None:
-        """Bring the server's record of a step to what the step is."""
+    def _tell(self, server: Server, step: StepRecord) -> None:
+        """Update the server's record of a step."""
         state = {"type": step.state, "name": step.name, "message": step.message}
         aim = f"{step.state} {step.name}"
         if step.own and not step.known:
@@ -220,7 +220,7 @@ class Reporter:
             self._draw(server, step)
             step.drawn = drawn
 
-    def _draw(self, server: Server, step: Told) -> None:
+    def _draw(self, server: Server, step: StepRecord) -> None:
         """Send the step's display: its progress, then its output."""
         if step.outcome is not None:
             description, data = headline(step.outcome), markdown(step.outcome)

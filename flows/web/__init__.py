@@ -65,7 +65,7 @@ def application(store: Store, *, prefect: str | None, auth: str, urls: bool = Fa
 
 
 def _guard(app: FastAPI) -> None:
-    """Say what a page may load."""
+    """Add headers that restrict what a page may load."""
 
     @app.middleware("http")
     async def guarded(request: Request, further: Next) -> Response:

@@ -1,4 +1,4 @@
-"""The desk at which people judge pairs of answers; what they say becomes preferences."""
+"""The desk where people judge pairs of answers; their judgements become preferences."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LINKED = re.compile("/")
 
 
 class Desk:
-    """The pairs of an artifact of answers, who said what of each, and the file that holds it: a line per judgement, never rewritten."""
+    """The pairs of an artifact of answers, each person's judgements, and their file: one line per judgement, never rewritten."""
 
     def __init__(self, store: Store, answers: Artifact, prompts: Artifact, pairs_per_prompt: int = 1) -> None:
         from puna.stages.align.judgements import JudgementsConfig, pairs_to_judge
@@ -85,7 +85,7 @@ class Desk:
         return {**state, **shows}
 
     def judge(self, pair: str, by: str, better: str | None, level: str | None, edited: str | None, prompt: str | None) -> None:
-        """Keep a judgement, on disk before it is acknowledged. `better`: left or right, as this person sees the pair."""
+        """Save a judgement on disk before it is acknowledged. `better`: left or right, as this person sees the pair."""
         from puna.stages.align.judgements import Judgement
 
         if pair not in self.pairs:
@@ -186,14 +186,14 @@ def prompts_of(store: Store, answers: Artifact) -> Artifact:
 
 
 class Judging:
-    """Answers `/[PROJECT~]KEY/…` with the desk of the answers of that key, whose judgements are the project's."""
+    """An application that serves `/[PROJECT~]KEY/…` by the desk of those answers; its judgements are the project's."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._desks: dict[str, ASGIApp] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on to its desk; PunaError where there are no such answers, or nothing in them to compare."""
+        """Pass the request on to its desk. Raise PunaError where there are no such answers, or no pair to compare."""
         key, slash, _ = scope["path"].removeprefix(scope.get("root_path", "")).lstrip("/").partition("/")
         if not slash:
             return await RedirectResponse(f"{scope['path']}/")(scope, receive, send)

@@ -35,20 +35,20 @@ IDLE_SECONDS = 120.0
 
 
 class Late(PunaError):
-    """A question that was not answered in its time."""
+    """An error for a question that was not answered in its time."""
 
 
 _children: weakref.WeakSet[Child] = weakref.WeakSet()
 
 
 def end_children() -> None:
-    """Kill the children that wait or work; the server ends."""
+    """Kill all children when the server ends."""
     for child in list(_children):
         child.end()
 
 
 class Asker:
-    """Answers questions about a store in child processes. `urls`: plans may look at inputs that are no local paths."""
+    """A client that asks questions about a store in child processes. `urls`: plans may read inputs that are no local paths."""
 
     def __init__(self, store: Store, *, urls: bool) -> None:
         self._store, self._urls = store, urls
@@ -127,7 +127,7 @@ class Child:
         return bytes(line)
 
     def end(self) -> None:
-        """Kill it, with what it started."""
+        """Kill the child, with its own children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,4 +1,4 @@
-"""A talk with a model: `puna api` answers in a process of its own, which holds the model, and these pages pass on what it says."""
+"""Chat with a model: a process of `puna api` holds the model, and these pages pass its answers on."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def chat_page(store: Store, model: str, prefect: str | None) -> Html:
 
 @dataclass(frozen=True)
 class Talker:
-    """A process that answers for a model."""
+    """A process that serves one model."""
 
     key: str
     url: str
@@ -66,7 +66,7 @@ class Talker:
 
 
 class Chat:
-    """Talks with the models of a store; one model is loaded at a time."""
+    """The chat with the models of a store; one model is loaded at a time."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

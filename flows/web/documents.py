@@ -1,4 +1,4 @@
-"""Pages on documents: search, the fate of one, and what in the store a text resembles."""
+"""Pages on documents: search, the fate of one, and neighbours of a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door of every server: which hosts, sites, passwords and bodies are let in."""
+"""The checks of every server: allowed hosts, sites, passwords and bodies."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class Bounded:
 
 
 class Password:
-    """An application that answers only who says USER:PASSWORD, where one is set."""
+    """An application behind USER:PASSWORD, where one is set."""
 
     def __init__(self, app: ASGIApp, auth: str) -> None:
         self._app, self._auth = app, auth

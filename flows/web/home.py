@@ -1,4 +1,4 @@
-"""The first page: runs at work, aliases, what can be started, and the runs there were."""
+"""The first page: runs at work, forms to start, finished runs, aliases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds of alignment: the one that waits for a person, what each brought, the policies side by side, and what starts the next."""
+"""Rounds of alignment: the one that waits for a person, each one's gain, all policies side by side, and the trigger of the next."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> 
 
 
 def set_trigger(store: Store, form: Mapping[str, Sequence[str]]) -> None:
-    """Have a round made for so many new preferences."""
+    """Set the number of new preferences that starts a round."""
     if "preferences" not in form:
         raise PunaError("preferences: is missing; give a whole number, 0 for none")
     text = form["preferences"][0] or "0"

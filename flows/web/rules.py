@@ -1,4 +1,4 @@
-"""Thresholds as sliders: what `select` would drop with others, decided anew by its own rules from the signals that are stored."""
+"""Thresholds as sliders: the drops of `select` with other thresholds, decided by its own rules from stored signals."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from puna.storage import Artifact, PunaError, Store
 
 BINS = 40
 EXAMPLES = 6
-KEPT = 3
+MOST_SELECTIONS = 3
 """Selections whose signals are held in memory."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A selection that was made: its documents' signals, its configuration, and what its rules dropped."""
+    """A selection: its documents' signals, its configuration, and the drops of its rules."""
 
     artifact: Artifact
     documents: Artifact
@@ -52,7 +52,7 @@ def selection(store: Store, artifact: Artifact) -> Selection:
     with _lock:
         if artifact.key not in _held:
             _held[artifact.key] = _read(store, artifact)
-            if len(_held) > KEPT:
+            if len(_held) > MOST_SELECTIONS:
                 _held.popitem(last=False)
         _held.move_to_end(artifact.key)
         return _held[artifact.key]

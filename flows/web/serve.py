@@ -202,7 +202,7 @@ def _brief(record: logging.LogRecord) -> bool:
 
 
 class _Served(uvicorn.Server):
-    """Ends the worker, whose runs still tell this server how they ended, before itself."""
+    """A server that ends the worker before itself, so that ending runs can still report to it."""
 
     def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
         super().__init__(config)
@@ -211,7 +211,7 @@ class _Served(uvicorn.Server):
         self.ready: Callable[[], None] = lambda: None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Say that it answers."""
+        """Print the address once the server answers."""
         await super().startup(sockets)
         for handler in logging.getLogger().handlers:  # Prefect has set up its own by now
             handler.addFilter(_brief)
@@ -234,7 +234,7 @@ class _Served(uvicorn.Server):
 
 
 class Worker:
-    """The process that offers everything and starts the runs; begun again when it ends by itself."""
+    """The process that offers every form and starts the runs; restarted when it ends by itself."""
 
     def __init__(self, store: Store, server: Server, limit: int) -> None:
         # The interpreter's own group: Ctrl-C reaches this process alone, which ends the worker in good order.
@@ -245,7 +245,7 @@ class Worker:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start it, and a thread that watches it."""
+        """Start the process, and a thread that watches it."""
         self._begin()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -272,7 +272,7 @@ class Worker:
                 process = self._begin()
 
     def stop(self) -> None:
-        """End it and its runs, which say so; killed where that takes longer than `STOP_SECONDS`."""
+        """End the process and its runs, and kill it after `STOP_SECONDS`."""
         with self._lock:
             self._stopping.set()
             process = self._process

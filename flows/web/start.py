@@ -1,4 +1,4 @@
-"""Starting a flow or a stage: its form, beside it what such a run would find and cost, and the click that starts it."""
+"""Forms that start a flow or a stage, each with the plan and cost of the run."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def checked(store: Store, name: str, form: Asked) -> None:
 
 
 def start_run(store: Store, name: str, form: Asked) -> str:
-    """Start it as its form does; returns the page that follows the run. `checked` tells before whether it would be refused."""
+    """Start a run as its form does; return the page that follows it. `checked` says beforehand if it would be refused."""
     offer = offer_of(name)
     request = request_of(offer, form)
     server = server_beside(store)
@@ -184,13 +184,13 @@ def started_page(store: Store, flow_run: str, prefect: str | None) -> Html | str
 
 
 def stop(store: Store, name: str) -> None:
-    """Have the worker end a run that a form started; what it finished stays, and a training its last checkpoint."""
+    """Ask the worker to end a run that a form started; finished steps and the last checkpoint of a training stay."""
     body = {"state": {"type": "CANCELLING"}, "force": True}
     server_beside(store).insist("POST", f"/flow_runs/{flow_run_of(store, name)}/set_state", body)
 
 
 def again(store: Store, name: str, form: Asked) -> str:
-    """Start what a run did once more: it goes on from what is there. Returns the page that follows it."""
+    """Start the same run once more, which reuses what is there; return the page that follows it."""
     server = server_beside(store)
     run = server.insist("GET", f"/flow_runs/{flow_run_of(store, name)}")
     return _create_run(server, run["deployment_id"], run["name"], run["parameters"], form)

@@ -15,7 +15,7 @@ from prefect.states import Cancelling, Running, State
 
 from puna.flows.engine.launch import Request
 from puna.flows.prefect import deployments
-from puna.flows.prefect.deployment_sync import Offering
+from puna.flows.prefect.deployment_sync import DeploymentSync
 from puna.storage import Store, runs
 
 
@@ -48,7 +48,7 @@ def test_a_start_ends_runs_without_a_process_and_begins_those_that_were_about_to
         run("7", "RUNNING", None, "puna"),
     ]  # fmt: skip
     server = Server(unfinished)
-    offering = Offering(store, server, [], linked=True)  # type: ignore[arg-type]
+    offering = DeploymentSync(store, server, [], linked=True)  # type: ignore[arg-type]
     offering.publish({}, lambda title, deployment: None)
     assert not server.states  # a process that is about to tell may still do so
     offering.publish({}, lambda title, deployment: None)
@@ -60,7 +60,7 @@ def test_a_start_ends_runs_without_a_process_and_begins_those_that_were_about_to
 
 def test_runs_that_another_process_serves_are_left_alone(tmp_path: Path) -> None:
     server = Server([run("5", "PENDING", None, "puna")])
-    offering = Offering(Store.open(tmp_path), server, [], linked=False)  # type: ignore[arg-type]
+    offering = DeploymentSync(Store.open(tmp_path), server, [], linked=False)  # type: ignore[arg-type]
     for _ in range(3):
         offering.publish({}, lambda title, deployment: None)
     assert not server.states

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 
 from puna.flows.engine import trace
 from puna.flows.prefect import deployments
-from puna.flows.prefect.deployment_sync import Offering
+from puna.flows.prefect.deployment_sync import DeploymentSync
 from puna.flows.prefect.forms import Choices, offers
 from puna.flows.prefect.trigger import Trigger, due, load_trigger, save_trigger
 from puna.flows.web import application, start
@@ -111,7 +111,7 @@ def test_rounds_are_begun_and_scheduled_by_project(store: Store) -> None:
     assert (due(store) or ("",))[0] != once
     server = Server()
     offered = [(offer, deployments.flow_of(offer)) for offer in offers() if offer.flow == "round"]
-    offering = Offering(store, server, offered, linked=True)  # type: ignore[arg-type]
+    offering = DeploymentSync(store, server, offered, linked=True)  # type: ignore[arg-type]
     offering.publish({"round": "0 3 * * *", "news/round": "0 4 * * *", "news/align": "0 5 * * *"}, lambda title, deployment: None)
     schedules = [body[0] for path, body in server.made if path.endswith("/schedules")]
     assert [(one["schedule"]["cron"], one["slug"], one.get("parameters")) for one in schedules] == [

@@ -356,11 +356,11 @@ def test_three_rows_stand_for_many(seed: int) -> None:
     among = Among()
     for at in range(0, 400, 150):
         among.add(rows.slice(at, 150), numbers[at : at + 150])
-    shown = [row["number"] for _, row in among.shown()]
+    shown = [row["number"] for _, row in among.selection()]
     assert shown == [numbers.min(), np.sort(numbers)[200], numbers.max()]
-    assert [row["id"] for _, row in among.shown()][::2] == [f"{np.flatnonzero(numbers == shown[0])[0]:03}", f"{np.flatnonzero(numbers == shown[2])[-1]:03}"]
-    assert [place for place, _ in among.shown()] == list(PLACES)
+    assert [row["id"] for _, row in among.selection()][::2] == [f"{np.flatnonzero(numbers == shown[0])[0]:03}", f"{np.flatnonzero(numbers == shown[2])[-1]:03}"]
+    assert [place for place, _ in among.selection()] == list(PLACES)
     for alike in (np.full(400, 0.5), np.full(400, np.nan)):
         among = Among()
         among.add(rows, alike)
-        assert [(place, row["id"]) for place, row in among.shown()] == [("", f"{n:03}") for n in range(3)]
+        assert [(place, row["id"]) for place, row in among.selection()] == [("", f"{n:03}") for n in range(3)]
