@@ -163,7 +163,6 @@ class Reply:
         return {**self.head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
     def line(self, event: Event) -> str:
-        """Return one token as a server-sent event."""
         first = not self.scores[event.number]
         text = self.add(event)
         if self.kind.startswith("chat"):

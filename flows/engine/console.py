@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -50,18 +51,15 @@ class Console:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
         (self._bar.console if self._bar else self._terminal).print(text)
 
     def show(self, table: Table) -> None:
-        """Print a table."""
         (self._bar.console if self._bar else self._terminal).print(table)
 
     def started(self, step: str, why: list[Change] | None) -> None:
         """Announce a stage that begins to compute; `why`: the changes since its last run, None if it never ran."""
         if why:
-            changes = "; ".join(str(c) for c in why[:3]) + (f"; and {len(why) - 3} more" if len(why) > 3 else "")
-            self.say(f"[yellow]{step:24s}[/] [dim]runs again: {_plain(changes)}[/]")
+            self.say(f"[yellow]{step:24s}[/] [dim]runs again: {_plain(in_short(why))}[/]")
         if self._bar is not None:
             self._tasks[step] = self._bar.add_task(step, total=None, note="")
         self._step, self._said = step, time.monotonic()
@@ -75,7 +73,6 @@ class Console:
             self.say(f"[dim]{self._step:24s} {100 * done / max(total, 1):3.0f} % {_plain(note)}[/]")
 
     def remove_bar(self, step: str) -> None:
-        """Remove the progress bar of a stage."""
         if self._bar is not None and step in self._tasks:
             self._bar.remove_task(self._tasks.pop(step))
 
@@ -85,7 +82,6 @@ class Console:
         self.say(f"{step:24s} [red]not finished[/]")
 
     def finished(self, step: str, outcome: Outcome) -> None:
-        """Announce the artifact of a stage."""
         self.remove_bar(step)
         artifact = outcome.artifact
         if self.json:
@@ -113,3 +109,8 @@ def fail(message: str) -> None:
     """Print an error on standard error and exit with status 1."""
     Terminal(stderr=True, highlight=False, soft_wrap=True).print(f"[red]error:[/] {_plain(message)}")
     sys.exit(1)
+
+
+def in_short(changes: Sequence[Change]) -> str:
+    """Return the first three changes, and the number of the others."""
+    return "; ".join(str(change) for change in changes[:3]) + (f"; and {len(changes) - 3} more" if len(changes) > 3 else "")

@@ -220,7 +220,6 @@ _WALK: ContextVar[Walk | None] = ContextVar("walk", default=None)
 
 
 def current_walk() -> Walk:
-    """Return the walk in progress."""
     walk = _WALK.get()
     if walk is None:
         raise PunaError("step: no flow is in progress; run a flow with `puna run` or `puna.run`, a stage alone with `puna.run(stage, …)`")

@@ -20,7 +20,6 @@ class Performer(Walk):
     performs = True
 
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
-        """Return the artifact of a step."""
         assert config is not None  # only a trace of everything asks for steps without one
         artifact = _session().perform(step.stage, config, values(step.stage, inputs), label).artifact
         return Output(artifact.kind, (label,), (artifact,))
@@ -49,7 +48,6 @@ class Performer(Walk):
             self.tell(f"{name} stands for an earlier artifact; this one is {alias}")
 
     def store(self) -> Store:
-        """Return the session's store."""
         return _session().store
 
     def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from puna.flows.engine.console import in_short
 from puna.flows.engine.declare import Flow, Given, Item, Output, Walk, values
 from puna.flows.engine.estimates import Expected, Experience, Size
 from puna.flows.engine.inputs import latest, parse_inputs, sample_folder
@@ -13,7 +14,7 @@ from puna.flows.engine.recipe import Recipe, Step
 from puna.flows.engine.trace import load_stages
 from puna.stages.contract import External, Stage, StageConfig, Value, identify, reusable
 from puna.storage import PunaError, Store
-from puna.storage.explain import Change, against
+from puna.storage.explain import against
 
 STATES = {"reused": "reused", "runs": "run", "after": "follow on those"}
 
@@ -42,7 +43,6 @@ class Planner(Walk):
         self._sizes: dict[str, Size] = {}
 
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
-        """Return the artifact of a step, if it is in the store."""
         assert config is not None  # only a trace of everything asks for steps without one
         before = dict.fromkeys(name for group in inputs.values() for output in group if not output.items for name in output.labels)
         items: tuple[Item, ...] = ()
@@ -54,7 +54,7 @@ class Planner(Walk):
             if (artifact := reusable(step.stage, identity, self._store)) is not None:
                 state, why, items = "reused", artifact.id, (artifact,)
             elif new := against(self._store, identity, label):
-                why = _summary(new)
+                why = in_short(new)
         expected = None if items else self._expected(step.stage, label, config, inputs)
         self.steps.append(PlannedStep(label, step.stage.name, state, why, expected))
         return Output(step.stage.kind, (label,), items)
@@ -100,11 +100,7 @@ def plan_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], st
     new = against(store, identity, stage.name)
     sizes = [Size.of(item) for items in stage.check(dict(given)).values() for item in items]
     expected = Experience(store).expect(stage.name, config.model_dump(mode="json"), sizes)
-    return PlannedStep(stage.name, stage.name, "runs", _summary(new) if new else "never ran alone", expected)
-
-
-def _summary(new: Sequence[Change]) -> str:
-    return "; ".join(str(change) for change in new[:3]) + (f"; and {len(new) - 3} more" if len(new) > 3 else "")
+    return PlannedStep(stage.name, stage.name, "runs", in_short(new) if new else "never ran alone", expected)
 
 
 def _inputs(flow: Flow, texts: list[str], store: Store) -> dict[str, Given]:

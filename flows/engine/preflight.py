@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from puna.flows.engine.declare import Flow, Given, Item, name_of, outputs
 from puna.flows.engine.plan import Planner
 from puna.flows.engine.recipe import Recipe
-from puna.flows.engine.trace import TracedStep, trace
+from puna.flows.engine.trace import TracedStep, complaints_of, trace
 from puna.stages.contract import External, Facts, InputFacts, Looked, Stage, StageConfig, Value, identify, reusable
 from puna.stages.contract.needs import LOOK
 from puna.stages.curate.ingest import IngestConfig, check_inputs, peek
@@ -50,7 +50,7 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, 
     reading = next((step.config for step in traced.steps if isinstance(step.config, IngestConfig)), None)
     look: Callable[[float], Looked] | None = None
     if reading is not None and files:
-        wrong = _messages(lambda: check_inputs(files, reading))
+        wrong = complaints_of(lambda: check_inputs(files, reading))
         complaints += wrong
         if not wrong:
             config = reading
@@ -179,11 +179,3 @@ def page_text(page: Page) -> str:
     if page.content_type.endswith(("html", "xhtml+xml")):
         body = extract_plain_text(body, main_content=True)
     return body[:PEEK_CHARACTERS]
-
-
-def _messages(ask: Callable[[], None]) -> list[str]:
-    try:
-        ask()
-    except PunaError as error:
-        return str(error).splitlines()
-    return []

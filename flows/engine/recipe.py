@@ -130,7 +130,6 @@ class Recipe:
         return [(label, extra) for label, extra in self.extra.items() if getattr(extra, place) == step.label]
 
     def stage_of(self, label: str, extra: Added) -> Stage:
-        """Return the stage of an added step."""
         name = extra.stage or label
         if name not in REGISTRY:
             raise PunaError(f"add.{label}.stage: {name}: no such stage{did_you_mean(name, REGISTRY)}; --module FILE brings your own")
@@ -233,7 +232,6 @@ def _layers(name: str, default: str, heirs: tuple[Path, ...]) -> list[Layer]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the values of one YAML file."""
     if file.stat().st_size > MAX_BYTES:
         raise PunaError(f"recipe {file}: is {file.stat().st_size:,} bytes; a recipe has at most {MAX_BYTES:,}")
     try:

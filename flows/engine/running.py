@@ -50,7 +50,6 @@ def stage_inputs(stage: Stage, items: Sequence[Item], named: Mapping[str, list[A
 
 
 def sample_pages(store: Store, quiet: bool) -> list[External]:
-    """Return the sample's files as inputs."""
     sample = make_sample(sample_folder(store.root), quiet=quiet)
     return sorted((item for path in sample.paths for item in External.resolve(str(path))), key=lambda item: item.name)
 

@@ -148,7 +148,6 @@ class Session:
             self.console.say(f"{database.FILE} stays as it was: {error}")
 
     def progress(self, stage: str, done: float, total: float, note: str) -> None:
-        """Report the progress of the current step to the terminal and the server."""
         self.console.progress(stage, done, total, note)
         self.reporter.progress(stage, done, total, note)
 

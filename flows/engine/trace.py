@@ -69,7 +69,6 @@ class Tracer(Walk):
         return super().step(step, inputs)
 
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
-        """Return a step of the trace."""
         taken = {name: tuple(label for output in outputs for label in output.labels) for name, outputs in inputs.items()}
         self.trace.steps.append(TracedStep(label, step, config, taken))
         return Output(step.stage.kind, (label,))
@@ -94,11 +93,9 @@ class Tracer(Walk):
             return wanted.default
 
     def publish(self, name: str, output: Output) -> None:
-        """Record an alias."""
         self.trace.aliases[name] = output.labels
 
     def wrong(self, message: str) -> None:
-        """Record a complaint."""
         if message not in self.trace.complaints:
             self.trace.complaints.append(message)
 
@@ -196,14 +193,14 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
         seed = 0
     project = values.get("project", "")
     if "project" in values:
-        complaints += _wrong(lambda: checked_project(project))
+        complaints += complaints_of(lambda: checked_project(project))
     own = {field: value for field, value in values.items() if field not in ("name", "seed", "project")}
     recipe = Recipe(str(values["name"]), seed, own, extra, project)
     for field_name, step in steps.items():
         if field_name in values or (field_name in fields(chosen) and not step.off):
-            complaints += _wrong(lambda step=step: recipe.configs(step))
+            complaints += complaints_of(lambda step=step: recipe.configs(step))
     for one in settings.values():
-        complaints += _wrong(lambda one=one: recipe.number(one))
+        complaints += complaints_of(lambda one=one: recipe.number(one))
     if complaints:
         raise PunaError("\n".join(blamed(complaint, layers) for complaint in dict.fromkeys(complaints)))
     return recipe
@@ -222,7 +219,8 @@ def _added(values: Any, complaints: list[str]) -> dict[str, Added]:
     return additions
 
 
-def _wrong(ask: Any) -> list[str]:
+def complaints_of(ask: Any) -> list[str]:
+    """Return the lines of the PunaError that a call raises, none where it raises none."""
     try:
         ask()
     except PunaError as error:

@@ -28,7 +28,6 @@ def text(value: object) -> Html:
 
 
 def join(content: Content) -> Html:
-    """Return the markup of nested content."""
     if content is None:
         return Html("")
     if isinstance(content, Html):

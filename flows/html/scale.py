@@ -70,7 +70,6 @@ class Axis:
         return self.start + (number - low) / (high - low) * (self.stop - self.start)
 
     def ticks(self, count: int = 5) -> list[tuple[float, str]]:
-        """Return positions and texts of the ticks."""
         if self.names:
             return [(self.at(name), name) for name in self.names]
         if self.log:

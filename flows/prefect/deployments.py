@@ -167,7 +167,6 @@ OFFERS = {offer.flow: offer for offer in offers()}
 
 
 def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:
-    """Return the Prefect flow of an offer."""
     return _flow_form(offer.what) if isinstance(offer.what, Flow) else _stage_form(offer.what, offer)
 
 
@@ -224,7 +223,6 @@ class _Existing(RunnerDeployment):
     id: UUID
 
     async def aapply(self, *unused: Any, **settings: Any) -> UUID:
-        """Return the id."""
         return self.id
 
 

@@ -22,7 +22,6 @@ class Trigger:
 
 
 def load_trigger(store: Store) -> Trigger:
-    """Return the store's trigger settings."""
     try:
         note = json.loads(store.files.read(f"{store.own(NOTE)}.json"))
         return Trigger(int(note["preferences"]), str(note["recipe"]))

@@ -20,7 +20,6 @@ NAMES = {"zxx": "zxx (no language: code)"}
 
 
 def final_documents(run: Run) -> Artifact | None:
-    """Return the documents that curation ended with."""
     steps = run.kind("documents")
     return steps[-1].artifact if steps else None
 

@@ -19,7 +19,6 @@ PREFERENCE_KINDS = ("preferences", "instructions")
 
 
 def page(run: Run) -> Html:
-    """Return the whole document."""
     levels = funnel(run)
     per_token = characters_per_token(run)
     sections = [

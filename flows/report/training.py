@@ -43,7 +43,6 @@ def figures_view(steps: Iterable[Step], title: str, without: str = "") -> Html:
 
 
 def experiments_view(run: Run) -> Html:
-    """Show the results of the small runs."""
     steps = [step for step in run.steps if step.stage in EXPERIMENTS]
     return join([part(step.label, grid(draw(p) for p in figures(step)), note=facts(step)) for step in steps])
 

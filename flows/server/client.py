@@ -133,7 +133,6 @@ def write_note(root: Path, note: dict[str, Any]) -> None:
 
 
 def remove_note(root: Path) -> None:
-    """Remove the note, when the server ends."""
     with contextlib.suppress(OSError):
         (root / NOTE).unlink()
 

@@ -48,7 +48,6 @@ def markdown(outcome: Outcome) -> str:
 
 
 def run_markdown(run: str, outcomes: Sequence[tuple[str, Outcome]], report: str | None) -> str:
-    """Return a run's output, step by step."""
     head = f"[The run's page](/puna/run/{run}) · [its report](/puna/report/{run})"
     head += f" (`{report}`)" if report else ""
     rows = [

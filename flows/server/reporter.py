@@ -102,12 +102,10 @@ class Reporter:
         return step
 
     def progress(self, stage: str, done: float, total: float, note: str) -> None:
-        """Note that the current step is at `done` of `total`."""
         if self._steps:
             self._steps[-1].progress = (done, total, note)
 
     def finished(self, step: StepRecord, outcome: Outcome) -> None:
-        """Note the artifact of a step."""
         artifact = outcome.artifact
         step.outcome, step.state = outcome, "COMPLETED"
         self._made[artifact.key] = step.id
@@ -119,7 +117,6 @@ class Reporter:
         self.log(f"{step.label}: {artifact.id}, {headline(outcome)}", step=step)
 
     def broken(self, step: StepRecord, error: BaseException) -> None:
-        """Note that an error or a person ended the step."""
         stopped = not isinstance(error, Exception)
         step.state, step.message = ("CANCELLED", "stopped") if stopped else ("FAILED", str(error) or type(error).__name__)
         self.log(f"{step.label}: {step.message}", 40, step)

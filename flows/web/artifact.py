@@ -208,7 +208,6 @@ def _uses(artifact: Artifact) -> list[Content]:
 
 
 def resolved(store: Store, kind: str, key: str) -> Artifact:
-    """Return the artifact of an address."""
     if kind not in KINDS:
         raise PunaError(f"{kind}: is no kind of artifact; they are {', '.join(KINDS)}")
     return store.resolve(f"{kind}/{key}")

@@ -18,7 +18,6 @@ from puna.storage import PunaError, Store
 
 
 def _answered(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer one question, in the child."""
     store = Store.existing(question["store"])
     try:
         if question["question"] == "sql":

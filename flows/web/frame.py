@@ -171,7 +171,6 @@ def problem(words: str) -> Html:
 
 
 def field(label: Content, control: Html) -> Html:
-    """Return a form's control with its name."""
     return tag("label", tag("span", label), control, class_="field")
 
 

@@ -93,7 +93,6 @@ def working_view(store: Store, log: RunLog) -> Html:
 
 
 def starts() -> Html:
-    """Return the forms of the flows."""
     links = [tag("a", offer.what.name, href=f"/puna/start/{offer.flow}", class_="button") for offer in offers() if offer.group == "flow"]
     return tag("p", links, tag("a", "a stage …", href="/puna/start", class_="button"), class_="buttons")
 

@@ -93,7 +93,6 @@ def steps_view(steps: list[Step]) -> Html:
 
 
 def compare_page(store: Store, names: list[str], prefect: str | None) -> Html:
-    """Return two runs side by side."""
     if len(names) != 2:
         raise PunaError(f"compare: choose two runs, not {len(names)}")
     first, second = (Run.open(store, name) for name in sorted(names))

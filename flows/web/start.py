@@ -240,7 +240,6 @@ def server_beside(store: Store) -> Server:
 
 
 def deployment(server: Server, name: str) -> dict[str, Any]:
-    """Return the server's deployment `name`."""
     asking = {"deployments": {"tags": {"all_": ["puna"]}}, "flows": {"name": {"any_": [name]}}}
     deployments = server.insist("POST", "/deployments/filter", asking)
     if not deployments:
