@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from puna.stages.verifiers import sandbox_calls, sandbox_inside, sandbox_program, sandbox_tester, sandbox_wire
+from puna.stages.verifiers import sandbox_calls, sandbox_inside, sandbox_namespaces, sandbox_program, sandbox_tester, sandbox_wire
 from puna.stages.verifiers.sandbox_cgroup import group
 from puna.storage import PunaError
 
@@ -141,7 +141,7 @@ def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: s
 @lru_cache(maxsize=1)
 def _modules() -> list[tuple[str, types.CodeType]]:
     """Return the compiled modules that run inside, the one that begins last."""
-    modules = (sandbox_wire, sandbox_calls, sandbox_program, sandbox_tester, sandbox_inside)
+    modules = (sandbox_wire, sandbox_calls, sandbox_namespaces, sandbox_program, sandbox_tester, sandbox_inside)
     return [(module.__name__, compile(Path(str(module.__file__)).read_bytes(), f"<{module.__name__}>", "exec")) for module in modules]
 
 

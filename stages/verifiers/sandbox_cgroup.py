@@ -49,7 +49,7 @@ class Group:
 def group(memory_bytes: int) -> Iterator[Group | None]:
     """Yield a cgroup with this limit, beside the one of this process and under the limits of those above; None where none can be made."""
     folder = _beside()
-    made = None if folder is None else _made(folder / f"puna-code-{uuid.uuid4().hex}", memory_bytes)
+    made = None if folder is None else _create(folder / f"puna-code-{uuid.uuid4().hex}", memory_bytes)
     try:
         yield made
     finally:
@@ -69,7 +69,7 @@ def _beside() -> Path | None:
     return None
 
 
-def _made(folder: Path, memory_bytes: int) -> Group | None:
+def _create(folder: Path, memory_bytes: int) -> Group | None:
     try:
         folder.mkdir()
     except OSError:  # read-only, as in most containers

@@ -1,19 +1,18 @@
-"""Runs one program and its tests inside a sandbox. Started by `sandbox` as a script of its own: only the standard library.
+"""The run of one program and its tests inside a sandbox, started by `sandbox` as a script: only the standard library.
 
-The steps: leave every namespace of the machine (or find them left, under bubblewrap), see nothing but the interpreter and an
-empty folder, become a user without rights, set limits, refuse system calls that hold memory outside every process, run the
-program in one child and its tests in another, watch the memory of all processes and files, end them all. A report goes to the
-file descriptor that the first argument names; what the program prints goes to 1.
+The steps: leave the machine's namespaces (bubblewrap has done so), see only the interpreter and an empty folder, give up all
+rights, set limits, refuse system calls that hold memory outside every process, run the program in one child and its tests in
+another, watch the memory of all processes and files, kill them all. The report goes to the file descriptor in the first argument,
+printed text to 1.
 
-Modes: `root` and `user` make the namespaces here, with root's rights or in a user namespace; `bubblewrap` finds them made;
-`limits` goes without.
+Modes: `root` and `user` make the namespaces here, with root's rights or in a user namespace; `bubblewrap` has made them;
+`limits` runs without.
 """
 
 from __future__ import annotations
 
 import _socket
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -24,16 +23,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypedDict
 
-from puna.stages.verifiers.sandbox_calls import NEWIPC, NEWNET, NEWNS, NEWPID, NEWUSER, NEWUTS, SO_SNDBUF, call, libc, refuse_calls
+from puna.stages.verifiers.sandbox_calls import SO_SNDBUF, call, refuse_calls
+from puna.stages.verifiers.sandbox_namespaces import become_nobody, build_root, enter
 from puna.stages.verifiers.sandbox_program import Program
 from puna.stages.verifiers.sandbox_tester import run_tests
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
-MNT_DETACH = 2
-KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048  # nosuid, nodev, noexec, noatime, nodiratime
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SUBREAPER, PR_NO_NEW_PRIVS = 1, 4, 36, 38
-SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-NOBODY, FIRST_USER = 65534, 1_000_000_000
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SUBREAPER = 1, 4, 36
+FIRST_USER = 1_000_000_000
 WATCH_SECONDS = 0.02
 OPEN_FILES = 64
 PIPES_BYTES = OPEN_FILES << 16
@@ -46,9 +42,9 @@ SOCKET_BYTES = _socket.socket(1, 1).getsockopt(1, SO_SNDBUF)
 
 
 class Job(TypedDict):
-    """What is to be run, how, and within which limits; `user` is the program's, where it has one of its own.
+    """A job: the program's place, its isolation and its limits; `user` is the program's own user, if it has one.
 
-    `groups`: the open file of the cgroup that counts its memory, where there is one.
+    `groups`: the open file of the cgroup that counts its memory, if there is one.
     """
 
     report: int
@@ -103,18 +99,8 @@ def supervise(job: Job) -> None:
     os.waitpid(first, 0)
 
 
-def enter(unprivileged: bool) -> None:
-    """Leave the machine's namespaces: file systems, processes, network, shared memory, host name."""
-    user, group = os.getuid(), os.getgid()
-    call("unshare", NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS | (NEWUSER if unprivileged else 0))
-    if unprivileged:
-        for file, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {user} 1"), ("gid_map", f"{NOBODY} {group} 1")):
-            with open(f"/proc/self/{file}", "w") as handle:
-                handle.write(text)
-
-
 def init(job: Job) -> None:
-    """The first process inside: builds what is seen, starts the program, watches it, ends everything."""
+    """Build the root file system, start the program, watch it and kill everything, as the first process inside."""
     mode = job["mode"]
     if mode in ("root", "user"):
         build_root(job["readable"], job["hidden"], job["disk_bytes"])
@@ -134,7 +120,7 @@ def init(job: Job) -> None:
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Start a process for a piece of work; its number."""
+    """Start a process for a piece of work and return its number."""
     process = os.fork()
     if process == 0:
         try:
@@ -147,72 +133,8 @@ def fork(work: Callable[[], None]) -> int:
     return process
 
 
-def build_root(readable: list[str], hidden: list[str], disk_bytes: int) -> None:
-    """A file system of the interpreter, read-only, and one empty folder in memory that is the working directory."""
-    size = f"size={disk_bytes},nr_inodes=4096"
-    call("mount", None, "/", None, MS_REC | MS_PRIVATE, None)
-    call("mount", "tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"{size},mode=755")
-    os.mkdir("/tmp/old")
-    pivot("/tmp", "/tmp/old")  # the machine's root is /old from here on
-    for folder in ("/root", "/root/proc", "/root/dev", "/root/work", "/root/old"):
-        os.mkdir(folder)
-    call("mount", "/root", "/root", None, MS_BIND, None)
-    for path in readable:
-        show(path)
-    for path in hidden:
-        call("mount", "tmpfs", f"/root{path}", "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4096,mode=755")
-    for name in ("null", "zero", "urandom"):
-        with open(f"/root/dev/{name}", "w"):
-            pass
-        call("mount", f"/old/dev/{name}", f"/root/dev/{name}", None, MS_BIND, None)
-    call("mount", "proc", "/root/proc", "proc", MS_NOSUID | MS_NODEV, None)
-    call("mount", "tmpfs", "/root/work", "tmpfs", MS_NOSUID | MS_NODEV, f"{size},mode=777")
-    call("umount2", "/old", MNT_DETACH)
-    pivot("/root", "/root/old")
-    call("umount2", "/old", MNT_DETACH)
-    os.rmdir("/old")
-    call("mount", None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV, None)
-    os.chdir("/work")
-
-
-def pivot(root: str, old: str) -> None:
-    """Make `root` the root; the one until now is found in `old`."""
-    if libc.syscall(SYS_PIVOT_ROOT[os.uname().machine], root.encode(), old.encode()) != 0:
-        raise OSError(ctypes.get_errno(), f"pivot_root: {os.strerror(ctypes.get_errno())}")
-    os.chdir("/")
-
-
-def show(path: str) -> None:
-    """Make a file or folder of the machine visible under the new root, read-only; a link stays a link."""
-    source, target = f"/old{path}", f"/root{path}"
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    if os.path.islink(source):
-        os.symlink(os.readlink(source), target)
-        return
-    if os.path.isdir(source):
-        os.makedirs(target, exist_ok=True)
-    else:
-        with open(target, "w"):
-            pass
-    call("mount", source, target, None, MS_BIND | MS_REC, None)
-    kept = os.statvfs(target).f_flag & KEPT_FLAGS  # in a user namespace flags may be added, never taken off
-    call("mount", None, target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | kept, None)
-
-
-def become_nobody(mode: str, user: int) -> None:
-    """Give up every right, for this process and what it starts."""
-    call("prctl", PR_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if os.getuid() == 0 or mode == "root":
-        os.setgroups([])
-        os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    if libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())) != 0:
-        raise OSError(ctypes.get_errno(), "capset")
-
-
 def limit(job: Job) -> None:
-    """Limits of each process: processor time, memory, size of files, open files; and of processes."""
+    """Limit each process's processor time, memory, file size and open files, and the number of processes."""
     for kind, value in (
         (resource.RLIMIT_CPU, job["cpu_seconds"]), (resource.RLIMIT_AS, job["memory_bytes"]), (resource.RLIMIT_FSIZE, job["disk_bytes"]),
         (resource.RLIMIT_NPROC, job["processes"]), (resource.RLIMIT_NOFILE, OPEN_FILES), (resource.RLIMIT_CORE, 0),
@@ -224,7 +146,7 @@ def limit(job: Job) -> None:
 
 
 def run_program(job: Job, read: int, write: int, foreign: tuple[int, ...]) -> None:
-    """Become the program under test: it holds no test, and of the pipes only its own ends."""
+    """Become the program under test, which holds no test and only its own ends of the pipes."""
     for handle in foreign:
         os.close(handle)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
@@ -235,7 +157,7 @@ def run_program(job: Job, read: int, write: int, foreign: tuple[int, ...]) -> No
 
 
 def run_tester(job: Job, read: int, write: int, verdict: int, foreign: tuple[int, ...]) -> None:
-    """Become the process of the tests, which nobody traces; they are read from standard input, which the program does not have."""
+    """Become the process of the tests, which cannot be traced; it reads them from standard input, which the program lacks."""
     for handle in foreign:
         os.close(handle)
     confine(job, job["user"] + 2)
@@ -254,7 +176,7 @@ def confine(job: Job, user: int) -> None:
 
 
 def watch(tester: int, program: int, read: int, job: Job) -> dict[str, object]:
-    """Wait for the tests' end, for time or memory; return what came of the tests, or how it ended."""
+    """Wait for the end of the tests, time or memory; return the tests' results or the reason of the end."""
     end = time.monotonic() + job["seconds"]
     said = b""
     while True:
@@ -278,7 +200,7 @@ def watch(tester: int, program: int, read: int, job: Job) -> dict[str, object]:
 
 
 def _how(status: int) -> str:
-    """How a process ended, empty where it came to its end."""
+    """Return a process's signal or exit status; empty after a normal end."""
     if os.WIFSIGNALED(status):
         return f"signal {os.WTERMSIG(status)}"
     return f"exit status {os.WEXITSTATUS(status)}" if status else ""
@@ -310,7 +232,7 @@ def kernel_holds(mode: str) -> int:
 
 
 def processes_of(job: Job) -> Iterator[int]:
-    """The processes of the program: inside namespaces all but this one, else all below this one."""
+    """Yield the program's processes: inside namespaces all but this one, else all below this one."""
     if job["mode"] != "limits":
         yield from (int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid())
         return
@@ -318,7 +240,7 @@ def processes_of(job: Job) -> Iterator[int]:
 
 
 def descendants() -> list[int]:
-    """Processes of the program: all below the supervisor, to whom those go whose parent ended."""
+    """Return the program's processes: all below the supervisor, which adopts orphans."""
     parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -334,7 +256,7 @@ def descendants() -> list[int]:
 
 
 def end_all(user: int) -> None:
-    """Without a namespace of processes: end those of the program's own user, or all below the supervisor, until there are none."""
+    """Kill the processes of the program's own user, or all below the supervisor, until none is left (mode `limits`)."""
     for _ in range(200):
         if os.getuid() == 0:
             killer = os.fork()

@@ -19,7 +19,7 @@ from puna.stages.identity import code, sources
 from puna.stages.identity.modules import _places
 from puna.stages.verifiers.base import Item, Question
 from puna.stages.verifiers.child import child
-from puna.stages.verifiers.registry import from_text, known, to_text
+from puna.stages.verifiers.registry import all_verifiers, from_text, to_text
 from puna.stages.verifiers.scoring import verifiers_named
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
@@ -54,11 +54,11 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("_modules", "_offers", "_broken"):
         monkeypatch.setattr(plugins, name, {})
     monkeypatch.setattr(sys, "path", list(sys.path))
-    before, modules = dict(known()), set(sys.modules)
+    before, modules = dict(all_verifiers()), set(sys.modules)
     child().close()
     yield
-    known().clear()
-    known().update(before)
+    all_verifiers().clear()
+    all_verifiers().update(before)
     from_text.cache_clear()
     child().close()
     for name in set(sys.modules) - modules:
@@ -106,7 +106,7 @@ def test_each_stage_follows_its_prompts_verifiers_alone() -> None:
         assert f"verifiers.{word}" not in always
     assert "puna.stages.verifiers.exact.Exact" in reached(exact) and not any("numeric" in name or "sandbox" in name for name in reached(exact))
     assert "puna.stages.verifiers.numeric.numbers" in reached(numeric) and not any("exact" in name for name in reached(numeric))
-    assert "puna.stages.verifiers.sandbox_inside.become_nobody" in reached(program)
+    assert "puna.stages.verifiers.sandbox_namespaces.become_nobody" in reached(program)
     both = to_text("product", of=[{"name": "exact"}, {"name": "weighted", "of": [{"name": "numeric"}], "weights": [1]}])
     assert reached(both) >= reached(exact) | reached(numeric) and "puna.stages.verifiers.combinations.Weighted" in reached(both)
     assert "puna.stages.verifiers.child.scored" in code.symbols(sample)
