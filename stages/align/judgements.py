@@ -159,7 +159,7 @@ def _lines(judged: Sequence[External]) -> Iterable[tuple[int, str, str]]:
                 text = handle.read().decode("utf-8", errors="replace")
             for number, line in enumerate(text.splitlines(), 1):
                 if line.strip():
-                    yield number, line, file.shown
+                    yield number, line, file.location
 
 
 def _parsed(line: str, where: str) -> Judgement:

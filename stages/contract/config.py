@@ -57,7 +57,7 @@ def describe(error: ValidationError, where: str, kind: type[BaseModel]) -> str:
         *path, last = item["loc"] or ("",)
         name = ".".join(str(part) for part in (where, *path, last) if part != "")
         if item["type"] == "extra_forbidden":
-            lines.append(f"{name}: no such field{_meant(str(last), kind, path)}")
+            lines.append(f"{name}: no such field{_suggestion(str(last), kind, path)}")
         elif item["type"] == "missing":
             lines.append(f"{name}: is missing")
         else:
@@ -65,7 +65,7 @@ def describe(error: ValidationError, where: str, kind: type[BaseModel]) -> str:
     return "\n".join(lines)
 
 
-def _meant(wrong: str, kind: type[BaseModel], path: Iterable[int | str]) -> str:
+def _suggestion(wrong: str, kind: type[BaseModel], path: Iterable[int | str]) -> str:
     for part in path:
         if isinstance(part, str):
             field = kind.model_fields.get(part)

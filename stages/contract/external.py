@@ -19,7 +19,7 @@ from puna.storage import PunaError
 class ExternalFile:
     """A file of an external input: its name relative to the URI, its full address, size in bytes and digest.
 
-    `address` may hold a signature or a password: only `public` is shown or recorded.
+    `address` may hold a signature or a password: only `location` is shown or recorded.
     `state`: the version mark of the file system (such as inode and times) at the time of the digest.
     """
 
@@ -36,9 +36,9 @@ class ExternalFile:
         try:
             handle: BinaryIO = fsspec.open(self.address, "rb").open()
         except Exception as error:
-            if self.shown == self.address:
+            if self.location == self.address:
                 raise
-            raise PunaError(f"input {self.shown}: cannot be opened ({without_secrets(str(error), self.address)})") from None
+            raise PunaError(f"input {self.location}: cannot be opened ({without_secrets(str(error), self.address)})") from None
         return handle
 
     def local(self) -> Path | None:
@@ -50,7 +50,7 @@ class ExternalFile:
         return Path(path) if isinstance(system, LocalFileSystem) else None
 
     @property
-    def shown(self) -> str:
+    def location(self) -> str:
         """Return the address without credentials."""
         return public(self.address)
 
@@ -76,7 +76,7 @@ class External:
         """Raise PunaError if a file changed since its digest."""
         for file in self.files:
             if file.changed():
-                raise PunaError(f"input {self.name}: {file.shown} was changed or removed while it was read; run again when it rests")
+                raise PunaError(f"input {self.name}: {file.location} was changed or removed while it was read; run again when it rests")
 
     @classmethod
     def resolve(cls, text: str) -> list[External]:

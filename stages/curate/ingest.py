@@ -120,7 +120,7 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     body_bytes = sum(shard["bytes"] for shard in shards)
     run.metric("body_bytes", body_bytes)
     if not body_bytes:
-        inputs_named = ", ".join(dict.fromkeys(job.uri or (job.file.shown if job.file else job.name) for job in jobs[:3]))
+        inputs_named = ", ".join(dict.fromkeys(job.uri or (job.file.location if job.file else job.name) for job in jobs[:3]))
         raise PunaError(
             f"ingest: {inputs_named}{', …' if len(jobs) > 3 else ''}: no page is kept; files {len(jobs)}, records {came}"
             f"{_why(rules)}{_kinds(without, examples) if 'not_a_page' in rules else ''}"
@@ -237,7 +237,7 @@ def _first(job: Job, config: IngestConfig) -> bool | Rejected:
     with job.file.open() as handle:
         if job.format == "parquet":
             return bool(pq.ParquetFile(handle).metadata.num_rows)
-        for row in _rows(job, handle, job.file.shown, config):
+        for row in _rows(job, handle, job.file.location, config):
             if isinstance(row, Page):
                 return True
             wrong = wrong or row
@@ -263,7 +263,7 @@ def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
         kind = config.format if config.format != "auto" else _format(file)
         if kind == "parquet":
             with file.open() as handle:
-                readers.parquet_columns(handle, file.shown, config.columns_of(external.name))
+                readers.parquet_columns(handle, file.location, config.columns_of(external.name))
         return kind
 
     return jobs_of(inputs, config.dataset_subset, config.dataset_split, format_)
@@ -279,7 +279,7 @@ def _format(file: ExternalFile) -> str:
     with file.open() as handle:
         head = handle.read(1 << 16)
     if _begins(head, b"filedesc://"):
-        raise PunaError(f"{file.shown}: an ARC archive; make a WARC of it (warcio recompress OLD.arc.gz NEW.warc.gz)")
+        raise PunaError(f"{file.location}: an ARC archive; make a WARC of it (warcio recompress OLD.arc.gz NEW.warc.gz)")
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith((GZIP_MAGIC, ZSTD_MAGIC, ZSTD_DICTIONARY_MAGIC)):
@@ -355,7 +355,7 @@ def _records(job: Job, config: IngestConfig) -> Iterator[Page | Rejected]:
             else:
                 yield from readers.read_file(handle, job.source, job.name, config.max_body_bytes)
     except FileNotFoundError as error:
-        raise PunaError(f"input {job.file.shown}: the file is gone ({error})") from error
+        raise PunaError(f"input {job.file.location}: the file is gone ({error})") from error
 
 
 def _judged(record: Page | Rejected, config: IngestConfig, accepted: dict[str, bool]) -> Page | Rejected:

@@ -46,7 +46,7 @@ class Processes(PartExecutor):
             pool = self._idle.pop() if self._idle else self._started()
             self._busy.add(pool)
         try:
-            pool.submit(compute, part.payload).add_done_callback(partial(self._done, part, pool))
+            pool.submit(compute, part.payload).add_done_callback(partial(self._complete, part, pool))
         except BrokenExecutor as error:  # it was killed while it had nothing to do
             self._ended(pool)
             self._lost(part, str(error))
@@ -59,7 +59,7 @@ class Processes(PartExecutor):
             self._busy.discard(pool)
         pool.shutdown(wait=False)
 
-    def _done(self, part: Part, pool: ProcessPoolExecutor, future: Future[Answer]) -> None:
+    def _complete(self, part: Part, pool: ProcessPoolExecutor, future: Future[Answer]) -> None:
         try:
             answer = future.result()
         except (BrokenExecutor, CancelledError) as error:

@@ -66,9 +66,9 @@ class RayCluster(PartExecutor):
         # The attempts are counted here, not by Ray.
         task = self._task.options(max_retries=0, num_cpus=1, num_gpus=1 if part.device else 0)
         self._begun[part] = begun = task.remote(part.payload)
-        begun.future().add_done_callback(partial(self._done, part))
+        begun.future().add_done_callback(partial(self._complete, part))
 
-    def _done(self, part: Part, future: Future[Answer]) -> None:
+    def _complete(self, part: Part, future: Future[Answer]) -> None:
         from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, WorkerCrashedError
 
         self._begun.pop(part, None)

@@ -103,7 +103,7 @@ class _Canonical(ast.NodeTransformer):
         node.args = self.visit(node.args)
         node.body = _without_docstring(node.body)
         inside = _inside(node.body)
-        kept = {argument.arg for argument in _arguments(node.args)} | _kept(inside)
+        kept = {argument.arg for argument in _arguments(node.args)} | _fixed_names(inside)
         outer = {name for item in inside if isinstance(item, ast.Nonlocal) for name in item.names}
         self.scopes.append(self._numbered(iter(()) if _sees_names(inside) else _bound(inside), kept, outer))
         node.body = [made for item in node.body if (made := self.visit(item)) is not None] or [ast.Pass()]
@@ -123,7 +123,7 @@ class _Canonical(ast.NodeTransformer):
         node.keywords = [self.visit(item) for item in node.keywords]
         node.body = _without_docstring(node.body)
         inside = _inside(node.body)
-        self.scopes.append(Scope(kept=_kept(inside) | set(_bound(inside)), is_class=True))
+        self.scopes.append(Scope(kept=_fixed_names(inside) | set(_bound(inside)), is_class=True))
         node.body = [made for item in node.body if (made := self.visit(item)) is not None] or [ast.Pass()]
         self.scopes.pop()
         return node
@@ -210,7 +210,7 @@ def _bound(inside: Iterable[ast.AST]) -> Iterator[str]:
                     yield inner.target.id
 
 
-def _kept(inside: Iterable[ast.AST]) -> set[str]:
+def _fixed_names(inside: Iterable[ast.AST]) -> set[str]:
     """Return the names of a scope that stay: imports, functions, classes, and names of other scopes."""
     found: set[str] = set()
     for node in inside:

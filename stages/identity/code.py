@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from puna.stages.identity import data_files, libraries, sources
 from puna.stages.identity.bindings import Module, Target, imported, is_followed, is_module, load, origins
 from puna.stages.identity.modules import source_file
-from puna.stages.identity.reach import Reach, keep, kept
+from puna.stages.identity.reach import Reach, cached_reach, keep
 from puna.stages.identity.syntax import text
 from puna.storage.manifest import MEANING, code_version
 
@@ -79,7 +79,7 @@ def reached(*roots: Name) -> dict[str, str]:
 
 def _reach(*roots: Name) -> Reach:
     """Return the reach of these symbols, from the cache or by following them."""
-    found = kept(roots)
+    found = cached_reach(roots)
     if found is None:
         followed = _followed(*roots)
         found = Reach(

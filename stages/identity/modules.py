@@ -20,7 +20,7 @@ def source_file(name: str) -> Path | None:
     """Return the source file of a module that is followed; None for a library's module or an unknown name."""
     top, *rest = name.split(".")
     if top == "puna":
-        return _found(sources.ROOT.joinpath(*rest)) if rest else None
+        return _existing_file(sources.ROOT.joinpath(*rest)) if rest else None
     loaded = getattr(sys.modules.get(name), "__file__", None)
     file = Path(loaded) if loaded and loaded.endswith(".py") else _searched(top, rest)
     return file if file is not None and _is_own(top, file) else None
@@ -42,7 +42,7 @@ def notebook() -> str:
     return "\n".join(map(str, cells)) if isinstance(cells, list) else ""
 
 
-def _found(path: Path) -> Path | None:
+def _existing_file(path: Path) -> Path | None:
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
@@ -59,7 +59,7 @@ def _searched(top: str, rest: list[str]) -> Path | None:
             return None
         _places[top] = Path(spec.origin)
     origin = _places[top]
-    return origin if not rest else _found(origin.parent.joinpath(*rest)) if origin.name == "__init__.py" else None
+    return origin if not rest else _existing_file(origin.parent.joinpath(*rest)) if origin.name == "__init__.py" else None
 
 
 def _is_own(top: str, file: Path) -> bool:

@@ -50,7 +50,7 @@ _known: dict[str, Reach] = {}
 """What this process knows, by what it depends on."""
 
 
-def kept(roots: Sequence[tuple[str, str]]) -> Reach | None:
+def cached_reach(roots: Sequence[tuple[str, str]]) -> Reach | None:
     """Return the cached reach of these symbols (module, name), or None if there is no valid entry.
 
     Raise PunaError if a source changed since this process imported it.

@@ -53,7 +53,7 @@ def look(external: External, format: str) -> Found:
             found.formats[file.name] = kind
         elif not aside:
             raise PunaError(
-                f"{file.shown}: is neither JSON, Parquet, CSV, TSV nor a saved data set by name and beginning; say which with format"
+                f"{file.location}: is neither JSON, Parquet, CSV, TSV nor a saved data set by name and beginning; say which with format"
             )
         else:
             found.beside.append(file.name)

@@ -139,9 +139,9 @@ def _rows(job: Job, config: ImportConfig) -> Iterator[Row | Fault]:
         return
     try:
         with closing(job.file.open()) as handle:
-            yield from read_rows(handle, job.file.shown, job.format, config.max_row_bytes)
+            yield from read_rows(handle, job.file.location, job.format, config.max_row_bytes)
     except FileNotFoundError as error:
-        raise PunaError(f"input {job.file.shown}: the file is gone ({error})") from error
+        raise PunaError(f"input {job.file.location}: the file is gone ({error})") from error
 
 
 def _planned(kind: str, layout: str, name: str, jobs: Sequence[Job], config: ImportConfig) -> tuple[Plan | None, dict[str, Any]]:
@@ -197,14 +197,14 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
     for row in _rows(job, config):
         found = _taken(row, job, plans[job.source], kind, config) if isinstance(row, Row) else row
         if isinstance(found, Fault):
-            said = f"{job.shown}, row {found.number}{f', field {found.field}' if found.field else ''}: {found.reason}"
+            said = f"{job.location}, row {found.number}{f', field {found.field}' if found.field else ''}: {found.reason}"
             if config.bad_rows == "refuse":
                 raise PunaError(f"{said}. With bad_rows=drop such rows are set aside")
             found = {"id": identifier("dropped", job.source, job.name, found.number), "rule": found.rule, "detail": said}
         else:
             if kind == "documents":
                 found["url"] = address_of(found["url"] or "", job.source, job.name, row.number)
-            found["place"] = f"{job.shown}, row {row.number}"
+            found["place"] = f"{job.location}, row {row.number}"
         held.append(found | {"order": (number << 40) + rows})
         rows += 1
         size += 300 + sum(len(value) for value in found.values() if isinstance(value, str))

@@ -23,9 +23,9 @@ class Job(NamedTuple):
     shards: int = 1
 
     @property
-    def shown(self) -> str:
+    def location(self) -> str:
         """Return the job's place, for people."""
-        return self.file.shown if self.file is not None else f"{self.uri}/{self.name}"
+        return self.file.location if self.file is not None else f"{self.uri}/{self.name}"
 
     def stream(self) -> Any:
         """Return the rows of the shard."""

@@ -56,7 +56,7 @@ def sniff(external: External) -> Found | None:
     for file in every:
         rows = [dict(flat(row)) for row in itertools.islice(_rows(file), max(ROWS // len(every), 1))]
         try:
-            found = fields_of(rows, file.shown) if rows else None
+            found = fields_of(rows, file.location) if rows else None
         except PunaError as error:
             without = without or error
             continue
@@ -123,14 +123,14 @@ def _rows(file: ExternalFile) -> Iterator[dict[str, Any]]:
                 for batch in pq.ParquetFile(handle).iter_batches(batch_size=1):  # rows may share one long text
                     yield from records(batch)
             except (pa.ArrowInvalid, OSError) as error:
-                raise PunaError(f"{file.shown}: not a readable Parquet file ({error})") from error
+                raise PunaError(f"{file.location}: not a readable Parquet file ({error})") from error
         elif suffix(file.name) == ".arrow":
             try:
                 for batch in pa.ipc.open_stream(handle):
                     yield from records(batch.slice(0, ROWS))
             except (pa.ArrowInvalid, OSError) as error:
-                raise PunaError(f"{file.shown}: not a readable Arrow file ({error})") from error
+                raise PunaError(f"{file.location}: not a readable Arrow file ({error})") from error
         else:
             kind = suffix(file.name).removeprefix(".")
-            found = read_rows(handle, file.shown, kind if kind in ("csv", "tsv") else "json", CELL_BYTES)
+            found = read_rows(handle, file.location, kind if kind in ("csv", "tsv") else "json", CELL_BYTES)
             yield from (row.fields for row in found if isinstance(row, Row))

@@ -41,7 +41,7 @@ class Constraints(BoundedVerifier):
             name = _bare(full)
             if name not in KINDS:
                 raise ValueError(f"there is no instruction {full!r}{did_you_mean(name, sorted(KINDS))}")
-            _check_arguments(name, _given(given))
+            _check_arguments(name, _arguments(given))
         return self
 
     def score(self, question: Question, answer: str) -> Score:
@@ -49,7 +49,7 @@ class Constraints(BoundedVerifier):
         texts = _variants(answer) if self.loose else [answer]
         missed = []
         for full, given in zip(self.instruction_id_list, self.kwargs, strict=True):
-            check, arguments = KINDS[_bare(full)], _given(given)
+            check, arguments = KINDS[_bare(full)], _arguments(given)
             if not any(text.strip() and check(text, **arguments) for text in texts):
                 missed.append(_bare(full))
         total = len(self.instruction_id_list)
@@ -62,7 +62,7 @@ def _bare(name: str) -> str:
     return name.partition(":")[2] if name.count(":") == 2 else name
 
 
-def _given(arguments: dict[str, JsonValue]) -> dict[str, Any]:
+def _arguments(arguments: dict[str, JsonValue]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 

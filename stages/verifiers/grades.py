@@ -83,14 +83,14 @@ def graded(rows: Sequence[dict[str, Any]], judge: Loaded, settings: JudgeSetting
     for points, names in ((settings.points, sorted(said.keys() - of_code)), (settings.code_points, sorted(of_code))):
         verifier = Judge(rubric=RUBRIC.format(lines="\n".join(f"- {point}" for point in points)), max_grade=len(points))
         items = {name: Item(verifier, Question(name, "", asked[name], None), said[name]) for name in names}
-        found = _asked(judge, "points", {name: verifier.request(item) for name, item in items.items()}, len(points))
+        found = _grade(judge, "points", {name: verifier.request(item) for name, item in items.items()}, len(points))
         graded.quality.update({one.name: one.mean / len(points) for one in found})
         graded.full.update(one.name for one in found if one.mean >= len(points) - settings.below_full)
         answers += found
     if settings.difficulty:
         most = settings.max_intentions
-        levels = _asked(judge, "difficulty", {name: DIFFICULTY.format(request=text) for name, text in asked.items()}, LEVELS)
-        counts = _asked(judge, "intentions", {name: INTENTIONS.format(request=text, most=most) for name, text in asked.items()}, most)
+        levels = _grade(judge, "difficulty", {name: DIFFICULTY.format(request=text) for name, text in asked.items()}, LEVELS)
+        counts = _grade(judge, "intentions", {name: INTENTIONS.format(request=text, most=most) for name, text in asked.items()}, most)
         counted = {one.name: one.mean / most for one in counts}
         graded.difficulty.update({o.name: (o.mean / LEVELS + counted[o.name]) / 2 for o in levels if o.name in counted})
         answers += [*levels, *counts]
@@ -110,7 +110,7 @@ class Answered(NamedTuple):
     probability: float
 
 
-def _asked(judge: Loaded, kind: str, requests: dict[str, str], top: int) -> list[Answered]:
+def _grade(judge: Loaded, kind: str, requests: dict[str, str], top: int) -> list[Answered]:
     """Return the grade of each request that fits into the judge's context."""
     found = zip(requests, grades(judge, list(requests.values()), top), strict=True)
     return [Answered(kind, name, round(one.mean, DIGITS), one.answered) for name, one in found if one.mean is not None]

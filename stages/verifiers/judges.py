@@ -65,7 +65,7 @@ class Judges:
         return self._loaded[artifact.data_digest]
 
 
-def asked(question: Question) -> list[dict[str, object]]:
+def conversation(question: Question) -> list[dict[str, object]]:
     """Return the messages of the conversation."""
     return list(question.messages) or [{"role": "user", "content": question.text}]
 

@@ -89,9 +89,9 @@ class Numeric(BoundedVerifier):
         number = found[0 if self.take == "first" else -1]
         value = self._in_unit(text, number)
         if value is None:
-            return Score(0.0, f"{_shown(number.value)} has none of the units {', '.join(map(repr, self.units))}")
+            return Score(0.0, f"{_format(number.value)} has none of the units {', '.join(map(repr, self.units))}")
         room = max(Fraction(repr(self.absolute)), Fraction(repr(self.relative)) * abs(expected))
-        return Score(float(abs(value - expected) <= room), f"{_shown(value)}, expected {_shown(expected)}")
+        return Score(float(abs(value - expected) <= room), f"{_format(value)}, expected {_format(expected)}")
 
     def check(self, question: Question) -> None:
         """Raise PunaError without an expected number."""
@@ -174,5 +174,5 @@ def _plain(text: str, decimal: Decimal) -> Fraction:
     return Fraction(kept.replace(point, "."))
 
 
-def _shown(value: Fraction) -> str:
+def _format(value: Fraction) -> str:
     return str(value) if len(str(value)) <= 40 else f"{float(value):.12g}" if abs(value) < 10**300 else "a very large number"

@@ -32,7 +32,7 @@ def register(verifier: type[V]) -> type[V]:
     return verifier
 
 
-def known() -> dict[str, type[Verifier]]:
+def all_verifiers() -> dict[str, type[Verifier]]:
     """Return all verifiers by name, after registering Puna's own."""
     _import_own()
     return _KNOWN
@@ -57,13 +57,13 @@ def from_json(given: Any) -> Verifier:
 
 def kind_of(name: str) -> type[Verifier]:
     """Return the verifier class of that name; raise PunaError if there is none."""
-    if name not in known():
+    if name not in all_verifiers():
         for offered in plugins.offers("puna.verifiers").values():
             if isinstance(offered, type) and issubclass(offered, Verifier):
                 register(offered)
-    if name not in known():
-        raise PunaError(f"there is no verifier {name!r}{did_you_mean(name, sorted(known()))}")
-    return known()[name]
+    if name not in all_verifiers():
+        raise PunaError(f"there is no verifier {name!r}{did_you_mean(name, sorted(all_verifiers()))}")
+    return all_verifiers()[name]
 
 
 @lru_cache(maxsize=8192)

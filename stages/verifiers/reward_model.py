@@ -9,7 +9,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from puna.stages.verifiers.base import Item, Score, Verifier
-from puna.stages.verifiers.judges import DIGEST, Loaded, asked, batches
+from puna.stages.verifiers.judges import DIGEST, Loaded, batches, conversation
 from puna.stages.verifiers.registry import register
 from puna.stages.verifiers.tools import Tools
 
@@ -67,7 +67,7 @@ def _rendered(judge: Loaded, item: Item) -> tuple[list[int], list[int]] | Score:
     from puna.models.tokens.tokenizer import ChatError, TemplateError
 
     try:
-        prompt, answer, _ = judge.tokenizer.render_pair(asked(item.question), item.answer)
+        prompt, answer, _ = judge.tokenizer.render_pair(conversation(item.question), item.answer)
     except (ChatError, TemplateError) as error:
         return Score(None, f"the reward model's chat template refuses the answer: {error}")
     if len(prompt) + len(answer) > judge.model.config.max_position_embeddings:

@@ -147,7 +147,7 @@ def test_a_signature_opens_a_file_and_is_shown_nowhere(server: str) -> None:
     (external,) = External.resolve(SIGNED.format(host=server).replace("https", "http"))
     assert (external.name, external.uri) == ("web", f"http://{server}/crawl/web.warc.gz")
     (file,) = external.files
-    assert (file.name, file.shown, file.bytes) == ("web.warc.gz", external.uri, 5)
+    assert (file.name, file.location, file.bytes) == ("web.warc.gz", external.uri, 5)
     with file.open() as handle:
         assert handle.read() == b"pages"
     assert "5ec2e7aa" not in f"{external!r}{file!r}" and "AKIA" not in f"{external!r}"

@@ -15,7 +15,7 @@ from puna.stages.contract import StageConfig, StageRun, execute, stage
 from puna.stages.conversations import asking
 from puna.stages.verifiers.base import Item, Question, Score
 from puna.stages.verifiers.child import child
-from puna.stages.verifiers.registry import from_text, known, to_text
+from puna.stages.verifiers.registry import all_verifiers, from_text, to_text
 from puna.stages.verifiers.scoring import Scorer
 from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import PunaError, Store
@@ -42,11 +42,11 @@ def score_all(config: ScoreAllConfig, run: StageRun) -> None:
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(plugins, "_modules", {})
     monkeypatch.setattr(sys, "path", list(sys.path))
-    before = dict(known())
+    before = dict(all_verifiers())
     child().close()
     yield
-    known().clear()
-    known().update(before)
+    all_verifiers().clear()
+    all_verifiers().update(before)
     from_text.cache_clear()
     child().close()
 
