@@ -11,7 +11,7 @@ from puna.stages.training.kto import measure_kto, train_kto
 from puna.stages.training.lora import adapted
 from puna.stages.training.needs import chat_template, trained
 from puna.stages.training.rankings import labelled, pairs_of, ranked, read_preferences, render_ranked
-from puna.stages.training.reference import Reference, kept, targets_of
+from puna.stages.training.reference import Reference, stored_logprobs, targets_of
 from puna.stages.training.settings import DpoConfig
 from puna.stages.training.train import Example, fit, load_model, row_limit, save_model, training_precision
 from puna.storage import PunaError
@@ -31,7 +31,7 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
     """Train by DPO, or another preference loss, with format tokens masked and an NLL term on the better answer (Llama 3, section 4.1.4).
 
     The reference is the policy that training starts from; where the loss needs its log-probabilities, those of the preferences
-    that training comes to are computed once, before the first step, but for those that `reference_logprobs` has kept beside them
+    that training comes to are computed once, before the first step, but for those that `reference_logprobs` has stored_logprobs beside them
     (the metric `reference_answers` counts what was computed).
     With loss kto the best answers of a preference (edited, chosen and their equals) are good ones, the worst are bad ones.
     The metrics `heldout_accuracy` and `heldout_margin` are of the held-out pairs, after training; with kto the latter is between the
@@ -52,7 +52,7 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
     held = [row for row in rows if row["split"] == "heldout"]
     heldout = [one.example for one in render_ranked(tokenizer, held, limit, bad, tiers_of)]
     bad.write(run)
-    reference = Reference(config, run, kept(preferences, model, config, run))
+    reference = Reference(config, run, stored_logprobs(preferences, model, config, run))
     known = reference.of(policy, heldout)
     if config.engine == "trl":
         from puna.stages.training.trl_engine import hub_tokenizer, train_dpo

@@ -8,7 +8,7 @@ from puna.stages.contract import Facts, Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
 from puna.stages.training.needs import chat_template
 from puna.stages.training.rankings import labelled, read_preferences, render_ranked
-from puna.stages.training.reference import name_of, summed, written
+from puna.stages.training.reference import answer_ids, name_of, summed
 from puna.stages.training.train import frozen_dtype, load_model
 
 
@@ -41,7 +41,7 @@ def reference_logprobs(model: Model, preferences: Preferences, config: Reference
     examples = [one.example for one in render_ranked(tokenizer, rows, limit, bad, labelled)]
     values = summed(network, examples, config.mask_format, config.micro_batch_tokens, lambda done, total: run.progress(done, total))
     name = name_of(model, config.mask_format, "bf16" if frozen_dtype() == torch.bfloat16 else "fp32")
-    scores = {key: value for one, some in zip(examples, values, strict=True) for key, value in zip(written(one), some, strict=True)}
+    scores = {key: value for one, some in zip(examples, values, strict=True) for key, value in zip(answer_ids(one), some, strict=True)}
     run.write(preferences.read())
     run.write_rows([{"id": key, "name": name, "value": value} for key, value in sorted(scores.items())], "scores")
     bad.write(run)

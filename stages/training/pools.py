@@ -36,11 +36,9 @@ STEPS = 1024
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much text of each group small runs need, in tokens.
+    """Text that small runs need of each group, in tokens.
 
-    `row`: length of a packed row. `document`: only this much of a document's beginning is read, so that few
-    tokens still come from many documents.
-    """
+    `row`: length of a packed row. `document`: longest read beginning of a document, so that few tokens come from many documents."""
 
     training: int
     heldout: int
@@ -70,17 +68,15 @@ class Group:
 
     @property
     def bytes(self) -> int:
-        """Text of the group."""
         return self.found.bytes
 
     @property
     def documents(self) -> int:
-        """Documents of the group."""
         return self.found.documents
 
 
 def grouped(documents: Artifact, mixture: Artifact | None, most: int, sizes: Sizes, run: StageRun) -> list[Group]:
-    """The largest categories of the training documents by bytes, the others together; without a mixture all are of one."""
+    """Group the training documents by category: the largest by bytes, the others together; one group without a mixture."""
     found: dict[str, Found] = {}
     for part in run.map(_counted, _parts(documents), mixture, run.seed("order"), sizes.document):
         for name, one in part.items():
@@ -106,12 +102,12 @@ def _training(part: Part, mixture: Artifact | None) -> list[Chosen]:
 
 
 def _step(order: int) -> int:
-    """The step of the hashed order, whose hashes have 63 bits."""
+    """Return the step of a 63-bit hash in the hashed order."""
     return order * STEPS >> 63
 
 
 def _counted(part: Part, mixture: Artifact | None, seed: int, most: int) -> dict[str, Found]:
-    """What a part has of each category; of no document more than `most` tokens would be read."""
+    """Count a part's documents by category; of each document at most `most` tokens are read."""
     counts: dict[str, tuple[list[int], list[int]]] = {}
     for row in _training(part, mixture):
         sizes, steps = counts.setdefault(row.category, ([], []))
@@ -155,7 +151,7 @@ def build_pools(
 def _encode(
     part: Part, mixture: Artifact | None, last: dict[str, tuple[int, int]], tokenizer: str, seed: int, most: int
 ) -> pa.Table:
-    """The part's documents up to the last step that is read of their group: the first `most` tokens of each."""
+    """Encode the first `most` tokens of the part's documents, up to the last step that their group needs."""
     rows = [(rank(seed, row.id), row) for row in _training(part, mixture)]
     rows = [(order, row) for order, row in rows if _step(order) <= last[row.category][1]]
     vocabulary = loaded(tokenizer)
@@ -174,7 +170,7 @@ def _encode(
 
 
 def _divide(rows: pa.Table, total: int, sizes: Sizes) -> tuple[Packed, Packed]:
-    """The first documents of a group as its pool and as held out: at most a third of its text, then what follows."""
+    """Return a group's pool and its held-out documents: the first ones, at most a third of its text."""
     rows = rows.sort_by([("order", "ascending"), ("id", "ascending")])
     reached = np.cumsum(rows["bytes"].to_numpy())
     limit = min(sizes.heldout * TEXT_PER_TOKEN, total // 3)
@@ -198,7 +194,7 @@ class Pools:
     @staticmethod
     @lru_cache(maxsize=1)
     def read(rows: PoolRows) -> Pools:
-        """The documents that `build_pools` chose."""
+        """Read the documents that `build_pools` chose."""
         divided = [_divide(part.read(), total, rows.sizes) for part, total in zip(rows.parts, rows.totals, strict=True)]
         return Pools(
             tuple(pool for pool, _ in divided),
@@ -207,13 +203,13 @@ class Pools:
         )
 
     def mixed(self, shares: Sequence[float], rows_per_step: int, begin: int) -> Mixed:
-        """Batches whose rows come from the groups in these shares."""
+        """Return batches whose rows come from the groups in these shares."""
         readers = [Reader(p, np.zeros(len(p.owners), dtype=bool), 1, seed=0, begin=begin) for p in self.training]
         return Mixed(readers, np.asarray(shares, dtype=np.float64), rows_per_step)
 
 
 def _pieces(packed: Packed, limit: int) -> list[Any]:
-    """Pieces with a token to predict, until there are `limit` tokens."""
+    """Return pieces with a token to predict, until they have `limit` tokens."""
     found, size = [], 0
     for index in np.flatnonzero(packed.sizes > 1).tolist():
         if size >= limit:
@@ -238,7 +234,7 @@ class Mixed:
     _counts: list[int] = field(default_factory=list)
 
     def _slot(self, index: int) -> tuple[int, int]:
-        """(group, how many of its rows came before) of row `index`."""
+        """Return the group of row `index`, and the number of its earlier rows."""
         if not self._counts:
             self._counts = [0] * len(self.readers)
         while len(self._taken) <= index:
@@ -256,11 +252,11 @@ class Mixed:
         return found
 
     def lengths(self, step: int) -> list[int]:
-        """Lengths of the documents of a step, in tokens."""
+        """Return the lengths of a step's documents, in tokens."""
         return [stop - start for _, start, stop in self._spans(step)]
 
     def batches(self, step: int, micro_batch_tokens: int) -> list[Targets]:
-        """The step's rows as micro-batches of about so many tokens, whose gradients add up."""
+        """Return the step's rows as micro-batches of about `micro_batch_tokens`, whose gradients add up."""
         from puna.models.training.objectives.base import Targets
 
         return [

@@ -31,7 +31,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """torch on one thread: sums then add up in one order, whatever machine or worker a trial runs on."""
+    """Run torch on one thread, so that sums add up in the same order on any machine or worker."""
     import torch
 
     before = torch.get_num_threads()
@@ -50,7 +50,7 @@ def trained(
     seed: int,
     state: Path,
 ) -> Proxy:
-    """A model of this shape, trained; `lengths` gives the documents' lengths of a step, for the cost. `state`: where it is saved."""
+    """Train a model of this shape. `lengths` gives a step's document lengths, for the cost; `state` is the folder of checkpoints."""
     import torch
 
     from puna.models import accounting
@@ -66,7 +66,7 @@ def trained(
 
 
 def remembered(file: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """The JSON object in `file`, made and written first where there is none. `make` is given a folder for the state of its training."""
+    """Return the JSON object in `file`; make and write it first if it is missing. `make` gets a folder for training state."""
     state = file.with_suffix("")
     if not file.exists():
         write_text(file, json.dumps(make(state)))

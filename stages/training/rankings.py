@@ -18,14 +18,14 @@ Tiers = list[list[Message]]
 
 
 def read_preferences(artifacts: Sequence[Artifact], levels: Sequence[str] | None) -> list[dict[str, Any]]:
-    """The preferences of the given levels, or of none; in an order that does not depend on that of the artifacts. None: all levels."""
+    """Return the preferences of these levels (None: all) or without a level, in an order that does not depend on the artifacts'."""
     rows = [row for artifact in artifacts for row in artifact.read().to_pylist()]
     rows = [row for row in rows if levels is None or row["level"] is None or row["level"] in levels]
     return sorted(rows, key=lambda row: str(row["id"]))
 
 
 def check_splits(artifacts: Sequence[Artifact]) -> None:
-    """PunaError when one set of preferences trains on a prompt that another holds out: its accuracy would be no held-out one."""
+    """Raise PunaError if one set of preferences trains on a prompt that another holds out."""
     where: dict[str, dict[str, str]] = {"train": {}, "heldout": {}}
     for artifact in artifacts:
         table = artifact.read(columns=["prompt_id", "split"])
@@ -40,7 +40,7 @@ def check_splits(artifacts: Sequence[Artifact]) -> None:
 
 
 def ranked(row: dict[str, Any]) -> Tiers:
-    """The answers of a preference in tiers of equals, best first: edited, chosen, others in between, rejected."""
+    """Return the answers of a preference in tiers of equals, best first: edited, chosen, others between, rejected."""
     (edited, best, worst), between = _sides(row)
     if not best or not worst:
         known = "a good answer is" if best else "a bad answer is" if worst else "no answer is"
@@ -49,7 +49,7 @@ def ranked(row: dict[str, Any]) -> Tiers:
 
 
 def labelled(row: dict[str, Any]) -> Tiers:
-    """The good and the bad answers of a preference, in two tiers that may be empty; those between the best and the worst are neither."""
+    """Return the good and the bad answers of a preference as two tiers, which may be empty; those between are neither."""
     (edited, best, worst), _ = _sides(row)
     if not best and not worst:
         raise BadRow("one_sided", f"row {row['id']}: neither a good nor a bad answer is known")
@@ -57,7 +57,7 @@ def labelled(row: dict[str, Any]) -> Tiers:
 
 
 def _sides(row: dict[str, Any]) -> tuple[Tiers, Tiers]:
-    """The edited, the best and the worst answers; and the tiers between them."""
+    """Return the edited, the best and the worst answers; and the tiers between them."""
     tiers: dict[int, list[Message]] = {}
     for other in others_of(row):
         tiers.setdefault(other.pop("rank"), []).append(other)
@@ -79,7 +79,7 @@ def render_ranked(
     bad: BadRows,
     tiers_of: Callable[[dict[str, Any]], Tiers] = ranked,
 ) -> list[Ranked]:
-    """Each prompt with the ranked answers of all its preferences, or as many of them as a packed row holds."""
+    """Render each prompt with the ranked answers of all its preferences, or as many as a packed row holds."""
     limit = limit._replace(what="the prompt with its answers")
     ordered = sorted(rows, key=lambda row: (row["prompt_id"], row["id"]))
     found: list[Ranked] = []
@@ -94,14 +94,14 @@ def render_ranked(
 
 
 def _joined(one: Example, other: Example) -> Example:
-    """The answers of both behind their common prompt."""
+    """Join the answers of both behind their common prompt."""
     start = len(one.answers)
     shifted = [[[start + index for index in tier] for tier in tiers] for tiers in other.groups]
     return Example(one.prompt, one.answers + other.answers, one.masks + other.masks, one.groups + shifted)
 
 
 def pairs_of(example: Example, pairs: str) -> list[tuple[int, int]]:
-    """(better, worse) indices of answers: the best of each ranking against the worst, or against each that is worse."""
+    """Return (better, worse) indices of answers: the best of each ranking against the worst, or against each worse one."""
     return [
         (better, worse)
         for tiers in example.groups

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def targets_of(examples: Sequence[Example], mask_format: bool) -> Targets:
-    """The prompts with their answers in one row; what is masked counts in no preference term."""
+    """Pack prompts with their answers into one row. Masked tokens count in no preference term."""
     from puna.models.training.objectives import Targets
 
     masks = [e.masks if mask_format else [[True] * len(a) for a in e.answers] for e in examples]
@@ -29,15 +29,14 @@ def targets_of(examples: Sequence[Example], mask_format: bool) -> Targets:
 
 
 class Reference:
-    """The log-probabilities of answers under the reference of a preference loss: those that were kept, the others computed."""
+    """Log-probabilities of answers under the reference of a preference loss: stored ones, or computed."""
 
-    def __init__(self, config: DpoConfig, run: StageRun, known: Mapping[str, float] | None = None) -> None:
-        """`known`: see `kept`."""
-        self._config, self._run, self._known = config, run, known or {}
+    def __init__(self, config: DpoConfig, run: StageRun, stored: Mapping[str, float] | None = None) -> None:
+        self._config, self._run, self._stored = config, run, stored or {}
         self.computed = 0
 
     def of(self, model: Transformer, examples: Sequence[Example], note: str = "reference") -> list[list[float]]:
-        """Summed unmasked log-probability of every answer, prompt by prompt; zeros where the loss needs no reference.
+        """Return the summed unmasked log-probability of every answer, prompt by prompt; zeros if the loss needs no reference.
 
         The model computes as it does in training: a ratio of bf16 to fp32 would have bf16's rounding in it.
         """
@@ -46,22 +45,22 @@ class Reference:
         config = self._config
         if not config.preference.needs_reference:
             return [[0.0] * len(example.answers) for example in examples]
-        names = [written(example) for example in examples]
-        missing = [i for i, some in enumerate(names) if not all(name in self._known for name in some)]
+        names = [answer_ids(example) for example in examples]
+        missing = [i for i, some in enumerate(names) if not all(name in self._stored for name in some)]
         self.computed += sum(len(names[i]) for i in missing)
         size = config.training.compute.micro_batch_tokens
         with computing_in(model, training_precision(config.training.compute, self._run)):
             found = summed(
                 model, [examples[i] for i in missing], config.mask_format, size, lambda done, total: self._run.progress(done, total, note)
             )
-        made = dict(zip(missing, found, strict=True))
-        return [made[i] if i in made else [self._known[name] for name in some] for i, some in enumerate(names)]
+        computed = dict(zip(missing, found, strict=True))
+        return [computed[i] if i in computed else [self._stored[name] for name in some] for i, some in enumerate(names)]
 
 
 def summed(
     model: Model, examples: Sequence[Example], mask_format: bool, micro_batch_tokens: int, progress: Callable[[int, int], None]
 ) -> list[list[float]]:
-    """Summed unmasked log-probability of every answer under the model as it is, prompt by prompt."""
+    """Return the summed unmasked log-probability of every answer under the model, prompt by prompt."""
     from puna.models.training.objectives import reference_logprobs
 
     def compute(some: list[Example]) -> torch.Tensor:
@@ -70,18 +69,18 @@ def summed(
     return by_answer(examples, micro_batch_tokens, compute, progress)
 
 
-def kept(preferences: Sequence[Artifact], model: Artifact, config: DpoConfig, run: StageRun) -> dict[str, float]:
-    """What stage `reference_logprobs` wrote beside these preferences of this model in this precision, by the names of `written`."""
+def stored_logprobs(preferences: Sequence[Artifact], model: Artifact, config: DpoConfig, run: StageRun) -> dict[str, float]:
+    """Return the log-probabilities that `reference_logprobs` stored with these preferences, of this model in this precision."""
     name = name_of(model, config.mask_format, training_precision(config.training.compute, run))
     tables = [artifact.read("scores").to_pylist() for artifact in preferences if "scores" in artifact.tables]
     return {row["id"]: row["value"] for rows in tables for row in rows if row["name"] == name}
 
 
 def name_of(model: Artifact, mask_format: bool, precision: Precision) -> str:
-    """What the log-probabilities of a model are called in `scores`."""
+    """Return the name of a model's log-probabilities in `scores`."""
     return f"{'content' if mask_format else 'answer'}_logprob {precision} {model.data_digest}"
 
 
-def written(example: Example) -> list[str]:
-    """A name for each answer of an example with its prompt: their tokens, and which of them are masked."""
+def answer_ids(example: Example) -> list[str]:
+    """Return an id of each answer of an example: a digest of the tokens of prompt and answer, and of the mask."""
     return [identifier(example.prompt, ids, mask) for ids, mask in zip(example.answers, example.masks, strict=True)]

@@ -1,6 +1,4 @@
-"""How well numbers order pairs of answers, and how sure they may be of it: by level, by how their lengths differ, and beside length
-itself as the judge.
-"""
+"""Accuracy of rewards on pairs of answers, and its calibration: by level, by length, and beside length as the judge."""
 
 from __future__ import annotations
 
@@ -20,9 +18,12 @@ STEPS = 10
 
 
 class Pair(NamedTuple):
-    """Chosen against rejected: 1 for the right order, one half for a tie; the same of length as the judge; the difference of lengths,
-    and of the numbers.
-    """
+    """A chosen and a rejected answer.
+
+    right        1 if the rewards order them rightly, one half for a tie
+    longer       the same for length as the judge
+    difference   of lengths, as a share of the longer
+    margin       difference of rewards"""
 
     level: str | None
     right: float
@@ -32,7 +33,7 @@ class Pair(NamedTuple):
 
 
 def pairs(found: Sequence[Ranked], numbers: Sequence[Sequence[float]]) -> tuple[list[Pair], list[float]]:
-    """The pair of each preference by the numbers of its answers; and where there is an edit, the order of it and the chosen answer."""
+    """Return the pair of each preference by its answers' rewards; and the order of each edit and its chosen answer."""
     ordered: list[Pair] = []
     edits: list[float] = []
     for one, values in zip(found, numbers, strict=True):
@@ -48,7 +49,7 @@ def pairs(found: Sequence[Ranked], numbers: Sequence[Sequence[float]]) -> tuple[
 
 
 def report(ordered: Sequence[Pair], edits: Sequence[float], split: str, run: StageRun) -> None:
-    """Metrics of a split; of held-out pairs by level, and a figure by length."""
+    """Report the metrics of a split; of held-out pairs also by level, with a figure by length."""
     if edits:
         run.metric(f"{split}_edit_accuracy", _mean(edits))
     if not ordered:
@@ -80,9 +81,7 @@ def report(ordered: Sequence[Pair], edits: Sequence[float], split: str, run: Sta
 
 
 def calibration_error(ordered: Sequence[Pair]) -> float:
-    """By how much the accuracy differs from the probability that Bradley-Terry claims for the order that the numbers give, weighted by
-    pairs over equal parts of the range one half to 1 (expected calibration error, Guo et al. 2017).
-    """
+    """Return the expected calibration error (Guo et al. 2017) of Bradley-Terry's probabilities over parts of one half to 1."""
     parts: dict[int, list[Pair]] = {}
     for pair in ordered:
         parts.setdefault(min(STEPS - 1, int((sigmoid(abs(pair.margin)) - 0.5) * 2 * STEPS)), []).append(pair)
@@ -91,7 +90,7 @@ def calibration_error(ordered: Sequence[Pair]) -> float:
 
 
 def _order(better: float, worse: float) -> float:
-    """1 when in the right order, one half for a tie."""
+    """Return 1 for the right order, one half for a tie."""
     return float(better > worse) + 0.5 * float(better == worse)
 
 

@@ -26,7 +26,7 @@ class Pairs(NamedTuple):
     fold: Tensor
 
     def of(self, chosen: Tensor) -> Pairs:
-        """Those that a mask [M] chooses."""
+        """Return the pairs that a mask [M] selects."""
         return Pairs(*(one[chosen] for one in self))
 
 
@@ -58,7 +58,7 @@ def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens
 
 
 def _orders(example: Example) -> list[tuple[int, int]]:
-    """(better, worse): every answer with each of a worse tier."""
+    """Return (better, worse): every answer with each of a worse tier."""
     return [
         (better, worse)
         for tiers in example.groups
@@ -70,14 +70,14 @@ def _orders(example: Example) -> list[tuple[int, int]]:
 
 
 def _order(difference: float) -> float:
-    """1 when in the right order, one half for a tie."""
+    """Return 1 for the right order, one half for a tie."""
     return float(difference > 0) + 0.5 * float(difference == 0)
 
 
 def answer_states(
     model: Transformer, examples: Sequence[Example], micro_batch_tokens: int, progress: Callable[[int, int, str], None] | None = None
 ) -> list[Tensor]:
-    """The final hidden states [answers, D] at the last token of each example's answers, where the scalar head reads."""
+    """Return the final hidden states [answers, D] at the last token of each answer, where the scalar head reads."""
     import torch
 
     from puna.models.training.objectives import Targets
@@ -97,7 +97,7 @@ def answer_states(
 
 
 def best_penalty(pairs: Pairs) -> float:
-    """The penalty whose fits to all folds but one have the smallest loss on that one; where there is one fold alone, the strongest."""
+    """Return the penalty with the smallest cross-validated loss; the strongest for a single fold."""
     numbers = pairs.fold.unique().tolist()
     if len(numbers) < 2:
         return PENALTIES[-1]
@@ -111,7 +111,7 @@ def best_penalty(pairs: Pairs) -> float:
 
 
 def cross_validated(pairs: Pairs) -> float:
-    """Share of pairs in the right order by fits, penalty included, to the folds that they are not of."""
+    """Return the share of left-out pairs in the right order, each judged by a fit (penalty included) to the other folds."""
     right = 0.0
     for number in pairs.fold.unique().tolist():
         out = pairs.fold == number
@@ -132,7 +132,7 @@ def _loss(differences: Tensor, weight: Tensor, head: Tensor) -> float:
 
 
 def bradley_terry(differences: Tensor, weight: Tensor, penalty: float) -> Tensor:
-    """The head [D] that minimises ``-weight . log sigmoid(differences @ head) / sum(weight) + penalty / 2 |head|^2``.
+    """Return the head [D] that minimises ``-weight . log sigmoid(differences @ head) / sum(weight) + penalty / 2 |head|^2``.
 
     differences [M, D] float64: better less worse; weight [M] float64. Newton's method with step halving; the minimum is unique.
     """

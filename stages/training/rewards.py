@@ -1,4 +1,4 @@
-"""What a policy's answers are rewarded by: a reward model, the verifiers of the prompts, or both."""
+"""Rewards of a policy's answers: by a reward model, the verifiers of the prompts, or both."""
 
 from __future__ import annotations
 
@@ -40,10 +40,9 @@ CENTER = (
 
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards of answers to prompts, given as ids. `gold`: the verifiers' scores; `numbers`: the reward models' number.
+    """Rewards of answers to prompts, given as ids: `gold` are the verifiers' scores, `numbers` the reward models' numbers.
 
-    With both: the score times the sum of `floor` and the sigmoid of the number less `center`.
-    """
+    With both: the score times the sum of `floor` and the sigmoid of the number less `center`."""
 
     gold: Scores | None
     numbers: Scores | None
@@ -51,7 +50,6 @@ class Rewards:
     center: float = 0.0
 
     def __call__(self, prompts: Ids, completions: Completions) -> list[list[float]]:
-        """A reward for each answer to each prompt."""
         if self.gold is None or self.numbers is None:
             alone = self.gold or self.numbers
             assert alone is not None
@@ -60,7 +58,7 @@ class Rewards:
         return [[score * (self.floor + sigmoid(number, self.center)) for score, number in zip(*pair, strict=True)] for pair in both]
 
     def centered(self, prompts: Ids, completions: Completions) -> Rewards:
-        """With the mean number of these answers as center, each weighing what the verifiers score it; the same where none has a score."""
+        """Center by the mean number of these answers, weighted by their verifier scores; unchanged if all scores are 0."""
         if self.gold is None or self.numbers is None:
             return self
         both = zip(self.gold(prompts, completions), self.numbers(prompts, completions), strict=True)
@@ -79,13 +77,13 @@ def rewards_of(
     floor: float = 0.0,
     ensemble: Ensemble = "mean",
 ) -> Rewards:
-    """Rewards by the verifier's score, the reward models' number, or both; `asked` are the ids of `rows`."""
+    """Return rewards by the verifiers' scores, the reward models' numbers, or both. `asked` are the ids of `rows`."""
     gold = None if scorer is None else gold_of(scorer, rows, asked, tokenizer)
     return Rewards(gold, ensemble_of(reward_models, micro_batch_tokens, ensemble) if reward_models else None, floor)
 
 
 def ensemble_of(models: Sequence[Transformer], micro_batch_tokens: int, how: Ensemble) -> Scores:
-    """The number of one or more reward models for each answer."""
+    """Return a function that gives the number of one or more reward models for each answer."""
     from puna.models.training.rollouts import reward_model_scorer
 
     members = [reward_model_scorer(model, micro_batch_tokens) for model in models]
@@ -98,12 +96,12 @@ def ensemble_of(models: Sequence[Transformer], micro_batch_tokens: int, how: Ens
 
 
 def combined(numbers: Sequence[float], how: Ensemble) -> float:
-    """The reward of one answer from each member's number, in whatever order they come."""
+    """Combine the members' numbers of one answer, in any order."""
     return min(numbers) if how == "min" else math.fsum(numbers) / len(numbers)
 
 
 def gold_of(scorer: Scorer, rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer) -> Scores:
-    """The verifier's scores of answers to prompts, given as ids; 0 where it fails. `asked` are the ids of `rows`."""
+    """Return a function that gives the verifier's score of each answer, 0 where it fails. `asked` are the ids of `rows`."""
     by_ids: dict[tuple[int, ...], dict[str, Any]] = {}
     for ids, row in zip(asked, rows, strict=True):
         known = by_ids.setdefault(tuple(ids), row)

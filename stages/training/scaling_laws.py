@@ -29,7 +29,7 @@ class PowerLaw:
     unit: float
 
     def __call__(self, compute: npt.ArrayLike) -> Floats:
-        """The loss at `compute`."""
+        """Return the loss at `compute`."""
         x = np.asarray(compute, dtype=np.float64) / self.unit
         return np.asarray(self.floor + self.scale * x**-self.exponent, dtype=np.float64)
 
@@ -38,7 +38,7 @@ EXPONENTS = np.geomspace(0.01, 2.0, 400)
 
 
 def fit_power_law(compute: npt.ArrayLike, loss: npt.ArrayLike) -> PowerLaw:
-    """The least-squares power law through points of (compute, loss); it takes at least three."""
+    """Fit a least-squares power law to at least three points of (compute, loss)."""
     x, y = np.asarray(compute, dtype=np.float64), np.asarray(loss, dtype=np.float64)
     if len(x) < 3 or len(x) != len(y):
         raise ValueError(f"a power law needs at least 3 points of compute and loss, not {len(x)} and {len(y)}")
@@ -50,7 +50,7 @@ def fit_power_law(compute: npt.ArrayLike, loss: npt.ArrayLike) -> PowerLaw:
 
 
 def _power_laws(x: Floats, ys: Floats, exponents: Floats) -> Floats:
-    """Rows (floor, scale, exponent) of the best law for each row of losses ys [B, n] at x [n]."""
+    """Return (floor, scale, exponent) of the best law for each row of losses ys [B, n] at x [n]."""
     n = len(x)
     best = np.full(len(ys), np.inf)
     found = np.zeros((len(ys), 3))
@@ -78,7 +78,7 @@ def _power_laws(x: Floats, ys: Floats, exponents: Floats) -> Floats:
 def predict(
     compute: npt.ArrayLike, loss: npt.ArrayLike, target: float, draws: int, generator: np.random.Generator
 ) -> tuple[float, float, float]:
-    """(loss, low, high) that the law through the points predicts at compute `target`, with a 95 % interval.
+    """Return (loss, low, high): the law's prediction at compute `target`, with a 95 % interval.
 
     The interval is that of one more run there: residuals, widened for the three numbers fitted, are drawn
     again onto the law, the law is fitted again, and a residual is added to what it says (residual bootstrap,
@@ -110,7 +110,7 @@ class MixingLaw:
     slopes: Floats
 
     def __call__(self, shares: Floats) -> Floats:
-        """Losses [n] at mixtures [n, M] (or one loss at [M])."""
+        """Return losses [n] at mixtures [n, M] (or one loss at [M])."""
         return np.asarray(self.floor + np.exp(shares @ self.slopes), dtype=np.float64)
 
 
@@ -118,7 +118,7 @@ FLOORS = np.linspace(0.0, 0.98, 50)
 
 
 def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
-    """The law through losses [n] at mixtures [n, M]; it takes at least M + 1 mixtures.
+    """Fit a law to losses [n] at mixtures [n, M]; it takes at least M + 1 mixtures.
 
     For a given floor the logarithm of the rest is linear in the shares; each point is weighed by the square
     of that rest, which makes an error in the logarithm one in the loss.
@@ -142,7 +142,7 @@ def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
 
 
 def left_out_errors(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Floats:
-    """What the law through all other mixtures says at each mixture, less the loss measured there, [n]."""
+    """Return the leave-one-out errors [n]: the prediction of the law through all other mixtures less the measured loss."""
     r, y = np.asarray(shares, dtype=np.float64), np.asarray(loss, dtype=np.float64)
     errors = np.empty(len(y))
     for i in range(len(y)):
@@ -152,7 +152,7 @@ def left_out_errors(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Floats:
 
 
 def best_mixture(laws: list[MixingLaw], target: npt.ArrayLike, least: npt.ArrayLike, most: npt.ArrayLike) -> Floats:
-    """Shares in least..most that minimise sum_i target_i L_i(shares).
+    """Return the shares in least..most that minimise sum_i target_i L_i(shares).
 
     Each law is convex in the shares, and so is their sum: projected gradient descent with a shrinking step
     finds the one minimum.
@@ -182,7 +182,7 @@ def best_mixture(laws: list[MixingLaw], target: npt.ArrayLike, least: npt.ArrayL
 
 
 def project(point: Floats, low: Floats, high: Floats) -> Floats:
-    """The nearest point of the simplex slice {low <= r <= high, sum r = 1}: a shift, found by bisection."""
+    """Return the nearest point of the simplex slice {low <= r <= high, sum r = 1}: a shift, by bisection."""
     below, above = float((low - point).min()), float((high - point).max())
     for _ in range(100):
         middle = (below + above) / 2
@@ -195,7 +195,7 @@ def project(point: Floats, low: Floats, high: Floats) -> Floats:
 
 
 def simplex_design(categories: int, points: int, least: float, generator: np.random.Generator) -> Floats:
-    """`points` mixtures [points, M] that cover the simplex with every share at least `least`.
+    """Return mixtures [points, M] that cover the simplex with every share at least `least`.
 
     First the M mixtures that lean to one category each and the even one, then, one after the other, the
     candidate farthest from all chosen so far (a maximin design).

@@ -1,4 +1,4 @@
-"""Settings of the stages that train a policy or a reward model on answers, and what of them TRL's trainers have."""
+"""Settings of the stages that train on answers, and the part of them that TRL's trainers support."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class AdapterConfig(BadRowsConfig, SeededConfig):
 
     @property
     def quantization(self) -> Literal["none", "nf4"]:
-        """How the matrices of the model are kept while it is trained."""
+        """Return the number format of the model's matrices in training."""
         return self.lora.quantization if self.method == "lora" else "none"
 
     def unmet(self) -> list[str]:
-        """What adapters need and this machine lacks."""
+        """Return complaints for requirements of the adapters that this machine lacks."""
         return self.lora.unmet("lora") if self.method == "lora" else []
 
 
 class AdaptableConfig(AdapterConfig):
-    """The same by Puna's loop or TRL's trainer."""
+    """Configuration of a stage that Puna's loop or TRL's trainer runs."""
 
     engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's")
     training: TrainingSettings = Field(TrainingSettings(), description="Optimisation")
@@ -58,10 +58,10 @@ class AdaptableConfig(AdapterConfig):
     def _trl_trains_the_same(self) -> Self:
         if self.engine == "puna":
             return self
-        for path, known in TRL_ONLY.items():
+        for path, supported in TRL_ONLY.items():
             group, name = path.split(".")
-            if (value := getattr(getattr(self.training, group), name)) not in known:
-                raise ValueError(f"engine trl trains with {path} {' or '.join(map(str, known))}: training.{path} cannot be {value}")
+            if (value := getattr(getattr(self.training, group), name)) not in supported:
+                raise ValueError(f"engine trl trains with {path} {' or '.join(map(str, supported))}: training.{path} cannot be {value}")
         if self.method == "lora" and self.lora.loraplus_ratio != 1:
             raise ValueError("engine trl trains A and B at one rate: lora.loraplus_ratio must be 1")
         if self.quantization != "none":
@@ -70,7 +70,7 @@ class AdaptableConfig(AdapterConfig):
 
 
 class SftConfig(AdaptableConfig):
-    """How the model is fine-tuned."""
+    """Settings of fine-tuning."""
 
     engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's SFTTrainer")
     training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one instruction")
@@ -92,7 +92,7 @@ class SftConfig(AdaptableConfig):
         return self
 
     def lengthened(self, examples: int) -> Self:
-        """With `more_steps` among the steps of `training`, for that many examples."""
+        """Return the settings with `more_steps` added to the steps of `training`, for that many examples."""
         if not self.more_steps:
             return self
         steps = self.training.train_config(examples).steps + self.more_steps
@@ -100,7 +100,7 @@ class SftConfig(AdaptableConfig):
 
 
 class RewardModelConfig(AdaptableConfig):
-    """How the reward model is trained."""
+    """Settings of the reward model's training."""
 
     engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's RewardTrainer")
     levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels that are learned from and measured on")
@@ -127,7 +127,7 @@ class RewardModelConfig(AdaptableConfig):
 
 
 class DpoConfig(AdaptableConfig):
-    """How the policy is optimised."""
+    """Settings of preference optimisation."""
 
     engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's DPOTrainer")
     loss: str = Field(

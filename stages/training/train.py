@@ -1,4 +1,4 @@
-"""What the training stages of this flow share: loading, the loop, the log, the checkpoint."""
+"""Common parts of the training stages: rendering, loading, the loop, the log, the checkpoint."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Example:
 
 
 def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequence[Sequence[Message]]]) -> Example:
-    """A row's context and rankings of answers (tiers of equals) by the chat template; format tokens are masked.
+    """Render a row's context and rankings of answers (tiers of equals); format tokens are masked.
 
     An answer ends in its stop token but where its message says `finished: false`.
     """
     context, tools = messages_of(row), tools_of(row)
     with rendering(row):
-        said = [answer for tiers in groups for tier in tiers for answer in tier]
-        pairs = [tokenizer.render_pair(context, answer, answer.get("finished", True), tools) for answer in said]
+        answers = [answer for tiers in groups for tier in tiers for answer in tier]
+        pairs = [tokenizer.render_pair(context, answer, answer.get("finished", True), tools) for answer in answers]
     if any(prompt != pairs[0][0] for prompt, _, _ in pairs):
         raise BadRow("chat_template", f"row {row['id']}: the chat template writes the prompt of one answer otherwise than that of another")
     numbers = iter(range(len(pairs)))
@@ -70,7 +70,7 @@ def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequen
 
 
 def render_conversation(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[Example]:
-    """A conversation whose assistant's turns, each with its end, are learned; what stands between them is masked.
+    """Render a conversation to learn the assistant's turns, each with its end; tokens between them are masked.
 
     One example, or more where the template writes earlier answers otherwise once a later turn follows.
     """
@@ -89,7 +89,7 @@ def by_answer(
     compute: Callable[[list[Example]], torch.Tensor],
     progress: Callable[[int, int], None] | None = None,
 ) -> list[list[float]]:
-    """One number for each answer of each example: `compute` takes the examples of a packed row and gives those of all their answers.
+    """Return one number per answer of each example; `compute` gives those of all answers in a packed row.
 
     `progress` gets (examples done, examples in all).
     """
@@ -107,25 +107,25 @@ def by_answer(
 
 
 def row_limit(training: TrainingSettings) -> Limit:
-    """What a packed row holds."""
+    """Return the limit of a packed row."""
     return Limit(training.compute.micro_batch_tokens, "training.compute.micro_batch_tokens")
 
 
 def context_limit(model: Transformer, max_tokens: int) -> Limit:
-    """What a prompt may have with its answer: as many tokens as the model was made for."""
+    """Return the limit of a prompt with its answer: the model's longest context."""
     what = f"the prompt with an answer of max_tokens={max_tokens}"
     return Limit(model.config.max_position_embeddings, "the model's max_position_embeddings", what, "lower max_tokens")
 
 
 def device() -> torch.device:
-    """The GPU where there is one."""
+    """Return the GPU if there is one, else the CPU."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def frozen_dtype() -> torch.dtype:
-    """What a model that is not trained computes in."""
+    """Return the number format of models that are not trained."""
     import torch
 
     return torch.bfloat16 if device().type == "cuda" else torch.float32
@@ -146,7 +146,7 @@ def _threads() -> int:
 
 
 def on_threads(model: Transformer) -> Transformer:
-    """The model; torch has one thread from now on where no model in use is large, else what the environment says, or all."""
+    """Return the model. Set torch to one thread, unless a model in use is large: then as many as the environment allows."""
     import torch
 
     everything = _threads()
@@ -162,11 +162,10 @@ HEADS = {"lm": "a language model", "scalar": "a reward model"}
 def load_model(
     artifact: Artifact, head: Literal["lm", "scalar"], *, new: bool = False, frozen: bool = False, quantization: str = "none"
 ) -> tuple[Transformer, Tokenizer]:
-    """A model artifact's weights and tokenizer; PunaError when it has another head.
+    """Load a model artifact's weights and tokenizer. PunaError if it has another head.
 
-    `new`: a scalar head that it lacks is made, of zeros. `frozen`: it is not trained, and computes in bf16 on a GPU. `quantization`:
-    `nf4` puts the layers' matrices into 4 bits, one after the other; what is not trained is read from its file as it is needed.
-    """
+    `new` makes a missing scalar head, of zeros. A `frozen` model is not trained and computes in bf16 on a GPU. `quantization`
+    `nf4` converts the layers' matrices to 4 bits one by one."""
     import torch
 
     from puna.models.formats.adapters import to_nf4
@@ -198,8 +197,9 @@ def load_served(
     step_tokens: int | None = None,
     draft: Transformer | None = None,
 ) -> tuple[Transformer, Tokenizer, dict[str, Any]]:
-    """A language model as `serving` has it kept, its tokenizer, and the limits of its engine; of a model whose layers do not all stay in
-    memory a metric tells what was planned. `step_tokens`: tokens of the longest pass that is not the engine's."""
+    """Load a language model as `serving` configures it; return it with its tokenizer and its engine's limits.
+
+    With offloading a metric records the plan. `step_tokens`: longest pass outside the engine, in tokens."""
     from puna.models.serving import offloaded_model
     from puna.models.tokens.tokenizer import Tokenizer
 
@@ -216,7 +216,7 @@ def load_served(
 
 
 def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:
-    """PunaError when the models do not all have one tokenizer: a token id would mean different texts to them."""
+    """Raise PunaError if the models' tokenizers differ: a token id would stand for different texts."""
     from tokenizers import Tokenizer as Backend
 
     # As this release writes them: two releases may write one tokenizer in different ways.
@@ -228,7 +228,7 @@ def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:
 
 @contextlib.contextmanager
 def divergence_named(what: str) -> Iterator[None]:
-    """Training that diverges inside ends in a PunaError that names `what` was trained."""
+    """Raise PunaError that names the model (`what`) if its training diverges inside."""
     from puna.models.training.loop import TrainingDiverged
 
     try:
@@ -268,14 +268,14 @@ def fit(
 
 
 def training_precision(compute: ComputeSettings, run: StageRun) -> Precision:
-    """What this run trains in: if it goes on from a checkpoint, what it was begun in."""
+    """Return the precision of this run's training; a resumed run keeps its own."""
     from puna.models.training.loop import as_begun
 
     return as_begun(compute, run.scratch / CHECKPOINTS).precision_on(device().type)
 
 
 def write_log(log: Sequence[dict[str, float]], run: StageRun) -> None:
-    """The `training_log` table, a figure of the loss, and the end of the run as metrics."""
+    """Write the `training_log` table, a figure of the loss, and the last losses as metrics."""
     rows = [{**row, "step": int(row["step"]), "tokens": int(row["tokens"])} for row in log]
     run.write_rows(rows, "training_log")
     run.metric("steps", len(rows))
@@ -288,7 +288,7 @@ def write_log(log: Sequence[dict[str, float]], run: StageRun) -> None:
 
 
 def save_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the checkpoint and its tokenizer; matrices in 4 bits, beside which adapters were trained, are unpacked here, on the CPU."""
+    """Write the checkpoint and its tokenizer. Matrices in 4 bits with adapters are merged first, on the CPU."""
     from puna.models.formats.adapters import Nf4Linear, merge
     from puna.models.formats.checkpoint import save
 

@@ -35,7 +35,7 @@ SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_
 
 
 def train_sft(model: Transformer, examples: Sequence[Example], tokenizer: Any, config: SftConfig, run: StageRun) -> Transformer:
-    """TRL's SFTTrainer; the loss is the mean over a step's answer tokens, as in Puna's own engine."""
+    """Run TRL's SFTTrainer. The loss is the mean over a step's answer tokens, as in Puna's own engine."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -56,7 +56,7 @@ def train_sft(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
 def train_reward(
     model: Transformer, examples: Sequence[Example], tokenizer: Any, config: RewardModelConfig, run: StageRun
 ) -> Transformer:
-    """TRL's RewardTrainer; it knows pairs only, so that each pair of a ranked group is a row of its own."""
+    """Run TRL's RewardTrainer on pairs: each pair of a ranked group is a row."""
     from datasets import Dataset
     from trl import RewardConfig, RewardTrainer
 
@@ -84,7 +84,7 @@ def train_reward(
 
 
 def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, config: DpoConfig, run: StageRun) -> Transformer:
-    """TRL's DPOTrainer with the preference loss and `sft`; the reference is a copy of the starting policy, or it without adapters.
+    """Run TRL's DPOTrainer with the preference loss and `sft`, and a copy of the policy (or its base) as reference.
 
     TRL has one mask for both terms: with `mask_format` the likelihood term leaves format tokens out, too,
     and it is a mean over tokens.
@@ -132,7 +132,7 @@ def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
 
 
 def labelled(example: Example) -> dict[str, list[int]]:
-    """A row of TRL's SFT: ids, and labels that leave the prompt out."""
+    """Return a row of TRL's SFT: ids, and labels that leave the prompt out."""
     (answer,) = example.answers
     (mask,) = example.masks
     learned = [id_ if counts else -100 for id_, counts in zip(answer, mask, strict=True)]
@@ -146,7 +146,7 @@ class PreferenceCollator:
         self.pad = pad
 
     def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        """[2n, T] int64 `input_ids`, `attention_mask` and `completion_mask`, as DPOTrainer takes them."""
+        """Return [2n, T] int64 `input_ids`, `attention_mask` and `completion_mask`, as DPOTrainer takes them."""
         import torch
 
         sides = [(row, side) for side in ("chosen", "rejected") for row in rows]
@@ -161,7 +161,7 @@ class PreferenceCollator:
 
 
 def arguments(training: TrainingSettings, rows: int, run: StageRun) -> dict[str, Any]:
-    """What TRL's three configurations share."""
+    """Return the arguments that TRL's three configurations share."""
     import torch
 
     config = training.train_config(rows)
@@ -193,7 +193,7 @@ def arguments(training: TrainingSettings, rows: int, run: StageRun) -> dict[str,
 
 
 def hub_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> Any:
-    """The tokenizer as transformers loads it: TRL asks it for the padding token only, and for that of `tokenizer` where it names none."""
+    """Load the tokenizer with transformers. TRL uses its padding token only: if missing, that of `tokenizer`."""
     from transformers import AutoTokenizer
 
     found = AutoTokenizer.from_pretrained(artifact.path())

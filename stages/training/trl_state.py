@@ -129,10 +129,10 @@ class Recorder(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
 
 def _random() -> list[Tensor]:
-    """The states of the random generators, the CPU's first."""
+    """Return the states of the random generators, the CPU's first."""
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
 
 
 def _below(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a part of the state in the order of their names, without the part's name."""
+    """Return the tensors of a part of the state, sorted by name, without the part's name."""
     return {name.partition(".")[2]: tensors[name] for name in sorted(tensors) if name.startswith(f"{part}.")}

@@ -1,4 +1,4 @@
-"""The tokenizer of an artifact, and whether tokens are its own."""
+"""The tokenizer of an artifact, and the check that tokens are its own."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @lru_cache(maxsize=2)
 def loaded(folder: str) -> Tokenizer:
-    """The tokenizer in a folder, read once per process."""
+    """Load the tokenizer in a folder, once per process."""
     from puna.models.tokens.tokenizer import Tokenizer
 
     return Tokenizer.load(folder)
 
 
 def tokenizer_of(artifact: Artifact) -> Tokenizer:
-    """The tokenizer of a tokenizer or model artifact."""
+    """Load the tokenizer of a tokenizer or model artifact."""
     return loaded(str(artifact.path()))
 
 
 def check_tokens(tokens: Artifact, vocabulary: Artifact) -> None:
-    """PunaError when `tokens` were made by another tokenizer than that of a tokenizer or model artifact."""
+    """Raise PunaError if another tokenizer made `tokens`."""
     own = {name: record for name, record in vocabulary.manifest.files.items() if name in FILES}
     for made in tokens.manifest.inputs:
         if made.kind == "tokenizer" and made.data_digest != content_digest({}, own):
