@@ -75,7 +75,7 @@ class AnswersConfig(StageConfig):
 
 
 class EvaluateConfig(BadRowsConfig, SeededConfig):
-    """What is measured, on how much."""
+    """Settings of the measurements."""
 
     pages: PagesConfig = Field(PagesConfig(), description="Bits per byte and multiple choice on held-out pages")
     answers: AnswersConfig = Field(AnswersConfig(), description="Answers to held-out prompts")
@@ -90,13 +90,13 @@ class EvaluateConfig(BadRowsConfig, SeededConfig):
         return self
 
     def reaches(self) -> list[tuple[str, str]]:
-        """The code of the taste, and of what chooses among answers."""
+        """Return the code of the taste, and of the search's verifier."""
         own = (self.answers.taste, None if self.answers.search is None else self.answers.search.verifier)
         return [symbol for given in own if given is not None for symbol in from_json(given).reaches()]
 
 
 def needs(config: EvaluateConfig, facts: Facts) -> list[str]:
-    """The engine."""
+    """Require the engine."""
     return config.serving.unmet("serving")
 
 
@@ -166,7 +166,7 @@ def _row(task: str, metric: str, found: intervals.Interval, n: int) -> dict[str,
 
 
 def _by_category(pages: Sequence[Any]) -> Iterator[tuple[str, list[int]]]:
-    """(task name, indices): all pages first, then each category where there is more than one."""
+    """Yield (task name, indices): all pages first, then each category if there are several."""
     yield "pages", list(range(len(pages)))
     categories = sorted({page.category for page in pages})
     if len(categories) > 1:
@@ -315,7 +315,7 @@ def _answers(
 
 
 def _chooser(config: EvaluateConfig, rows: Sequence[dict[str, Any]], judges: Sequence[Artifact], run: StageRun) -> Values | None:
-    """Scores by the search's verifier, by which an answer is chosen."""
+    """Return scores by the search's verifier, None without one."""
     assert config.answers.search is not None
     if (spec := config.answers.search.verifier) is None:
         return None
@@ -325,7 +325,7 @@ def _chooser(config: EvaluateConfig, rows: Sequence[dict[str, Any]], judges: Seq
 
 
 def _asked(prompts: Artifact, per_task: int, seed: int) -> list[dict[str, Any]]:
-    """Held-out prompts, at most `per_task` of each task, those with the smallest hashes."""
+    """Return the held-out prompts with the smallest hashes, at most `per_task` of each task."""
     tasks: dict[str, list[dict[str, Any]]] = {}
     for row in prompts.read().to_pylist():
         if row["split"] == "heldout":
@@ -376,5 +376,5 @@ def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> Non
 
 
 def _liked(row: dict[str, Any]) -> bool:
-    """Whether an answer is right and to the annotators' taste."""
+    """True if an answer is right and to the annotators' taste."""
     return is_correct(row["gold"]) and is_correct(row["liked"])

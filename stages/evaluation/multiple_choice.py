@@ -1,7 +1,6 @@
-"""Multiple choice from held-out pages: which of several continuations is the page's own.
+"""Multiple choice from held-out pages: several continuations, of which one is the page's own.
 
-Scored like HellaSwag: the option with the highest log-likelihood, as it stands (`acc`) or divided by its length in bytes.
-"""
+Scored like HellaSwag: the option with the highest log-likelihood, as it stands (`acc`) or divided by its length in bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def heldout_pages(documents: Artifact, mixture: Artifact | None, max_page_bytes: int, max_bytes: int, run: StageRun) -> list[Chosen]:
-    """The held-out pages with the smallest hashes, until max_bytes is reached."""
+    """Return the held-out pages with the smallest hashes, until they have max_bytes."""
     if mixture is not None:
         check_mixture(run, documents, mixture)
     parts = run.parts(documents, columns=["id", "text"])
@@ -45,12 +44,10 @@ def training_text(
     most_tokens: int,
     run: StageRun,
 ) -> list[list[int]]:
-    """As many tokens of training documents as the model was trained on, all of them where there are fewer; none where that number is
-    not known, or above `most_tokens`.
+    """Return as many tokens of training documents as the model was trained on; none if that is unknown or above `most_tokens`.
 
-    Of more documents than that, pieces of `context` tokens in the order of a hash: a model reads rows of all pages, not all of some
-    pages, and n-grams of few whole pages would know less of the others.
-    """
+    Of larger corpora pieces of `context` tokens are taken in the order of a hash, as training reads rows of all pages:
+    n-grams of few whole pages would know less of the others."""
     trained = model.manifest.metrics.get("trained_tokens")
     if mixture is None or not isinstance(trained, int) or trained > most_tokens:
         return []
@@ -70,7 +67,7 @@ def training_text(
 
 
 def _ranked(part: Part, mixture: Artifact | None, split: str, seed: int, max_page_bytes: int, max_bytes: int) -> list[Ranked]:
-    """Those of a part's pages of a split that may be among the chosen ones."""
+    """Return the pages of a part's split that may be chosen."""
     sized = [(len(row.text.encode()), row) for row in chosen_of(part, mixture, split)]
     return candidates(((rank(seed, row.id), row.id, size, row) for size, row in sized if 0 < size <= max_page_bytes), max_bytes)
 
@@ -92,12 +89,10 @@ class Item:
 def build(
     documents: Sequence[tuple[str, str, str]], items: int, options: int, prompt_words: int, option_words: int, seed: int
 ) -> list[Item]:
-    """At most `items` questions from documents (id, category, text), whatever their order.
+    """Build at most `items` questions from documents (id, category, text), in any order.
 
-    A page gives a question when it has prompt_words + option_words words. The wrong options are the same
-    stretch of other pages, of its own category where that has enough of them, so that neither length nor
-    place gives the answer away, and topic alone seldom does.
-    """
+    A page gives a question if it has prompt_words + option_words words. Wrong options are the same stretch of other pages,
+    of its own category if possible, so that length and place do not reveal the answer, and topic seldom does."""
     stretches = []
     for id_, category, text in documents:
         found = [match.group() for match, _ in zip(WORD.finditer(text), range(prompt_words + option_words), strict=False)]
@@ -129,7 +124,7 @@ def likelihoods(
     micro_batch_tokens: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[list[float]]:
-    """log p(option | prompt) in nats, for every option of every item; a prompt is computed once."""
+    """Return log p(option | prompt) in nats for every option of every item. A prompt is computed once."""
     import torch
 
     from puna.models.training.objectives.base import Targets, target_logprobs
@@ -152,7 +147,7 @@ def likelihoods(
 
 
 def chosen(item: Item, likelihood: Sequence[float], normalised: bool) -> int:
-    """Index of the likeliest option, with `normalised` by its likelihood per byte; the first of equals."""
+    """Return the index of the likeliest option (`normalised`: per byte), the first of equals."""
     values = [value / len(option.encode()) if normalised else value for value, option in zip(likelihood, item.options, strict=True)]
     return values.index(max(values))
 

@@ -1,4 +1,4 @@
-"""Whether answers to different questions follow one template."""
+"""Variety of a model's answers: the share of their wording that follows no common template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RUN = 3
 
 
 def variety(asked: Sequence[tuple[str, str]]) -> list[float]:
-    """Of each (question, answer) the share of the answer's runs of three words that no other answer has, 0 to 1.
+    """Return, for each (question, answer), the share of the answer's runs of three words that no other answer has, 0 to 1.
 
     The words of its own question are left out first, so that a template in which these alone change gives 0 (cf. distinct-n, Li et al.
     2016). The answer's beginning and its end count as words. Shares depend on how many answers there are: compare equal numbers.

@@ -31,7 +31,7 @@ ARMS = ("default", "candidate")
 
 
 class AnnealExperimentConfig(BadRowsConfig, SeededConfig):
-    """How the model is annealed, with and without the candidate documents."""
+    """Settings of the annealing with and without the candidate documents."""
 
     share: float = Field(0.3, gt=0, le=1, description="Share of the candidate documents in the annealing mixture, fraction")
     phase: Phase = Field(
@@ -68,7 +68,7 @@ class Job(NamedTuple):
 
 
 def needs(config: AnnealExperimentConfig, facts: Facts) -> list[str]:
-    """A token between documents, a chat template where prompts are given, and memory."""
+    """Require a token between documents, a chat template if prompts are given, and memory."""
     rendered = chat_template(facts, "model") if facts.inputs.get("prompts") else []
     return [*documents_apart(facts, "model"), *rendered, *trained(facts, "model", config.optimizer)]
 
@@ -106,7 +106,7 @@ def anneal_experiment(
 def _answers(
     prompts: Artifact, model: Artifact, config: AnnealExperimentConfig, run: StageRun
 ) -> dict[str, list[tuple[list[int], list[int]]]]:
-    """(prompt ids, gold answer ids) of held-out prompts by task."""
+    """Return (prompt ids, gold answer ids) of held-out prompts by task."""
     tokenizer = tokenizer_of(model)
 
     def pair(row: dict[str, Any]) -> tuple[list[int], list[int]]:
@@ -188,7 +188,7 @@ def _anneal(
 
 
 def _answer_loss(network: Any, pairs: Sequence[tuple[list[int], list[int]]], micro_batch_tokens: int) -> float:
-    """Mean loss over the tokens of gold answers, each after its prompt, in nats per token."""
+    """Return the mean loss over the tokens of gold answers, each after its prompt, in nats per token."""
     import torch
 
     from puna.models.training.objectives.base import Targets, target_logprobs

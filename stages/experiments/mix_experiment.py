@@ -31,7 +31,7 @@ PROXY = SHAPE.replace(
 
 
 class Target(StageConfig):
-    """What the mixture shall be good at."""
+    """Objective of the mixture: weights of the categories' held-out losses."""
 
     weights: Literal["natural", "even"] = Field(
         "even", description="Weights of the categories' held-out losses: their share of the text, or all alike"
@@ -138,14 +138,14 @@ def mix_experiment(
 
 
 def _one_category(group: Group, run: StageRun) -> None:
-    """All text is of one category: its share is 1 and there is nothing to try."""
+    """Write the only possible mixture: all text is of one category."""
     for name in group.members:
         run.write_rows([{"task": name, "metric": "weight", "value": 1.0, "low": None, "high": None, "n": group.documents}])
     run.write_rows([{"category": name, "weight": 1.0} for name in group.members], "weights")
 
 
 def _target(target: Target, groups: Sequence[Group], natural: scaling_laws.Floats) -> scaling_laws.Floats:
-    """Weights of the groups' losses, adding up to 1."""
+    """Return the weights of the groups' losses, adding up to 1."""
     names = [group.name for group in groups]
     unknown = sorted(set(target.categories) - set(names))
     if unknown:
@@ -183,7 +183,7 @@ def _trained(
     begin: int,
     run: StageRun,
 ) -> list[Trial]:
-    """A trial of each mixture, which comes with its name and the number of its repeat."""
+    """Run a trial of each mixture, given with its name and the number of its repeat."""
     # All proxies of a repeat start from one set of weights and read each category's rows in one order: what differs
     # between two trials is the mixture alone.
     seeds = [run.seed("weights", repeat) if repeat else run.seed("weights") for _, _, repeat in mixtures]

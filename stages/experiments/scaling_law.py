@@ -45,7 +45,7 @@ class ScalingLawConfig(SeededConfig):
 
 
 def shrunk(shape: ModelShape, width: int) -> ModelShape:
-    """The shape at a smaller width: layers, heads and feed-forward in proportion, heads about as wide."""
+    """Return the shape at a smaller width: layers, heads and feed-forward in proportion, heads about as wide."""
     share = width / shape.hidden_size
     head = shape.head_dim or shape.hidden_size // shape.num_attention_heads
     heads = max(1, round(width / head))
@@ -136,7 +136,7 @@ def _positions(reader: Reader) -> int:
 
 
 def _target(tokens: Artifact, config: ScalingLawConfig, vocab_size: int, begin: int) -> dict[str, float]:
-    """Parameters, tokens and operations of the run to predict."""
+    """Return parameters, tokens and operations of the run to predict."""
     from puna.models import accounting
 
     reader = _reader(tokens, config, config.phase, 0, begin)

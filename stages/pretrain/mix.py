@@ -26,7 +26,7 @@ FINEWEB_2 = {1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0, 100: 8.0, 1000: 1.0}
 
 
 def cluster_sizes(deduplicated: Sequence[Artifact]) -> pa.Table:
-    """The documents (`id`) in whose favour near-duplicates were removed, and how many they are with these (`size`).
+    """Return the surviving documents (`id`) and the number of near-duplicates each stands for, itself included (`size`).
 
     A document removed in favour of one that a later artifact removes counts for the last survivor.
     """
@@ -45,7 +45,7 @@ def cluster_sizes(deduplicated: Sequence[Artifact]) -> pa.Table:
 
 
 def weights_of(sizes: NDArray[np.int64], weights: Mapping[int, float]) -> NDArray[np.float64]:
-    """The weight of each cluster's size, float64[n]: that of the greatest least size which it reaches; 1 below all of them."""
+    """Return the weight of each cluster size, float64 [n]: that of the largest threshold reached, 1 below all thresholds."""
     steps = sorted(weights)
     table = np.array([1.0, *(weights[step] for step in steps)])
     return table[np.searchsorted(steps, sizes, side="right")]
@@ -174,7 +174,7 @@ def mix(
 
 
 def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: float, max_share: float = 1.0) -> dict[str, Share]:
-    """Weight and epochs of each category: `wanted`, or without any its share of the text (`sizes`, bytes).
+    """Return weight and epochs of each category, from `wanted` or else its share of the text (`sizes`, bytes).
 
     What a category at `max_repeats` or `max_share` cannot take goes to the others, in proportion to their weights.
     """
@@ -197,7 +197,7 @@ def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: flo
 
 
 def down_sampled(weights: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
-    """Weights of which some are multiplied by a factor of 0 to 1, scaled to add up to 1; PunaError where none is left."""
+    """Multiply weights by factors of 0 to 1 and scale them to add up to 1. PunaError if nothing is left."""
     left = {category: weight * factors.get(category, 1.0) for category, weight in weights.items()}
     total = sum(left.values())
     if not total:
@@ -206,7 +206,7 @@ def down_sampled(weights: Mapping[str, float], factors: Mapping[str, float]) -> 
 
 
 def _factors(config: MixConfig, training: Mapping[str, int]) -> dict[str, float]:
-    """The factors of categories that there are; one that the user names and that no document is of is refused."""
+    """Return the factors of existing categories. Refuse a category that the user names and no document has."""
     unknown = sorted(set(config.down_sample) - set(training))
     if unknown and "down_sample" in config.model_fields_set:
         raise PunaError(f"mix.down_sample: no document is of {unknown[0]!r}; the categories are {', '.join(training)}")
@@ -214,7 +214,7 @@ def _factors(config: MixConfig, training: Mapping[str, int]) -> dict[str, float]
 
 
 def _explained(shares: Mapping[str, Share], factors: Mapping[str, float], max_repeats: float, max_share: float, total: int) -> str:
-    """Which categories are held down, and by what."""
+    """Name the categories whose weight is limited, and the reason."""
     said = [f"{category} keeps {factor:g} of its weight (down_sample)" for category, factor in sorted(factors.items()) if factor < 1]
     most = max(max_share, 1.0 / max(1, sum(share.bytes > 0 for share in shares.values())))
     for category, share in shares.items():
@@ -226,7 +226,7 @@ def _explained(shares: Mapping[str, Share], factors: Mapping[str, float], max_re
 
 
 def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], where: str) -> None:
-    """PunaError unless the weights are those of all categories that have training text, and add up to 1."""
+    """Raise PunaError unless the weights cover exactly the categories with training text and add up to 1."""
     found = {
         "no document is of": sorted(set(wanted) - set(training)),
         "there is no weight for": sorted(c for c, size in training.items() if size and c not in wanted),
@@ -241,7 +241,7 @@ def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], whe
 
 
 def _measured(part: Part, split: Artifact, copies: Exchange | None, weights: Mapping[int, float]) -> pa.Table:
-    """Of a part's documents the id, what the split says, the size in bytes, and the weight of their clusters' sizes."""
+    """Return a part's documents with their category, split, size in bytes, and weight of their cluster size."""
     table = part.read()
     ids = table["id"]
     low, high = ids[0].as_py(), ids[-1].as_py()
@@ -270,7 +270,7 @@ class Amounts(NamedTuple):
 
 
 def _amounts(rows: pa.Table) -> dict[str, Amounts]:
-    """The amounts of some documents by category."""
+    """Sum the amounts of documents by category."""
     names, number = np.unique(np.array(rows["category"].to_pylist(), dtype="U"), return_inverse=True)
     out = rows["heldout"].to_numpy()
     sizes = np.where(out, 0, rows["bytes"].to_numpy())
@@ -282,7 +282,7 @@ def _amounts(rows: pa.Table) -> dict[str, Amounts]:
 
 
 def _mixture(rows: pa.Table, epochs: Mapping[str, float], weights: Mapping[str, float], seed: int) -> tuple[dict[str, pa.Table], int]:
-    """The mixture's rows of a shard; and the bytes that training reads of it."""
+    """Return the mixture's rows of a shard, and the bytes that training reads of it."""
     rows = rows.sort_by("id")
     categories, out = rows["category"].to_pylist(), rows["heldout"].to_numpy()
     chance = uniform(rows["id"].to_pylist(), seed, "repeats")

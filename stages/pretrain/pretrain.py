@@ -50,7 +50,7 @@ class PretrainConfig(SeededConfig):
 
 
 def needs(config: PretrainConfig, facts: Facts) -> list[str]:
-    """Memory: the vocabulary is not known yet, so that it counts for nothing."""
+    """Require memory for the layers. The vocabulary is not known yet and counts for nothing."""
     count = parameters(config.model.complete(vocab_size=1, max_position_embeddings=2048)).total
     remedy = "make the model smaller (model.num_hidden_layers, …), or take another machine"
     return memory(facts, count, HELD_BYTES + GRADIENT_BYTES + config.optimizer.state_bytes, remedy)
@@ -99,7 +99,7 @@ def _initial(config: PretrainConfig, vocab_size: int, positions: int, seed: int)
 
 
 def _prepared(model: Transformer, phase: Phase, row_length: int) -> Transformer:
-    """The model as the phase needs it: its context, and its rotary base."""
+    """Return the model with the phase's context and rotary base."""
     from puna.models.transformer import Transformer
 
     theta = phase.rope_theta or model.config.rope_theta
@@ -125,7 +125,7 @@ class Watch:
         run.metric("validation_tokens", sum(len(piece) - 1 for piece in pieces))
 
     def loss(self, model: Transformer) -> float:
-        """Loss on the documents set aside, in nats per token, computed in the precision of training whenever it is measured."""
+        """Return the loss on the documents set aside, in nats per token, computed in the precision of training."""
         from puna.models.training.trainer import computing_in
 
         compute = self.config.compute
@@ -133,7 +133,7 @@ class Watch:
             return mean_loss(model, self.pieces, compute.micro_batch_tokens)
 
     def file(self, number: int) -> Path:
-        """Where the measurements of a phase survive a crash."""
+        """Return the file of a phase's measurements, which survives a crash."""
         return self.run.scratch / f"validation-{number}.json"
 
 
@@ -185,7 +185,7 @@ def _train(model: Transformer, phase: Phase, number: int, reader: Reader, watch:
 
 
 def _restored(model: Transformer, tensors: dict[str, torch.Tensor]) -> Transformer:
-    """A model with the weights of a checkpoint, before averaging."""
+    """Return a model with the weights of a checkpoint, before averaging."""
     from puna.models.transformer import Transformer
 
     restored = Transformer(model.config)

@@ -1,4 +1,4 @@
-"""The split: which pages nothing is ever trained on, so that a model can be judged on them."""
+"""The split of the pages into training and held-out ones, on which a model is judged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNKNOWN = "unknown"
 
 
 class SplitConfig(SeededConfig):
-    """How much is held out."""
+    """Amount of held-out documents, and the signal of their category."""
 
     category: str = Field("domain", min_length=1, description="Signal that holds a document's category")
     heldout_fraction: float = Field(0.02, ge=0, lt=1, description="Share of the addresses whose documents training never sees, fraction")
@@ -58,7 +58,7 @@ def split(documents: Documents, signals: Signals | None, config: SplitConfig, ru
 
 
 def _measured(part: Part, signals: Artifact | None, config: SplitConfig) -> pa.Table:
-    """Of a part's documents the id, the chance that their comparable address has, the category and the size in bytes."""
+    """Return a part's documents: id, chance of the normalised address, category and size in bytes."""
     table = part.read()
     ids = table["id"]
     chance = uniform([urls.normalized(url) for url in table["url"].to_pylist()], config.seed, "heldout")
@@ -80,7 +80,7 @@ def _categories(ids: pa.ChunkedArray, signals: Artifact, config: SplitConfig) ->
 
 
 def _amounts(rows: pa.Table, sides: Sides) -> tuple[dict[str, int], int, int]:
-    """Bytes of the training documents of each category; how many documents are held out, and their bytes."""
+    """Return the bytes of training documents by category; the number of held-out documents, and their bytes."""
     out, sizes = sides.held_out(rows["chance"].to_numpy()), rows["bytes"].to_numpy()
     training: Counter[str] = Counter()
     for category, size in zip(rows["category"].to_pylist(), np.where(out, 0, sizes).tolist(), strict=True):
@@ -89,7 +89,6 @@ def _amounts(rows: pa.Table, sides: Sides) -> tuple[dict[str, int], int, int]:
 
 
 def _mixture(rows: pa.Table, sides: Sides, weights: dict[str, float]) -> dict[str, pa.Table]:
-    """The mixture's rows of a shard."""
     rows = rows.sort_by("id")
     out, categories = sides.held_out(rows["chance"].to_numpy()), rows["category"].to_pylist()
     return {
@@ -110,19 +109,19 @@ def _mixture(rows: pa.Table, sides: Sides, weights: dict[str, float]) -> dict[st
 
 @dataclass(frozen=True)
 class Sides:
-    """Which chances are held out: those below `fraction` but for the `spared`, and the `chosen`; sorted arrays."""
+    """Held-out chances: those below `fraction` except the `spared`, and the `chosen`; sorted arrays."""
 
     fraction: float
     chosen: NDArray[np.float64]
     spared: NDArray[np.float64]
 
     def held_out(self, chance: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Whether documents with these chances are held out, bool[n]."""
+        """Return a mask bool [n] of the held-out chances."""
         return np.isin(chance, self.chosen) | ((chance < self.fraction) & ~np.isin(chance, self.spared))
 
 
 def sides_of(each: Callable[..., Iterable[Any]], config: SplitConfig) -> Sides:
-    """Held out are addresses with a chance below `heldout_fraction`.
+    """Choose the held-out addresses: those with a chance below `heldout_fraction`.
 
     A category with fewer than `heldout_least` such documents gives those with its smallest chances, but never all it has: where it
     would, it gives none. Versions of a page may be of different categories, whose borders differ: what one of them holds out goes
@@ -154,7 +153,7 @@ def sides_of(each: Callable[..., Iterable[Any]], config: SplitConfig) -> Sides:
 
 
 def _census(rows: pa.Table, least: int) -> dict[str, tuple[int, float, NDArray[np.float64]]]:
-    """Of each category how many documents there are, the largest chance, and the `least` smallest ones."""
+    """Return each category's number of documents, largest chance, and `least` smallest chances."""
     chance, names = rows["chance"].to_numpy(), np.array(rows["category"].to_pylist(), dtype=object)
     found = {}
     for category in sorted(set(names.tolist())):
@@ -164,13 +163,13 @@ def _census(rows: pa.Table, least: int) -> dict[str, tuple[int, float, NDArray[n
 
 
 def _of_categories(rows: pa.Table, categories: frozenset[str], fraction: float) -> set[float]:
-    """The chances below `fraction` of documents of these categories."""
+    """Return the chances below `fraction` of documents of these categories."""
     inside = np.isin(np.array(rows["category"].to_pylist(), dtype="U"), sorted(categories))
     chance = rows["chance"].to_numpy()
     return set(chance[inside & (chance < fraction)].tolist())
 
 
 def _elsewhere(rows: pa.Table, categories: frozenset[str], chances: frozenset[float]) -> set[float]:
-    """Which of these chances documents of other categories have."""
+    """Return the chances that documents of other categories share."""
     inside = np.isin(np.array(rows["category"].to_pylist(), dtype="U"), sorted(categories))
     return set(chances) & set(rows["chance"].to_numpy()[~inside].tolist())

@@ -22,7 +22,7 @@ BUCKET_DOCUMENTS = 20_480
 
 
 class TokenizeConfig(SeededConfig):
-    """How documents are packed."""
+    """Length of the packed rows."""
 
     sequence_length: int = Field(512, ge=8, le=1_048_576, description="Tokens of a packed row")
 
@@ -55,7 +55,7 @@ def tokenize(documents: Documents, mixture: Mixture | None, tokenizer: Tokenizer
 
 
 def _encode(part: Part, mixture: Artifact | None, tokenizer_folder: str, shuffle: int, size: int) -> tuple[pa.Table, dict[str, Any]]:
-    """A part's encoded copies with their buckets and order, and its counts: tokens by bucket and by category."""
+    """Encode a part; return its copies with bucket and order, and counts of tokens by bucket and by category."""
     documents = part.read()
     place = {id_: (part.start + i) // size for i, id_ in enumerate(documents["id"].to_pylist())}
     rows = [row for row in chosen(documents, mixture, "train") if row.text]
@@ -82,7 +82,7 @@ def _encode(part: Part, mixture: Artifact | None, tokenizer_folder: str, shuffle
 
 
 def _pack(job: tuple[Partition, int], sequence_length: int) -> pa.Table:
-    """The rows of one bucket; the first row has the number that comes with the job."""
+    """Pack the documents of one bucket into rows, numbered from `first`."""
     bucket, first = job
     table = bucket.read().sort_by([("order", "ascending"), ("id", "ascending"), ("copy", "ascending")])
     rows = pack(table["tokens"].combine_chunks(), table["id"].to_pylist(), sequence_length)

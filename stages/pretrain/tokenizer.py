@@ -18,7 +18,7 @@ TRAIN_SPLIT = "train"
 
 
 class TokenizerConfig(SeededConfig):
-    """How large a vocabulary, learned from how much text."""
+    """Size of the vocabulary, and of the text to learn it from."""
 
     vocab_size: int = Field(4096, ge=262, le=1_000_000, description="Tokens, the 256 bytes and the special tokens included")
     max_bytes: int = Field(8_000_000, ge=1000, description="Text to learn from, bytes; documents are chosen by a hash of their id")
@@ -56,18 +56,18 @@ def tokenizer(documents: Documents, mixture: Mixture | None, config: TokenizerCo
 
 
 def _sizes(part: Part, mixture: Artifact | None, seed: int, max_bytes: int) -> list[Ranked]:
-    """Those of a part's training documents that may be in the sample."""
+    """Return a part's training documents that may be in the sample."""
     rows = chosen_of(part, mixture, TRAIN_SPLIT)
     return candidates(((rank(seed, row.id), row.id, len(row.text.encode()), None) for row in rows if row.text), max_bytes)
 
 
 def _sampled(part: Part, mixture: Artifact | None, seed: int, last: tuple[int, str]) -> list[Chosen]:
-    """A part's documents of the sample, which ends with the hash and id `last`."""
+    """Return a part's documents of the sample, which ends with the hash and id `last`."""
     return [row for row in chosen_of(part, mixture, TRAIN_SPLIT) if row.text and (rank(seed, row.id), row.id) <= last]
 
 
 def _lengths(part: Part, mixture: Artifact | None, seed: int, last: tuple[int, str], folder: str) -> dict[str, tuple[int, int]]:
-    """Bytes and tokens of a part's sampled documents by category; refuses a tokenizer that loses text."""
+    """Return bytes and tokens of a part's sampled documents by category; refuse a tokenizer that loses text."""
     rows = _sampled(part, mixture, seed, last)
     tokenizer = loaded(folder)
     totals: dict[str, tuple[int, int]] = {}
@@ -80,7 +80,7 @@ def _lengths(part: Part, mixture: Artifact | None, seed: int, last: tuple[int, s
 
 
 def _measure(found: list[dict[str, tuple[int, int]]], run: StageRun) -> None:
-    """Bytes per token, over all and by category."""
+    """Report bytes per token, over all text and by category."""
     totals: dict[str, tuple[int, int]] = {}
     for part in found:
         for category, (size, tokens) in part.items():

@@ -39,7 +39,7 @@ class Task(StageConfig):
 
 
 class PromptsConfig(SeededConfig):
-    """Which questions, and how many."""
+    """Settings of the questions and of their split."""
 
     tasks: tuple[Task, ...] = Field(description="Generators, each giving the same number of questions", min_length=1)
     train: int = Field(400, ge=0, description="Training questions per task")
@@ -80,7 +80,7 @@ def prompts(config: PromptsConfig, run: StageRun) -> None:
 
 
 def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> list[dict[str, Any]]:
-    """Rows of the prompts table for one task; `taken` holds the questions of the tasks before and grows."""
+    """Return rows of the prompts table for one task; add its questions to `taken`, those of the tasks before."""
     pool: dict[str, Drawn] = {}
     for drawn in _draws(task, config.draws, seed):
         pool.setdefault(drawn.question, drawn)
@@ -114,7 +114,7 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
 
 
 def _held_out(structures: set[str], config: PromptsConfig) -> set[str]:
-    """The structures that are set aside: those of a small hash where each question has its own, else as many as the share says."""
+    """Return the held-out structures: those with a small hash if each question has its own, else the share of all."""
     if all(structure.startswith(ALONE) for structure in structures):
         return {one for one in structures if hashed(config.seed, one.removeprefix(ALONE)) < config.heldout_fraction * 2**64}
     count = max(1, round(config.heldout_fraction * len(structures)))
@@ -122,7 +122,7 @@ def _held_out(structures: set[str], config: PromptsConfig) -> set[str]:
 
 
 def _draws(task: Task, count: int, seed: int) -> Iterator[Drawn]:
-    """So many draws of a task's generator."""
+    """Yield `count` draws of a task's generator."""
     own = tasks.of(task.task, task.parameters)
     if own is not None:
         random = Random(seed)
@@ -140,7 +140,7 @@ def _draws(task: Task, count: int, seed: int) -> Iterator[Drawn]:
 
 
 def _draw(dataset: Any, index: int, task: Task, parameters: str) -> dict[str, Any] | None:
-    """One entry; None where the generator divides by zero, as basic_arithmetic does in a few of its draws."""
+    """Return one entry, None if the generator divides by zero, as basic_arithmetic does in a few draws."""
     try:
         entry: dict[str, Any] = dataset[index]
     except ZeroDivisionError:
@@ -154,7 +154,7 @@ def _draw(dataset: Any, index: int, task: Task, parameters: str) -> dict[str, An
 
 
 def _verifier(task: Task, drawn: Drawn) -> str:
-    """The generator's own verifier; the tuples of reasoning-gym's entries come back as lists, which its scorers take."""
+    """Return the generator's verifier as JSON. Tuples of reasoning-gym's entries become lists, which its scorers accept."""
     try:
         name = drawn.verifier["name"]
         return to_text(name, **{key: value for key, value in drawn.verifier.items() if key != "name"})

@@ -59,7 +59,7 @@ class Generator(StageConfig):
     name: ClassVar[str]
 
     def draw(self, random: Random) -> Drawn:
-        """One question."""
+        """Return one question."""
         raise NotImplementedError(f"{type(self).__name__} has no method draw")
 
 
@@ -76,7 +76,7 @@ def generator(kind: type[G]) -> type[G]:
 
 @generator
 class NumbersTask(Generator):
-    """So many numbers of a kind between two bounds, in order. Structure: the lower bound's remainder by 5."""
+    """Numbers of a kind between two bounds, in order. Structure: the lower bound's remainder by 5."""
 
     name: ClassVar[str] = "numbers"
 
@@ -97,11 +97,10 @@ class NumbersTask(Generator):
 
     @property
     def divisor(self) -> int:
-        """By which the kind is a remainder."""
+        """Return the divisor whose remainder defines the kind."""
         return 2 if self.kind == "parity" else 10
 
     def draw(self, random: Random) -> Drawn:
-        """One question."""
         divisor = self.divisor
         span = divisor * (self.room + 1)
         lower = random.randint(self.lowest, self.highest - span)
@@ -119,7 +118,7 @@ class NumbersTask(Generator):
 
 @generator
 class LettersTask(Generator):
-    """So many of some letters, in their order. Structure: the first letter's place in the alphabet by 5."""
+    """Some of the given letters, in their order. Structure: the first letter's place in the alphabet by 5."""
 
     name: ClassVar[str] = "letters"
 
@@ -133,7 +132,6 @@ class LettersTask(Generator):
         return self
 
     def draw(self, random: Random) -> Drawn:
-        """One question."""
         letters = random.sample(string.ascii_lowercase, self.given)
         places = sorted(random.sample(range(self.given), self.count))
         question = f"Write {self.count} of these letters in the same order: {' '.join(letters)}."
@@ -151,7 +149,7 @@ class SentenceTask(Generator):
     min_characters: int = Field(24, ge=1, le=200, description="Fewest characters of the sentence")
 
     def draw(self, random: Random) -> Drawn:
-        """One question. A sentence that quotes its words, or that speaks of words and sentences, is not what is asked for."""
+        """Return one question. A sentence that quotes its words, or speaks of words or sentences, is wrong."""
         group = random.randrange(GROUPS)
         one, other = random.sample(NOUNS[group::GROUPS], 2)
         spoken_of = RegularExpression(pattern=r"(?i)\b(words?|sentences?)\b", absent=True)
@@ -170,7 +168,6 @@ class SceneTask(Generator):
     min_characters: int = Field(24, ge=1, le=200, description="Fewest characters of the sentence")
 
     def draw(self, random: Random) -> Drawn:
-        """One question."""
         group = random.randrange(GROUPS)
         noun, job = random.choice(NOUNS[group::GROUPS]), random.choice(JOBS)
         verifier = Product(of=(_has(noun), _has(job), _sentence(self.min_characters)))
@@ -187,7 +184,6 @@ class RecordTask(Generator):
     fields: int = Field(3, ge=1, le=len(FIELDS), description="Fields of the object")
 
     def draw(self, random: Random) -> Drawn:
-        """One question."""
         group = random.randrange(GROUPS)
         job, chosen = random.choice(JOBS[group::GROUPS]), random.sample(sorted(FIELDS), self.fields)
         properties = {key: FIELDS[key][0] for key in chosen}
@@ -198,21 +194,21 @@ class RecordTask(Generator):
 
 
 def _has(noun: str) -> RegularExpression:
-    """The noun, or several of it."""
+    """Match the noun or its plural."""
     return RegularExpression(pattern=rf"(?i)\b{noun}s?\b")
 
 
 def _sentence(characters: int) -> RegularExpression:
-    """A single sentence of so many characters, without quotations."""
+    """Match a single sentence of at least so many characters, without quotations."""
     return RegularExpression(pattern=rf"[A-Z][^.!?\"“”:\n]{{{characters - 2},}}[.!]", match="whole")
 
 
 def _named(verifier: Verifier) -> dict[str, Any]:
-    """A verifier as a prompt names it."""
+    """Return a verifier in the form of the prompts table."""
     own = to_json(verifier)
     return {**own, "of": [_named(part) for part in verifier.parts()]} if verifier.parts() else own
 
 
 def of(name: str, parameters: dict[str, JsonValue]) -> Generator | None:
-    """The generator of that name with its parameters; None where Puna has none of that name. PunaError names a wrong parameter."""
+    """Return the generator of that name, None if Puna has none. PunaError names a wrong parameter."""
     return parse(GENERATORS[name], dict[str, Any](parameters), f"task {name}") if name in GENERATORS else None
