@@ -26,7 +26,7 @@ Message = dict[str, Any]
 
 
 class BadRow(PunaError):
-    """A row that no example can be made of; `rule` says in one word why, the text names the row and the reason."""
+    """A row without a usable example; `rule` is the reason in one word, the text names the row and the reason."""
 
     def __init__(self, rule: str, text: str) -> None:
         super().__init__(text)
@@ -39,28 +39,28 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def dump(value: Any) -> str:
-    """JSON text of a message, a list of messages or of tools; keys keep their order."""
+    """Return the JSON text of a message, or a list of messages or tools; keys keep their order."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def asking(text: str) -> str:
-    """The column `messages` of a context that is one user message."""
+    """Return the column `messages` of a context with one user message."""
     return dump([{"role": "user", "content": text}])
 
 
 def answering(text: str, finished: bool = True) -> str:
-    """The column of an answer: one assistant message, with `finished` false where it was cut off."""
+    """Return the column of an answer: one assistant message, with `finished` false if it was cut off."""
     return dump({"role": "assistant", "content": text} | ({} if finished else {"finished": False}))
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """The messages of a row of prompts, preferences or instructions."""
+    """Return the messages of a row of prompts, preferences or instructions."""
     found: list[Message] = _parsed(row, "messages", list)
     return found
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Message] | None:
-    """The tools that a row's conversation may call, None where there are none."""
+    """Return the tools of a row's conversation, None if there are none."""
     if row["tools"] is None:
         return None
     found: list[Message] = _parsed(row, "tools", list)
@@ -68,7 +68,7 @@ def tools_of(row: Mapping[str, Any]) -> list[Message] | None:
 
 
 def message_of(row: Mapping[str, Any], column: str) -> Message | None:
-    """The answer in a column (chosen, rejected, edited), None where there is none."""
+    """Return the answer in a column (chosen, rejected, edited), None if there is none."""
     if row[column] is None:
         return None
     found: Message = _parsed(row, column, dict)
@@ -76,7 +76,7 @@ def message_of(row: Mapping[str, Any], column: str) -> Message | None:
 
 
 def others_of(row: Mapping[str, Any]) -> list[Message]:
-    """The further answers of a ranking, each with its `rank`; see the column `others` of preferences."""
+    """Return the further answers of a ranking, each with its `rank`; see the column `others` of preferences."""
     found: list[Message] = _parsed(row, "others", list) if row["others"] is not None else []
     return found
 
@@ -94,7 +94,7 @@ def _parsed(row: Mapping[str, Any], column: str, kind: type) -> Any:
 
 
 def content_of(message: Message) -> str:
-    """The text of a message; that of its text parts where it is a list of parts, nothing where there is none."""
+    """Return the text of a message, or of its text parts; empty if it has none."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
@@ -102,25 +102,25 @@ def content_of(message: Message) -> str:
 
 
 def shown(messages: Sequence[Message]) -> str:
-    """Messages for a reader: the content of a single user message as it is, else each turn under its role."""
+    """Return messages as text for a reader: a single user message as it is, else each turn under its role."""
     if len(messages) == 1 and messages[0].get("role") == "user":
         return content_of(messages[0])
-    return "\n\n".join(f"{message.get('role')}: {_said(message)}" for message in messages)
+    return "\n\n".join(f"{message.get('role')}: {_turn_text(message)}" for message in messages)
 
 
-def _said(message: Message) -> str:
+def _turn_text(message: Message) -> str:
     calls = message.get("tool_calls")
-    said = [str(message.get("reasoning_content") or ""), content_of(message), dump(calls) if calls else ""]
-    return "\n".join(part for part in said if part)
+    parts = [str(message.get("reasoning_content") or ""), content_of(message), dump(calls) if calls else ""]
+    return "\n".join(part for part in parts if part)
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """What is said in the messages, without roles: the text to search and to compare."""
+    """Return the contents of the messages without roles: the text to search and to compare."""
     return "\n".join(content_of(message) for message in messages)
 
 
 def answer_texts(messages: Sequence[Message]) -> list[str]:
-    """The contents of the assistant's turns."""
+    """Return the contents of the assistant's turns."""
     return [content_of(message) for message in messages if message.get("role") == "assistant"]
 
 
@@ -129,7 +129,7 @@ def answer_texts(messages: Sequence[Message]) -> list[str]:
 
 @contextlib.contextmanager
 def rendering(row: Mapping[str, Any]) -> Iterator[None]:
-    """What a chat template refuses inside ends in a BadRow that names the row."""
+    """Raise BadRow, which names the row, if a chat template refuses it inside."""
     from puna.models.tokens.chat import ChatError
     from puna.models.tokens.template import TemplateError
 
@@ -140,12 +140,12 @@ def rendering(row: Mapping[str, Any]) -> Iterator[None]:
 
 
 def prompt_ids(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[int]:
-    """The context of a row of prompts, up to where the answer begins."""
+    """Return the token ids of a prompt, up to the beginning of the answer."""
     with rendering(row):
         ids: list[int] = tokenizer.chat(messages_of(row), tools=tools_of(row))
     return ids
 
 
 def answer_text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-    """The answer without special tokens."""
+    """Return the answer without special tokens."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True))

@@ -10,34 +10,34 @@ from numpy.typing import NDArray
 
 
 def uniform(ids: Iterable[str], seed: int, purpose: str) -> NDArray[np.float64]:
-    """One number in [0, 1) per id, float64[n]; different purposes give independent numbers."""
+    """Return one number in [0, 1) per id, float64 [n]. Different purposes give independent numbers."""
     key = hashlib.blake2b(f"{seed}\0{purpose}".encode(), digest_size=32).digest()
     digests = b"".join(hashlib.blake2b(identity.encode(), digest_size=8, key=key).digest() for identity in ids)
     return (np.frombuffer(digests, dtype=">u8") >> 11).astype(np.float64) / float(1 << 53)
 
 
 def folds(ids: Iterable[str], seed: int, count: int) -> NDArray[np.int64]:
-    """The fold of each document, int64[n] in [0, count)."""
+    """Return the fold of each document, int64 [n] in [0, count)."""
     return np.floor(uniform(ids, seed, "fold") * count).astype(np.int64)
 
 
 def identifier(*parts: object) -> str:
-    """32 hex digits that name what the parts name."""
+    """Return a digest of the parts, 32 hex digits."""
     return _sha256(parts).hex()[:32]
 
 
 def hashed(*parts: object) -> int:
-    """A number of 64 bits that the parts alone decide."""
+    """Return a 64-bit hash of the parts."""
     return int.from_bytes(_sha256(parts)[:8], "big")
 
 
 def fraction(*parts: object) -> float:
-    """A number in [0, 1) that the parts alone decide."""
+    """Return a hash of the parts in [0, 1)."""
     return hashed(*parts) / 2**64
 
 
 def place(*parts: object) -> int:
-    """A number of 64 bits that puts rows in an order; quicker than `hashed`, and other numbers."""
+    """Return a 64-bit hash of the parts to order rows by; quicker than `hashed`, with other values."""
     return int.from_bytes(hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest(), "big")
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def tokens_apart(ids: Sequence[list[int]], answers: Sequence[str]) -> tuple[list[int], list[int]]:
-    """What the encodings of all answers share at their beginning, and each one's next token; PunaError where two have the same."""
+    """Return the common beginning of the encoded answers, and each one's next token. PunaError if two are equal."""
     shared = 0
     while all(len(one) > shared for one in ids) and len({one[shared] for one in ids}) == 1:
         shared += 1
@@ -26,9 +26,9 @@ def tokens_apart(ids: Sequence[list[int]], answers: Sequence[str]) -> tuple[list
 
 
 def mean_grades(logits: Tensor, tokens: Sequence[int], values: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Mean grade, float64[n], each of `values` weighted by the probability of its token among `tokens`; and the probability,
-    float64[n], of all these tokens together among all. `logits`: of the next token, [n, vocabulary].
-    """
+    """Return the mean grade, float64 [n], and the probability of all answer tokens together, float64 [n].
+
+    Each of `values` weighs as the probability of its token among `tokens`. `logits`: of the next token, [n, vocabulary]."""
     import torch
 
     logits = logits.double()

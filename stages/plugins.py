@@ -59,16 +59,16 @@ def _load(entry: EntryPoint) -> None:
     title = f"plugin {entry.name!r} ({entry.group}, {entry.value}, of {package})"
     found = _offers[entry.group]
     if entry.name in found:
-        said = "a plugin of another package has the same name; uninstall one of them"
+        problem = "a plugin of another package has the same name; uninstall one of them"
     else:
         try:
             found[entry.name] = entry.load()
             return
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin may fail in any way, and the others go on
             _forget()
-            said = f"cannot be loaded: {_what(error)}. Repair or uninstall the package"
-    _broken[f"{entry.group}:{entry.name}:{entry.value}"] = f"{title}: {said}"
-    logging.getLogger("puna").warning("%s: %s", title, said)
+            problem = f"cannot be loaded: {_error_text(error)}. Repair or uninstall the package"
+    _broken[f"{entry.group}:{entry.name}:{entry.value}"] = f"{title}: {problem}"
+    logging.getLogger("puna").warning("%s: %s", title, problem)
 
 
 def add(text: str) -> ModuleType:
@@ -83,7 +83,7 @@ def add(text: str) -> ModuleType:
         module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
         _forget()
-        raise PunaError(f"--module {text}: cannot be imported: {_what(error)}") from error
+        raise PunaError(f"--module {text}: cannot be imported: {_error_text(error)}") from error
     _modules[name] = str(file)
     return module
 
@@ -138,7 +138,7 @@ def _forget() -> None:
             del entries[name]
 
 
-def _what(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """Return the error and its file and line."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen") and f.filename != __file__]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and "importlib" not in frames[-1].filename else ""

@@ -29,8 +29,7 @@ class Passage(NamedTuple):
 
 
 def passages(questions: Sequence[str], documents: Artifact, most: int, words: int = 150) -> list[list[Passage]]:
-    """For each question the `most` documents of the highest score above 0, the best first, each cut to the `words` words around which
-    the question's words weigh most."""
+    """Return the `most` best documents for each question (score above 0), cut to the best `words` neighbouring words."""
     asked = [set(_words(question)) for question in questions]
     terms = set().union(*asked)
     seen, hits, lengths, total = Counter[str](), [], [], 0
@@ -66,7 +65,7 @@ def _words(text: str) -> list[str]:
 
 
 def _around(text: str, weight: dict[str, float], words: int) -> str:
-    """The `words` neighbouring words of most weight, the first of equals, as they stand in the text."""
+    """Return the `words` neighbouring words of most weight, the first of equals, as they stand in the text."""
     places = [(found.start(), found.end(), weight.get(found.group().lower(), 0.0)) for found in WORD.finditer(text)]
     if len(places) <= words:
         return text.strip()

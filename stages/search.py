@@ -1,4 +1,4 @@
-"""Answers by search in a command or a stage: settings, and scores by any verifier; the search itself is `models/generation/search.py`."""
+"""Answers by search: its settings, and scores by any verifier. The search itself is `models/generation/search.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Values = Callable[[Sequence[tuple[int, str]]], Sequence[float | None]]
 
 
 class SearchConfig(StageConfig):
-    """How an answer is searched for."""
+    """Settings of the search for an answer."""
 
     method: Method = Field(
         "best",
@@ -40,7 +40,7 @@ class SearchConfig(StageConfig):
 def search(
     engine: AnswerEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, config: SearchConfig, values: Values | None = None
 ) -> list[Found]:
-    """An answer to each prompt. `values` scores texts, each with the number of its prompt; one of None is worse than all others."""
+    """Search for an answer to each prompt. `values` scores (prompt number, text) pairs; None is worse than any score."""
     from dataclasses import replace
 
     from puna.models.generation.search import best_of, likelihood, majority, tree
@@ -53,13 +53,13 @@ def search(
         found = values([(number, answer_text(answer.tokens, tokenizer)) for number, answer in answers])
         return [-math.inf if value is None else value for value in found]
 
-    def said(answer: Completion) -> str:
+    def final(answer: Completion) -> str:
         text = answer_text(answer.tokens, tokenizer).strip()
         return final_answer(text) or text
 
     params, by = replace(params, n=config.n), likelihood if values is None else score
     if config.method == "majority":
-        return majority(engine, prompts, params, said)
+        return majority(engine, prompts, params, final)
     if config.method == "best":
         return best_of(engine, prompts, params, by)
     return tree(engine, prompts, params, by, expansions=config.expansions, step=config.step, step_tokens=config.step_tokens)

@@ -28,7 +28,7 @@ class Address(NamedTuple):
 
 
 def parse(url: str) -> Address | None:
-    """The parts of `url` after WHATWG parsing, or None when it is no absolute address."""
+    """Return the parts of `url` after WHATWG parsing, None if it is not absolute."""
     import ada_url
 
     try:
@@ -39,12 +39,11 @@ def parse(url: str) -> Address | None:
 
 
 def normalized(url: str) -> str:
-    """One text for all addresses that give the same page.
+    """Return one text for all addresses of the same page.
 
-    Beyond WHATWG parsing (case of scheme and host, default ports, dot segments): http and https are one, `www.`, user
-    names, fragments, tracking and session parameters and index files go, parameters are sorted, escapes are written one way.
-    What is no absolute address is returned as it is.
-    """
+    Beyond WHATWG parsing (case of scheme and host, default ports, dot segments): http becomes https; `www.`, user names,
+    fragments, tracking and session parameters and index files are removed; parameters are sorted; escapes are unified.
+    An address that is not absolute is returned unchanged."""
     import ada_url
 
     try:
@@ -63,7 +62,7 @@ def normalized(url: str) -> str:
 
 
 def _escapes(text: str) -> str:
-    """Percent escapes in one form: unreserved characters bare, the rest in upper case (RFC 3986, 6.2.2)."""
+    """Unify percent escapes: unreserved characters bare, the rest in upper case (RFC 3986, 6.2.2)."""
     return ESCAPE.sub(_escape, text) if "%" in text else text
 
 
@@ -73,7 +72,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def names(host: str) -> list[str]:
-    """The host and the domains above it, down to the registrable one: `a.b.co.uk` gives a.b.co.uk, b.co.uk."""
+    """Return the host and the domains above it, down to the registrable one: `a.b.co.uk` gives a.b.co.uk, b.co.uk."""
     shortest = _registrable(host)
     if not shortest or shortest == host or host[-1:].isdigit() or host.startswith("["):  # numbers: an IP address
         return [host]
@@ -83,7 +82,7 @@ def names(host: str) -> list[str]:
 
 
 def public_suffix(domain: str) -> bool:
-    """Whether `domain` is a suffix under which anyone registers names (`com`, `co.uk`)."""
+    """True if anyone can register names under `domain` (`com`, `co.uk`)."""
     return bool(_suffixes().is_public(domain))
 
 

@@ -251,18 +251,18 @@ def _continuations(
 ) -> None:
     from puna.models.generation import Engine, SamplingParams
 
-    shown: list[tuple[Chosen, str]] = []
+    beginnings: list[tuple[Chosen, str]] = []
     for page in pages:
         words = multiple_choice.WORD.findall(page.text)[: config.pages.prompt_words]
-        if len(words) == config.pages.prompt_words and len(shown) < config.pages.continuations:
-            shown.append((page, "".join(words)))
-    if not shown:
+        if len(words) == config.pages.prompt_words and len(beginnings) < config.pages.continuations:
+            beginnings.append((page, "".join(words)))
+    if not beginnings:
         return
     params = SamplingParams(temperature=0.8, max_tokens=64, stop=tuple(tokenizer.end), seed=run.seed("continuations"))
-    prompts = [[*tokenizer.lead, *tokenizer.encode(text)] for _, text in shown]
-    written = Engine(model, tokenizer, **limits).generate(prompts, params)
+    prompts = [[*tokenizer.lead, *tokenizer.encode(text)] for _, text in beginnings]
+    completions = Engine(model, tokenizer, **limits).generate(prompts, params)
     rows = []
-    for (page, text), (completion,) in zip(shown, written, strict=True):
+    for (page, text), (completion,) in zip(beginnings, completions, strict=True):
         own = page.text[len(text) : len(text) + 300]
         rows.append(
             {"id": f"page-{page.id}", "kind": "continuation", "prompt": text, "text": answer_text(completion.tokens, tokenizer),
@@ -279,7 +279,7 @@ def _answers(
 ) -> None:
     from puna.models.generation import SamplingParams
 
-    drawn = _asked(prompts, config.answers.prompts_per_task, run.seed("prompts"))
+    drawn = _heldout_prompts(prompts, config.answers.prompts_per_task, run.seed("prompts"))
     bad = BadRows(config, "evaluate")
     rendered = list(bad.rendered(drawn, partial(prompt_ids, tokenizer)))
     bad.check_left(len(rendered), f"{len(drawn)} held-out prompts")
@@ -324,7 +324,7 @@ def _chooser(config: EvaluateConfig, rows: Sequence[dict[str, Any]], judges: Seq
     return lambda answers: [score.value for score in scorer.scores([(asked[number], text) for number, text in answers])]
 
 
-def _asked(prompts: Artifact, per_task: int, seed: int) -> list[dict[str, Any]]:
+def _heldout_prompts(prompts: Artifact, per_task: int, seed: int) -> list[dict[str, Any]]:
     """Return the held-out prompts with the smallest hashes, at most `per_task` of each task."""
     tasks: dict[str, list[dict[str, Any]]] = {}
     for row in prompts.read().to_pylist():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -252,56 +252,52 @@ def _report(
     fitted: list[scaling_laws.MixingLaw],
     run: StageRun,
 ) -> None:
-    """`tried`: what the laws were fitted to, the natural mixture first."""
-    natural = tried[0]
+    """Report the trials, the laws fitted to `tried` (the natural mixture first), and the gain of the optimum."""
+    natural, names = tried[0], [group.name for group in groups]
     shares, losses = np.array([t.shares for t in tried]), np.array([t.losses for t in tried])
     best = np.array(optimum.shares)
-    rows: list[dict[str, Any]] = []
-
-    def row(task: str, metric: str, value: float) -> None:
-        rows.append({"task": task, "metric": metric, "value": float(value), "low": None, "high": None, "n": len(tried)})
-
     left_out = np.array([scaling_laws.left_out_errors(shares, losses[:, i]) for i in range(len(groups))])
-    for i, group in enumerate(groups):
-        row(group.name, "weight", optimum.shares[i])
-        row(group.name, "natural_weight", natural.shares[i])
-        row(group.name, "loss", optimum.losses[i])
-        row(group.name, "natural_loss", natural.losses[i])
-        row(group.name, "predicted_loss", float(fitted[i](best)))
-        row(group.name, "fit_error", float(np.abs(fitted[i](shares) - losses[:, i]).mean()))
-        row(group.name, "left_out_error", float(np.abs(left_out[i]).mean()))
-        row(group.name, "loss_range", float(np.ptp(losses[:, i])))
-    predicted = float(sum(w * float(law(best)) for w, law in zip(target, fitted, strict=True)))
-    measured, before = float(np.dot(target, optimum.losses)), float(np.dot(target, natural.losses))
-    together = np.abs(target @ left_out)
-    row("target", "loss", measured)
-    row("target", "natural_loss", before)
-    row("target", "predicted_loss", predicted)
-    row("target", "left_out_error", float(together.mean()))
-    row("target", "loss_range", float(np.ptp(losses @ target)))
+    rows: list[dict[str, Any]] = []
+    for i, name in enumerate(names):
+        values = {
+            "weight": optimum.shares[i],
+            "natural_weight": natural.shares[i],
+            "loss": optimum.losses[i],
+            "natural_loss": natural.losses[i],
+            "predicted_loss": fitted[i](best),
+            "fit_error": np.abs(fitted[i](shares) - losses[:, i]).mean(),
+            "left_out_error": np.abs(left_out[i]).mean(),
+            "loss_range": np.ptp(losses[:, i]),
+        }
+        rows += _rows(name, values, len(tried))
+    overall = {
+        "loss": float(np.dot(target, optimum.losses)),
+        "natural_loss": float(np.dot(target, natural.losses)),
+        "predicted_loss": float(sum(w * float(law(best)) for w, law in zip(target, fitted, strict=True))),
+        "left_out_error": float(np.abs(target @ left_out).mean()),
+    }
+    rows += _rows("target", {**overall, "loss_range": np.ptp(losses @ target)}, len(tried))
     rows.append({"task": "target", "metric": "gain", "value": gain.value, "low": gain.low, "high": gain.high, "n": repeats})
     run.write_rows(rows)
     run.metric("trials", len(tried) - 1 + 2 * repeats)
     run.metric("gain", gain.value)
     run.metric("mixture_used", "natural" if used is natural else "recommended")
-    run.metric("optimum_loss", measured)
-    run.metric("natural_loss", before)
-    run.metric("predicted_loss", predicted)
-    run.metric("left_out_error", float(together.mean()))
+    for name, value in overall.items():
+        run.metric("optimum_loss" if name == "loss" else name, value)
     run.metric("best_tried_loss", float((losses @ target).min()))
-    names = [group.name for group in groups]
-    shares_of: dict[str, list[tuple[Any, float]]] = {
-        "natural": list(zip(names, natural.shares, strict=True)),
-        "recommended": list(zip(names, optimum.shares, strict=True)),
+    verdict = "it contains 0, so the natural mixture is used" if used is natural else "the recommended mixture is used"
+    note = f"Gain over the natural mixture {gain.value:.4f} nats a token ({gain.low:.4f} to {gain.high:.4f} over {repeats} seeds): {verdict}."
+    series: dict[str, list[tuple[Any, float]]] = {
+        name: list(zip(names, trial.shares, strict=True)) for name, trial in (("natural", natural), ("recommended", optimum))
     }
-    said = f"Gain over the natural mixture {gain.value:.4f} nats a token ({gain.low:.4f} to {gain.high:.4f} over {repeats} seeds): "
-    said += "it holds 0, so the natural mixture is used." if used is natural else "the recommended mixture is used."
-    run.figure("weights", Figure(title="Mixture", x="category", y="share of training tokens", kind="bar", series=shares_of, note=said))
+    run.figure("weights", Figure(title="Mixture", x="category", y="share of training tokens", kind="bar", series=series, note=note))
     points: dict[str, list[tuple[Any, float]]] = {
-        group.name: [(float(y), float(y + e)) for y, e in zip(losses[:, i], left_out[i], strict=True)] for i, group in enumerate(groups)
+        name: [(float(y), float(y + e)) for y, e in zip(losses[:, i], left_out[i], strict=True)] for i, name in enumerate(names)
     }
-    run.figure(
-        "law",
-        Figure(title="Mixing law on mixtures it was not fitted to", x="measured loss", y="predicted loss", kind="scatter", series=points,
-               note="Held-out loss of each category, nats per token; each point is predicted by the law through all others."),
-    )  # fmt: skip
+    note = "Held-out loss of each category, nats per token; each point is predicted by the law through all others."
+    title = "Mixing law on mixtures it was not fitted to"
+    run.figure("law", Figure(title=title, x="measured loss", y="predicted loss", kind="scatter", series=points, note=note))
+
+
+def _rows(task: str, values: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    return [{"task": task, "metric": name, "value": float(value), "low": None, "high": None, "n": count} for name, value in values.items()]

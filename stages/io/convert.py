@@ -19,19 +19,19 @@ HELDOUT = ("heldout", "test", "validation", "valid", "val", "dev", "eval")
 
 
 def instructions(plan: Plan, row: Fields) -> Values:
-    """Columns `messages` and `tools` of the instructions table."""
+    """Return columns `messages` and `tools` of the instructions table."""
     if plan.layout == "messages":
         found = turns.messages(plan.get(row, "messages"), plan.name("messages"))
     else:
         answer = "completion" if plan.layout == "prompt_completion" else "output"
-        found = [*_asked(plan, row), *_answered(plan.get(row, answer), plan.name(answer))]
+        found = [*_context(plan, row), *_answered(plan.get(row, answer), plan.name(answer))]
     if not any(message["role"] == "assistant" for message in found):
         raise Refused(plan.name("messages"), "no_answer", "has no turn of the assistant to learn from")
     return {"messages": dump(_with_system(plan, row, found)), "tools": _tools(plan, row)}
 
 
 def prompts(plan: Plan, row: Fields) -> Values:
-    """Columns `messages`, `tools`, `reference` and `verifier` of the prompts table."""
+    """Return columns `messages`, `tools`, `reference` and `verifier` of the prompts table."""
     reference = plan.get(row, "reference")
     if plan.layout == "messages":
         found = turns.messages(plan.get(row, "messages"), plan.name("messages"))
@@ -41,7 +41,7 @@ def prompts(plan: Plan, row: Fields) -> Values:
         if not found or found[-1]["role"] not in ("user", "tool"):
             raise Refused(plan.name("messages"), "no_question", "has no turn before the answer")
     else:
-        found = _asked(plan, row)
+        found = _context(plan, row)
     if reference is not None and not isinstance(reference, str):
         reference = json.dumps(reference, ensure_ascii=False)
     verifier = plan.get(row, "verifier")
@@ -54,7 +54,7 @@ def prompts(plan: Plan, row: Fields) -> Values:
 
 
 def preferences(plan: Plan, row: Fields) -> Values:
-    """The columns of the preferences table, but for those that name the row."""
+    """Return the columns of the preferences table, except those that name the row."""
     context, values = {"pairs": _pair, "kto": _labelled, "ranked": _ranked}[plan.layout](plan, row)
     if not context:
         raise Refused(plan.name("prompt"), "no_prompt", "has no turn before the answers")
@@ -74,7 +74,7 @@ def preferences(plan: Plan, row: Fields) -> Values:
 
 
 def documents(plan: Plan, row: Fields) -> Values:
-    """Columns `text`, `title`, `url` and `fetched_at` of the documents table; a row without a date was fetched in 1970."""
+    """Return columns `text`, `title`, `url` and `fetched_at` of the documents table; a missing date becomes 1970."""
     text = turns.text(plan.get(row, "text"), plan.name("text"))
     title, url, date = (plan.get(row, field) for field in ("title", "url", "date"))
     for value, field in ((title, "title"), (url, "url")):
@@ -92,7 +92,7 @@ CONVERT: dict[str, Callable[[Plan, Fields], Values]] = {
 
 
 def split_of(plan: Plan, row: Fields) -> str | None:
-    """train or heldout as the row says; None where it says nothing."""
+    """Return the row's split, train or heldout, None if it names none."""
     value = plan.get(row, "split")
     if value is None:
         return None
@@ -107,8 +107,8 @@ def split_of(plan: Plan, row: Fields) -> str | None:
 # --- contexts and answers ---------------------------------------------------------------------------------
 
 
-def _asked(plan: Plan, row: Fields) -> list[Message]:
-    """The context of a row: a prompt (text, messages, an HH dialogue), an instruction with its input, or messages."""
+def _context(plan: Plan, row: Fields) -> list[Message]:
+    """Return the context of a row: a prompt (text, messages, an HH dialogue), an instruction with its input, or messages."""
     if "prompt" in plan.columns:
         value, field = plan.get(row, "prompt"), plan.name("prompt")
         if isinstance(value, str) and turns.is_dialogue(value):
@@ -129,7 +129,7 @@ def _asked(plan: Plan, row: Fields) -> list[Message]:
 
 
 def _answered(value: Any, field: str) -> list[Message]:
-    """An answer as messages: text is one turn of the assistant."""
+    """Return an answer as messages; text is one turn of the assistant."""
     if isinstance(value, list | dict):
         return turns.messages(value, field)
     return [{"role": "assistant", "content": turns.text(value, field)}]
@@ -143,7 +143,7 @@ def _one_answer(found: Sequence[Message], field: str) -> Message:
 
 
 def _with_system(plan: Plan, row: Fields, found: list[Message]) -> list[Message]:
-    """The messages behind the row's own system message, where it has one."""
+    """Put the row's own system message, if any, before the messages."""
     system = plan.get(row, "system")
     if system is None or (isinstance(system, str) and not system.strip()):
         return found
@@ -153,7 +153,7 @@ def _with_system(plan: Plan, row: Fields, found: list[Message]) -> list[Message]
 
 
 def _tools(plan: Plan, row: Fields) -> str | None:
-    """JSON text of the row's tools."""
+    """Return the row's tools as JSON text."""
     value = plan.get(row, "tools")
     if isinstance(value, str):
         value = turns.parsed(value, plan.name("tools")) if value.strip() else None
@@ -171,7 +171,7 @@ def _pair(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
     fields = plan.name("chosen"), plan.name("rejected")
     if plan.get(row, "chosen") is None and plan.get(row, "rejected") is None:
         raise Refused(fields[0], "missing", "is missing or null")
-    context = _asked(plan, row)
+    context = _context(plan, row)
     chosen, rejected = (_side(plan.get(row, side), plan.name(side)) for side in ("chosen", "rejected"))
     if context:
         answers = [_behind(context, side, field) for side, field in zip((chosen, rejected), fields, strict=True)]
@@ -195,7 +195,7 @@ def _pair(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
 
 
 def _others(value: Any, field: str) -> list[Message]:
-    """The further answers of a ranking as the preferences table keeps them: messages of the assistant, each with its rank."""
+    """Return the further answers of a ranking: messages of the assistant, each with its rank."""
     found = turns.messages(value, field)
     for number, one in enumerate(found):
         _one_answer([one], f"{field}.{number}")
@@ -205,7 +205,7 @@ def _others(value: Any, field: str) -> list[Message]:
 
 
 def _side(value: Any, field: str) -> list[Message]:
-    """One side of a pair: messages, an HH dialogue, or the answer's text."""
+    """Return one side of a pair: messages, an HH dialogue, or the answer's text."""
     if isinstance(value, str) and turns.is_dialogue(value):
         return turns.dialogue(value, field)
     if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
@@ -217,7 +217,7 @@ def _side(value: Any, field: str) -> list[Message]:
 
 
 def _behind(context: list[Message], found: list[Message], field: str) -> list[Message]:
-    """What of one side stands behind the context: all of it, or what follows where it repeats the context."""
+    """Return the part of one side behind the context: all of it, unless it repeats the context."""
     if found[: len(context)] == context:
         return found[len(context) :]
     if len(found) > 1:
@@ -226,7 +226,7 @@ def _behind(context: list[Message], found: list[Message], field: str) -> list[Me
 
 
 def _margin(plan: Plan, row: Fields) -> Values:
-    """Level and margin, where the row has them; the margin may come as two scores."""
+    """Return the row's level and margin, if any; the margin may be given as two scores."""
     values: Values = {}
     level = plan.get(row, "level")
     if level is not None:
@@ -242,9 +242,9 @@ def _margin(plan: Plan, row: Fields) -> Values:
 
 
 def _labelled(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
-    """An answer with a label of its own: good ones have no `rejected`, bad ones no `chosen`."""
+    """Return context and answer of a labelled row: good answers have no `rejected`, bad ones no `chosen`."""
     good = turns.truth(plan.get(row, "label"), plan.name("label"), numbers=plan.declared)
-    found = _asked(plan, row)
+    found = _context(plan, row)
     if "completion" in plan.columns:
         field = plan.name("completion")
         answer = _one_answer(_answered(plan.get(row, "completion"), field), field)
@@ -256,7 +256,7 @@ def _labelled(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
 
 
 def _ranked(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
-    """Several answers: the best is chosen, the worst rejected, the others keep their rank; equals share one."""
+    """Return context and ranking: the best answer is chosen, the worst rejected, the others keep their rank; equals share one."""
     field = plan.name("answers")
     answers = plan.get(row, "answers")
     answers = turns.parsed(answers, field) if isinstance(answers, str) else answers
@@ -276,7 +276,7 @@ def _ranked(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
     if not by_rank:
         values["margin"] = max(worth) - min(worth)
     edited = _edit(plan, row, answers, worth)
-    return _asked(plan, row), values | ({"edited": edited} if edited else {})
+    return _context(plan, row), values | ({"edited": edited} if edited else {})
 
 
 def _candidate(answer: Any, field: str) -> Message:
@@ -292,14 +292,14 @@ def _candidate(answer: Any, field: str) -> Message:
 
 
 def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float], bool]:
-    """A number for each answer, larger for a better one: its score or rating; or (True) its rank, of which the smallest is best."""
+    """Return a number per answer, larger for better ones: its score, or (flag True) its negated rank."""
     if "scores" in plan.columns:
         field = plan.name("scores")
         values = plan.get(row, "scores")
         values = turns.parsed(values, field) if isinstance(values, str) else values
         if not isinstance(values, list) or len(values) != len(answers):
-            said = f"{len(values)} numbers" if isinstance(values, list) else turns.kind_of(values)
-            raise Refused(field, "wrong_number", f"holds {said} for {len(answers)} answers")
+            amount = f"{len(values)} numbers" if isinstance(values, list) else turns.kind_of(values)
+            raise Refused(field, "wrong_number", f"holds {amount} for {len(answers)} answers")
         numbers = [turns.number(value, f"{field}.{i}") for i, value in enumerate(values)]
         return ([-value for value in numbers], True) if "rank" in field else (numbers, False)
     field = plan.name("answers")
@@ -316,7 +316,7 @@ def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float]
 
 
 def _edit(plan: Plan, row: Fields, answers: Sequence[Any], worth: Sequence[float]) -> Message | None:
-    """The improved best answer: a column of its own, or with the answer."""
+    """Return the improved best answer, from its own column or beside the answer."""
     edits = [(i, a["edited"]) for i, a in enumerate(answers) if isinstance(a, dict) and a.get("edited") is not None]
     if plan.get(row, "edited") is not None:
         edits.append((max(range(len(worth)), key=lambda i: (worth[i], -i)), plan.get(row, "edited")))

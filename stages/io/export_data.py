@@ -68,7 +68,7 @@ def _rows(artifact: Artifact) -> Iterator[Row]:
 
 
 def _rest(row: Row) -> Row:
-    """What a row has besides the conversation; columns without a value are left out."""
+    """Return the row's other columns, without empty ones."""
     done = ("messages", "tools", "others", *SIDES)
     return {name: value for name, value in row.items() if name not in done and value is not None}
 

@@ -1,4 +1,4 @@
-"""Which files of an input hold rows, and of which split of a data set they are."""
+"""Files of an input that hold rows, and the data set's split of each."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 @dataclass
 class Found:
-    """What the files of an input are: format and split by name, and the names of those that hold no rows.
+    """Files of an input: format and split by name, and the names of those without rows.
 
-    A split is that of a data set whose files or folders are called by it, one of them `train`; empty where there are none.
-    """
+    Splits are known only of a data set whose files or folders are named by them, one of them `train`."""
 
     formats: dict[str, str] = field(default_factory=dict)
     splits: dict[str, str] = field(default_factory=dict)
     beside: list[str] = field(default_factory=list)
 
     def heldout(self, name: str) -> bool:
-        """Whether a file is of a split that is not trained on."""
+        """True if a file's split is not for training."""
         return self.splits.get(name, "") in HELDOUT
 
 
 def look(external: External, format: str) -> Found:
-    """The files of an input. `format`: of all that hold rows, or `auto`. PunaError where none does, or what one file holds is not clear."""
+    """Inspect the files of an input. PunaError if none holds rows, or the format of one is unclear."""
     found, whole = Found(), len(external.files) == 1
     for file in external.files:
         if PurePosixPath(file.name).name in SIDECARS or not file.bytes:
@@ -71,7 +70,7 @@ def _by_content(file: ExternalFile) -> str:
 
 
 def split_named(name: str) -> str:
-    """The split that the name of a file or of a folder above it tells: `train-00000-of-00002`, `hh_test.jsonl`, `validation/…`."""
+    """Return the split named by a file or a folder above it: `train-00000-of-00002`, `hh_test.jsonl`, `validation/…`."""
     path = PurePosixPath(name.lower())
     stem = SHARD.sub("", path.name.partition(".")[0])
     words = [word for part in (stem, *reversed(path.parts[:-1])) for word in re.split(r"[-._ ]+", part)]

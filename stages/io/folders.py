@@ -14,7 +14,7 @@ from puna.storage import PunaError
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write in, which becomes `target` at the end, or goes. PunaError where there is something already."""
+    """Yield a folder to write in, which becomes `target` at the end or is removed. PunaError if `target` is not empty."""
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise PunaError(f"export: {target} is there already and not empty; give a new folder")

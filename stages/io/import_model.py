@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def local_folder(files: External, scratch: Path) -> Path:
-    """The folder that the files lie in, or the one file; what lies elsewhere is fetched to the scratch folder."""
+    """Return the folder of the files, or the only file; remote files are fetched to the scratch folder."""
     places = {file.name: file.local() for file in files.files}
     if len(places) == 1 and (only := next(iter(places.values()))) is not None:
         return only
@@ -35,7 +35,7 @@ def local_folder(files: External, scratch: Path) -> Path:
 
 
 def snapshot(stage: str, uri: str, target: Path, patterns: Callable[[list[str]], tuple[str, ...]]) -> Path:
-    """A repository of the hub, `hf://OWNER/NAME[@COMMIT]`: of its files those that match `patterns`, which is told all their names."""
+    """Download the files of `hf://OWNER/NAME[@COMMIT]` that match `patterns`, a function of all file names."""
     import httpx
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -54,7 +54,7 @@ NEEDED = ("*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*")
 
 
 class ImportModelConfig(StageConfig):
-    """How a checkpoint is taken in."""
+    """Number format and chat template of the imported model."""
 
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = Field(
         "stored", description="Number format of the weights that are kept; stored: the checkpoint's own, float32 for packed GGUF blocks"
@@ -68,7 +68,7 @@ class ImportModelConfig(StageConfig):
     @field_validator("chat_template")
     @classmethod
     def _read(cls, value: str | None) -> str | None:
-        """The text of a template that is given as a file: it decides the artifact, where it lies does not."""
+        """Return the text of a template given as a file: its content decides the artifact, its path does not."""
         if value is None or "{" in value:
             return value
         from puna.models.tokens.tokenizer import TEMPLATES
@@ -101,7 +101,7 @@ def import_model(model: External, config: ImportModelConfig, run: StageRun) -> N
     if config.chat_template is not None:
         tokenizer = _with_template(tokenizer, config.chat_template)
     _check(network, tokenizer, model.uri)
-    for name, value in _found(network, tokenizer, path).items():
+    for name, value in _description(network, tokenizer, path).items():
         run.metric(name, value)
     save(network, run.folder, tokenizer)
 
@@ -116,7 +116,7 @@ def _with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
 
 
 def _check(network: Transformer, tokenizer: Tokenizer, uri: str) -> None:
-    """PunaError where tokenizer, embeddings and template do not fit each other."""
+    """Raise PunaError if tokenizer, embeddings and template do not fit each other."""
     from puna.models.tokens.chat import PROBE, ChatError
 
     rows = network.config.vocab_size
@@ -136,11 +136,11 @@ def _check(network: Transformer, tokenizer: Tokenizer, uri: str) -> None:
         ) from error
 
 
-def _found(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict[str, float | int | str]:
-    """What the checkpoint holds, by name."""
+def _description(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict[str, float | int | str]:
+    """Return metrics that describe the checkpoint."""
     from puna.models.tokens.tokenizer_files import SAMPLING
 
-    shape, told = network.config, ("do_sample", "max_new_tokens", *SAMPLING)
+    shape, sampling = network.config, ("do_sample", "max_new_tokens", *SAMPLING)
     ids = {"bos": tokenizer.bos, "eos": tokenizer.eos}
     named = {name: "none" if id_ is None else tokenizer.vocabulary.token(id_) for name, id_ in ids.items()}
     return {
@@ -156,13 +156,13 @@ def _found(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict[str, 
         "embedding_rows": shape.vocab_size,
         **named,
         "stop_tokens": " ".join(tokenizer.vocabulary.token(id_) for id_ in tokenizer.stop_ids) or "none",
-        "sampling": " ".join(f"{name}={value}" for name, value in sorted(tokenizer.generation.items()) if name in told) or "none",
+        "sampling": " ".join(f"{name}={value}" for name, value in sorted(tokenizer.generation.items()) if name in sampling) or "none",
         "chat_template": "none" if tokenizer.template is None else "there",
     }
 
 
 def _local(model: External, scratch: Path) -> Path:
-    """The folder or GGUF file on this machine."""
+    """Return the folder or GGUF file on this machine."""
     if model.uri.startswith("hf://") and not model.files:
         return _chosen(snapshot("import_model", model.uri, scratch / "hub", _needed), model.uri)
     if len(model.files) == 1 and not model.files[0].name.endswith(".gguf"):
@@ -175,7 +175,7 @@ def _needed(names: list[str]) -> tuple[str, ...]:
 
 
 def _chosen(path: Path, uri: str) -> Path:
-    """A folder in Hugging Face's layout as it is; else the one GGUF file of the folder."""
+    """Return a folder in Hugging Face's layout, or else the folder's only GGUF file."""
     if path.suffix == ".gguf" or (path / "config.json").is_file():
         return path
     files = sorted(path.glob("*.gguf"))

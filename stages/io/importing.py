@@ -1,8 +1,7 @@
-"""What the import stages share: finding files, recognising their layout, reading them in workers, counting what is dropped.
+"""Common parts of the import stages: find files, recognise their layout, read them in workers, count dropped rows.
 
-Each file is read by one worker, and its rows are regrouped by id: the first row of each id is kept. A row that cannot be taken is a
-row of `dropped` with file, row, field and reason.
-"""
+Each file is read by one worker, and its rows are regrouped by id: the first row of each id is kept. A row that cannot be
+taken is a row of `dropped` with file, row, field and reason."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ HELDOUT = "Share of prompts held out, by a hash of prompt and seed, where rows h
 
 
 class ImportConfig(SeededConfig):
-    """How files become rows."""
+    """Settings of an import."""
 
     columns: dict[str, str] = Field(
         default_factory=dict, description="Field -> column that holds it, where it has not its usual name; a.b.0 reaches into structures"
@@ -62,13 +61,13 @@ class ImportConfig(SeededConfig):
 
 
 class SplitConfig(ImportConfig):
-    """How files become rows that are trained on or held out."""
+    """Settings of an import of rows to train on or to hold out."""
 
     heldout_fraction: float = Field(0.0, ge=0, lt=1, description=HELDOUT)
 
 
 class PromptRowsConfig(SplitConfig):
-    """How files become prompts, whose rows may name verifiers."""
+    """Settings of an import of prompts, whose rows may name verifiers."""
 
     code_from: tuple[str, ...] = Field(
         (), description="Modules whose functions rows may name in a verifier; `puna import --module` sets it. Other rows are dropped"
@@ -76,7 +75,7 @@ class PromptRowsConfig(SplitConfig):
 
 
 def import_rows(kind: str, layout: str, inputs: Sequence[External], config: ImportConfig, run: StageRun) -> None:
-    """Write the rows of the inputs as artifacts of `kind`; what the layout is, why, and an example go to `examples`."""
+    """Write the rows of the inputs as artifacts of `kind`. The table `examples` records the layout, its reason and an example."""
     jobs = list(_jobs(inputs, kind, config, run))
     plans, shown = {}, []
     for name in dict.fromkeys(job.source for job in jobs):
@@ -93,17 +92,17 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
     rows = run.exchange(_read, read, *arguments, by="id", partitions=partitions(given), rows=len(read))
     run.count_input(sum(info["rows"] for info in rows.infos))
     cut = count(table_schema(kind), sum(info["bytes"] for info in rows.infos))
-    told = run.produce_shards(_kept, rows, cut, kind, config.bad_rows)
-    rules = sum((Counter(found["rules"]) for found in told), Counter[str]())
-    if not sum(found["kept"] for found in told):
+    counts = run.produce_shards(_first_of_each_id, rows, cut, kind, config.bad_rows)
+    rules = sum((Counter(found["rules"]) for found in counts), Counter[str]())
+    if not sum(found["kept"] for found in counts):
         why = ", ".join(f"{number} {rule}" for rule, number in rules.most_common())
-        _, first = min((found["first"] for found in told if found["first"]), default=[0, ""])
+        _, first = min((found["first"] for found in counts if found["first"]), default=[0, ""])
         raise PunaError(f"{run.stage}: no row of {', '.join(plans)} can be taken: {why or 'there are none'}. The first: {first}")
     run.write_rows(shown, "examples")
     run.metric("files", len(jobs))
     run.metric("rows", (run.input_rows or 0))
     if "split" in table_schema(kind).schema.names:
-        run.metric("heldout", sum(found["heldout"] for found in told))
+        run.metric("heldout", sum(found["heldout"] for found in counts))
     for rule, number in sorted(rules.items()):
         run.metric(f"dropped_{rule}", number)
 
@@ -112,7 +111,7 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
 
 
 def _jobs(inputs: Sequence[External], kind: str, config: ImportConfig, run: StageRun) -> Iterator[Job]:
-    """What is read at a time; what is not, and what is held out for the name of its split, is told in metrics."""
+    """Yield the files to read; metrics name the skipped files and those held out by the name of their split."""
     found = {external.name: look(external, config.format) for external in inputs}
     beside = [name for files in found.values() for name in files.beside]
     apart = [name for files in found.values() for name in files.formats if files.heldout(name)]
@@ -145,7 +144,7 @@ def _rows(job: Job, config: ImportConfig) -> Iterator[Row | Fault]:
 
 
 def _planned(kind: str, layout: str, name: str, jobs: Sequence[Job], config: ImportConfig) -> tuple[Plan | None, dict[str, Any]]:
-    """The layout of an input by the first rows of its files, and an example of a row; None where it has no rows."""
+    """Return an input's layout by the first rows of its files, and an example row; None if it has no rows."""
     sample: list[dict[str, Any]] = []
     fault: Fault | None = None
     for job in jobs:
@@ -168,7 +167,7 @@ def _planned(kind: str, layout: str, name: str, jobs: Sequence[Job], config: Imp
         "kind": "layout",
         "prompt": _short(json.dumps(sample[0], ensure_ascii=False, default=str)),
         "text": _short(example),
-        "detail": layouts.shown(plan, jobs[0].format),
+        "detail": layouts.as_json(plan, jobs[0].format),
     }
 
 
@@ -188,7 +187,7 @@ def _short(text: str) -> str:
 
 
 def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings: str, config_type: type[ImportConfig]) -> Iterator[Any]:
-    """The rows of one file as tables, and last how many there are and the bytes of those that can be taken."""
+    """Yield the rows of one file as tables, and last their number and the bytes of valid ones."""
     number, job = numbered
     config = config_type.model_validate_json(settings)
     columns = table_schema(kind).schema.names
@@ -197,10 +196,10 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
     for row in _rows(job, config):
         found = _taken(row, job, plans[job.source], kind, config) if isinstance(row, Row) else row
         if isinstance(found, Fault):
-            said = f"{job.location}, row {found.number}{f', field {found.field}' if found.field else ''}: {found.reason}"
+            fault = f"{job.location}, row {found.number}{f', field {found.field}' if found.field else ''}: {found.reason}"
             if config.bad_rows == "refuse":
-                raise PunaError(f"{said}. With bad_rows=drop such rows are set aside")
-            found = {"id": identifier("dropped", job.source, job.name, found.number), "rule": found.rule, "detail": said}
+                raise PunaError(f"{fault}. With bad_rows=drop such rows are set aside")
+            found = {"id": identifier("dropped", job.source, job.name, found.number), "rule": found.rule, "detail": fault}
         else:
             if kind == "documents":
                 found["url"] = address_of(found["url"] or "", job.source, job.name, row.number)
@@ -209,22 +208,22 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
         rows += 1
         size += 300 + sum(len(value) for value in found.values() if isinstance(value, str))
         if size >= CHUNK_BYTES:
-            yield (made := _records(kind, held))
-            total += int(row_bytes(made.filter(pc.is_valid(made["place"])).select(columns)).sum())
+            yield (table := _records(kind, held))
+            total += int(row_bytes(table.filter(pc.is_valid(table["place"])).select(columns)).sum())
             held, size = [], 0
-    yield (made := _records(kind, held))
-    total += int(row_bytes(made.filter(pc.is_valid(made["place"])).select(columns)).sum())
+    yield (table := _records(kind, held))
+    total += int(row_bytes(table.filter(pc.is_valid(table["place"])).select(columns)).sum())
     yield {"rows": rows, "bytes": total}
 
 
 def _records(kind: str, rows: list[dict[str, Any]]) -> pa.Table:
-    """Rows of the table, which have a `place`, and of `dropped`; `order` is that in which they came."""
+    """Return rows of the table (with a `place`) and of `dropped` as one Arrow table; `order` is that of the file."""
     fields = {field.name: field.with_nullable(True) for name in (kind, "dropped") for field in table_schema(name).schema}
     return pa.Table.from_pylist(rows, schema=pa.schema([*fields.values(), pa.field("place", pa.string()), pa.field("order", pa.int64())]))
 
 
 def _taken(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -> dict[str, Any] | Fault:
-    """The row of the table, or why there is none."""
+    """Return the row of the table, or the fault that drops it."""
     fields: dict[str, Any] = _without_nulls(row.fields) if job.format in COLUMNAR else row.fields
     try:
         values = convert.CONVERT[kind](plan, fields)
@@ -238,14 +237,14 @@ def _taken(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -> d
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value without the nulls by which columnar formats give every structure every key."""
+    """Remove the nulls that columnar formats add to structures for missing keys."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _about(plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig) -> dict[str, Any]:
-    """Task of a row, and its split where it or its file names one."""
+    """Return a row's task, and its split if it or its file names one."""
     task = plan.get(row, "task")
     if task is not None and (not isinstance(task, str) or not task.strip()):
         raise Refused(plan.name("task"), "wrong_type", "is no name of a task")
@@ -313,8 +312,8 @@ def _document(values: dict[str, Any], named: str | None, plan: Plan, row: dict[s
 NAMED = {"prompts": _prompt, "preferences": _preference, "instructions": _instruction, "documents": _document}
 
 
-def _kept(rows: pa.Table, kind: str, bad_rows: str) -> tuple[dict[str, pa.Table], dict[str, Any]]:
-    """In a worker: of the rows of a range of ids the first of each id, and those that are dropped; and counts of them."""
+def _first_of_each_id(rows: pa.Table, kind: str, bad_rows: str) -> tuple[dict[str, pa.Table], dict[str, Any]]:
+    """Return the first row of each id in a range, the dropped rows, and counts of both."""
     rows = rows.sort_by([("id", "ascending"), ("order", "ascending")])
     ids, valid = rows["id"].to_pylist(), pc.is_valid(rows["place"])
     first = np.array([at == 0 or ids[at] != ids[at - 1] for at in range(len(ids))], bool)

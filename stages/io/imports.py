@@ -11,7 +11,7 @@ from puna.stages.io.importing import HELDOUT, ImportConfig, PromptRowsConfig, Sp
 
 
 class ImportPreferencesConfig(SplitConfig):
-    """How files become preferences."""
+    """Settings of an import of preferences."""
 
     layout: Literal["auto", "pairs", "kto", "ranked"] = Field(
         "auto", description="Layout of the rows; auto looks for one and stops where several fit"
@@ -34,7 +34,7 @@ def import_preferences(inputs: list[External], config: ImportPreferencesConfig, 
 
 
 class ImportInstructionsConfig(SplitConfig):
-    """How files become instructions."""
+    """Settings of an import of instructions."""
 
     layout: Literal["auto", "messages", "prompt_completion", "instruction_output"] = Field(
         "auto", description="Layout of the rows; auto looks for one and stops where several fit"
@@ -52,7 +52,7 @@ def import_instructions(inputs: list[External], config: ImportInstructionsConfig
 
 
 class ImportDocumentsConfig(ImportConfig):
-    """How files become documents."""
+    """Settings of an import of documents."""
 
     layout: Literal["auto", "text"] = Field(
         "auto", description="Layout of the rows; auto looks for one and stops where several fit"
@@ -70,7 +70,7 @@ def import_documents(inputs: list[External], config: ImportDocumentsConfig, run:
 
 
 class ImportPromptsConfig(PromptRowsConfig):
-    """How files become prompts."""
+    """Settings of an import of prompts."""
 
     layout: Literal["auto", "messages", "prompt", "instruction"] = Field(
         "auto", description="Layout of the rows; auto looks for one and stops where several fit"

@@ -97,7 +97,9 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How the rows of an input are read: the layout, the column of each field, why, and whether numbers may be labels."""
+    """Reading plan of an input's rows.
+
+    `why`: reason for the layout. `declared`: the user named the layout, so that numbers may be labels."""
 
     layout: str
     columns: dict[str, str]
@@ -105,16 +107,16 @@ class Plan:
     declared: bool
 
     def get(self, row: Fields, field: str) -> Any:
-        """The value of a field, None where it has no column or the row lacks it."""
+        """Return the value of a field, None if it has no column or the row lacks it."""
         return field_at(row, self.columns[field]) if field in self.columns else None
 
     def name(self, field: str) -> str:
-        """The column of a field, for messages."""
+        """Return the column of a field, for messages."""
         return self.columns.get(field, field)
 
 
 def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapping[str, str]) -> Plan:
-    """The layout of an input for artifacts of a kind, by its first rows; PunaError where it is not clear.
+    """Return the layout of an input for a kind, recognised by its first rows. PunaError if it is not clear.
 
     `layout` `auto` looks for one; `given` maps fields to columns and counts before the usual names.
     """
@@ -140,7 +142,7 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
 
 
 def _check_meaning(kind: str, plan: Plan, rows: Sequence[Fields], where: str) -> None:
-    """PunaError where a column that decides what a right answer is would be dropped."""
+    """Raise PunaError if a column that decides the right answer would be lost."""
     if "verifier" in plan.columns:
         return
     taken = set(plan.columns.values())
@@ -153,7 +155,7 @@ def _check_meaning(kind: str, plan: Plan, rows: Sequence[Fields], where: str) ->
 
 
 def _present(field: str, rows: Sequence[Fields], given: Mapping[str, str]) -> list[str]:
-    """The columns that may hold a field."""
+    """Return the columns that may hold a field."""
     if field in given:
         return [given[field]]
     return [name for name in NAMES[field] if any(row.get(name) is not None for row in rows) and name not in given.values()]
@@ -170,7 +172,7 @@ def _fits(one: Layout, rows: Sequence[Fields], given: Mapping[str, str]) -> bool
 
 
 def _scored(answers: Any) -> bool:
-    """Whether a list, or the JSON text of one, holds answers with a score of their own."""
+    """True if a list, or the JSON text of one, holds answers with scores."""
     if isinstance(answers, str):
         try:
             answers = json.loads(answers)
@@ -183,7 +185,7 @@ SCORES = ("score", "rating", "rank", "overall_score")
 
 
 def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Field -> column. Several columns for a needed field are refused; of optional ones the first is taken."""
+    """Return field → column. Several columns for a needed field are refused; of optional ones the first is taken."""
     columns: dict[str, str] = {}
     needed = {field for need in one.needs for field in need}
     fields = [field for need in one.needs for field in need] + [field for field in one.may if field not in needed]
@@ -197,8 +199,8 @@ def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str
             columns[field] = found[0]
     context = [columns[field] for field in ("prompt", "messages", "instruction") if field in columns]
     if one.name in ("kto", "ranked") and len(context) > 1:
-        said = f"say which, for example --columns prompt={context[0]}"
-        raise PunaError(f"{where}: the context may be {' or '.join(context)}; {said}")
+        remedy = f"say which, for example --columns prompt={context[0]}"
+        raise PunaError(f"{where}: the context may be {' or '.join(context)}; {remedy}")
     return columns
 
 
@@ -211,7 +213,7 @@ def _why(one: Layout, columns: Mapping[str, str], layout: str, given: Mapping[st
 
 
 def _check_values(found: Plan, rows: Sequence[Fields], where: str) -> None:
-    """PunaError for values that leave open what was meant."""
+    """Raise PunaError for ambiguous values."""
     if found.layout == "kto" and not found.declared:
         labels = [found.get(row, "label") for row in rows]
         if not any(isinstance(label, bool) or str(label).strip().lower() in ("true", "false") for label in labels):
@@ -232,8 +234,9 @@ def _check_values(found: Plan, rows: Sequence[Fields], where: str) -> None:
 def _unclear(kind: str, rows: Sequence[Fields], where: str, layout: str, fits: Sequence[Layout]) -> str:
     there = ", ".join(dict.fromkeys(name for row in rows for name in row)) or "none"
     if fits:
-        said = "; ".join(f"{one.name} ({one.why})" for one in fits)
-        return f"{where}: its columns ({there}) fit several layouts of {kind}: {said}. Declare one, for example --set layout={fits[0].name}"
+        candidates = "; ".join(f"{one.name} ({one.why})" for one in fits)
+        example = f"--set layout={fits[0].name}"
+        return f"{where}: its columns ({there}) fit several layouts of {kind}: {candidates}. Declare one, for example {example}"
     wanted = "; ".join(
         f"{one.name} needs {' and '.join(' or '.join(need) for need in one.needs)}"
         for one in LAYOUTS[kind]
@@ -247,6 +250,6 @@ def _first(kind: str) -> str:
     return {"preferences": "chosen", "instructions": "prompt", "prompts": "prompt", "documents": "text"}[kind]
 
 
-def shown(found: Plan, format: str) -> str:
-    """JSON for a reader: how an input was read."""
+def as_json(found: Plan, format: str) -> str:
+    """Return a reading plan as JSON text."""
     return json.dumps({"layout": found.layout, "why": found.why, "columns": found.columns, "format": format}, ensure_ascii=False)

@@ -16,7 +16,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class MergeConfig(StageConfig):
-    """Nothing to choose: the adapters' own configuration says it all."""
+    """Empty settings: the adapters' own configuration decides."""
 
 
 @stage(kind="model")
@@ -40,7 +40,7 @@ def merge(model: Model, adapter: External, config: MergeConfig, run: StageRun) -
 
 
 def _folder(adapter: External, run: StageRun) -> Path:
-    """Where the adapters lie on this machine; PunaError where a file is missing."""
+    """Return the adapters' folder on this machine. PunaError if a file is missing."""
     if adapter.uri.startswith("hf://") and not adapter.files:
         folder = snapshot("merge", adapter.uri, run.scratch / "hub", lambda names: FILES)
     else:
@@ -54,7 +54,7 @@ def _folder(adapter: External, run: StageRun) -> Path:
 
 
 def _merged(network: Transformer, folder: Path, model: Artifact, uri: str) -> tuple[Transformer, int]:
-    """The network with the adapters in its weights, and how many numbers they are. No more is allocated than the file has."""
+    """Return the network with merged adapters, and the adapters' number of parameters. No more is allocated than the file holds."""
     from peft import PeftConfig, PeftModel
     from safetensors import SafetensorError
 

@@ -1,4 +1,4 @@
-"""Messages of the field's data sets, brought to one form; what is wrong with one is said with its place."""
+"""Messages of public data sets in one form; errors name the place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Refused(Exception):
 
 
 def messages(value: Any, field: str) -> list[Message]:
-    """A list of messages (role and content, or from and value), JSON text of one, a single message, or an HH dialogue."""
+    """Return a list of messages, from messages (role and content, or from and value), their JSON text, or an HH dialogue."""
     if isinstance(value, str):
         if HUMAN.match(value):
             return dialogue(value, field)
@@ -42,7 +42,6 @@ def messages(value: Any, field: str) -> list[Message]:
 
 
 def parsed(text: str, field: str) -> Any:
-    """The JSON in a text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -50,22 +49,22 @@ def parsed(text: str, field: str) -> Any:
 
 
 def message(turn: Any, field: str) -> Message:
-    """One message with a known role and text; keys that are null are left out, further ones kept."""
+    """Return one message with a known role and text; null keys are left out, further keys kept."""
     if not isinstance(turn, dict):
         raise Refused(field, "wrong_type", f"holds {kind_of(turn)}, not a message")
     names = [(a, b) for a, b in (("role", "content"), ("from", "value")) if turn.get(a) is not None]
     if len(names) != 1:
         keys = ", ".join(map(str, turn)) or "nothing"
         raise Refused(field, "no_role", f"has {'role and from' if names else 'neither role nor from'}; it has {keys}")
-    ((by, said),) = names
-    rest = {key: value for key, value in turn.items() if key not in (by, said) and value is not None}
+    ((by, content_key),) = names
+    rest = {key: value for key, value in turn.items() if key not in (by, content_key) and value is not None}
     role = turn[by].strip().lower() if isinstance(turn[by], str) else turn[by]
     if role in CALLS:
-        return {"role": "assistant", "content": "", "tool_calls": _calls(turn.get(said), field), **rest}
+        return {"role": "assistant", "content": "", "tool_calls": _calls(turn.get(content_key), field), **rest}
     role = ALIASES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         raise Refused(f"{field}.{by}", "unknown_role", f"names the role {turn[by]!r}; known are {', '.join((*ROLES, *ALIASES, *CALLS))}")
-    content = _content(turn.get(said), f"{field}.{said}", calls=bool(rest.get("tool_calls")))
+    content = _content(turn.get(content_key), f"{field}.{content_key}", calls=bool(rest.get("tool_calls")))
     return {"role": role, "content": content, **rest}
 
 
@@ -84,7 +83,7 @@ def _content(content: Any, field: str, calls: bool) -> str:
 
 
 def _calls(value: Any, field: str) -> list[Message]:
-    """The tool calls of a turn that is one call, or a list of them, as JSON."""
+    """Return the tool calls of a turn that is one call, or a list of them, as JSON."""
     found = parsed(value, field) if isinstance(value, str) else value
     calls = found if isinstance(found, list) else [found]
     for call in calls:
@@ -108,12 +107,12 @@ def dialogue(text: str, field: str) -> list[Message]:
 
 
 def is_dialogue(value: Any) -> bool:
-    """Whether a value is an HH dialogue."""
+    """True if a value is an HH dialogue."""
     return isinstance(value, str) and HUMAN.match(value) is not None
 
 
 def text(value: Any, field: str) -> str:
-    """A text that says something."""
+    """Return a non-empty text, or refuse the value."""
     if value is None:
         raise Refused(field, "missing", "is missing or null")
     if not isinstance(value, str):
@@ -124,7 +123,7 @@ def text(value: Any, field: str) -> str:
 
 
 def number(value: Any, field: str) -> float:
-    """A finite number, or the text of one."""
+    """Return a finite number, also from its text."""
     if value is None:
         raise Refused(field, "missing", "is missing or null")
     if isinstance(value, str):
@@ -138,7 +137,7 @@ def number(value: Any, field: str) -> float:
 
 
 def truth(value: Any, field: str, numbers: bool) -> bool:
-    """True or false; with `numbers` also 1 and 0."""
+    """Return True or False; with `numbers` also from 1 and 0."""
     words = {"true": True, "false": False, **({"1": True, "0": False} if numbers else {})}
     if value is None:
         raise Refused(field, "missing", "is missing or null")
@@ -152,6 +151,6 @@ def truth(value: Any, field: str, numbers: bool) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in words of JSON."""
+    """Return the JSON type of a value in words."""
     names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
     return names.get(type(value), f"a {type(value).__name__}")
