@@ -286,7 +286,8 @@ def _report(
         run.metric("optimum_loss" if name == "loss" else name, value)
     run.metric("best_tried_loss", float((losses @ target).min()))
     verdict = "it contains 0, so the natural mixture is used" if used is natural else "the recommended mixture is used"
-    note = f"Gain over the natural mixture {gain.value:.4f} nats a token ({gain.low:.4f} to {gain.high:.4f} over {repeats} seeds): {verdict}."
+    interval = f"{gain.low:.4f} to {gain.high:.4f} over {repeats} seeds"
+    note = f"Gain over the natural mixture {gain.value:.4f} nats a token ({interval}): {verdict}."
     series: dict[str, list[tuple[Any, float]]] = {
         name: list(zip(names, trial.shares, strict=True)) for name, trial in (("natural", natural), ("recommended", optimum))
     }
