@@ -37,36 +37,36 @@ class Artifact:
 
     @property
     def place(self) -> str:
-        """The name of its folder in the store."""
+        """Return the name of its folder in the store."""
         return place_of(self.kind, self.key)
 
     @property
     def folder(self) -> Path:
-        """A local path of its folder."""
+        """Return a local path of its folder."""
         return self.files.local(self.place)
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Its manifest."""
+        """Return its manifest."""
         return Manifest.read(self.files, f"{self.place}/{NAME}")
 
     @property
     def data_digest(self) -> str:
-        """Digest of its logical content, 64 hex digits."""
+        """Return the digest of its logical content, 64 hex digits."""
         return self.manifest.data_digest
 
     @property
     def id(self) -> str:
-        """Short name for people: kind and the first 12 digits of the key."""
+        """Return a short name for people: kind and the first 12 digits of the key."""
         return f"{self.kind}/{self.key[:12]}"
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Names of its tables; the main table has the name of the kind."""
+        """Return the names of its tables; the main table has the name of the kind."""
         return tuple(self.manifest.tables)
 
     def path(self, name: str = "") -> Path:
-        """Local path of a file of the artifact, or of its folder: for models and other files that libraries read by path."""
+        """Return the local path of a file of the artifact, or of its folder: for models and other files that libraries read by path."""
         path = self.files.local(f"{self.place}/{name}" if name else self.place)
         if not path.exists():
             raise PunaError(f"artifact {self.id} has no file {name!r}; it has {', '.join(self.manifest.files)}")
@@ -82,19 +82,19 @@ class Artifact:
         return self.manifest.tables[name]
 
     def columns(self, table: str | None = None) -> list[str]:
-        """Names of a table's columns."""
+        """Return the names of a table's columns."""
         return list(self.record(table).columns)
 
     def rows(self, table: str | None = None) -> int:
-        """Rows of a table (default: the main one)."""
+        """Return the rows of a table (default: the main one)."""
         return self.record(table).rows
 
     def stored(self, name: str, groups: tuple[int, ...] = ()) -> Stored:
-        """A Parquet file of the artifact."""
+        """Return a Parquet file of the artifact."""
         return Stored(self.files, f"{self.place}/{name}", self.manifest.files[name].sha256, groups)
 
     def sources(self, table: str | None = None) -> list[Artifact]:
-        """The artifacts that hold rows of the table; PunaError where one is gone."""
+        """Return the artifacts that hold rows of the table; PunaError where one is gone."""
         found = []
         for source in self.record(table).sources:
             artifact = Artifact(source.kind, source.key, self.files)
@@ -104,15 +104,15 @@ class Artifact:
         return found
 
     def shards(self, table: str | None = None) -> list[ShardRows]:
-        """The table's shards by reference, in the order of its key."""
+        """Return the table's shards by reference, in the order of its key."""
         return self._shards(table, lambda artifact, shard: artifact.stored(shard.file, shard.groups) if shard.file else None)
 
     def facts(self) -> list[ShardRows]:
-        """`digest` and `characters` of each of the documents, in shards like theirs."""
+        """Return the `digest` and `characters` of each document, in shards like theirs."""
         return self._shards(None, lambda artifact, shard: artifact.stored(shard.facts, (shard.own,)) if shard.facts else None)
 
     def _shards(self, table: str | None, stored: Callable[[Artifact, Shard], Stored | None]) -> list[ShardRows]:
-        """`stored`: the file that holds an artifact's own rows of a shard."""
+        """Return a table's shards. `stored`: the file that holds an artifact's own rows of a shard."""
         record = self.record(table)
         files = [self, *self.sources(table)]
         columns = [artifact.record(table if artifact is self else artifact.kind).shards for artifact in files]
@@ -124,12 +124,12 @@ class Artifact:
         return found
 
     def read(self, table: str | None = None, columns: list[str] | None = None) -> pa.Table:
-        """A whole table, sorted by its primary key."""
+        """Return a whole table, sorted by its primary key."""
         found = [shard.read(0, shard.rows, columns) for shard in self.shards(table) if shard.rows]
         return pa.concat_tables(found) if found else self._empty(table, columns)
 
     def schema(self, table: str | None = None) -> pa.Schema:
-        """A table's columns with their types."""
+        """Return a table's columns with their types."""
         schema, own = table_schema(table or self.kind), self.record(table).columns
         more = [pa.field(name, pa.type_for_alias(kind)) for name, kind in own.items() if name not in schema.schema.names]
         return schema.schema_for(pa.schema([*schema.schema, *more]))
@@ -139,26 +139,26 @@ class Artifact:
         return empty if columns is None else empty.select(list(columns))
 
     def batches(self, table: str | None = None, columns: list[str] | None = None, rows: int = 8192) -> Iterator[pa.RecordBatch]:
-        """A table in batches, in order, within bounded memory."""
+        """Yield a table in batches, in order, within bounded memory."""
         yield from parts.batches_of(self.shards(table), columns, rows)
 
     def parts(self, table: str | None = None, columns: list[str] | None = None, rows: int | None = None) -> list[Part]:
-        """The table cut into parts of one row group each, or of at most `rows` rows, to be read where the work is done."""
+        """Return the table cut into parts of one row group each, or of at most `rows` rows, to be read where the work is done."""
         return parts.parts_of(self.shards(table), columns, rows)
 
     def between(self, low: str, high: str, table: str | None = None, columns: list[str] | None = None) -> pa.Table:
-        """The rows with ids from `low` to `high`."""
+        """Return the rows with ids from `low` to `high`."""
         found = list(parts.between(self.shards(table), low, f"{high}\0", columns, table_schema(table or self.kind).key[0]))
         return pa.concat_tables(found) if found else self._empty(table, columns)
 
     def beside(self, columns: list[str] | None = None, table: str | None = None) -> Beside:
-        """The table as an argument of `run.transform`: the function gets its rows of the same ids."""
+        """Return the table as an argument of `run.transform`: the function gets its rows of the same ids."""
         return Beside(tuple(self.shards(table)), self._empty(table, columns).schema)
 
     # --- damage ------------------------------------------------------------------------------------
 
     def damage(self, read: Sequence[str] = (), *, quick: bool = False, own: bool = False) -> list[str]:
-        """Return the artifact's damage as text, empty if it is whole.
+        """Return the damage that is found, a clause each; empty when the artifact is whole.
 
         A manifest that cannot be read, lies elsewhere or was edited; a file missing, unknown, of another size or with
         another checksum; rows kept by reference whose artifact is gone or of other content. `read`: files, or folders ending
@@ -233,10 +233,10 @@ class Artifact:
 
 
 def _stem(name: str) -> str:
-    """Return the beginning of the names of a table's files, of any number of shards."""
+    """Return the beginning of the names of a table's files: `dropped/` for `dropped.parquet`."""
     return name.removesuffix(".parquet") + "/" if name.endswith(".parquet") else name
 
 
 def place_of(kind: str, key: str) -> str:
-    """The name of the folder where the artifact `key` of `kind` is or will be."""
+    """Return the name of the folder where the artifact `key` of `kind` is or will be."""
     return f"objects/{kind}/{key[:2]}/{key}"

@@ -22,18 +22,18 @@ FIRST, LARGEST = 1 << 20, 8 << 20
 
 
 def block_bytes(size: int) -> int:
-    """Bytes of a block of a file of `size` bytes, a power of two."""
+    """Return the bytes of a block of a file of `size` bytes, a power of two."""
     return max(LEAST, 1 << max(0, -(-size // MOST) - 1).bit_length())
 
 
 def of_bytes(data: bytes) -> str:
-    """The checksums of a file's blocks, as text."""
+    """Return the checksums of a file's blocks, as text."""
     step, view = block_bytes(len(data)), memoryview(data)
     return _text([zlib.crc32(view[at : at + step]) for at in range(0, len(data), step)])
 
 
 def of_file(path: Path) -> str:
-    """The checksums of a local file's blocks, as text."""
+    """Return the checksums of a local file's blocks, as text."""
     step, found = block_bytes(path.stat().st_size), []
     with path.open("rb") as file:
         while block := file.read(step):
@@ -46,13 +46,13 @@ def _text(sums: list[int]) -> str:
 
 
 def widened(start: int, stop: int, size: int) -> tuple[int, int]:
-    """The range of whole blocks that holds a range of a file."""
+    """Return the range of whole blocks that holds a range of a file."""
     step = block_bytes(size)
     return start // step * step, min(size, -(-stop // step) * step)
 
 
 def right(data: bytes, start: int, size: int, sums: str) -> bool:
-    """True if whole blocks from `start` on have the file's checksums."""
+    """True if whole blocks from `start` on have these checksums of their file."""
     step, view = block_bytes(size), memoryview(data)
     try:
         wanted = np.frombuffer(base64.b64decode(sums, validate=True), dtype="<u4")
@@ -73,11 +73,11 @@ class Reader(io.RawIOBase):
         self._ahead = FIRST
 
     def readable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
@@ -85,12 +85,12 @@ class Reader(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place."""
+        """Move to an offset and return the new position."""
         self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence])
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """The bytes that follow, `size` of them unless the file ends before."""
+        """Return the bytes that follow, `size` of them unless the file ends before."""
         wanted = max(0, self._size - self._at)
         wanted = wanted if size is None or size < 0 else min(size, wanted)
         if not wanted:
@@ -106,7 +106,7 @@ class Reader(io.RawIOBase):
         return bytes(self._window[begin : begin + wanted])
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """The bytes that follow, as many as the buffer takes."""
+        """Fill the buffer with the bytes that follow; return their number."""
         data = self.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)

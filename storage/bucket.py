@@ -40,14 +40,14 @@ class Bucket:
 
     @property
     def uri(self) -> str:
-        """Its address, s3://BUCKET/PREFIX."""
+        """Return its address, s3://BUCKET/PREFIX."""
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
     def _client(self) -> S3Store:
         return _connected(self.bucket, self.prefix, os.environ.get("AWS_ENDPOINT_URL", ""))
 
     def _tried(self, name: str, request: Callable[[], T], *, written: bool = False) -> T:
-        """A request with its answer. What the client does not try again by itself is tried again here."""
+        """Send a request and return its answer. Repeat it where the client does not do so by itself."""
         import obstore
 
         for attempt in range(TRIES):
@@ -69,7 +69,7 @@ class Bucket:
         return PunaError(f"{self.uri}: there is no bucket {self.bucket}; make it first, or name another with --store")
 
     def _unanswered(self, name: str, error: Exception) -> PunaError:
-        """Return the remedy for a failed request, without secrets whatever the answer holds."""
+        """Return the error of a failed request, with its remedy and without secrets."""
         import obstore
 
         said = " ".join(str(error).split())[:300]
@@ -104,13 +104,13 @@ def _connected(bucket: str, prefix: str, endpoint: str) -> S3Store:
 
 
 def _status(error: Exception) -> str:
-    """The status of an answer, where the client met one that it knows no other name for."""
+    """Return the status of an answer, where the client met one that it knows no other name for."""
     found = re.search(r"status code: (\d+)", str(error))
     return found[1] if found else ""
 
 
 def passing(error: Exception) -> bool:
-    """True if a request may succeed when it is repeated."""
+    """True if a request may succeed when it is sent again."""
     import obstore
 
     return isinstance(error, obstore.exceptions.GenericError) and _status(error) in ("", "409", "429", "500", "502", "503", "504")

@@ -26,12 +26,12 @@ _pinned: OrderedDict[Path, BinaryIO] = OrderedDict()
 
 
 def folder() -> Path:
-    """The folder of all local copies."""
+    """Return the folder of all local copies."""
     return Path(os.environ.get("PUNA_CACHE") or Path.home() / ".cache" / "puna").expanduser().absolute()
 
 
 def most_bytes() -> int:
-    """The bound of the cache in bytes; PunaError where PUNA_CACHE_GB is no number."""
+    """Return the bound of the cache in bytes. PunaError where PUNA_CACHE_GB is no number."""
     said = os.environ.get("PUNA_CACHE_GB", str(MOST_GB))
     try:
         return int(float(said) * 1e9)
@@ -46,11 +46,11 @@ class Cache:
     root: Path
 
     def path(self, name: str) -> Path:
-        """Return the place of a file's or folder's copy, which need not be there yet."""
+        """Return the path of the copy of a file or folder, which need not exist."""
         return self.root / "files" / name
 
     def have(self, versions: Mapping[str, str], fetch: Callable[[str, Path], None]) -> None:
-        """Have copies of files of these versions; `fetch` writes one to a path."""
+        """Fetch copies of files of these versions; `fetch` writes one to a path."""
         for entry in sorted({_entry(name) for name in versions}):
             self._pin(entry)
         fetched = False
@@ -80,7 +80,7 @@ class Cache:
                 path.unlink(missing_ok=True)
 
     def scratch(self, name: str) -> Path:
-        """A folder for work in progress; it counts for no bound and goes with `forget_scratch`."""
+        """Return a folder for work in progress; it counts for no bound and goes with `forget_scratch`."""
         path = self.root / "scratch" / name
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -135,6 +135,6 @@ class Cache:
 
 
 def _entry(name: str) -> str:
-    """Return the folder that is kept or removed as one: an artifact, or the work of one key."""
+    """Return the unit that is kept or removed as a whole: an artifact, or the work of one key."""
     inside = name.split("/")
     return "/".join(inside[: {"objects": 4, "work": 2}.get(inside[0], 1)])

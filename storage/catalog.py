@@ -76,9 +76,9 @@ class Catalog:
                 self.view(*needed)
                 self.connection.execute(f"create macro {definition}")
             elif name in FACTS:
-                told(self.connection, name, facts(name, self._store, self._views.entries))
+                create_facts(self.connection, name, facts(name, self._store, self._views.entries))
             else:
-                made(self.connection, name, self._views)
+                create_view(self.connection, name, self._views)
 
     def _compare(self, names: list[str]) -> None:
         """Compare the files that statements read with their checksums, those of the newest artifacts first."""
@@ -86,13 +86,13 @@ class Catalog:
         self.uncompared = compare(self._store.files, reversed(self._read), MOST_COMPARED)
 
     def named(self, text: str) -> list[str]:
-        """The tables, views and macros that a text names."""
+        """Return the tables, views and macros that a text names."""
         lower = text.lower()
         macros = [name for name in MACROS if re.search(rf"\b{name[:-2]}\s*\(", lower)]
         return [*dict.fromkeys(self._words.findall(lower)), *macros]
 
     def key_of(self, name: str) -> str:
-        """The key of the artifact that a person means, as the macro of that name finds it."""
+        """Return the key of the artifact that a person means, as the macro of that name finds it."""
         if name.startswith("stage:"):
             made = [one["key"] for one in self._views.entries if one["stage"] == name.removeprefix("stage:")]
             if not made:
@@ -101,7 +101,7 @@ class Catalog:
         return self._store.resolve(name).key
 
     def _resolved(self, text: str) -> str:
-        """A statement in which artifacts that macros are asked about are named by their keys."""
+        """Return a statement in which artifacts that macros are asked about are named by their keys."""
 
         def keys(call: re.Match[str]) -> str:
             names = re.sub(r"'([^']+)'", lambda name: literal(self.key_of(name[1])), call[2])
@@ -110,14 +110,14 @@ class Catalog:
         return re.sub(r"(?i)\b(key_of|upstream|lineage|diff)\s*\((\s*'[^']+'(?:\s*,\s*'[^']+')?\s*)\)", keys, text)
 
     def several(self, text: str) -> dict[str, int]:
-        """Of the tables that a text names without asking which artifact's rows: how many artifacts each has rows of."""
+        """Return how many artifacts have rows in each table that a text names, unless it names an artifact."""
         if re.search(r"(?i)\bartifact\b", text):
             return {}
         counts = {name: sum(name in one["tables"] for one in self._views.entries) for name in self.named(text) if name in KINDS}
         return {name: count for name, count in counts.items() if count > 1}
 
     def sql(self, text: str) -> duckdb.DuckDBPyRelation:
-        """The result of one read-only statement, not yet read: `.to_arrow_table()`, `.df()` for pandas, `.pl()` for polars.
+        """Return the result of one read-only statement, not yet read: `.to_arrow_table()`, `.df()` for pandas, `.pl()` for polars.
 
         PunaError with DuckDB's message where it is wrong or would write.
         """
@@ -149,13 +149,13 @@ FORMATS = {".parquet": "format parquet", ".csv": "format csv", ".json": "format 
 
 
 def format_of(file: Path) -> str:
-    """Return DuckDB's format for a file name. PunaError: the ending names none."""
+    """Return DuckDB's options for writing a file of this name. Raise PunaError for an unknown ending."""
     if file.suffix not in FORMATS:
         raise PunaError(f"{file}: the ending says the format: {', '.join(FORMATS)}")
     return FORMATS[file.suffix]
 
 
-def told(connection: duckdb.DuckDBPyConnection, name: str, rows: list[dict[str, Any]]) -> None:
+def create_facts(connection: duckdb.DuckDBPyConnection, name: str, rows: list[dict[str, Any]]) -> None:
     """Make one of the tables `FACTS`."""
     # Through JSON: to take an Arrow table, DuckDB would import pandas first, which costs half a second.
     shape = json.dumps([{field.name: duck_type(field.type) for field in FACTS[name]}])
@@ -163,24 +163,24 @@ def told(connection: duckdb.DuckDBPyConnection, name: str, rows: list[dict[str, 
     connection.execute(query, [json.dumps(rows)])
 
 
-def made(connection: duckdb.DuckDBPyConnection, name: str, views: Views) -> None:
+def create_view(connection: duckdb.DuckDBPyConnection, name: str, views: Views) -> None:
     """Make a view; PunaError where a file of it is damaged."""
     try:
         connection.execute(f"create view {name} as {views.query(name)}")
     except duckdb.Error as error:
         raise PunaError(
-            f"the table {name} of an artifact cannot be read ({_said(error)}); "
+            f"the table {name} of an artifact cannot be read ({_reason(error)}); "
             "`puna verify` names the damaged one, with --quarantine it is set aside"
         ) from error
 
 
 def connect(store: Store, output: Path | None = None, memory: str | None = None) -> Catalog:
-    """A connection with all tables; see `Catalog`."""
+    """Return a connection with all tables; see `Catalog`."""
     return Catalog(store, output, memory)
 
 
 def query(store: Store, text: str) -> pa.Table:
-    """The result of one SQL statement; PunaError with DuckDB's message when it fails or would write."""
+    """Return the result of one SQL statement; PunaError with DuckDB's message when it fails or would write."""
     with connect(store) as opened:
         return run(opened, text)
 
@@ -198,11 +198,11 @@ def run(opened: Catalog, text: str, rows: int | None = None) -> pa.Table:
 
 
 def _problem(error: Exception) -> PunaError:
-    return PunaError(_said(error) if "Traceback (most recent" in str(error) else str(error))
+    return PunaError(_reason(error) if "Traceback (most recent" in str(error) else str(error))
 
 
-def _said(error: Exception) -> str:
-    """Return the reason in DuckDB's message: its first line, or the error at the end of the traceback of a file that cannot be read."""
+def _reason(error: Exception) -> str:
+    """Return the reason in DuckDB's message: its first line, or the error at the end of the traceback of an unreadable file."""
     raised: list[str] = re.findall(r"(?m)^[\w.]+: (.+)$", str(error)) if "Traceback (most recent call last)" in str(error) else []
     return raised[-1] if raised else str(error).partition("\n")[0]
 
@@ -219,7 +219,7 @@ def _distinct(names: list[str]) -> list[str]:
 
 
 def statements(opened: Catalog, text: str) -> list[str]:
-    """The SQL statements in a text, one by one."""
+    """Return the SQL statements in a text, one by one."""
     try:
         return [statement.query for statement in opened.connection.extract_statements(text)]
     except duckdb.Error as error:
@@ -230,7 +230,7 @@ EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)?", re.IGNORECASE)
 
 
 def _reads(connection: duckdb.DuckDBPyConnection, statement: duckdb.Statement) -> bool:
-    """True if a statement writes nothing. EXPLAIN ANALYZE runs what it explains."""
+    """True if a statement writes nothing: EXPLAIN ANALYZE runs the statement that it explains."""
     if statement.type == duckdb.StatementType.EXPLAIN:
         inner = connection.extract_statements(EXPLAIN.sub("", statement.query, count=1))
         return len(inner) == 1 and inner[0].type == duckdb.StatementType.SELECT

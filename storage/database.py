@@ -16,11 +16,11 @@ import duckdb
 
 from puna.storage import digest, index
 from puna.storage.aliases import DEFAULT
-from puna.storage.catalog import made, told
+from puna.storage.catalog import create_facts, create_view
 from puna.storage.errors import PunaError
 from puna.storage.index import Entry
 from puna.storage.schemas import TABLES
-from puna.storage.store import Store, written
+from puna.storage.store import Store, explain_write_errors
 from puna.storage.tables import literal, pattern
 from puna.storage.views import FACTS, MACROS, NEWEST, Views, facts
 
@@ -31,12 +31,13 @@ VERSION = 4
 
 
 def write(store: Store) -> bool:
-    """Bring `puna.duckdb` to what the store holds; False where it is so already.
+    """Bring `puna.duckdb` up to date; return False where it is already.
 
     PunaError where a table cannot be read or the store not be written; the file is then as it was.
     """
     store = store.within(DEFAULT)  # one file for all projects: it calls aliases as that one does
-    with written(store.uri), store.files.lease(FILE), TemporaryDirectory(prefix="catalog-", dir=store.files.scratch("work")) as folder:
+    scratch = store.files.scratch("work")
+    with explain_write_errors(store.uri), store.files.lease(FILE), TemporaryDirectory(prefix="catalog-", dir=scratch) as folder:
         file, now = Path(folder, FILE), _state(store)
         before = _before(store, file)
         if before == now:
@@ -59,7 +60,7 @@ def write(store: Store) -> bool:
 
 
 def _state(store: Store) -> tuple[str, str]:
-    """Two texts: the first changes with the views, the second with what is told of runs."""
+    """Return two digests: of the views' definitions, and of the run log."""
     runs = {run: stat.version for run in store.runs() if (stat := store.files.stat(f"runs/{run}.jsonl")) is not None}
     manifests = sorted([*place, version] for place, version in index.manifests(store.files).items())
     macros = [definition for _, definition, _ in MACROS.values()]
@@ -69,7 +70,7 @@ def _state(store: Store) -> tuple[str, str]:
 
 
 def _before(store: Store, copy: Path) -> tuple[str, str] | None:
-    """The state that the file was written of, and a copy of it, of which nobody holds a lock; None where it cannot be read."""
+    """Return the digests in the present file, read from an unlocked copy of it; None where it cannot be read."""
     try:
         copy.write_bytes(store.files.read(FILE))
         with duckdb.connect(str(copy), read_only=True) as connection:
@@ -91,13 +92,13 @@ def _build(store: Store, file: Path, state: tuple[str, str]) -> None:
         connection.execute(f"set variable store = {literal(pattern(place))}")
         views = Views(store, entries, f"coalesce(getvariable('store'), {address})")
         for name in views.names():
-            made(connection, name, views)
+            create_view(connection, name, views)
         for _, definition, _ in MACROS.values():
             connection.execute(f"create macro {definition}")
 
 
 def _tell(connection: duckdb.DuckDBPyConnection, store: Store, entries: list[Entry], names: Iterable[str], state: tuple[str, str]) -> None:
     for name in names:
-        told(connection, name, facts(name, store, entries))
+        create_facts(connection, name, facts(name, store, entries))
     about = "create or replace table about as select ? as store, ? as views, ? as runs, now() as written_at"
     connection.execute(about, [store.uri, *state])

@@ -24,7 +24,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def canonical(value: Any) -> str:
-    """One JSON text for one value; raises where a value has no stable text (NaN, sets, objects)."""
+    """Return one JSON text for one value. Raise PunaError for a value without a stable text (NaN, sets, objects)."""
 
     def check(item: Any, where: str) -> None:
         if item is None or isinstance(item, (bool, int, str)):
@@ -52,18 +52,18 @@ def canonical(value: Any) -> str:
 
 
 def of_value(value: Any) -> str:
-    """sha256 of the canonical JSON of `value`, 64 hex digits."""
+    """Return the sha256 of the canonical JSON of `value`, 64 hex digits."""
     return hashlib.sha256(canonical(value).encode()).hexdigest()
 
 
 def of_file(path: Path) -> str:
-    """sha256 of a file's bytes, 64 hex digits."""
+    """Return the sha256 of a file's bytes, 64 hex digits."""
     with path.open("rb") as file:
         return of_stream(file)
 
 
 def of_stream(file: BinaryIO) -> str:
-    """sha256 of what is left of an open file, 64 hex digits."""
+    """Return the sha256 of what is left of an open file, 64 hex digits."""
     state = hashlib.sha256()
     while chunk := file.read(CHUNK_BYTES):
         state.update(chunk)
@@ -83,14 +83,14 @@ class Rolling:
         self._rows = 0
 
     def update(self, rows: pa.RecordBatch | pa.Table) -> None:
-        """Take more rows."""
+        """Add rows."""
         for batch in rows.to_batches() if isinstance(rows, pa.Table) else [rows]:
             self._rows += batch.num_rows
             for field, column in zip(self._schema, batch.columns, strict=True):
                 _update(self._states, field.name, column)
 
     def hexdigest(self) -> str:
-        """The digest of the rows so far, 64 hex digits."""
+        """Return the digest of the rows so far, 64 hex digits."""
         whole = hashlib.sha256(f"{self._rows}".encode())
         for field in self._schema:
             whole.update(f"\0{field.name}\0{field.type}\0".encode())
@@ -103,7 +103,7 @@ ROW_BYTES = 16
 
 
 def of_rows(table: pa.Table) -> npt.NDArray[np.uint8]:
-    """A digest of each row's values, uint8[n, 16]: a row has the same one in whatever table it is. Strings, numbers and times only."""
+    """Return a digest of each row's values, uint8[n, 16]: a row has the same one in whatever table it is. For strings, numbers, times."""
     lengths, values = [], []
     for column in table.columns:
         data = column if pa.types.is_string(column.type) or pa.types.is_binary(column.type) else column.cast(pa.int64()).cast(pa.string())
@@ -123,7 +123,7 @@ def of_rows(table: pa.Table) -> npt.NDArray[np.uint8]:
 
 
 def of_table(table: pa.Table) -> str:
-    """The digest of a table in memory."""
+    """Return the digest of a table in memory."""
     rolling = Rolling(table.schema)
     rolling.update(table)
     return rolling.hexdigest()

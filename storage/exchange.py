@@ -36,7 +36,7 @@ LZ4 = ipc.IpcWriteOptions(compression="lz4")
 
 
 def partitions(raw: int) -> int:
-    """Into how many partitions about `raw` bytes are parted, a power of two: each fits into a worker's memory."""
+    """Return the number of partitions for about `raw` bytes, a power of two: each fits into a worker's memory."""
     return min(MOST_PARTITIONS, 1 << max(0, (-(-raw // PARTITION_BYTES) - 1).bit_length()))
 
 
@@ -64,12 +64,12 @@ class Partition:
 
     @property
     def runs(self) -> list[tuple[str, int, int]]:
-        """File, begin and end of each run that has rows."""
+        """Return the file, begin and end of each run that has rows."""
         own = np.flatnonzero(self.ends > self.begins).tolist()
         return [(self.names[n], int(self.begins[n]), int(self.ends[n])) for n in own]
 
     def tables(self) -> Iterator[pa.Table]:
-        """The rows of each job, in the order of jobs."""
+        """Yield the rows of each job, in the order of jobs."""
         for name, begin, end in self.runs:
             for _ in range(READS):
                 data = self.files.read(name, begin, end)
@@ -80,7 +80,7 @@ class Partition:
             yield ipc.open_stream(pa.py_buffer(data)[4:]).read_all()
 
     def read(self) -> pa.Table:
-        """All rows, in the order of jobs."""
+        """Return all rows, in the order of jobs."""
         return pa.concat_tables([self.schema.empty_table(), *self.tables()])
 
 
@@ -97,11 +97,11 @@ class Exchange:
 
     @property
     def filled(self) -> list[Partition]:
-        """The partitions that have rows, or one without any: what is made of them has its columns then too."""
+        """Return the partitions that have rows; without any, the first one, so that derived tables still have their columns."""
         return [part for part in self.parts if (part.ends > part.begins).any()] or list(self.parts[:1] if self.infos else ())
 
     def within(self, low: str, high: str | None) -> Exchange:
-        """The partitions that may hold rows of a range of ids, where `id` is the key."""
+        """Return the partitions that may hold rows of a range of ids, where `id` is the key."""
         edges, base = bounds(self.count), self.parts[0].number if self.parts else 0
         first = bisect.bisect_right(edges, low) - base
         last = (self.count if high is None else bisect.bisect_left(edges, high)) - base
@@ -109,7 +109,7 @@ class Exchange:
         return Exchange(near, self.schema, self.count, self.by)
 
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
-        """The rows of a range in order of their ids, where `id` is the key."""
+        """Yield the rows of a range in order of their ids, where `id` is the key."""
         for part in self.parts:
             rows = part.read().sort_by("id")
             ids = rows["id"].to_pylist()
@@ -120,7 +120,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Scatter:
-    """The partition of a job's rows: by the leading bits of the column `by`, a number of 64 bits or an id, or by its value (int32)."""
+    """The partitioning of a job's rows: by the leading bits of the column `by` (uint64 or an id), or by its value (int32)."""
 
     staging: Staging
     job: str
@@ -130,7 +130,7 @@ class Scatter:
 
 @dataclass(frozen=True)
 class Scattered:
-    """The output of a job: files with the ends of their runs, and its result beside the rows."""
+    """The result of a job: its files with the ends of their runs, and the value that it gave beside its rows."""
 
     schema: str
     files: list[tuple[str, Offsets]]
@@ -212,12 +212,12 @@ class _Runs:
 
 
 def _right(run: bytes) -> bool:
-    """True if a run is as it was written."""
+    """True if a run's checksum is right."""
     return zlib.crc32(memoryview(run)[4:]) == int.from_bytes(run[:4], "little")
 
 
 def _places(column: pa.ChunkedArray, count: int) -> Any:
-    """The partition of each row."""
+    """Return the partition of each row."""
     if pa.types.is_string(column.type):
         return shard_of(column, count)
     values = column.combine_chunks().to_numpy(zero_copy_only=False)
@@ -229,7 +229,7 @@ def _places(column: pa.ChunkedArray, count: int) -> Any:
 
 
 def found_before(how: Scatter) -> Scattered | None:
-    """Return the job's output of an earlier attempt if all of it is whole. Raises `Damaged`."""
+    """Return the job's result from an earlier attempt, None where there is none. Raise `Damaged` where a file is damaged."""
     noted = how.staging.noted(how.job)
     if noted is None:
         return None
@@ -243,7 +243,7 @@ def found_before(how: Scatter) -> Scattered | None:
 
 
 def _whole(files: Files, name: str, ends: Offsets) -> bool:
-    """True if a file holds the runs that were written and no more."""
+    """True if a file holds its runs and no more."""
     stat = files.stat(name)
     if stat is None or stat.bytes != ends[-1]:
         return False
@@ -254,7 +254,7 @@ def _whole(files: Files, name: str, ends: Offsets) -> bool:
 
 
 def gathered(files: Files, found: list[Scattered], count: int, by: str) -> Exchange:
-    """The partitions of what all jobs wrote."""
+    """Return the partitions of what all jobs wrote."""
     schemas = list(dict.fromkeys(one.schema for one in found if one.schema))
     if len(schemas) > 1:
         raise PunaError("the jobs of an exchange made tables of different columns")

@@ -1,4 +1,4 @@
-"""Reasons why an artifact was made again: field by field, against the artifact that the same stage made before it."""
+"""The reasons why an artifact was made again: field by field, against the artifact that the same stage made before it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Change:
 
 
 def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Change]:
-    """Every difference that enters the key."""
+    """Return every difference that enters the key."""
     found = [Change("config", n, b, a) for n, b, a in _differences(flat(before.config), flat(now.config))]
     if before.code_version != now.code_version:
         found += [Change("code", n, b, a) for n, b, a in _differences(*_without_moved(before.code, now.code))]
@@ -43,7 +43,7 @@ def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Chang
 
 
 def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
-    """Return the differences between a stage about to run and the same step of earlier runs. None: it never ran.
+    """Return the differences between a stage about to run and its step's artifacts of earlier runs; None when it never ran.
 
     Of several earlier artifacts the nearest counts: fewest differences, then newest.
     """
@@ -55,7 +55,7 @@ def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
 
 
 def explain(store: Store, artifact: Artifact) -> tuple[Artifact | None, list[Change]]:
-    """The nearest earlier artifact of the same step (fewest differences, then newest) and what differs.
+    """Return the nearest earlier artifact of the same step (fewest differences, then newest) and what differs.
 
     Where no log of a run tells the artifact's step any more, it is one of the same stage.
     """
@@ -74,7 +74,7 @@ def _artifact(store: Store, found: Entry) -> Artifact:
 
 
 def _steps(store: Store) -> dict[str, set[str]]:
-    """The steps that each key was an artifact of, in any run."""
+    """Return the steps that each key was an artifact of, in any run."""
     found: dict[str, set[str]] = {}
     for run in store.runs():
         for made in store.log(run).made:
@@ -83,7 +83,7 @@ def _steps(store: Store) -> dict[str, set[str]]:
 
 
 def _nearest(earlier: Iterable[Artifact], now: Manifest | Identity) -> tuple[Artifact, list[Change]] | None:
-    """Of some artifacts, oldest first, the newest of those with the fewest differences, and what differs."""
+    """Return the artifact with the fewest differences, the newest of several, and its differences. `earlier`: oldest first."""
     about = [(artifact, changes(artifact.manifest, now)) for artifact in earlier]
     return min(reversed(about), key=lambda one: len(one[1])) if about else None
 
@@ -106,7 +106,7 @@ def _bare(name: str) -> str:
 
 
 def _inputs(manifest: Manifest | Identity) -> dict[str, str]:
-    """The inputs by name; the second of a list is `name[1]`."""
+    """Return the inputs by name; the second of a list is `name[1]`."""
     places: Counter[str] = Counter()
     found = {}
     for item in manifest.inputs:
@@ -117,7 +117,7 @@ def _inputs(manifest: Manifest | Identity) -> dict[str, str]:
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested values by dotted path; a list, or a group without fields, is a value."""
+    """Return nested values by dotted path; a list, or a group without fields, is a value."""
     if isinstance(value, dict) and value:
         found: dict[str, Any] = {}
         for name, item in value.items():

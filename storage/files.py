@@ -40,39 +40,39 @@ class Files(Protocol):
     """A place of files. Implementations are small and picklable: workers open them by value. A missing file is FileNotFoundError."""
 
     def __hash__(self) -> int:
-        """Places that are equal have equal hashes."""
+        """Return equal hashes for equal places."""
 
     @property
     def uri(self) -> str:
-        """Return the address for messages, without credentials."""
+        """Return its address for messages, without credentials."""
 
     @property
     def checks_reads(self) -> bool:
         """True if each read compares the bytes with their checksums."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes start .. stop of a file; None: to its end."""
+        """Return the bytes start .. stop of a file; None: to its end."""
 
     def open(self, name: str) -> BinaryIO:
-        """A file as a seekable object for reading."""
+        """Return a file as a seekable object for reading."""
 
     def table(self, name: str) -> BinaryIO:
-        """A Parquet file of an artifact for reading; places for readers compare it first."""
+        """Return a Parquet file of an artifact for reading; places for readers compare it first."""
 
     def stat(self, name: str) -> Stat | None:
-        """Size and version of a file; None where there is none."""
+        """Return the size and version of a file; None where there is none."""
 
     def stats(self, folder: str) -> dict[str, Stat]:
-        """Size and version of every file below a folder, by name relative to it."""
+        """Return the size and version of every file below a folder, by name relative to it."""
 
     def list(self, folder: str, after: str = "") -> Iterator[str]:
-        """Names of the files below a folder, in order, those after the name `after`."""
+        """Return the names of the files below a folder, in order, those after the name `after`."""
 
     def folders(self, folder: str) -> Sequence[str]:
-        """Names of the folders in a folder, in order."""
+        """Return the names of the folders in a folder, in order."""
 
     def versions(self, folder: str, depth: int, name: str) -> dict[str, str]:
-        """By the names of the folders `depth` below a folder the version of the file `name` in each that has one."""
+        """Return by the names of the folders `depth` below a folder the version of the file `name` in each that has one."""
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a small file where there is none; False where there is one. It exists whole or not at all."""
@@ -102,22 +102,22 @@ class Files(Protocol):
         """
 
     def lease(self, name: str, *, wait: bool = True) -> AbstractContextManager[bool]:
-        """Hold a name against all other processes; without `wait`, give False when another one holds it."""
+        """Hold a name against all other processes; without `wait`, yield False when another one holds it."""
 
     def held(self, name: str) -> bool:
         """True if a process holds a name."""
 
     def sql(self, connection: duckdb.DuckDBPyConnection) -> str:
-        """Have DuckDB read the files; gives what comes before their names in SQL."""
+        """Let DuckDB read the files; return the prefix of their names in SQL."""
 
     def local(self, name: str) -> Path:
-        """A local path of a file or folder: itself, or a copy in a bounded cache."""
+        """Return a local path of a file or folder: itself, or a copy in a bounded cache."""
 
     def scratch(self, name: str) -> Path:
-        """A local folder for work in progress that survives a crash; made where it is not there."""
+        """Return a local folder for work in progress that survives a crash; made where it is not there."""
 
     def free(self) -> int | None:
-        """Bytes that there is room for; None where there is no bound."""
+        """Return the bytes that there is room for; None where there is no bound."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,12 @@ class LocalFiles:
 
     @property
     def uri(self) -> str:
-        """The folder's path."""
+        """Return the folder's path."""
         return str(self.root)
 
     @property
     def checks_reads(self) -> bool:
-        """False: a local file is read as the disk gives it."""
+        """Return False: a local file is read as the disk gives it."""
         return False
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:

@@ -1,4 +1,4 @@
-"""Keys that a live process uses, so that `gc` leaves their artifacts: a log of keys, and a lease that goes with the process."""
+"""The keys that a live process uses, which `gc` spares: a log of keys, and a lease that ends with the process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOGS = "runs/held-"
 
 
 class Holding:
-    """The keys that one process has; nothing is written before the first one."""
+    """The keys that one process uses. Nothing is written before the first one."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -34,7 +34,7 @@ class Holding:
                 self._keys.add(key)
 
     def release(self) -> None:
-        """Have nothing any more. At the end of a process that can no longer write there, the lease runs out."""
+        """Give up all keys. At the end of a process that can no longer write there, the lease expires."""
         with self._guard, contextlib.suppress(OSError, PunaError):
             if self._keys:
                 self._lease.close()
@@ -43,13 +43,13 @@ class Holding:
 
 
 def drop(files: Files, name: str) -> None:
-    """Forget what a process had that is gone."""
+    """Remove the log and the lease of a process that has ended."""
     files.remove(f"{LOGS}{name}")
     files.remove(f"{LOCKS}/held-{name}")
 
 
 def held(files: Files, but: str) -> tuple[set[str], list[str]]:
-    """The keys that live processes have, and the names of those that are gone. `but`: the one that asks."""
+    """Return the keys that live processes use, and the names of processes that have ended. `but`: the caller's name."""
     keys: set[str] = set()
     gone = []
     for log in files.list("runs"):

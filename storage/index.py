@@ -1,4 +1,4 @@
-"""The index: what the manifests of a store say in short, kept in a file beside them, so that ten thousand are not read each time.
+"""The index: a summary of a store's manifests in one file beside them, so that ten thousand are not read each time.
 
 It is derived and trusted only as far as it can be checked: which manifests there are, and their versions, is listed each time, and
 each line carries the version that its manifest had and a checksum. An index that is old, damaged or gone costs time and nothing else.
@@ -25,13 +25,13 @@ Entry = dict[str, Any]
 
 
 def manifests(files: Files) -> dict[tuple[str, str], str]:
-    """Every manifest in the store: kind and key of its artifact → its version."""
+    """Return the version of every manifest in the store, by kind and key of its artifact."""
     found = files.versions("objects", 3, NAME)
     return {(inside[0], inside[2]): version for name, version in found.items() if len(inside := name.split("/")) == 3}
 
 
 def entries(files: Files) -> list[Entry]:
-    """Return the entry of every artifact whose manifest can be read, in the order of their making."""
+    """Return the entries of all artifacts whose manifests can be read, oldest first."""
     there = manifests(files)
     lines = _lines(files)
     said = {(found["kind"], found["key"]): found for one in lines if (found := parsed(one)) is not None}
@@ -50,7 +50,7 @@ def entries(files: Files) -> list[Entry]:
 
 
 def entry(artifact: Artifact, version: str) -> Entry:
-    """Return the entry of an artifact's manifest. `sound`: it is as it was written. PunaError: it cannot be read."""
+    """Return the summary of an artifact's manifest. PunaError where it cannot be read. `sound`: nobody has changed it."""
     m = artifact.manifest
     tables = {
         name: {"files": [s.file for s in table.shards if s.file], "sources": len(table.sources), "rows": table.rows}

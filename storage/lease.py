@@ -29,17 +29,17 @@ FIRST_POLL, POLL = 0.05, 1.0
 
 
 class Place(Protocol):
-    """The place of leases."""
+    """A place of leases."""
 
     def versioned(self, name: str) -> tuple[bytes, str] | None:
-        """Content and version of a small file; None where there is none."""
+        """Return the content and version of a small file; None where there is none."""
 
     def swapped(self, name: str, data: bytes, version: str | None) -> str | None:
-        """The new version of a file that was changed, where it had this version; None where it had another."""
+        """Return the new version of a file that was changed, where it had this version; None where it had another."""
 
 
 class State(NamedTuple):
-    """The content of a lease. `owner`: the process that holds it, empty if none does."""
+    """The content of a lease object. `owner`: the process that holds it, empty where nobody does."""
 
     owner: str
     version: str | None
@@ -59,14 +59,14 @@ class Held:
 
     @property
     def lost(self) -> bool:
-        """True if another process may hold it: it was not renewed in time."""
+        """True if another process holds it now, or may: it was not renewed in time."""
         return self._taken or _now() - self._renewed > 1.5 * self._term
 
     def _renew(self) -> None:
         while not self._ended.wait(self._term / 4):
             since = _now()
             try:
-                version = self._place.swapped(self._name, _said(self._owner), self._version)
+                version = self._place.swapped(self._name, _content(self._owner), self._version)
             except PunaError:  # the store does not answer: `lost` says so when it lasts
                 continue
             if version is None:
@@ -75,13 +75,13 @@ class Held:
             self._version, self._renewed = version, since
 
     def release(self) -> None:
-        """Let others have it."""
+        """Give up the lease."""
         self._ended.set()
         self._thread.join()
         if not self._taken:
             # Without an answer others take it over when it stood still.
             with contextlib.suppress(PunaError):
-                self._place.swapped(self._name, _said(""), self._version)
+                self._place.swapped(self._name, _content(""), self._version)
 
 
 _held: dict[tuple[Place, str], Held] = {}
@@ -92,7 +92,7 @@ _threads: defaultdict[tuple[Place, str], threading.Lock] = defaultdict(threading
 
 @contextlib.contextmanager
 def lease(place: Place, name: str, term: float, *, wait: bool) -> Iterator[bool]:
-    """Hold a name; without `wait`, give False where another process holds it."""
+    """Hold a name; without `wait`, yield False where another process holds it."""
     mine = None
     with contextlib.ExitStack() as stack:
         if _threads[place, name].acquire(blocking=wait):
@@ -109,36 +109,36 @@ def lease(place: Place, name: str, term: float, *, wait: bool) -> Iterator[bool]
 
 
 def check(place: Place, name: str) -> None:
-    """PunaError where this process held the name and lost it."""
+    """Raise PunaError where this process held the name and lost it."""
     mine = _held.get((place, name))
     if mine is not None and mine.lost:
         raise PunaError(f"{name}: this process stood still for so long that another one may have gone on with its work; run again")
 
 
 def held(place: Place, name: str, term: float) -> bool:
-    """True if a process holds the name. Takes up to two terms if the holder is on another machine and does not renew."""
+    """True if a process holds the name. Takes up to two terms where the holder is on another machine and does not renew."""
     return (place, name) in _held or _takeable(place, name, term) is None
 
 
 def _taken(place: Place, name: str, term: float) -> Held | None:
-    """The lease, where nobody else holds it."""
+    """Return the lease, where nobody else holds it."""
     state = _takeable(place, name, term)
     if state is None:
         return None
     since = _now()
-    version = place.swapped(name, _said(_myself()), state.version)
+    version = place.swapped(name, _content(_myself()), state.version)
     return None if version is None else Held(place, name, version, term, since)
 
 
 def _takeable(place: Place, name: str, term: float) -> State | None:
-    """The lease where nobody holds it; None where a process does: of this machine, or one that renewed it while we looked."""
+    """Return the lease where nobody holds it; None where a process does: of this machine, or one that renewed it while we looked."""
     first = _state(place, name)
     begun, pause = _now(), min(POLL, term / 8)
     while first.owner:
         machine, pid, ticks = first.owner.rsplit("/", 2)
         if machine == _machine():
             # This process asks for nothing that it holds: what it left was not released because no answer came.
-            return first if first.owner == _myself() or _begun(int(pid)) != ticks else None
+            return first if first.owner == _myself() or _start_ticks(int(pid)) != ticks else None
         if _now() - begun > 2 * term:
             return first
         time.sleep(pause)
@@ -162,27 +162,27 @@ def _state(place: Place, name: str) -> State:
         raise PunaError(f"{name}: is no lease ({error}); remove it when nobody works on this store") from error
 
 
-def _said(owner: str) -> bytes:
+def _content(owner: str) -> bytes:
     # Equal bytes have equal versions: each writing is another one.
     return json.dumps({"owner": owner, "nonce": uuid.uuid4().hex}).encode()
 
 
 def _now() -> float:
-    """Seconds of a clock that goes on while the machine sleeps, where it has one."""
+    """Return the seconds of a clock that goes on while the machine sleeps, where it has one."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 @lru_cache(maxsize=1)
 def _machine() -> str:
-    """A name of this machine since its start and of its space of process numbers; unlike any other's where it cannot be told."""
+    """Return a name of this machine since its start and of its space of process numbers; unlike any other's where it cannot be told."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return uuid.uuid4().hex
 
 
-def _begun(pid: int) -> str:
-    """Return the start of a process of this machine, in ticks, empty if it is gone."""
+def _start_ticks(pid: int) -> str:
+    """Return the start time of a process of this machine in ticks; empty where there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -190,4 +190,4 @@ def _begun(pid: int) -> str:
 
 
 def _myself() -> str:
-    return f"{_machine()}/{os.getpid()}/{_begun(os.getpid())}"
+    return f"{_machine()}/{os.getpid()}/{_start_ticks(os.getpid())}"

@@ -1,4 +1,4 @@
-"""Looking after a store: verifying checksums, removing what nothing needs."""
+"""Maintenance of a store: verifying checksums, removing what nothing needs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def verify(store: Store, artifacts: Iterable[Artifact] | None = None, *, trust: 
 
 @dataclass(frozen=True)
 class Garbage:
-    """Folders of the store that `collect` removed or would remove, and their size in bytes."""
+    """A folder of the store that `collect` removed or would remove, with its size in bytes."""
 
     place: str
     reason: str
@@ -52,7 +52,7 @@ class Garbage:
 
 
 def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> list[Garbage]:
-    """Artifacts that nothing needs, and abandoned work.
+    """Remove artifacts that nothing needs, and abandoned work; return them.
 
     Needed is what an alias, a run at work, one of the last `keep_runs` runs that made or reused anything, another live process, an
     accepted equivalence or kept work names, and all that it was made from. What `store` itself holds is not spared. Work stays while
@@ -109,7 +109,7 @@ def _needed(store: Store, keep_runs: int, kept: set[str], works: list[str]) -> s
 
 
 def _inputs_of(files: Files, key: str) -> list[str]:
-    """Keys of the artifacts that the work on a key reads."""
+    """Return the keys of the artifacts that the work on a key reads."""
     try:
         return [str(one) for one in json.loads(files.read(f"work/{key}/{INPUTS}"))]
     except FileNotFoundError:

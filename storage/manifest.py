@@ -1,4 +1,4 @@
-"""The manifest: what an artifact is, written last; an artifact exists when its manifest does."""
+"""The manifest: the description of an artifact, written last; an artifact exists when its manifest does."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class TableRecord:
 
     @property
     def characters(self) -> int:
-        """Of all its texts."""
+        """Return the characters of all its texts."""
         return sum(s.characters or 0 for s in self.shards)
 
     @property
     def files(self) -> set[str]:
-        """Names of its files."""
+        """Return the names of its files."""
         return {name for s in self.shards for name in (s.file, s.order, s.facts) if name}
 
 
@@ -101,14 +101,14 @@ class Manifest:
     checksum: str = ""
 
     def to_json(self) -> str:
-        """JSON text, a line for each field, with a checksum over everything else in it."""
+        """Return JSON text, a line for each field, with a checksum over everything else in it."""
         data: dict[str, Any] = json.loads(json.dumps(vars(self), default=vars, allow_nan=False))
         lines = (f" {json.dumps(n)}: {json.dumps(v, ensure_ascii=False)}" for n, v in (data | {"checksum": _checksum(data)}).items())
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     @property
     def sources(self) -> list[Source]:
-        """The artifacts that hold some of its rows."""
+        """Return the artifacts that hold some of its rows."""
         return [source for table in self.tables.values() for source in table.sources]
 
     def contradictions(self) -> list[str]:
@@ -128,7 +128,7 @@ class Manifest:
 
     @classmethod
     def read(cls, files: Files, name: str) -> Manifest:
-        """The manifest in a file of the store; PunaError when it is not one of this format."""
+        """Return the manifest in a file of the store; PunaError when it is not one of this format."""
         where = f"{files.uri}/{name}"
         try:
             data = files.read(name)
@@ -139,7 +139,7 @@ class Manifest:
 
 @lru_cache(maxsize=256)
 def _parsed(data: bytes) -> Manifest:
-    """Return a parsed manifest, cached: one process asks for the same ones many times. ValueError names the fault."""
+    """Return the manifest in a JSON text, cached: a process asks for the same ones many times. ValueError names the wrong field."""
     value = json.loads(data)
     if value.get("format") != FORMAT:
         raise ValueError(f"it has format {value.get('format')}; this Puna reads {FORMAT}")
@@ -156,7 +156,7 @@ def _parsed(data: bytes) -> Manifest:
 
 @cache
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """A function that gives a JSON value as what the annotation `kind` says; its ValueError begins with the place of the wrong field."""
+    """Return a parser of JSON values of type `kind`. Its ValueError begins with the place of the wrong field."""
     origin, of = get_origin(kind), get_args(kind)
     if kind is Any:
         return lambda value: value
@@ -193,14 +193,14 @@ def _inside(read: Callable[[Any], Any], value: Any, where: str) -> Any:
 
 
 def _checked(value: Any, *kinds: type) -> Any:
-    """A value of one of some kinds; a whole number is a number, a truth value is none."""
+    """Return a value of one of some kinds; a whole number is a number, a truth value is none."""
     if type(value) in kinds or (float in kinds and type(value) is int):
         return value
     raise ValueError(f" is a {type(value).__name__}")
 
 
 def key_of(stage: str, code_version: str, config: dict[str, Any], inputs: list[InputRecord]) -> str:
-    """The key of what a stage makes: sha256 over stage, code version, configuration and the inputs' data digests."""
+    """Return the key of what a stage makes: sha256 over stage, code version, configuration and the inputs' data digests."""
     return digest.of_value(
         {"stage": stage, "code": code_version, "config": config, "inputs": [[i.name, i.kind, i.data_digest] for i in inputs]}
     )
@@ -221,12 +221,12 @@ def code_version(symbols: dict[str, str]) -> str:
 
 
 def table_digest(columns: dict[str, str], shards: list[Shard]) -> str:
-    """The digest of a table: sha256 over its columns and the digests of its shards that have rows."""
+    """Return the digest of a table: sha256 over its columns and the digests of its shards that have rows."""
     return digest.of_value({"columns": columns, "shards": [s.digest for s in shards if s.rows]})
 
 
 def content_digest(tables: dict[str, TableRecord], files: dict[str, FileRecord]) -> str:
-    """The data digest: sha256 over the logical content of the tables that count and the bytes of all other files."""
+    """Return the data digest: sha256 over the logical content of the tables that count and the bytes of all other files."""
     return digest.of_value(
         {
             "tables": {n: r.digest for n, r in tables.items() if table_schema(n).identity},

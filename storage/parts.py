@@ -33,36 +33,36 @@ class Stored:
 
     @property
     def version(self) -> str:
-        """Return the key under which a process may cache the file: another one after a damaged file was made anew."""
+        """Return the file's cache key, which changes when a damaged file was made anew."""
         stat = None if self.files.checks_reads else self.files.stat(self.name)
         return self.sha256 if stat is None else stat.version
 
     def read(self, groups: Sequence[int], columns: Sequence[str] | None) -> pa.Table:
-        """Some row groups, one after another."""
+        """Return some row groups, one after another."""
         with self.files.table(self.name) as handle:
             # With its buffers on, Arrow keeps what it has read of every row group until the file is closed.
             source = pq.ParquetFile(handle, metadata=_footer(self.files, self.name, self.version), pre_buffer=False)
             return source.read_row_groups(list(groups), columns=list(columns) if columns is not None else None)
 
     def schema(self) -> pa.Schema:
-        """Its columns."""
+        """Return its columns."""
         with self.files.table(self.name) as handle:
             return pq.ParquetFile(handle, metadata=_footer(self.files, self.name, self.version), pre_buffer=False).schema_arrow
 
     def whole(self) -> pa.Table:
-        """All rows."""
+        """Return all rows."""
         with self.files.table(self.name) as handle:
             return pq.ParquetFile(handle, pre_buffer=False).read()
 
     def range(self, start: int, stop: int, columns: Sequence[str] | None) -> pa.Table:
-        """The rows start .. stop."""
+        """Return the rows start .. stop."""
         ends = list(accumulate(self.groups))
         first, last = bisect.bisect_right(ends, start), bisect.bisect_left(ends, stop)
         before = ends[first - 1] if first else 0
         return self.read(range(first, min(last, len(ends) - 1) + 1), columns).slice(start - before, stop - start)
 
     def take(self, rows: Ints, columns: Sequence[str] | None) -> pa.Table:
-        """Some rows, given in order; only the row groups that hold them are read, the last one once for those who go on in it."""
+        """Return some rows, given in order. Reads only the row groups that hold them; the last one is cached for the next call."""
         ends = np.cumsum(self.groups)
         needed = np.unique(np.searchsorted(ends, rows, side="right")).tolist()
         key = (self, self.version, None if columns is None else tuple(columns))
@@ -83,7 +83,7 @@ class Stored:
         return pa.concat_tables([self._of_groups(some, table, rows) for some, table in found])
 
     def _of_groups(self, groups: list[int], table: pa.Table, rows: Ints) -> pa.Table:
-        """Of some rows, given in order, those that lie in these groups, which `table` holds."""
+        """Return those of some rows, given in order, that lie in these groups, which `table` holds."""
         ends = np.cumsum(self.groups)
         sizes = np.array(self.groups)[groups]
         low, high = np.searchsorted(rows, [ends[groups[0]] - sizes[0], ends[groups[-1]]])
@@ -130,14 +130,14 @@ class ShardRows:
     order: Stored | None = None
 
     def place(self, start: int, stop: int) -> tuple[Ints, Ints]:
-        """Source and row in it of the rows start .. stop."""
+        """Return the source and row in it of the rows start .. stop."""
         if self.order is None:
             return np.zeros(stop - start, np.int64), np.arange(start, stop)
         source, row = _order(self.order.files, self.order.name, self.order.version)
         return source[start:stop], row[start:stop]
 
     def read(self, start: int, stop: int, columns: Sequence[str] | None = None) -> pa.Table:
-        """The rows start .. stop."""
+        """Return the rows start .. stop."""
         own = self.stored[0]
         if self.order is None:
             assert own is not None
@@ -145,7 +145,7 @@ class ShardRows:
         return taken(self.stored, *self.place(start, stop), columns)
 
     def take(self, rows: Ints, columns: Sequence[str] | None = None) -> pa.Table:
-        """Some rows, given in order."""
+        """Return some rows, given in order."""
         places = (np.zeros(len(rows), np.int64), rows)
         if self.order is not None:
             source, row = self.place(0, self.rows)
@@ -153,7 +153,7 @@ class ShardRows:
         return taken(self.stored, *places, columns)
 
     def by_group(self, rows: Ints) -> Iterator[Ints]:
-        """Some rows, those of one row group at a time: `take` reads a group whole, however many of its rows it is asked for."""
+        """Yield some rows, those of one row group at a time: `take` reads whole groups."""
         source, row = self.place(0, self.rows)
         for number in np.unique(source[rows]).tolist():
             file, here = self.stored[number], rows[source[rows] == number]
@@ -162,7 +162,7 @@ class ShardRows:
             yield from (here[group == one] for one in np.unique(group))
 
     def pieces(self, rows: int | None = None) -> Iterator[tuple[int, int]]:
-        """(start, stop) of pieces of at most `rows` rows that follow the row groups where they can; None: of one row group each.
+        """Yield (start, stop) of pieces of at most `rows` rows that follow the row groups where they can; None: of one row group each.
 
         Where rows are kept by reference, as many as the largest row group has are taken for one.
         """
@@ -185,7 +185,7 @@ class ShardRows:
 
 
 def taken(stored: Sequence[Stored | None], source: Ints, row: Ints, columns: Sequence[str] | None) -> pa.Table:
-    """Rows of several files, in this order."""
+    """Return the rows of several files, in this order."""
     pieces, places = [], []
     for number in np.unique(source).tolist():
         here = np.flatnonzero(source == number)
@@ -210,27 +210,27 @@ class Part:
 
     @property
     def stop(self) -> int:
-        """The row after its last one, in the table."""
+        """Return the row after its last one, in the table."""
         return self.start + self.rows
 
     def read(self) -> pa.Table:
-        """The rows as a table; reads only the row groups that hold them."""
+        """Return the rows as a table; reads only the row groups that hold them."""
         return self.shard.read(self.first, self.first + self.rows, self.columns)
 
     def split(self) -> Iterator[Part]:
-        """The part in smaller ones, of the rows of one row group each."""
+        """Yield smaller parts, of the rows of one row group each."""
         for first, last in self.shard.pieces():
             low, high = max(first, self.first), min(last, self.first + self.rows)
             if low < high:
                 yield replace(self, first=low, rows=high - low, start=self.start + low - self.first)
 
     def of(self, columns: Sequence[str]) -> Part:
-        """The same rows with these columns."""
+        """Return the same rows with these columns."""
         return replace(self, columns=tuple(columns))
 
 
 def parts_of(shards: Sequence[ShardRows], columns: Sequence[str] | None, rows: int | None) -> list[Part]:
-    """A table cut into parts of at most `rows` rows, or of one row group each; none holds rows of two shards."""
+    """Return a table cut into parts of at most `rows` rows, or of one row group each; none holds rows of two shards."""
     chosen = tuple(columns) if columns is not None else None
     found, before = [], 0
     for shard in shards:
@@ -240,7 +240,7 @@ def parts_of(shards: Sequence[ShardRows], columns: Sequence[str] | None, rows: i
 
 
 def batches_of(shards: Sequence[ShardRows], columns: Sequence[str] | None = None, rows: int = 8192) -> Iterator[pa.RecordBatch]:
-    """The rows of some shards in batches of at most `rows`, in order, within bounded memory."""
+    """Yield the rows of some shards in batches of at most `rows`, in order, within bounded memory."""
     for shard in shards:
         for start, stop in shard.pieces():
             yield from shard.read(start, stop, columns).combine_chunks().to_batches(max_chunksize=rows)
@@ -249,7 +249,7 @@ def batches_of(shards: Sequence[ShardRows], columns: Sequence[str] | None = None
 def between(
     shards: Sequence[ShardRows], low: str, high: str | None, columns: Sequence[str] | None, key: str = "id"
 ) -> Iterator[pa.Table]:
-    """The rows whose key is at least `low` and below `high` (None: any), in order, piece by piece."""
+    """Yield the rows whose key is at least `low` and below `high` (None: any), in order, piece by piece."""
     wanted = list(columns) if columns is not None else None
     read = wanted if wanted is None or key in wanted else [key, *wanted]
     for shard in shards:
@@ -273,12 +273,12 @@ class Beside:
     schema: pa.Schema
 
     def within(self, low: str, high: str | None) -> Beside:
-        """Of its shards those that may hold rows in a range of ids."""
+        """Return the part of the rows that is needed for a range of ids."""
         near = [s for s in self.shards if s.rows and s.high[0] >= low and (high is None or s.low[0] < high)]
         return Beside(tuple(near), self.schema)
 
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
-        """The rows of a range in order, with their ids."""
+        """Return the rows of a range in order, with their ids."""
         names = self.schema.names
         return between(self.shards, low, high, names if "id" in names else ["id", *names])
 
@@ -288,13 +288,13 @@ class Rows(Protocol):
 
     @property
     def schema(self) -> pa.Schema:
-        """Its columns."""
+        """Return its columns."""
 
     def within(self, low: str, high: str | None) -> Rows:
-        """Return the parts that hold the rows of a range."""
+        """Return the part of the rows that is needed for a range of ids."""
 
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
-        """The rows of a range in order, with their ids."""
+        """Return the rows of a range in order, with their ids."""
 
 
 class Follower:
@@ -306,7 +306,7 @@ class Follower:
         self._held: list[pa.Table] = []
 
     def upto(self, last: str | None) -> pa.Table:
-        """The rows that were not given yet, with ids up to `last` (None: all)."""
+        """Return the rows that were not given yet, with ids up to `last` (None: all)."""
         given: list[pa.Table] = []
         while True:
             if not self._held:
@@ -327,6 +327,6 @@ class Follower:
 
 
 def span(shards: int, number: int) -> tuple[str, str | None]:
-    """The lowest id of a shard, and that of the next one (None: there is none)."""
+    """Return the lowest id of a shard, and that of the next one (None: there is none)."""
     edges = bounds(shards)
     return edges[number - 1] if number else "", edges[number] if number + 1 < shards else None

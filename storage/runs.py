@@ -23,27 +23,27 @@ class Made:
     seconds: float
 
     def event(self) -> dict[str, Any]:
-        """Return the log's record of a run."""
+        """Return the step's event for the log."""
         return asdict(self)
 
 
 def started(flow: str, **about: Any) -> dict[str, Any]:
-    """The event that opens a log: a run of `flow`, which is a flow or a stage alone. `about`: how it was begun, see `RunLog`."""
+    """Return the event that opens a log: a run of `flow`, which is a flow or a stage alone. `about`: how it was begun, see `RunLog`."""
     return {"event": "started", "flow": flow, **about}
 
 
 def finished() -> dict[str, Any]:
-    """The event that closes the log of a run that went to its end."""
+    """Return the event that closes the log of a run that went to its end."""
     return {"event": "finished"}
 
 
 def failed(error: str) -> dict[str, Any]:
-    """The event that closes the log of a run that an error ended."""
+    """Return the event that closes the log of a run that an error ended."""
     return {"event": "failed", "error": error}
 
 
 def stopped() -> dict[str, Any]:
-    """The event that closes the log of a run that a person ended."""
+    """Return the event that closes the log of a run that a person ended."""
     return {"event": "stopped"}
 
 
@@ -51,14 +51,14 @@ CRASHED = "its process ended without a word, as one that is killed or out of mem
 """The error of a run whose log nothing closes."""
 
 
-def said(text: str) -> dict[str, Any]:
-    """The event of a sentence for people on what became of a flow."""
+def remark(text: str) -> dict[str, Any]:
+    """Return the event of a sentence for people on what became of a flow."""
     return {"event": "said", "text": text}
 
 
 @dataclass(frozen=True)
 class RunLog:
-    """The record of a run. `state`: `finished`, `failed`, `at work`, `stopped` where a person
+    """The log of a run. `state`: `finished`, `failed`, `at work`, `stopped` where a person
     ended it, or `crashed` where its process ended and said nothing.
 
     `opened` and `closed`: times of the first and the last event. `about`: how it was begun, as far as the log says: title,
@@ -81,11 +81,11 @@ class RunLog:
 
     @property
     def title(self) -> str:
-        """Return the run's title: the flow, its recipe, inputs and changes."""
+        """Return its title in lists of runs: the flow, its recipe, inputs and changes."""
         return str(self.about.get("title") or self.flow or self.name)
 
     def row(self) -> dict[str, Any]:
-        """It as a row of the table `runs`."""
+        """Return its row of the table `runs`."""
         times = {name: None if at is None else at.isoformat() for name, at in (("opened", self.opened), ("closed", self.closed))}
         about = {name: self.about.get(name) for name in ("recipe", "command", "commit")}
         changes = json.dumps(self.about["changes"]) if "changes" in self.about else None
@@ -94,7 +94,7 @@ class RunLog:
 
     @classmethod
     def of(cls, name: str, events: Iterable[dict[str, Any]], *, at_work: bool) -> RunLog:
-        """The log in some events; one that this version does not know is left out."""
+        """Return the log in some events. Events that this version does not know are left out."""
         known = {one.name for one in fields(Made)}
         found, made, times = {}, [], []
         for event in events:

@@ -40,7 +40,7 @@ class S3Files(Bucket):
 
     @classmethod
     def at(cls, uri: str) -> S3Files:
-        """The place that `s3://BUCKET/PREFIX` names; PunaError where it names none, or holds credentials."""
+        """Return the place that `s3://BUCKET/PREFIX` names; PunaError where it names none, or holds credentials."""
         parsed = urlsplit(uri)
         if "@" in parsed.netloc or parsed.query:
             raise PunaError(
@@ -58,7 +58,7 @@ class S3Files(Bucket):
 
     @property
     def checks_reads(self) -> bool:
-        """True: what is read is compared with the checksums of its blocks."""
+        """Return True: what is read is compared with the checksums of its blocks."""
         return True
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -71,7 +71,7 @@ class S3Files(Bucket):
         return found[0]
 
     def versioned(self, name: str) -> tuple[bytes, str] | None:
-        """Content and version of a whole file, compared with its checksums; None where there is none."""
+        """Return the content and version of a whole file, compared with its checksums; None where there is none."""
         for attempt in range(TRIES):
             try:
                 data, size, sums, version = self._got(name, 0, None)
@@ -92,7 +92,7 @@ class S3Files(Bucket):
         return self.open(name)
 
     def _checked(self, name: str, start: int, stop: int, size: int) -> bytes:
-        """Whole blocks of a file of this size."""
+        """Return whole blocks of a file of this size."""
         for attempt in range(TRIES):
             data, now, sums, _ = self._got(name, start, stop)
             if now != size:
@@ -104,7 +104,7 @@ class S3Files(Bucket):
         raise self._damaged(name)
 
     def _got(self, name: str, start: int, stop: int | None) -> tuple[bytes, int, str, str]:
-        """Bytes, size of the whole file, its checksums as text, its version."""
+        """Return the bytes, size of the whole file, its checksums as text, its version."""
         import obstore
 
         wanted = {} if not start and stop is None else {"range": {"offset": start} if stop is None else (start, stop)}
@@ -174,7 +174,7 @@ class S3Files(Bucket):
         return self.swapped(name, data, version) is not None
 
     def swapped(self, name: str, data: bytes, version: str | None) -> str | None:
-        """As `swap`; the new version, None where the file has another one."""
+        """Write as `swap` does and return the new version; None where the file has another one."""
         import obstore
 
         nonce = uuid.uuid4().hex
@@ -184,7 +184,7 @@ class S3Files(Bucket):
                 return self._put(name, data, mode, nonce)
             except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
                 # Refused; or it was done, the answer was lost, and it was refused when it was tried again.
-                found = self._written(name)
+                found = self._writer(name)
                 if found is not None and found[0] == nonce:
                     return found[1]
                 if (found[1] if found is not None else None) != version:
@@ -192,8 +192,8 @@ class S3Files(Bucket):
                 pause(attempt)  # another writer's put was under way, and failed
         raise PunaError(f"{self.uri}/{name}: is changed by others all the time; run again")
 
-    def _written(self, name: str) -> tuple[str, str] | None:
-        """The nonce of a file's writer, and its version."""
+    def _writer(self, name: str) -> tuple[str, str] | None:
+        """Return the nonce of a file's writer, and its version."""
         import obstore
 
         try:
@@ -337,7 +337,7 @@ class S3Files(Bucket):
 
 @lru_cache(maxsize=100_000)
 def _size(files: S3Files, name: str) -> int:
-    """Size of a file that is not written anew."""
+    """Return the size of a file that is not written anew."""
     found = files.stat(name)
     if found is None:
         raise FileNotFoundError(f"{files.uri}/{name}")
@@ -349,5 +349,5 @@ def _stat(found: ObjectMeta) -> Stat:
 
 
 def _right(data: bytes, start: int, size: int, sums: str) -> bool:
-    """True if bytes are as they were written. Other tools that copy files into the bucket write no checksums."""
+    """True if bytes agree with their checksums, or have none: other tools that copy files into the bucket write none."""
     return not sums or blocks.right(data, start, size, sums)

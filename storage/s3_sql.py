@@ -24,7 +24,7 @@ class StoreFileSystem(AbstractFileSystem):
         self._files = files
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """Name and size of a file."""
+        """Return name and size of a file."""
         name = self._strip_protocol(path)
         stat = self._files.stat(name)
         if stat is None:
@@ -32,11 +32,11 @@ class StoreFileSystem(AbstractFileSystem):
         return {"name": name, "size": stat.bytes, "type": "file"}
 
     def modified(self, path: str) -> datetime:
-        """Return the time of a file's writing, a constant: files never change."""
+        """Return one time for every file: files do not change."""
         return datetime.fromtimestamp(0, UTC)
 
     def glob(self, path: str, **_: Any) -> list[str]:
-        """The file that a pattern without wildcards names."""
+        """Return the file that a pattern without wildcards names."""
         return [path] if self.exists(path) else []
 
     def _open(self, path: str, mode: str = "rb", *_: Any, **__: Any) -> Any:
@@ -44,6 +44,6 @@ class StoreFileSystem(AbstractFileSystem):
 
 
 def attach(connection: duckdb.DuckDBPyConnection, files: Files) -> str:
-    """Have a connection read the files; gives what comes before their names in SQL."""
+    """Let a connection read the files; return the prefix of their names in SQL."""
     connection.register_filesystem(StoreFileSystem(files))
     return f"{PROTOCOL}://"

@@ -24,7 +24,7 @@ TOKENS = pa.list_(pa.field("element", pa.int32()))
 
 
 def column(name: str, kind: pa.DataType, meaning: str, unit: str = "", *, nullable: bool = False) -> pa.Field:
-    """One described column."""
+    """Return one described column."""
     return pa.field(name, kind, nullable=nullable, metadata={"meaning": meaning, "unit": unit})
 
 
@@ -47,7 +47,7 @@ class TableSchema:
     selectable: bool = False
 
     def conform(self, table: pa.Table) -> pa.Table:
-        """`table` with this schema's column order and types; a missing, unknown or wrong column is an error."""
+        """Return `table` with this schema's column order and types. Raise PunaError for a missing, unknown or wrong column."""
         schema = self.schema_for(table.schema)
         for field in schema:
             if field.name not in table.schema.names:
@@ -65,7 +65,7 @@ class TableSchema:
             raise PunaError(f"table {self.name}: {error}") from error
 
     def schema_for(self, given: pa.Schema) -> pa.Schema:
-        """The Arrow schema of a table that has these columns; those that an open table has besides its own as they are given."""
+        """Return the Arrow schema of a table that has these columns; those that an open table has besides its own as they are given."""
         known = set(self.schema.names)
         extra = sorted((field for field in given if field.name not in known), key=lambda field: field.name)
         if extra and not self.open:
@@ -74,7 +74,7 @@ class TableSchema:
 
 
 def _open_column(table: str, field: pa.Field) -> pa.Field:
-    """A further column of an open table: of numbers or words in the widths that all tables use."""
+    """Return a further column of an open table: of numbers or words in the widths that all tables use."""
     for is_such, kind in ((pa.types.is_floating, NUMBER), (pa.types.is_integer, pa.int64()), (_is_text, pa.string())):
         if is_such(field.type):
             return pa.field(field.name, kind, nullable=True, metadata=field.metadata)
@@ -284,7 +284,7 @@ TABLES: dict[str, TableSchema] = {
 
 
 def known_kind(name: str) -> str:
-    """`name`, where it is a kind of artifact; PunaError says which kind it may have been meant for."""
+    """Return `name` where it is a kind of artifact. Raise PunaError with the nearest kinds where not."""
     if name not in KINDS:
         near = difflib.get_close_matches(name, KINDS, n=2)
         asked = f"did you mean {' or '.join(near)}? " if near else ""
@@ -293,7 +293,7 @@ def known_kind(name: str) -> str:
 
 
 def table_schema(name: str) -> TableSchema:
-    """The schema of table `name`."""
+    """Return the schema of table `name`."""
     if name not in TABLES:
         raise PunaError(f"there is no table {name!r}; the tables are {', '.join(TABLES)}")
     return TABLES[name]

@@ -72,7 +72,7 @@ class Shard:
 
     @property
     def own(self) -> int:
-        """Rows of its own file."""
+        """Return the rows of its own file."""
         return sum(self.groups)
 
 
@@ -80,18 +80,18 @@ NOTHING = Shard(0, "", [], [])
 
 
 def count(table: TableSchema, raw: int) -> int:
-    """Return the number of shards of a table of `raw` bytes, a power of two."""
+    """Return the number of shards for a table of `raw` bytes, a power of two."""
     return 1 if raw <= table.shard_bytes else 1 << math.ceil(GROWTH * math.log2(raw / table.shard_bytes))
 
 
 @lru_cache(maxsize=16)
 def bounds(shards: int) -> tuple[str, ...]:
-    """The lowest id of each shard but the first, for a table in `shards` shards (a power of two)."""
+    """Return the lowest id of each shard but the first, for a table in `shards` shards (a power of two)."""
     return tuple(f"{(number << 32) // shards:08x}" for number in range(1, shards))
 
 
 def shard_of(ids: pa.Array | pa.ChunkedArray, shards: int) -> npt.NDArray[np.int64]:
-    """The shard of each id, int64[n]."""
+    """Return the shard of each id, int64[n]."""
     if shards == 1:
         return np.zeros(len(ids), np.int64)
     values = np.array([i.encode() for i in ids.to_pylist()], dtype=object)
@@ -99,7 +99,7 @@ def shard_of(ids: pa.Array | pa.ChunkedArray, shards: int) -> npt.NDArray[np.int
 
 
 def row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
-    """The raw size of each row, int64[n]: that of its strings and bytes, and 8 for any other value."""
+    """Return the raw size of each row, int64[n]: that of its strings and bytes, and 8 for any other value."""
     total = np.zeros(table.num_rows, np.int64)
     for column in table.columns:
         if pa.types.is_string(column.type) or pa.types.is_binary(column.type):
@@ -173,7 +173,7 @@ class Written:
 
 
 class ShardWriter:
-    """Writes the rows of one shard in the order of their key; `path` is that of its table, order and facts lie beside it."""
+    """The writer of one shard, whose rows come in the order of their key. `path`: its table; order and facts lie beside it."""
 
     def __init__(self, name: str, path: Path) -> None:
         self._table = table_schema(name)
@@ -280,7 +280,7 @@ class ShardWriter:
         return Written(shard, {f.name: str(f.type) for f in schema}, files, self._values)
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
+        """Close and remove an unfinished file."""
         if self._sink is not None and not self._sink.closed:
             with contextlib.suppress(Exception):  # what made it stop is told already
                 if self._writer is not None:
@@ -291,7 +291,7 @@ class ShardWriter:
 
 
 def beside(path: Path, what: str) -> Path:
-    """The file of a shard's order or facts, beside that of its rows."""
+    """Return the file of a shard's order or facts, beside that of its rows."""
     return path.with_name(f"{path.name.removesuffix('.parquet')}.{what}.parquet")
 
 
@@ -301,7 +301,7 @@ def write_order(path: Path, order: pa.Table) -> FileRecord:
 
 
 def facts_of(rows: pa.Table) -> pa.Table:
-    """Digest and number of characters of each document."""
+    """Return the digest and number of characters of each document."""
     found = digest.of_rows(rows)
     digests = pa.FixedSizeBinaryArray.from_buffers(FACTS.field("digest").type, len(found), [None, pa.py_buffer(found.tobytes())])
     return pa.table([digests, pc.utf8_length(rows["text"]).combine_chunks().cast(pa.int32())], schema=FACTS)
@@ -329,10 +329,10 @@ def grows(table: pa.Table, key: tuple[str, ...]) -> bool:
 
 
 def in_order(table: pa.Table, key: tuple[str, ...]) -> pa.Table:
-    """The rows by their key."""
+    """Return the rows by their key."""
     return table if table.num_rows < 2 or grows(table, key) else table.sort_by([(name, "ascending") for name in key])
 
 
 def _twice(table: pa.Table, key: tuple[str, ...]) -> list[Any] | None:
-    """A key that two neighbouring rows have, if any."""
+    """Return a key that two neighbouring rows have, if any."""
     return next((list(b.values()) for a, b in pairwise(table.select(list(key)).to_pylist()) if a == b), None)

@@ -1,4 +1,4 @@
-"""Unfinished work on disk: shards in final form, each with a record of its checksums.
+"""The staging area of unfinished work: shards in final form, each with a record of its checksums.
 
 A record is written after its files. What an earlier attempt left is compared with its record before it is used; what is damaged
 goes and is made again. So records and what is regrouped need not outlive a loss of power; shards, which are committed, do.
@@ -46,14 +46,14 @@ class Staged:
     """Of an open table how many values of each column are not null."""
 
     def stored(self, files: Files, what: str = "table") -> Stored | None:
-        """One of its files."""
+        """Return one of its files."""
         if what not in self.files:
             return None
         name, record = self.files[what]
         return Stored(files, name, record.sha256, self.shard.groups if what == "table" else ())
 
     def rows(self, files: Files, sources: tuple[Stored | None, ...] = ()) -> ShardRows:
-        """Its rows; `sources`: the files that it keeps rows of."""
+        """Return its rows; `sources`: the files that it keeps rows of."""
         low, high = tuple(self.shard.low), tuple(self.shard.high)
         return ShardRows(self.shard.rows, low, high, (self.stored(files), *sources), self.stored(files, "order"))
 
@@ -67,7 +67,7 @@ class Staging:
 
     @contextlib.contextmanager
     def temporary(self) -> Iterator[Path]:
-        """A local folder to write in; empty before and gone afterwards."""
+        """Yield a local folder to write in; empty before and gone afterwards."""
         path = self.files.scratch(f"{self.folder}/.{os.getpid()}-{uuid.uuid4().hex}")
         try:
             yield path
@@ -79,7 +79,7 @@ class Staging:
 
     @contextlib.contextmanager
     def file(self) -> Iterator[Path]:
-        """The path of a local file to write, which may be moved elsewhere."""
+        """Yield the path of a local file to write, which may be moved elsewhere."""
         path = self.files.scratch(self.folder) / f".{os.getpid()}-{uuid.uuid4().hex}"
         try:
             yield path
@@ -108,7 +108,7 @@ class Staging:
         self.files.write(f"{self.folder}/{job}.json", f'{{"made": {text}, "checksum": "{_checksum(text)}"}}'.encode(), lasting=False)
 
     def noted(self, job: str) -> Any:
-        """Return the record of a job, None if there is none. A damaged one is removed and raises `Damaged`."""
+        """Return the record of a job, None where there is none. Remove a damaged one and raise `Damaged`."""
         try:
             data = json.loads(self.files.read(f"{self.folder}/{job}.json"))
             if data["checksum"] == _checksum(json.dumps(data["made"])):
@@ -120,8 +120,8 @@ class Staging:
         self.files.remove(f"{self.folder}/{job}.json")
         raise Damaged(f"the record of {job}")
 
-    def made(self, job: str) -> list[Staged] | None:
-        """Return a job's output of an earlier attempt if all of it is whole, None if it made nothing."""
+    def earlier(self, job: str) -> list[Staged] | None:
+        """Return the tables of a job from an earlier attempt, None where there are none. Raise `Damaged` where a file is damaged."""
         noted = self.noted(job)
         if noted is None:
             return None
@@ -134,7 +134,7 @@ class Staging:
         return found
 
     def whole(self, name: str, record: FileRecord) -> bool:
-        """True if a file is as it was written."""
+        """True if a file has the size and the checksum of its record."""
         stat = self.files.stat(name)
         if stat is None or stat.bytes != record.bytes:
             return False
@@ -146,7 +146,7 @@ class Staging:
 
 
 class Damaged(Exception):
-    """The files of an earlier attempt are damaged; they are made again."""
+    """An error: a file of an earlier attempt has other bytes than were written, and is made again."""
 
 
 def _checksum(text: str) -> str:
@@ -226,7 +226,7 @@ class Outputs:
             self._facts.append(facts)
 
     def _known_facts(self, source: Ints, row: Ints) -> pa.Table:
-        """Facts of rows that are kept by reference, in this order."""
+        """Return the facts of rows that are kept by reference, in this order."""
         assert self.facts is not None
         found, places = [FACTS.empty_table()], []
         for number in np.unique(source).tolist():
@@ -251,7 +251,7 @@ class Outputs:
         return self.staging.keep(self.job, made, self._folder, number=number, cut=cut, info=info)
 
     def _references(self) -> tuple[Any, ...]:
-        """Order, facts and span where some rows are kept by reference."""
+        """Return order, facts and span where some rows are kept by reference."""
         if self.facts is None or not self._order:
             return ()
         source, row = (np.concatenate([pair[k] for pair in self._order]) for k in (0, 1))
@@ -277,7 +277,7 @@ def write_sorted(table: str, pieces: list[pa.Table], path: Path) -> Written:
 
 
 def united(schemas: Iterable[pa.Schema]) -> pa.Schema:
-    """All columns of some schemas, each as it comes first."""
+    """Return all columns of some schemas, each as it comes first."""
     fields: dict[str, pa.Field] = {}
     for schema in schemas:
         for one in schema:
@@ -286,7 +286,7 @@ def united(schemas: Iterable[pa.Schema]) -> pa.Schema:
 
 
 def filled(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """`table` with this schema; a column that it has not is null."""
+    """Return `table` with this schema; a column that it lacks is null."""
     for one in schema:
         if one.name not in table.schema.names:
             table = table.append_column(one, pa.nulls(table.num_rows, one.type))
@@ -294,5 +294,5 @@ def filled(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def unnumbered(staged: Staged) -> Staged:
-    """The same rows, that are no whole shard."""
+    """Return the same rows, that are no whole shard."""
     return replace(staged, number=None, cut=0)

@@ -1,4 +1,4 @@
-"""The store: where artifacts live, how one is begun, committed, found again and removed.
+"""The store: the place of artifacts, and how they are begun, committed, found again and removed.
 
 store.json                      the layout's number
 objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable
@@ -53,7 +53,7 @@ class Store:
         self._whole: Store | None = None
         """The store that this one is a view of: it lives as long as its views, and so does what it holds."""
         try:
-            with written(self.uri):
+            with explain_write_errors(self.uri):
                 for name in FOLDERS:
                     files.scratch(name)
         except OSError as error:
@@ -63,7 +63,7 @@ class Store:
         weakref.finalize(self, self.holding.release)
 
     def _check_layout(self) -> None:
-        """PunaError where the store was made by a Puna of another layout; a new one is marked."""
+        """Raise PunaError where the store was made by a Puna of another layout; mark a new one."""
         mark = json.dumps({"layout": FORMAT}).encode()
         there = self.files.stat(LAYOUT) is not None
         found = _field(self.files.read(LAYOUT), "layout") if there else None
@@ -74,7 +74,7 @@ class Store:
         if there and (found is None or made_by == FORMAT):
             raise PunaError(f"{self.uri}/{LAYOUT}: is damaged and does not say the store's layout; remove the file and run again")
         if not there and first is None:
-            with contextlib.suppress(OSError), written(self.uri):
+            with contextlib.suppress(OSError), explain_write_errors(self.uri):
                 self.files.create(LAYOUT, mark)
         elif (found or made_by) != FORMAT:
             raise PunaError(
@@ -93,7 +93,7 @@ class Store:
         files = damage.reading(files_of(uri))
         if files.stat(LAYOUT) is None and not files.folders("objects"):
             raise PunaError(f"store {files.uri}: not found; `puna run` makes one, --store or PUNA_STORE names another")
-        return cls(files, project).known() if project else cls(files)
+        return cls(files, project).require_project() if project else cls(files)
 
     @property
     def uri(self) -> str:
@@ -102,22 +102,22 @@ class Store:
 
     @property
     def root(self) -> Path:
-        """A local folder that belongs to it: itself, or one beside the cache of an object store."""
+        """Return a local folder that belongs to it: itself, or one beside the cache of an object store."""
         return self.files.scratch("")
 
     # --- finding -----------------------------------------------------------------------------------
 
     def folder(self, kind: str, key: str) -> Path:
-        """Return the folder of an artifact, which need not be there yet."""
+        """Return the folder of the artifact `key` of `kind`, which need not exist."""
         return self.files.local(place_of(kind, key))
 
     def find(self, kind: str, key: str) -> Artifact | None:
-        """The committed artifact, or None."""
+        """Return the committed artifact, or None."""
         there = self.files.stat(f"{place_of(kind, key)}/{NAME}") is not None
         return Artifact(kind, key, self.files) if there else None
 
     def committed(self) -> list[Artifact]:
-        """Every artifact that has a manifest, readable or not."""
+        """Return every artifact that has a manifest, readable or not."""
         return [Artifact(kind, key, self.files) for kind, key in sorted(index.manifests(self.files)) if kind in KINDS]
 
     def entries(self, project: str | None = None) -> list[Entry]:
@@ -132,17 +132,17 @@ class Store:
         return [one for one in found if (one.get("project") or DEFAULT) == project or one["key"] in named]
 
     def unfinished(self) -> list[str]:
-        """Names of the folders of artifacts whose manifest is gone."""
+        """Return the names of the folders of artifacts whose manifest is gone."""
         whole = {artifact.place for artifact in self.committed()}
         seen = {"/".join(inside[:4]) for name in self.files.list("objects") if len(inside := name.split("/")) > 4 and inside[1] in KINDS}
         return sorted(seen - whole)
 
     def artifacts(self) -> list[Artifact]:
-        """Every committed artifact, oldest first; one whose manifest cannot be read is left out, `verify` names it."""
+        """Return every committed artifact, oldest first; one whose manifest cannot be read is left out, `verify` names it."""
         return [Artifact(one["kind"], one["key"], self.files) for one in self.entries()]
 
     def resolve(self, name: str) -> Artifact:
-        """The artifact that a person means: `kind/prefix`, a key's prefix, or an alias `name@version`."""
+        """Return the artifact that a person means: `kind/prefix`, a key's prefix, or an alias `name@version`."""
         if "@" in name:
             return self.alias(name)
         kind, _, prefix = name.rpartition("/")
@@ -164,7 +164,7 @@ class Store:
 
     def quarantine(self, artifact: Artifact) -> str | None:
         """Move a damaged artifact out of the way; see `damage.quarantine`."""
-        with written(self.uri):
+        with explain_write_errors(self.uri):
             return damage.quarantine(self.files, artifact)
 
     def suspects(self) -> dict[str, str]:
@@ -178,21 +178,21 @@ class Store:
     # --- making ------------------------------------------------------------------------------------
 
     def hold(self, key: str) -> None:
-        """Have `gc` leave the artifact `key`, that is there or will be, and what it was made from, while this store is in use here."""
+        """Let `gc` spare the artifact `key`, present or future, and its sources, while this store is in use here."""
         self.holding.add(key)
 
     @contextlib.contextmanager
     def lock(self, key: str, *, wait: bool = True) -> Iterator[bool]:
         """Hold `key` against other processes; without `wait`, give False when another one holds it."""
         with contextlib.ExitStack() as stack:
-            with written(self.uri):
+            with explain_write_errors(self.uri):
                 mine = stack.enter_context(self.files.lease(key, wait=wait))
             yield mine
 
     @contextlib.contextmanager
     def work(self, key: str) -> Iterator[Work]:
-        """The work folder of `key`, held against other processes; it survives a crash until the commit."""
-        with written(self.uri), self.lock(key):
+        """Yield the work folder of `key`, held against other processes; it survives a crash until the commit."""
+        with explain_write_errors(self.uri), self.lock(key):
             yield Work(self.files, key, "" if self.project == DEFAULT else self.project)
 
     def import_table(self, kind: str, table: pa.Table, **side: pa.Table) -> Artifact:
@@ -207,17 +207,17 @@ class Store:
             return work.commit(kind, key, Identity(IMPORT))
 
     def accepted(self, key: str) -> str:
-        """The key of the artifact that stands for `key`: itself, or an older one declared equivalent."""
+        """Return the key of the artifact that stands for `key`: itself, or an older one declared equivalent."""
         found = read_pointer(self.files, _acceptance(key))
         return key if found is None else found["stands_for"]
 
     def accept(self, old: Artifact, new_key: str) -> None:
         """Declare that the artifact `old` is what `new_key` would be (a refactoring that changes nothing)."""
-        with written(self.uri):
+        with explain_write_errors(self.uri):
             self.files.write(_acceptance(new_key), pointer({"stands_for": old.key}))
 
     def acceptances(self) -> dict[str, str]:
-        """Every key that an older artifact stands for, and the older one's key."""
+        """Return every key that an older artifact stands for, and the older one's key."""
         names = filter(is_pointer, self.files.list("refs/.accepted"))
         return {Path(n).stem: found["stands_for"] for n in names if (found := read_pointer(self.files, n)) is not None}
 
@@ -236,7 +236,7 @@ class Store:
         view._aliases, view._whole = Aliases(self.files, project), self._whole or self
         return view
 
-    def known(self) -> Store:
+    def require_project(self) -> Store:
         """Return this store. Raise PunaError where it has nothing of its project."""
         if self.project != DEFAULT and self.project not in (there := self.projects()):
             raise PunaError(f"project {self.project}: {self.uri} has no such project; there are {', '.join(there)}")
@@ -254,7 +254,7 @@ class Store:
             project, own = self._aliases.parts(name)
             if project == DEFAULT:
                 raise PunaError(f"{own}: no such alias in {self.uri}")
-            self.within(project).known()
+            self.within(project).require_project()
             raise PunaError(f"{own}: no such alias in project {project} of {self.uri}")
         artifact = self.find(*target)
         if artifact is None:
@@ -263,7 +263,7 @@ class Store:
 
     def set_alias(self, name: str, artifact: Artifact, expected: str | None = None) -> str:
         """Point an alias at an artifact and return the alias, see `Aliases.set`."""
-        with written(self.uri):
+        with explain_write_errors(self.uri):
             return self._aliases.set(name, artifact, expected)
 
     def full_name(self, alias: str) -> str:
@@ -306,7 +306,7 @@ class Store:
     def record(self, run: str, event: dict[str, Any]) -> None:
         """Append one event to the log of a run."""
         line = json.dumps({"time": datetime.now(UTC).isoformat(), **event}, ensure_ascii=False).encode() + b"\n"
-        with written(self.uri):
+        with explain_write_errors(self.uri):
             if self.files.stat(f"runs/{run}.jsonl") is None:
                 self.files.append(ORDER, run.encode() + b"\n")
             self.files.append(f"runs/{run}.jsonl", line)
@@ -318,14 +318,14 @@ class Store:
             yield
 
     def runs(self) -> list[str]:
-        """Names of the runs in the order in which they began."""
+        """Return the names of the runs in the order in which they began."""
         there = {Path(n).stem for n in self.files.list("runs") if n.endswith(".jsonl")}
         known = self.files.read(ORDER).decode(errors="replace").split("\n") if self.files.stat(ORDER) else []
         ordered = [name for name in dict.fromkeys(known) if name in there]
         return [*sorted(there - set(ordered)), *ordered]
 
     def events(self, run: str) -> list[dict[str, Any]]:
-        """The events of a run; a line that a crash cut short is left out."""
+        """Return the events of a run; a line that a crash cut short is left out."""
         if self.files.stat(f"runs/{run}.jsonl") is None:
             raise PunaError(f"run {run}: no such run; `puna list --runs` shows them")
         found = []
@@ -351,7 +351,7 @@ def _field(data: bytes, name: str) -> object:
 
 
 @contextlib.contextmanager
-def written(uri: str) -> Iterator[None]:
+def explain_write_errors(uri: str) -> Iterator[None]:
     """Turn a full disk and a store that may not be written into one clear PunaError."""
     try:
         yield
@@ -367,7 +367,7 @@ def written(uri: str) -> Iterator[None]:
 
 
 def files_of(uri: str | Path) -> Files:
-    """The place of files that a path, a `file://` or an `s3://` URI names."""
+    """Return the place of files that a path, a `file://` or an `s3://` URI names."""
     if str(uri).startswith("s3://"):
         from puna.storage.s3 import S3Files
 
@@ -376,7 +376,7 @@ def files_of(uri: str | Path) -> Files:
 
 
 def located(uri: str | Path) -> Path:
-    """The folder that a path or a `file://` URI names, absolute; it need not be there."""
+    """Return the folder that a path or a `file://` URI names, absolute; it need not be there."""
     text = str(uri)
     parsed = urlsplit(text) if "://" in text else None
     if parsed is not None and (parsed.scheme != "file" or parsed.netloc not in ("", "localhost")):

@@ -1,4 +1,4 @@
-"""Making the tables of an artifact out of what its jobs left: shards in final form, or pieces that are merged.
+"""The tables of an artifact, made from its jobs' pieces: shards in final form, or pieces that are merged.
 
 Merging sorts by primary key and cuts anew, out of core, so that equal rows give equal bytes whoever computed which piece. It is
 the work of one worker; the process that drives a stage reads no row.
@@ -43,7 +43,7 @@ MOST_SOURCES = 4
 
 @dataclass(frozen=True)
 class Pieces:
-    """One table's pieces from the jobs of an artifact. `cut`: shards of the corpus that it belongs to; 0: of none."""
+    """The jobs' pieces of one table. `cut`: shards of the corpus that it belongs to; 0: of none."""
 
     table: str
     staged: list[Staged]
@@ -63,7 +63,7 @@ class Made(NamedTuple):
 
 
 def finished(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
-    """The table of some pieces: their shards as they are, or merged."""
+    """Return the table of some pieces: their shards as they are, or merged."""
     schema = table_schema(pieces.table)
     found = [one for one in pieces.staged if one.shard.rows]
     raw = sum(one.shard.bytes for one in found)
@@ -94,7 +94,7 @@ def _refers(found: list[Staged]) -> bool:
 
 
 def _write_anew(pieces: Pieces, found: list[Staged]) -> bool:
-    """True if the rows that are kept by reference are too few or lie in too many places."""
+    """True if the rows that are kept by reference are too few, or lie in too many places."""
     if not _refers(found):
         return False
     kept = sum(one.shard.rows - one.shard.own for one in found)
@@ -103,7 +103,7 @@ def _write_anew(pieces: Pieces, found: list[Staged]) -> bool:
 
 
 def _record(schema: TableSchema, found: Sequence[Staged], cut: int, sources: tuple[Source, ...]) -> Made:
-    """The record of some shards, with the names that their files get."""
+    """Return the record of some shards, with the names that their files get."""
     count = cut or len(found)
     by_number = {one.number: one for one in found}
     columns = next((one.columns for one in found), {f.name: str(f.type) for f in schema.schema})
@@ -124,7 +124,7 @@ def _record(schema: TableSchema, found: Sequence[Staged], cut: int, sources: tup
 
 
 def _in_order(found: list[Staged]) -> list[Staged] | None:
-    """The pieces by their keys; None where their ranges overlap."""
+    """Return the pieces by their keys; None where their ranges overlap."""
     ordered = sorted(found, key=lambda one: one.shard.low)
     return ordered if all(a.shard.high < b.shard.low for a, b in pairwise(ordered)) else None
 
@@ -133,7 +133,7 @@ def _in_order(found: list[Staged]) -> list[Staged] | None:
 
 
 def _written_anew(job: tuple[str, Staged, tuple[Stored | None, ...], Staging]) -> Staged:
-    """A shard with all its rows of its own."""
+    """Return a shard with all its rows of its own."""
     table, one, sources, staging = job
     rows = one.rows(staging.files, sources)
     with Outputs(staging, f"anew-{one.number:05d}", table) as outputs:
@@ -144,7 +144,7 @@ def _written_anew(job: tuple[str, Staged, tuple[Stored | None, ...], Staging]) -
 
 
 def _merged(job: tuple[str, list[Staged], int, Staging]) -> list[Staged]:
-    """The rows of all pieces sorted by the primary key, cut into shards."""
+    """Return the rows of all pieces sorted by the primary key, cut into shards."""
     table, found, cut, staging = job
     schema = table_schema(table)
     stored = [file for one in found if (file := one.stored(staging.files)) is not None]
@@ -179,7 +179,7 @@ class _Stream:
         self._left: pa.Table | None = None
 
     def below(self, edge: str | None) -> Iterator[pa.Table]:
-        """The rows that follow and whose key is below `edge` (None: all)."""
+        """Yield the rows that follow and whose key is below `edge` (None: all)."""
         while True:
             rows = self._left if self._left is not None else next(self._batches, None)
             self._left = None
@@ -197,7 +197,7 @@ class _Stream:
 
 
 def _sorted(stack: contextlib.ExitStack, found: list[Staged], schema: TableSchema, files: Files, temporary: Path) -> _Stream:
-    """The rows of all pieces in order of the key: one after another where they do not overlap, else sorted by DuckDB."""
+    """Return the rows of all pieces in order of the key: one after another where they do not overlap, else sorted by DuckDB."""
     ordered = _in_order(found)
     if ordered is not None:
         pieces = (rows for one in ordered for shard in [one.rows(files)] for a, b in shard.pieces() for rows in [shard.read(a, b)])
@@ -212,14 +212,14 @@ def _sorted(stack: contextlib.ExitStack, found: list[Staged], schema: TableSchem
 
 
 class Balance(NamedTuple):
-    """The shards of what came into a filter and of what it kept and dropped."""
+    """The shards of a filter's input, and of its kept and dropped output."""
 
     came: list[ShardRows]
     went: list[ShardRows]
 
 
 def imbalance(balance: Balance, cut: int, mapper: Mapper, most: int = 3) -> list[tuple[str, int]]:
-    """Ids that are not as often among what went as among what came, with how many are missing there (negative: too many).
+    """Return the ids that occur more or less often in the output than in the input, with the number missing (negative: extra).
 
     At most `most` of them, in order; counted shard by shard, in workers.
     """
@@ -247,7 +247,7 @@ def _imbalance(job: tuple[Balance, tuple[str, str | None], int]) -> list[tuple[s
 
 
 def shard_rows(pieces: Pieces, made: Made, staging: Staging) -> list[ShardRows]:
-    """The shards of a finished table whose files still lie where they were staged."""
+    """Return the shards of a finished table whose files still lie where they were staged."""
     columns = list(pieces.source_shards) if made.record.sources else []
     found = []
     for number, shard in enumerate(made.record.shards):
@@ -266,7 +266,7 @@ def shard_rows(pieces: Pieces, made: Made, staging: Staging) -> list[ShardRows]:
 
 @cache
 def empty(name: str) -> bytes:
-    """The file of a table without rows; its columns are those that every such table has."""
+    """Return the file of a table without rows; its columns are those that every such table has."""
     buffer = pa.BufferOutputStream()
     shards.write_rows(buffer, table_schema(name).schema.empty_table())
     return bytes(buffer.getvalue())
@@ -276,18 +276,18 @@ def empty(name: str) -> bytes:
 
 
 def parquet(files: Sequence[str], *, filename: bool = False, more: str = "") -> str:
-    """SQL for the rows of Parquet files, columns by name; whatever their paths hold, they are no patterns and no columns."""
+    """Return SQL for the rows of Parquet files, columns by name; whatever their paths hold, they are no patterns and no columns."""
     paths = ", ".join(literal(pattern(file)) for file in files)
     return f"read_parquet([{paths}], union_by_name = true, hive_partitioning = false, filename = {str(filename).lower()}{more})"
 
 
 def pattern(file: str) -> str:
-    """The glob pattern that matches this path alone."""
+    """Return the glob pattern that matches this path alone."""
     return re.sub(r"[\[*?]", r"[\g<0>]", file)
 
 
 def literal(text: str) -> str:
-    """A text as an SQL string."""
+    """Return a text as an SQL string."""
     return "'" + text.replace("'", "''") + "'"
 
 

@@ -75,7 +75,7 @@ FACTS: dict[str, pa.Schema] = {
 
 
 def facts(name: str, store: Store, entries: Iterable[Entry]) -> list[dict[str, Any]]:
-    """The rows of one of the tables `FACTS`."""
+    """Return the rows of one of the tables `FACTS`."""
     rows: Iterable[dict[str, Any]]
     if name == "artifacts":
         suspects = store.suspects()
@@ -117,11 +117,11 @@ class Views:
     use: Callable[[list[str]], object] = len
 
     def names(self) -> list[str]:
-        """The names of all views, as SQL writes them; the tables' own first."""
+        """Return the names of all views, as SQL writes them; the tables' own first."""
         return [*TABLES, ADDRESSES, *(f"{NEWEST}.{name}" for name in TABLES), *(f'"{alias}"' for alias in self._aliased())]
 
     def query(self, name: str) -> str:
-        """The query of a view."""
+        """Return the query of a view."""
         if name == ADDRESSES:
             return self._addresses()
         if name in TABLES:
@@ -134,19 +134,19 @@ class Views:
         return self._rows(one["kind"], [one])
 
     def _addresses(self) -> str:
-        """Id and address of every page and document, read where they came in: what was made of them has the same ones."""
+        """Return id and address of every page and document, read where they came in: what was made of them has the same ones."""
         texts = {one["key"]: one for one in self.entries if one["kind"] in ("pages", "documents")}
         first = [one for one in texts.values() if not any(given["input"] in texts for given in one["inputs"])]
         files = [f"{place_of(one['kind'], one['key'])}/{file}" for one in first for file in one["tables"][one["kind"]]["files"]]
         return f"select id, url from {self._parquet(files)}" if files else "select null::varchar as id, null::varchar as url where false"
 
     def _aliased(self) -> dict[str, Entry]:
-        """The artifacts with a table that aliases name."""
+        """Return the artifacts with a table that aliases name."""
         known = {one["key"]: one for one in self.entries if one["kind"] in one["tables"]}
         return {alias: known[key] for alias, key in sorted(self.store.aliases().items()) if key in known}
 
     def _rows(self, table: str, having: list[Entry]) -> str:
-        """The rows of a table of these artifacts, whose keys are the column `artifact`."""
+        """Return the rows of a table of these artifacts, whose keys are the column `artifact`."""
         queries = []
         own = [one for one in having if not one["tables"][table]["sources"]]
         plain = [f"{place_of(one['kind'], one['key'])}/{file}" for one in own for file in one["tables"][table]["files"]]
@@ -160,7 +160,7 @@ class Views:
         return " union all by name ".join(queries) if queries else f"select null::varchar as artifact, {columns} where false"
 
     def _selection(self, key: str, shards: list[ShardRows]) -> list[str]:
-        """The rows of a table of which some lie in other artifacts: those that its order files name, and whole files of its own."""
+        """Return queries for a table of which some rows lie in other artifacts: by its order files, and for whole files of its own."""
         whole = [s.stored[0].name for s in shards if s.rows and s.order is None and s.stored[0] is not None]
         chosen = [(s.order.name, n, file.name) for s in shards if s.rows and s.order for n, file in enumerate(s.stored) if file is not None]
         queries = [f"select {literal(key)} as artifact, * from {self._parquet(whole)}"] if whole else []
@@ -181,14 +181,14 @@ class Views:
         return queries
 
     def _parquet(self, names: list[str], *more: str) -> str:
-        """SQL for the rows of Parquet files, columns by name."""
+        """Return SQL for the rows of Parquet files, columns by name."""
         self.use(names)
         listed = f"list_transform([{', '.join(literal(pattern(name)) for name in names)}], lambda name: {self.before} || name)"
         return f"read_parquet({listed}, union_by_name = true, hive_partitioning = false{''.join(f', {one} = true' for one in more)})"
 
 
 def _number(table: str, names: list[str]) -> str:
-    """SQL for the place, from 1, of the file that a row is from among some names in the store."""
+    """Return SQL for the place, from 1, of the file that a row is from among some names in the store."""
     name = rf"regexp_extract({table}.filename, '.*(objects/[a-z]+/[0-9a-f]{{2}}/[0-9a-f]{{64}}/.*)$', 1)"
     return f"list_position([{', '.join(map(literal, names))}], {name})"
 
@@ -257,7 +257,7 @@ MACROS = {
 
 
 def duck_type(kind: pa.DataType) -> str:
-    """DuckDB's name of a type."""
+    """Return DuckDB's name of a type."""
     if pa.types.is_list(kind):
         return f"{duck_type(kind.value_type)}[]"
     names = {

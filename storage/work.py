@@ -33,7 +33,7 @@ INPUTS = "inputs.json"
 
 
 class Identity:
-    """The identity of an artifact: everything that decides its key, and the record of its making."""
+    """The fields that decide an artifact's key and stand in its manifest."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class Identity:
 
     @cached_property
     def key(self) -> str:
-        """sha256 over stage, code version, configuration and the inputs' data digests."""
+        """Return the sha256 over stage, code version, configuration and the inputs' data digests."""
         return key_of(self.stage, self.code_version, self.config, self.inputs)
 
 
 def here(function: Callable[..., Any], jobs: Sequence[Any]) -> Iterable[Any]:
-    """Runs jobs in this process."""
+    """Run jobs in this process."""
     return map(function, jobs)
 
 
@@ -86,7 +86,7 @@ class Work:
         self._source_shards: tuple[tuple[Stored | None, ...], ...] = ()
 
     def uses(self, inputs: list[InputRecord]) -> None:
-        """Say what the work reads, so that `gc` leaves it in place while the work goes on."""
+        """Note the inputs of the work, so that `gc` spares them while the work goes on."""
         self.files.write(f"{self.place}/{INPUTS}", json.dumps([i.key for i in inputs if i.kind != "external"]).encode(), lasting=False)
 
     def add(self, table: str, rows: pa.Table, name: str) -> None:
@@ -95,29 +95,29 @@ class Work:
             outputs.add(table, rows)
             self.claim(outputs.finish())
 
-    def made(self, job: str) -> list[Staged] | None:
-        """Return a job's output of an earlier attempt if it is whole, None if it is to be made."""
+    def earlier(self, job: str) -> list[Staged] | None:
+        """Return the tables of a job from an earlier attempt when they are whole; None where they are to be made."""
         try:
-            return self.staging.made(job)
+            return self.staging.earlier(job)
         except Damaged as damaged:
             self.say(str(damaged))
             return None
 
     def say(self, damaged: str) -> None:
-        """Say that something is made again."""
+        """Warn that something is made again."""
         warnings.warn(f"{damaged}, left by an earlier attempt, is damaged: it is made again", stacklevel=2)
 
     def claim(self, staged: Iterable[Staged]) -> None:
-        """Count what a job of this attempt or of one before it made as part of the artifact."""
+        """Count a job's tables, of this attempt or an earlier one, as part of the artifact."""
         for one in staged:
             self._claimed.setdefault(table_schema(one.table).name, []).append(one)
 
     def declare(self, table: str) -> None:
-        """Have the table in the artifact even when it gets no rows: which tables there are must not depend on the data."""
+        """Give the artifact this table even when it gets no rows: the set of tables must not depend on the data."""
         self._claimed.setdefault(table_schema(table).name, [])
 
     def refers(self, documents: Artifact) -> tuple[tuple[Stored | None, ...], ...] | None:
-        """By shard, the facts of the rows of `documents` that may be kept by reference; None where none may.
+        """Return by shard the facts of the rows of `documents` that may be kept by reference; None where none may.
 
         From now on sources are counted from 1 on: `documents`, where it has rows of its own, then its sources; rows that are
         written have 0. `shift` is what the numbers of sources grow by.
@@ -136,11 +136,11 @@ class Work:
         return tuple(zip(*facts, strict=True))
 
     def rows(self, table: str) -> int:
-        """Rows written to a table so far."""
+        """Return the rows written to a table so far."""
         return sum(one.shard.rows for one in self._claimed.get(table, ()))
 
     def values(self, table: str) -> dict[str, int]:
-        """Of an open table how many values of each column are not null."""
+        """Return for each column of an open table its number of values that are not null."""
         found: dict[str, int] = {}
         for one in self._claimed.get(table, ()):
             for name, count in one.values.items():
@@ -148,7 +148,7 @@ class Work:
         return found
 
     def finished(self, kind: str) -> dict[str, Made]:
-        """All tables of the artifact, merged where they have to be; nothing can be added afterwards."""
+        """Return all tables of the artifact, merged where they have to be; nothing can be added afterwards."""
         if self._made is None:
             self._made = {}
             for name in sorted({*self._claimed, *({kind} if _has_table(kind) else ())}):
@@ -162,7 +162,7 @@ class Work:
         return Pieces(name, self._claimed.get(name, []), self.cut, sources, files, name in self.ranges)
 
     def _empty(self, name: str, made: Made) -> Made:
-        """A table without rows: one file that has its columns."""
+        """Return a table without rows: one file that has its columns."""
         data = tables.empty(name)
         self.files.write(f"{self.staging.folder}/{name}/empty.parquet", data)
         record = FileRecord(len(data), hashlib.sha256(data).hexdigest())
@@ -172,7 +172,7 @@ class Work:
         return Made(table, {f"{name}.parquet": (f"{self.staging.folder}/{name}/empty.parquet", record)})
 
     def shards(self, table: str, kind: str) -> list[ShardRows]:
-        """The rows of a finished table, before they are committed."""
+        """Return the rows of a finished table, before they are committed."""
         return tables.shard_rows(self._pieces(table, kind), self.finished(kind)[table], self.staging)
 
     def discard(self) -> None:
@@ -224,7 +224,7 @@ class Work:
         return artifact
 
     def _own_files(self, taken: set[str], names: set[str]) -> dict[str, FileRecord]:
-        """The files that the stage itself wrote; PunaError where they cannot be committed."""
+        """Return the files that the stage itself wrote; PunaError where they cannot be committed."""
         found = {}
         for path in sorted(self.output.rglob("*")):
             name = str(path.relative_to(self.output))

@@ -110,7 +110,7 @@ def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:
             if not quiet:
                 print(f"input {spec.name}: {store.full_name(f'{spec.name}@latest')}, {name_of(artifacts[-1])}")
     if not artifacts and not all(spec.optional for spec in specs):
-        store.known()
+        store.require_project()
     return artifacts
 
 

@@ -59,7 +59,7 @@ class Performer(Walk):
         """Show a message on the terminal, in the run's log and on the server."""
         now = _session()
         now.console.say(text)
-        now.store.record(now.run, runs.said(text))
+        now.store.record(now.run, runs.remark(text))
         now.reporter.log(text)
 
 

@@ -30,7 +30,7 @@ COSTS = {"took": duration, "stored": size, "peak memory": size}
 
 def list_page(store: Store, kind: str | None, prefect: str | None, project: str | None = None) -> Html:
     """Return the page of artifacts, newest first, of one kind or of all, of one project or of all."""
-    store = store.within(project).known()
+    store = store.within(project).require_project()
     entries = [one for one in reversed(store.entries(project)) if kind in (None, one["kind"])]
     artifacts = [Artifact(one["kind"], one["key"], store.files) for one in entries]
     names, suspects, more = store.names(project), store.suspects(), f"&project={project}" if project else ""

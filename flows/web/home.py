@@ -29,7 +29,7 @@ def home(store: Store, prefect: str | None, older: int = 0, project: str | None 
     """Return the page of runs and aliases, of all projects or of one. `older`: so many newer runs are left out."""
     since, names = state_digest(store, None), store.runs()[::-1]
     if project is not None:
-        store = store.within(project).known()
+        store = store.within(project).require_project()
         names = [name for name in names if store.log(name).project == project]
     logs = [store.log(name) for name in names[older : older + MOST_RUNS]]
     working = [log for log in logs if log.state == "at work"]

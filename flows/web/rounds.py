@@ -189,7 +189,7 @@ def routes(site: Site) -> None:
 
     @site.app.get("/rounds", response_class=HTMLResponse)
     def all_rounds(project: str | None = None) -> str:
-        return rounds_page(site.store.within(project).known(), site.prefect)
+        return rounds_page(site.store.within(project).require_project(), site.prefect)
 
     @site.app.post("/rounds/next")
     async def trigger(request: Request) -> Response:

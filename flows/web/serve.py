@@ -29,7 +29,7 @@ from puna.flows.server.client import Server, read_note, remove_note, write_note
 from puna.flows.web import guard
 from puna.flows.web.guard import Bounded, OwnSite, check_auth
 from puna.storage import PunaError, Store
-from puna.storage.store import written
+from puna.storage.store import explain_write_errors
 
 STOP_SECONDS = 30.0
 """Time for runs in progress to say that they end."""
@@ -53,7 +53,7 @@ def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False
     except PunaError:
         _listening(host, port).close()
         store = Store.open(uri)
-    with written(store.uri), _alone(store.root) as alone:
+    with explain_write_errors(store.uri), _alone(store.root) as alone:
         if not alone:
             note = read_note(store.root)
             where = f"at {note['url']}" if note else "and has no address yet"

@@ -141,7 +141,7 @@ class StageRun:
 
     def _claimed(self, function: Callable[..., Any], jobs: list[Any], names: list[str], sizes: list[int]) -> list[Any]:
         """Run jobs that write tables, but for those that an earlier attempt finished, and claim what they made; gives their infos."""
-        before = [self._work.made(name) for name in names]
+        before = [self._work.earlier(name) for name in names]
         todo = [job for job, found in zip(jobs, before, strict=True) if found is None]
         made = ordered(self._executor, function, todo, ())
         done, total = 0, sum(sizes)
@@ -221,10 +221,10 @@ class StageRun:
         After a crash they are read back, not made again. Rows of one name must be the same in every attempt.
         """
         job = f"{self.kind}-once-{name}"
-        staged = self._work.made(job)
+        staged = self._work.earlier(job)
         if staged is None:
             self._work.add(self.kind, _table(make(), self.kind), f"once-{name}")
-            staged = self._work.made(job)
+            staged = self._work.earlier(job)
         else:
             self._work.claim(staged)
         found = [rows.read(0, rows.rows, columns) for one in staged or () for rows in [one.rows(self._work.files)] if rows.rows]

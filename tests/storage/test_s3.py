@@ -257,7 +257,7 @@ def test_parts_of_a_killed_attempt_are_used_by_another_machine(bucket: str, tmp_
     store.files.write(name, store.files.read(name)[:-1] + b"x")
     monkeypatch.setenv("PUNA_CACHE", str(tmp_path / "another machine"))
     with store.work(key) as work, pytest.warns(UserWarning, match="is damaged: it is made again"):
-        first, second = work.made("signals-first"), work.made("signals-second")
+        first, second = work.earlier("signals-first"), work.earlier("signals-second")
         assert first is not None and first[0].shard.rows == 1 and second is None
 
 

@@ -116,8 +116,8 @@ def test_work_without_a_manifest_is_no_artifact(tmp_path: Path) -> None:
         raise RuntimeError
     assert store.artifacts() == []
     with store.work("ab" * 32) as work:
-        (staged,) = work.made("signals-part") or []
-        assert staged.shard.rows == 1 and work.made("signals-other") is None
+        (staged,) = work.earlier("signals-part") or []
+        assert staged.shard.rows == 1 and work.earlier("signals-other") is None
 
 
 def test_what_an_attempt_did_not_write_is_not_committed(tmp_path: Path) -> None:
