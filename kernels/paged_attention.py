@@ -272,16 +272,17 @@ def _powers(row: Any, low: Any, begin: Any, length: Any, scale: Any) -> Any:
 
 @numba_jit
 def attend_head(
-    g: Any, tile: Any, G: Any, R: Any, K: Any, V: Any, q: Any, k: Any, v: Any, tables: Any, W: Any, sequence: Any, position: Any,
-    stretches: Any, begins: Any, window: Any, scale: Any, walk: Any, packed: Any, scores: Any, wide: Any, out: Any,
+    g: int, tile: int, shape: tuple[int, int, int, int], q: int, k: int, v: int, plan: tuple[Any, ...], window: int, scale: float,
+    walk: Any, packed: int, scores: int, wide: int, out: int,
 ) -> None:  # fmt: skip
-    """Key-value head g, a tile of queries: scores by page, powers by row, sums of values by page. By address; `k`, `v` are where the
-    head's own pages begin, rows of `scores` are `wide` bytes, `packed` has room for a tile's queries and for its sums of values, `walk`
-    for its pages in the order in which they are read.
+    """Compute a tile of queries of key-value head g: scores by page, powers by row, sums of values by page.
 
-    Every page is multiplied whole and in one way; what a query does not see then counts as an exact zero. So the order of
-    operations for a query depends on its position and its path alone.
+    `shape` is (G, R, K, V), `plan` `PagedPlan.arrays`. q, k, v, packed, scores and out are addresses: k and v of the head's own pages,
+    `packed` of room for a tile's queries and sums of values, `scores` of rows of `wide` bytes. `walk` gets the tile's pages in reading
+    order. Every page is multiplied whole; a token that a query does not see counts as an exact zero. So the order of operations for a
+    query depends on its position and its path alone.
     """
+    (G, R, K, V), (tables, W, sequence, position, stretches, begins) = shape, plan
     first, last = tile * TILE, min(tile * TILE + TILE, len(sequence))
     heads, lanes, lowest = R * K, (V + LANES - 1) // LANES * LANES, position[first] + 1
     for n in range(first, last):
@@ -324,19 +325,15 @@ def attend_head(
 
 @numba_jit
 def _attend_loop(
-    part: Any, start: Any, stop: Any, G: Any, R: Any, K: Any, V: Any, q: Any, k: Any, v: Any, k_head: Any, v_head: Any,
-    tables: Any, W: Any, sequence: Any, position: Any, stretches: Any, begins: Any, window: Any, scale: Any, walk: Any, packed: Any,
-    scores: Any, out: Any,
+    part: int, start: int, stop: int, shape: tuple[int, int, int, int], q: int, pages: tuple[int, int, int, int], plan: tuple[Any, ...],
+    window: int, scale: float, room: tuple[Any, ...], out: int,
 ) -> None:  # fmt: skip
-    """Items start .. stop - 1: of each tile of queries each key-value head."""
-    wide = 4 * scores.shape[2]
-    rows, queries = scores[part].ctypes.data, packed[part].ctypes.data
+    """Compute items start .. stop - 1: an item is a key-value head of a tile of queries. `pages`: see `places`."""
+    (walk, packed, scores), (k, v, k_head, v_head), G = room, pages, shape[0]
+    wide, rows, queries = 4 * scores.shape[2], scores[part].ctypes.data, packed[part].ctypes.data
     for item in range(start, stop):
         g, keys, values = item % G, k + item % G * k_head, v + item % G * v_head
-        attend_head(
-            g, item // G, G, R, K, V, q, keys, values, tables, W, sequence, position, stretches, begins, window, scale,
-            walk[part], queries, rows, wide, out,
-        )  # fmt: skip
+        attend_head(g, item // G, shape, q, keys, values, plan, window, scale, walk[part], queries, rows, wide, out)
 
 
 def paged_for_loops(k_PSGK: Tensor, v_PSGV: Tensor) -> bool:
@@ -358,9 +355,9 @@ def _attend(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, wind
     if not paged_for_loops(k_PSGK, v_PSGV):
         return _attend_portable(q_NHK, k_PSGK, v_PSGV, plan, window, scale)
     q, out = q_NHK.to(torch.float32).contiguous(), torch.empty(N, H, V)
-    given = (G, H // G, K, V, q.data_ptr(), *places(k_PSGK, v_PSGV), *plan.arrays, window or 1 << 30, scale)
-    scratch = plan.scratch(H // G, max(K, v_PSGV.stride(1)))
-    run_rows(_attend_loop, -(-N // TILE) * G, TILE * H // G * K * PAGE * plan.tables.shape[1], *given, *scratch, out.data_ptr())
+    shape, room = (G, H // G, K, V), plan.scratch(H // G, max(K, v_PSGV.stride(1)))
+    given = (shape, q.data_ptr(), places(k_PSGK, v_PSGV), plan.arrays, window or 1 << 30, scale, room, out.data_ptr())
+    run_rows(_attend_loop, -(-N // TILE) * G, TILE * H // G * K * PAGE * plan.tables.shape[1], *given)
     return out.to(q_NHK.dtype)
 
 
