@@ -243,7 +243,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def clipping_factor(norm: Tensor, clip: float) -> Tensor:
-    """Return the factor that brings gradients of this norm to at most `clip`, as torch.nn.utils.clip_grad_norm_ has it."""
+    """Return the factor that clips gradients of this norm to `clip`, as torch.nn.utils.clip_grad_norm_ computes it."""
     if clip <= 0:
         raise ValueError(f"clip must be positive, not {clip}")
     return (clip / (norm + 1e-6)).clamp_max(1.0)

@@ -123,7 +123,7 @@ def _backward(
 
 
 def _layout(mask: ForestMask, q_THK: Tensor, V: int) -> list[Tensor]:
-    """Return the mask's layout for the version that runs on q's device."""
+    """Return the mask in the form that the version for q's device reads."""
     if uses_triton(q_THK):
         return blocks.layout(mask, q_THK, V)
     return mask.tile_layout + mask.paged_layout if exact() else mask.tile_layout

@@ -219,7 +219,7 @@ def _dense(x: Tensor, descriptors: bool) -> Tensor:
 
 
 def _described(x: Tensor, rows: int, descriptors: bool) -> Any:
-    """Return the tensor descriptor with which a kernel reads [rows, width] blocks of `x` [T, heads, width] with."""
+    """Return a kernel's arguments for reading [rows, width] blocks of `x` [T, heads, width]."""
     if not descriptors:
         return x
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -289,7 +289,7 @@ def backward(
 
 
 def layout(mask: ForestMask, q_THK: Tensor, V: int) -> list[Tensor]:
-    """Return the mask as the kernels read it: ends, depths, and for each kernel the blocks to visit with their counts, and the turns."""
+    """Return the mask for the kernels: ends, depths, and for each kernel the blocks to visit with their counts, and the turns."""
     forward, backward = (tuned(f"attention_{kernel}", q_THK, V, mask.window or 0) for kernel in ("forward", "backward"))
     visits = mask.blocks(forward.rows, forward.columns)[:2] + mask.blocks(backward.rows, backward.columns)[2:]
     return [mask.end.to(torch.int32), mask.depths, *visits]

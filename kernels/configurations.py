@@ -37,7 +37,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a configuration. Attention's rows are queries, its columns keys, and `width` the largest head width of two
+    """The key of a configuration. Attention's rows are queries, its columns keys, and `width` the largest head width of two
     bytes a number; products of matrices have the width 0. `window`: the mask of a sliding window takes registers, too."""
 
     kernel: str
@@ -89,5 +89,5 @@ def place_of(kernel: str, capability: int, width: int = 0, window: bool = False)
 
 @cache
 def configuration(kernel: str, capability: int, width: int = 0, window: bool = False) -> Configuration:
-    """Return a kernel's launch configuration. ValueError: the table has no place for it."""
+    """Return a kernel's launch configuration. Raise ValueError where the table has none for the place."""
     return table()[place_of(kernel, capability, width, window)][0]

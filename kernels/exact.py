@@ -26,7 +26,7 @@ _exact: ContextVar[bool] = ContextVar("exact", default=False)
 
 
 def exact() -> bool:
-    """True if passes are exact here. A layer that torch.compile took has none: it chooses the order of sums itself."""
+    """True if passes are exact here. Compiled layers' passes are not: torch.compile chooses the order of sums itself."""
     return not torch.compiler.is_compiling() and _exact.get()
 
 

@@ -25,7 +25,7 @@ BLOCK = 1024  # numbers of a token that a program copies
 
 
 def kv_append_reference(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, places_N: Tensor) -> None:
-    """Token n into row places[n] % S of page places[n] // S."""
+    """Write token n into row places[n] % S of page places[n] // S."""
     S = k_PSGK.shape[1]
     for n, place in enumerate(places_N.tolist()):
         k_PSGK[place // S, place % S] = k_NGK[n]
@@ -37,7 +37,7 @@ def kv_append_reference(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Te
 
 @numba_jit
 def append_head(place: Any, K: Any, V: Any, k_pages: Any, v_pages: Any, k: Any, v: Any) -> None:
-    """One head's key and value of one token, by address, into the head's pages of `new_pages`."""
+    """Write one head's key and value of one token, by address, into the head's pages of `new_pages`."""
     at, row, lanes = place // PAGE, place % PAGE, (V + PAGE - 1) // PAGE * PAGE
     to, new = carray(pointer(k_pages + 4 * at * K * PAGE), (K, PAGE)), carray(pointer(k), (K,))
     for c in range(K):
@@ -75,7 +75,7 @@ def _append(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, places
 def _append_kernel(  # type: ignore[no-untyped-def]
     k_pages, v_pages, k, v, places, tokens, k_width, v_width, k_n, v_n, BLOCK: tl.constexpr
 ):
-    """BLOCK numbers of one token's keys and values."""
+    """Copy BLOCK numbers of one token's keys and values."""
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places + n)

@@ -35,7 +35,7 @@ ONEDNN_OUTPUTS = 1 << 15  # elements of the product from which oneDNN is faster 
 
 
 def linear_reference(x: Tensor, w_ND: Tensor) -> Tensor:
-    """x w^T over the last axis of x."""
+    """Return x w^T over the last axis of x."""
     return x @ w_ND.T
 
 
@@ -55,7 +55,7 @@ def _by_blas(x_TD: Tensor, w_ND: Tensor) -> Tensor:
 
 @numba_jit
 def products(T: Any, N: Any, D: Any, x: Any, x_row: Any, w: Any, y: Any, y_row: Any) -> None:
-    """y [T, N] = x [T, D] times w [N, D] transposed, by address; rows of x and y lie so many bytes apart, those of w are dense.
+    """Compute y [T, N] = x [T, D] times w [N, D] transposed, by address. Rows of x and y lie x_row and y_row bytes apart, w is dense.
 
     Rows of x that take turns at a panel of w each ask for a part of the next, so that it comes while this one is multiplied.
     """
@@ -89,7 +89,7 @@ def products(T: Any, N: Any, D: Any, x: Any, x_row: Any, w: Any, y: Any, y_row: 
 
 @numba_jit
 def _linear_loop(part: Any, start: Any, stop: Any, T: Any, N: Any, D: Any, x: Any, w: Any, y: Any) -> None:
-    """Panels start .. stop - 1 of x w^T, by address."""
+    """Compute the panels start .. stop - 1 of x w^T, by address."""
     first = start * PANEL
     products(T, min(stop * PANEL, N) - first, D, x, 4 * D, w + 4 * first * D, y + 4 * first, 4 * N)
 

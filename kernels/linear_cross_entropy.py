@@ -116,7 +116,7 @@ def _cross_entropy_rows_triton(logits_CV: Tensor, targets: Tensor, weights: Tens
 
 
 def _kept(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which dW waits for the backward: fp16 could not hold its sum before the scale."""
+    """Return dW in the dtype in which it waits for the backward: fp16 could not hold its sum before the scale."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 

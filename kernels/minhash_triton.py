@@ -77,7 +77,7 @@ def _wide_kernel(hashes, offsets, a, b, out, number, SCHEME: tl.constexpr, P: tl
 
 
 def usable() -> bool:
-    """True if these kernels can run here: on a CUDA device, or by Triton's interpreter, which stands in for one."""
+    """True if these kernels can run here: on a CUDA device, or by Triton's interpreter."""
     return find_spec("triton") is not None and (INTERPRETED or torch.cuda.is_available())
 
 

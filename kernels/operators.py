@@ -59,7 +59,7 @@ def operator(schema: str, portable: Function, triton: Function, fake: Function) 
 
 
 def alone(first: Any) -> bool:
-    """True if neither autograd nor tracing nor a mode is active. The dispatcher would then add 20 us a call and nothing else."""
+    """True if autograd, tracing and modes are off. The dispatcher then costs 20 us a call and adds nothing."""
     return (
         not torch.compiler.is_compiling()
         and not INTERPRETED

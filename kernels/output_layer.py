@@ -1,4 +1,4 @@
-"""Parts shared by the operators of the output layer: logits a chunk of rows at a time, gradients gathered over chunks.
+"""The shared parts of the output layer's operators: logits a chunk of rows at a time, gradients summed over chunks.
 
 Shapes: N rows, D model width, V vocabulary, C rows of one chunk. The products are the device's library's; what
 stands between them is one pass over a chunk's logits, in place. Softmax and the sums over chunks are in fp32 at
@@ -39,7 +39,7 @@ def accumulate(dw_VD: Tensor, d_CV: Tensor, x_CD: Tensor) -> None:
 
 
 def gradients(x_ND: Tensor, w_VD: Tensor, want_x: bool, want_w: bool) -> tuple[Tensor, Tensor]:
-    """Return the tensors that gather dX and dW, empty if they are not wanted."""
+    """Return buffers for dX and dW; empty where they are not wanted."""
     dx_ND = torch.empty(x_ND.shape if want_x else 0, dtype=x_ND.dtype, device=x_ND.device)
     dw_VD = torch.zeros(w_VD.shape if want_w else 0, dtype=wide(w_VD.dtype), device=w_VD.device)
     return dx_ND, dw_VD

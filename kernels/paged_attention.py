@@ -89,11 +89,9 @@ class PagedPlan:
 
     @cached_property
     def arrays(self) -> tuple[Any, ...]:
-        """Return the arrays that the loops read: tables [B W], W, sequences, positions, stretches [stretches, 4], tiles' beginnings.
-
-        A stretch is (first query, end, first page, end). A tile is cut like the tree of its paths: its queries' common pages, then
-        those of neighbours that go on together.
-        """
+        """Return the loops' arrays: tables [B W], W, sequences, positions, and stretches [stretches, 4] of (first query, end, first page,
+        end) with where those of each tile of queries begin. A tile is cut like the tree of its paths: its queries' common pages, then
+        those of neighbours that go on together."""
         tables, sequence, position = (t.numpy() for t in (self.tables, self.sequence, self.position))
         flat = np.ascontiguousarray(tables).ravel()
         tiles = -(-len(sequence) // TILE)
@@ -102,7 +100,7 @@ class PagedPlan:
         return flat, tables.shape[1], sequence, position, stretches, begins
 
     def scratch(self, R: int, width: int) -> tuple[Any, Any, Any]:
-        """Room for a tile's pages, queries, and scores with one vector more a row, on each thread; the layers of a step share it."""
+        """Return scratch for a tile's pages, queries, and scores with one vector more a row, on each thread, shared by a step's layers."""
         if (R, width) not in self._scratch:
             threads, W = torch.get_num_threads(), self.tables.shape[1]
             queries, scores = (np.empty((threads, TILE * R, size), np.float32) for size in (width, PAGE * (W + 1)))
@@ -115,7 +113,7 @@ class PagedPlan:
 
     @cached_property
     def items(self) -> tuple[Tensor, Tensor]:
-        """Work of a GPU: [items, 6] int32 of (first query, queries, sequence, first position, end, first partial result), and
+        """Return a GPU's work: [items, 6] int32 of (first query, queries, sequence, first position, end, first partial result), and
         [N, most] int32 of each query's partial results, -1 where it has fewer."""
         tables, sequence, position = (t.numpy() for t in (self.tables, self.sequence, self.position))
         items: list[tuple[int, ...]] = []
@@ -143,7 +141,7 @@ class PagedPlan:
 
 
 def new_pages(count: int, G: int, K: int, V: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Pages of zeros for keys [P, S, G, K] and values [P, S, G, V], laid out as the device's version reads them.
+    """Return pages of zeros for keys [P, S, G, K] and values [P, S, G, V], laid out as the device's version reads them.
 
     On a CPU they take memory as they are first written, and are fp32 at least. A head's pages lie together: sequences take their
     next page at about the same time, so that what a step reads of one head is nearly one stretch.
@@ -156,7 +154,7 @@ def new_pages(count: int, G: int, K: int, V: int, dtype: torch.dtype, device: to
 
 
 def paged_attention_reference(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v over the tokens of its sequence that a query sees, one query at a time. Returns [N, H, V]."""
+    """Return softmax(q k^T / sqrt(K)) v over the tokens of its sequence that a query sees, one query at a time: [N, H, V]."""
     R = q_NHK.shape[1] // k_PSGK.shape[2]
     out = []
     for q_HK, sequence, position in zip(q_NHK, plan.sequence.tolist(), plan.position.tolist(), strict=True):
@@ -173,7 +171,7 @@ def paged_attention_reference(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, pla
 
 @numba_jit
 def _stretches(tables: Any, W: Any, sequence: Any, position: Any, stretches: Any, begins: Any) -> None:
-    """See `PagedPlan.arrays`."""
+    """Fill `stretches` and `begins`, see `PagedPlan.arrays`."""
     common, stack, count = np.empty(TILE, np.int32), np.empty((2 * TILE, 3), np.int32), 0
     for tile in range(len(begins) - 1):
         begins[tile], first = count, tile * TILE
@@ -205,7 +203,7 @@ def _stretches(tables: Any, W: Any, sequence: Any, position: Any, stretches: Any
 
 @numba_jit
 def _scores(M: Any, K: Any, a: Any, table: Any, length: Any, pages: Any, out: Any, wide: Any) -> None:
-    """Scores of M queries with the keys of a table's pages, by address."""
+    """Compute the scores of M queries with the keys of a table's pages, by address."""
     size, j = 4 * K * PAGE, 0
     many = TALL_WIDTH if M >= TALL else FEW_WIDTH
     while j < length:
@@ -242,7 +240,7 @@ def _values(M: Any, lanes: Any, p: Any, wide: Any, table: Any, length: Any, page
 
 @numba_jit
 def _powers(row: Any, low: Any, begin: Any, length: Any, scale: Any) -> Any:
-    """The scores begin .. length - 1 at address `row` become e^((score - largest) scale), the rest of their pages, from `low` on, zeros.
+    """Turn scores begin .. length - 1 at address `row` into e^((score - largest) scale), the rest of their pages from `low` on into 0.
     Returns their sum."""
     none, zero, whole = np.float32(-np.inf), np.float32(0), length // PAGE * PAGE
     inner, tops = (begin + PAGE - 1) // PAGE * PAGE, fill(none)  # only a page before and one behind are seen in part
@@ -337,7 +335,7 @@ def _attend_loop(
 
 
 def paged_for_loops(k_PSGK: Tensor, v_PSGV: Tensor) -> bool:
-    """True if the loops can read these pages: fp32 of `new_pages`, in which rows of values have a multiple of 16 places."""
+    """True if the loops can read these pages: fp32 of `new_pages`, with rows of values that are a multiple of 16 wide."""
     (P, S, _, K), lanes = k_PSGK.shape, v_PSGV.stride(1)
     ours = k_PSGK.stride() == (K * S, 1, P * K * S, S) and v_PSGV.stride() == (S * lanes, lanes, P * S * lanes, 1)
     ours &= lanes == -(-v_PSGV.shape[3] // PAGE) * PAGE
@@ -345,7 +343,7 @@ def paged_for_loops(k_PSGK: Tensor, v_PSGV: Tensor) -> bool:
 
 
 def places(k_PSGK: Tensor, v_PSGV: Tensor) -> tuple[int, int, int, int]:
-    """Return the addresses of keys and values, and the bytes between the heads of each."""
+    """Return the pages' addresses for the loops: of keys and of values, and the bytes between two heads of each."""
     return k_PSGK.data_ptr(), v_PSGV.data_ptr(), 4 * k_PSGK.stride(2), 4 * v_PSGV.stride(2)
 
 
@@ -362,7 +360,7 @@ def _attend(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, wind
 
 
 def _attend_portable(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int, scale: float) -> Tensor:
-    """Torch operators, one sequence at a time."""
+    """Compute attention with torch operators, one sequence at a time."""
     _, H, K = q_NHK.shape
     G, V = v_PSGV.shape[2:]
     high = wide(q_NHK.dtype)
@@ -390,7 +388,7 @@ def _attend_portable(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedP
 def paged_attention(
     q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int | None = None, scale: float | None = None
 ) -> Tensor:
-    """softmax(scale q k^T) v over what each query sees, without autograd. Returns [N, H, V] in q's dtype. scale None: 1 / sqrt(K).
+    """Return softmax(scale q k^T) v over what each query sees, [N, H, V] in q's dtype, without autograd. scale None: 1 / sqrt(K).
 
     Pages are those of `new_pages`; others, as where values are a part of the keys, torch's operators read on a CPU. With a `window` a
     query sees the last `window` tokens of its path, itself included. On a CPU all that lies in a plan's pages must be finite.

@@ -38,7 +38,7 @@ BLOCK = 4096  # numbers of a row that a program quantises at once
 
 
 def quantize_rows_reference(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """(q [T, D] int8 or e4m3, scales [T] in x's dtype): x is about q times the scale. A row that is not finite has scale NaN."""
+    """Return (q [T, D] int8 or e4m3, scales [T] in x's dtype): x is about q times the scale. A row that is not finite has scale NaN."""
     top = TOP[TYPES[kind]]
     peak_T = x_TD.abs().amax(1).clamp_min(LEAST)
     scaled_TD = x_TD * (top / peak_T)[:, None]
@@ -47,7 +47,7 @@ def quantize_rows_reference(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def low_precision_linear_reference(x_TD: Tensor, w_ND: Tensor, kind: Kind) -> Tensor:
-    """x w^T, both quantised by their rows and spelled out again, in x's dtype."""
+    """Return x w^T in x's dtype, of both factors quantised by their rows."""
     (q_TD, scale_T), (q_ND, scale_N) = quantize_rows_reference(x_TD, kind), quantize_rows_reference(w_ND, kind)
     return (q_TD.to(x_TD.dtype) * scale_T[:, None]) @ (q_ND.to(x_TD.dtype) * scale_N[:, None]).T
 
@@ -57,7 +57,7 @@ def low_precision_linear_reference(x_TD: Tensor, w_ND: Tensor, kind: Kind) -> Te
 
 @strict_jit
 def _quantize_strictly(part: Any, start: Any, stop: Any, D: Any, x: Any, q: Any, scales: Any) -> None:
-    """Rows start .. stop - 1 at address `x` in INT8: `q` [T, D], `scales` [T]."""
+    """Quantise rows start .. stop - 1 at address `x` to INT8: `q` [T, D], `scales` [T]."""
     for t in range(start, stop):
         at = x + 4 * t * D
         peaks, zeros = fill(np.float32(LEAST)), fill(np.float32(0))  # of zeros: no number where one is not finite
@@ -100,7 +100,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     x, columns, q, scales, width, x_row, TOP: tl.constexpr, LEAST: tl.constexpr,
     COLUMNS: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: its largest magnitude, then its numbers, which still stand in the cache."""
+    """Quantise one row: find its largest magnitude, then convert its numbers, which are still in the cache."""
     t = tl.program_id(0).to(tl.int64)
     peaks = tl.zeros([BLOCK], tl.float32)
     zeros = tl.zeros([BLOCK], tl.float32)  # NaN where a number is not finite
@@ -130,7 +130,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     a, b, a_scales, b_scales, out, T, N, D,
     M: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SUM: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One [M, C] tile of a b^T; programs walk down GROUP tiles before they go right, so that b stays in the cache."""
+    """Compute one [M, C] tile of a b^T; programs walk down GROUP tiles before they go right, so that b stays in the cache."""
     program = tl.program_id(0)
     tiles = tl.cdiv(N, C)
     band = program // (GROUP * tiles)

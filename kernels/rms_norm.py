@@ -31,12 +31,12 @@ PROGRAMS = 264  # programs of the backward, each with its own part of dweight: t
 
 
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """The definition, in the inputs' dtype."""
+    """Return the definition, in the inputs' dtype."""
     return x_TD * torch.rsqrt(x_TD.square().mean(-1, keepdim=True) + eps) * weight_D
 
 
 def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The definition, in the inputs' dtype: (y, total)."""
+    """Return (y, total) by definition, in the inputs' dtype."""
     total_TD = x_TD + residual_TD
     return rms_norm_reference(total_TD, weight_D, eps), total_TD
 
@@ -46,7 +46,7 @@ def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, 
 
 @numba_jit
 def norm_row(width: Any, x: Any, residual: Any, weight: Any, eps: Any, total: Any, y: Any) -> Any:
-    """One row, by address; returns r. Where there is a residual (address 0: none), `total` gets its sum with x."""
+    """Normalise one row, by address; return r. Where there is a residual (address 0: none), `total` gets its sum with x."""
     squares = fill(np.float32(0))
     for i in range(0, width, LANES):
         z = load_first(x + 4 * i, width - i)
@@ -67,7 +67,7 @@ def norm_row(width: Any, x: Any, residual: Any, weight: Any, eps: Any, total: An
 def _forward_loop(
     part: Any, start: Any, stop: Any, width: Any, x: Any, residual: Any, weight: Any, eps: Any, y: Any, total: Any, r: Any
 ) -> None:
-    """By address: a step of generation has more calls than numbers."""
+    """Normalise rows, by address: a step of generation has more calls than numbers."""
     r_T = carray(pointer(r), (stop,))
     for t in range(start, stop):
         at = 4 * t * width

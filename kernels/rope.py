@@ -27,7 +27,7 @@ HEADS = 8  # heads turned at once by a Triton program
 
 
 def rope_table(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, K/2] of each position's angles; computed in fp64, returned in `dtype`."""
+    """Return cosines and sines [T, K/2] of each position's angles, computed in fp64, in `dtype`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angles = positions.to(torch.float64)[:, None] * theta**-exponents
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -45,7 +45,7 @@ def rope_reference(x_TNK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @numba_jit
 def rotate_head(half: Any, x: Any, cos: Any, sin: Any, sign: Any, out: Any) -> None:
-    """One head of one token, by address; `out` may be x."""
+    """Rotate one head of one token, by address; `out` may be x."""
     way = fill(np.float32(sign))
     for i in range(0, half, LANES):
         first, second = load_first(x + 4 * i, half - i), load_first(x + 4 * (half + i), half - i)
@@ -56,7 +56,7 @@ def rotate_head(half: Any, x: Any, cos: Any, sin: Any, sign: Any, out: Any) -> N
 
 @numba_jit
 def _rotate_loop(part: Any, start: Any, stop: Any, heads: Any, half: Any, x: Any, cos: Any, sin: Any, sign: Any, out: Any) -> None:
-    """By address, like RMSNorm's."""
+    """Rotate the heads of tokens, by address."""
     for t in range(start, stop):
         for n in range(t * heads, (t + 1) * heads):
             rotate_head(half, x + 8 * n * half, cos + 4 * t * half, sin + 4 * t * half, sign, out + 8 * n * half)
@@ -135,5 +135,5 @@ differentiable(_rope, lambda ctx, grad: (_rope(grad, *ctx.saved_tensors, not ctx
 
 
 def rope(x_TNK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [T, N, K] by the tables [T, K/2] of `rope_table`; K is even."""
+    """Return the rotary embedding of x [T, N, K] by the tables [T, K/2] of `rope_table`; K is even."""
     return _rope(x_TNK, cos, sin, False)  # type: ignore[no-any-return]

@@ -27,7 +27,7 @@ BLOCK = 2048  # elements of one Triton program
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """The definition, in the inputs' dtype."""
+    """Return the definition, in the inputs' dtype."""
     return gate / (1 + torch.exp(-gate)) * up
 
 
@@ -40,7 +40,7 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 @numba_jit
 def swiglu_row(width: Any, gate: Any, up: Any, y: Any) -> None:
-    """One row, by address."""
+    """Compute one row, by address."""
     zero, one = fill(np.float32(0)), fill(np.float32(1))
     for i in range(0, width, LANES):
         g = load_first(gate + 4 * i, width - i)
@@ -50,7 +50,7 @@ def swiglu_row(width: Any, gate: Any, up: Any, y: Any) -> None:
 
 @numba_jit
 def _forward_loop(part: Any, start: Any, stop: Any, width: Any, gate: Any, gate_row: Any, up: Any, up_row: Any, y: Any) -> None:
-    """By address; rows of gate and up lie so many bytes apart."""
+    """Compute rows, by address; rows of gate and up lie gate_row and up_row bytes apart."""
     for t in range(start, stop):
         swiglu_row(width, gate + t * gate_row, up + t * up_row, y + 4 * t * width)
 
@@ -68,7 +68,7 @@ def _backward_loop(part: Any, start: Any, stop: Any, dy: Any, gate: Any, up: Any
 
 
 def _flat(x_TF: Tensor) -> Tensor:
-    """From the first row's first to the last row's last element, what lies between rows included."""
+    """Return x from the first row's first to the last row's last element, with what lies between rows."""
     T, width = x_TF.shape
     return x_TF.as_strided(((T - 1) * x_TF.stride(0) + width,), (1,))
 
@@ -173,7 +173,7 @@ differentiable(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, with the inputs' shape and dtype. Rows may be strided, as halves of one product are."""
+    """Return silu(gate) * up, with the inputs' shape and dtype. Rows may be strided, as halves of one product are."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(f"gate is {gate.dtype} {list(gate.shape)}, up {up.dtype} {list(up.shape)}: they must be alike")
     width = gate.shape[-1]

@@ -17,7 +17,7 @@ NUCLEUS = 128  # tokens tried first
 
 
 class Cuts(Protocol):
-    """The cuts of a row: number of tokens (0: all), share of the probability, probability relative to the likeliest token."""
+    """The limits on a row's candidates: a number of tokens (0: all), a share of the probability, a ratio to the likeliest."""
 
     @property
     def top_k(self) -> int: ...

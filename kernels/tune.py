@@ -49,7 +49,7 @@ def candidates(place: Place) -> Iterator[Configuration]:
 
 
 def _registers(place: Place, values: Configuration) -> float:
-    """Return the registers (of a thread's 255) that sums and scores take at least; beyond them compiling is not worth it."""
+    """Return the least registers of a thread's 255 that sums and scores take; a kernel that needs more is not compiled."""
     own = values.rows if place.kernel == "attention_forward" else 2 * values.columns
     return (own * place.width + values.rows * values.columns) / (32 * values.warps)
 
@@ -90,7 +90,7 @@ def _scaled(place: Place, device: torch.device, tokens: int) -> Run:
 
 
 def work(place: Place, device: torch.device, tokens: int = 8192) -> Run:
-    """Return the call to time for a place: the kernel's operator on inputs of a usual size."""
+    """Return a call to time for a place: the kernel's operator on inputs of a usual size."""
     makers = {"attention_forward": _attention, "attention_backward": _attention, "scaled_product": _scaled}
     return makers.get(place.kernel, _grouped)(place, device, tokens)
 

@@ -1,4 +1,4 @@
-"""Thirty-two bytes looked at as one value in numba's loops."""
+"""Thirty-two bytes as one value in numba's loops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BYTES = ir.VectorType(ir.IntType(8), LANES)
 
 
 def _equal(builder: Any, address: Any, byte: Any) -> Any:
-    """Return a mask of 64 bits: bit i is set if byte i of the 32 at an address equals `byte`."""
+    """Return a 64-bit mask of the 32 bytes at an address that equal `byte`, the first byte in the lowest bit."""
     there = builder.load(builder.inttoptr(address, BYTES.as_pointer()), align=1)
     undefined = ir.Constant(BYTES, ir.Undefined)
     one = builder.insert_element(undefined, builder.trunc(byte, ir.IntType(8)), ir.IntType(32)(0))
@@ -24,7 +24,7 @@ def _equal(builder: Any, address: Any, byte: Any) -> Any:
 
 @intrinsic
 def equal(typing: Any, address: Any, byte: Any) -> Any:
-    """Return a mask: bit i is set if byte i of the 32 at an address equals `byte`."""
+    """Return a mask of the 32 bytes at an address that equal `byte`, the first byte in the lowest bit."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _equal(builder, *args)
@@ -34,7 +34,7 @@ def equal(typing: Any, address: Any, byte: Any) -> Any:
 
 @intrinsic
 def lowest(typing: Any, bits: Any) -> Any:
-    """Return the index of the lowest bit that is set; one must be."""
+    """Return the number of the lowest set bit; there must be one."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.IntType(1)(1))

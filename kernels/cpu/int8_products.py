@@ -43,7 +43,7 @@ BYTES, MASK = ir.VectorType(ir.IntType(8), STEP), ir.VectorType(ir.IntType(1), S
 
 
 def row_bytes(D: int) -> int:
-    """Bytes of a row of x: its numbers, to whole steps, and a vector of its scale."""
+    """Return the bytes of a row of x: its numbers, to whole steps, and a vector of its scale."""
     return -(-D // STEP) * STEP + 4 * LANES
 
 
@@ -76,7 +76,7 @@ def _add_products(builder: Any, sums: Any, a: Any, b: Any) -> Any:
 
 
 def _dots(rows: int, columns: int) -> Any:
-    """`rows` rows at x (of `quantize_row`, `scale_at` bytes before their scale) with `columns` rows of w, dense, their scales and sums."""
+    """Compile the products of `rows` rows at x (of `quantize_row`, `scale_at` bytes before their scale) with `columns` dense rows of w."""
 
     @intrinsic
     def dots(typing: Any, x: Any, x_row: Any, w: Any, depth: Any, scale_at: Any, scales: Any, sums: Any, y: Any, y_row: Any) -> Any:
@@ -133,7 +133,7 @@ _tile, _row, _column, _one = _dots(ROWS, COLUMNS), _dots(1, COLUMNS), _dots(ROWS
 
 @strict_jit
 def quantize_row(D: Any, x: Any, to: Any) -> None:
-    """The row of D numbers at x as bytes q + 128 at `to`, and its scale in each lane of a vector behind them: the numbers of
+    """Write the row of D numbers at x as bytes q + 128 at `to`, and its scale in each lane of a vector behind them: the numbers of
     `quantize_rows`. A row that is not finite has the scale NaN."""
     peaks, zeros, none = fill(LEAST), fill(np.float32(0)), fill(np.float32(0))
     for d in range(0, D, LANES):
@@ -151,8 +151,8 @@ def quantize_row(D: Any, x: Any, to: Any) -> None:
 
 @strict_jit
 def products8(T: Any, N: Any, D: Any, x: Any, w: Any, scales: Any, sums: Any, y: Any, y_row: Any) -> None:
-    """y [T, N] of rows of `quantize_row` at x and w [N, D] in INT8 with its rows' scales and sums [N]: by address, rows of y so many
-    bytes apart."""
+    """Compute y [T, N] from `quantize_row` rows at x and w [N, D] in INT8 with its rows' scales and sums [N]. By address; y has rows
+    y_row bytes apart."""
     scale_at = (D + STEP - 1) // STEP * STEP
     x_row = scale_at + 4 * LANES
     for left in range(0, N, PANEL):

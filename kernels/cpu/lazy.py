@@ -15,7 +15,7 @@ from puna.kernels.cpu.placeholder import Placeholder
 
 
 def triton_jit(function: Callable[..., Any]) -> Any:
-    """A Triton kernel or device function; `tl` is `triton.language` in its file."""
+    """Make a Triton kernel or device function; `tl` is `triton.language` in its file."""
 
     def compile(function: Callable[..., Any]) -> Any:
         try:
@@ -30,13 +30,13 @@ def triton_jit(function: Callable[..., Any]) -> Any:
 
 
 def numba_jit(function: Callable[..., Any]) -> Any:
-    """A loop for the CPU: no GIL, cached on disk, sums in any order, NaN and infinities as IEEE has them."""
+    """Make a CPU loop: no GIL, cached on disk, sums in any order, NaN and infinities as in IEEE 754."""
 
     return _loop(function, fastmath={"contract", "reassoc", "nsz", "arcp"})
 
 
 def strict_jit(function: Callable[..., Any]) -> Any:
-    """`numba_jit` whose operations on numbers stay those that are written: the same bits in every tile of a product."""
+    """Make a loop as `numba_jit` does, but keep the written order of operations: the same bits in every tile of a product."""
     return _loop(function, fastmath=False)  # said, or a loop takes it over from the one that calls it
 
 
@@ -51,5 +51,5 @@ def _loop(function: Callable[..., Any], **options: Any) -> Any:
 
 @cache
 def has_numba() -> bool:
-    """True if the fused CPU loops can run; torch's own operators stand in where a machine has only torch."""
+    """True if the fused CPU loops can run; without numba torch's own operators serve."""
     return find_spec("numba") is not None

@@ -1,4 +1,4 @@
-"""Running numba loops over rows, on as many threads as torch uses, and the arithmetic that they share."""
+"""Numba loops over rows, on as many threads as torch uses, and the arithmetic that they share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ os.register_at_fork(after_in_child=_forget_pool)  # a child has none of its pare
 
 
 def parts(rows: int, width: int) -> int:
-    """Into how many parts `by_rows` cuts rows of this width."""
+    """Return the number of parts into which `by_rows` cuts rows of this width."""
     return max(1, min(torch.get_num_threads(), rows, rows * width // THREAD_ELEMENTS))
 
 
@@ -37,7 +37,7 @@ def by_rows(loop: Callable[..., None], rows: int, width: int, *tensors: Tensor |
 
 
 def run_rows(loop: Callable[..., None], rows: int, width: int, *args: Any) -> None:
-    """`by_rows` with what the loop takes as it is: arrays, numbers, addresses (a tenth of an array's cost for small steps)."""
+    """Run `by_rows` with arguments as they are: arrays, numbers, addresses (a tenth of an array's cost for small steps)."""
     global _pool
     count = parts(rows, width)
     if count == 1:
@@ -52,7 +52,7 @@ def run_rows(loop: Callable[..., None], rows: int, width: int, *args: Any) -> No
 
 @numba_jit
 def exp32(x: Any) -> Any:
-    """e^x in fp32 to 2 ulp, as arithmetic that vectorises; outside [-87, 88] it keeps the border's value.
+    """Return e^x in fp32 to 2 ulp by arithmetic that vectorises; x outside [-87, 88] counts as the nearest bound.
 
     x = n ln 2 + r with |r| <= ln 2 / 2; e^r by Cephes' polynomial, 2^n by writing the exponent.
     """

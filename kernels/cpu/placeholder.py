@@ -11,14 +11,14 @@ _one_thread = threading.RLock()
 
 
 class Placeholder:
-    """Stands where the compiled kernel will be; its first use compiles it."""
+    """A kernel that is compiled at its first use."""
 
     def __init__(self, function: Callable[..., Any], compile: Compile) -> None:
         self.function, self._compile = function, compile
         self._compiled: Any = None
 
     def compiled(self) -> Any:
-        """The compiled function; all placeholders among its file's globals are replaced too, before any thread gets it."""
+        """Return the compiled function. Replace all placeholders among its file's globals before any thread gets it."""
         with _one_thread:
             if self._compiled is None:
                 self._compiled = self._compile(self.function)

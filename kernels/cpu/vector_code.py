@@ -1,4 +1,4 @@
-"""LLVM code of numba's loops that compute with sixteen fp32 numbers at once (`vectors.py`, `vector_products.py`): its types,
+"""LLVM code for numba's loops over sixteen fp32 numbers at once (`vectors.py`, `vector_products.py`): types,
 and short pieces of its code. A `builder` writes instructions; an address is a 64-bit integer."""
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ INT = ir.IntType(64)
 
 
 def constant(value: float) -> ir.Constant:
-    """A number in all lanes."""
+    """Return a constant in all lanes."""
     return ir.Constant(VECTOR, [value] * LANES)
 
 
 def spread(builder: Any, value: Any) -> Any:
-    """A value in all lanes."""
+    """Return a value in all lanes."""
     undefined = ir.Constant(VECTOR, ir.Undefined)
     first = builder.insert_element(undefined, value, ir.IntType(32)(0))
     return builder.shuffle_vector(first, undefined, ir.Constant(INTEGERS, [0] * LANES))
 
 
 def call(builder: Any, name: str, *args: Any) -> Any:
-    """LLVM's own operation of this name on vectors."""
+    """Call LLVM's operation of this name on vectors."""
     kind = ir.FunctionType(VECTOR, [VECTOR] * len(args))
     return builder.call(builder.module.declare_intrinsic(f"llvm.{name}.v{LANES}f32", (), kind), args)
 
 
 def at(builder: Any, address: Any) -> Any:
-    """An address as a pointer to a vector."""
+    """Return an address as a pointer to a vector."""
     return builder.inttoptr(address, VECTOR.as_pointer())
 
 
@@ -46,13 +46,13 @@ def first_lanes(builder: Any, count: Any) -> Any:
 
 
 def masked(builder: Any, name: str, result: Any, *args: Any) -> Any:
-    """A load or store of some lanes alone."""
+    """Load or store some lanes."""
     kind = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(builder.module.declare_intrinsic(f"llvm.masked.{name}.v{LANES}f32.p0v{LANES}f32", (), kind), args)
 
 
 def load_first(builder: Any, address: Any, inside: Any) -> Any:
-    """The lanes `inside` of the vector at an address, zeros for the rest, which is not read."""
+    """Load the lanes `inside` of the vector at an address; the others are zeros and are not read."""
     return masked(builder, "load", VECTOR, at(builder, address), ir.IntType(32)(4), inside, constant(0.0))
 
 

@@ -18,7 +18,7 @@ TILE = (4, 4) if binding.get_host_cpu_features().get("avx512f") else (2, 2)
 
 
 def _dots(rows: int, columns: int) -> Any:
-    """The products of `rows` rows at x with `columns` rows at w, each a sum over `depth` numbers, at y: all by address and stride in bytes.
+    """Compile the products of `rows` rows at x with `columns` rows at w, sums over `depth` numbers, into y: by address and stride in bytes.
 
     Every product is one chain of sixteen sums in the order of the numbers, added up at its end, in any tile: so it has the same bits
     whatever is computed with it.
@@ -100,13 +100,13 @@ def _by_rows(builder: Any, count: Any, rows: int, tile: Any) -> None:
 
 
 def _page(builder: Any, table: Any, index: int, pages: Any, size: Any) -> Any:
-    """The address of the page that stands at `index` in a table of 32-bit numbers."""
+    """Return the address of the page that stands at `index` in a table of 32-bit numbers."""
     number = builder.load(builder.inttoptr(builder.add(table, llvm.INT(4 * index)), ir.IntType(32).as_pointer()))
     return builder.add(pages, builder.mul(builder.sext(number, llvm.INT), size))
 
 
 def _number(builder: Any, address: Any) -> Any:
-    """The number at an address, in all lanes."""
+    """Return the number at an address, in all lanes."""
     return llvm.spread(builder, builder.load(builder.inttoptr(address, llvm.FLOAT.as_pointer()), align=4))
 
 

@@ -1,4 +1,4 @@
-"""Sixteen fp32 numbers as one value in numba's loops: what LLVM's own vectoriser does not make of them.
+"""Sixteen fp32 numbers as one value in numba's loops, for loops that LLVM's own vectoriser leaves slow.
 
 Each operation is one IEEE operation per lane, and `fma` is the fused one, so a loop in these words has one order of
 operations whatever it is compiled to: bits that agree, and registers that hold sums. An address is an integer, in bytes.
@@ -39,7 +39,7 @@ class _VectorModel(PrimitiveModel):  # type: ignore[misc]
 
 @intrinsic
 def pointer(typing: Any, address: Any) -> Any:
-    """The address as a pointer to fp32 numbers: `carray(pointer(address), shape)` is the array that lies there."""
+    """Return an address as a pointer to fp32 numbers: `carray(pointer(address), shape)` is the array there."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], llvm.FLOAT.as_pointer())
@@ -49,7 +49,7 @@ def pointer(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def prefetch(typing: Any, address: Any) -> Any:
-    """Ask for the 64 bytes at an address, which nothing need lie at."""
+    """Prefetch the 64 bytes at an address, which may be outside any array."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         llvm.prefetch(builder, args[0], 2)
@@ -64,14 +64,14 @@ CACHE_LINE = 64
 
 @numba_jit
 def prefetch_bytes(address: Any, size: Any) -> None:
-    """Ask for so many bytes from an address on."""
+    """Prefetch `size` bytes from an address on."""
     for offset in range(0, size, CACHE_LINE):
         prefetch(address + offset)
 
 
 @intrinsic
 def load(typing: Any, address: Any) -> Any:
-    """The sixteen numbers at an address."""
+    """Load the sixteen numbers at an address."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(builder.inttoptr(args[0], llvm.VECTOR.as_pointer()), align=4)
@@ -92,7 +92,7 @@ def store(typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def spread(typing: Any, address: Any) -> Any:
-    """The one number at an address, in all lanes."""
+    """Load the number at an address into all lanes."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return llvm.spread(builder, builder.load(builder.inttoptr(args[0], llvm.FLOAT.as_pointer()), align=4))
@@ -102,7 +102,7 @@ def spread(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def fill(typing: Any, value: Any) -> Any:
-    """A number in all lanes."""
+    """Return a number in all lanes."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return llvm.spread(builder, args[0])
@@ -112,7 +112,7 @@ def fill(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """a b + c, rounded once."""
+    """Return a b + c, rounded once."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return llvm.call(builder, "fma", *args)
@@ -122,7 +122,7 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def add(typing: Any, a: Any, b: Any) -> Any:
-    """a + b."""
+    """Return a + b."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fadd(*args)
@@ -132,7 +132,7 @@ def add(typing: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def times(typing: Any, a: Any, b: Any) -> Any:
-    """a b."""
+    """Return a b."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fmul(*args)
@@ -142,7 +142,7 @@ def times(typing: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def higher(typing: Any, a: Any, b: Any) -> Any:
-    """The larger of a and b, lane by lane; b where either is no number."""
+    """Return the larger of a and b, lane by lane; b where either is NaN."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">", *args), *args)
@@ -152,7 +152,7 @@ def higher(typing: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def lane(typing: Any, a: Any, index: Any) -> Any:
-    """One of the sixteen numbers."""
+    """Return one of the sixteen numbers."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.extract_element(args[0], builder.trunc(args[1], ir.IntType(32)))
@@ -162,7 +162,7 @@ def lane(typing: Any, a: Any, index: Any) -> Any:
 
 @intrinsic
 def between(typing: Any, a: Any, first: Any, stop: Any, other: Any) -> Any:
-    """a in the lanes first .. stop - 1, `other` in the rest."""
+    """Return a in the lanes first .. stop - 1, `other` in the rest."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value, first, stop, other = args
@@ -184,7 +184,7 @@ def between(typing: Any, a: Any, first: Any, stop: Any, other: Any) -> Any:
 
 @intrinsic
 def exp(typing: Any, a: Any) -> Any:
-    """e^a to 2 ulp, as `loops.exp32`, by Cephes' polynomial: 0 below -87, e^88 above 88, no number of no number."""
+    """Return e^a to 2 ulp, as `loops.exp32`, by Cephes' polynomial: 0 below -87, e^88 above 88, NaN of NaN."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         there = builder.fcmp_unordered(">=", args[0], llvm.constant(-87.0))
@@ -206,7 +206,7 @@ def exp(typing: Any, a: Any) -> Any:
 
 @intrinsic
 def load_first(typing: Any, address: Any, count: Any) -> Any:
-    """The first `count` of the sixteen numbers at an address, all where it is more, and zeros for the rest, which is not read."""
+    """Load the first `count` (at most 16) numbers at an address; the other lanes are zeros and are not read."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return llvm.load_first(builder, args[0], llvm.first_lanes(builder, args[1]))
@@ -228,7 +228,7 @@ def store_first(typing: Any, address: Any, value: Any, count: Any) -> Any:
 
 @intrinsic
 def minus(typing: Any, a: Any, b: Any) -> Any:
-    """a - b."""
+    """Return a - b."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fsub(*args)
@@ -238,7 +238,7 @@ def minus(typing: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def over(typing: Any, a: Any, b: Any) -> Any:
-    """a / b."""
+    """Return a / b."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fdiv(*args)
@@ -248,7 +248,7 @@ def over(typing: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def root(typing: Any, a: Any) -> Any:
-    """The square root of a."""
+    """Return the square root of a."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return llvm.call(builder, "sqrt", *args)
@@ -258,7 +258,7 @@ def root(typing: Any, a: Any) -> Any:
 
 @intrinsic
 def total(typing: Any, a: Any) -> Any:
-    """The sum of the sixteen numbers, halves first."""
+    """Return the sum of the sixteen numbers, halves first."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.extract_element(llvm.sums(builder, [args[0]]), ir.IntType(32)(0))
@@ -268,7 +268,7 @@ def total(typing: Any, a: Any) -> Any:
 
 @intrinsic
 def peak(typing: Any, a: Any) -> Any:
-    """The largest of the sixteen numbers; where some are no numbers, one of the sixteen."""
+    """Return the largest of the sixteen numbers; any of them where some are NaN."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         found = args[0]
@@ -284,7 +284,7 @@ def peak(typing: Any, a: Any) -> Any:
 
 @intrinsic
 def masked_above(typing: Any, address: Any, values: Any, bound: Any, mask: Any) -> Any:
-    """Of the sixteen 32-bit numbers at an address, leave those bits of `mask` alone where the value is above the bound."""
+    """Clear the bits outside `mask` of the 32-bit numbers at an address whose values are above the bound."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         where = builder.inttoptr(args[0], llvm.INTEGERS.as_pointer())
