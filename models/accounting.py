@@ -92,12 +92,12 @@ def _layer_elements(config: ModelConfig) -> int:
     if config.moe is not None:
         inner = config.moe.num_experts_per_tok * (3 * config.moe.moe_intermediate_size + 2 * width)
         inner += 2 * config.moe.num_experts
-    kept = (2 if config.parallel_block else 4) * width + 2 * config.head_dim * (heads + groups) + inner
+    elements = (2 if config.parallel_block else 4) * width + 2 * config.head_dim * (heads + groups) + inner
     if config.qk_norm:
-        kept += config.head_dim * (heads + groups)
+        elements += config.head_dim * (heads + groups)
     if config.mla is not None:
-        kept += 2 * (config.mla.kv_lora_rank + config.mla.q_lora_rank) + heads * config.mla.v_head_dim
-    return kept
+        elements += 2 * (config.mla.kv_lora_rank + config.mla.q_lora_rank) + heads * config.mla.v_head_dim
+    return elements
 
 
 def activation_bytes(
@@ -110,8 +110,8 @@ def activation_bytes(
     """
     width, layers = config.hidden_size, config.num_hidden_layers
     layer = _layer_elements(config)
-    kept = (layers - 1) * width + layer if checkpointing else layers * layer
-    return ELEMENT_BYTES[precision] * tokens * (kept + width)
+    elements = (layers - 1) * width + layer if checkpointing else layers * layer
+    return ELEMENT_BYTES[precision] * tokens * (elements + width)
 
 
 def peak_bytes(
@@ -144,12 +144,12 @@ def peak_bytes(
     limit = CHUNK_BYTES if precision == "fp32" else CHUNK_BYTES_GPU
     chunk = min(limit, element * tokens * config.vocab_size)
     layer = _layer_elements(config)
-    kept = width if checkpointing else layer
-    output = element * tokens * (layers * kept + 4 * width) + 4 * vocabulary + max(4 * vocabulary, chunk)
+    saved = width if checkpointing else layer
+    output = element * tokens * (layers * saved + 4 * width) + 4 * vocabulary + max(4 * vocabulary, chunk)
     # In fp32 gradients are added to earlier ones as they come.
     fresh = not (accumulated and precision == "fp32")
     one = element * (tokens * (layer + 2 * inner + width) + fresh * (vocabulary + down))
-    last = one + element * tokens * (layers - 1) * kept
+    last = one + element * tokens * (layers - 1) * saved
     first = one + fresh * element * (counts.layers + counts.norms) * (layers - 1) // layers
     beside = vocabulary if config.tie_word_embeddings or not fresh else 0
     end = element * (fresh * counts.total + beside + 2 * tokens * width)

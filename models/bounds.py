@@ -87,8 +87,8 @@ def check_adapter(raw: Mapping[str, Any], modules: Sequence[str]) -> None:
         raise ValueError(f"peft_type = {kind!r} cannot be merged (only {', '.join(ADAPTERS)})")
     if (start := raw.get("init_lora_weights")) not in STARTS:
         raise ValueError(f"init_lora_weights = {start!r} changes the model's own weights: have PEFT convert the adapters to plain LoRA")
-    if given := [name for name in ("layer_replication", "megatron_config") if raw.get(name)]:
-        raise ValueError(f"{given[0]} is not read")
+    if unsupported := [name for name in ("layer_replication", "megatron_config") if raw.get(name)]:
+        raise ValueError(f"{unsupported[0]} is not read")
     patterns = list(_patterns(raw))
     if len(patterns) > PATTERNS:
         raise ValueError(f"{len(patterns):,} patterns choose modules: at most {PATTERNS:,} are read")

@@ -189,7 +189,7 @@ class ModelConfig(ModelShape):
     @property
     def features(self) -> frozenset[str]:
         """Return the names of what the model has beyond a plain Llama."""
-        found = {
+        features = {
             "attention_bias": self.qkv_bias and self.o_bias,
             "qkv_bias": self.qkv_bias and not self.o_bias,
             "o_bias": self.o_bias and not self.qkv_bias,
@@ -202,7 +202,7 @@ class ModelConfig(ModelShape):
             "raw_expert_weights": self.moe is not None and not self.moe.norm_topk_prob,
             "mla": self.mla is not None,
         }
-        return frozenset(name for name, there in found.items() if there)
+        return frozenset(name for name, there in features.items() if there)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -113,8 +113,8 @@ def generation_room(device: torch.device, sequences: int | None, step_tokens: in
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by torch, for nobody
         usual = Room(256, 8192, (torch.cuda.mem_get_info(device)[0] + unused) // 2)
-    given = zip((sequences, step_tokens, memory), usual, strict=True)
-    return Room(*(room if own is None else own for own, room in given))
+    wishes = zip((sequences, step_tokens, memory), usual, strict=True)
+    return Room(*(room if own is None else own for own, room in wishes))
 
 
 def free_memory(device: torch.device) -> int:

@@ -69,20 +69,20 @@ def _over(default: object, given: Any) -> Any:
 
 def did_you_mean(wrong: str, names: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the name that it is closest to, or else all there are."""
-    known = list(names)
-    near = difflib.get_close_matches(wrong, known, 1)
-    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}" if known else "; there are none"
+    candidates = list(names)
+    near = difflib.get_close_matches(wrong, candidates, 1)
+    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(candidates)}" if candidates else "; there are none"
 
 
 def problems(error: ValidationError) -> str:
     """Return an error as one line: `field: problem (got value)`, field by field."""
-    found = []
+    messages = []
     for item in error.errors():
         name = ".".join(map(str, item["loc"]))
         if item["type"] == "value_error":  # a check of ours, which says what it got
-            found.append(f"{name}: {item['ctx']['error']}" if name else str(item["ctx"]["error"]))
+            messages.append(f"{name}: {item['ctx']['error']}" if name else str(item["ctx"]["error"]))
         elif item["type"] in ("missing", "extra_forbidden"):
-            found.append(f"{name}: is missing" if item["type"] == "missing" else f"{name}: no such field")
+            messages.append(f"{name}: is missing" if item["type"] == "missing" else f"{name}: no such field")
         else:
-            found.append(f"{name}: {item['msg']} (got {item['input']!r:.80})")
-    return "; ".join(found)
+            messages.append(f"{name}: {item['msg']} (got {item['input']!r:.80})")
+    return "; ".join(messages)

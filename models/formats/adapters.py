@@ -43,15 +43,15 @@ class Nf4Linear(nn.Linear):
         """Return the matrix [N, D] fp32."""
         from bitsandbytes.functional import dequantize_4bit
 
-        found: Tensor = dequantize_4bit(self.weight.detach(), self.state)
-        return found
+        matrix: Tensor = dequantize_4bit(self.weight.detach(), self.state)
+        return matrix
 
     def plain(self, weight: Tensor) -> Linear:
         """Return a layer of `weight` [N, D] with the bias of this one."""
         with torch.device("meta"):
-            found = Linear(self.in_features, self.out_features)
-        found.weight, found.bias = nn.Parameter(weight), self.bias
-        return found
+            layer = Linear(self.in_features, self.out_features)
+        layer.weight, layer.bias = nn.Parameter(weight), self.bias
+        return layer
 
     def bytes(self) -> int:
         """Return the bytes of the packed matrix and its scales."""

@@ -19,9 +19,9 @@ PARTS = ("qweight", "qzeros", "scales")
 def refused(settings: Mapping[str, Any]) -> str | None:
     """Return the reason why a checkpoint's quantization_config cannot be read; None if it can."""
     wanted = {"quant_method": ("awq",), "bits": (4, None), "version": ("gemm", "GEMM", None), "zero_point": (True, None)}
-    for name, known in wanted.items():
-        if settings.get(name) not in known:
-            return f"quantization_config.{name} = {settings.get(name)!r} is not read here (only {known[0]!r})"
+    for name, supported in wanted.items():
+        if settings.get(name) not in supported:
+            return f"quantization_config.{name} = {settings.get(name)!r} is not read here (only {supported[0]!r})"
     return None
 
 

@@ -90,14 +90,14 @@ def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[
     """Return the best divisors [D] of the inputs of matrices [N, D]; heads: G and R, where the R of each group share a scale."""
     size_GRK = x_TD.abs().mean(0).clamp(min=1e-8).view(*heads, -1)
     size_D = size_GRK.mean(1, keepdim=True).expand_as(size_GRK).flatten()
-    best, found = float("inf"), torch.ones_like(size_D)
+    best, scales = float("inf"), torch.ones_like(size_D)
     for number in range(EXPONENTS):
         s_D = size_D ** (number / (EXPONENTS - 1))
         s_D = s_D / (s_D.max() * s_D.min()).sqrt()
         error = _error(x_TD, [w_ND - rounded(w_ND * s_D, group).weight() / s_D for w_ND in weights])
         if error < best:
-            best, found = error, s_D
-    return found
+            best, scales = error, s_D
+    return scales
 
 
 def shares_of(x_TD: Tensor, w_ND: Tensor, group: int) -> Tensor:
@@ -105,13 +105,13 @@ def shares_of(x_TD: Tensor, w_ND: Tensor, group: int) -> Tensor:
     x_gTG = x_TD.unflatten(1, (-1, group)).transpose(0, 1)
     gram_gGG = x_gTG.transpose(1, 2) @ x_gTG
     best = torch.full((len(w_ND), len(gram_gGG)), float("inf"))
-    found = torch.ones_like(best)
+    shares = torch.ones_like(best)
     for share in SHRINKS:
         d_gNG = (w_ND - rounded(w_ND, group, share).weight()).unflatten(1, (-1, group)).transpose(0, 1)
         error_Ng = ((d_gNG @ gram_gGG) * d_gNG).sum(-1).T
-        found = torch.where(error_Ng < best, share, found)
+        shares = torch.where(error_Ng < best, share, shares)
         best = torch.minimum(error_Ng, best)
-    return found
+    return shares
 
 
 def stretches(ids: Sequence[int]) -> list[Sequence[int]]:
@@ -124,10 +124,10 @@ def stretches(ids: Sequence[int]) -> list[Sequence[int]]:
 
 def write(model: Transformer, tokenizer: Tokenizer, rows: Sequence[Sequence[int]], folder: Path) -> None:
     """Write the model, changed in place, in AutoAWQ's layout: the layers' matrices in four bits, the rest in fp16."""
-    group, found = group_of(model), packed(model, rows)
+    group, matrices = group_of(model), packed(model, rows)
     save(model.half(), folder, tokenizer)
     state = load_file(folder / WEIGHTS)
-    for base, one in found.items():
+    for base, one in matrices.items():
         del state[f"{base}weight"]
         state |= one.tensors(base)
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHTS, metadata={"format": "pt"})
@@ -142,7 +142,7 @@ def packed(model: Transformer, rows: Sequence[Sequence[int]], search: bool = Tru
 
     rows: token ids of texts like those that the model will read. `search=False` rounds to the nearest alone. ValueError: see `group_of`.
     """
-    group, found = group_of(model), dict[str, Packed]()
+    group, matrices = group_of(model), dict[str, Packed]()
     for number, (block, seen) in enumerate(_layers(model, rows)):
         linears = {name: module for name, module in block.named_modules() if isinstance(module, Linear)}
         heads = (model.config.num_key_value_heads, model.config.num_attention_heads // model.config.num_key_value_heads)
@@ -163,9 +163,9 @@ def packed(model: Transformer, rows: Sequence[Sequence[int]], search: bool = Tru
             # Scores are products of queries and keys: their errors are not their products' alone, and AWQ leaves their ranges.
             cut = search and not name.endswith(("q_proj", "k_proj"))
             whole = rounded(module.weight, group, shares_of(seen[name], module.weight, group) if cut else 1.0)
-            found[f"model.layers.{number}.{name}."] = whole
+            matrices[f"model.layers.{number}.{name}."] = whole
             module.weight.copy_(whole.weight())
-    return found
+    return matrices
 
 
 def _divide(module: Any, s_N: Tensor) -> None:

@@ -92,8 +92,8 @@ def load_with_tokenizer(
     except CheckpointError:
         raise
     except (ValueError, OSError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        told = str(error) if isinstance(error, ValueError | OSError) else repr(error)
-        raise CheckpointError(told if str(path) in told else f"{path}: {told}") from error
+        message = str(error) if isinstance(error, ValueError | OSError) else repr(error)
+        raise CheckpointError(message if str(path) in message else f"{path}: {message}") from error
     return load(path, head, dtype, device), tokenizer
 
 

@@ -65,14 +65,14 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
             raise ValueError(f"{name} = {raw[name]!r} is not supported (only {plain[0]!r})")
     if raw.get("quantization_config") is not None and (reason := awq.refused(raw["quantization_config"])):
         raise ValueError(reason)
-    known = ModelConfig.model_fields
+    fields = ModelConfig.model_fields
     values = {"num_key_value_heads": raw.get("num_attention_heads"), **raw, "model_type": kind}
     values |= _rope(raw)
     if kind != "puna":
         values |= _window(raw, kind) | _biases(raw, kind) | _experts(raw, kind) | _latent(raw, kind)
         values |= {"qk_norm": kind in ("qwen3", "qwen3_moe"), "parallel_block": False}
-    chosen = {name: values[name] for name in known if values.get(name) is not None}
-    missing = [name for name, field in known.items() if field.is_required() and name not in chosen]
+    chosen = {name: values[name] for name in fields if values.get(name) is not None}
+    missing = [name for name, field in fields.items() if field.is_required() and name not in chosen]
     if missing:
         raise ValueError(f"missing {', '.join(missing)}")
     try:
@@ -199,21 +199,21 @@ def to_disk(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
     if config.model_type not in EXPERTS:
         return dict(state)
     folder, gate, up, down = EXPERTS[config.model_type]
-    written: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        layer, found, part = name.partition(".mlp.")
-        if not found:
-            written[name] = tensor
+        layer, separator, part = name.partition(".mlp.")
+        if not separator:
+            tensors[name] = tensor
             continue
         for expert in range(len(tensor) if part.startswith("experts.") else 0):
             place = f"{layer}.{folder}.experts.{expert}"
             if part == "experts.down_proj":
-                written[f"{place}.{down}.weight"] = tensor[expert]
+                tensors[f"{place}.{down}.weight"] = tensor[expert]
             else:
-                written[f"{place}.{gate}.weight"], written[f"{place}.{up}.weight"] = tensor[expert].chunk(2)
+                tensors[f"{place}.{gate}.weight"], tensors[f"{place}.{up}.weight"] = tensor[expert].chunk(2)
         if part == "gate.weight":
-            written[f"{layer}.{folder}.gate.weight"] = tensor
-    return written
+            tensors[f"{layer}.{folder}.gate.weight"] = tensor
+    return tensors
 
 
 def from_disk(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

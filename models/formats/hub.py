@@ -260,8 +260,8 @@ class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
         outputs = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True, **kwargs
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, positions])
         loss = None
         if labels is not None:
             loss = self.loss_function(

@@ -90,11 +90,11 @@ def fits(config: ModelConfig, blocks: nn.ModuleList, parameters: Sequence[Tensor
 def _dense_layers(model: Transformer) -> DenseLayers:
     config, layers = model.config, []
     for block in model.model.layers:
-        found = dict(block.named_parameters())
-        given: dict[str, Any] = {name: found.get(place) for name, place in WEIGHTS.items()}
+        parameters = dict(block.named_parameters())
+        weights: dict[str, Any] = {name: parameters.get(place) for name, place in WEIGHTS.items()}
         for name in PROJECTIONS:
             place = WEIGHTS[name].removesuffix("weight")
-            given[name], given[f"{name}_scale"] = found.get(f"{place}q", given[name]), found.get(f"{place}scale")
-        layers.append(DenseLayer(**given))
+            weights[name], weights[f"{name}_scale"] = parameters.get(f"{place}q", weights[name]), parameters.get(f"{place}scale")
+        layers.append(DenseLayer(**weights))
     norm = model.model.norm.weight
     return DenseLayers(layers, norm, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps)

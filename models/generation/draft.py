@@ -54,9 +54,9 @@ class DraftedEngine(Engine):
         """Guess tokens, one of each answer at a time; the draft computes the same prompts as the larger model."""
         for answer in work:
             answer.drafted = min(answer.drafted, answer.computed)  # the last guesses may have been wrong
-        begun = [answer for answer in work if answer.count > 1 or not answer.logprobs]
-        if begun:
-            self._follow(begun, [answer.tokens[answer.drafted : answer.computed + answer.count] for answer in begun])
+        starting = [answer for answer in work if answer.count > 1 or not answer.logprobs]
+        if starting:
+            self._follow(starting, [answer.tokens[answer.drafted : answer.computed + answer.count] for answer in starting])
         self._odds, self._wrong = {answer: [] for answer in work if answer.guess}, {}
         asked, number = list(self._odds), 0
         while asked:

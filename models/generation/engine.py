@@ -112,19 +112,19 @@ class Engine:
         """
         self._look()
         seen: Counter[tuple[int, ...]] = Counter()
-        found: dict[Request, dict[int, Completion]] = {}
+        completions: dict[Request, dict[int, Completion]] = {}
         for index, prompt in enumerate(prompts):
             request = self._request(prompt, params, index)
             request.first = seen[request.words]
             seen[request.words] += params.n
-            found[request] = {}
-        with closing(self._events(list(found))) as events:
+            completions[request] = {}
+        with closing(self._events(list(completions))) as events:
             ended = ((event, event.completion) for event in events if event.completion is not None)
             for done, (event, completion) in enumerate(ended, 1):
-                found[event.request][event.number] = completion
+                completions[event.request][event.number] = completion
                 if progress is not None:
-                    progress(done, len(found) * params.n)
-        return [[row[number] for number in sorted(row)] for row in found.values()]
+                    progress(done, len(completions) * params.n)
+        return [[row[number] for number in sorted(row)] for row in completions.values()]
 
     def room(self, prompt: int, wanted: int) -> int:
         """Return how many of `wanted` tokens an answer may have: the rest of the model's context; with a window all."""
@@ -178,8 +178,8 @@ class Engine:
         failures = [one for one in self._failed if one[0] in own]
         self._failed = [one for one in self._failed if one[0] not in own]
         for request, error in failures[:1]:
-            told = f"prompt {requests.index(request)}: {error}" if len(requests) > 1 else str(error)
-            raise RowError(told, error.asked) from error
+            message = f"prompt {requests.index(request)}: {error}" if len(requests) > 1 else str(error)
+            raise RowError(message, error.asked) from error
 
     def cancel(self, request: Request) -> None:
         """End a request; its answers stay unfinished."""

@@ -44,9 +44,9 @@ class Grammar:
             raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
         text = json.dumps({"type": "object"} if schema is None else schema)
         grammar = LLMatcher.grammar_from_json_schema(text, defaults=LAYOUT)
-        wrong, told = LLMatcher.validate_grammar_with_warnings(grammar, self.tokens)
-        if wrong or told:
-            raise ValueError(f"the JSON schema cannot be kept to: {' '.join(told)}")
+        wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, self.tokens)
+        if wrong or messages:
+            raise ValueError(f"the JSON schema cannot be kept to: {' '.join(messages)}")
         return Mask(LLMatcher(self.tokens, grammar), self.size)
 
 

@@ -57,10 +57,10 @@ class Lookup(Pace):
                 if end >= size:
                     self._seen.setdefault(tuple(tokens[end - size : end]), []).append(end)
         self._read = len(tokens)
-        found: dict[int, int] = {}  # the end of a run, by the token after it
+        ends: dict[int, int] = {}  # the end of a run, by the token after it
         for end in chain.from_iterable(reversed(self._seen.get(tuple(tokens[-size:]), ())) for size in SIZES if len(tokens) >= size):
-            found.setdefault(tokens[end], end)
-            if len(found) == count:
+            ends.setdefault(tokens[end], end)
+            if len(ends) == count:
                 break
         # Beyond the last token a guess goes on with itself.
-        return [[tokens[end + i % (len(tokens) - end)] for i in range(most)] for end in found.values()]
+        return [[tokens[end + i % (len(tokens) - end)] for i in range(most)] for end in ends.values()]

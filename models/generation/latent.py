@@ -75,8 +75,8 @@ class LatentPages(OverLatents):
         shape = G, K, V = (*k_PSGK.shape[2:], v_PSGV.shape[3])
         if shape not in self._room:
             self._room[shape] = new_pages(len(k_PSGK), G, K, V, q_NHK.dtype, q_NHK.device)
-        for to, given in zip(self._room[shape], (k_PSGK, v_PSGV), strict=True):
-            to.copy_(given)
+        for to, source in zip(self._room[shape], (k_PSGK, v_PSGV), strict=True):
+            to.copy_(source)
         return paged_attention(q_NHK, *self._room[shape], self._at_hand[1], scale=scale)
 
     @cached_property

@@ -88,8 +88,8 @@ class PagePool:
     def keep(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Put a path's whole pages into the tree, as far as it has no other page of the same tokens."""
         for page, node in zip(pages, _path(tokens, pages), strict=False):
-            found = self.tree.setdefault(node, page)
-            if found != page:  # below a page that this path does not hold, its own would be kept in vain
+            owner = self.tree.setdefault(node, page)
+            if owner != page:  # below a page that this path does not hold, its own would be kept in vain
                 return
             if page not in self.nodes:
                 self.nodes[page] = node

@@ -181,12 +181,12 @@ class SplitEngine(Engine):
     def _lost(self) -> None:
         """Start a new process after the old one died; the prompt that it computed has failed."""
         self._process.join()
-        told = f"the process that computed its prompt ended with status {self._process.exitcode}; ask again"
-        logging.getLogger(__name__).warning("a prompt was lost: %s", told)
+        message = f"the process that computed its prompt ended with status {self._process.exitcode}; ask again"
+        logging.getLogger(__name__).warning("a prompt was lost: %s", message)
         job, self._job = self._job, None
         if job is not None:
             if job.wanted:
-                self._failed.append((job.request, RowError(told, asked=False)))
+                self._failed.append((job.request, RowError(message, asked=False)))
             self.scheduler.pool.release(job.pages)
         self.close()
         self._start(shared=True)
@@ -198,8 +198,8 @@ class SplitEngine(Engine):
             self._look()
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
-        given = (self.model, self.caches[0], other, self._threads, self.exact)
-        self._process = context.Process(target=_serve, args=given, name="puna-prefill", daemon=True)
+        arguments = (self.model, self.caches[0], other, self._threads, self.exact)
+        self._process = context.Process(target=_serve, args=arguments, name="puna-prefill", daemon=True)
         self._process.start()
         other.close()
         self.close = weakref.finalize(self, _end, self._process, self._pipe)
@@ -213,12 +213,12 @@ def _end(process: Any, pipe: Connection) -> None:
 
 def share(tensors: Iterable[Tensor], empty: bool = False) -> None:
     """Move tensors into one stretch of shared memory, where they stay the same objects; of `empty` ones, all zeros, only the shape."""
-    found = list({id(tensor): tensor for tensor in tensors}.values())
-    sizes = [-(-_extent(tensor) * tensor.element_size() // 64) * 64 for tensor in found]
+    unique = list({id(tensor): tensor for tensor in tensors}.values())
+    sizes = [-(-_extent(tensor) * tensor.element_size() // 64) * 64 for tensor in unique]
     # Zeros that take memory as they are first written; share_memory_ of a tensor would copy one.
     whole = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(sum(sizes)))
     start = 0
-    for tensor, size in zip(found, sizes, strict=True):
+    for tensor, size in zip(unique, sizes, strict=True):
         room = whole[start : start + size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), start // tensor.element_size())
         if not empty:
             room.copy_(tensor.detach())

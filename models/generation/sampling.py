@@ -62,8 +62,8 @@ def draw(logits_SV: Tensor, rows: Sequence[Draw], settled: Mapping[int, int] = {
         if changed:
             z_SV = logits_SV[torch.tensor(changed, device=logits_SV.device)]
             errors |= {changed[i]: error for i, error in shifted(z_SV, [rows[i] for i in changed], scale[changed]).items()}
-            given = (z_SV, scale[changed], uniforms[changed])
-            tokens[changed] = cut_draw(*given, [rows[i].params for i in changed]) if cuts else token_draw(*given)[0]
+            arguments = (z_SV, scale[changed], uniforms[changed])
+            tokens[changed] = cut_draw(*arguments, [rows[i].params for i in changed]) if cuts else token_draw(*arguments)[0]
     for row, token in settled.items():
         tokens[row] = token
     logprobs = logits_SV.gather(1, tokens[:, None])[:, 0] * scale.to(logits_SV.device) - lse
@@ -82,8 +82,8 @@ def shifted(z_SV: Tensor, rows: Sequence[Draw], scale_S: Tensor) -> dict[int, Ro
     if any(row.params.shifts for row in rows):
         for number, top in enumerate((z_SV.amax(1) * scale_S.to(z_SV)).tolist()):
             if not math.isfinite(top):
-                told = "biases and penalties leave no finite logit to draw from: make logit_bias and repetition_penalty milder"
-                errors.setdefault(number, RowError(told))
+                message = "biases and penalties leave no finite logit to draw from: make logit_bias and repetition_penalty milder"
+                errors.setdefault(number, RowError(message))
     for number in errors:
         z_SV[number] = 0
     return errors
@@ -96,9 +96,9 @@ def shift(z_V: Tensor, row: Draw) -> None:
         seen = torch.tensor(sorted({*row.prompt, *row.answer}), device=z_V.device)
         z_V[seen] = torch.where(z_V[seen] > 0, z_V[seen] / params.repetition_penalty, z_V[seen] * params.repetition_penalty)
     if row.answer and (params.presence_penalty or params.frequency_penalty):
-        found, times = np.unique(np.asarray(row.answer), return_counts=True)
+        tokens, times = np.unique(np.asarray(row.answer), return_counts=True)
         penalty = params.presence_penalty + params.frequency_penalty * times
-        z_V[torch.from_numpy(found).to(z_V.device)] -= torch.from_numpy(penalty).to(z_V)
+        z_V[torch.from_numpy(tokens).to(z_V.device)] -= torch.from_numpy(penalty).to(z_V)
     for token, bias in params.logit_bias.items():
         if not 0 <= token < len(z_V):
             raise RowError(f"logit_bias names token {token}: token ids lie in 0 to {len(z_V) - 1}")

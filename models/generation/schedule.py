@@ -280,7 +280,7 @@ class Scheduler:
 
     def _branch(self, answer: Answer, budget: int) -> int:
         """Give an answer branches beside its guess, where there is room for them; the tokens that they compute."""
-        index, begun = answer.place // PAGE, budget
+        index, budget_before = answer.place // PAGE, budget
         assert isinstance(answer.pace, Lookup)
         for guess in answer.pace.guesses(answer.tokens, len(answer.guess), answer.request.params.branches)[1:]:
             need = (answer.place + len(guess)) // PAGE + 1 - index
@@ -292,7 +292,7 @@ class Scheduler:
             self.copies.append((next((a for a, b in self.copies if b == source), source), pages[index]))
             answer.branches.append(Branch(pages, guess))
             budget -= 1 + len(guess)
-        return begun - budget
+        return budget_before - budget
 
     def _pause(self, answer: Answer) -> None:
         self.running.remove(answer)
@@ -305,8 +305,8 @@ class Scheduler:
         self._keep(answer)
         self.turns.pop(answer, None)
         # What was to be copied into a page that is given back need not be.
-        given = {*answer.pages, *(page for branch in answer.branches for page in branch.pages)}
-        self.copies = [copy for copy in self.copies if copy[1] not in given]
+        pages = {*answer.pages, *(page for branch in answer.branches for page in branch.pages)}
+        self.copies = [copy for copy in self.copies if copy[1] not in pages]
         self.settle(answer, None)
         self.pool.release(answer.pages)
         answer.pages, answer.computed, answer.fallen, answer.sliding, answer.room = [], 0, 0, False, 0

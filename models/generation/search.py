@@ -53,13 +53,13 @@ def best_of(engine: AnswerEngine, prompts: Sequence[Sequence[int]], params: Samp
 
 def majority(engine: AnswerEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, read: Read) -> list[Found]:
     """Return the first of `params.n` answers to each prompt that gives the most frequent result, as `read` returns it."""
-    found = []
+    answers = []
     for row in engine.generate(prompts, params):
-        said = [read(answer) for answer in row]
-        times = Counter(said)
-        best = max(range(len(row)), key=lambda i: times[said[i]])
-        found.append(Found(row[best], times[said[best]] / len(row), _drawn(row), len(row)))
-    return found
+        results = [read(answer) for answer in row]
+        times = Counter(results)
+        best = max(range(len(row)), key=lambda i: times[results[i]])
+        answers.append(Found(row[best], times[results[best]] / len(row), _drawn(row), len(row)))
+    return answers
 
 
 def tree(

@@ -76,6 +76,6 @@ def kept(config: ModelConfig, sinks: int, window: int | None, whole: bool) -> Ke
         return None
     if whole:
         raise ValueError(f"window = {window}: a draft, or log-probs that are the trainer's (exact), need all tokens; leave one of them out")
-    found = Kept(sinks, window)
-    found.check(config)
-    return found
+    limits = Kept(sinks, window)
+    limits.check(config)
+    return limits

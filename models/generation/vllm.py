@@ -53,10 +53,10 @@ class VllmEngine:
             seen[request.words] += params.n
             asked.append({"prompt_token_ids": request.prompt})
             how.append(self._params(params, sorted(request.stop_ids), request.stop_texts, int(seed[0])))
-        found = [self._completions(one.outputs) for one in self._loaded(params).generate(asked, how, use_tqdm=False)]
+        completions = [self._completions(one.outputs) for one in self._loaded(params).generate(asked, how, use_tqdm=False)]
         if progress is not None:
-            progress(len(found) * params.n, len(found) * params.n)
-        return found
+            progress(len(completions) * params.n, len(completions) * params.n)
+        return completions
 
     def _loaded(self, params: SamplingParams) -> Any:
         """Return vLLM's model, loaded so that it gives log-probs as these parameters need them."""
@@ -87,9 +87,9 @@ class VllmEngine:
 
     @staticmethod
     def _completions(outputs: Sequence[Any]) -> list[Completion]:
-        found = []
+        completions = []
         for output in sorted(outputs, key=lambda output: output.index):
             tokens = [int(token) for token in output.token_ids]
             logprobs = [float(step[token].logprob) for token, step in zip(tokens, output.logprobs, strict=True)]
-            found.append(Completion(tokens, logprobs, output.finish_reason == "stop"))
-        return found
+            completions.append(Completion(tokens, logprobs, output.finish_reason == "stop"))
+        return completions

@@ -163,8 +163,8 @@ class Shell:
     def compute(self, number: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
         """Compute a layer with the weights that are loaded."""
         self.block.self_attn.layer = number
-        found: tuple[Tensor, Tensor | None] = self.block(x_TD, cos, sin, attend)
-        return found
+        output: tuple[Tensor, Tensor | None] = self.block(x_TD, cos, sin, attend)
+        return output
 
 
 Compute = Callable[[int, Tensor, Tensor, Tensor, Attend], tuple[Tensor, Tensor | None]]
@@ -211,13 +211,13 @@ class Copies:
         slot = next((slot for slot in self._slots if slot.number == number), None) or self._fetch(number)
         current = torch.cuda.current_stream(self.device)
         current.wait_event(slot.copied)
-        found = slot.shell.compute(number, x_TD, cos, sin, attend)
+        output = slot.shell.compute(number, x_TD, cos, sin, attend)
         slot.used.record(current)
         following = self._next[number]
         if all(slot.number != following for slot in self._slots):
             self._slots.sort(key=lambda other: other is slot)  # the other one first
             self._fetch(following)
-        return found
+        return output
 
     def _fetch(self, number: int) -> Slot:
         """Copy a layer's weights into the first slot, in the background."""

@@ -189,14 +189,14 @@ def measure(source: Source, level: Level, device: torch.device) -> Rates:
     shell.put(source.layer(0, device))
     rates = [_compute_seconds(shell, source, tokens, device) for tokens in (1, PROBE_TOKENS)]
     matrices = (matrix_parameters(source.config) - source.config.vocab_size * source.config.hidden_size) / source.config.num_hidden_layers
-    found = Rates(float("inf"), source.layer_bytes / rates[0], 2 * matrices * PROBE_TOKENS / rates[1])
+    layer_rates = Rates(float("inf"), source.layer_bytes / rates[0], 2 * matrices * PROBE_TOKENS / rates[1])
     if device.type == "cuda":
         pinned = {name: p.detach().cpu().pin_memory() for name, p in shell.block.named_parameters()}
         copying = _best(lambda: [tensor.to(device, non_blocking=True) for tensor in pinned.values()], device)
-        found = replace(found, bringing=source.read_bytes / copying)
+        layer_rates = replace(layer_rates, bringing=source.read_bytes / copying)
     if level == "disk":
-        found = replace(found, bringing=min(found.bringing, _disk_rate(source)))
-    return found
+        layer_rates = replace(layer_rates, bringing=min(layer_rates.bringing, _disk_rate(source)))
+    return layer_rates
 
 
 def _disk_rate(source: Source) -> float:

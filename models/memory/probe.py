@@ -48,11 +48,11 @@ def measure(config: ModelConfig, context: int, clock: Clock = time.perf_counter)
             swiglu(gate, up).backward(gate.detach())
 
     attended = 3 * 2 * heads * (width + config.value_dim) * (context * (context + 1) // 2)
-    known = Machine(1.0, attended / best_seconds(attend, clock), 8 * gate.nbytes / best_seconds(activate, clock))
-    return replace(known, matrix_flops=_matrix_flops(config, context, known, clock))
+    machine = Machine(1.0, attended / best_seconds(attend, clock), 8 * gate.nbytes / best_seconds(activate, clock))
+    return replace(machine, matrix_flops=_matrix_flops(config, context, machine, clock))
 
 
-def _matrix_flops(config: ModelConfig, context: int, known: Machine, clock: Clock) -> float:
+def _matrix_flops(config: ModelConfig, context: int, machine: Machine, clock: Clock) -> float:
     """Return the rate of the matrix products in a training step, given those of everything else."""
     from puna.models.transformer import Transformer
 
@@ -74,6 +74,6 @@ def _matrix_flops(config: ModelConfig, context: int, known: Machine, clock: Cloc
             model.cross_entropy(forest, torch.arange(len(tokens)), tokens, weights).backward()
         model.zero_grad(set_to_none=True)
 
-    other = accounting.step_time(small, lengths, replace(known, matrix_flops=math.inf), update=False)
+    other = accounting.step_time(small, lengths, replace(machine, matrix_flops=math.inf), update=False)
     remaining = max(best_seconds(train, clock) - other.total, 1e-9)
     return 6 * accounting.matrix_parameters(small) * len(tokens) / remaining

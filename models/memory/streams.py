@@ -92,15 +92,15 @@ def entries(path: Path) -> dict[str, Entry]:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))
-    found = {}
+    tensors = {}
     for name, one in header.items():
         if name == "__metadata__":
             continue
         if one["dtype"] not in DTYPES:
             raise ValueError(f"{path}: {name} is {one['dtype']}; weights that stay on disk are {', '.join(DTYPES)}")
         begin, end = one["data_offsets"]
-        found[name] = Entry(path, DTYPES[one["dtype"]], tuple(one["shape"]), 8 + size + begin, 8 + size + end)
-    return found
+        tensors[name] = Entry(path, DTYPES[one["dtype"]], tuple(one["shape"]), 8 + size + begin, 8 + size + end)
+    return tensors
 
 
 class Buffer:
@@ -223,13 +223,13 @@ class Loader:
         before = time.perf_counter()
         try:
             while True:
-                found = self._ready.get()
-                if isinstance(found, OSError):
-                    self._ready.put(found)
-                    raise found
-                if found[0] == number:
-                    return found[1]
-                self._free.put(found[1])
+                ready = self._ready.get()
+                if isinstance(ready, OSError):
+                    self._ready.put(ready)
+                    raise ready
+                if ready[0] == number:
+                    return ready[1]
+                self._free.put(ready[1])
         finally:
             self.counts.waiting += time.perf_counter() - before
 

@@ -67,23 +67,23 @@ class ChatFormat:
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Return the declared stop tokens; if none of them ends an answer, with the special token that does so in mid-dialogue."""
-        for shown in (PROBE[:2], PROBE):
+        for dialogue in (PROBE[:2], PROBE):
             try:
-                text = self.template.render(shown, add_generation_prompt=False)
+                text = self.template.render(dialogue, add_generation_prompt=False)
             except TemplateError:
                 return self._declared
             behind = text.partition(PROBE[1]["content"])[2]
             if self.vocabulary.find_special(behind, self._declared):
                 return self._declared
-        found = self.vocabulary.find_special(behind, self.vocabulary.special)
-        return self._declared if found is None else (*self._declared, found[2])
+        special = self.vocabulary.find_special(behind, self.vocabulary.special)
+        return self._declared if special is None else (*self._declared, special[2])
 
     def prompt(
         self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         """Return the ids of a conversation. Special tokens that a message writes out are read as text."""
-        (plain, given), mark = self.vocabulary.guard(([dict(message) for message in messages], tools))
-        return self.vocabulary.encode_markup(self._render(plain, add_generation_prompt, given, {}), mark)[0]
+        (plain, guarded), mark = self.vocabulary.guard(([dict(message) for message in messages], tools))
+        return self.vocabulary.encode_markup(self._render(plain, add_generation_prompt, guarded, {}), mark)[0]
 
     def pair(
         self, messages: Sequence[Message], finished: bool, tools: Sequence[Mapping[str, Any]] | None = None
@@ -93,8 +93,8 @@ class ChatFormat:
         Format is what the template and not the answer writes: the stop token, and any header within. Special tokens that a
         message writes out are read as text. The answer ends in its stop token unless it was cut off (`finished=False`).
         """
-        (plain, given), mark = self.vocabulary.guard(([dict(message) for message in messages], tools))
-        answer = self._answer(plain, len(plain) - 1, given)
+        (plain, guarded), mark = self.vocabulary.guard(([dict(message) for message in messages], tools))
+        answer = self._answer(plain, len(plain) - 1, guarded)
         begin, end = answer.content
         body, stop = (answer.body, self.vocabulary.token(answer.stop)) if finished else (answer.body[:end], "")
         prompt, ids, spans = self._encoded(answer.prompt, body + stop, mark, len(plain) - 1)
@@ -180,10 +180,10 @@ class ChatFormat:
         except TemplateError:
             longer = ""
         behind = longer[len(whole) :] if longer.startswith(whole) else ""
-        found = self.vocabulary.find_special(behind, self.stop_ids)
-        if found is None or behind[: found[0]].strip():
+        stop = self.vocabulary.find_special(behind, self.stop_ids)
+        if stop is None or behind[: stop[0]].strip():
             raise ChatError(turn, "the template writes no stop token behind the answer")
-        return size, size, found[2]
+        return size, size, stop[2]
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Any, mode: dict[str, bool]) -> str:
         """Return the text of the conversation; ChatError names the first turn that the template refuses."""
@@ -217,9 +217,9 @@ class ChatFormat:
 
     def _check_shown(self, messages: Sequence[Message], turn: int, prompt: str, body: str) -> None:
         """Raise ChatError if the template leaves out a part of the answer, or a turn since the answer before it."""
-        written = _squeezed(body)
+        squeezed = _squeezed(body)
         for name, part in _parts(messages[turn]):
-            if _squeezed(part) not in written:
+            if _squeezed(part) not in squeezed:
                 raise ChatError(turn, f"the template does not write its {name}, or writes it otherwise")
         before = _squeezed(prompt)
         for earlier in range(turn - 1, -1, -1):

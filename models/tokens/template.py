@@ -116,13 +116,13 @@ def _tojson(
 
 
 def _environment() -> jinja2.Environment:
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
-    made.filters["tojson"] = _tojson
+    environment.filters["tojson"] = _tojson
     strftime: Callable[[str], str] = TODAY.strftime
-    made.globals |= {"raise_exception": _raise, "strftime_now": strftime, "dict": _Dict(), "namespace": _Namespace}
-    return made
+    environment.globals |= {"raise_exception": _raise, "strftime_now": strftime, "dict": _Dict(), "namespace": _Namespace}
+    return environment
 
 
 class Template:
@@ -166,8 +166,8 @@ class Template:
             answer = _process.ask(request, self._key, self._given)
         except LimitError as error:
             raise TemplateLimitError(f"the chat template is stopped: {error}") from error
-        if (told := answer.get("error")) is not None:
-            raise TemplateError(str(told))
+        if (message := answer.get("error")) is not None:
+            raise TemplateError(str(message))
         return str(answer["text"])
 
 
@@ -234,9 +234,9 @@ class _Programs:
 
 def _prepared(message: Message) -> dict[str, Any]:
     """Return a message without null keys, with the reasoning under each name that templates read."""
-    found = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((found[key] for key in REASONING if key in found), None)
-    return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
+    prepared = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((prepared[key] for key in REASONING if key in prepared), None)
+    return prepared if reasoning is None else {"thinking": reasoning, **prepared, "reasoning_content": reasoning}
 
 
 def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
@@ -259,10 +259,10 @@ def _as_object(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        found = json.loads(arguments)
+        value = json.loads(arguments)
     except ValueError:
         return arguments
-    return found if isinstance(found, dict) else arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def _as_text(arguments: Any) -> Any:

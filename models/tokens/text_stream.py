@@ -27,9 +27,9 @@ class TextStream:
         else:
             whole = len(text.rstrip("\ufffd"))
             end = whole - max((_begun(text[:whole], stop) for stop in self._stop), default=0)
-        found = text[self._given : max(end, self._given)]
-        self._given += len(found)
-        return found
+        new_text = text[self._given : max(end, self._given)]
+        self._given += len(new_text)
+        return new_text
 
 
 def _begun(text: str, stop: str) -> int:

@@ -121,8 +121,8 @@ class Tokenizer:
         `tokenizer.json` is the vocabulary; `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`,
         `generation_config.json` and `config.json` complete it where they are there.
         """
-        found = read_files(Path(folder))
-        return Tokenizer(found.backend, found.named, found.template, found.stops, found.generation)
+        files = read_files(Path(folder))
+        return Tokenizer(files.backend, files.named, files.template, files.stops, files.generation)
 
     def save(self, folder: Path | str) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`, which transformers' AutoTokenizer loads."""
@@ -228,8 +228,8 @@ class Tokenizer:
         not: headers, the stop token. ChatError where the answer cannot be told apart.
         """
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        said = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
-        return self._chat.pair([*asked, said], finished, tools)
+        turn = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+        return self._chat.pair([*asked, turn], finished, tools)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Row]:
         """Return the rows that train every answer of a conversation: ids and loss mask, rendered together.

@@ -57,8 +57,8 @@ def read_files(folder: Path) -> TokenizerFiles:
     others = _json(folder / "special_tokens_map.json")
     named = {name: text for name in NAMED if (text := _text(config.get(name) or others.get(name)))}
     stops = _stop_ids(folder)
-    written = [token for id_ in stops if (token := backend.id_to_token(id_)) is not None]
-    with_tokens(backend, [*named.values(), *_listed(config), *_listed(others), *written], _added(config))
+    tokens = [token for id_ in stops if (token := backend.id_to_token(id_)) is not None]
+    with_tokens(backend, [*named.values(), *_listed(config), *_listed(others), *tokens], _added(config))
     return TokenizerFiles(backend, named, _template(folder, config), stops, _generation(folder))
 
 
@@ -98,35 +98,35 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _text(token: Any) -> str | None:
     """Return a token's text, written as it is or as an object."""
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) and found else None
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) and text else None
 
 
 def _listed(config: Mapping[str, Any]) -> list[str]:
     """Return the special tokens without a name."""
-    found: list[Any] = []
+    tokens: list[Any] = []
     for name in ("additional_special_tokens", "extra_special_tokens"):
         value = config.get(name) or []
-        found += list(value.values()) if isinstance(value, dict) else value
-    return [text for token in found if (text := _text(token))]
+        tokens += list(value.values()) if isinstance(value, dict) else value
+    return [text for token in tokens if (text := _text(token))]
 
 
 def _added(config: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
     """Return the tokens that the configuration adds to the vocabulary, in the order of their ids."""
-    found = config.get("added_tokens_decoder") or {}
+    decoder = config.get("added_tokens_decoder") or {}
     flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
     return [
         tokenizers.AddedToken(token["content"], **{flag: bool(token.get(flag)) for flag in flags})
-        for _, token in sorted(found.items(), key=lambda item: int(item[0]))
+        for _, token in sorted(decoder.items(), key=lambda item: int(item[0]))
     ]
 
 
 def _stop_ids(folder: Path) -> list[int]:
     """Return `eos_token_id` of the generation's configuration, or else of the model's."""
     for name in ("generation_config.json", "config.json"):
-        found = _json(folder / name).get("eos_token_id")
-        if found is not None:
-            return [int(id_) for id_ in (found if isinstance(found, list) else [found])]
+        ids = _json(folder / name).get("eos_token_id")
+        if ids is not None:
+            return [int(id_) for id_ in (ids if isinstance(ids, list) else [ids])]
     return []
 
 
@@ -141,23 +141,23 @@ SAMPLING = {
 def _generation(folder: Path) -> dict[str, Any]:
     """Return the sampling fields of generation_config.json; TokenizerError for one that is no number or out of range."""
     path = folder / "generation_config.json"
-    found = {name: value for name, value in _json(path).items() if value is not None and name not in NOT_SAMPLING}
+    fields = {name: value for name, value in _json(path).items() if value is not None and name not in NOT_SAMPLING}
     for name, (low, high) in SAMPLING.items():
-        value = found.get(name, low)
+        value = fields.get(name, low)
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not (whole or (isinstance(value, float) and isinstance(low, float))) or not low <= value <= high:
             raise TokenizerError(f"{path}: {name} is {value!r}, not a number from {low:g} to {high:g}")
-    return found
+    return fields
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
     """Return the chat template, or several by name; a file of its own counts before the configuration's."""
-    found = config.get("chat_template")
-    named = {entry["name"]: entry["template"] for entry in found} if isinstance(found, list) else {}
-    if isinstance(found, str):
-        named["default"] = found
-    if isinstance(written := _json(folder / "chat_template.json").get("chat_template"), str):
-        named["default"] = written
+    template = config.get("chat_template")
+    named = {entry["name"]: entry["template"] for entry in template} if isinstance(template, list) else {}
+    if isinstance(template, str):
+        named["default"] = template
+    if isinstance(text := _json(folder / "chat_template.json").get("chat_template"), str):
+        named["default"] = text
     for path in [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]:
         if path.is_file():
             named["default" if path.stem == "chat_template" else path.stem] = path.read_text(encoding="utf-8")

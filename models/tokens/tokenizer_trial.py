@@ -104,8 +104,8 @@ class Trial:
             answer = _process.ask((text, markup), self._key, self._given, SECONDS + len(text) / 1e6)
         except LimitError as error:
             raise ValueError(f"the tokenizer is stopped on a text of {len(text):,} characters: {error}; see {self._why}") from error
-        if (said := answer.get("error")) is not None:
-            raise ValueError(f"the tokenizer fails on a text of {len(text):,} characters: {said}; see {self._why}")
+        if (message := answer.get("error")) is not None:
+            raise ValueError(f"the tokenizer fails on a text of {len(text):,} characters: {message}; see {self._why}")
 
 
 _process = Process(__name__)

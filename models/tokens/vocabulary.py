@@ -40,8 +40,8 @@ class Vocabulary:
 
     def id_of(self, token: str | None) -> int | None:
         """Return the id of a token by its text; None where there is none."""
-        found: int | None = None if token is None else self.backend.token_to_id(token)
-        return found
+        id_: int | None = None if token is None else self.backend.token_to_id(token)
+        return id_
 
     def token(self, id_: int) -> str:
         """Return the text of a token."""
@@ -69,9 +69,9 @@ class Vocabulary:
     @cached_property
     def _reader(self) -> tokenizers.Tokenizer:
         """The same tokenizer, which finds special tokens in text."""
-        made = tokenizers.Tokenizer.from_str(self.backend.to_str())
-        made.encode_special_tokens = False
-        return made
+        reader = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        reader.encode_special_tokens = False
+        return reader
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
@@ -101,24 +101,24 @@ class Vocabulary:
         ids: list[int] = []
         spans: list[Span] = []
         start = 0
-        for found in self._special_pattern.finditer(text):
-            self._append(text[start : found.start()], start, mark, ids, spans)
-            token = next(group for group in found.groups() if group is not None)
+        for match in self._special_pattern.finditer(text):
+            self._append(text[start : match.start()], start, mark, ids, spans)
+            token = next(group for group in match.groups() if group is not None)
             ids.append(self._special_tokens[token][0])
-            spans.append(found.span())
-            start = found.end()
+            spans.append(match.span())
+            start = match.end()
         self._append(text[start:], start, mark, ids, spans)
         return ids, spans
 
     def _append(self, piece: str, start: int, mark: str, ids: list[int], spans: list[Span]) -> None:
         """Add the ids of a piece of text between special tokens; its marks go."""
-        kept = [index for index, character in enumerate(piece) if character != mark]
-        if not kept:
+        indices = [index for index, character in enumerate(piece) if character != mark]
+        if not indices:
             return
         plain = piece.replace(mark, "")
-        place = [start + index for index in [*kept, kept[-1] + 1]]
-        found, offsets = self._encode_within(plain) if ids else self._encode(plain)
-        ids += found
+        place = [start + index for index in [*indices, indices[-1] + 1]]
+        new_ids, offsets = self._encode_within(plain) if ids else self._encode(plain)
+        ids += new_ids
         spans += [(place[a], place[b]) for a, b in offsets]
 
     def _encode(self, text: str) -> tuple[list[int], list[Span]]:
@@ -149,10 +149,10 @@ class Vocabulary:
     def find_special(self, text: str, among: Iterable[int]) -> tuple[int, int, int] | None:
         """Return the first of these tokens in a rendered text: (start, stop, id)."""
         wanted = set(among)
-        for found in self._special_pattern.finditer(text):
-            for token in found.groups():
+        for match in self._special_pattern.finditer(text):
+            for token in match.groups():
                 if token is not None and self._special_tokens[token][0] in wanted:
-                    start = text.index(token, found.start())
+                    start = text.index(token, match.start())
                     return start, start + len(token), self._special_tokens[token][0]
         return None
 
@@ -163,8 +163,8 @@ class Vocabulary:
     def special_in(self, value: Any) -> str | None:
         """Return the first special token that is written out in a string, or in the strings of a list or mapping."""
         if isinstance(value, str):
-            found = self._special_pattern.search(value)
-            return None if found is None else found.group().strip()
+            match = self._special_pattern.search(value)
+            return None if match is None else match.group().strip()
         values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
         return next((token for item in values if (token := self.special_in(item)) is not None), None)
 
@@ -172,8 +172,8 @@ class Vocabulary:
         """Return `value` with a mark inside every special token that its strings write out, and the mark; None if it needs none."""
         if self.special_in(value) is None:
             return value, None
-        written = json.dumps(value, ensure_ascii=False, default=str)
-        mark = next(mark for mark in MARKS if mark not in written)
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        mark = next(mark for mark in MARKS if mark not in text)
         return self._marked(value, mark), mark
 
     def _marked(self, value: Any, mark: str) -> Any:
@@ -188,9 +188,9 @@ class Vocabulary:
 
 def with_tokens(backend: tokenizers.Tokenizer, special: Iterable[str], added: Iterable[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
     """Return the tokenizer with these special tokens and further tokens, where it lacks them; as transformers completes it."""
-    known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
-    backend.add_tokens([token for token in added if token.content not in known])
+    present = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    backend.add_tokens([token for token in added if token.content not in present])
     backend.add_special_tokens([
-        tokenizers.AddedToken(token, special=True, normalized=False) for token in dict.fromkeys(special) if not known.get(token)
+        tokenizers.AddedToken(token, special=True, normalized=False) for token in dict.fromkeys(special) if not present.get(token)
     ])
     return backend

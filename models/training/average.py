@@ -51,11 +51,11 @@ def ties(tensors: Sequence[Tensor], shares: Sequence[float], base: Tensor, densi
     value the weighted mean of the differences that have this sign. (The paper trims over all tensors at once.)
     """
     origin = base.double()
-    kept = torch.stack([_trimmed(tensor.double() - origin, density) for tensor in tensors])
+    trimmed = torch.stack([_trimmed(tensor.double() - origin, density) for tensor in tensors])
     weights = torch.tensor(list(shares), dtype=torch.float64).reshape(-1, *[1] * origin.dim())
-    terms = kept * weights
+    terms = trimmed * weights
     sign = terms.sort(0).values.sum(0).sign()
-    agrees = (kept.sign() == sign) & (sign != 0)
+    agrees = (trimmed.sign() == sign) & (sign != 0)
     total = (terms * agrees).sort(0).values.sum(0)
     weight = (weights * agrees).sort(0).values.sum(0)
     return origin + torch.where(weight > 0, total / weight.clamp_min(1e-300), torch.zeros_like(total))

@@ -62,8 +62,8 @@ def train(
     was_training = model.training
     average: dict[str, Tensor] = {}
     with ExitStack() as stack:
-        begun = config.replace(compute=as_begun(config.compute, checkpoint_dir))
-        trainer = stack.enter_context(Trainer(model, objective, begun, rate_scales))
+        current = config.replace(compute=as_begun(config.compute, checkpoint_dir))
+        trainer = stack.enter_context(Trainer(model, objective, current, rate_scales))
         first, log = _resume(checkpoint_dir, trainer, average, identity)
 
         def write() -> None:
@@ -122,10 +122,10 @@ def as_begun(compute: ComputeSettings, folder: Path | None) -> ComputeSettings:
 def _resume(
     folder: Path | None, trainer: Trainer, average: dict[str, Tensor], identity: dict[str, Any]
 ) -> tuple[int, TrainLog]:
-    found = None if folder is None else load_state(folder)
-    if found is None:
+    state = None if folder is None else load_state(folder)
+    if state is None:
         return 1, []
-    tensors, record = found
+    tensors, record = state
     check_identity(folder, record, identity)
     prefix = "average."
     average.update({n.removeprefix(prefix): t.clone() for n, t in tensors.items() if n.startswith(prefix)})

@@ -81,24 +81,24 @@ def train_ppo(
     """
     config = rollouts.config
     objective = Ppo(config.clip, config.entropy_weight, config.temperature, dual_clip=config.dual_clip)
-    begun = config.replace(compute=as_begun(config.compute, checkpoint_dir))
+    current = config.replace(compute=as_begun(config.compute, checkpoint_dir))
     trainers = {
-        "policy": Trainer(rollouts.policy, objective, begun.training(config.schedule.learning_rate), rate_scales),
-        "critic": Trainer(critic, Value(config.value_clip), begun.training(config.critic_learning_rate)),
+        "policy": Trainer(rollouts.policy, objective, current.training(config.schedule.learning_rate), rate_scales),
+        "critic": Trainer(critic, Value(config.value_clip), current.training(config.critic_learning_rate)),
     }
 
-    def estimate(found: Sampled, numbers: dict[str, float]) -> Estimate:
+    def estimate(sampled: Sampled, numbers: dict[str, float]) -> Estimate:
         if not numbers.get("normalized") and config.normalize_rewards:
-            numbers["score_mean"] = float(found.scores.mean())
-            numbers["score_scale"] = max(float(found.scores.std(correction=0)), 1e-6)
+            numbers["score_mean"] = float(sampled.scores.mean())
+            numbers["score_scale"] = max(float(sampled.scores.std(correction=0)), 1e-6)
         numbers["normalized"] = 1.0
-        rewards = (found.scores - numbers["score_mean"]) / numbers["score_scale"]
-        rewards = rewards - config.unfinished_penalty * (1.0 - found.finished)
+        rewards = (sampled.scores - numbers["score_mean"]) / numbers["score_scale"]
+        rewards = rewards - config.unfinished_penalty * (1.0 - sampled.finished)
         with torch.no_grad():
-            values = torch.cat(by_group(critic, token_values, found.asked, found.answers, config.compute.micro_batch_tokens))
+            values = torch.cat(by_group(critic, token_values, sampled.asked, sampled.answers, config.compute.micro_batch_tokens))
         kl = numbers["kl_coefficient"]
         raw, returns = advantages(
-            found.logprobs, found.reference, values, rewards, found.lengths, kl=kl, gamma=config.gamma, lam=config.lam
+            sampled.logprobs, sampled.reference, values, rewards, sampled.lengths, kl=kl, gamma=config.gamma, lam=config.lam
         )
         return values, whiten(raw, torch.ones_like(raw, dtype=torch.bool)), returns
 
@@ -119,15 +119,15 @@ def train_grpo(
     """
     config = rollouts.config
     objective = Ppo(config.clip, config.entropy_weight, config.temperature, config.clip_high, config.dual_clip)
-    begun = config.replace(compute=as_begun(config.compute, checkpoint_dir))
-    trainers = {"policy": Trainer(rollouts.policy, objective, begun.training(config.schedule.learning_rate), rate_scales)}
+    current = config.replace(compute=as_begun(config.compute, checkpoint_dir))
+    trainers = {"policy": Trainer(rollouts.policy, objective, current.training(config.schedule.learning_rate), rate_scales)}
 
-    def estimate(found: Sampled, numbers: dict[str, float]) -> Estimate:
-        kl = sum_segments(found.logprobs - found.reference, found.lengths)
-        rewards = found.scores - config.unfinished_penalty * (1.0 - found.finished) - numbers["kl_coefficient"] * kl
+    def estimate(sampled: Sampled, numbers: dict[str, float]) -> Estimate:
+        kl = sum_segments(sampled.logprobs - sampled.reference, sampled.lengths)
+        rewards = sampled.scores - config.unfinished_penalty * (1.0 - sampled.finished) - numbers["kl_coefficient"] * kl
         by_answer = group_advantages(rewards.view(-1, config.answers), config.baseline).flatten()
-        none = torch.zeros_like(found.logprobs)
-        return none, by_answer.repeat_interleave(found.lengths), none
+        none = torch.zeros_like(sampled.logprobs)
+        return none, by_answer.repeat_interleave(sampled.lengths), none
 
     return _train(rollouts, trainers, estimate, checkpoint_dir, on_step)
 
@@ -241,21 +241,21 @@ def _groups(asked: list[list[int]], answers: list[list[list[int]]], numbers: dic
     return [Group(asked[g], answers[g], **{name: part[g] for name, part in parts.items()}) for g in range(len(asked))]
 
 
-def _update(trainers: dict[str, Trainer], begun: Begun, config: RolloutSettings, seed: int, rollout: int, update: int) -> None:
+def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutSettings, seed: int, rollout: int, update: int) -> None:
     """Update each trainer once, counted from 0 in its rollout; its rows go into `begun`."""
     started = time.perf_counter()
     epoch, index = divmod(update, config.minibatches)
-    order = np.random.default_rng([seed, rollout, epoch]).permutation(len(begun.groups))
+    order = np.random.default_rng([seed, rollout, epoch]).permutation(len(rollout_state.groups))
     part = np.array_split(order, config.minibatches)[index]
-    chosen = [begun.groups[i] for i in sorted(part.tolist())]
+    chosen = [rollout_state.groups[i] for i in sorted(part.tolist())]
     teaching = chosen if len(trainers) > 1 or config.entropy_weight else _teaching(chosen)
     left_out = sum(len(group.logprobs) for group in chosen) - sum(len(group.logprobs) for group in teaching)
     packed = pack([len(group) for group in teaching], config.compute.micro_batch_tokens)
     batches = [_collate([teaching[i] for i in row], 0 if number else left_out) for number, row in enumerate(packed)]
     step = (rollout - 1) * config.epochs * config.minibatches + update + 1
     for who, trainer in trainers.items():
-        begun.rows[who].append(trainer.step(step, batches, seed))
-    begun.row["seconds"] += time.perf_counter() - started
+        rollout_state.rows[who].append(trainer.step(step, batches, seed))
+    rollout_state.row["seconds"] += time.perf_counter() - started
 
 
 def _finish(begun: Begun, config: RolloutSettings, numbers: dict[str, float], rollout: int) -> Row:
@@ -269,11 +269,11 @@ def _finish(begun: Begun, config: RolloutSettings, numbers: dict[str, float], ro
     if config.kl_target is not None:
         answers = sum(len(group.answers) for group in begun.groups)
         numbers["kl_coefficient"] = adapt_kl(numbers["kl_coefficient"], row["kl"], config.kl_target, answers, config.kl_horizon)
-    kept = ("loss", "learning_rate", "gradient_norm", "clip_fraction", "approximate_kl", "entropy")
+    columns = ("loss", "learning_rate", "gradient_norm", "clip_fraction", "approximate_kl", "entropy")
     return {
         "step": rollout,
         **row,
-        **{name: policy[name] for name in kept},
+        **{name: policy[name] for name in columns},
         "tokens": sum(int(row["tokens"]) for row in rows),
         "skipped": int(all(row["skipped"] for row in rows)),
         "skipped_updates": sum(row["skipped"] for row in rows),
@@ -286,20 +286,20 @@ def _teaching(groups: Sequence[Group]) -> Sequence[Group]:
     return [group for group in groups if bool(group.advantages.any())] or groups[:1]
 
 
-def _summary(found: Sampled, groups: Sequence[Group], numbers: dict[str, float], critic: bool) -> Row:
+def _summary(sampled: Sampled, groups: Sequence[Group], numbers: dict[str, float], critic: bool) -> Row:
     values = torch.cat([group.values for group in groups])
     returns = torch.cat([group.returns for group in groups])
     spread = float(returns.var(correction=0))
     unexplained = float((returns - values).var(correction=0))
     return {
-        "score": found.score,
-        **({} if found.kl is None else {"kl": found.kl}),
-        **found.watched,
+        "score": sampled.score,
+        **({} if sampled.kl is None else {"kl": sampled.kl}),
+        **sampled.watched,
         "kl_coefficient": numbers["kl_coefficient"],
         **({"explained_variance": 1.0 - unexplained / spread if spread else 0.0} if critic else {}),
-        "unequal_prompts": found.unequal,
-        "answer_tokens": len(found.logprobs) / len(found.scores),
-        "finished": float(found.finished.mean()),
+        "unequal_prompts": sampled.unequal,
+        "answer_tokens": len(sampled.logprobs) / len(sampled.scores),
+        "finished": float(sampled.finished.mean()),
     }
 
 
@@ -317,10 +317,10 @@ def _collate(groups: Sequence[Group], left_out: int) -> PpoBatch:
 def _resume(
     folder: Path | None, trainers: dict[str, Trainer], identity: dict[str, Any], config: RolloutSettings
 ) -> tuple[dict[str, float], TrainLog, Begun | None]:
-    found = None if folder is None else load_state(folder)
-    if found is None:
+    state = None if folder is None else load_state(folder)
+    if state is None:
         return {"kl_coefficient": config.kl_coefficient, "score_mean": 0.0, "score_scale": 1.0}, [], None
-    tensors, record = found
+    tensors, record = state
     check_identity(folder, record, identity)
     for who, trainer in trainers.items():
         prefix = f"{who}."

@@ -111,7 +111,7 @@ class Rollouts(Generic[Config]):
 
     def _drawn(self, rollout: int, remember: Remember) -> list[Drawn]:
         """Return a rollout's prompts with answers, and further ones while too few are unequal and `resample` allows it."""
-        config, found, size, engine = self.config, list[Drawn](), self._wave(), Engine(self.policy)
+        config, drawn, size, engine = self.config, list[Drawn](), self._wave(), Engine(self.policy)
         for again in range(1 + (config.resample if isinstance(config, GrpoSettings) else 0)):
             # What is asked again comes from beyond the last rollout.
             places = step_indices(rollout + again * config.rollouts, len(self.prompts), config.prompts, self.seed)
@@ -120,10 +120,10 @@ class Rollouts(Generic[Config]):
                 seeds = [self.seed, rollout, again, wave]
                 # Without zeros at the end: rollouts of one wave draw what they drew when there were no waves.
                 own = seeds if wave else seeds[: 3 if again else 2]
-                found += self._answered(asked, remember(f"{again}-{wave}", partial(self._sampled, engine, asked, own)))
-            if sum(one.unequal for one in found) >= config.prompts:
+                drawn += self._answered(asked, remember(f"{again}-{wave}", partial(self._sampled, engine, asked, own)))
+            if sum(one.unequal for one in drawn) >= config.prompts:
                 break
-        return found
+        return drawn
 
     def _wave(self) -> int:
         """Return the number of prompts answered together; on a GPU all of a rollout."""
@@ -198,6 +198,6 @@ def by_group(
     for row in pack([len(p) + n for p, n in zip(prompts, tokens, strict=True)], micro_batch_tokens):
         targets = Targets.from_answers([prompts[i] for i in row], [answers[i] for i in row])
         sizes = [len(answers[i]) if by_answer else tokens[i] for i in row]
-        found = compute(model, targets.to(device)).float().cpu().split(sizes)
-        results |= zip(row, found, strict=True)
+        rows = compute(model, targets.to(device)).float().cpu().split(sizes)
+        results |= zip(row, rows, strict=True)
     return [results[i] for i in range(len(prompts))]

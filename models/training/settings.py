@@ -116,8 +116,8 @@ class ScheduleSettings(Settings):
 
     def decay(self, steps: int) -> int:
         """Return the steps of wsd's decay."""
-        found = _resolved(self.decay_steps, steps, steps - self.warmup(steps))
-        return max(1, found) if self.decay_steps else 0
+        count = _resolved(self.decay_steps, steps, steps - self.warmup(steps))
+        return max(1, count) if self.decay_steps else 0
 
     def anneal(self, steps: int) -> int:
         """Return the steps of annealing."""

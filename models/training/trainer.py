@@ -163,10 +163,10 @@ class Trainer:
         measure = getattr(self.objective, "measure", None)
         totals: dict[str, float] = {}
         for part in micro:
-            found = dict(self.objective.totals(part))
+            values = dict(self.objective.totals(part))
             if measure is not None:
-                found |= measure(self.model, self._moved(part))
-            for name, value in found.items():
+                values |= measure(self.model, self._moved(part))
+            for name, value in values.items():
                 totals[name] = totals.get(name, 0.0) + value
         return {"totals": totals}
 
@@ -182,8 +182,8 @@ class Trainer:
         """Return the step's model FLOPs over what the device's matrix products would do in its time, if both are
         known: for a whole `Transformer` on a device in `accounting.peak_flops`."""
         config = getattr(self.model, "config", None)
-        found = [getattr(getattr(part, "targets", part), "forest", None) for part in micro]
-        forests = [forest for forest in found if isinstance(forest, Forest)]
+        parts = [getattr(getattr(part, "targets", part), "forest", None) for part in micro]
+        forests = [forest for forest in parts if isinstance(forest, Forest)]
         whole = len(self.parameters) == sum(1 for _ in self.model.parameters())
         if not isinstance(config, ModelConfig) or not whole or len(forests) < len(micro):
             return {}
@@ -259,12 +259,12 @@ def optimizers(
             kinds.setdefault((scale, name in plain), []).append(weights[name])
         return [Group(kinds[key], key[0], 0.0 if key[1] else settings.weight_decay) for key in sorted(kinds)]
 
-    made: list[Optimizer] = []
+    parts: list[Optimizer] = []
     if first:
-        made.append(kind(groups(name for name in weights if name in first), settings, **own))
+        parts.append(kind(groups(name for name in weights if name in first), settings, **own))
     if len(first) < len(weights):
-        made.append(OPTIMIZERS["adamw"](groups(name for name in weights if name not in first), settings))
-    return made
+        parts.append(OPTIMIZERS["adamw"](groups(name for name in weights if name not in first), settings))
+    return parts
 
 
 def inner_matrices(model: nn.Module) -> set[str]:
@@ -280,13 +280,13 @@ def eight_bit_linears(model: nn.Module, kind: Kind) -> list[Linear]:
     whose experts are multiplied together, or without a layer of ours.
     """
     names = inner_matrices(model)
-    found = [m for name, m in model.named_modules() if isinstance(m, Linear) and f"{name}.weight" in names]
+    layers = [m for name, m in model.named_modules() if isinstance(m, Linear) and f"{name}.weight" in names]
     if any(isinstance(m, Experts) for m in model.modules()):
         raise ValueError(f"linear_precision = {kind!r}: a mixture of experts is not trained in 8 bits; set it to 'same'")
-    if not found:
+    if not layers:
         raise ValueError(f"linear_precision = {kind!r}: the model has no decoder layer of puna.models.transformer")
-    require_products(kind, found[0].weight.device)
-    return found
+    require_products(kind, layers[0].weight.device)
+    return layers
 
 
 def embeddings(model: nn.Module) -> set[str]:

@@ -55,8 +55,8 @@ class GgufFile:
         raw = raw_config(self._shape, self._tensors, rows, frequencies)
         biased = "blk.0.attn_q.bias" in self._tensors
         if biased != (raw["model_type"] == "qwen2"):
-            said = "with" if biased else "without"
-            raise ValueError(f"attention {said} biases is not supported in a model of the family {raw['model_type']}")
+            biases = "with" if biased else "without"
+            raise ValueError(f"attention {biases} biases is not supported in a model of the family {raw['model_type']}")
         return parse_config(raw)
 
     @property
@@ -79,11 +79,11 @@ class GgufFile:
     def _tensor(self, name: str) -> Tensor:
         from gguf.quants import dequantize
 
-        found = self._tensors[name]
-        kind = found.tensor_type.name
+        tensor = self._tensors[name]
+        kind = tensor.tensor_type.name
         if kind in ("F32", "F16"):
-            return torch.from_numpy(found.data.copy())
-        values = torch.from_numpy(dequantize(found.data, found.tensor_type))
+            return torch.from_numpy(tensor.data.copy())
+        values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
         return values.bfloat16() if kind == "BF16" else values
 
 

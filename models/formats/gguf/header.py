@@ -93,8 +93,8 @@ class _Walk:
     def number(self, form: str) -> int:
         begin = self.at
         self.skip(struct.calcsize(f"={form}"), "the header")
-        found: int = struct.unpack_from(f"{self.order}{form}", self.data, begin)[0]
-        return found
+        value: int = struct.unpack_from(f"{self.order}{form}", self.data, begin)[0]
+        return value
 
     def text(self, what: str) -> str:
         size = self.number("Q")

@@ -54,8 +54,8 @@ def raw_config(fields: Mapping[str, Any], names: Iterable[str], vocabulary: int,
     experts = int(fields.get("expert_count") or 0)
     families = {family: kind for family, kind in ARCHITECTURES.items() if kind == architecture}
     if not families:
-        known = ", ".join(sorted(set(ARCHITECTURES.values())))
-        raise ValueError(f"general.architecture = {architecture!r} is not supported (only {known})")
+        supported = ", ".join(sorted(set(ARCHITECTURES.values())))
+        raise ValueError(f"general.architecture = {architecture!r} is not supported (only {supported})")
     family = "mixtral" if experts and architecture == "llama" else next(iter(families))
     needed = ("embedding_length", "block_count", "attention.head_count", "attention.layer_norm_rms_epsilon")
     if missing := [name for name in needed if name not in fields]:
@@ -151,8 +151,8 @@ def to_state(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Te
     for name, tensor in tensors.items():
         if name in SKIPPED or name.split(".")[-2] in EXPERTS:
             continue
-        if permuted and (found := re.search(r"\.attn_([qk])\.", name)):
-            heads = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
+        if permuted and (match := re.search(r"\.attn_([qk])\.", name)):
+            heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
             tensor = unpermute(tensor, heads)
         state[hub_name(name)] = tensor
     for layer in range(config.num_hidden_layers if config.moe else 0):
@@ -171,27 +171,27 @@ def from_state(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Te
     for name, tensor in state.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        found = re.fullmatch(r"model\.layers\.(\d+)\.(.+?)(\.(?:weight|bias))?", name)
-        if found is None:
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+?)(\.(?:weight|bias))?", name)
+        if match is None:
             place, _, leaf = name.rpartition(".")
             tensors[f"{outer[place]}.{leaf}"] = tensor
-        elif found[2] == "mlp.experts.gate_up_proj":
+        elif match[2] == "mlp.experts.gate_up_proj":
             gate, up = tensor.chunk(2, 1)
-            tensors |= {f"blk.{found[1]}.{EXPERTS[0]}.weight": gate, f"blk.{found[1]}.{EXPERTS[1]}.weight": up}
-        elif found[2] == "mlp.experts.down_proj":
-            tensors[f"blk.{found[1]}.{EXPERTS[2]}.weight"] = tensor
+            tensors |= {f"blk.{match[1]}.{EXPERTS[0]}.weight": gate, f"blk.{match[1]}.{EXPERTS[1]}.weight": up}
+        elif match[2] == "mlp.experts.down_proj":
+            tensors[f"blk.{match[1]}.{EXPERTS[2]}.weight"] = tensor
         else:
-            if permuted and found[2] in ("self_attn.q_proj", "self_attn.k_proj"):
-                tensor = permute(tensor, config.num_attention_heads if "q_proj" in found[2] else config.num_key_value_heads)
-            tensors[f"blk.{found[1]}.{inner[found[2]]}{found[3]}"] = tensor
+            if permuted and match[2] in ("self_attn.q_proj", "self_attn.k_proj"):
+                tensor = permute(tensor, config.num_attention_heads if "q_proj" in match[2] else config.num_key_value_heads)
+            tensors[f"blk.{match[1]}.{inner[match[2]]}{match[3]}"] = tensor
     return tensors
 
 
 def hub_name(name: str) -> str:
     """Return the hub's name of a tensor; ValueError if there is none."""
-    found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if found and found[2] in LAYER:
-        return f"model.layers.{found[1]}.{LAYER[found[2]]}.{found[3]}"
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if match and match[2] in LAYER:
+        return f"model.layers.{match[1]}.{LAYER[match[2]]}.{match[3]}"
     place, _, leaf = name.rpartition(".")
     if place not in OUTER:
         raise ValueError(f"the tensor {name} has no place in this model")

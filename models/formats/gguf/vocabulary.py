@@ -68,10 +68,10 @@ def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
 
 def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:
     name = fields.get("tokenizer.ggml.pre")
-    known = SAME.get(str(name), name)
-    if known not in PRE:
+    alias = SAME.get(str(name), name)
+    if alias not in PRE:
         raise ValueError(f"tokenizer.ggml.pre = {name!r} is not supported (only {', '.join(sorted({*PRE, *SAME}))})")
-    patterns, whole_words = PRE[known]
+    patterns, whole_words = PRE[alias]
     merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", ())]
     backend = tokenizers.Tokenizer(BPE({token: id_ for id_, token in enumerate(tokens)}, merges, ignore_merges=whole_words))
     steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
@@ -154,13 +154,13 @@ def _splitter(raw: Mapping[str, Any]) -> str:
             patterns += [GPT2] if step["use_regex"] else []
         else:
             patterns.append(step["type"])
-    found = (tuple(patterns), bool(raw["model"].get("ignore_merges")))
-    name = next((name for name, known in PRE.items() if known == found), None)
+    own = (tuple(patterns), bool(raw["model"].get("ignore_merges")))
+    name = next((name for name, splitter in PRE.items() if splitter == own), None)
     normal = (raw.get("normalizer") or {}).get("type")
     if name is None or normal not in (None, "NFC"):
         raise ValueError(
             "llama.cpp has no name for this tokenizer's splitter "
-            f"({' then '.join(patterns)}, ignore_merges {found[1]}, normaliser {normal}), and another one would give other tokens"
+            f"({' then '.join(patterns)}, ignore_merges {own[1]}, normaliser {normal}), and another one would give other tokens"
         )
     return name
 
@@ -201,5 +201,5 @@ SAMPLING = {
 
 def _generation(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling fields; 32-bit numbers get the decimals that were written."""
-    found = {name: fields[field] for name, field in SAMPLING.items() if field in fields}
-    return {"do_sample": True, **{name: round(value, 6) for name, value in found.items()}} if found else {}
+    sampling = {name: fields[field] for name, field in SAMPLING.items() if field in fields}
+    return {"do_sample": True, **{name: round(value, 6) for name, value in sampling.items()}} if sampling else {}

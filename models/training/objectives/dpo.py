@@ -86,16 +86,16 @@ class Dpo(Objective[DpoBatch]):
         targets, count = batch.targets, totals["pairs"]
         logprobs = target_logprobs(model, targets)
         pairs = self._pairs(targets.sum_by_answer(logprobs), batch)
-        found = self.preference.function(pairs, self.beta, **self.own)
+        result = self.preference.function(pairs, self.beta, **self.own)
         nll = answer_nll(logprobs, targets, batch.chosen, count, totals["chosen_tokens"], self.nll_normalization)
-        loss = divide(found.losses.sum(), count) + self.nll_weight * nll
+        loss = divide(result.losses.sum(), count) + self.nll_weight * nll
         with torch.no_grad():
-            margin = found.chosen_reward - found.rejected_reward
+            margin = result.chosen_reward - result.rejected_reward
             values = {
                 "accuracy": (margin > 0).float() + 0.5 * (margin == 0).float(),
                 "margin": margin,
-                "chosen_reward": found.chosen_reward,
-                "rejected_reward": found.rejected_reward,
+                "chosen_reward": result.chosen_reward,
+                "rejected_reward": result.rejected_reward,
                 "chosen_logprob": pairs.chosen,
                 "rejected_logprob": pairs.rejected,
             }

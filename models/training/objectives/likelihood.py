@@ -107,12 +107,12 @@ class Distill(Objective[Targets]):
             own_NV = model.logits(own_ND)
             with torch.no_grad():
                 other_NV = self.teacher.logits(other_ND)
-            known = min(own_NV.shape[-1], other_NV.shape[-1])
+            shared = min(own_NV.shape[-1], other_NV.shape[-1])
             student_NV, teacher_NV = (
-                (logits_NV[:, :known].float() / self.temperature).log_softmax(-1) for logits_NV in (own_NV, other_NV)
+                (logits_NV[:, :shared].float() / self.temperature).log_softmax(-1) for logits_NV in (own_NV, other_NV)
             )
             return divergence(student_NV, teacher_NV, self.beta).sum()
 
         parts = zip(hidden_ND.split(POSITIONS), guide_ND.split(POSITIONS), strict=True)
-        found = [checkpoint(nats, own_ND, other_ND, use_reentrant=False) for own_ND, other_ND in parts]
-        return divide(torch.stack(found).sum(), totals["tokens"]), {}
+        sums = [checkpoint(nats, own_ND, other_ND, use_reentrant=False) for own_ND, other_ND in parts]
+        return divide(torch.stack(sums).sum(), totals["tokens"]), {}
