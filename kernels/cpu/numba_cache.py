@@ -35,7 +35,9 @@ FILES_PER_LOOP = 64  # signatures times processors times states of the code that
 SUM_BYTES = 4  # of the checksum behind a compiled loop
 APART = ("puna.storage", "puna.stages.contract")
 """Rooms that hold nothing a loop could be compiled of."""
-IMPORT = re.compile(r"^(?:from ([\w.]+) import (\([^)]*\)|[^\n#]+)|import ([^\n#]+))", re.MULTILINE)
+FUNCTION = re.compile(r"^(?:@|def |class |async )[^\n]*\n(?:(?:[ \t)][^\n]*)?\n)*", re.MULTILINE)
+"""A function or class, whose imports come later than the file's, if at all."""
+IMPORT = re.compile(r"^ *(?:from ([\w.]+) import (\([^)]*\)|[^\n#]+)|import ([^\n#]+))", re.MULTILINE)
 Compiler = Callable[[Callable[..., Any]], Any]
 
 
@@ -137,7 +139,7 @@ def _read(module: str) -> tuple[str, list[str]]:
         return "", []
     text = Path(file).read_text(encoding="utf-8")
     names: list[str] = []
-    for base, imported, plain in IMPORT.findall(text):
+    for base, imported, plain in IMPORT.findall(FUNCTION.sub("", text)):
         names += [base, *(f"{base}.{word}" for word in re.findall(r"\w+", imported))] if base else re.findall(r"[\w.]+", plain)
     return _sha(text), [name for name in names if name in sys.modules]
 
