@@ -7,22 +7,21 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from transformers import TrainerCallback
-
-from puna.models.training.loop import progress
 from puna.models.training.state import Saver, check_identity, load_state, save_state
 from puna.stages.contract import StageRun
 from puna.stages.training.train import CHECKPOINTS
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class Recorder(TrainerCallback):  # type: ignore[misc,unused-ignore]
+
+class Recorder:
     """The record of one training: a row per step, and its state, saved as `Saver` says.
 
     The state is tensors and JSON, as that of Puna's own loop. TRL's checkpoints are pickles, which this store does not hold.
+    A callback by its methods, not by transformers' base class: every command imports the files of the stages.
     """
 
     def __init__(self, trainer: Any, identity: Mapping[str, Any], save_seconds: float, run: StageRun) -> None:
@@ -32,6 +31,12 @@ class Recorder(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._saver = Saver(save_seconds, self._save)
         self._last, self._tokens = time.perf_counter(), 0.0
         self._found: tuple[dict[str, Tensor], dict[str, Any]] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a function that ignores an event without a method here."""
+        if name.startswith("on_"):
+            return lambda *event, **details: None
+        raise AttributeError(name)
 
     def train(self) -> None:
         """Train to the end, from the saved state where there is one."""
@@ -98,6 +103,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._saver.end_if_asked()
 
     def _save(self) -> Path:
+        from puna.models.training.loop import progress
+
         trainer = self._trainer
         tensors = {f"weights.{name}": value for name, value in trainer.model.named_parameters() if value.requires_grad}
         for index, moments in trainer.optimizer.state_dict()["state"].items():
@@ -113,6 +120,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc,unused-ignore]
         return save_state(self._folder, trainer.state.global_step, tensors, record)
 
     def _load_weights(self, *_: Any) -> None:
+        import torch
+
         assert self._found is not None
         weights = dict(self._trainer.model.named_parameters())
         with torch.no_grad():
@@ -120,6 +129,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc,unused-ignore]
                 weights[name].copy_(value)
 
     def _restore_random(self) -> None:
+        import torch
+
         assert self._found is not None
         cpu, *gpus = _below("random", self._found[0]).values()
         torch.set_rng_state(cpu)
@@ -130,6 +141,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
 def _random() -> list[Tensor]:
     """Return the states of the random generators, the CPU's first."""
+    import torch
+
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
 
 
