@@ -78,7 +78,7 @@ def test_a_run_that_is_cancelled_within_a_training_is_no_crash(monkeypatch: pyte
 
     request = Request("stage:pretrain", None, (), ())
     if state.is_cancelling():
-        assert deployments._told(request, work).is_cancelled()
+        assert deployments._run_work(request, work).is_cancelled()
     else:
         with pytest.raises(TerminationSignal):
-            deployments._told(request, work)
+            deployments._run_work(request, work)

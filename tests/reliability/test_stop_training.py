@@ -49,8 +49,8 @@ def test_a_killed_training_keeps_its_state_and_ends_with_the_same_bits(sent: sig
     ended = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path), str(int(sent))], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    # Python ends a command with status 1 at Ctrl-C.
-    assert ended.returncode == (1 if sent == signal.SIGINT else -sent), ended.stderr[-2000:]
+    # Python ends a command with status 1 at Ctrl-C, or sends itself the signal again: that depends on how it was started.
+    assert ended.returncode in ((1, -sent) if sent == signal.SIGINT else (-sent,)), ended.stderr[-2000:]
     record = state.load_record(tmp_path)
     assert record is not None and record["step"] == KILLED
     assert run(tmp_path) == run(None)

@@ -18,10 +18,13 @@ from typing import Any
 
 from puna.stages.contract import Stage
 from puna.stages.identity import code, sources, syntax
+from tests.identity import numerics
 
 ROOT = sources.ROOT
 # They move artifacts, or drive stages, and decide no content.
 OUTSIDE = ("puna.storage", "puna.stages.contract", "puna.stages.identity", "puna.stages.executors", "puna.stages.plugins", "puna.flows")
+# Their keys hold references and versions; tests/identity compares their code with a record.
+OPERATIONS = frozenset(".".join(("puna", *file.relative_to(numerics.ROOT).with_suffix("").parts)) for file in numerics.files())
 WATCHED = frozenset((
     "language", "line_dedup", "minhash_dedup", "mix", "pii", "pretrain", "select", "split", "tokenize", "url_dedup", "url_filter",
 ))  # fmt: skip
@@ -74,7 +77,7 @@ def unnamed_code(ran: set[CodeType], named: dict[str, str]) -> Iterator[str]:
             continue
         module = ".".join(("puna", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
         symbols = _bound_at(file).get(one.co_firstlineno)
-        if not module.startswith(OUTSIDE) and symbols and not any(f"{module}.{symbol}" in named for symbol in symbols):
+        if not module.startswith(OUTSIDE) and module not in OPERATIONS and symbols and not any(f"{module}.{symbol}" in named for symbol in symbols):
             yield f"{module}.{one.co_qualname}"
 
 

@@ -209,11 +209,11 @@ def test_held_out_prompts_are_asked_by_hash() -> None:
             return pa.Table.from_pylist(self.rows)
 
     rows = [{"id": f"{i}", "task": "t" if i % 2 else "s", "split": "heldout" if i % 3 else "train"} for i in range(30)]
-    first = module._asked(Rows(rows), 4, seed=1)
-    assert first == module._asked(Rows(rows[::-1]), 4, seed=1) and len(first) == 8
-    assert first != module._asked(Rows(rows), 4, seed=2)
+    first = module._heldout_prompts(Rows(rows), 4, seed=1)
+    assert first == module._heldout_prompts(Rows(rows[::-1]), 4, seed=1) and len(first) == 8
+    assert first != module._heldout_prompts(Rows(rows), 4, seed=2)
     with pytest.raises(PunaError, match="no held-out prompts"):
-        module._asked(Rows(rows[::3]), 4, seed=1)
+        module._heldout_prompts(Rows(rows[::3]), 4, seed=1)
 
 
 def test_answers_by_search_are_told_in_tokens(store, model) -> None:
