@@ -104,7 +104,7 @@ for _name, _meaning in (
 
 
 class JudgeConfig(SeededConfig):
-    """What the model is asked, and about which documents."""
+    """The question to the model, and the documents that it is asked about."""
 
     signal: Grade = Field("judgement", description="Signal that is written; it chooses the built-in prompt: quality, code or reasoning")
     question: Kind = Field(
