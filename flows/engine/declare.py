@@ -261,7 +261,7 @@ class Walk(ABC):
             part()
 
     performs: ClassVar[bool] = False
-    """Whether the steps are made, and the store may be changed."""
+    """True if the walk makes the steps and may change the store."""
 
     def store(self) -> Store | None:
         """Return the store that the flow may look into; None in a trace."""

@@ -45,7 +45,7 @@ class StepRecord:
     """The steps of the run that made its inputs, by the input's name."""
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     own: bool = True
-    """Whether the server hears of the step's state from here; not of a task, of which Prefect tells it."""
+    """True if this reporter sends the state of the step. Prefect itself sends that of a task."""
     state: str = "RUNNING"
     name: str | None = None
     message: str | None = None

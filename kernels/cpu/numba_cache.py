@@ -72,6 +72,8 @@ class LoopCache:
 
     def load_overload(self, signature: Any, context: Any) -> Any:
         """Return the compiled loop of a signature, None where there is none or its file is damaged."""
+        if not self._has_source:
+            return None
         rtsys.initialize(context)  # numba's own method first loads all that it compiles with, .3 s
         try:
             with self._file(signature, context).open("rb") as file:
@@ -85,7 +87,7 @@ class LoopCache:
 
     def save_overload(self, signature: Any, result: Any) -> None:
         """Write a compiled loop, unless it holds addresses of this process."""
-        if result.lifted or result.library.has_dynamic_globals:
+        if not self._has_source or result.lifted or result.library.has_dynamic_globals:
             return
         file = self._file(signature, result.target_context)
         packed = dumps(self._results.reduce(result))
@@ -96,6 +98,11 @@ class LoopCache:
         temporary.replace(file)
         for old in sorted(self._files(), key=_modified, reverse=True)[FILES_PER_LOOP:]:
             old.unlink(missing_ok=True)
+
+    @property
+    def _has_source(self) -> bool:
+        """True if the loop's file can be read. A notebook's or a command's code has none, so nothing would tell of an edit."""
+        return bool(_read(self._function.__module__)[0])
 
     def flush(self) -> None:
         """Delete all compiled versions of the loop."""

@@ -227,7 +227,6 @@ def _batches(documents: Artifact, chosen: NDArray[np.int64], size: int) -> Itera
 
 def _grade(batch: tuple[int, list[str]], place: Place, config: JudgeConfig, device: str, scratch: str) -> NDArray[np.float64]:
     """In a worker: grade and probability of a proper answer of each text, float64[2, n]; kept in a file should the run end early."""
-
     number, texts = batch
     file = Path(scratch) / f"grades-{number:09d}.npy"
     if not file.exists():

@@ -259,7 +259,7 @@ class _Buffer:
         self._dropped = 0
         self.damage: str | None = None
         self.cut = False
-        """Whether what was asked for last goes on behind the end of its member: no record does, whatever length it announces."""
+        """True if the last read went beyond the end of its member. No record does, whatever length it announces."""
 
     @property
     def size(self) -> int:

@@ -100,6 +100,15 @@ def test_a_loop_knows_the_values_of_its_factory(tmp_path, monkeypatch):
         assert done.stdout.split() == ["3", "4", "3"]
 
 
+def test_a_loop_without_a_file_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(numba_cache.ROOT / ".pkg"))
+    code = "from puna.kernels.cpu.numba_cache import njit\ndef add(x):\n    return x + {0}\nprint(njit()(add)(1))"
+    for n in (1, 2):
+        done = subprocess.run([sys.executable, "-c", code.format(n)], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [str(1 + n)]
+
+
 def test_a_loop_that_hashes_texts_is_loaded_in_a_process_that_compiled_none(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", str(numba_cache.ROOT / ".pkg"))

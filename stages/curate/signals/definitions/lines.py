@@ -79,19 +79,19 @@ def c4_curly_bracket_lines(text: str) -> int:
 
 @signal(unit="sentences", optional=True, compiled="heuristics")
 def c4_open_sentences(text: str) -> int | None:
-    """As c4_sentences, without the rule on terminal punctuation (FineWeb's order)."""
+    """Sentences as c4_sentences counts them, without the rule on terminal punctuation (FineWeb's order)."""
     return None if unspaced(text) else c4(text, False)[0]
 
 
 @signal(unit="lines", compiled="heuristics")
 def c4_open_lorem_ipsum_lines(text: str) -> int:
-    """As c4_lorem_ipsum_lines, without the rule on terminal punctuation."""
+    """Lines as c4_lorem_ipsum_lines counts them, without the rule on terminal punctuation."""
     return c4(text, False)[1]
 
 
 @signal(unit="lines", compiled="heuristics")
 def c4_open_curly_bracket_lines(text: str) -> int:
-    """As c4_curly_bracket_lines, without the rule on terminal punctuation."""
+    """Lines as c4_curly_bracket_lines counts them, without the rule on terminal punctuation."""
     return c4(text, False)[2]
 
 
