@@ -7,13 +7,13 @@ refs/.journal                                    a line for each alias that was 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
 import re
 from datetime import UTC, datetime
 
+from puna.storage import index
 from puna.storage.artifact import Artifact
 from puna.storage.errors import PunaError
 from puna.storage.files import Files
@@ -21,6 +21,7 @@ from puna.storage.files import Files
 DEFAULT = "default"
 """The project where none is named."""
 JOURNAL = "refs/.journal"
+FIELDS = {"time", "alias", "artifact"}
 PROJECTS = "refs/.projects"
 PROJECT = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}"
 ALIAS = re.compile(rf"(?:({PROJECT})/)?([\w-][\w.-]*)@([\w-][\w.-]*)")
@@ -116,19 +117,17 @@ class Aliases:
         return {alias: first for alias, first in self.journal().items() if alias not in present}
 
     def journal(self) -> dict[str, str]:
-        """Return every alias that was ever set, with the artifact that it first pointed to. A line that cannot be read is left out."""
+        """Return every alias that was ever set, with the artifact that it first pointed to. Damaged lines are left out."""
         first: dict[str, str] = {}
-        for line in self._files.read(JOURNAL).splitlines() if self._files.stat(JOURNAL) else ():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                entry = json.loads(line)
-                first.setdefault(str(entry["alias"]), str(entry["artifact"]))
+        for entry in index.journal(self._files, JOURNAL, FIELDS)[0]:
+            first.setdefault(str(entry["alias"]), str(entry["artifact"]))
         return first
 
     def _note(self, alias: str, artifact: Artifact) -> None:
         """Add an alias to the journal, unless the journal has it already."""
         if (name := self.called(alias)) not in self.journal():
             line = {"time": datetime.now(UTC).isoformat(), "alias": name, "artifact": artifact.id}
-            self._files.append(JOURNAL, json.dumps(line).encode() + b"\n")
+            self._files.append(JOURNAL, index.line(line))
 
 
 def is_pointer(name: str) -> bool:

@@ -27,7 +27,7 @@ from urllib.parse import unquote, urlsplit
 import duckdb
 import pyarrow as pa
 
-from puna.storage import damage, digest, index, suspects
+from puna.storage import aliases, damage, digest, index, suspects
 from puna.storage.aliases import DEFAULT, Aliases, is_pointer, pointer, read_pointer
 from puna.storage.artifact import Artifact, place_of
 from puna.storage.errors import PunaError
@@ -283,7 +283,7 @@ class Store:
         return self._aliases.keys()
 
     def lost_aliases(self) -> list[str]:
-        """Return a sentence for each alias of any project that is gone, unreadable, or points to an artifact that is not there."""
+        """Return a sentence for each alias that is gone, unreadable or points to no artifact, and for each damaged line of a journal."""
         remedy = "is gone; the run or command that set it sets it again"
         messages = [f"{alias}: was set (to {first} at first) and {remedy}" for alias, first in self._aliases.lost().items()]
         for alias in self._aliases.files():
@@ -291,6 +291,9 @@ class Store:
                 self.alias(alias)
             except PunaError as error:
                 messages.append(str(error))
+        for name, fields in ((aliases.JOURNAL, aliases.FIELDS), (suspects.JOURNAL, suspects.FIELDS)):
+            lines = index.journal(self.files, name, fields)[1]
+            messages += [f"{self.uri}/{name}: line {n} is damaged; what it says is lost. Remove the line" for n in lines]
         return messages
 
     def names(self, project: str | None = None) -> dict[str, list[str]]:

@@ -12,7 +12,6 @@ Nothing of this is written into an artifact. It is derived from the manifests an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -20,6 +19,7 @@ from puna.storage import index
 from puna.storage.files import Files
 
 JOURNAL = "quarantine/journal.jsonl"
+FIELDS = {"time", "kind", "key", "what"}
 Finding = Literal["damaged", "suspect", "trusted"]
 """`damaged`: bytes were wrong. `suspect`: it was set aside to be made anew. `trusted`: a person took its content as right."""
 
@@ -33,7 +33,7 @@ def note(files: Files, kind: str, key: str, what: Finding) -> None:
 
 def suspects(files: Files) -> dict[str, str]:
     """Return by key why artifacts are suspect, a clause for people each; empty where nothing was ever damaged."""
-    noted = list(_noted(files))
+    noted, _ = index.journal(files, JOURNAL, FIELDS)
     if not noted:
         return {}
     entries = {one["key"]: one for one in index.entries(files)}
@@ -63,9 +63,3 @@ def suspects(files: Files) -> dict[str, str]:
         return None
 
     return {key: clause for key in entries if (clause := why(key)) is not None}
-
-
-def _noted(files: Files) -> Iterator[dict[str, str]]:
-    for line in files.read(JOURNAL).splitlines() if files.stat(JOURNAL) else ():
-        if (one := index.parsed(line)) is not None:
-            yield one

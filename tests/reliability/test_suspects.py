@@ -121,3 +121,13 @@ def test_a_run_says_that_it_reads_or_makes_anew_a_suspect(tmp_path: Path) -> Non
     assert [line.split(": it was")[0] for line in told] == [f"{step}: {world.kept.id} is suspect" for step in ("measure", "keep")]
     assert "read all the same" in told[0] and "made anew" in told[1] and world.store.suspects() == {}
     assert [outcome.reused for _, outcome in now.outcomes] == [False, False, True]
+
+
+def test_verify_names_a_damaged_line_of_the_journal(tmp_path: Path) -> None:
+    world = World(tmp_path, "signals")
+    damaged(world.documents)
+    world.run("verify", code=1)
+    journal = tmp_path / "quarantine" / "journal.jsonl"
+    assert journal.is_file() and not world.store.lost_aliases()
+    journal.write_bytes(journal.read_bytes().replace(b"damaged", b"dameged", 1))
+    assert "quarantine/journal.jsonl: line 1 is damaged" in world.run("verify", code=1)
