@@ -8,4 +8,3 @@ from puna.storage.store import Store
 from puna.storage.work import Identity, Work
 
 __all__ = ["Artifact", "Identity", "InputRecord", "Manifest", "Part", "PunaError", "Store", "Work"]
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from puna.storage import parts
 from puna.storage.digest import of_stream
 from puna.storage.errors import PunaError
-from puna.storage.files import DamagedFile, Files, Stat
+from puna.storage.files import DamagedFile, Files
 from puna.storage.manifest import NAME, Manifest, TableRecord
-from puna.storage.parts import Beside, Part, ShardRows, Stored
+from puna.storage.parts import Beside, Part, ShardRows, Stored, between
 from puna.storage.schemas import table_schema
 from puna.storage.shards import Shard
 
@@ -42,12 +42,10 @@ class Artifact:
 
     @property
     def folder(self) -> Path:
-        """Return a local path of its folder."""
         return self.files.local(self.place)
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Return its manifest."""
         return Manifest.read(self.files, f"{self.place}/{NAME}")
 
     @property
@@ -82,15 +80,12 @@ class Artifact:
         return self.manifest.tables[name]
 
     def columns(self, table: str | None = None) -> list[str]:
-        """Return the names of a table's columns."""
         return list(self.record(table).columns)
 
     def rows(self, table: str | None = None) -> int:
-        """Return the rows of a table (default: the main one)."""
         return self.record(table).rows
 
     def stored(self, name: str, groups: tuple[int, ...] = ()) -> Stored:
-        """Return a Parquet file of the artifact."""
         return Stored(self.files, f"{self.place}/{name}", self.manifest.files[name].sha256, groups)
 
     def sources(self, table: str | None = None) -> list[Artifact]:
@@ -116,12 +111,11 @@ class Artifact:
         record = self.record(table)
         files = [self, *self.sources(table)]
         columns = [artifact.record(table if artifact is self else artifact.kind).shards for artifact in files]
-        found = []
-        for number, shard in enumerate(record.shards):
-            own = [stored(artifact, column[number]) for artifact, column in zip(files, columns, strict=True)]
-            order = self.stored(shard.order) if shard.order else None
-            found.append(ShardRows(shard.rows, tuple(shard.low), tuple(shard.high), tuple(own), order))
-        return found
+        owns = [tuple(map(stored, files, same)) for same in zip(*columns, strict=True)]
+        return [
+            ShardRows(shard.rows, tuple(shard.low), tuple(shard.high), own, self.stored(shard.order) if shard.order else None)
+            for shard, own in zip(record.shards, owns, strict=True)
+        ]
 
     def read(self, table: str | None = None, columns: list[str] | None = None) -> pa.Table:
         """Return a whole table, sorted by its primary key."""
@@ -140,15 +134,21 @@ class Artifact:
 
     def batches(self, table: str | None = None, columns: list[str] | None = None, rows: int = 8192) -> Iterator[pa.RecordBatch]:
         """Yield a table in batches, in order, within bounded memory."""
-        yield from parts.batches_of(self.shards(table), columns, rows)
+        for shard in self.shards(table):
+            for start, stop in shard.pieces():
+                yield from shard.read(start, stop, columns).combine_chunks().to_batches(max_chunksize=rows)
 
     def parts(self, table: str | None = None, columns: list[str] | None = None, rows: int | None = None) -> list[Part]:
         """Return the table cut into parts of one row group each, or of at most `rows` rows, to be read where the work is done."""
-        return parts.parts_of(self.shards(table), columns, rows)
+        chosen, found, before = None if columns is None else tuple(columns), list[Part](), 0
+        for shard in self.shards(table):
+            found += [Part(shard, first, last - first, before + first, chosen) for first, last in shard.pieces(rows)]
+            before += shard.rows
+        return found
 
     def between(self, low: str, high: str, table: str | None = None, columns: list[str] | None = None) -> pa.Table:
         """Return the rows with ids from `low` to `high`."""
-        found = list(parts.between(self.shards(table), low, f"{high}\0", columns, table_schema(table or self.kind).key[0]))
+        found = list(between(self.shards(table), low, f"{high}\0", columns, table_schema(table or self.kind).key[0]))
         return pa.concat_tables(found) if found else self._empty(table, columns)
 
     def beside(self, columns: list[str] | None = None, table: str | None = None) -> Beside:
@@ -224,12 +224,9 @@ class Artifact:
     def remember(self, versions: dict[str, str] | None = None) -> None:
         """Note the versions of files whose checksums were found right (default: all, as they are), where it may be written."""
         if versions is None:
-            found: dict[str, Stat] = self.files.stats(self.place)
-            versions = {n: s.version for n, s in found.items() if n in self.manifest.files}
-        try:
+            versions = {n: s.version for n, s in self.files.stats(self.place).items() if n in self.manifest.files}
+        with contextlib.suppress(OSError):
             self.files.write(f"{self.place}/{CHECKED}", json.dumps(versions).encode(), lasting=False)
-        except OSError:
-            return
 
 
 def _stem(name: str) -> str:

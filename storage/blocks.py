@@ -10,7 +10,9 @@ import base64
 import io
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -28,20 +30,17 @@ def block_bytes(size: int) -> int:
 
 def of_bytes(data: bytes) -> str:
     """Return the checksums of a file's blocks, as text."""
-    step, view = block_bytes(len(data)), memoryview(data)
-    return _text([zlib.crc32(view[at : at + step]) for at in range(0, len(data), step)])
+    return _text(io.BytesIO(data), len(data))
 
 
 def of_file(path: Path) -> str:
     """Return the checksums of a local file's blocks, as text."""
-    step, found = block_bytes(path.stat().st_size), []
     with path.open("rb") as file:
-        while block := file.read(step):
-            found.append(zlib.crc32(block))
-    return _text(found)
+        return _text(file, path.stat().st_size)
 
 
-def _text(sums: list[int]) -> str:
+def _text(file: BinaryIO, size: int) -> str:
+    sums = [zlib.crc32(block) for block in iter(partial(file.read, block_bytes(size)), b"")]
     return base64.b64encode(np.array(sums, dtype="<u4").tobytes()).decode()
 
 
@@ -73,19 +72,12 @@ class Reader(io.RawIOBase):
         self._ahead = FIRST
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
-    def tell(self) -> int:
-        """Return the position of the next byte."""
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to an offset and return the new position."""
         self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence])
         return self._at
 
@@ -106,7 +98,6 @@ class Reader(io.RawIOBase):
         return bytes(self._window[begin : begin + wanted])
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Fill the buffer with the bytes that follow; return their number."""
         data = self.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)

@@ -1,7 +1,7 @@
-"""Requests to a bucket of an object store: tried again where that may help, their errors told without secrets.
+"""Requests to a bucket of an object store: repeated where that may help, with errors that show no secrets.
 
 Credentials, region and endpoint come from the environment alone (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
-AWS_REGION, AWS_ENDPOINT_URL); nothing of them is kept in what is passed to workers, written or said.
+AWS_REGION, AWS_ENDPOINT_URL). They are never passed to workers, written or shown.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+import obstore
+from obstore.store import S3Store
 
 from puna.storage.errors import PunaError
-
-if TYPE_CHECKING:
-    from obstore.store import S3Store
 
 T = TypeVar("T")
 
@@ -48,8 +48,6 @@ class Bucket:
 
     def _tried(self, name: str, request: Callable[[], T], *, written: bool = False) -> T:
         """Send a request and return its answer. Repeat it where the client does not do so by itself."""
-        import obstore
-
         for attempt in range(TRIES):
             try:
                 return request()
@@ -70,8 +68,6 @@ class Bucket:
 
     def _unanswered(self, name: str, error: Exception) -> PunaError:
         """Return the error of a failed request, with its remedy and without secrets."""
-        import obstore
-
         said = " ".join(str(error).split())[:300]
         for variable in SECRET:
             if os.environ.get(variable):
@@ -87,10 +83,6 @@ class Bucket:
 
 @lru_cache(maxsize=8)
 def _connected(bucket: str, prefix: str, endpoint: str) -> S3Store:
-    try:
-        from obstore.store import S3Store
-    except ImportError as error:
-        raise PunaError("a store on S3 needs the package obstore; install puna[s3]") from error
     if not any(os.environ.get(name) for name in CREDENTIALS):
         raise PunaError(f"store s3://{bucket}/{prefix}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment")
     # The server compares what comes with this checksum, and refuses it where a bit was flipped on the way.
@@ -111,8 +103,6 @@ def _status(error: Exception) -> str:
 
 def passing(error: Exception) -> bool:
     """True if a request may succeed when it is sent again."""
-    import obstore
-
     return isinstance(error, obstore.exceptions.GenericError) and _status(error) in ("", "409", "429", "500", "502", "503", "504")
 
 

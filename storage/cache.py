@@ -73,7 +73,6 @@ class Cache:
             self._shrink(most_bytes())
 
     def forget(self, name: str) -> None:
-        """Remove the copies of a file or folder."""
         for path in (self.path(name), self.root / "versions" / name):
             shutil.rmtree(path, ignore_errors=True)
             with contextlib.suppress(OSError):
@@ -86,7 +85,6 @@ class Cache:
         return path
 
     def forget_scratch(self, name: str) -> None:
-        """Remove a folder for work in progress."""
         shutil.rmtree(self.root / "scratch" / name, ignore_errors=True)
 
     def _lock(self, entry: str) -> Path:
@@ -116,22 +114,17 @@ class Cache:
                     entry = _entry(str(file.relative_to(files)))
                     sizes[entry] = sizes.get(entry, 0) + file.stat().st_size
         total = sum(sizes.values())
-        for entry in sorted(sizes, key=self._used):
+        locks = {entry: self._lock(entry) for entry in sizes}
+        for entry in sorted(sizes, key=lambda entry: locks[entry].stat().st_mtime_ns if locks[entry].exists() else 0):
             if total <= most:
                 return
-            with self._lock(entry).open("a+b") as handle:
+            with locks[entry].open("a+b") as handle:
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     continue
                 self.forget(entry)
                 total -= sizes[entry]
-
-    def _used(self, entry: str) -> int:
-        try:
-            return self._lock(entry).stat().st_mtime_ns
-        except FileNotFoundError:
-            return 0
 
 
 def _entry(name: str) -> str:

@@ -83,7 +83,6 @@ class ComparedFiles(LocalFiles):
     __hash__ = LocalFiles.__hash__
 
     def table(self, name: str) -> BinaryIO:
-        """See `Files`."""
         compare(self, [name])
         return self.open(name)
 

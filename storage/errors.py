@@ -1,6 +1,5 @@
 """The one error a user should ever read."""
 
-
 from __future__ import annotations
 
 from collections.abc import Sequence

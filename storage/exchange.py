@@ -80,7 +80,6 @@ class Partition:
             yield ipc.open_stream(pa.py_buffer(data)[4:]).read_all()
 
     def read(self) -> pa.Table:
-        """Return all rows, in the order of jobs."""
         return pa.concat_tables([self.schema.empty_table(), *self.tables()])
 
 
@@ -170,7 +169,6 @@ class _Runs:
         self.bytes = self.rows = 0
 
     def add(self, table: pa.Table) -> None:
-        """Take rows that follow those before."""
         self._held.append(table)
         self.rows, self.bytes, self._left = self.rows + table.num_rows, self.bytes + table.nbytes, self._left + table.nbytes
         if self._left >= PIECE_BYTES * self._how.partitions:
@@ -212,12 +210,10 @@ class _Runs:
 
 
 def _right(run: bytes) -> bool:
-    """True if a run's checksum is right."""
     return zlib.crc32(memoryview(run)[4:]) == int.from_bytes(run[:4], "little")
 
 
 def _places(column: pa.ChunkedArray, count: int) -> Any:
-    """Return the partition of each row."""
     if pa.types.is_string(column.type):
         return shard_of(column, count)
     values = column.combine_chunks().to_numpy(zero_copy_only=False)
@@ -230,15 +226,13 @@ def _places(column: pa.ChunkedArray, count: int) -> Any:
 
 def found_before(how: Scatter) -> Scattered | None:
     """Return the job's result from an earlier attempt, None where there is none. Raise `Damaged` where a file is damaged."""
-    noted = how.staging.noted(how.job)
-    if noted is None:
+    if (noted := how.staging.noted(how.job)) is None:
         return None
     files = [(name, np.array(ends, np.int64)) for name, ends in noted["files"]]
     if any(len(ends) != how.partitions for _, ends in files):
         return None
-    for name, ends in files:
-        if not _whole(how.staging.files, name, ends):
-            raise Damaged(name)
+    if (damaged := next((name for name, ends in files if not _whole(how.staging.files, name, ends)), None)) is not None:
+        raise Damaged(damaged)
     return Scattered(noted["schema"], files, noted["rows"], noted["info"])
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from puna.storage.artifact import Artifact
-from puna.storage.index import Entry
 from puna.storage.manifest import MEANING, Manifest
 from puna.storage.store import Store
 from puna.storage.work import Identity
@@ -47,10 +46,11 @@ def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
 
     Of several earlier artifacts the nearest counts: fewest differences, then newest.
     """
-    keys = {made.key for run in store.runs() for made in store.log(run).made if made.step == step}
+    keys = {key for key, steps in _steps(store).items() if step in steps}
     if identity.key in keys:
         return [Change("artifact", identity.key[:12], "made before", "damaged or removed since")]
-    nearest = _nearest((_artifact(store, e) for e in store.entries() if e["key"] in keys and e["stage"] == identity.stage), identity)
+    earlier = (one for one in store.entries() if one["key"] in keys and one["stage"] == identity.stage)
+    nearest = _nearest((Artifact(one["kind"], one["key"], store.files) for one in earlier), identity)
     return nearest[1] if nearest else None
 
 
@@ -62,15 +62,11 @@ def explain(store: Store, artifact: Artifact) -> tuple[Artifact | None, list[Cha
     now, steps_of = artifact.manifest, _steps(store)
     steps = steps_of.get(artifact.key, set())
     earlier = (
-        _artifact(store, one) for one in store.entries()
+        Artifact(one["kind"], one["key"], store.files) for one in store.entries()
         if one["stage"] == now.stage and one["key"] != artifact.key and one["created_at"] < now.created_at
         and (not steps or steps & steps_of.get(one["key"], steps))
     )  # fmt: skip
     return _nearest(earlier, now) or (None, [])
-
-
-def _artifact(store: Store, found: Entry) -> Artifact:
-    return Artifact(found["kind"], found["key"], store.files)
 
 
 def _steps(store: Store) -> dict[str, set[str]]:
@@ -90,14 +86,10 @@ def _nearest(earlier: Iterable[Artifact], now: Manifest | Identity) -> tuple[Art
 
 def _without_moved(before: dict[str, str], now: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return both, without the hash of everything, and without what stands elsewhere and is the same."""
-    moved = _unplaced(before, now) & _unplaced(now, before)
+    only_before, only_now = ({(_bare(n), h) for n, h in one.items() if n not in other} for one, other in ((before, now), (now, before)))
+    moved = only_before & only_now
     left = [{n: h for n, h in one.items() if n != MEANING and (_bare(n), h) not in moved} for one in (before, now)]
     return left[0], left[1]
-
-
-def _unplaced(one: dict[str, str], other: dict[str, str]) -> set[tuple[str, str]]:
-    """Return names, without their place, and hashes of what only one of two has."""
-    return {(_bare(name), value) for name, value in one.items() if name not in other}
 
 
 def _bare(name: str) -> str:
@@ -106,24 +98,20 @@ def _bare(name: str) -> str:
 
 
 def _inputs(manifest: Manifest | Identity) -> dict[str, str]:
-    """Return the inputs by name; the second of a list is `name[1]`."""
     places: Counter[str] = Counter()
-    found = {}
+    inputs = {}
     for item in manifest.inputs:
-        place = places[item.name]
+        name = f"{item.name}[{places[item.name]}]" if places[item.name] else item.name
+        inputs[name] = f"{item.kind} {item.data_digest[:12]}"
         places[item.name] += 1
-        found[f"{item.name}[{place}]" if place else item.name] = f"{item.kind} {item.data_digest[:12]}"
-    return found
+    return inputs
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Return nested values by dotted path; a list, or a group without fields, is a value."""
-    if isinstance(value, dict) and value:
-        found: dict[str, Any] = {}
-        for name, item in value.items():
-            found.update(flat(item, f"{prefix}.{name}" if prefix else name))
-        return found
-    return {prefix: value}
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    return {path: inner for name, item in value.items() for path, inner in flat(item, f"{prefix}.{name}" if prefix else name).items()}
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:

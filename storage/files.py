@@ -37,10 +37,11 @@ class Stat(NamedTuple):
 
 
 class Files(Protocol):
-    """A place of files. Implementations are small and picklable: workers open them by value. A missing file is FileNotFoundError."""
+    """A place of files, small and picklable: workers open it by value. A missing file is FileNotFoundError."""
 
     def __hash__(self) -> int:
         """Return equal hashes for equal places."""
+        return hash(self.uri)
 
     @property
     def uri(self) -> str:
@@ -49,6 +50,7 @@ class Files(Protocol):
     @property
     def checks_reads(self) -> bool:
         """True if each read compares the bytes with their checksums."""
+        return False
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return the bytes start .. stop of a file; None: to its end."""
@@ -58,6 +60,7 @@ class Files(Protocol):
 
     def table(self, name: str) -> BinaryIO:
         """Return a Parquet file of an artifact for reading; places for readers compare it first."""
+        return self.open(name)
 
     def stat(self, name: str) -> Stat | None:
         """Return the size and version of a file; None where there is none."""
@@ -76,6 +79,7 @@ class Files(Protocol):
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a small file where there is none; False where there is one. It exists whole or not at all."""
+        return self.swap(name, data, None)
 
     def swap(self, name: str, data: bytes, version: str | None) -> bool:
         """Write a small file where it still has this version (None: where there is none); False where it has another."""
@@ -121,45 +125,30 @@ class Files(Protocol):
 
 
 @dataclass(frozen=True)
-class LocalFiles:
+class LocalFiles(Files):
     """A folder on a local or mounted disk."""
 
     root: Path
 
     @property
     def uri(self) -> str:
-        """Return the folder's path."""
         return str(self.root)
 
-    @property
-    def checks_reads(self) -> bool:
-        """Return False: a local file is read as the disk gives it."""
-        return False
-
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """See `Files`."""
         with open(f"{self.root}/{name}", "rb") as file:
             file.seek(start)
             return file.read(-1 if stop is None else stop - start)
 
     def open(self, name: str) -> BinaryIO:
-        """See `Files`."""
         return open(f"{self.root}/{name}", "rb")
 
-    def table(self, name: str) -> BinaryIO:
-        """See `Files`."""
-        return self.open(name)
-
     def stat(self, name: str) -> Stat | None:
-        """See `Files`."""
         try:
-            found = os.stat(f"{self.root}/{name}")
+            return _stat(os.stat(f"{self.root}/{name}"))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return _stat(found)
 
     def stats(self, folder: str) -> dict[str, Stat]:
-        """See `Files`."""
         start = f"{self.root}/{folder}"
         found = {}
         for path, _, names in os.walk(start):
@@ -170,18 +159,15 @@ class LocalFiles:
         return found
 
     def list(self, folder: str, after: str = "") -> Iterator[str]:
-        """See `Files`."""
         cut = len(os.path.join(self.root, ""))  # of ten thousand artifacts, paths as objects would take a second
         found = [os.path.join(path, name)[cut:] for path, _, names in os.walk(self.root / folder) for name in names]
         yield from sorted(name for name in found if name > after)
 
     def folders(self, folder: str) -> Sequence[str]:
-        """See `Files`."""
         start = self.root / folder
         return sorted(path.name for path in start.iterdir() if path.is_dir()) if start.is_dir() else []
 
     def versions(self, folder: str, depth: int, name: str) -> dict[str, str]:
-        """See `Files`."""
         start, level, found = f"{self.root}/{folder}/", [""], {}
         for _ in range(depth):
             below = []
@@ -194,12 +180,7 @@ class LocalFiles:
                 found[place[:-1]] = _stat(os.stat(f"{start}{place}{name}")).version
         return found
 
-    def create(self, name: str, data: bytes) -> bool:
-        """See `Files`."""
-        return self.swap(name, data, None)
-
     def swap(self, name: str, data: bytes, version: str | None) -> bool:
-        """See `Files`."""
         with self.lease(".swap"):
             now = self.stat(name)
             if (now.version if now else None) != version:
@@ -208,11 +189,9 @@ class LocalFiles:
             return True
 
     def write(self, name: str, data: bytes, *, lasting: bool = True) -> None:
-        """See `Files`."""
         self._in_folder(name, lambda file: write_bytes(file, data, lasting=lasting))
 
     def append(self, name: str, line: bytes) -> None:
-        """See `Files`."""
         with (self.root / name).open("a+b") as file:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
@@ -220,11 +199,9 @@ class LocalFiles:
             file.write(line)
 
     def put(self, name: str, file: Path) -> None:
-        """See `Files`."""
         self._in_folder(name, lambda target: os.replace(file, target))
 
     def _in_folder(self, name: str, write: Callable[[Path], None]) -> None:
-        """Write a file, whose folder is made where there is none: most often there is one."""
         path = self.root / name
         try:
             write(path)
@@ -233,7 +210,6 @@ class LocalFiles:
             write(path)
 
     def remove(self, name: str) -> None:
-        """See `Files`."""
         path = self.root / name
         if path.is_dir() and not path.is_symlink():
             # Out of the way in one step first: a half-removed artifact must not look like one, nor block its key.
@@ -245,11 +221,9 @@ class LocalFiles:
             path.unlink(missing_ok=True)
 
     def move(self, folder: str, target: str) -> None:
-        """See `Files`."""
         os.rename(self.root / folder, self.root / target)
 
     def publish(self, folder: str, content: Mapping[str, str], last: tuple[str, bytes], staging: str) -> bool:
-        """See `Files`: the whole folder is moved into place in one step."""
         made, target = self.root / staging, self.root / folder
         if made.exists():
             shutil.rmtree(made)
@@ -275,7 +249,6 @@ class LocalFiles:
 
     @contextlib.contextmanager
     def lease(self, name: str, *, wait: bool = True) -> Iterator[bool]:
-        """See `Files`: a lock of the system's on a file, which goes with its process."""
         file = self.root / LOCKS / name
         while True:
             with file.open("w") as lock:
@@ -290,7 +263,6 @@ class LocalFiles:
                     return
 
     def held(self, name: str) -> bool:
-        """See `Files`; works where nothing may be written."""
         try:
             with (self.root / LOCKS / name).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -301,26 +273,17 @@ class LocalFiles:
         return False
 
     def sql(self, connection: duckdb.DuckDBPyConnection) -> str:
-        """See `Files`."""
         return f"{self.root.resolve()}/"
 
     def local(self, name: str) -> Path:
-        """See `Files`: the file itself."""
         return self.root / name
 
     def scratch(self, name: str) -> Path:
-        """See `Files`: a folder of the store."""
         path = self.root / name
-        try:
-            os.mkdir(path)
-        except FileExistsError:
-            pass
-        except FileNotFoundError:
-            path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         return path
 
     def free(self) -> int | None:
-        """See `Files`."""
         return shutil.disk_usage(self.root).free
 
 

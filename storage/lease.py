@@ -18,24 +18,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from puna.storage.errors import PunaError
+
+if TYPE_CHECKING:
+    from puna.storage.s3 import S3Files as Place
 
 TERM = 20.0
 """Seconds: a lease is renewed four times a term, and may be taken over when it stood still for two."""
 FIRST_POLL, POLL = 0.05, 1.0
 """Seconds between two looks at a lease that another process holds: at first, and at most."""
-
-
-class Place(Protocol):
-    """A place of leases."""
-
-    def versioned(self, name: str) -> tuple[bytes, str] | None:
-        """Return the content and version of a small file; None where there is none."""
-
-    def swapped(self, name: str, data: bytes, version: str | None) -> str | None:
-        """Return the new version of a file that was changed, where it had this version; None where it had another."""
 
 
 class State(NamedTuple):
@@ -121,7 +114,6 @@ def held(place: Place, name: str, term: float) -> bool:
 
 
 def _taken(place: Place, name: str, term: float) -> Held | None:
-    """Return the lease, where nobody else holds it."""
     state = _takeable(place, name, term)
     if state is None:
         return None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from puna.storage.artifact import Artifact, place_of
-from puna.storage.files import LOCKS, Files
+from puna.storage.files import LOCKS
 from puna.storage.holding import drop, held
 from puna.storage.store import Store
 from puna.storage.suspects import note
@@ -60,7 +61,7 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
     """
     files, old = store.files, time.time() - work_days * 86_400
     works = files.folders("work")
-    abandoned = [key for key in works if _touched(files, f"work/{key}") <= old and not files.held(key)]
+    abandoned = [key for key in works if all(s.written <= old for s in files.stats(f"work/{key}").values()) and not files.held(key)]
     kept, ended = held(files, store.holding.name)
     needed = _needed(store, keep_runs, kept, [key for key in works if key not in abandoned])
     unneeded = (place_of(one["kind"], one["key"]) for one in store.entries() if one["key"] not in needed)
@@ -97,25 +98,12 @@ def _needed(store: Store, keep_runs: int, kept: set[str], works: list[str]) -> s
     recent = logs[len(logs) - keep_runs :] if keep_runs else []
     todo += [made.key for log in logs if log in recent or log.state == "at work" for made in log.made]
     for key in works:
-        todo += _inputs_of(store.files, key)
+        with contextlib.suppress(FileNotFoundError):
+            todo += map(str, json.loads(store.files.read(f"work/{key}/{INPUTS}")))
     needed: set[str] = set()
     while todo:
         key = todo.pop()
-        if key in needed or key not in by_key:
-            continue
-        needed.add(key)
-        todo += [one["input"] for one in by_key[key]["inputs"] if one["kind"] != "external"] + by_key[key]["sources"]
+        if key in by_key and key not in needed:
+            needed.add(key)
+            todo += [one["input"] for one in by_key[key]["inputs"] if one["kind"] != "external"] + by_key[key]["sources"]
     return needed
-
-
-def _inputs_of(files: Files, key: str) -> list[str]:
-    """Return the keys of the artifacts that the work on a key reads."""
-    try:
-        return [str(one) for one in json.loads(files.read(f"work/{key}/{INPUTS}"))]
-    except FileNotFoundError:
-        return []
-
-
-def _touched(files: Files, place: str) -> float:
-    """Return the time of the last write in a folder, seconds since the epoch."""
-    return max((stat.written for stat in files.stats(place).values()), default=0.0)

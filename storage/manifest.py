@@ -59,12 +59,10 @@ class TableRecord:
 
     @property
     def characters(self) -> int:
-        """Return the characters of all its texts."""
         return sum(s.characters or 0 for s in self.shards)
 
     @property
     def files(self) -> set[str]:
-        """Return the names of its files."""
         return {name for s in self.shards for name in (s.file, s.order, s.facts) if name}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ import pyarrow.parquet as pq
 
 from puna.storage.files import Files
 from puna.storage.shards import bounds
+
+if TYPE_CHECKING:
+    from puna.storage.exchange import Exchange
 
 Ints = npt.NDArray[np.int64]
 
@@ -40,17 +43,17 @@ class Stored:
     def read(self, groups: Sequence[int], columns: Sequence[str] | None) -> pa.Table:
         """Return some row groups, one after another."""
         with self.files.table(self.name) as handle:
-            # With its buffers on, Arrow keeps what it has read of every row group until the file is closed.
-            source = pq.ParquetFile(handle, metadata=_footer(self.files, self.name, self.version), pre_buffer=False)
-            return source.read_row_groups(list(groups), columns=list(columns) if columns is not None else None)
+            return self._opened(handle).read_row_groups(list(groups), columns=list(columns) if columns is not None else None)
 
     def schema(self) -> pa.Schema:
-        """Return its columns."""
         with self.files.table(self.name) as handle:
-            return pq.ParquetFile(handle, metadata=_footer(self.files, self.name, self.version), pre_buffer=False).schema_arrow
+            return self._opened(handle).schema_arrow
+
+    def _opened(self, handle: BinaryIO) -> pq.ParquetFile:
+        # With its buffers on, Arrow keeps what it has read of every row group until the file is closed.
+        return pq.ParquetFile(handle, metadata=_footer(self.files, self.name, self.version), pre_buffer=False)
 
     def whole(self) -> pa.Table:
-        """Return all rows."""
         with self.files.table(self.name) as handle:
             return pq.ParquetFile(handle, pre_buffer=False).read()
 
@@ -104,7 +107,6 @@ by reference are read in pieces that end within groups."""
 
 @lru_cache(maxsize=256)
 def _footer(files: Files, name: str, version: str) -> pq.FileMetaData:
-    """Return a file's footer."""
     with files.table(name) as handle:
         return pq.ParquetFile(handle, pre_buffer=False).metadata
 
@@ -229,26 +231,7 @@ class Part:
         return replace(self, columns=tuple(columns))
 
 
-def parts_of(shards: Sequence[ShardRows], columns: Sequence[str] | None, rows: int | None) -> list[Part]:
-    """Return a table cut into parts of at most `rows` rows, or of one row group each; none holds rows of two shards."""
-    chosen = tuple(columns) if columns is not None else None
-    found, before = [], 0
-    for shard in shards:
-        found += [Part(shard, first, last - first, before + first, chosen) for first, last in shard.pieces(rows)]
-        before += shard.rows
-    return found
-
-
-def batches_of(shards: Sequence[ShardRows], columns: Sequence[str] | None = None, rows: int = 8192) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of some shards in batches of at most `rows`, in order, within bounded memory."""
-    for shard in shards:
-        for start, stop in shard.pieces():
-            yield from shard.read(start, stop, columns).combine_chunks().to_batches(max_chunksize=rows)
-
-
-def between(
-    shards: Sequence[ShardRows], low: str, high: str | None, columns: Sequence[str] | None, key: str = "id"
-) -> Iterator[pa.Table]:
+def between(shards: Sequence[ShardRows], low: str, high: str | None, columns: Sequence[str] | None, key: str = "id") -> Iterator[pa.Table]:
     """Yield the rows whose key is at least `low` and below `high` (None: any), in order, piece by piece."""
     wanted = list(columns) if columns is not None else None
     read = wanted if wanted is None or key in wanted else [key, *wanted]
@@ -283,24 +266,10 @@ class Beside:
         return between(self.shards, low, high, names if "id" in names else ["id", *names])
 
 
-class Rows(Protocol):
-    """Rows of some table by reference, in ranges of ids."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Return its columns."""
-
-    def within(self, low: str, high: str | None) -> Rows:
-        """Return the part of the rows that is needed for a range of ids."""
-
-    def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
-        """Return the rows of a range in order, with their ids."""
-
-
 class Follower:
-    """Gives the rows of a table in step with another one: each row once, by ranges of ids."""
+    """The rows of a table in step with another one: each row once, by ranges of ids."""
 
-    def __init__(self, table: Rows, low: str, high: str | None) -> None:
+    def __init__(self, table: Beside | Exchange, low: str, high: str | None) -> None:
         self._pieces = table.pieces(low, high)
         self._schema = table.schema
         self._held: list[pa.Table] = []

@@ -10,18 +10,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import urlsplit
+
+import duckdb
+import obstore
+from fsspec.spec import AbstractFileSystem
 
 from puna.storage import blocks, cache, lease
 from puna.storage.bucket import NAME, TRIES, Bucket, passing, pause
 from puna.storage.errors import PunaError
-from puna.storage.files import LOCKS, DamagedFile, Stat
+from puna.storage.files import LOCKS, DamagedFile, Files, Stat
 
 if TYPE_CHECKING:
-    import duckdb
     from obstore import ObjectMeta, PutMode
 
 MULTIPART = 16 << 20
@@ -33,8 +37,8 @@ SUMS, NONCE = "puna-sums", "puna-nonce"
 
 
 @dataclass(frozen=True)
-class S3Files(Bucket):
-    """A prefix in a bucket; see `Files`. `term`: see `lease.TERM`."""
+class S3Files(Bucket, Files):
+    """A prefix in a bucket. Versions are ETags. `term`: see `lease.TERM`."""
 
     term: float = lease.TERM
 
@@ -58,11 +62,9 @@ class S3Files(Bucket):
 
     @property
     def checks_reads(self) -> bool:
-        """Return True: what is read is compared with the checksums of its blocks."""
         return True
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """See `Files`. A whole file is compared with its checksums; a part of one is not, and carries its reader's own."""
         if start or stop is not None:
             return b"" if stop is not None and stop <= start else self._got(name, start, stop)[0]
         found = self.versioned(name)
@@ -83,13 +85,8 @@ class S3Files(Bucket):
         raise self._damaged(name)
 
     def open(self, name: str) -> BinaryIO:
-        """See `Files`; what is read is compared with its checksums."""
         size = _size(self, name)
         return cast("BinaryIO", blocks.Reader(size, lambda start, stop: self._checked(name, start, stop, size)))
-
-    def table(self, name: str) -> BinaryIO:
-        """See `Files`; each read is compared anyway."""
-        return self.open(name)
 
     def _checked(self, name: str, start: int, stop: int, size: int) -> bytes:
         """Return whole blocks of a file of this size."""
@@ -105,8 +102,6 @@ class S3Files(Bucket):
 
     def _got(self, name: str, start: int, stop: int | None) -> tuple[bytes, int, str, str]:
         """Return the bytes, size of the whole file, its checksums as text, its version."""
-        import obstore
-
         wanted = {} if not start and stop is None else {"range": {"offset": start} if stop is None else (start, stop)}
 
         def get() -> tuple[bytes, int, str, str]:
@@ -119,9 +114,6 @@ class S3Files(Bucket):
         return DamagedFile(f"{self.uri}/{name}: is damaged: its bytes are not those that were written")
 
     def stat(self, name: str) -> Stat | None:
-        """See `Files`; the version is the ETag."""
-        import obstore
-
         try:
             found = self._tried(name, lambda: obstore.head(self._client(), name))
         except FileNotFoundError:
@@ -129,28 +121,20 @@ class S3Files(Bucket):
         return _stat(found)
 
     def stats(self, folder: str) -> dict[str, Stat]:
-        """See `Files`."""
         return {name[len(folder) + 1 :]: stat for name, stat in self._listed(folder, "")}
 
     def list(self, folder: str, after: str = "") -> Iterator[str]:
-        """See `Files`; a request gives a thousand names."""
         return (name for name, _ in self._listed(folder, after))
 
     def folders(self, folder: str) -> Sequence[str]:
-        """See `Files`."""
-        import obstore
-
         found = self._tried(folder, lambda: obstore.list_with_delimiter(self._client(), prefix=folder))
         return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
 
     def versions(self, folder: str, depth: int, name: str) -> dict[str, str]:
-        """See `Files`."""
         split = ((one[len(folder) + 1 :].rpartition("/"), stat) for one, stat in self._listed(folder, ""))
         return {place: stat.version for (place, _, last), stat in split if last == name and place.count("/") == depth - 1}
 
     def _listed(self, folder: str, after: str) -> Iterator[tuple[str, Stat]]:
-        import obstore
-
         for attempt in range(TRIES):
             try:
                 for chunk in obstore.list(self._client(), prefix=folder, offset=after or None):
@@ -165,18 +149,11 @@ class S3Files(Bucket):
 
     # --- writing -----------------------------------------------------------------------------------
 
-    def create(self, name: str, data: bytes) -> bool:
-        """See `Files`."""
-        return self.swapped(name, data, None) is not None
-
     def swap(self, name: str, data: bytes, version: str | None) -> bool:
-        """See `Files`."""
         return self.swapped(name, data, version) is not None
 
     def swapped(self, name: str, data: bytes, version: str | None) -> str | None:
         """Write as `swap` does and return the new version; None where the file has another one."""
-        import obstore
-
         nonce = uuid.uuid4().hex
         mode: PutMode = "create" if version is None else {"e_tag": version}
         for attempt in range(TRIES):
@@ -194,8 +171,6 @@ class S3Files(Bucket):
 
     def _writer(self, name: str) -> tuple[str, str] | None:
         """Return the nonce of a file's writer, and its version."""
-        import obstore
-
         try:
             found = self._tried(name, lambda: obstore.get(self._client(), name, options={"head": True}))
         except FileNotFoundError:
@@ -203,18 +178,14 @@ class S3Files(Bucket):
         return found.attributes.get(NONCE, ""), found.meta["e_tag"] or ""
 
     def write(self, name: str, data: bytes, *, lasting: bool = True) -> None:
-        """See `Files`."""
         self._put(name, data, "overwrite", "")
 
     def _put(self, name: str, data: bytes, mode: PutMode, nonce: str) -> str:
-        import obstore
-
         about = {SUMS: blocks.of_bytes(data)} | ({NONCE: nonce} if nonce else {})
         put = partial(obstore.put, self._client(), name, data, attributes=about, mode=mode, use_multipart=False)
         return self._tried(name, put, written=True)["e_tag"] or ""
 
     def append(self, name: str, line: bytes) -> None:
-        """See `Files`: the log is written anew with the line."""
         tried = None
         for attempt in range(10 * TRIES):
             data, version = self.versioned(name) or (b"", None)
@@ -228,9 +199,6 @@ class S3Files(Bucket):
         raise PunaError(f"{self.uri}/{name}: is changed by others all the time; run again")
 
     def put(self, name: str, file: Path) -> None:
-        """See `Files`; a large file is sent in pieces."""
-        import obstore
-
         size = file.stat().st_size
         if size <= MULTIPART:
             self._put(name, file.read_bytes(), "overwrite", "")
@@ -241,9 +209,6 @@ class S3Files(Bucket):
         file.unlink()
 
     def remove(self, name: str) -> None:
-        """See `Files`; what says that a folder is whole goes first."""
-        import obstore
-
         names = sorted(self.list(name), key=lambda one: one.rpartition("/")[2] != "manifest.json")
         for some in ([name], names[:1], names[1:]):
             if some:
@@ -252,12 +217,10 @@ class S3Files(Bucket):
         self._cache().forget_scratch(name)
 
     def move(self, folder: str, target: str) -> None:
-        """See `Files`: copied, then removed."""
         self._copy({f"{folder}/{name}": f"{target}/{name}" for name in self.stats(folder)})
         self.remove(folder)
 
     def publish(self, folder: str, content: Mapping[str, str], last: tuple[str, bytes], staging: str) -> bool:
-        """See `Files`: copied within the bucket; the conditional put of the last file decides between writers."""
         there = self.stats(folder)
         if last[0] in there:
             return False
@@ -274,8 +237,6 @@ class S3Files(Bucket):
                 done.result()
 
     def _copy_one(self, source: str, target: str) -> None:
-        import obstore
-
         client = self._client()
         found = self.stat(source)
         if found is None:
@@ -295,23 +256,18 @@ class S3Files(Bucket):
     # --- holding -----------------------------------------------------------------------------------
 
     def lease(self, name: str, *, wait: bool = True) -> AbstractContextManager[bool]:
-        """See `Files` and `lease`."""
         return lease.lease(self, f"{LOCKS}/{name}", self.term, wait=wait)
 
     def held(self, name: str) -> bool:
-        """See `Files` and `lease`."""
         return lease.held(self, f"{LOCKS}/{name}", self.term)
 
     def sql(self, connection: duckdb.DuckDBPyConnection) -> str:
-        """See `Files`."""
-        from puna.storage.s3_sql import attach
-
-        return attach(connection, self)
+        connection.register_filesystem(StoreFileSystem(self))
+        return f"{StoreFileSystem.protocol}://"
 
     # --- local copies ------------------------------------------------------------------------------
 
     def local(self, name: str) -> Path:
-        """See `Files`: a copy in the cache."""
         own = self.stat(name)
         found = {name: own} if own is not None else {f"{name}/{inside}": stat for inside, stat in self.stats(name).items()}
         versions = {one: stat.version for one, stat in found.items() if not one.rpartition("/")[2].startswith(".")}
@@ -324,16 +280,15 @@ class S3Files(Bucket):
                 out.write(data)
 
     def scratch(self, name: str) -> Path:
-        """See `Files`: beside the cache."""
         return self._cache().scratch(name)
 
     def free(self) -> int | None:
-        """See `Files`."""
         return None
 
     def _cache(self) -> cache.Cache:
         place = f"{os.environ.get('AWS_ENDPOINT_URL', '')} {self.uri}"
         return cache.Cache(cache.folder() / hashlib.sha256(place.encode()).hexdigest()[:16])
+
 
 @lru_cache(maxsize=100_000)
 def _size(files: S3Files, name: str) -> int:
@@ -351,3 +306,33 @@ def _stat(found: ObjectMeta) -> Stat:
 def _right(data: bytes, start: int, size: int, sums: str) -> bool:
     """True if bytes agree with their checksums, or have none: other tools that copy files into the bucket write none."""
     return not sums or blocks.right(data, start, size, sums)
+
+
+class StoreFileSystem(AbstractFileSystem):
+    """The files of a store as `puna://NAME`, for DuckDB. Committed files do not change: nothing has to be asked twice."""
+
+    protocol = "puna"
+    cachable = False
+
+    def __init__(self, files: Files) -> None:
+        super().__init__()
+        self._files = files
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        """Return name and size of a file."""
+        name = self._strip_protocol(path)
+        stat = self._files.stat(name)
+        if stat is None:
+            raise FileNotFoundError(path)
+        return {"name": name, "size": stat.bytes, "type": "file"}
+
+    def modified(self, path: str) -> datetime:
+        """Return one time for every file."""
+        return datetime.fromtimestamp(0, UTC)
+
+    def glob(self, path: str, **_: Any) -> list[str]:
+        """Return the file that a pattern without wildcards names."""
+        return [path] if self.exists(path) else []
+
+    def _open(self, path: str, mode: str = "rb", *_: Any, **__: Any) -> Any:
+        return self._files.open(self._strip_protocol(path))

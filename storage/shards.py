@@ -145,11 +145,8 @@ class Sink:
 
 def write_table(path: Path, table: pa.Table, **how: Any) -> FileRecord:
     """Write rows that are no table of an artifact as one row group, synced."""
-    sink = Sink(path)
-    try:
+    with contextlib.closing(Sink(path)) as sink:
         write_rows(sink, table, **how)
-    finally:
-        sink.close()
     return sink.record
 
 
@@ -178,8 +175,7 @@ class ShardWriter:
     def __init__(self, name: str, path: Path) -> None:
         self._table = table_schema(name)
         self._path = path
-        self._sink: Sink | None = None
-        self._writer: pq.ParquetWriter | None = None
+        self._file: tuple[Sink, pq.ParquetWriter] | None = None
         self._held: list[pa.Table] = []
         self._held_sizes: list[npt.NDArray[np.int64]] = []
         self._groups: list[int] = []
@@ -194,14 +190,14 @@ class ShardWriter:
         """Begin the file, for rows of this schema."""
         self.schema = schema
         self._rolling = digest.Rolling(schema)
-        self._sink = Sink(self._path)
+        sink = Sink(self._path)
         alike = [f"{f.name}.list.element" if pa.types.is_list(f.type) else f.name for f in schema if f.name not in UNLIKE]
-        self._writer = pq.ParquetWriter(self._sink, schema, compression="zstd", compression_level=LEVEL, use_dictionary=alike)
+        self._file = sink, pq.ParquetWriter(sink, schema, compression="zstd", compression_level=LEVEL, use_dictionary=alike)
 
     def add(self, rows: pa.Table, facts: pa.Table | None = None) -> None:
         """Take rows that follow those before, with their facts where these are known; PunaError where two have one key."""
         rows = self._table.conform(rows)
-        if self._sink is None:
+        if self._file is None:
             self.open(rows.schema)
         if not rows.num_rows:
             return
@@ -237,8 +233,8 @@ class ShardWriter:
                 return
             rows = min(full, self._table.group_rows, len(sizes))
             whole = pa.concat_tables(self._held)
-            assert self._writer is not None
-            self._writer.write_table(whole.slice(0, rows).combine_chunks(), row_group_size=rows)
+            assert self._file is not None
+            self._file[1].write_table(whole.slice(0, rows).combine_chunks(), row_group_size=rows)
             self._groups.append(rows)
             self._raw += int(sizes[rows - 1])
             left = whole.slice(rows)
@@ -248,56 +244,53 @@ class ShardWriter:
     def close(self, order: pa.Table | None = None, facts: pa.Table | None = None, span: tuple[str, str] | None = None) -> Written:
         """End the shard. `order`, `facts`, `span` (first and last key): of all its rows, where some are kept by reference."""
         files: dict[str, FileRecord] = {}
-        own = self.rows
-        if self._sink is not None and own:
+        rows = self.rows
+        if self._file is not None:
             self._flush(last=True)
-            assert self._writer is not None
-            self._writer.close()
-            self._sink.close()
-            files["table"] = self._sink.record
-        elif self._sink is not None:
-            assert self._writer is not None
-            self._writer.close()
-            self._sink.close()
-            self._path.unlink()
-        schema = self.schema if self._sink is not None else self._table.schema
+            for file in reversed(self._file):
+                file.close()
+            if rows:
+                files["table"] = self._file[0].record
+            else:
+                self._path.unlink()
+        schema = self.schema if self._file is not None else self._table.schema
         if self._table.selectable:
             mine = pa.concat_tables(self._facts).combine_chunks() if self._facts else FACTS.empty_table()
-            if own:
+            if rows:
                 files["facts"] = write_table(beside(self._path, "facts"), mine)
             of_all = mine if facts is None else facts
             value = hashlib.sha256(b"".join(_bytes(of_all.column("digest")))).hexdigest()
             characters = pc.sum(of_all.column("characters").cast(pa.int64())).as_py() or 0
         else:
-            value, characters = self._rolling.hexdigest() if self._sink is not None else "", None
-        low, high = (self._keys[0], self._keys[1]) if self._keys else ([], [])
-        rows = own
+            value, characters = self._rolling.hexdigest() if self._file is not None else "", None
+        low, high = self._keys or ([], [])
         if order is not None and span is not None:
             low, high = [span[0]], [span[1]]
-            files["order"] = write_order(beside(self._path, "order"), order)
+            place = beside(self._path, "order")
+            # Rows of few sources, mostly growing numbers.
+            files["order"] = write_table(
+                place, order.cast(ORDER), use_dictionary=["source"], column_encoding={"row": "DELTA_BINARY_PACKED"}
+            )
             rows = order.num_rows
         shard = Shard(rows, value if rows else "", low, high, groups=tuple(self._groups), bytes=self._raw, characters=characters)
         return Written(shard, {f.name: str(f.type) for f in schema}, files, self._values)
 
-    def abandon(self) -> None:
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """Close and remove an unfinished file."""
-        if self._sink is not None and not self._sink.closed:
-            with contextlib.suppress(Exception):  # what made it stop is told already
-                if self._writer is not None:
-                    self._writer.close()
+        if self._file is not None and not self._file[0].closed:
+            with contextlib.suppress(Exception):  # the error that ended the writing is on its way
+                self._file[1].close()
             with contextlib.suppress(OSError):
-                self._sink.close()
+                self._file[0].close()
             self._path.unlink(missing_ok=True)
 
 
 def beside(path: Path, what: str) -> Path:
     """Return the file of a shard's order or facts, beside that of its rows."""
     return path.with_name(f"{path.name.removesuffix('.parquet')}.{what}.parquet")
-
-
-def write_order(path: Path, order: pa.Table) -> FileRecord:
-    """Write where each row of a shard lies: rows of few sources, mostly growing numbers."""
-    return write_table(path, order.cast(ORDER), use_dictionary=["source"], column_encoding={"row": "DELTA_BINARY_PACKED"})
 
 
 def facts_of(rows: pa.Table) -> pa.Table:

@@ -13,7 +13,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ class Staged:
     """Of an open table how many values of each column are not null."""
 
     def stored(self, files: Files, what: str = "table") -> Stored | None:
-        """Return one of its files."""
         if what not in self.files:
             return None
         name, record = self.files[what]
@@ -103,7 +102,6 @@ class Staging:
         return found
 
     def note(self, job: str, value: Any) -> None:
-        """Write the record of a job."""
         text = json.dumps(value, default=vars)
         self.files.write(f"{self.folder}/{job}.json", f'{{"made": {text}, "checksum": "{_checksum(text)}"}}'.encode(), lasting=False)
 
@@ -125,13 +123,12 @@ class Staging:
         noted = self.noted(job)
         if noted is None:
             return None
-        found = [_staged(one) for one in noted]
-        for one in found:
-            for name, record in one.files.values():
-                if not self.whole(name, record):
-                    self.files.remove(f"{self.folder}/{job}.json")
-                    raise Damaged(name)
-        return found
+        staged = [_staged(one) for one in noted]
+        for name, record in (file for one in staged for file in one.files.values()):
+            if not self.whole(name, record):
+                self.files.remove(f"{self.folder}/{job}.json")
+                raise Damaged(name)
+        return staged
 
     def whole(self, name: str, record: FileRecord) -> bool:
         """True if a file has the size and the checksum of its record."""
@@ -146,7 +143,7 @@ class Staging:
 
 
 class Damaged(Exception):
-    """An error: a file of an earlier attempt has other bytes than were written, and is made again."""
+    """A file of an earlier attempt that has other bytes than were written, and is made again."""
 
 
 def _checksum(text: str) -> str:
@@ -177,14 +174,13 @@ class Outputs:
     def __post_init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self._folder = self._stack.enter_context(self.staging.temporary())
-        self._main = ShardWriter(self.streamed, self._folder / f"{self.streamed}.parquet") if self.streamed else None
+        writer = ShardWriter(self.streamed, self._folder / f"{self.streamed}.parquet") if self.streamed else None
+        self._main = writer and self._stack.enter_context(writer)
 
     def __enter__(self) -> Outputs:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._main is not None:
-            self._main.abandon()
         self._stack.close()
 
     def add(self, table: str, rows: pa.Table) -> None:
@@ -266,14 +262,10 @@ def write_sorted(table: str, pieces: list[pa.Table], path: Path) -> Written:
     schema = table_schema(table)
     whole = schema.schema_for(united(piece.schema for piece in pieces))
     rows = in_order(pa.concat_tables([filled(piece, whole) for piece in pieces]), schema.key)
-    writer = ShardWriter(table, path)
-    try:
+    with ShardWriter(table, path) as writer:
         writer.open(whole)
         writer.add(rows)
         return writer.close()
-    except BaseException:
-        writer.abandon()
-        raise
 
 
 def united(schemas: Iterable[pa.Schema]) -> pa.Schema:
@@ -291,8 +283,3 @@ def filled(table: pa.Table, schema: pa.Schema) -> pa.Table:
         if one.name not in table.schema.names:
             table = table.append_column(one, pa.nulls(table.num_rows, one.type))
     return table.select(schema.names).cast(schema)
-
-
-def unnumbered(staged: Staged) -> Staged:
-    """Return the same rows, that are no whole shard."""
-    return replace(staged, number=None, cut=0)

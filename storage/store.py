@@ -19,6 +19,7 @@ import errno
 import json
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -105,12 +106,6 @@ class Store:
         """Return a local folder that belongs to it: itself, or one beside the cache of an object store."""
         return self.files.scratch("")
 
-    # --- finding -----------------------------------------------------------------------------------
-
-    def folder(self, kind: str, key: str) -> Path:
-        """Return the folder of the artifact `key` of `kind`, which need not exist."""
-        return self.files.local(place_of(kind, key))
-
     def find(self, kind: str, key: str) -> Artifact | None:
         """Return the committed artifact, or None."""
         there = self.files.stat(f"{place_of(kind, key)}/{NAME}") is not None
@@ -121,10 +116,7 @@ class Store:
         return [Artifact(kind, key, self.files) for kind, key in sorted(index.manifests(self.files)) if kind in KINDS]
 
     def entries(self, project: str | None = None) -> list[Entry]:
-        """Return what the manifests of all artifacts say in short, oldest first; see `index`.
-
-        `project`: of those alone that its runs made and its aliases name.
-        """
+        """Return the summaries of all artifacts, oldest first. `project`: only those that its runs made or its aliases name."""
         found = [one for one in index.entries(self.files) if one["kind"] in KINDS]
         if project is None:
             return found
@@ -175,12 +167,6 @@ class Store:
         """Return the store for readers that commit nothing: each table is compared with its checksums before it is read."""
         return Store(damage.reading(self.files), self.project)
 
-    # --- making ------------------------------------------------------------------------------------
-
-    def hold(self, key: str) -> None:
-        """Let `gc` spare the artifact `key`, present or future, and its sources, while this store is in use here."""
-        self.holding.add(key)
-
     @contextlib.contextmanager
     def lock(self, key: str, *, wait: bool = True) -> Iterator[bool]:
         """Hold `key` against other processes; without `wait`, give False when another one holds it."""
@@ -200,7 +186,7 @@ class Store:
         names = {kind: table, **side}
         content = {name: digest.of_table(table_schema(name).conform(rows)) for name, rows in names.items()}
         key = digest.of_value({"import": kind, "tables": content})
-        self.hold(key)
+        self.holding.add(key)
         with self.work(key) as work:
             for name, rows in names.items():
                 work.add(name, rows, "import")
@@ -220,8 +206,6 @@ class Store:
         """Return every key that an older artifact stands for, and the older one's key."""
         names = filter(is_pointer, self.files.list("refs/.accepted"))
         return {Path(n).stem: found["stands_for"] for n in names if (found := read_pointer(self.files, n)) is not None}
-
-    # --- aliases and projects ----------------------------------------------------------------------
 
     @property
     def project(self) -> str:
@@ -252,10 +236,8 @@ class Store:
         target = self._aliases.target(name)
         if target is None:
             project, own = self._aliases.parts(name)
-            if project == DEFAULT:
-                raise PunaError(f"{own}: no such alias in {self.uri}")
             self.within(project).require_project()
-            raise PunaError(f"{own}: no such alias in project {project} of {self.uri}")
+            raise PunaError(f"{own}: no such alias in {'' if project == DEFAULT else f'project {project} of '}{self.uri}")
         artifact = self.find(*target)
         if artifact is None:
             raise PunaError(f"{name}: points to {target[0]}/{target[1][:12]}, which is not in the store")
@@ -298,13 +280,11 @@ class Store:
 
     def names(self, project: str | None = None) -> dict[str, list[str]]:
         """Return every key that an alias points to, with all its aliases, or those of one project."""
-        found: dict[str, list[str]] = {}
+        names: dict[str, list[str]] = {}
         for name, key in self.aliases().items():
             if project in (None, self.project_of(name)):
-                found.setdefault(key, []).append(name)
-        return found
-
-    # --- runs --------------------------------------------------------------------------------------
+                names.setdefault(key, []).append(name)
+        return names
 
     def record(self, run: str, event: dict[str, Any]) -> None:
         """Append one event to the log of a run."""
@@ -314,11 +294,9 @@ class Store:
                 self.files.append(ORDER, run.encode() + b"\n")
             self.files.append(f"runs/{run}.jsonl", line)
 
-    @contextlib.contextmanager
-    def at_work(self, run: str) -> Iterator[None]:
-        """Hold a run while it is at work: `gc` then keeps what the run has, and a run that was killed is told from it."""
-        with self.lock(f"run-{run}"):
-            yield
+    def at_work(self, run: str) -> AbstractContextManager[bool]:
+        """Hold a run while it is at work: `gc` then keeps what the run has, and a killed run can be recognised."""
+        return self.lock(f"run-{run}")
 
     def runs(self) -> list[str]:
         """Return the names of the runs in the order in which they began."""
@@ -331,14 +309,13 @@ class Store:
         """Return the events of a run; a line that a crash cut short is left out."""
         if self.files.stat(f"runs/{run}.jsonl") is None:
             raise PunaError(f"run {run}: no such run; `puna list --runs` shows them")
-        found = []
+        events = []
         for line in self.files.read(f"runs/{run}.jsonl").splitlines():
             with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-        return found
+                events.append(json.loads(line))
+        return events
 
     def log(self, run: str) -> RunLog:
-        """Return the log of a run."""
         return RunLog.of(run, self.events(run), at_work=self.files.held(f"run-{run}"))
 
 
@@ -372,8 +349,10 @@ def explain_write_errors(uri: str) -> Iterator[None]:
 def files_of(uri: str | Path) -> Files:
     """Return the place of files that a path, a `file://` or an `s3://` URI names."""
     if str(uri).startswith("s3://"):
-        from puna.storage.s3 import S3Files
-
+        try:
+            from puna.storage.s3 import S3Files
+        except ImportError as error:
+            raise PunaError("a store on S3 needs the package obstore; install puna[s3]") from error
         return S3Files.at(str(uri))
     return LocalFiles(located(uri))
 

@@ -70,14 +70,14 @@ def finished(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
     same = len({tuple(one.columns.items()) for one in found}) <= 1
     numbers = [one.number for one in found]
     whole = bool(found) and same and None not in numbers and len(set(numbers)) == len(numbers) and len({one.cut for one in found}) == 1
-    small = raw <= schema.shard_bytes
+    small, refers = raw <= schema.shard_bytes, any("order" in one.files for one in found)
     if whole and (schema.selectable or not small):
-        if schema.selectable and _write_anew(pieces, found):
+        sources = pieces.sources if refers else ()
+        if refers and _write_anew(pieces, found):
             jobs = [(pieces.table, one, tuple(s[one.number or 0] for s in pieces.source_shards), staging) for one in found]
-            found = list(mapper(_written_anew, jobs))
-            return _record(schema, found, found[0].cut, ())
-        return _record(schema, found, found[0].cut, pieces.sources if any(s.shard.order for s in found) or _refers(found) else ())
-    if any("order" in one.files for one in found):
+            found, sources = list(mapper(_written_anew, jobs)), ()
+        return _record(schema, found, found[0].cut, sources)
+    if refers:
         raise PunaError(f"table {pieces.table}: rows kept by reference were written together with others; write it in one transform")
     if same and (len(found) == 1 and (small or pieces.ranges)):
         return _record(schema, [replace(found[0], number=0, cut=1)], 1, ())
@@ -89,14 +89,8 @@ def finished(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
     return _record(schema, merged, cut, ())
 
 
-def _refers(found: list[Staged]) -> bool:
-    return any("order" in one.files for one in found)
-
-
 def _write_anew(pieces: Pieces, found: list[Staged]) -> bool:
     """True if the rows that are kept by reference are too few, or lie in too many places."""
-    if not _refers(found):
-        return False
     kept = sum(one.shard.rows - one.shard.own for one in found)
     stored = sum(sum(file.groups) for source in pieces.source_shards for file in source if file is not None)
     return kept < LEAST_KEPT * stored or len(pieces.sources) > MOST_SOURCES
@@ -106,7 +100,7 @@ def _record(schema: TableSchema, found: Sequence[Staged], cut: int, sources: tup
     """Return the record of some shards, with the names that their files get."""
     count = cut or len(found)
     by_number = {one.number: one for one in found}
-    columns = next((one.columns for one in found), {f.name: str(f.type) for f in schema.schema})
+    columns = found[0].columns if found else {f.name: str(f.type) for f in schema.schema}
     records, content = [], {}
     for number in range(count):
         one = by_number.get(number)
@@ -124,7 +118,6 @@ def _record(schema: TableSchema, found: Sequence[Staged], cut: int, sources: tup
 
 
 def _in_order(found: list[Staged]) -> list[Staged] | None:
-    """Return the pieces by their keys; None where their ranges overlap."""
     ordered = sorted(found, key=lambda one: one.shard.low)
     return ordered if all(a.shard.high < b.shard.low for a, b in pairwise(ordered)) else None
 
@@ -155,16 +148,11 @@ def _merged(job: tuple[str, list[Staged], int, Staging]) -> list[Staged]:
         batches = _sorted(stack, found, schema, staging.files, temporary)
         edges = [*shards.bounds(cut), None]
         for number, edge in enumerate(edges):
-            path = temporary / f"{table}.parquet"
-            writer = ShardWriter(table, path)
-            writer.open(whole)
-            try:
+            with ShardWriter(table, temporary / f"{table}.parquet") as writer:
+                writer.open(whole)
                 for rows in batches.below(edge):
                     writer.add(filled(rows, whole))
                 written = writer.close()
-            except BaseException:
-                writer.abandon()
-                raise
             if written.shard.rows:
                 made += staging.keep(f"{table}-merged-{number:05d}", {table: written}, temporary, number=number, cut=cut)
     return made
@@ -206,7 +194,7 @@ def _sorted(stack: contextlib.ExitStack, found: list[Staged], schema: TableSchem
     connection = stack.enter_context(duckdb.connect(config={"memory_limit": "2GB", "temp_directory": str(temporary / ".sort")}))
     connection.execute("set TimeZone='UTC'")
     connection.execute("set preserve_insertion_order=false")
-    query = f"select * from {parquet(paths)} order by {', '.join(_quote(k) for k in schema.key)}"
+    query = f"select * from {parquet(paths)} order by {', '.join(schema.key)}"
     reader = connection.sql(query).to_arrow_reader(MERGED_ROWS)
     return _Stream((pa.Table.from_batches([batch]) for batch in reader), schema.key[0])
 
@@ -275,10 +263,10 @@ def empty(name: str) -> bytes:
 # --- SQL ---------------------------------------------------------------------------------------------
 
 
-def parquet(files: Sequence[str], *, filename: bool = False, more: str = "") -> str:
+def parquet(files: Sequence[str]) -> str:
     """Return SQL for the rows of Parquet files, columns by name; whatever their paths hold, they are no patterns and no columns."""
     paths = ", ".join(literal(pattern(file)) for file in files)
-    return f"read_parquet([{paths}], union_by_name = true, hive_partitioning = false, filename = {str(filename).lower()}{more})"
+    return f"read_parquet([{paths}], union_by_name = true, hive_partitioning = false)"
 
 
 def pattern(file: str) -> str:
@@ -289,7 +277,3 @@ def pattern(file: str) -> str:
 def literal(text: str) -> str:
     """Return a text as an SQL string."""
     return "'" + text.replace("'", "''") + "'"
-
-
-def _quote(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'

@@ -8,7 +8,9 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -30,34 +32,23 @@ from puna.storage.staging import Damaged, Outputs, Staged, Staging
 from puna.storage.tables import Made, Mapper, Pieces
 
 INPUTS = "inputs.json"
+WITHOUT_TABLE = {"tokenizer", "model", "classifier"}
 
 
+@dataclass
 class Identity:
     """The fields that decide an artifact's key and stand in its manifest."""
 
-    def __init__(
-        self,
-        stage: str,
-        code_version: str = "",
-        code: dict[str, str] | None = None,
-        config: dict[str, Any] | None = None,
-        inputs: list[InputRecord] | None = None,
-    ) -> None:
-        self.stage = stage
-        self.code_version = code_version
-        self.code = code or {}
-        self.config = config or {}
-        self.inputs = inputs or []
+    stage: str
+    code_version: str = ""
+    code: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    inputs: list[InputRecord] = field(default_factory=list)
 
     @cached_property
     def key(self) -> str:
         """Return the sha256 over stage, code version, configuration and the inputs' data digests."""
         return key_of(self.stage, self.code_version, self.config, self.inputs)
-
-
-def here(function: Callable[..., Any], jobs: Sequence[Any]) -> Iterable[Any]:
-    """Run jobs in this process."""
-    return map(function, jobs)
 
 
 class Work:
@@ -74,7 +65,7 @@ class Work:
         self.output = files.scratch(f"{self.place}/output")
         self.scratch = files.scratch(f"{self.place}/scratch")
         self.staging = Staging(files, f"{self.place}/parts")
-        self.mapper: Mapper = here
+        self.mapper: Mapper = map
         self.cut = 0
         """Shards of the corpus that the artifact's rows belong to; 0: of none."""
         self.ranges: set[str] = set()
@@ -104,7 +95,6 @@ class Work:
             return None
 
     def say(self, damaged: str) -> None:
-        """Warn that something is made again."""
         warnings.warn(f"{damaged}, left by an earlier attempt, is damaged: it is made again", stacklevel=2)
 
     def claim(self, staged: Iterable[Staged]) -> None:
@@ -141,17 +131,16 @@ class Work:
 
     def values(self, table: str) -> dict[str, int]:
         """Return for each column of an open table its number of values that are not null."""
-        found: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for one in self._claimed.get(table, ()):
-            for name, count in one.values.items():
-                found[name] = found.get(name, 0) + count
-        return found
+            counts.update(one.values)
+        return counts
 
     def finished(self, kind: str) -> dict[str, Made]:
         """Return all tables of the artifact, merged where they have to be; nothing can be added afterwards."""
         if self._made is None:
             self._made = {}
-            for name in sorted({*self._claimed, *({kind} if _has_table(kind) else ())}):
+            for name in sorted({*self._claimed, *({kind} - WITHOUT_TABLE)}):
                 pieces = self._pieces(name, kind)
                 made = tables.finished(pieces, self.staging, self.mapper)
                 self._made[name] = made if made.record.rows else self._empty(name, made)
@@ -194,20 +183,10 @@ class Work:
             about["metrics"] = {"characters": made[kind].record.characters, **about.get("metrics", {})}
         all_tables = {name: one.record for name, one in made.items()}
         manifest = Manifest(
-            kind=kind,
-            key=key,
-            stage=identity.stage,
-            data_digest=content_digest(all_tables, records | own),
-            code_version=identity.code_version,
-            code=identity.code,
-            config=identity.config,
-            inputs=identity.inputs,
-            tables=all_tables,
-            files=dict(sorted((records | own).items())),
-            created_at=datetime.now(UTC).isoformat(),
-            project=self.project,
-            **about,
-        )
+            kind=kind, key=key, stage=identity.stage, data_digest=content_digest(all_tables, records | own),
+            code_version=identity.code_version, code=identity.code, config=identity.config, inputs=identity.inputs, tables=all_tables,
+            files=dict(sorted((records | own).items())), created_at=datetime.now(UTC).isoformat(), project=self.project, **about,
+        )  # fmt: skip
         place, files = place_of(kind, key), self.files
         try:
             won = files.publish(place, content, (NAME, manifest.to_json().encode()), f"{self.place}/commit")
@@ -239,10 +218,6 @@ class Work:
                 found[name] = FileRecord(path.stat().st_size, digest.of_file(path))
                 self.files.put(f"{self.place}/output/{name}", path)
         return found
-
-
-def _has_table(kind: str) -> bool:
-    return kind not in ("tokenizer", "model", "classifier")
 
 
 def write_text(file: Path, text: str) -> None:

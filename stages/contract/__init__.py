@@ -26,9 +26,8 @@ from puna.stages.contract.declaration import (
 )
 from puna.stages.contract.execute import Outcome, execute, identify, perform, reusable
 from puna.stages.contract.external import External, ExternalFile
-from puna.stages.contract.figure import Figure
 from puna.stages.contract.needs import Facts, InputFacts, Looked
-from puna.stages.contract.run import Listener, StageRun
+from puna.stages.contract.run import Figure, Listener, StageRun
 from puna.stages.contract.signals import FAILURE, SIGNALS, Signal, declare_signal, signal
 
 __all__ = [

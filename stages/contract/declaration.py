@@ -136,16 +136,11 @@ class Stage:
         left = list(artifacts)
         given: dict[str, Value] = {name: list(several) for name, several in (named or {}).items()}
         for spec in self.inputs:
-            if spec.name in given:
-                continue
-            fitting = [a for a in left if a.kind == spec.kind]
-            if not spec.many:
-                fitting = fitting[:1]
-            left = [a for a in left if a not in fitting]
-            if spec.many:
-                given[spec.name] = fitting if fitting or not spec.optional else None
-            else:
-                given[spec.name] = fitting[0] if fitting else None
+            if spec.name not in given:
+                fitting = [a for a in left if a.kind == spec.kind][: None if spec.many else 1]
+                left = [a for a in left if a not in fitting]
+                empty: Value = [] if spec.many and not spec.optional else None
+                given[spec.name] = empty if not fitting else fitting if spec.many else fitting[0]
         if left:
             wanted = ", ".join(f"{s.name} ({s.kind})" for s in self.inputs)
             raise PunaError(f"stage {self.name} has no place for {left[0].id}; its inputs are {wanted}; name one: --input NAME=ARTIFACT")

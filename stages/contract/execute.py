@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.metadata
+import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
@@ -20,12 +19,10 @@ from puna.stages.contract.measure import Meter
 from puna.stages.contract.run import Listener, StageRun
 from puna.stages.contract.signals import check_measured
 from puna.stages.executors import PartExecutor
-from puna.stages.identity import code
+from puna.stages.identity import code, libraries
 from puna.storage import Artifact, Identity, InputRecord, PunaError, Store, Work
 from puna.storage.damage import set_aside
 from puna.storage.tables import Balance, imbalance
-
-LIBRARIES = ("pyarrow", "duckdb", "torch", "numpy", "transformers", "trl", "peft", "fasttext", "resiliparse", "tokenizers")
 
 
 @dataclass(frozen=True)
@@ -41,15 +38,11 @@ def identify(stage: Stage, config: StageConfig, given: dict[str, Value]) -> Iden
     """Return the identity that decides the key of the artifact of `stage` for these inputs."""
     if not isinstance(config, stage.config):
         raise PunaError(f"stage {stage.name} takes a {stage.config.__name__}, not a {type(config).__name__}")
-    records = []
-    for name, items in stage.check(given).items():
-        found = []
-        for item in items:
-            if isinstance(item, Artifact):
-                found.append(InputRecord(name, item.kind, item.key, item.data_digest, item.manifest.stage))
-            else:
-                found.append(InputRecord(f"{name}:{item.name}", "external", item.uri, item.data_digest))
-        records += found
+    records = [
+        InputRecord(name, item.kind, item.key, item.data_digest, item.manifest.stage) if isinstance(item, Artifact)
+        else InputRecord(f"{name}:{item.name}", "external", item.uri, item.data_digest)
+        for name, items in stage.check(given).items() for item in items
+    ]  # fmt: skip
     symbols = code.symbols(stage, stage.reaches(config, given))
     return Identity(stage.name, code.version(symbols), symbols, config.identity(), records)
 
@@ -167,13 +160,12 @@ def _on_worker(
     part_rows: int | None,
 ) -> tuple[Artifact, bool]:
     """Have a worker run the stage; it opens the store at the same address."""
-    module = stage.function.__module__
+    module, root = stage.function.__module__, store.uri
     if module == "__main__":
         raise PunaError(f"stage {stage.name} runs on another worker, which cannot import it from here: declare it in a module")
     sent = {name: [(i.kind, i.key) if isinstance(i, Artifact) else i for i in items] for name, items in stage.check(given).items()}
-    root = store.uri
-    future = submit(_perform_there, module, stage.name, config, sent, root, store.project, run=run, part_rows=part_rows)
-    kind, key, reused = future.result()
+    call = submit(_perform_there, module, stage.name, config, sent, root, store.project, run=run, part_rows=part_rows)
+    kind, key, reused = call.result()
     made = store.find(kind, key)
     if made is None:
         raise PunaError(f"stage {stage.name}: the worker that ran it wrote to another {root}; give both a folder that they share")
@@ -229,7 +221,6 @@ def _cut(stage: Stage, taken: dict[str, list[Artifact] | list[External]]) -> int
 def _make(
     stage: Stage, config: StageConfig, given: dict[str, Value], run: StageRun, work: Work, executor: Executor | None
 ) -> dict[str, Any]:
-    """Call the stage's function; returns what the manifest says about the making."""
     arguments: list[Any] = []
     for spec in stage.inputs:
         items = stage.check(given)[spec.name]
@@ -255,10 +246,10 @@ def _make(
         _check_rows(stage, run.input_rows, sources, work)
     return {
         "metrics": run.metrics,
-        "figures": {name: figure.to_json() for name, figure in run.figures.items()},
+        "figures": {name: asdict(figure) for name, figure in run.figures.items()},
         "timings": {"seconds": meter.seconds, "cpu_seconds": meter.cpu_seconds},
         "peak_memory_bytes": meter.peak_bytes,
-        "libraries": _libraries(),
+        "libraries": libraries.installed(),
         "seed": getattr(config, "seed", None),
     }
 
@@ -275,15 +266,3 @@ def _check_rows(stage: Stage, came: int, sources: list[Artifact], work: Work) ->
         if wrong := imbalance(Balance(came_in, went), max(1, work.cut), work.mapper):
             shown = "; ".join(f"{i} is lost" if n > 0 else f"{i} is there {-n} times too often" for i, n in wrong)
             raise PunaError(f"{said}; {came - kept - dropped} are lost: {shown}")
-
-
-@functools.cache
-def _libraries() -> dict[str, str]:
-    """Return the versions of the libraries that may change results."""
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -30,7 +30,6 @@ class ExternalFile:
     state: str
 
     def open(self) -> BinaryIO:
-        """Open the file for reading bytes."""
         import fsspec
 
         try:
@@ -98,7 +97,7 @@ class External:
                 return [_hub(name, "/".join(inside), kind)]
         files, uri = list(_files(uri)), public(uri)
         single = len(files) == 1 and files[0].name == PurePosixPath(uri).name
-        archives = all(_is_archive(f.name) for f in files)
+        archives = all(f.name.lower().endswith(ARCHIVES) for f in files)
         if not name and not single and archives and not any("/" in f.name for f in files):
             return [_external(_stem(f.name), uri, (f,)) for f in files]
         return [_external(name or _stem(PurePosixPath(uri.rstrip("/")).name), uri, tuple(files))]
@@ -143,23 +142,12 @@ def is_named(text: str) -> bool:
     return bool(sign) and head.replace("_", "").replace("-", "").isalnum()
 
 
-def _is_archive(name: str) -> bool:
-    return name.lower().endswith(ARCHIVES)
-
-
 def _stem(name: str) -> str:
-    lowered = name.lower()
-    for suffix in sorted(ROWS, key=len, reverse=True):
-        if lowered.endswith(suffix):
-            return name[: -len(suffix)]
-    return name
+    return next((name[: -len(end)] for end in sorted(ROWS, key=len, reverse=True) if name.lower().endswith(end)), name)
 
 
 def _external(name: str, uri: str, files: tuple[ExternalFile, ...]) -> External:
-    state = hashlib.sha256()
-    for file in files:
-        state.update(f"{file.name}\0{file.digest}\0".encode())
-    return External(name, uri, files, state.hexdigest())
+    return External(name, uri, files, hashlib.sha256("".join(f"{f.name}\0{f.digest}\0" for f in files).encode()).hexdigest())
 
 
 def _local(root: Path) -> list[str]:

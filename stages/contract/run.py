@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import pyarrow as pa
 
 from puna.stages.contract.config import StageConfig
-from puna.stages.contract.figure import Figure
 from puna.stages.contract.shardwork import Job, Produce, Scattering, produced, scattered, transformed
 from puna.stages.contract.signals import described
 from puna.stages.executors import ordered
@@ -22,6 +22,19 @@ from puna.storage.schemas import table_schema
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot as data: named series of (x, y) points; x may be a category's name in a bar plot. `lines`: named horizontal lines."""
+
+    title: str
+    x: str
+    y: str
+    series: dict[str, list[tuple[Any, float]]]
+    kind: Literal["line", "bar", "scatter"] = "line"
+    note: str = ""
+    lines: dict[str, float] = field(default_factory=dict)
 
 
 class Listener(Protocol):
@@ -114,23 +127,18 @@ class StageRun:
         whole = (table or artifact.kind) == self.kind and (columns is None or filtering)
         facts = self._work.refers(artifact) if whole else None
         call = self._next("transform")
-        jobs, sizes = [], []
+        jobs = []
         for number, rows in enumerate(shards):
             if rows.rows:
-                known = facts[number] if facts is not None else None
-                name = f"{call}-{number:05d}"
                 around = span(cut, number) if cut else None
-                shift = self._work.shift
                 job = Job(
-                    function, self.kind, name, self._work.staging, rows, number, cut, around,
-                    self._part_rows, columns, known, shift, filtering,
+                    function, self.kind, f"{call}-{number:05d}", self._work.staging, rows, number, cut, around,
+                    self._part_rows, columns, None if facts is None else facts[number], self._work.shift, filtering,
                 )  # fmt: skip
-                given = [_of_shard(a, number, around) for a in args]
-                jobs.append((job, given))
-                sizes.append(rows.rows)
+                jobs.append((job, [_of_shard(a, number, around) for a in args]))
         if not cut:
             self._work.ranges.add(self.kind)
-        infos = self._claimed(transformed, jobs, [job.name for job, _ in jobs], sizes)
+        infos = self._claimed(transformed, jobs, [job.name for job, _ in jobs], [job.rows.rows for job, _ in jobs])
         self._work.declare(self.kind)
         return [value for values in infos for value in values or ()]
 
@@ -188,11 +196,8 @@ class StageRun:
         `by` is a number of 64 bits or an id, whose leading bits count, or the number of the partition (int32). An item that is
         rows of another table (a part, a partition) is read where it is needed.
         """
-        call = self._next("exchange")
-        jobs = []
-        for number, item in enumerate(items):
-            how = Scatter(self._work.staging, f"{call}-{number:05d}", by, partitions)
-            jobs.append(Scattering(function, item, args, how))
+        call, staging = self._next("exchange"), self._work.staging
+        jobs = [Scattering(function, item, args, Scatter(staging, f"{call}-{n:05d}", by, partitions)) for n, item in enumerate(items)]
         found = []
         for done, (one, warning) in enumerate(ordered(self._executor, scattered, jobs, ()), 1):
             if warning:
@@ -205,7 +210,7 @@ class StageRun:
 
     def write(self, table: pa.Table, name: str | None = None) -> None:
         """Append rows to the main table (None) or a side table."""
-        self._work.add(name or self.kind, _described(table, name or self.kind), f"driver-{self._written:06d}")
+        self._work.add(name or self.kind, described(name or self.kind, table), f"driver-{self._written:06d}")
         self._written += 1
 
     def write_rows(self, rows: list[dict[str, Any]], name: str | None = None) -> None:
@@ -280,9 +285,7 @@ class StageRun:
 
 def _table(rows: list[dict[str, Any]], name: str) -> pa.Table:
     """Return rows given as dicts as a table; columns that no row names are null."""
-    names: dict[str, None] = {}
-    for row in rows:
-        names.update(dict.fromkeys(row))
+    names = dict.fromkeys(name for row in rows for name in row)
     metric = {"meaning": "metric of the objective", "unit": ""}
     schema = table_schema(name).schema_for(pa.schema([pa.field(n, pa.float64(), metadata=metric) for n in names]))
     if missing := [f.name for f in schema if not f.nullable and f.name not in names]:
@@ -293,10 +296,6 @@ def _table(rows: list[dict[str, Any]], name: str) -> pa.Table:
         return pa.Table.from_pylist(rows, schema=loose)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise PunaError(f"table {name}: {error}") from error
-
-
-def _described(table: pa.Table, name: str) -> pa.Table:
-    return described(table) if name == "signals" else table
 
 
 def _of_shard(value: Any, number: int, around: tuple[str, str | None] | None) -> Any:

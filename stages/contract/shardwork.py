@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,10 @@ from puna.storage import PunaError
 from puna.storage.exchange import Exchange, Partition, Scatter, Scattered, found_before, scatter
 from puna.storage.parts import Beside, Follower, ShardRows, Stored
 from puna.storage.schemas import table_schema
-from puna.storage.staging import Damaged, Outputs, Staged, Staging, unnumbered
+from puna.storage.staging import Damaged, Outputs, Staged, Staging
+
+STREAMED = ("pages", "documents", "tokens")
+"""Main tables that are written in order, row by row; other tables wait for the shard's end."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def transformed(task: tuple[Job, list[Any]]) -> list[Staged]:
     job, args = task
     followers = {n: Follower(a, *(job.span or ("", None))) for n, a in enumerate(args) if isinstance(a, (Beside, Exchange))}
     placed = {n: _by_row(a) for n, a in enumerate(args) if isinstance(a, Partition)}
-    with Outputs(job.staging, job.name, _streamed(job.kind), job.facts) as outputs:
+    with Outputs(job.staging, job.name, job.kind if job.kind in STREAMED else "", job.facts) as outputs:
         read, values = job.columns, []
         if job.filtering and job.columns is not None:
             read = None if job.facts is None else ["id", *(c for c in job.columns if c != "id")]
@@ -52,7 +55,8 @@ def transformed(task: tuple[Job, list[Any]]) -> list[Staged]:
             given = [followers[n].upto(last) if n in followers else a for n, a in enumerate(args)]
             for n, (table, places) in placed.items():
                 low, high = np.searchsorted(places, [start, stop])
-                given[n] = _counted_from(table.slice(low, high - low), start)
+                near = table.slice(low, high - low)
+                given[n] = near.set_column(near.schema.get_field_index("row"), "row", pa.array(near["row"].to_numpy() - start))
             asked = rows.select(job.columns) if job.columns is not None else rows
             result, *value = made_of(job.function(asked, *given))
             values += value
@@ -63,7 +67,7 @@ def transformed(task: tuple[Job, list[Any]]) -> list[Staged]:
                 if table == job.kind and job.facts is not None:
                     _compare(outputs, job, rows, start, stop, table_schema(table).conform(found))
                 else:
-                    outputs.add(table, described(found) if table == "signals" else found)
+                    outputs.add(table, described(table, found))
         return _numbered(outputs, job.number, job.cut, job.span, values or None)
 
 
@@ -80,15 +84,6 @@ def _by_row(partition: Partition) -> tuple[pa.Table, Any]:
     return table.take(pa.array(order)), row[order]
 
 
-def _counted_from(table: pa.Table, start: int) -> pa.Table:
-    return table.set_column(table.schema.get_field_index("row"), "row", pa.array(table["row"].to_numpy() - start))
-
-
-def _streamed(kind: str) -> str:
-    """Return the main table's name if it is written in order, row by row; other tables are held until the shard's end."""
-    return kind if kind in ("pages", "documents", "tokens") else ""
-
-
 def _numbered(outputs: Outputs, number: int, cut: int, span: tuple[str, str | None] | None, info: Any = None) -> list[Staged]:
     """Finish the tables; a table with rows outside of the shard gets no shard number."""
     if not cut or span is None:
@@ -100,7 +95,7 @@ def _numbered(outputs: Outputs, number: int, cut: int, span: tuple[str, str | No
         and (not one.shard.rows or (str(one.shard.low[0]) >= low and (high is None or str(one.shard.high[0]) < high)))
         for one in found
     ]
-    return [one if fits else unnumbered(one) for one, fits in zip(found, inside, strict=True)]
+    return [one if fits else replace(one, number=None, cut=0) for one, fits in zip(found, inside, strict=True)]
 
 
 def _places(job: Job, start: int, stop: int) -> tuple[Any, Any]:
@@ -110,7 +105,6 @@ def _places(job: Job, start: int, stop: int) -> tuple[Any, Any]:
 
 
 def _keep(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, keep: Any) -> None:
-    """Keep the rows that a filter selects."""
     mask = np.asarray(keep, dtype=bool)
     if len(mask) != rows.num_rows:
         raise PunaError(f"a filter said {len(mask)} times whether one of {rows.num_rows} rows is kept")
@@ -181,7 +175,7 @@ def produced(job: Produce) -> list[Staged]:
     made, info = result if isinstance(result, tuple) else (result, None)
     with Outputs(job.staging, job.name) as outputs:
         for table, rows in (made if isinstance(made, dict) else {job.kind: made}).items():
-            outputs.add(table, described(rows) if table == "signals" else rows)
+            outputs.add(table, described(table, rows))
         return outputs.finish(info=info) if job.shard is None else _numbered(outputs, *job.shard, info)
 
 

@@ -102,9 +102,9 @@ def _register(made: Signal) -> Signal:
     return made
 
 
-def described(table: pa.Table) -> pa.Table:
-    """Return a table of signals with the declared types, units and meanings; raise PunaError for an undeclared column."""
-    for at, name in enumerate(table.schema.names):
+def described(name_of_table: str, table: pa.Table) -> pa.Table:
+    """Return a table, one of signals with the declared types, units and meanings; raise PunaError for an undeclared column."""
+    for at, name in enumerate(table.schema.names if name_of_table == "signals" else ()):
         if name == "id":
             continue
         if name not in SIGNALS:

@@ -10,8 +10,7 @@ import uuid
 from concurrent.futures import CancelledError
 from typing import Any
 
-from puna.stages.executors.address import probed
-from puna.stages.executors.parts import ATTEMPTS, Part, PartExecutor
+from puna.stages.executors.parts import ATTEMPTS, Part, PartExecutor, probed
 from puna.stages.executors.worker import Answer, compute
 from puna.storage import PunaError
 
@@ -49,7 +48,12 @@ class DaskCluster(PartExecutor):
         else:
             with dask.config.set(LOCAL):
                 self._local = target = LocalCluster(
-                    n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50, host="127.0.0.1",
+                    n_workers=workers,
+                    threads_per_worker=1,
+                    processes=True,
+                    dashboard_address=None,
+                    silence_logs=50,
+                    host="127.0.0.1",
                     security=True,  # other users of this machine could else have the workers run code
                 )
         self._where = address or "on this machine"
@@ -112,7 +116,9 @@ class DaskCluster(PartExecutor):
             part.attempts = max(ATTEMPTS, error.allowed_failures + 1)  # Dask has counted these itself
             self._lost(part, str(error).partition("Inspecting")[0].strip())
         except (asyncio.CancelledError, CancelledError):
-            if self._given_up(key):
+            with self._begun_lock:
+                given_up = key in self._begun and self._begun[key][2] > ATTEMPTS
+            if given_up:
                 part.attempts = ATTEMPTS
                 self._lost(part, "its worker ended each time before the result arrived")
             else:
@@ -126,12 +132,7 @@ class DaskCluster(PartExecutor):
                 self._begun.pop(key, None)
             future.release()
 
-    def _given_up(self, key: str) -> bool:
-        with self._begun_lock:
-            return key in self._begun and self._begun[key][2] > ATTEMPTS
-
     async def _attempted(self, event: tuple[float, Any]) -> None:
-        """Count an attempt that a worker reports."""
         key = event[1]
         with self._begun_lock:
             if key not in self._begun:

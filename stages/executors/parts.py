@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,18 @@ BYTES_UNDER_WAY = 1 << 30
 AHEAD = 64
 
 
+def probed(engine: str, address: str) -> str:
+    """Return `HOST:PORT` if a connection succeeds; raise PunaError otherwise. An engine would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise PunaError(f"--executor {engine}://{address}: is no address; write {engine}://HOST:PORT")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except OSError as error:
+        raise PunaError(f"--executor {engine}://{address}: nobody answers there ({error}); start the cluster, or name another") from error
+    return address
+
+
 class Part:
     """A call under way: its packed form, its attempts, its caller's future."""
 
@@ -26,15 +39,14 @@ class Part:
         self.payload = packed(function, args, kwargs)
         self.device = device
         self.attempts = 0
-        self.future: PartFuture = PartFuture(len(self.payload))
+        self.future = PartFuture()
+        self.future.bytes = len(self.payload)
 
 
 class PartFuture(Future[Any]):
     """A future with a size in bytes: of the arguments until it is done, then of the result."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.bytes = size
+    bytes = 0
 
 
 class PartExecutor(Executor):
@@ -85,7 +97,6 @@ class PartExecutor(Executor):
         return part.future
 
     def _advance(self) -> None:
-        """Send waiting parts away while there are slots."""
         while True:
             with self._lock:
                 if not self._waiting and not self._running:
@@ -120,15 +131,12 @@ class PartExecutor(Executor):
     def _lost(self, part: Part, reason: str) -> None:
         """Start a part again whose worker ended, or fail it after `ATTEMPTS`."""
         if part.attempts >= ATTEMPTS or self._closed:
-            said = f"{part.attempts} times, which is as often as it is tried" if part.attempts > 1 else "once"
-            self._failed(
-                part,
-                PunaError(
-                    f"a worker process ended in the middle of its work ({part.name}; {said}; {reason}). Most likely the system ran out of "
-                    "memory: use fewer workers, or a machine with more memory; what is finished is kept"
-                ),
+            times = f"{part.attempts} times, which is as often as it is tried" if part.attempts > 1 else "once"
+            message = (
+                f"a worker process ended in the middle of its work ({part.name}; {times}; {reason}). Most likely the system ran out of "
             )
-            return
+            message += "memory: use fewer workers, or a machine with more memory; what is finished is kept"
+            return self._failed(part, PunaError(message))
         with self._lock:
             self._running -= 1
             self._waiting.appendleft(part)
@@ -160,8 +168,7 @@ class PartExecutor(Executor):
         with self._lock:
             self._closed = True
             dropped = list(self._waiting) if drop else []
-            if drop:
-                self._waiting.clear()
+            self._waiting = deque() if drop else self._waiting
         for part in dropped:
             if not part.future.cancel():  # it was begun before, and its worker was lost
                 part.future.set_exception(PunaError(f"{part.name}: stopped before it was begun again"))
@@ -175,7 +182,6 @@ class PartExecutor(Executor):
         """End what is under way, in the middle; a worker that is not this executor's own may go on with it in vain."""
 
     def _close(self) -> None:
-        """Stop the workers."""
         raise NotImplementedError
 
 
@@ -194,7 +200,8 @@ def ordered(
     waiting: deque[Future[Any]] = deque()
     try:
         for item in items:
-            while waiting and (len(waiting) >= _most(executor, ahead) or sum(getattr(f, "bytes", 0) for f in waiting) > BYTES_UNDER_WAY):
+            most = max(ahead, 2 * executor.slots) if isinstance(executor, PartExecutor) else ahead
+            while waiting and (len(waiting) >= most or sum(getattr(f, "bytes", 0) for f in waiting) > BYTES_UNDER_WAY):
                 yield waiting.popleft().result()
             waiting.append(executor.submit(function, item, *arguments))
         while waiting:
@@ -202,7 +209,3 @@ def ordered(
     finally:
         for future in waiting:
             future.cancel()
-
-
-def _most(executor: Executor, ahead: int) -> int:
-    return max(ahead, 2 * executor.slots) if isinstance(executor, PartExecutor) else ahead

@@ -43,16 +43,14 @@ class Processes(PartExecutor):
 
     def _begin(self, part: Part) -> None:
         with self._lock:
-            pool = self._idle.pop() if self._idle else self._started()
+            start = (os.getpid(),)
+            pool = self._idle.pop() if self._idle else ProcessPoolExecutor(1, self._context, initializer=_start, initargs=start)
             self._busy.add(pool)
         try:
             pool.submit(compute, part.payload).add_done_callback(partial(self._complete, part, pool))
         except BrokenExecutor as error:  # it was killed while it had nothing to do
             self._ended(pool)
             self._lost(part, str(error))
-
-    def _started(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(1, mp_context=self._context, initializer=_start, initargs=(os.getpid(),))
 
     def _ended(self, pool: ProcessPoolExecutor) -> None:
         with self._lock:
@@ -97,18 +95,15 @@ class _Worker(SpawnProcess):
     threads = 1
 
     def start(self) -> None:
-        """Start it with an environment of its own."""
         with _environment:
-            before = {name: os.environ.get(name) for name in THREADS}
+            before = {name: os.environ[name] for name in THREADS if name in os.environ}
             os.environ.update(dict.fromkeys(THREADS, str(self.threads)))
             try:
                 super().start()
             finally:
-                for name, value in before.items():
-                    if value is None:
-                        del os.environ[name]
-                    else:
-                        os.environ[name] = value
+                for name in THREADS:
+                    del os.environ[name]
+                os.environ.update(before)
 
 
 class _Context(SpawnContext):
@@ -120,7 +115,6 @@ class _Context(SpawnContext):
         self.made: list[SpawnProcess] = []
 
     def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]
-        """Return a worker that is not started yet."""
         made = _Worker(*args, **kwargs)
         made.threads = self._threads
         self.made = [*(worker for worker in self.made if worker.exitcode is None), made]
@@ -128,7 +122,6 @@ class _Context(SpawnContext):
 
 
 def _start(parent: int) -> None:
-    """Prepare a worker."""
     # Ctrl-C reaches every process of a terminal: the worker ends at once, a training after its step, and the driver alone says so.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()

@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from puna.stages.executors.address import probed
-from puna.stages.executors.parts import Part, PartExecutor
+from puna.stages.executors.parts import Part, PartExecutor, probed
 from puna.stages.executors.worker import Answer, compute
 from puna.storage import PunaError
 

@@ -48,10 +48,10 @@ class Apart:
             if self._process is None or self._loaded != (sys.path, plugins.added()):
                 self.close()
                 self._start()
-            said = self._exchange({"job": job, "seconds": seconds, "memory_mb": memory_mb}, seconds)
-            if isinstance(said, str):
+            answer = self._exchange({"job": job, "seconds": seconds, "memory_mb": memory_mb}, seconds)
+            if isinstance(answer, str):
                 self.close()
-        return said
+        return answer
 
     def close(self) -> None:
         """End the process and what it started."""
@@ -60,11 +60,8 @@ class Apart:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        with contextlib.suppress(OSError), process:  # closes its pipes and waits for it
+            pass
 
     def _start(self) -> None:
         self._loaded = list(sys.path), plugins.added()
@@ -80,7 +77,6 @@ class Apart:
             raise RuntimeError(f"the process for {self._work.__module__} did not start: {said}")
 
     def _exchange(self, job: dict[str, Any], seconds: float) -> dict[str, Any] | str:
-        """Return the process's answer to a job, or a sentence on its failure."""
         assert self._process is not None and self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(job).encode() + b"\n")

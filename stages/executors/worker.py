@@ -35,20 +35,15 @@ class Fingerprint:
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Return one phrase for each version in which `other` differs."""
-        found = []
-        if self.python != other.python:
-            found.append(f"Python {other.python} instead of {self.python}")
-        if self.code != other.code:
-            found.append("other source files of Puna")
+        phrases = [] if self.python == other.python else [f"Python {other.python} instead of {self.python}"]
+        phrases += [] if self.code == other.code else ["other source files of Puna"]
         for title, mine, theirs in (("plugin ", self.plugins, other.plugins), ("", self.libraries, other.libraries)):
-            for name in sorted(set(mine) | set(theirs)):
-                if mine.get(name) != theirs.get(name):
-                    found.append(f"{title}{name} {theirs.get(name, 'missing')} instead of {mine.get(name, 'none')}")
-        return found
+            different = sorted(name for name in mine | theirs if mine.get(name) != theirs.get(name))
+            phrases += [f"{title}{name} {theirs.get(name, 'missing')} instead of {mine.get(name, 'none')}" for name in different]
+        return phrases
 
 
 def fingerprint() -> Fingerprint:
-    """Return the fingerprint of this process."""
     files = {name: sources.seen(Path(file)) for name, file in plugins.added().items() if file}
     return Fingerprint(platform.python_version(), sources.whole(), files | _packages(), libraries.installed())
 
@@ -71,7 +66,6 @@ class Answer:
     resident_bytes: int = 0
 
     def value(self) -> Any:
-        """Return the result, or raise the part's error."""
         if self.refused:
             raise PunaError(self.refused)
         if self.error:

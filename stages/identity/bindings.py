@@ -10,9 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from puna.stages.identity import sources
-from puna.stages.identity.canonical import canonical
 from puna.stages.identity.modules import notebook, source_file
-from puna.stages.identity.syntax import Binding, bound, statements
+from puna.stages.identity.syntax import Binding, bound, canonical, statements
 from puna.storage import PunaError
 
 Target = tuple[str, str | None]

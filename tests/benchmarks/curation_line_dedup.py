@@ -59,7 +59,7 @@ def stage_seconds(documents: Artifact, config: Any) -> float:
     for _ in range(REPEATS):
         with tempfile.TemporaryDirectory() as folder:
             store = Store.open(folder)
-            shutil.copytree(documents.folder, store.folder(documents.kind, documents.key))
+            shutil.copytree(documents.folder, store.files.local(documents.place))
             given = store.find(documents.kind, documents.key)
             assert given is not None
             started = time.process_time()

@@ -41,8 +41,7 @@ def declared() -> dict[str, dict[str, int]]:
 
 def code() -> dict[str, str]:
     """Return a digest of each file's code, which comments, docstrings and names of local variables leave as it is."""
-    from puna.stages.identity.canonical import canonical
-    from puna.stages.identity.syntax import text
+    from puna.stages.identity.syntax import canonical, text
 
     def digest(file: Path) -> str:
         body = ast.parse(file.read_text(encoding="utf-8")).body

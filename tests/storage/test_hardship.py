@@ -12,7 +12,6 @@ import pytest
 
 from puna.storage import Identity, PunaError, Store, catalog, maintenance, tables
 from puna.storage import files as files_module
-from puna.storage.work import here
 
 
 def signals(ids: list[str], words: list[int]) -> pa.Table:
@@ -24,7 +23,7 @@ def test_a_store_may_lie_at_any_path(tmp_path: Path, name: str) -> None:
     store = Store.open(tmp_path / name)
     made = store.import_table("signals", signals(["b", "a"], [2, 1]))
     assert made.read().to_pylist() == [{"id": "a", "words": 1}, {"id": "b", "words": 2}]
-    assert tables.imbalance(tables.Balance(made.shards(), made.shards()), 1, here) == []
+    assert tables.imbalance(tables.Balance(made.shards(), made.shards()), 1, map) == []
     assert [f.damage for f in maintenance.verify(store)] == [[]]
     rows = catalog.query(store, "select * from signals order by id").to_pylist()
     assert rows == [{"artifact": made.key, "id": "a", "words": 1}, {"artifact": made.key, "id": "b", "words": 2}]

@@ -315,7 +315,7 @@ def test_gc_leaves_what_another_live_process_has_and_what_that_was_made_from(tmp
         work.add("signals", signals(["a"], [2]), "x")
         made = work.commit("signals", "f" * 64, Identity("stage", inputs=[InputRecord("signals", "signals", source.key, source.data_digest)]))
     script.holding.release()  # as a script that began later and found the second artifact alone
-    script.hold(made.key)
+    script.holding.add(made.key)
     assert maintenance.collect(store, keep_runs=0, work_days=0, remove=True) == [] and script.find("signals", made.key) == made
     assert len(list((tmp_path / "runs").glob("held-*"))) == 1
     del script, work
@@ -326,7 +326,7 @@ def test_gc_leaves_what_another_live_process_has_and_what_that_was_made_from(tmp
 def test_what_a_killed_process_had_holds_nothing(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     made = store.import_table("signals", signals(["a"], [1]))
-    script = "import os, sys\nfrom puna.storage import Store\nstore = Store.open(sys.argv[1])\nstore.hold(sys.argv[2])\nos._exit(9)"
+    script = "import os, sys\nfrom puna.storage import Store\nstore = Store.open(sys.argv[1])\nstore.holding.add(sys.argv[2])\nos._exit(9)"
     subprocess.run([sys.executable, "-c", script, str(tmp_path), made.key], check=False)
     assert len(list((tmp_path / "runs").glob("held-*"))) == len(list((tmp_path / "locks").glob("held-*"))) == 2
     assert [g.place for g in maintenance.collect(store, keep_runs=0, work_days=0, remove=True)] == [made.place]

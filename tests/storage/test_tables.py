@@ -22,7 +22,6 @@ from puna.storage.files import LocalFiles
 from puna.storage.parts import Follower, span
 from puna.storage.staging import Staging
 from puna.storage.tables import LEAST_KEPT, Balance, imbalance
-from puna.storage.work import here
 
 WORDS = {"meaning": "words", "unit": "words"}
 
@@ -229,7 +228,7 @@ def test_ids_that_are_missing_or_too_many(tmp_path_factory: pytest.TempPathFacto
               for n, one in enumerate((came, kept, dropped))]  # fmt: skip
     balance = Balance(tables[0].shards(), tables[1].shards() + tables[2].shards())
     expected = [(i, n) for i in "abcdef" if (n := came.count(i) - kept.count(i) - dropped.count(i))]
-    assert imbalance(balance, 1, here) == imbalance(balance, 4, here) == expected[:3]
+    assert imbalance(balance, 1, map) == imbalance(balance, 4, map) == expected[:3]
 
 
 @pytest.mark.parametrize("by", ["hash", "id", "place"])
