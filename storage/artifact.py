@@ -70,8 +70,6 @@ class Artifact:
             raise PunaError(f"artifact {self.id} has no file {name!r}; it has {', '.join(self.manifest.files)}")
         return path
 
-    # --- tables ------------------------------------------------------------------------------------
-
     def record(self, table: str | None = None) -> TableRecord:
         """Return the manifest's record of a table (default: the main one)."""
         name = table or self.kind
@@ -154,8 +152,6 @@ class Artifact:
     def beside(self, columns: list[str] | None = None, table: str | None = None) -> Beside:
         """Return the table as an argument of `run.transform`: the function gets its rows of the same ids."""
         return Beside(tuple(self.shards(table)), self._empty(table, columns).schema)
-
-    # --- damage ------------------------------------------------------------------------------------
 
     def damage(self, read: Sequence[str] = (), *, quick: bool = False, own: bool = False) -> list[str]:
         """Return the damage that is found, a clause each; empty when the artifact is whole.

@@ -40,7 +40,6 @@ class Bucket:
 
     @property
     def uri(self) -> str:
-        """Return its address, s3://BUCKET/PREFIX."""
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
     def _client(self) -> S3Store:

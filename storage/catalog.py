@@ -1,8 +1,7 @@
-"""DuckDB over every artifact: one view per table, and tables of what is told of artifacts and runs; see `views`.
+"""DuckDB over every artifact: one view per table, and tables about artifacts and runs; see `views`.
 
-Everything is derived from the manifests when the connection is made: nothing to keep in step, nothing
-that can go stale. A view is made when a statement first names it. The connection reads the store's own files only and cannot
-write.
+Everything is derived from the manifests when the connection is opened, and views when a statement first names them. The connection
+reads the store's own files only and cannot write.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ MOST_COMPARED = 4 << 30
 class Catalog:
     """An open connection to the tables of a store; `artifact` is a column of each table's view (the artifact's key).
 
-    The files of a table are compared with their checksums before a statement reads them, `MOST_COMPARED` bytes at most; `uncompared`:
-    bytes beyond. `output`: a file outside the store that the connection may write. `memory`: the most that a statement may take, as DuckDB
-    writes it (`1GB`); nothing then goes to disk in its place.
+    Files are compared with their checksums before a statement reads them, at most `MOST_COMPARED` bytes; `uncompared`: bytes beyond.
+    `output`: a file outside the store that the connection may write. `memory`: a statement's limit as DuckDB writes it (`1GB`), without
+    spilling to disk.
     """
 
     def __init__(self, store: Store, output: Path | None = None, memory: str | None = None) -> None:
@@ -117,10 +116,7 @@ class Catalog:
         return {name: count for name, count in counts.items() if count > 1}
 
     def sql(self, text: str) -> duckdb.DuckDBPyRelation:
-        """Return the result of one read-only statement, not yet read: `.to_arrow_table()`, `.df()` for pandas, `.pl()` for polars.
-
-        PunaError with DuckDB's message where it is wrong or would write.
-        """
+        """Return the relation of one read-only statement (`.to_arrow_table()`, `.df()`, `.pl()`). Raise PunaError with DuckDB's message."""
         try:
             found = self.connection.extract_statements(text)
             if len(found) != 1:

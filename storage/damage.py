@@ -1,4 +1,9 @@
-"""Damage: artifacts whose bytes are not those that were written are named, moved to `quarantine/`, and never read in silence."""
+"""Damage: artifacts whose bytes changed are named, moved to `quarantine/`, and never read in silence.
+
+An artifact is suspect if it was made from an artifact before damage was found there, by a stage that did not compare its inputs
+afterwards (`inputs_compared`: today's stages do), or if it was made from a suspect that is still there, is gone, or now has other
+content. It is cleared by making it anew, or by a person who trusts it. Suspects are derived from the manifests and a journal of findings.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +14,20 @@ import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import BinaryIO
+from datetime import UTC, datetime
+from typing import BinaryIO, Literal
 
+from puna.storage import index
 from puna.storage.artifact import Artifact, place_of
 from puna.storage.digest import of_stream
 from puna.storage.errors import DamagedArtifact, PunaError
 from puna.storage.files import Files, LocalFiles
 from puna.storage.manifest import NAME
-from puna.storage.suspects import note, suspects
 
+JOURNAL = "quarantine/journal.jsonl"
+FIELDS = {"time", "kind", "key", "what"}
+Finding = Literal["damaged", "suspect", "trusted"]
+"""`damaged`: bytes were wrong. `suspect`: it was set aside to be made anew. `trusted`: a person took its content as right."""
 FRESH_SECONDS = 600.0
 """Time for which a reader takes a file as whole that its process compared with its checksum."""
 _COMPARED: dict[tuple[str, str], tuple[str, float]] = {}
@@ -25,11 +35,10 @@ _COMPARED: dict[tuple[str, str], tuple[str, float]] = {}
 
 
 def checked(files: Files, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
-    """Return `artifact` after a look for damage (to `read`, see `Artifact.damage`).
+    """Return `artifact` after a look for damage (to `read`, see `Artifact.damage`). Raise DamagedArtifact, after a move to `quarantine/`.
 
-    A quick look finds what was written, cut or removed; `whole` compares every byte, except where each read is compared anyway: a
-    disk that changes a file by itself keeps its size and time. Raise DamagedArtifact after what is damaged in `files` was moved to
-    `quarantine/`; where nothing may be written it stays.
+    A quick look finds what was written, cut or removed. `whole` compares every byte, unless each read does so anyway: a disk that changes
+    a file by itself keeps its size and time.
     """
     artifact = Artifact(artifact.kind, artifact.key, artifact.files)  # its manifest is read anew; it may lie in another store
     if not (damage := artifact.damage(read, quick=not whole or artifact.files.checks_reads)):
@@ -50,10 +59,7 @@ def _with_sources(files: Files, artifact: Artifact) -> list[Artifact]:
 
 
 def quarantine(files: Files, artifact: Artifact, *, own: bool = False) -> str | None:
-    """Move a damaged artifact out of the way and return its new place; None when it was mended or moved meanwhile.
-
-    `own`: leave it where only the artifacts whose rows it keeps by reference are damaged.
-    """
+    """Move a damaged artifact away and return its new place, or None if it is whole or gone. `own`: ignore damage of its sources."""
     with files.lease(artifact.key):
         there = Artifact(artifact.kind, artifact.key, files)
         lost = files.stat(f"{there.place}/{NAME}") is None
@@ -93,10 +99,7 @@ def reading(files: Files) -> Files:
 
 
 def compare(files: Files, names: Iterable[str], most: int | None = None) -> int:
-    """Compare files of artifacts with their checksums, unless this process did so lately; return the bytes that exceed `most`.
-
-    Raise DamagedArtifact where one is wrong, after its artifact was moved to `quarantine/`.
-    """
+    """Compare files with their checksums, unless that was done lately. Return the bytes beyond `most`; raise DamagedArtifact."""
     todo, left = [], 0
     for name in dict.fromkeys(names) if not files.checks_reads else ():
         stat = files.stat(name)
@@ -126,3 +129,44 @@ def _whole(files: Files, name: str) -> bool:
             return of_stream(handle) == wanted
     except (PunaError, KeyError, OSError):
         return False
+
+
+def note(files: Files, kind: str, key: str, what: Finding) -> None:
+    """Add to the journal what was found about an artifact."""
+    line = {"time": datetime.now(UTC).isoformat(), "kind": kind, "key": key, "what": what}
+    with contextlib.suppress(OSError):  # a store may be mounted so that nothing can be written
+        files.append(JOURNAL, index.line(line))
+
+
+def suspects(files: Files) -> dict[str, str]:
+    """Return by key why artifacts are suspect, a clause for people each; empty where nothing was ever damaged."""
+    noted, _ = index.journal(files, JOURNAL, FIELDS)
+    if not noted:
+        return {}
+    entries = {one["key"]: one for one in index.entries(files)}
+    found: dict[str, str | None] = {}
+
+    def why(key: str) -> str | None:
+        if key not in found:
+            found[key] = None
+            found[key] = _why(key)
+        return found[key]
+
+    def _why(key: str) -> str | None:
+        one = entries[key]
+        later = [event for event in noted if event["time"] > one["created_at"]]
+        if any(event["key"] == key and event["what"] == "trusted" for event in later):
+            return None
+        for given in one["inputs"]:
+            name, present = f"{given['kind']}/{given['input'][:12]}", entries.get(given["input"])
+            read = {given["input"], *(present["sources"] if present else ())}
+            events = {event["what"]: event["time"][:10] for event in later if event["key"] in read}
+            if "damaged" in events and not one.get("inputs_compared"):
+                return f"it was made from {name}, which was found damaged on {events['damaged']}"
+            if "suspect" in events and (present is None or present["data_digest"] != given["data_digest"]):
+                return f"it was made from {name}, which was suspect and {'is gone' if present is None else 'has other content now'}"
+            if present is not None and why(given["input"]):
+                return f"it was made from {name}, which is suspect"
+        return None
+
+    return {key: clause for key in entries if (clause := why(key)) is not None}

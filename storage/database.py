@@ -1,8 +1,7 @@
 """`puna.duckdb` beside a store's artifacts: the views of the store for any client of DuckDB, who opens it read-only.
 
-It holds views and small tables, no rows of artifacts, and is derived: written anew when artifacts, aliases or runs have changed,
-to a file of its own that then takes the old one's name. So nobody waits for a reader, and whoever has it open keeps what they
-opened. The views name the files by the store's address; `set variable store = '/elsewhere/'` says where a copy lies.
+It holds views and small tables, no rows of artifacts. When artifacts, aliases or runs change, a new file replaces it, so that readers
+never wait and keep what they opened. The views name the files by the store's address; `set variable store = '/elsewhere/'` moves them.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ VERSION = 4
 
 
 def write(store: Store) -> bool:
-    """Bring `puna.duckdb` up to date; return False where it is already.
-
-    PunaError where a table cannot be read or the store not be written; the file is then as it was.
-    """
+    """Bring `puna.duckdb` up to date; return False if it already is. After a PunaError the file is as it was."""
     store = store.within(DEFAULT)  # one file for all projects: it calls aliases as that one does
     scratch = store.files.scratch("work")
     with explain_write_errors(store.uri), store.files.lease(FILE), TemporaryDirectory(prefix="catalog-", dir=scratch) as folder:

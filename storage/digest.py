@@ -1,7 +1,6 @@
-"""Digests: of configuration, of files and of the logical content of tables.
+"""Digests of configuration, of files and of the logical content of tables.
 
-A data digest is a hash of values, not of Parquet bytes: the footer of a Parquet file names the
-writer's version, so equal tables written by two releases would differ.
+A data digest hashes values, not Parquet bytes, whose footer names the writer's version.
 """
 
 from __future__ import annotations
@@ -71,11 +70,7 @@ def of_stream(file: BinaryIO) -> str:
 
 
 class Rolling:
-    """sha256 of a table's logical content as its rows come: schema (names and types) and values, in row order.
-
-    Does not depend on how the rows are cut into batches, on compression or on the writer: each
-    column keeps one running hash for validity, one for lengths and one for values.
-    """
+    """sha256 of a table's names, types and values in row order, as rows come; batches, compression and writer do not matter."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema
@@ -83,7 +78,6 @@ class Rolling:
         self._rows = 0
 
     def update(self, rows: pa.RecordBatch | pa.Table) -> None:
-        """Add rows."""
         for batch in rows.to_batches() if isinstance(rows, pa.Table) else [rows]:
             self._rows += batch.num_rows
             for field, column in zip(self._schema, batch.columns, strict=True):

@@ -21,6 +21,7 @@ import pyarrow.ipc as ipc
 
 from puna.storage.errors import PunaError
 from puna.storage.files import DamagedFile, Files
+from puna.storage.parts import in_range
 from puna.storage.shards import bounds, shard_of
 from puna.storage.staging import Damaged, Staging
 
@@ -45,10 +46,7 @@ Offsets = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """The rows of one partition by reference, picklable: of each file, in the jobs' order, where its run begins and ends.
-
-    Numbers alone are kept of them: where terabytes are regrouped, there are tens of millions of runs.
-    """
+    """The rows of one partition: where its run begins and ends in each file. Only numbers: terabytes have tens of millions of runs."""
 
     files: Files
     schema: pa.Schema
@@ -110,11 +108,9 @@ class Exchange:
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
         """Yield the rows of a range in order of their ids, where `id` is the key."""
         for part in self.parts:
-            rows = part.read().sort_by("id")
-            ids = rows["id"].to_pylist()
-            keep = [at for at, one in enumerate(ids) if one >= low and (high is None or one < high)]
-            if keep:
-                yield rows.slice(keep[0], keep[-1] - keep[0] + 1)
+            rows = in_range(part.read(), low, high)
+            if rows.num_rows:
+                yield rows.sort_by("id")
 
 
 @dataclass(frozen=True)

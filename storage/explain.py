@@ -42,10 +42,7 @@ def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Chang
 
 
 def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
-    """Return the differences between a stage about to run and its step's artifacts of earlier runs; None when it never ran.
-
-    Of several earlier artifacts the nearest counts: fewest differences, then newest.
-    """
+    """Return what differs from the nearest earlier artifact of the step (fewest differences, then newest); None if it never ran."""
     keys = {key for key, steps in _steps(store).items() if step in steps}
     if identity.key in keys:
         return [Change("artifact", identity.key[:12], "made before", "damaged or removed since")]
@@ -55,10 +52,7 @@ def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
 
 
 def explain(store: Store, artifact: Artifact) -> tuple[Artifact | None, list[Change]]:
-    """Return the nearest earlier artifact of the same step (fewest differences, then newest) and what differs.
-
-    Where no log of a run tells the artifact's step any more, it is one of the same stage.
-    """
+    """Return the nearest earlier artifact of the same step, or stage if no log names the step, and what differs."""
     now, steps_of = artifact.manifest, _steps(store)
     steps = steps_of.get(artifact.key, set())
     earlier = (

@@ -100,9 +100,9 @@ class Files(Protocol):
         """Give a folder another name; the target is not there."""
 
     def publish(self, folder: str, content: Mapping[str, str], last: tuple[str, bytes], staging: str) -> bool:
-        """Make a folder of files of the place: name in the folder → file that is moved there; `last` is written after all others.
+        """Make a folder from files of the place: name in the folder → file to move. `last` is written after all others.
 
-        False, and the folder as it was, where it has the last file already. `staging`: a folder that may be used meanwhile.
+        Return False, and leave the folder as it is, if it has the last file already. `staging`: a folder that may be used meanwhile.
         """
 
     def lease(self, name: str, *, wait: bool = True) -> AbstractContextManager[bool]:

@@ -1,7 +1,6 @@
 """The index: a summary of a store's manifests in one file beside them, so that ten thousand are not read each time.
 
-It is derived and trusted only as far as it can be checked: which manifests there are, and their versions, is listed each time, and
-each line carries the version that its manifest had and a checksum. An index that is old, damaged or gone costs time and nothing else.
+Each line has its manifest's version and a checksum, and manifests are listed each time: an old or damaged index only costs time.
 """
 
 from __future__ import annotations

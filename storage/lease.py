@@ -1,8 +1,7 @@
 """Leases on an object store: holding a name against other processes, on any machine, without comparing clocks.
 
-A lease is an object that says who holds it, made, renewed and released by compare-and-swap. Whoever waits takes it over when the
-object did not change for two terms of the waiter's own clock; the late holder's next renewal then fails. On the holder's own
-machine a process that is gone is seen at once.
+A lease is an object that names its holder, changed by compare-and-swap. A waiter takes it over if the object did not change for two
+terms of the waiter's own clock; the late holder's next renewal fails. On the same machine a dead holder is seen at once.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class Held:
             self._version, self._renewed = version, since
 
     def release(self) -> None:
-        """Give up the lease."""
         self._ended.set()
         self._thread.join()
         if not self._taken:

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from puna.storage.artifact import Artifact, place_of
+from puna.storage.damage import note
 from puna.storage.files import LOCKS
 from puna.storage.holding import drop, held
 from puna.storage.store import Store
-from puna.storage.suspects import note
 from puna.storage.work import INPUTS
 
 
@@ -26,10 +26,7 @@ class Finding:
 
 
 def verify(store: Store, artifacts: Iterable[Artifact] | None = None, *, trust: bool = False) -> list[Finding]:
-    """Compare every file of the artifacts (default: all) with the manifest; a broken or lost manifest is damage too.
-
-    Damage is noted in the store, so that what was made from it is suspect. `trust`: whole artifacts are suspect no longer.
-    """
+    """Compare every file with its manifest and note damage. `trust`: whole artifacts are suspect no longer."""
     found = [(artifact, artifact.damage()) for artifact in (store.committed() if artifacts is None else artifacts)]
     for artifact, damage in found:
         if damage and artifact.damage(own=True):

@@ -45,10 +45,7 @@ class Source:
 
 @dataclass(frozen=True)
 class TableRecord:
-    """One stored table: its shards in the order of the key, and the artifacts whose rows it keeps by reference.
-
-    `cut`: number of shards that the ids are cut into; 0: every shard's range is its own.
-    """
+    """One stored table: its shards in key order, and artifacts whose rows it keeps. `cut`: shards that ids are cut into; 0: no cut."""
 
     rows: int
     digest: str
@@ -209,11 +206,7 @@ MEANING = "meaning"
 
 
 def code_version(symbols: dict[str, str]) -> str:
-    """Return one hash for the code that a stage reaches, given as name → hash; 64 hex digits.
-
-    Names with a place in them, such as `module.symbol` or `module:file`, tell a reader what changed. Where `meaning` is given it
-    stands for them, so that code may move.
-    """
+    """Return one hash of the reached code, given as name → hash; 64 hex digits. `meaning` stands for all names with a place."""
     counted = {name: value for name, value in symbols.items() if MEANING not in symbols or ("." not in name and ":" not in name)}
     return digest.of_value({"format": FORMAT, "symbols": counted})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -139,20 +139,26 @@ class ShardRows:
         return source[start:stop], row[start:stop]
 
     def read(self, start: int, stop: int, columns: Sequence[str] | None = None) -> pa.Table:
-        """Return the rows start .. stop."""
         own = self.stored[0]
         if self.order is None:
             assert own is not None
             return own.range(start, stop, columns)
-        return taken(self.stored, *self.place(start, stop), columns)
+        return self._collected(*self.place(start, stop), columns)
 
     def take(self, rows: Ints, columns: Sequence[str] | None = None) -> pa.Table:
         """Return some rows, given in order."""
-        places = (np.zeros(len(rows), np.int64), rows)
-        if self.order is not None:
-            source, row = self.place(0, self.rows)
-            places = (source[rows], row[rows])
-        return taken(self.stored, *places, columns)
+        if self.order is None:
+            return self._collected(np.zeros(len(rows), np.int64), rows, columns)
+        source, row = self.place(0, self.rows)
+        return self._collected(source[rows], row[rows], columns)
+
+    def _collected(self, source: Ints, row: Ints, columns: Sequence[str] | None) -> pa.Table:
+        def take(number: int, rows: Ints) -> pa.Table:
+            file = self.stored[number]
+            assert file is not None
+            return file.take(rows, columns)
+
+        return collected(source, row, take)
 
     def by_group(self, rows: Ints) -> Iterator[Ints]:
         """Yield some rows, those of one row group at a time: `take` reads whole groups."""
@@ -164,9 +170,9 @@ class ShardRows:
             yield from (here[group == one] for one in np.unique(group))
 
     def pieces(self, rows: int | None = None) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of pieces of at most `rows` rows that follow the row groups where they can; None: of one row group each.
+        """Yield (start, stop) of pieces of at most `rows` rows that follow the row groups where they can; None: of one group each.
 
-        Where rows are kept by reference, as many as the largest row group has are taken for one.
+        Rows kept by reference have no groups: the size of the largest stands for one.
         """
         own = self.stored[0]
         if self.order is None and own is not None:
@@ -186,18 +192,12 @@ class ShardRows:
             at = stop
 
 
-def taken(stored: Sequence[Stored | None], source: Ints, row: Ints, columns: Sequence[str] | None) -> pa.Table:
-    """Return the rows of several files, in this order."""
-    pieces, places = [], []
-    for number in np.unique(source).tolist():
-        here = np.flatnonzero(source == number)
-        file = stored[number]
-        assert file is not None
-        pieces.append(file.take(row[here], columns))
-        places.append(here)
-    if len(pieces) == 1:
-        return pieces[0]
-    return pa.concat_tables(pieces).take(pa.array(np.argsort(np.concatenate(places))))
+def collected(source: Ints, row: Ints, take: Callable[[int, Ints], pa.Table]) -> pa.Table:
+    """Return rows of several sources in this order; `take` reads the rows of one source, given by its number."""
+    numbers = np.unique(source).tolist()
+    places = [np.flatnonzero(source == number) for number in numbers]
+    pieces = [take(number, row[here]) for number, here in zip(numbers, places, strict=True)]
+    return pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces).take(pa.array(np.argsort(np.concatenate(places))))
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,6 @@ class Part:
 
     @property
     def stop(self) -> int:
-        """Return the row after its last one, in the table."""
         return self.start + self.rows
 
     def read(self) -> pa.Table:
@@ -231,19 +230,26 @@ class Part:
         return replace(self, columns=tuple(columns))
 
 
+def near(shards: Iterable[ShardRows], low: str, high: str | None) -> list[ShardRows]:
+    """Return the shards that may have rows whose key is at least `low` and below `high` (None: any)."""
+    return [s for s in shards if s.rows and s.high[0] >= low and (high is None or s.low[0] < high)]
+
+
+def in_range(table: pa.Table, low: str, high: str | None, key: str = "id") -> pa.Table:
+    """Return the rows whose key is at least `low` and below `high` (None: any)."""
+    own = pc.greater_equal(table[key], low)
+    return table.filter(own if high is None else pc.and_(own, pc.less(table[key], high)))
+
+
 def between(shards: Sequence[ShardRows], low: str, high: str | None, columns: Sequence[str] | None, key: str = "id") -> Iterator[pa.Table]:
     """Yield the rows whose key is at least `low` and below `high` (None: any), in order, piece by piece."""
     wanted = list(columns) if columns is not None else None
     read = wanted if wanted is None or key in wanted else [key, *wanted]
-    for shard in shards:
-        if not shard.rows or shard.high[0] < low or (high is not None and shard.low[0] >= high):
-            continue
+    for shard in near(shards, low, high):
         inside = shard.low[0] >= low and (high is None or shard.high[0] < high)
         for start, stop in shard.pieces():
             table = shard.read(start, stop, read)
-            if not inside:
-                own = pc.greater_equal(table[key], low)
-                table = table.filter(own if high is None else pc.and_(own, pc.less(table[key], high)))
+            table = table if inside else in_range(table, low, high, key)
             if table.num_rows:
                 yield table if wanted is None else table.select(wanted)
 
@@ -257,8 +263,7 @@ class Beside:
 
     def within(self, low: str, high: str | None) -> Beside:
         """Return the part of the rows that is needed for a range of ids."""
-        near = [s for s in self.shards if s.rows and s.high[0] >= low and (high is None or s.low[0] < high)]
-        return Beside(tuple(near), self.schema)
+        return Beside(tuple(near(self.shards, low, high)), self.schema)
 
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
         """Return the rows of a range in order, with their ids."""
@@ -266,33 +271,38 @@ class Beside:
         return between(self.shards, low, high, names if "id" in names else ["id", *names])
 
 
+class Stream:
+    """Rows in order of their key, given up to one edge after another."""
+
+    def __init__(self, pieces: Iterator[pa.Table], key: str) -> None:
+        self._pieces = pieces
+        self._key = key
+        self._left: pa.Table | None = None
+
+    def below(self, edge: str | None) -> Iterator[pa.Table]:
+        """Yield the rows that follow and whose key is below `edge` (None: all)."""
+        while (rows := self._left if self._left is not None else next(self._pieces, None)) is not None:
+            self._left = None
+            if edge is None or not rows.num_rows or rows[self._key][-1].as_py() < edge:
+                yield rows
+                continue
+            number = int(np.searchsorted(np.array(rows[self._key].to_pylist(), dtype=object), edge, side="left"))
+            self._left = rows.slice(number)
+            if number:
+                yield rows.slice(0, number)
+            return
+
+
 class Follower:
     """The rows of a table in step with another one: each row once, by ranges of ids."""
 
     def __init__(self, table: Beside | Exchange, low: str, high: str | None) -> None:
-        self._pieces = table.pieces(low, high)
-        self._schema = table.schema
-        self._held: list[pa.Table] = []
+        self._rows, self._schema = Stream(table.pieces(low, high), "id"), table.schema
 
     def upto(self, last: str | None) -> pa.Table:
         """Return the rows that were not given yet, with ids up to `last` (None: all)."""
-        given: list[pa.Table] = []
-        while True:
-            if not self._held:
-                piece = next(self._pieces, None)
-                if piece is None:
-                    break
-                self._held = [piece]
-            piece = self._held.pop()
-            if last is None or piece["id"][-1].as_py() <= last:
-                given.append(piece)
-                continue
-            number = int(np.searchsorted(np.array(piece["id"].to_pylist(), dtype=object), last, side="right"))
-            given.append(piece.slice(0, number))
-            self._held = [piece.slice(number)]
-            break
-        table = pa.concat_tables(given) if given else self._schema.empty_table()
-        return table.select(self._schema.names)
+        pieces = list(self._rows.below(None if last is None else f"{last}\0"))
+        return (pa.concat_tables(pieces) if pieces else self._schema.empty_table()).select(self._schema.names)
 
 
 def span(shards: int, number: int) -> tuple[str, str | None]:

@@ -33,17 +33,14 @@ def started(flow: str, **about: Any) -> dict[str, Any]:
 
 
 def finished() -> dict[str, Any]:
-    """Return the event that closes the log of a run that went to its end."""
     return {"event": "finished"}
 
 
 def failed(error: str) -> dict[str, Any]:
-    """Return the event that closes the log of a run that an error ended."""
     return {"event": "failed", "error": error}
 
 
 def stopped() -> dict[str, Any]:
-    """Return the event that closes the log of a run that a person ended."""
     return {"event": "stopped"}
 
 
@@ -58,11 +55,9 @@ def remark(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunLog:
-    """The log of a run. `state`: `finished`, `failed`, `at work`, `stopped` where a person
-    ended it, or `crashed` where its process ended and said nothing.
+    """The log of a run. `state`: `finished`, `failed`, `at work`, `stopped` by a person, or `crashed` if its process just ended.
 
-    `opened` and `closed`: times of the first and the last event. `about`: how it was begun, as far as the log says: title,
-    command, recipe, changes, inputs, project, libraries, commit.
+    `opened`, `closed`: times of the first and last event. `about`: title, command, recipe, changes, inputs, project, libraries, commit.
     """
 
     name: str

@@ -58,8 +58,6 @@ class S3Files(Bucket, Files):
             raise PunaError(f"store {uri}: the prefix has a part that is empty, `.` or `..`")
         return cls(parsed.netloc, prefix)
 
-    # --- reading -----------------------------------------------------------------------------------
-
     @property
     def checks_reads(self) -> bool:
         return True
@@ -146,8 +144,6 @@ class S3Files(Bucket, Files):
                 if attempt == TRIES - 1 or not passing(error):
                     raise self._unanswered(folder, error) from None
                 pause(attempt)
-
-    # --- writing -----------------------------------------------------------------------------------
 
     def swap(self, name: str, data: bytes, version: str | None) -> bool:
         return self.swapped(name, data, version) is not None
@@ -253,8 +249,6 @@ class S3Files(Bucket, Files):
 
         self._tried(source, through, written=True)
 
-    # --- holding -----------------------------------------------------------------------------------
-
     def lease(self, name: str, *, wait: bool = True) -> AbstractContextManager[bool]:
         return lease.lease(self, f"{LOCKS}/{name}", self.term, wait=wait)
 
@@ -264,8 +258,6 @@ class S3Files(Bucket, Files):
     def sql(self, connection: duckdb.DuckDBPyConnection) -> str:
         connection.register_filesystem(StoreFileSystem(self))
         return f"{StoreFileSystem.protocol}://"
-
-    # --- local copies ------------------------------------------------------------------------------
 
     def local(self, name: str) -> Path:
         own = self.stat(name)

@@ -24,7 +24,6 @@ TOKENS = pa.list_(pa.field("element", pa.int32()))
 
 
 def column(name: str, kind: pa.DataType, meaning: str, unit: str = "", *, nullable: bool = False) -> pa.Field:
-    """Return one described column."""
     return pa.field(name, kind, nullable=nullable, metadata={"meaning": meaning, "unit": unit})
 
 
@@ -293,7 +292,6 @@ def known_kind(name: str) -> str:
 
 
 def table_schema(name: str) -> TableSchema:
-    """Return the schema of table `name`."""
     if name not in TABLES:
         raise PunaError(f"there is no table {name!r}; the tables are {', '.join(TABLES)}")
     return TABLES[name]

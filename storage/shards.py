@@ -55,8 +55,7 @@ class FileRecord:
 class Shard:
     """One shard of a table. `low`, `high`: its first and last key; `groups`: rows of the row groups of its own file.
 
-    `file`, `order`, `facts`: names of its own rows, of the order file and of the facts (digest and characters of each own row);
-    empty where it has none.
+    `file`, `order`, `facts`: names of its own rows, its order file and each own row's digest and length; empty if it has none.
     """
 
     rows: int
@@ -72,7 +71,6 @@ class Shard:
 
     @property
     def own(self) -> int:
-        """Return the rows of its own file."""
         return sum(self.groups)
 
 
@@ -158,10 +156,7 @@ def write_rows(file: Any, table: pa.Table, **how: Any) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """A shard that was written, its columns with their types, and its files by the last part of their names: table, order or facts.
-
-    `values`: of an open table how many values of each column are not null.
-    """
+    """A finished shard: its columns, its files (table, order, facts), and in an open table each column's `values` that are not null."""
 
     shard: Shard
     columns: dict[str, str]
@@ -322,7 +317,6 @@ def grows(table: pa.Table, key: tuple[str, ...]) -> bool:
 
 
 def in_order(table: pa.Table, key: tuple[str, ...]) -> pa.Table:
-    """Return the rows by their key."""
     return table if table.num_rows < 2 or grows(table, key) else table.sort_by([(name, "ascending") for name in key])
 
 

@@ -22,17 +22,14 @@ import pyarrow as pa
 
 from puna.storage import digest
 from puna.storage.files import DamagedFile, Files
-from puna.storage.parts import Ints, ShardRows, Stored
+from puna.storage.parts import Ints, ShardRows, Stored, collected
 from puna.storage.schemas import table_schema
 from puna.storage.shards import FACTS, FileRecord, Shard, ShardWriter, Written, facts_of, in_order
 
 
 @dataclass(frozen=True)
 class Staged:
-    """Rows of a table that a job wrote, sorted by key. `files`: what (table, order, facts) → name in the store and record.
-
-    `number`: the shard that they are, where the job makes one whole shard of the table; None: they are to be merged.
-    """
+    """Rows that a job wrote, by key. `files`: table, order, facts → name and record. `number`: the shard they are; None: to be merged."""
 
     table: str
     shard: Shard
@@ -224,18 +221,13 @@ class Outputs:
     def _known_facts(self, source: Ints, row: Ints) -> pa.Table:
         """Return the facts of rows that are kept by reference, in this order."""
         assert self.facts is not None
-        found, places = [FACTS.empty_table()], []
-        for number in np.unique(source).tolist():
-            if number not in self._known:
-                stored = self.facts[number - 1]
-                assert stored is not None
-                self._known[number] = stored.whole()
-            here = np.flatnonzero(source == number)
-            found.append(self._known[number].take(pa.array(row[here])))
-            places.append(here)
-        if len(found) <= 2:
-            return found[-1]
-        return pa.concat_tables(found).take(pa.array(np.argsort(np.concatenate(places))))
+        for number in set(np.unique(source).tolist()) - self._known.keys():
+            stored = self.facts[number - 1]
+            assert stored is not None
+            self._known[number] = stored.whole()
+        if not len(source):
+            return FACTS.empty_table()
+        return collected(source, row, lambda number, rows: self._known[number].take(pa.array(rows)))
 
     def finish(self, *, number: int | None = None, cut: int = 0, info: Any = None) -> list[Staged]:
         """End all tables, and leave them in the staging folder."""

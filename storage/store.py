@@ -28,7 +28,7 @@ from urllib.parse import unquote, urlsplit
 import duckdb
 import pyarrow as pa
 
-from puna.storage import aliases, damage, digest, index, suspects
+from puna.storage import aliases, damage, digest, index
 from puna.storage.aliases import DEFAULT, Aliases, is_pointer, pointer, read_pointer
 from puna.storage.artifact import Artifact, place_of
 from puna.storage.errors import PunaError
@@ -160,8 +160,8 @@ class Store:
             return damage.quarantine(self.files, artifact)
 
     def suspects(self) -> dict[str, str]:
-        """Return by key why artifacts are suspect; see `suspects`."""
-        return suspects.suspects(self.files)
+        """Return by key why artifacts are suspect; see `damage`."""
+        return damage.suspects(self.files)
 
     def reading(self) -> Store:
         """Return the store for readers that commit nothing: each table is compared with its checksums before it is read."""
@@ -273,7 +273,7 @@ class Store:
                 self.alias(alias)
             except PunaError as error:
                 messages.append(str(error))
-        for name, fields in ((aliases.JOURNAL, aliases.FIELDS), (suspects.JOURNAL, suspects.FIELDS)):
+        for name, fields in ((aliases.JOURNAL, aliases.FIELDS), (damage.JOURNAL, damage.FIELDS)):
             lines = index.journal(self.files, name, fields)[1]
             messages += [f"{self.uri}/{name}: line {n} is damaged; what it says is lost. Remove the line" for n in lines]
         return messages

@@ -1,7 +1,6 @@
-"""The tables of an artifact, made from its jobs' pieces: shards in final form, or pieces that are merged.
+"""The tables of an artifact, made from its jobs' pieces: shards in final form, or pieces that a worker merges.
 
-Merging sorts by primary key and cuts anew, out of core, so that equal rows give equal bytes whoever computed which piece. It is
-the work of one worker; the process that drives a stage reads no row.
+Merging sorts by primary key and cuts anew, out of core, so that equal rows give equal bytes whoever computed which piece.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import duckdb
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -25,7 +23,7 @@ from puna.storage import shards
 from puna.storage.errors import PunaError
 from puna.storage.files import Files
 from puna.storage.manifest import Source, TableRecord, table_digest
-from puna.storage.parts import ShardRows, Stored, between, span
+from puna.storage.parts import ShardRows, Stored, Stream, between, near, span
 from puna.storage.schemas import TableSchema, table_schema
 from puna.storage.shards import NOTHING, FileRecord, ShardWriter
 from puna.storage.staging import Outputs, Staged, Staging, filled, united
@@ -122,9 +120,6 @@ def _in_order(found: list[Staged]) -> list[Staged] | None:
     return ordered if all(a.shard.high < b.shard.low for a, b in pairwise(ordered)) else None
 
 
-# --- in a worker -----------------------------------------------------------------------------------
-
-
 def _written_anew(job: tuple[str, Staged, tuple[Stored | None, ...], Staging]) -> Staged:
     """Return a shard with all its rows of its own."""
     table, one, sources, staging = job
@@ -158,45 +153,19 @@ def _merged(job: tuple[str, list[Staged], int, Staging]) -> list[Staged]:
     return made
 
 
-class _Stream:
-    """Rows in order of their key, given up to one edge after another."""
-
-    def __init__(self, batches: Iterator[pa.Table], key: str) -> None:
-        self._batches = batches
-        self._key = key
-        self._left: pa.Table | None = None
-
-    def below(self, edge: str | None) -> Iterator[pa.Table]:
-        """Yield the rows that follow and whose key is below `edge` (None: all)."""
-        while True:
-            rows = self._left if self._left is not None else next(self._batches, None)
-            self._left = None
-            if rows is None:
-                return
-            if edge is None:
-                yield rows
-                continue
-            number = int(np.searchsorted(np.array(rows[self._key].to_pylist(), dtype=object), edge, side="left"))
-            if number:
-                yield rows.slice(0, number)
-            if number < rows.num_rows:
-                self._left = rows.slice(number)
-                return
-
-
-def _sorted(stack: contextlib.ExitStack, found: list[Staged], schema: TableSchema, files: Files, temporary: Path) -> _Stream:
+def _sorted(stack: contextlib.ExitStack, found: list[Staged], schema: TableSchema, files: Files, temporary: Path) -> Stream:
     """Return the rows of all pieces in order of the key: one after another where they do not overlap, else sorted by DuckDB."""
     ordered = _in_order(found)
     if ordered is not None:
         pieces = (rows for one in ordered for shard in [one.rows(files)] for a, b in shard.pieces() for rows in [shard.read(a, b)])
-        return _Stream(pieces, schema.key[0])
+        return Stream(pieces, schema.key[0])
     paths = [str(files.local(one.files["table"][0])) for one in found]
     connection = stack.enter_context(duckdb.connect(config={"memory_limit": "2GB", "temp_directory": str(temporary / ".sort")}))
     connection.execute("set TimeZone='UTC'")
     connection.execute("set preserve_insertion_order=false")
     query = f"select * from {parquet(paths)} order by {', '.join(schema.key)}"
     reader = connection.sql(query).to_arrow_reader(MERGED_ROWS)
-    return _Stream((pa.Table.from_batches([batch]) for batch in reader), schema.key[0])
+    return Stream((pa.Table.from_batches([batch]) for batch in reader), schema.key[0])
 
 
 class Balance(NamedTuple):
@@ -207,16 +176,9 @@ class Balance(NamedTuple):
 
 
 def imbalance(balance: Balance, cut: int, mapper: Mapper, most: int = 3) -> list[tuple[str, int]]:
-    """Return the ids that occur more or less often in the output than in the input, with the number missing (negative: extra).
-
-    At most `most` of them, in order; counted shard by shard, in workers.
-    """
-    jobs = [(Balance(_near(balance.came, *span(cut, n)), _near(balance.went, *span(cut, n))), span(cut, n), most) for n in range(cut)]
+    """Return the first `most` ids that occur more or less often in the output, with the number missing (negative: extra)."""
+    jobs = [(Balance(near(balance.came, *span(cut, n)), near(balance.went, *span(cut, n))), span(cut, n), most) for n in range(cut)]
     return sorted(one for found in mapper(_imbalance, jobs) for one in found)[:most]
-
-
-def _near(found: list[ShardRows], low: str, high: str | None) -> list[ShardRows]:
-    return [s for s in found if s.rows and s.high[0] >= low and (high is None or s.low[0] < high)]
 
 
 def _imbalance(job: tuple[Balance, tuple[str, str | None], int]) -> list[tuple[str, int]]:
@@ -258,9 +220,6 @@ def empty(name: str) -> bytes:
     buffer = pa.BufferOutputStream()
     shards.write_rows(buffer, table_schema(name).schema.empty_table())
     return bytes(buffer.getvalue())
-
-
-# --- SQL ---------------------------------------------------------------------------------------------
 
 
 def parquet(files: Sequence[str]) -> str:

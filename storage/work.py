@@ -52,10 +52,7 @@ class Identity:
 
 
 class Work:
-    """An unfinished artifact: parts of tables, files, and scratch that survives a crash.
-
-    Parts outlive a crash too, but only those that this attempt writes or claims are committed.
-    """
+    """An unfinished artifact: parts, files and scratch survive a crash; only parts that this attempt claims are committed."""
 
     def __init__(self, files: Files, key: str, project: str = "") -> None:
         self.files = files
@@ -107,10 +104,9 @@ class Work:
         self._claimed.setdefault(table_schema(table).name, [])
 
     def refers(self, documents: Artifact) -> tuple[tuple[Stored | None, ...], ...] | None:
-        """Return by shard the facts of the rows of `documents` that may be kept by reference; None where none may.
+        """Return by shard the facts of the rows of `documents` that may be kept by reference; None if none may.
 
-        From now on sources are counted from 1 on: `documents`, where it has rows of its own, then its sources; rows that are
-        written have 0. `shift` is what the numbers of sources grow by.
+        Sources then count from 1: `documents`, if it has rows of its own, then its sources; 0 is written rows. `shift` is added to theirs.
         """
         if documents.files != self.files or not table_schema(documents.kind).selectable or self._sources:
             return None
@@ -171,8 +167,7 @@ class Work:
     def commit(self, kind: str, key: str, identity: Identity, **about: Any) -> Artifact:
         """Finish the tables, write the manifest last, and move all into place in one step.
 
-        The first of two writers of one key wins; the second gets the first one's artifact. The metric `characters`
-        is added where the main table has a column `text`.
+        The first of two writers of one key wins; the second gets its artifact. A main table with texts adds the metric `characters`.
         """
         made = self.finished(kind)
         content = {name: file for table in made.values() for name, (file, _) in table.content.items()}

@@ -15,10 +15,7 @@ class StageConfig(Settings):
     """Base of every stage configuration and of its nested groups."""
 
     def reaches(self) -> list[tuple[str, str]]:
-        """Return the functions and classes that the configuration and its groups name, as module and symbol.
-
-        The code that they reach counts in the key as the stage's own code.
-        """
+        """Return the functions and classes that the settings name, as module and symbol. The key covers the code that they reach."""
         return sorted({(one.__module__, one.__qualname__) for one in _named_by(self)})
 
 
@@ -77,7 +74,6 @@ def _suggestion(wrong: str, kind: type[BaseModel], path: Iterable[int | str]) ->
 
 
 def _groups(annotation: Any) -> list[type[BaseModel]]:
-    """Return the pydantic models in an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [group for argument in get_args(annotation) for group in _groups(argument)]

@@ -59,10 +59,7 @@ Written = Callable[[Any], Mapping[str, tuple[str, ...]]]
 
 @dataclass(frozen=True)
 class InputSpec:
-    """A declared input: its kind, whether it is a list, whether it is optional, the files that are read (none: all).
-
-    `sources`: an artifact for it may be given with a name, which is then the source of its rows.
-    """
+    """A declared input. `reads`: the files that are read (none: all). `sources`: an artifact's name becomes the source of its rows."""
 
     name: str
     kind: str

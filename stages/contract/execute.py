@@ -48,10 +48,7 @@ def identify(stage: Stage, config: StageConfig, given: dict[str, Value]) -> Iden
 
 
 def by_todays_code(artifact: Artifact, store: Store) -> Identity:
-    """Return the identity that today's code gives the work that made `artifact`: its configuration and inputs as they were.
-
-    Raises PunaError where no stage made it, or an artifact that it was made from is gone.
-    """
+    """Return the identity that today's code gives the work that made `artifact`. Raise PunaError if its stage or an input is gone."""
     manifest = artifact.manifest
     stage = REGISTRY.get(manifest.stage)
     if stage is None:
@@ -86,12 +83,11 @@ def perform(
     on_start: Callable[[Identity], None] | None = None,
     apart: bool = False,
 ) -> Outcome:
-    """Run `stage`, or find what it made before.
+    """Run `stage`, or reuse its artifact.
 
-    A found artifact that is damaged or suspect is made again, and set aside when the new one is ready. A damaged input is an error.
-    A stage declared with `device=True` runs as a whole on a worker of `executor` that has an
-    accelerator, where there is one; `apart`: any stage runs as a whole on a worker, so that several can run at one time.
-    `listener` hears nothing of it then.
+    An artifact that is damaged or suspect is made again, and set aside when the new one is ready. A damaged input is an error. A stage
+    declared with `device=True` runs as a whole on a worker of `executor` that has an accelerator, where there is one. `apart`: any stage
+    runs as a whole on a worker, so that several can run at one time; `listener` then gets no progress.
     """
     started = time.perf_counter()
     identity = identify(stage, config, given)
@@ -128,10 +124,10 @@ def perform(
 
 
 def _check_inputs(stage: Stage, taken: dict[str, list[Artifact] | list[External]], store: Store, *, quick: bool = False) -> None:
-    """Compare the bytes of the artifacts that a stage reads with their checksums. Raise PunaError if one is damaged.
+    """Compare the artifacts that a stage reads with their checksums. Raise PunaError if one is damaged.
 
-    Every stage does so after it has read them: no result of damaged bytes is committed. Before it, only long stages do (`quick`: a
-    look at sizes and times), since each comparison costs about 3 % of a curation.
+    Every stage does so after it has read them: no result of damaged bytes is committed. Only long stages do so before, too: each
+    comparison costs about 3 % of a curation. `quick`: look at sizes and times only.
     """
     for spec in stage.inputs:
         for item in taken[spec.name]:
@@ -202,7 +198,6 @@ def _good(found: Artifact | None, store: Store) -> Artifact | None:
 
 @contextlib.contextmanager
 def _threads_kept() -> Iterator[None]:
-    """Restore the caller's number of torch threads after the stage."""
     before = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
     try:
         yield

@@ -17,10 +17,9 @@ from puna.storage import PunaError
 
 @dataclass(frozen=True)
 class ExternalFile:
-    """A file of an external input: its name relative to the URI, its full address, size in bytes and digest.
+    """A file of an external input. `name`: relative to the URI. `state`: the file system's version mark when the digest was taken.
 
     `address` may hold a signature or a password: only `location` is shown or recorded.
-    `state`: the version mark of the file system (such as inode and times) at the time of the digest.
     """
 
     name: str
@@ -72,7 +71,6 @@ class External:
     data_digest: str
 
     def check_unchanged(self) -> None:
-        """Raise PunaError if a file changed since its digest."""
         for file in self.files:
             if file.changed():
                 raise PunaError(f"input {self.name}: {file.location} was changed or removed while it was read; run again when it rests")
@@ -151,10 +149,7 @@ def _external(name: str, uri: str, files: tuple[ExternalFile, ...]) -> External:
 
 
 def _local(root: Path) -> list[str]:
-    """Return the visible files at or below a path, sorted; raise PunaError for one that is not a plain file of the folder.
-
-    A link may point to a file below the folder or, in a snapshot of the hub's cache, to a blob.
-    """
+    """Return the plain files at or below a path, sorted. A link may only point below the folder or, in the hub's cache, to a blob."""
     place = root.resolve()
     whole = place.parents[list(place.parts)[::-1].index("snapshots")] if "snapshots" in place.parts[-4:] else place
     found = []
@@ -179,7 +174,6 @@ def _local(root: Path) -> list[str]:
 
 
 def _refused(path: Path, whole: Path, is_folder: bool) -> str | None:
-    """Return the reason why a file or folder is not read, or None."""
     try:
         path.name.encode()
     except UnicodeEncodeError:

@@ -36,10 +36,9 @@ class InputFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts before a run: of each input by name, and of the machine in bytes.
+    """Facts before a run, of each input by name and of the machine in bytes. An omitted input has no entry.
 
-    `available_memory_bytes` is None if another machine or an accelerator does the work. An omitted input has no entry; an input of
-    several artifacts has an entry for each.
+    `available_memory_bytes` is None if another machine or an accelerator does the work.
     """
 
     inputs: dict[str, tuple[InputFacts, ...]]

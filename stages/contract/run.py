@@ -71,13 +71,8 @@ class StageRun:
         self._calls = 0
         work.mapper = lambda function, jobs: ordered(executor, function, jobs, ())
 
-    # --- computing -----------------------------------------------------------------------------------
-
     def map(self, function: Callable[..., Any], items: Iterable[Any], *args: Any, rows: int | None = None) -> Iterator[Any]:
-        """Yield `function(item, *args)` for each item, in order; `function` must be module-level.
-
-        `rows`: how many items there are, to show progress.
-        """
+        """Yield `function(item, *args)` for each item, in order; `function` must be module-level. `rows`: number of items."""
         for done, result in enumerate(ordered(self._executor, function, items, args), 1):
             if rows:
                 self.progress(done, rows)
@@ -95,21 +90,20 @@ class StageRun:
         table: str | None = None,
         columns: list[str] | None = None,
     ) -> list[Any]:
-        """Write `function(rows, *args)` for every part of a table of `artifact`, shard by shard.
+        """Write `function(rows, *args)` for every part of a table of `artifact`, shard by shard. Return the values.
 
-        The function returns the main table, or tables by name; or one of these and a value of JSON: gives the values. An argument
-        that is rows of another table (`artifact.beside`, an exchange by id) is given as those of the same ids; one that is an
-        exchange by `shard` (its number) as those whose column `row`, a place in the shard, lies among the rows, counted from the
-        first of them. Each shard is written by the worker that made it, and is not made again after a crash. Documents that come
-        back as they were are kept by reference.
+        The function returns the main table, or tables by name; or a tuple of these and a JSON value. An argument that refers to rows of
+        another table (`artifact.beside`, an exchange by id) is passed as the rows with the same ids, an exchange by `shard` number
+        as the rows whose column `row`, a place in the shard, lies in the part, counted from its first row. Each shard is written by its
+        worker, and survives a crash. Unchanged documents are kept by reference.
         """
         return self._shards(function, artifact, args, table, columns, filtering=False)
 
     def filter(self, function: Callable[..., Any], artifact: Artifact, *args: Any, columns: list[str] | None = None) -> list[Any]:
-        """Keep the rows of the main table of `artifact` for which `function(rows, *args)` says so, as `transform` does.
+        """Keep the rows of the main table of `artifact` that `function(rows, *args)` selects. Return the values.
 
-        The function gets these columns only and returns booleans, or a dictionary with these as `keep` and side tables by name;
-        or one of these and a value of JSON: gives the values. Only these columns are read, and no text is written.
+        The function returns booleans, or a dictionary with these as `keep` and side tables by name; or a tuple of either and a JSON value.
+        Only `columns` are read, and no text is written.
         """
         return self._shards(function, artifact, args, None, columns, filtering=True)
 
@@ -163,10 +157,9 @@ class StageRun:
         return infos
 
     def produce(self, function: Callable[..., pa.Table | dict[str, pa.Table]], items: Sequence[Any], *args: Any) -> None:
-        """Write `function(item, *args)` for every item, as `transform` does for the shards of a table.
+        """Write `function(item, *args)` for every item, as `transform` does for shards. The rows never pass through this process.
 
-        The rows never pass through this process. A stage must give the same items in every attempt. Where the keys of each
-        item's rows are a range of their own, an item's rows are a shard.
+        A stage must give the same items in every attempt. An item's rows are a shard if no other item's keys lie between theirs.
         """
         call = self._next("produce")
         jobs = [Produce(function, item, args, self.kind, f"{call}-{n:06d}", self._work.staging) for n, item in enumerate(items)]
@@ -174,10 +167,7 @@ class StageRun:
         self._claimed(produced, jobs, [job.name for job in jobs], [1] * len(jobs))
 
     def produce_shards(self, function: Callable[..., Any], exchange: Exchange, cut: int, *args: Any) -> list[Any]:
-        """Write `function(rows, *args)` for the rows of an exchange by id, shard by shard of a table in `cut` shards.
-
-        The function returns tables by name, or these and a value of JSON; gives the values.
-        """
+        """Write `function(rows, *args)`, tables by name or these and a JSON value, per shard of an exchange by id. Return the values."""
         call = self._next("shards")
         self._work.cut = cut
         jobs = []
@@ -190,11 +180,10 @@ class StageRun:
     def exchange(
         self, function: Callable[..., Any], items: Sequence[Any], *args: Any, by: str, partitions: int, rows: int | None = None
     ) -> Exchange:
-        """Regroup the rows that `function(item, *args)` makes by their column `by`, out of core; what is done survives a crash.
+        """Regroup the rows that `function(item, *args)` makes by their column `by`, out of core; finished jobs survive a crash.
 
-        The function returns a table, an iterator of tables, or one of these and a value of JSON that the exchange hands on.
-        `by` is a number of 64 bits or an id, whose leading bits count, or the number of the partition (int32). An item that is
-        rows of another table (a part, a partition) is read where it is needed.
+        The function returns a table, an iterator of tables, or a tuple of either and a JSON value for `infos`. `by` is uint64 or an id,
+        whose leading bits count, or the partition's number (int32).
         """
         call, staging = self._next("exchange"), self._work.staging
         jobs = [Scattering(function, item, args, Scatter(staging, f"{call}-{n:05d}", by, partitions)) for n, item in enumerate(items)]
@@ -205,8 +194,6 @@ class StageRun:
             found.append(one)
             self.progress(done, len(jobs))
         return gathered(self._work.files, found, partitions, by)
-
-    # --- writing -------------------------------------------------------------------------------------
 
     def write(self, table: pa.Table, name: str | None = None) -> None:
         """Append rows to the main table (None) or a side table."""
@@ -221,9 +208,9 @@ class StageRun:
             self._work.declare(name or self.kind)
 
     def once(self, name: str, make: Callable[[], list[dict[str, Any]]], columns: list[str]) -> pa.Table:
-        """Write the rows that `make` gives to the main table, in this process; returns these columns of them.
+        """Write the rows that `make` returns to the main table, in this process, and return these columns of them.
 
-        After a crash they are read back, not made again. Rows of one name must be the same in every attempt.
+        After a crash they are read back. The rows of one name must be the same in every attempt.
         """
         job = f"{self.kind}-once-{name}"
         staged = self._work.earlier(job)
@@ -245,8 +232,6 @@ class StageRun:
         """Return a folder that survives a crash and is deleted after the commit."""
         return self._work.scratch
 
-    # --- telling -------------------------------------------------------------------------------------
-
     def progress(self, done: float, total: float, note: str = "") -> None:
         """Tell how far the stage is."""
         if self._listener is not None:
@@ -266,8 +251,6 @@ class StageRun:
         """Say how many rows came in, where the input is not an artifact: they must all be kept or dropped."""
         self.input_rows = (self.input_rows or 0) + rows
 
-    # --- chance --------------------------------------------------------------------------------------
-
     def seed(self, *names: Any) -> int:
         """Return a 63-bit seed derived from the configuration's seed and the names alone."""
         base = getattr(self.config, "seed", None)
@@ -284,7 +267,6 @@ class StageRun:
 
 
 def _table(rows: list[dict[str, Any]], name: str) -> pa.Table:
-    """Return rows given as dicts as a table; columns that no row names are null."""
     names = dict.fromkeys(name for row in rows for name in row)
     metric = {"meaning": "metric of the objective", "unit": ""}
     schema = table_schema(name).schema_for(pa.schema([pa.field(n, pa.float64(), metadata=metric) for n in names]))

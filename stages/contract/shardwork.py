@@ -41,7 +41,6 @@ class Job:
 
 
 def transformed(task: tuple[Job, list[Any]]) -> list[Staged]:
-    """Write the tables of one shard."""
     job, args = task
     followers = {n: Follower(a, *(job.span or ("", None))) for n, a in enumerate(args) if isinstance(a, (Beside, Exchange))}
     placed = {n: _by_row(a) for n, a in enumerate(args) if isinstance(a, Partition)}
@@ -167,7 +166,6 @@ class Produce:
 
 
 def produced(job: Produce) -> list[Staged]:
-    """Write the tables of one item."""
     item = job.item
     if job.shard is not None:
         item = pa.concat_tables([job.item.schema.empty_table(), *job.item.pieces(*job.shard[2])])

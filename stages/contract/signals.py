@@ -1,7 +1,7 @@
 """Signals: numbers and words about documents, each declared once with name, type, unit, meaning and definition.
 
-A stage with a method of its own declares a signal's name with `declare_signal`. A signal of the document alone is a plain Python
-function, declared with `@signal` and measured by `heuristics`. Compiled code may replace it; the tests compare the two.
+A stage declares the signals that it computes itself with `declare_signal`. A signal of the document alone is a plain Python function,
+declared with `@signal` and measured by `heuristics`; compiled code may replace it.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ def declare_signal(name: str, kind: type, unit: str, meaning: str, *, optional: 
 def signal(*, unit: str, name: str = "", meaning: str = "", optional: bool = False, compiled: str = "") -> Callable[[F], F]:
     """Declare a function as the definition of a signal.
 
-    Its parameters are columns of a document (text, title, url, source), its return annotation is the type: float, int or
-    str, `| None` where a document may have none. Name and meaning are the function's name and the first line of its
-    docstring where they are not given.
+    Its parameters are columns of a document (text, title, url, source). Its return annotation is the type: float, int or str, with
+    `| None` where a document may have none. Name and meaning default to the function's name and the first line of its docstring.
     """
 
     def declare(function: F) -> F:

@@ -81,7 +81,6 @@ class PartExecutor(Executor):
         raise NotImplementedError
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PartFuture:
-        """Submit `function(*args, **kwargs)` to a worker."""
         return self._submit(Part(function, args, kwargs, device=False))
 
     def submit_to_device(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PartFuture:
@@ -190,8 +189,7 @@ def ordered(
 ) -> Iterator[Any]:
     """Yield `function(item, *arguments)` in the order of `items`.
 
-    At most `ahead` calls are under way (or as many as the executor has slots), with at most `BYTES_UNDER_WAY` bytes of arguments
-    and results; one call is always allowed.
+    At most `ahead` calls, or as many as the executor has slots, and `BYTES_UNDER_WAY` bytes are under way; one call is always allowed.
     """
     if executor is None:
         for item in items:

@@ -28,10 +28,7 @@ Work = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Apart:
-    """A process that starts with the first job, and again after a failed job or when modules were added.
-
-    `work`, a function of a module, does a job: JSON in, JSON out. The process ends with its parent, when the pipe closes.
-    """
+    """A process that runs `work`, JSON in, JSON out. It starts with the first job, and again after a failure or when modules were added."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -40,10 +37,7 @@ class Apart:
         self._lock = threading.Lock()
 
     def ask(self, job: dict[str, Any], seconds: float, memory_mb: int | None = None) -> dict[str, Any] | str:
-        """Return a job's result, or a sentence on its failure: it took longer than `seconds`, or ended the process.
-
-        `memory_mb`: memory beyond that at the start that the process may take (Linux).
-        """
+        """Return a job's result, or a sentence on its failure. `memory_mb`: memory that the process may take after its start (Linux)."""
         with self._lock:
             if self._process is None or self._loaded != (sys.path, plugins.added()):
                 self.close()

@@ -1,11 +1,10 @@
 """The version of a stage's code: a hash over the syntax trees of all first-party code that it reaches.
 
-The names in the stage's function and configuration are followed, through imports (also inside functions), to functions, classes
-and constants of Puna, of plugins and of a user's modules. Comments, docstrings, annotations, bounds, error texts, local names and
-formatting do not count; neither does a symbol's module: code may move. A tensor operation counts by its reference and by the
-version in its module's `NUMERICS`, not by its loops, tiles and Triton programs (`tests/identity/numerics.py` compares the bits).
-Data files that the code opens count, and the versions of its libraries (see `libraries`). The contract and the store are not
-followed: they move artifacts and do not decide their content. `FORMAT`, here and of the manifest, stands for them.
+The names in the stage's function and configuration are followed, through imports (also inside functions), to functions, classes and
+constants of Puna, of plugins and of a user's modules. Comments, docstrings, annotations, bounds, error texts, local names, formatting
+and modules do not count. A tensor operation counts by its reference and by the version in its module's `NUMERICS`
+(`tests/identity/numerics.py` compares the bits). Opened data files and the versions of libraries count. The contract and the store do
+not decide content and are not followed: `FORMAT`, here and of the manifest, stands for them.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ OUTSIDE = ("puna.storage", "puna.stages.contract", "puna.stages.identity", "puna
 
 
 def symbols(stage: Stage, named: Iterable[Name] = ()) -> dict[str, str]:
-    """Return name → hash or version of all code that decides a stage's output, apart from its configuration and inputs.
-
-    `named`: further symbols, which the configuration names.
-    """
+    """Return name → hash or version of all code that decides a stage's output. `named`: symbols that the configuration names."""
     if stage.version:
         return reached(*named) | {"version": stage.version}
     return reached(*_roots(stage), *named)
@@ -59,8 +55,7 @@ def _roots(stage: Stage) -> tuple[Name, Name]:
 def reached(*roots: Name) -> dict[str, str]:
     """Return `module.symbol` → hash for everything that these symbols (module, name) reach, themselves included.
 
-    Data files are there as `module:path`, libraries as `library:name` → version. `meaning` is one hash of all of that without
-    any module: the one that counts in a key. The others tell what changed.
+    Data files are `module:path`, libraries `library:name` → version. Only `meaning`, one hash of all without modules, counts in a key.
     """
     found = _reach(*roots)
     made = {"contract": str(FORMAT), **found.symbols}
@@ -103,9 +98,8 @@ class Followed:
     def meaning(self, roots: Iterable[Name]) -> str:
         """Return one hash of what these symbols mean: of every reached statement and of what each name in it stands for.
 
-        Symbols are told apart as in a minimal automaton (Hopcroft 1971, as colour refinement): each is coloured by its own text,
-        then again and again by its colour and those that it uses, in their order, until no colour splits. Where a symbol stands
-        does not enter.
+        Symbols are told apart as in a minimal automaton (Hopcroft 1971, as colour refinement): each is coloured by its own text, then by
+        its own colour and those of the symbols it uses, in order, until no colour splits. Modules do not enter.
         """
         edges = {
             name: [end for use in (*symbol.uses, *load(name[0]).imports.get(name[1], [])) for end in self._ends(use)]
@@ -171,10 +165,7 @@ def _followed(*roots: Name) -> Followed:
 
 @dataclass(frozen=True)
 class Symbol:
-    """One binding: the hash of its statements, and the first-party names, data files, texts and libraries that it uses.
-
-    `uses` are in the order of the text, with repetitions; modules in it are not part of the hash.
-    """
+    """One binding: the hash of its statements, and all that it uses. `uses` are in the order of the text, with repetitions."""
 
     hash: str
     uses: tuple[Name, ...]
@@ -264,10 +255,7 @@ def _targets(module: str, symbol: str | None) -> list[tuple[str, str]]:
 
 
 def _named(node: ast.AST, source: Module, local: dict[str, list[Target]]) -> tuple[list[Name], str]:
-    """Return the first-party symbols that a tree names, in the order of its text, and the text without their modules.
-
-    `module.symbol` reads as `symbol`, and an import of such names is left out: what they stand for is what counts.
-    """
+    """Return the first-party symbols in a tree, in the order of its text, and the text with `module.symbol` read as `symbol`."""
     uses: list[Name] = []
 
     def reference(inner: ast.AST) -> str | None:

@@ -51,10 +51,7 @@ _known: dict[str, Reach] = {}
 
 
 def cached_reach(roots: Sequence[tuple[str, str]]) -> Reach | None:
-    """Return the cached reach of these symbols (module, name), or None if there is no valid entry.
-
-    Raise PunaError if a source changed since this process imported it.
-    """
+    """Return the cached reach of these symbols, or None. Raise PunaError if a source changed since this process imported it."""
     if not _own(roots):
         return None
     try:
