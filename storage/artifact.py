@@ -88,13 +88,10 @@ class Artifact:
 
     def sources(self, table: str | None = None) -> list[Artifact]:
         """Return the artifacts that hold rows of the table; PunaError where one is gone."""
-        found = []
-        for source in self.record(table).sources:
-            artifact = Artifact(source.kind, source.key, self.files)
-            if self.files.stat(f"{artifact.place}/{NAME}") is None:
-                raise PunaError(f"artifact {self.id} keeps rows of {artifact.id}, which is not in the store")
-            found.append(artifact)
-        return found
+        artifacts = [Artifact(source.kind, source.key, self.files) for source in self.record(table).sources]
+        if lost := next((one for one in artifacts if self.files.stat(f"{one.place}/{NAME}") is None), None):
+            raise PunaError(f"artifact {self.id} keeps rows of {lost.id}, which is not in the store")
+        return artifacts
 
     def shards(self, table: str | None = None) -> list[ShardRows]:
         """Return the table's shards by reference, in the order of its key."""

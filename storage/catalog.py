@@ -6,6 +6,7 @@ reads the store's own files only and cannot write.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -204,14 +205,11 @@ def _reason(error: Exception) -> str:
 
 
 def _distinct(names: list[str]) -> list[str]:
-    found: list[str] = []
+    distinct: list[str] = []
     for name in names:
-        new, number = name, 0
-        while new in found or (number and new in names):
-            number += 1
-            new = f"{name}_{number}"
-        found.append(new)
-    return found
+        numbered = (f"{name}_{number}" for number in itertools.count(1))
+        distinct.append(name if name not in distinct else next(new for new in numbered if new not in (*distinct, *names)))
+    return distinct
 
 
 def statements(opened: Catalog, text: str) -> list[str]:

@@ -51,11 +51,11 @@ def checked(files: Files, artifact: Artifact, read: Sequence[str] = (), *, whole
 
 def _with_sources(files: Files, artifact: Artifact) -> list[Artifact]:
     """Return the artifact and all artifacts whose rows it keeps by reference."""
-    try:
-        sources = [Artifact(one.kind, one.key, files) for one in artifact.manifest.sources]
-    except PunaError:
-        sources = []
-    return [artifact, *(one for source in sources for one in _with_sources(files, source))]
+    artifacts = [artifact]
+    with contextlib.suppress(PunaError):
+        for one in artifact.manifest.sources:
+            artifacts += _with_sources(files, Artifact(one.kind, one.key, files))
+    return artifacts
 
 
 def quarantine(files: Files, artifact: Artifact, *, own: bool = False) -> str | None:

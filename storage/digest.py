@@ -26,25 +26,20 @@ def canonical(value: Any) -> str:
     """Return one JSON text for one value. Raise PunaError for a value without a stable text (NaN, sets, objects)."""
 
     def check(item: Any, where: str) -> None:
-        if item is None or isinstance(item, (bool, int, str)):
-            return
-        if isinstance(item, float):
-            if not math.isfinite(item):
-                raise PunaError(f"{where}: {item} cannot be part of an identity; give a finite number")
-            return
+        if isinstance(item, float) and not math.isfinite(item):
+            raise PunaError(f"{where}: {item} cannot be part of an identity; give a finite number")
         if isinstance(item, list):
             for index, element in enumerate(item):
                 if type(element) is not str:
                     check(element, f"{where}[{index}]")
-            return
-        if isinstance(item, dict):
+        elif isinstance(item, dict):
             for name, element in item.items():
                 if not isinstance(name, str):
                     raise PunaError(f"{where}: key {name!r} is not a string")
                 if type(element) is not str:  # most are: the code that a stage reaches
                     check(element, f"{where}.{name}")
-            return
-        raise PunaError(f"{where}: a {type(item).__name__} has no stable encoding")
+        elif item is not None and not isinstance(item, (bool, int, float, str)):
+            raise PunaError(f"{where}: a {type(item).__name__} has no stable encoding")
 
     check(value, "value")
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

@@ -147,11 +147,9 @@ def scatter(how: Scatter, made: pa.Table | Iterable[pa.Table], info: Callable[[]
             runs = _Runs(how)
     if runs.rows:
         files.append(runs.write(len(files)))
-    text = "" if schema is None else schema.serialize().to_pybytes().hex()
-    found = Scattered(text, files, rows, info())
-    noted = [[name, ends.tolist()] for name, ends in files]
-    how.staging.note(how.job, {"schema": text, "files": noted, "rows": rows, "info": found.info})
-    return found
+    result = Scattered("" if schema is None else schema.serialize().to_pybytes().hex(), files, rows, info())
+    how.staging.note(how.job, vars(result) | {"files": [[name, ends.tolist()] for name, ends in files]})
+    return result
 
 
 class _Runs:

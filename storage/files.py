@@ -305,7 +305,7 @@ def write_bytes(file: Path, data: bytes, *, lasting: bool = True) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the disk keep a file, or the names in a folder."""
+    """Make a file, or the names in a folder, survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

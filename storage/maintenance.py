@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from puna.storage.artifact import Artifact, place_of
 from puna.storage.damage import note
 from puna.storage.files import LOCKS
-from puna.storage.holding import drop, held
 from puna.storage.store import Store
-from puna.storage.work import INPUTS
+from puna.storage.work import INPUTS, drop, held
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ class S3Files(Bucket, Files):
         file.unlink()
 
     def remove(self, name: str) -> None:
-        names = sorted(self.list(name), key=lambda one: one.rpartition("/")[2] != "manifest.json")
+        names = sorted(self.list(name), key=lambda one: one.rpartition("/")[2] != "manifest.json")  # what says that a folder is whole first
         for some in ([name], names[:1], names[1:]):
             if some:
                 self._tried(name, partial(obstore.delete, self._client(), some))

@@ -214,18 +214,12 @@ TABLES: dict[str, TableSchema] = {
         _table(
             "preferences", ID, PROMPT_ID, TASK, SPLIT, MESSAGES, TOOLS,
             column("chosen", pa.string(), "the better answer; null: only a bad answer is known", "JSON message", nullable=True),
-            column(
-                "rejected", pa.string(), "the worse answer, with `finished` false where it was cut off; null: only a good answer is known",
-                "JSON message", nullable=True,
-            ),
+            column("rejected", pa.string(), "the worse answer, with `finished` false if it was cut off; null: only a good answer is known",
+                   "JSON message", nullable=True),
             column("edited", pa.string(), "the chosen answer, improved", "JSON message", nullable=True),
-            column(
-                "others", pa.string(), "of a ranking of more than two: the further answers, each with `rank`: 0 as good as chosen, "
-                "1, 2, … in between, -1 as bad as rejected", "JSON list of messages", nullable=True,
-            ),
-            column(
-                "level", pa.string(), "how much better: significantly_better, better, slightly_better, marginally_better", nullable=True
-            ),
+            column("others", pa.string(), "of a ranking of more than two: the further answers, each with `rank`: 0 as good as chosen, "
+                   "1, 2, … in between, -1 as bad as rejected", "JSON list of messages", nullable=True),
+            column("level", pa.string(), "significantly_better, better, slightly_better or marginally_better", nullable=True),
             column("margin", NUMBER, "difference of the two answers' scores", nullable=True),
             column("chosen_model", pa.string(), "data digest of the model that wrote the chosen answer", nullable=True),
             column("rejected_model", pa.string(), "data digest of the model that wrote the rejected answer", nullable=True),

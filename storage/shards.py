@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -68,6 +67,11 @@ class Shard:
     groups: tuple[int, ...] = ()
     bytes: int = 0
     characters: int | None = None
+
+    @classmethod
+    def of(cls, value: dict[str, Any]) -> Shard:
+        """Return a shard from JSON."""
+        return cls(**value | {"groups": tuple(value["groups"])})
 
     @property
     def own(self) -> int:
@@ -254,7 +258,7 @@ class ShardWriter:
             if rows:
                 files["facts"] = write_table(beside(self._path, "facts"), mine)
             of_all = mine if facts is None else facts
-            value = hashlib.sha256(b"".join(_bytes(of_all.column("digest")))).hexdigest()
+            value = hashlib.sha256(b"".join(of_all.column("digest").to_pylist())).hexdigest()
             characters = pc.sum(of_all.column("characters").cast(pa.int64())).as_py() or 0
         else:
             value, characters = self._rolling.hexdigest() if self._file is not None else "", None
@@ -293,13 +297,6 @@ def facts_of(rows: pa.Table) -> pa.Table:
     found = digest.of_rows(rows)
     digests = pa.FixedSizeBinaryArray.from_buffers(FACTS.field("digest").type, len(found), [None, pa.py_buffer(found.tobytes())])
     return pa.table([digests, pc.utf8_length(rows["text"]).combine_chunks().cast(pa.int32())], schema=FACTS)
-
-
-def _bytes(column: pa.ChunkedArray) -> Iterator[bytes]:
-    for chunk in column.chunks:
-        buffer = chunk.buffers()[1]
-        if buffer is not None:
-            yield buffer.to_pybytes()[chunk.offset * digest.ROW_BYTES : (chunk.offset + len(chunk)) * digest.ROW_BYTES]
 
 
 def grows(table: pa.Table, key: tuple[str, ...]) -> bool:

@@ -148,9 +148,8 @@ def _checksum(text: str) -> str:
 
 
 def _staged(data: dict[str, Any]) -> Staged:
-    shard = Shard(**data["shard"] | {"groups": tuple(data["shard"]["groups"])})
     files = {what: (name, FileRecord(**record)) for what, (name, record) in data["files"].items()}
-    return Staged(data["table"], shard, data["columns"], files, data["number"], data["cut"], data["info"], data["values"])
+    return Staged(**data | {"shard": Shard.of(data["shard"]), "files": files})
 
 
 @dataclass

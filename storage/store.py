@@ -33,12 +33,11 @@ from puna.storage.aliases import DEFAULT, Aliases, is_pointer, pointer, read_poi
 from puna.storage.artifact import Artifact, place_of
 from puna.storage.errors import PunaError
 from puna.storage.files import Files, LocalFiles
-from puna.storage.holding import Holding
 from puna.storage.index import Entry
 from puna.storage.manifest import FORMAT, IMPORT, NAME
 from puna.storage.runs import RunLog
 from puna.storage.schemas import KINDS, known_kind, table_schema
-from puna.storage.work import Identity, Work
+from puna.storage.work import Holding, Identity, Work
 
 FOLDERS = ("objects", "work", "locks", "refs", "runs", "quarantine")
 LAYOUT = "store.json"

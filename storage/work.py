@@ -1,4 +1,4 @@
-"""An artifact in the making: its identity, the parts and files of this attempt, and the commit."""
+"""An artifact in the making: its identity, the parts and files of this attempt, the commit, and the keys that a process uses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import errno
 import hashlib
 import json
 import os
+import threading
+import uuid
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -23,7 +25,7 @@ import pyarrow as pa
 from puna.storage import digest, tables
 from puna.storage.artifact import Artifact, place_of
 from puna.storage.errors import PunaError
-from puna.storage.files import Files, sync, write_bytes
+from puna.storage.files import LOCKS, Files, sync, write_bytes
 from puna.storage.manifest import NAME, InputRecord, Manifest, Source, TableRecord, content_digest, key_of, table_digest
 from puna.storage.parts import ShardRows, Stored
 from puna.storage.schemas import table_schema
@@ -32,6 +34,8 @@ from puna.storage.staging import Damaged, Outputs, Staged, Staging
 from puna.storage.tables import Made, Mapper, Pieces
 
 INPUTS = "inputs.json"
+LOGS = "runs/held-"
+"""The logs of the keys that live processes use, which `gc` spares. A lease ends with its process."""
 WITHOUT_TABLE = {"tokenizer", "model", "classifier"}
 
 
@@ -225,3 +229,55 @@ def write_array(file: Path, array: npt.NDArray[Any]) -> None:
     temporary = file.with_name(f".{os.getpid()}-{file.name}")
     np.save(temporary, array)
     os.replace(temporary, file)
+
+
+class Holding:
+    """The keys that one process uses. Nothing is written before the first one."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self.name = uuid.uuid4().hex
+        self._keys: set[str] = set()
+        self._guard = threading.Lock()
+        self._lease = contextlib.ExitStack()
+
+    def add(self, key: str) -> None:
+        """Note a key. Where nothing may be written nothing can be removed either."""
+        with self._guard:
+            if key in self._keys:
+                return
+            with contextlib.suppress(OSError):
+                if not self._keys:
+                    self._lease.enter_context(self._files.lease(f"held-{self.name}"))
+                self._files.append(f"{LOGS}{self.name}", key.encode() + b"\n")
+                self._keys.add(key)
+
+    def release(self) -> None:
+        """Give up all keys. At the end of a process that can no longer write there, the lease expires."""
+        with self._guard, contextlib.suppress(OSError, PunaError):
+            if self._keys:
+                self._lease.close()
+                drop(self._files, self.name)
+                self._keys.clear()
+
+
+def drop(files: Files, name: str) -> None:
+    """Remove the log and the lease of a process that has ended."""
+    files.remove(f"{LOGS}{name}")
+    files.remove(f"{LOCKS}/held-{name}")
+
+
+def held(files: Files, but: str) -> tuple[set[str], list[str]]:
+    """Return the keys that live processes use, and the names of processes that have ended. `but`: the caller's name."""
+    keys: set[str] = set()
+    gone = []
+    for log in files.list("runs"):
+        name = log.removeprefix(LOGS)
+        if name in (log, but):
+            continue
+        if not files.held(f"held-{name}"):
+            gone.append(name)
+            continue
+        with contextlib.suppress(FileNotFoundError):  # it ended while we looked
+            keys |= set(files.read(log).decode(errors="replace").split())
+    return keys, gone

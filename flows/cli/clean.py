@@ -25,7 +25,7 @@ from puna.flows.engine.recipe import read_values
 from puna.flows.engine.session import Session, session
 from puna.flows.engine.trace import load
 from puna.stages.contract import External
-from puna.stages.contract.needs import LOOK
+from puna.stages.contract.declaration import LOOK
 from puna.stages.curate.domains import TrainDomainsConfig, looked_at, seed_label
 from puna.stages.curate.ingest import IngestConfig, check_inputs, ingest, peek
 from puna.stages.curate.language import identify

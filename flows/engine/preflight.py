@@ -18,7 +18,7 @@ from puna.flows.engine.plan import Planner
 from puna.flows.engine.recipe import Recipe
 from puna.flows.engine.trace import TracedStep, complaints_of, trace
 from puna.stages.contract import External, Facts, InputFacts, Looked, Stage, StageConfig, Value, identify, reusable
-from puna.stages.contract.needs import LOOK
+from puna.stages.contract.declaration import LOOK
 from puna.stages.curate.ingest import IngestConfig, check_inputs, peek
 from puna.stages.executors import PROCESSES
 from puna.storage import Artifact, PunaError, Store

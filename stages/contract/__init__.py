@@ -8,9 +8,12 @@ from puna.stages.contract.declaration import (
     Classifier,
     Documents,
     Evaluation,
+    Facts,
+    InputFacts,
     Instructions,
     Kind,
     Lists,
+    Looked,
     Mixture,
     Model,
     Pages,
@@ -26,7 +29,6 @@ from puna.stages.contract.declaration import (
 )
 from puna.stages.contract.execute import Outcome, execute, identify, perform, reusable
 from puna.stages.contract.external import External, ExternalFile
-from puna.stages.contract.needs import Facts, InputFacts, Looked
 from puna.stages.contract.run import Figure, Listener, StageRun
 from puna.stages.contract.signals import FAILURE, SIGNALS, Signal, declare_signal, signal
 

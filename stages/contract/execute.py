@@ -22,6 +22,7 @@ from puna.stages.executors import PartExecutor
 from puna.stages.identity import code, libraries
 from puna.storage import Artifact, Identity, InputRecord, PunaError, Store, Work
 from puna.storage.damage import set_aside
+from puna.storage.manifest import code_version
 from puna.storage.tables import Balance, imbalance
 
 
@@ -44,7 +45,7 @@ def identify(stage: Stage, config: StageConfig, given: dict[str, Value]) -> Iden
         for name, items in stage.check(given).items() for item in items
     ]  # fmt: skip
     symbols = code.symbols(stage, stage.reaches(config, given))
-    return Identity(stage.name, code.version(symbols), symbols, config.identity(), records)
+    return Identity(stage.name, code_version(symbols), symbols, config.identity(), records)
 
 
 def by_todays_code(artifact: Artifact, store: Store) -> Identity:
@@ -62,7 +63,7 @@ def by_todays_code(artifact: Artifact, store: Store) -> Identity:
                 raise PunaError(f"{artifact.id} was made from {record.kind}/{record.key[:12]}, which is no longer in the store")
             inputs.setdefault(record.name, []).append(found)
     symbols = code.symbols(stage, [*config.reaches(), *(stage.named(inputs) if stage.named else ())])
-    return Identity(stage.name, code.version(symbols), symbols, manifest.config, manifest.inputs)
+    return Identity(stage.name, code_version(symbols), symbols, manifest.config, manifest.inputs)
 
 
 def execute(stage: Stage, config: StageConfig, given: dict[str, Value], store: Store, **how: Any) -> Artifact:

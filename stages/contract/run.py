@@ -83,12 +83,7 @@ class StageRun:
         return artifact.parts(table, columns, self._part_rows)
 
     def transform(
-        self,
-        function: Callable[..., Any],
-        artifact: Artifact,
-        *args: Any,
-        table: str | None = None,
-        columns: list[str] | None = None,
+        self, function: Callable[..., Any], artifact: Artifact, *args: Any, table: str | None = None, columns: list[str] | None = None
     ) -> list[Any]:
         """Write `function(rows, *args)` for every part of a table of `artifact`, shard by shard. Return the values.
 

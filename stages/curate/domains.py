@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Classifier, Documents, Facts, Figure, InputFacts, StageConfig, StageRun, declare_signal, stage
-from puna.stages.contract.needs import GLANCE, LOOK
+from puna.stages.contract.declaration import GLANCE, LOOK
 from puna.stages.curate.classifiers.classifier import ClassifierConfig, Labels, Scores, out_of_fold, prepare
 from puna.stages.curate.classifiers.trained import About, Trained, trained
 from puna.storage import Artifact, PunaError

@@ -25,7 +25,7 @@ from puna.stages.identity.bindings import Module, Target, imported, is_followed,
 from puna.stages.identity.modules import source_file
 from puna.stages.identity.reach import Reach, cached_reach, keep
 from puna.stages.identity.syntax import text
-from puna.storage.manifest import MEANING, code_version
+from puna.storage.manifest import MEANING
 
 if TYPE_CHECKING:
     from puna.stages.contract.declaration import Stage
@@ -241,11 +241,6 @@ def _constant(source: Module, name: str, depth: int = 0) -> data_files.Value:
         if symbol is not None and source_file(module) is not None:
             return _constant(load(module), symbol, depth + 1)
     return None
-
-
-def version(symbols: dict[str, str]) -> str:
-    """Return one hash for a set of reached symbols, 64 hex digits."""
-    return code_version(symbols)
 
 
 def _targets(module: str, symbol: str | None) -> list[tuple[str, str]]:

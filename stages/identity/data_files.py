@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Value = Path | str | None
+OS_PATH: dict[str, Callable[..., str]] = {"join": os.path.join, "dirname": os.path.dirname, "abspath": os.path.abspath}
 Lookup = Callable[[str], Value]
 """What a name of the module stands for, where that is a path or a text; `__file__` among them."""
 
@@ -63,28 +64,21 @@ def value(node: ast.AST | None, lookup: Lookup) -> Value:
 
 
 def _called(node: ast.Call, lookup: Lookup) -> Value:
-    arguments = [value(item, lookup) for item in node.args]
+    arguments = [str(argument) for item in node.args if (argument := value(item, lookup)) is not None]
+    if len(arguments) < len(node.args):
+        return None
     if isinstance(node.func, ast.Name):
-        return Path(*[a for a in arguments if a is not None]) if node.func.id == "Path" and arguments and None not in arguments else None
+        return Path(*arguments) if node.func.id == "Path" and arguments else None
     if not isinstance(node.func, ast.Attribute):
         return None
     name = node.func.attr
-    inner = node.func.value
-    is_os_path = isinstance(inner, ast.Attribute) and inner.attr == "path" and isinstance(inner.value, ast.Name) and inner.value.id == "os"
-    if is_os_path and arguments and None not in arguments:
-        texts = [str(item) for item in arguments]
-        functions: dict[str, Callable[..., str]] = {"join": os.path.join, "dirname": os.path.dirname, "abspath": os.path.abspath}
-        return Path(functions[name](*texts)) if name in functions else None
+    if arguments and ast.unparse(node.func.value) == "os.path":
+        return Path(OS_PATH[name](*arguments)) if name in OS_PATH else None
     base = value(node.func.value, lookup)
-    if not isinstance(base, Path) or None in arguments:
-        return None
-    if name in ("resolve", "absolute", "expanduser"):
+    if isinstance(base, Path) and name in ("resolve", "absolute", "expanduser"):
         return base
-    if name == "joinpath":
-        return base.joinpath(*[a for a in arguments if a is not None])
-    if name in ("with_name", "with_suffix") and isinstance(arguments[0], str):
-        changed: Path = getattr(base, name)(arguments[0])
-        return changed
+    if isinstance(base, Path) and name in ("joinpath", "with_name", "with_suffix") and arguments:
+        return Path(getattr(base, name)(*arguments))
     return None
 
 

@@ -13,7 +13,7 @@ import pytest
 from puna.flows.engine import preflight
 from puna.flows.engine.trace import flow_named, load
 from puna.stages.contract import External, Facts, InputFacts, perform
-from puna.stages.contract.needs import GLANCE, LOOK
+from puna.stages.contract.declaration import GLANCE, LOOK
 from puna.stages.curate.domains import TrainDomainsConfig, needs, seed_words
 from puna.stages.curate.ingest import IngestConfig, ingest
 from puna.storage import PunaError, Store

@@ -17,10 +17,11 @@ VERSIONS = """
 import json
 from puna.flows.engine.trace import load_stages
 from puna.stages.identity import code
+from puna.storage.manifest import code_version
 
 stages = load_stages()
 reached = {name: code.symbols(stage) for name, stage in stages.items()}
-print(json.dumps({name: [code.version(symbols), list(symbols)] for name, symbols in reached.items()}))
+print(json.dumps({name: [code_version(symbols), list(symbols)] for name, symbols in reached.items()}))
 """
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from puna.stages.identity import code
+from puna.storage.manifest import code_version
 from tests.identity import numerics
 
 STAGE = "from {0} import double_\n\ndef stage(x):\n    return double_(x)\n"
@@ -37,7 +38,7 @@ def meaning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         name = f"operation_{next(_number)}"
         (tmp_path / f"{name}.py").write_text(OPERATION.replace(old, new) if old else OPERATION)
         (tmp_path / f"user_of_{name}.py").write_text(STAGE.format(name))
-        return code.version(code.reached((f"user_of_{name}", "stage")))
+        return code_version(code.reached((f"user_of_{name}", "stage")))
 
     return of
 

@@ -17,6 +17,7 @@ import pytest
 
 from puna.stages.identity import bindings, code, libraries, reach, sources, syntax
 from puna.storage import PunaError
+from puna.storage.manifest import code_version
 
 FILES = {
     "stages/__init__.py": "",
@@ -86,7 +87,7 @@ def new_process() -> None:
 def version() -> str:
     """The version in a new process."""
     new_process()
-    return code.version(code.reached(("puna.stages.work", "work"), ("puna.stages.work", "Config")))
+    return code_version(code.reached(("puna.stages.work", "work"), ("puna.stages.work", "Config")))
 
 
 def edit(tree: Path, name: str, old: str, new: str) -> None:
@@ -172,7 +173,7 @@ def test_an_edit_of_reached_code_counts_and_is_named(tree: Path, name: str, old:
     edit(tree, name, old, new)
     after = code.reached(("puna.stages.work", "work"))
     assert {s for s in before if before[s] != after.get(s)} == {symbol, "meaning"}
-    assert code.version(before) != code.version(after)
+    assert code_version(before) != code_version(after)
 
 
 def test_code_may_move(tree: Path) -> None:
