@@ -45,8 +45,8 @@ class Aliases:
 
     def target(self, alias: str) -> tuple[str, str] | None:
         """Return kind and key of the artifact that an alias points to, None where there is no such alias."""
-        found = read_pointer(self._files, self._file(alias))
-        return None if found is None else (found["kind"], found["key"])
+        fields = read_pointer(self._files, self._file(alias))
+        return None if fields is None else (fields["kind"], fields["key"])
 
     def set(self, alias: str, artifact: Artifact, expected: str | None = None) -> str:
         """Point an alias at an artifact and return the alias.
@@ -78,11 +78,11 @@ class Aliases:
 
     def parts(self, alias: str) -> tuple[str, str]:
         """Return the project of an alias, and its name there. Raise PunaError where the text is no alias."""
-        if (found := ALIAS.fullmatch(alias)) is None:
+        if (match := ALIAS.fullmatch(alias)) is None:
             raise PunaError(
                 f"{alias}: no such alias; one is [PROJECT/]NAME@VERSION, of letters, digits, `_`, `-` and `.`, for example policy@latest"
             )
-        return found[1] or self.project, f"{found[2]}@{found[3]}"
+        return match[1] or self.project, f"{match[2]}@{match[3]}"
 
     def called(self, alias: str, viewer: str = DEFAULT) -> str:
         """Return how the project `viewer` calls an alias."""
@@ -96,20 +96,20 @@ class Aliases:
 
     def files(self) -> dict[str, str]:
         """Return the files of all aliases of all projects, by alias."""
-        found: dict[str, str] = {}
+        files: dict[str, str] = {}
         for file in filter(is_pointer, self._files.list("refs")):
             project, inside = DEFAULT, file.removesuffix(".json").split("/")[1:]
             if file.startswith(f"{PROJECTS}/"):
                 _, project, *inside = inside
             alias = f"{project}/{'@'.join(inside)}"
             if len(inside) == 2 and ALIAS.fullmatch(alias):
-                found[self.called(alias, self.project)] = file
-        return found
+                files[self.called(alias, self.project)] = file
+        return files
 
     def keys(self) -> dict[str, str]:
         """Return every alias of all projects with the key that it points to."""
         pointers = {alias: read_pointer(self._files, file) for alias, file in self.files().items()}
-        return {alias: found["key"] for alias, found in pointers.items() if found is not None}
+        return {alias: fields["key"] for alias, fields in pointers.items() if fields is not None}
 
     def lost(self) -> dict[str, str]:
         """Return each alias that was set in any project and is gone, with the artifact that it first pointed to."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from puna.storage.digest import of_stream
+from puna.storage.digest import of_stored
 from puna.storage.errors import PunaError
-from puna.storage.files import DamagedFile, Files
+from puna.storage.files import Files
 from puna.storage.manifest import NAME, Manifest, TableRecord
 from puna.storage.parts import Beside, Part, ShardRows, Stored, between
 from puna.storage.schemas import table_schema
@@ -114,8 +114,8 @@ class Artifact:
 
     def read(self, table: str | None = None, columns: list[str] | None = None) -> pa.Table:
         """Return a whole table, sorted by its primary key."""
-        found = [shard.read(0, shard.rows, columns) for shard in self.shards(table) if shard.rows]
-        return pa.concat_tables(found) if found else self._empty(table, columns)
+        tables = [shard.read(0, shard.rows, columns) for shard in self.shards(table) if shard.rows]
+        return pa.concat_tables(tables) if tables else self._empty(table, columns)
 
     def schema(self, table: str | None = None) -> pa.Schema:
         """Return a table's columns with their types."""
@@ -135,16 +135,16 @@ class Artifact:
 
     def parts(self, table: str | None = None, columns: list[str] | None = None, rows: int | None = None) -> list[Part]:
         """Return the table cut into parts of one row group each, or of at most `rows` rows, to be read where the work is done."""
-        chosen, found, before = None if columns is None else tuple(columns), list[Part](), 0
+        chosen, parts, before = None if columns is None else tuple(columns), list[Part](), 0
         for shard in self.shards(table):
-            found += [Part(shard, first, last - first, before + first, chosen) for first, last in shard.pieces(rows)]
+            parts += [Part(shard, first, last - first, before + first, chosen) for first, last in shard.pieces(rows)]
             before += shard.rows
-        return found
+        return parts
 
     def between(self, low: str, high: str, table: str | None = None, columns: list[str] | None = None) -> pa.Table:
         """Return the rows with ids from `low` to `high`."""
-        found = list(between(self.shards(table), low, f"{high}\0", columns, table_schema(table or self.kind).key[0]))
-        return pa.concat_tables(found) if found else self._empty(table, columns)
+        tables = list(between(self.shards(table), low, f"{high}\0", columns, table_schema(table or self.kind).key[0]))
+        return pa.concat_tables(tables) if tables else self._empty(table, columns)
 
     def beside(self, columns: list[str] | None = None, table: str | None = None) -> Beside:
         """Return the table as an argument of `run.transform`: the function gets its rows of the same ids."""
@@ -161,42 +161,34 @@ class Artifact:
         """
         try:
             manifest = self.manifest
-            found = [f"manifest.json was changed: {what}" for what in manifest.contradictions()]
+            damage = [f"manifest.json was changed: {what}" for what in manifest.contradictions()]
         except PunaError as error:
             return [str(error)]
         if (manifest.kind, manifest.key) != (self.kind, self.key):
-            found.append(f"manifest.json is that of {manifest.kind}/{manifest.key[:12]}")
+            damage.append(f"manifest.json is that of {manifest.kind}/{manifest.key[:12]}")
         present = {n: s for n, s in self.files.stats(self.place).items() if not any(p.startswith(".") for p in n.split("/"))}
-        found += [f"{name} is not in the manifest" for name in sorted(set(present) - set(manifest.files) - {NAME})]
+        damage += [f"{name} is not in the manifest" for name in sorted(set(present) - set(manifest.files) - {NAME})]
         before = self._checked()
-        known = before if quick else {}
+        unchanged = before if quick else {}
         good: dict[str, str] = {}
         for name, record in manifest.files.items():
-            wanted = not read or name.startswith((*read, *map(_stem, read)))
+            compared = not read or name.startswith((*read, *map(_stem, read)))
             if name not in present:
-                found.append(f"{name} is missing")
+                damage.append(f"{name} is missing")
             elif present[name].bytes != record.bytes:
-                found.append(f"{name} has {present[name].bytes} bytes instead of {record.bytes}")
-            elif wanted and known.get(name) != present[name].version:
-                if self._digest(name) != record.sha256:
-                    found.append(f"{name} has a wrong checksum")
+                damage.append(f"{name} has {present[name].bytes} bytes instead of {record.bytes}")
+            elif compared and unchanged.get(name) != present[name].version:
+                if of_stored(self.files, f"{self.place}/{name}") != record.sha256:
+                    damage.append(f"{name} has a wrong checksum")
                 else:
                     good[name] = present[name].version
         for source in () if own else manifest.sources:
-            found += self._lost(source.kind, source.key, source.digest, read, quick)
-        if not found and before | good != before:
+            damage += self._lost(source.kind, source.key, source.digest, read, quick)
+        if not damage and before | good != before:
             self.remember(before | good)
-        return found
-
-    def _digest(self, name: str) -> str:
-        try:
-            with self.files.open(f"{self.place}/{name}") as handle:
-                return of_stream(handle)
-        except DamagedFile:
-            return ""
+        return damage
 
     def _lost(self, kind: str, key: str, digest: str, read: Sequence[str], quick: bool) -> list[str]:
-        """Return the damage of rows that are kept by reference."""
         source = Artifact(kind, key, self.files)
         if self.files.stat(f"{source.place}/{NAME}") is None:
             return [f"it keeps rows of {source.id}, which is not in the store"]
@@ -209,8 +201,8 @@ class Artifact:
 
     def _checked(self) -> dict[str, str]:
         try:
-            found = json.loads(self.files.read(f"{self.place}/{CHECKED}"))
-            return {str(n): str(v) for n, v in found.items()}
+            versions = json.loads(self.files.read(f"{self.place}/{CHECKED}"))
+            return {str(n): str(v) for n, v in versions.items()}
         except (OSError, ValueError, AttributeError):
             return {}
 

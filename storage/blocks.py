@@ -54,12 +54,12 @@ def right(data: bytes, start: int, size: int, sums: str) -> bool:
     """True if whole blocks from `start` on have these checksums of their file."""
     step, view = block_bytes(size), memoryview(data)
     try:
-        wanted = np.frombuffer(base64.b64decode(sums, validate=True), dtype="<u4")
+        expected = np.frombuffer(base64.b64decode(sums, validate=True), dtype="<u4")
     except ValueError:
         return False
-    found = [zlib.crc32(view[at : at + step]) for at in range(0, len(data), step)]
+    actual = [zlib.crc32(view[at : at + step]) for at in range(0, len(data), step)]
     first = start // step
-    return len(wanted) == -(-size // step) and wanted[first : first + len(found)].tolist() == found
+    return len(expected) == -(-size // step) and expected[first : first + len(actual)].tolist() == actual
 
 
 class Reader(io.RawIOBase):
@@ -83,19 +83,19 @@ class Reader(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         """Return the bytes that follow, `size` of them unless the file ends before."""
-        wanted = max(0, self._size - self._at)
-        wanted = wanted if size is None or size < 0 else min(size, wanted)
-        if not wanted:
+        count = max(0, self._size - self._at)
+        count = count if size is None or size < 0 else min(size, count)
+        if not count:
             return b""
         end = self._start + len(self._window)
-        if not self._start <= self._at <= self._at + wanted <= end:
+        if not self._start <= self._at <= self._at + count <= end:
             follows = len(self._window) > 0 and self._start <= self._at <= end
             self._ahead = min(LARGEST, 2 * self._ahead) if follows else FIRST
-            self._start, stop = widened(self._at, min(self._size, self._at + max(wanted, self._ahead)), self._size)
+            self._start, stop = widened(self._at, min(self._size, self._at + max(count, self._ahead)), self._size)
             self._window = memoryview(self._fetch(self._start, stop))
         begin = self._at - self._start
-        self._at += wanted
-        return bytes(self._window[begin : begin + wanted])
+        self._at += count
+        return bytes(self._window[begin : begin + count])
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         data = self.read(len(buffer))

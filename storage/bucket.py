@@ -67,17 +67,17 @@ class Bucket:
 
     def _unanswered(self, name: str, error: Exception) -> PunaError:
         """Return the error of a failed request, with its remedy and without secrets."""
-        said = " ".join(str(error).split())[:300]
+        text = " ".join(str(error).split())[:300]
         for variable in SECRET:
             if os.environ.get(variable):
-                said = said.replace(os.environ[variable], "***")
+                text = text.replace(os.environ[variable], "***")
         if "NoSuchBucket" in str(error):
             return self._no_bucket()
         refused = isinstance(error, (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError))
         if refused or _status(error) in ("401", "403"):
             what = "access was refused; the AWS_… variables in the environment must hold credentials for it"
-            return PunaError(f"{self.uri}/{name}: {what} ({said})")
-        return PunaError(f"{self.uri}/{name}: the object store does not do what it was asked ({said}); run again, what is done is kept")
+            return PunaError(f"{self.uri}/{name}: {what} ({text})")
+        return PunaError(f"{self.uri}/{name}: the object store does not do what it was asked ({text}); run again, what is done is kept")
 
 
 @lru_cache(maxsize=8)
@@ -96,8 +96,8 @@ def _connected(bucket: str, prefix: str, endpoint: str) -> S3Store:
 
 def _status(error: Exception) -> str:
     """Return the status of an answer, where the client met one that it knows no other name for."""
-    found = re.search(r"status code: (\d+)", str(error))
-    return found[1] if found else ""
+    match = re.search(r"status code: (\d+)", str(error))
+    return match[1] if match else ""
 
 
 def passing(error: Exception) -> bool:

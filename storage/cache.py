@@ -32,11 +32,11 @@ def folder() -> Path:
 
 def most_bytes() -> int:
     """Return the bound of the cache in bytes. PunaError where PUNA_CACHE_GB is no number."""
-    said = os.environ.get("PUNA_CACHE_GB", str(MOST_GB))
+    text = os.environ.get("PUNA_CACHE_GB", str(MOST_GB))
     try:
-        return int(float(said) * 1e9)
+        return int(float(text) * 1e9)
     except ValueError as error:
-        raise PunaError(f"PUNA_CACHE_GB={said!r}: is no number of gigabytes") from error
+        raise PunaError(f"PUNA_CACHE_GB={text!r}: is no number of gigabytes") from error
 
 
 @dataclass(frozen=True)

@@ -94,10 +94,10 @@ class Catalog:
     def key_of(self, name: str) -> str:
         """Return the key of the artifact that a person means, as the macro of that name finds it."""
         if name.startswith("stage:"):
-            made = [one["key"] for one in self._views.entries if one["stage"] == name.removeprefix("stage:")]
-            if not made:
+            keys = [one["key"] for one in self._views.entries if one["stage"] == name.removeprefix("stage:")]
+            if not keys:
                 raise PunaError(f"{name}: no artifact of this stage is in the store")
-            return str(made[-1])
+            return str(keys[-1])
         return self._store.resolve(name).key
 
     def _resolved(self, text: str) -> str:
@@ -119,10 +119,10 @@ class Catalog:
     def sql(self, text: str) -> duckdb.DuckDBPyRelation:
         """Return the relation of one read-only statement (`.to_arrow_table()`, `.df()`, `.pl()`). Raise PunaError with DuckDB's message."""
         try:
-            found = self.connection.extract_statements(text)
-            if len(found) != 1:
-                raise PunaError(f"give one SQL statement, not {len(found)}")
-            if not _reads(self.connection, found[0]):
+            statements = self.connection.extract_statements(text)
+            if len(statements) != 1:
+                raise PunaError(f"give one SQL statement, not {len(statements)}")
+            if not _reads(self.connection, statements[0]):
                 raise PunaError("the catalog is read-only: only SELECT, SHOW, DESCRIBE, SUMMARIZE and EXPLAIN of these are run")
             text = self._resolved(text)
             self.view(*(self.names if re.match(r"(?i)\s*show\b", text) else self.named(text)))

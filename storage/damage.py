@@ -19,7 +19,7 @@ from typing import BinaryIO, Literal
 
 from puna.storage import index
 from puna.storage.artifact import Artifact, place_of
-from puna.storage.digest import of_stream
+from puna.storage.digest import of_stored
 from puna.storage.errors import DamagedArtifact, PunaError
 from puna.storage.files import Files, LocalFiles
 from puna.storage.manifest import NAME
@@ -61,9 +61,9 @@ def _with_sources(files: Files, artifact: Artifact) -> list[Artifact]:
 def quarantine(files: Files, artifact: Artifact, *, own: bool = False) -> str | None:
     """Move a damaged artifact away and return its new place, or None if it is whole or gone. `own`: ignore damage of its sources."""
     with files.lease(artifact.key):
-        there = Artifact(artifact.kind, artifact.key, files)
-        lost = files.stat(f"{there.place}/{NAME}") is None
-        damaged = bool(files.stats(there.place)) if lost else bool(there.damage(own=own))
+        current = Artifact(artifact.kind, artifact.key, files)
+        lost = files.stat(f"{current.place}/{NAME}") is None
+        damaged = bool(files.stats(current.place)) if lost else bool(current.damage(own=own))
         return set_aside(files, artifact.kind, artifact.key) if damaged else None
 
 
@@ -100,14 +100,14 @@ def reading(files: Files) -> Files:
 
 def compare(files: Files, names: Iterable[str], most: int | None = None) -> int:
     """Compare files with their checksums, unless that was done lately. Return the bytes beyond `most`; raise DamagedArtifact."""
-    todo, left = [], 0
+    todo, beyond = [], 0
     for name in dict.fromkeys(names) if not files.checks_reads else ():
         stat = files.stat(name)
         version, when = _COMPARED.get((files.uri, name), ("", 0.0))
         if stat is None or (version == stat.version and time.monotonic() - when < FRESH_SECONDS):
             continue
         if most is not None and stat.bytes > most:
-            left += stat.bytes
+            beyond += stat.bytes
             continue
         most = None if most is None else most - stat.bytes
         todo.append((name, stat.version))
@@ -117,16 +117,15 @@ def compare(files: Files, names: Iterable[str], most: int | None = None) -> int:
                 kind, _, key = name.split("/")[1:4]
                 checked(files, Artifact(kind, key, files), whole=True)
             _COMPARED[files.uri, name] = version, time.monotonic()
-    return left
+    return beyond
 
 
 def _whole(files: Files, name: str) -> bool:
     """True if the bytes of an artifact's file agree with its checksum; False where they do not, or the manifest cannot be read."""
     _, kind, _, key, inside = name.split("/", 4)
     try:
-        wanted = Artifact(kind, key, files).manifest.files[inside].sha256
-        with files.open(name) as handle:
-            return of_stream(handle) == wanted
+        expected = Artifact(kind, key, files).manifest.files[inside].sha256
+        return of_stored(files, name) == expected
     except (PunaError, KeyError, OSError):
         return False
 
@@ -140,32 +139,32 @@ def note(files: Files, kind: str, key: str, what: Finding) -> None:
 
 def suspects(files: Files) -> dict[str, str]:
     """Return by key why artifacts are suspect, a clause for people each; empty where nothing was ever damaged."""
-    noted, _ = index.journal(files, JOURNAL, FIELDS)
-    if not noted:
+    findings, _ = index.journal(files, JOURNAL, FIELDS)
+    if not findings:
         return {}
     entries = {one["key"]: one for one in index.entries(files)}
-    found: dict[str, str | None] = {}
+    reasons: dict[str, str | None] = {}
 
     def why(key: str) -> str | None:
-        if key not in found:
-            found[key] = None
-            found[key] = _why(key)
-        return found[key]
+        if key not in reasons:
+            reasons[key] = None
+            reasons[key] = _why(key)
+        return reasons[key]
 
     def _why(key: str) -> str | None:
         one = entries[key]
-        later = [event for event in noted if event["time"] > one["created_at"]]
+        later = [event for event in findings if event["time"] > one["created_at"]]
         if any(event["key"] == key and event["what"] == "trusted" for event in later):
             return None
-        for given in one["inputs"]:
-            name, present = f"{given['kind']}/{given['input'][:12]}", entries.get(given["input"])
-            read = {given["input"], *(present["sources"] if present else ())}
+        for source in one["inputs"]:
+            name, present = f"{source['kind']}/{source['input'][:12]}", entries.get(source["input"])
+            read = {source["input"], *(present["sources"] if present else ())}
             events = {event["what"]: event["time"][:10] for event in later if event["key"] in read}
             if "damaged" in events and not one.get("inputs_compared"):
                 return f"it was made from {name}, which was found damaged on {events['damaged']}"
-            if "suspect" in events and (present is None or present["data_digest"] != given["data_digest"]):
+            if "suspect" in events and (present is None or present["data_digest"] != source["data_digest"]):
                 return f"it was made from {name}, which was suspect and {'is gone' if present is None else 'has other content now'}"
-            if present is not None and why(given["input"]):
+            if present is not None and why(source["input"]):
                 return f"it was made from {name}, which is suspect"
         return None
 

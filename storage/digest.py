@@ -5,6 +5,7 @@ A data digest hashes values, not Parquet bytes, whose footer names the writer's 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -18,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from puna.storage.errors import PunaError
+from puna.storage.files import DamagedFile, Files
 
 CHUNK_BYTES = 1 << 20
 
@@ -62,6 +64,13 @@ def of_stream(file: BinaryIO) -> str:
     while chunk := file.read(CHUNK_BYTES):
         state.update(chunk)
     return state.hexdigest()
+
+
+def of_stored(files: Files, name: str) -> str:
+    """Return the sha256 of a file of a store, 64 hex digits; empty if the place itself finds it damaged."""
+    with contextlib.suppress(DamagedFile), files.open(name) as file:
+        return of_stream(file)
+    return ""
 
 
 class Rolling:

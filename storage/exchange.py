@@ -133,12 +133,12 @@ class Scattered:
     info: Any
 
 
-def scatter(how: Scatter, made: pa.Table | Iterable[pa.Table], info: Callable[[], Any]) -> Scattered:
+def scatter(how: Scatter, tables: pa.Table | Iterable[pa.Table], info: Callable[[], Any]) -> Scattered:
     """Write the rows that a job makes, in a worker; `info` is asked at the end."""
     files: list[tuple[str, Offsets]] = []
     rows, schema = 0, None
     runs = _Runs(how)
-    for table in [made] if isinstance(made, pa.Table) else made:
+    for table in [tables] if isinstance(tables, pa.Table) else tables:
         schema = table.schema if schema is None else schema
         rows += table.num_rows
         runs.add(table)
@@ -188,7 +188,7 @@ class _Runs:
             self._pack()
         staging = self._how.staging
         name = f"{staging.folder}/{self._how.job}-{number:03d}-{uuid.uuid4().hex[:8]}.runs"
-        found = []
+        ends = []
         with staging.file() as path:
             with path.open("wb") as file:
                 for one in range(self._how.partitions):
@@ -198,9 +198,9 @@ class _Runs:
                         data = buffer.getvalue()
                         file.write(zlib.crc32(data).to_bytes(4, "little"))
                         file.write(data)
-                    found.append(file.tell())
+                    ends.append(file.tell())
             staging.files.put(name, path)
-        return name, np.array(found, np.int64)
+        return name, np.array(ends, np.int64)
 
 
 def _right(run: bytes) -> bool:
@@ -220,14 +220,14 @@ def _places(column: pa.ChunkedArray, count: int) -> Any:
 
 def found_before(how: Scatter) -> Scattered | None:
     """Return the job's result from an earlier attempt, None where there is none. Raise `Damaged` where a file is damaged."""
-    if (noted := how.staging.noted(how.job)) is None:
+    if (record := how.staging.noted(how.job)) is None:
         return None
-    files = [(name, np.array(ends, np.int64)) for name, ends in noted["files"]]
+    files = [(name, np.array(ends, np.int64)) for name, ends in record["files"]]
     if any(len(ends) != how.partitions for _, ends in files):
         return None
     if (damaged := next((name for name, ends in files if not _whole(how.staging.files, name, ends)), None)) is not None:
         raise Damaged(damaged)
-    return Scattered(noted["schema"], files, noted["rows"], noted["info"])
+    return Scattered(record["schema"], files, record["rows"], record["info"])
 
 
 def _whole(files: Files, name: str, ends: Offsets) -> bool:
@@ -241,16 +241,16 @@ def _whole(files: Files, name: str, ends: Offsets) -> bool:
         return False
 
 
-def gathered(files: Files, found: list[Scattered], count: int, by: str) -> Exchange:
+def gathered(files: Files, results: list[Scattered], count: int, by: str) -> Exchange:
     """Return the partitions of what all jobs wrote."""
-    schemas = list(dict.fromkeys(one.schema for one in found if one.schema))
+    schemas = list(dict.fromkeys(one.schema for one in results if one.schema))
     if len(schemas) > 1:
         raise PunaError("the jobs of an exchange made tables of different columns")
     schema = pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(schemas[0]))) if schemas else pa.schema([])
-    written = [file for one in found for file in one.files]
-    names = tuple(name for name, _ in written)
+    names_and_ends = [file for one in results for file in one.files]
+    names = tuple(name for name, _ in names_and_ends)
     edges = np.zeros((count + 1, len(names)), np.int64)
-    for number, (_, ends) in enumerate(written):
+    for number, (_, ends) in enumerate(names_and_ends):
         edges[1:, number] = ends
     parts = tuple(Partition(files, schema, number, names, edges[number], edges[number + 1]) for number in range(count))
-    return Exchange(parts, schema, count, by, sum(one.rows for one in found), tuple(one.info for one in found))
+    return Exchange(parts, schema, count, by, sum(one.rows for one in results), tuple(one.info for one in results))

@@ -33,12 +33,12 @@ class Change:
 
 def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Change]:
     """Return every difference that enters the key."""
-    found = [Change("config", n, b, a) for n, b, a in _differences(flat(before.config), flat(now.config))]
+    differences = [Change("config", n, b, a) for n, b, a in _differences(flat(before.config), flat(now.config))]
     if before.code_version != now.code_version:
-        found += [Change("code", n, b, a) for n, b, a in _differences(*_without_moved(before.code, now.code))]
-    if not found and before.code_version != now.code_version:
-        found.append(Change("code", "version", before.code_version, now.code_version))
-    return found + [Change("input", n, b, a) for n, b, a in _differences(_inputs(before), _inputs(now))]
+        differences += [Change("code", n, b, a) for n, b, a in _differences(*_without_moved(before.code, now.code))]
+    if not differences and before.code_version != now.code_version:
+        differences.append(Change("code", "version", before.code_version, now.code_version))
+    return differences + [Change("input", n, b, a) for n, b, a in _differences(_inputs(before), _inputs(now))]
 
 
 def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
@@ -64,12 +64,11 @@ def explain(store: Store, artifact: Artifact) -> tuple[Artifact | None, list[Cha
 
 
 def _steps(store: Store) -> dict[str, set[str]]:
-    """Return the steps that each key was an artifact of, in any run."""
-    found: dict[str, set[str]] = {}
+    steps: dict[str, set[str]] = {}
     for run in store.runs():
-        for made in store.log(run).made:
-            found.setdefault(made.key, set()).add(made.step)
-    return found
+        for step in store.log(run).made:
+            steps.setdefault(step.key, set()).add(step.step)
+    return steps
 
 
 def _nearest(earlier: Iterable[Artifact], now: Manifest | Identity) -> tuple[Artifact, list[Change]] | None:

@@ -150,25 +150,25 @@ class LocalFiles(Files):
 
     def stats(self, folder: str) -> dict[str, Stat]:
         start = f"{self.root}/{folder}"
-        found = {}
+        stats = {}
         for path, _, names in os.walk(start):
             for name in names:
                 file = f"{path}/{name}"
                 with contextlib.suppress(FileNotFoundError):  # a link that points nowhere
-                    found[file[len(start) + 1 :]] = _stat(os.stat(file))
-        return found
+                    stats[file[len(start) + 1 :]] = _stat(os.stat(file))
+        return stats
 
     def list(self, folder: str, after: str = "") -> Iterator[str]:
         cut = len(os.path.join(self.root, ""))  # of ten thousand artifacts, paths as objects would take a second
-        found = [os.path.join(path, name)[cut:] for path, _, names in os.walk(self.root / folder) for name in names]
-        yield from sorted(name for name in found if name > after)
+        names = [os.path.join(path, name)[cut:] for path, _, inside in os.walk(self.root / folder) for name in inside]
+        yield from sorted(name for name in names if name > after)
 
     def folders(self, folder: str) -> Sequence[str]:
         start = self.root / folder
         return sorted(path.name for path in start.iterdir() if path.is_dir()) if start.is_dir() else []
 
     def versions(self, folder: str, depth: int, name: str) -> dict[str, str]:
-        start, level, found = f"{self.root}/{folder}/", [""], {}
+        start, level, versions = f"{self.root}/{folder}/", [""], {}
         for _ in range(depth):
             below = []
             for place in level:
@@ -177,8 +177,8 @@ class LocalFiles(Files):
             level = below
         for place in level:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                found[place[:-1]] = _stat(os.stat(f"{start}{place}{name}")).version
-        return found
+                versions[place[:-1]] = _stat(os.stat(f"{start}{place}{name}")).version
+        return versions
 
     def swap(self, name: str, data: bytes, version: str | None) -> bool:
         with self.lease(".swap"):
@@ -224,20 +224,20 @@ class LocalFiles(Files):
         os.rename(self.root / folder, self.root / target)
 
     def publish(self, folder: str, content: Mapping[str, str], last: tuple[str, bytes], staging: str) -> bool:
-        made, target = self.root / staging, self.root / folder
-        if made.exists():
-            shutil.rmtree(made)
-        made.mkdir(parents=True)
+        whole, target = self.root / staging, self.root / folder
+        if whole.exists():
+            shutil.rmtree(whole)
+        whole.mkdir(parents=True)
         for name, file in content.items():
             self.put(f"{staging}/{name}", self.root / file)
-        write_bytes(made / last[0], last[1])
-        for path, _, _ in os.walk(made):
+        write_bytes(whole / last[0], last[1])
+        for path, _, _ in os.walk(whole):
             sync(Path(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists() and not (target / last[0]).is_file():
             os.rename(target, self.root / "quarantine" / f"{target.name[:12]}-{uuid.uuid4().hex}")
         try:
-            os.rename(made, target)
+            os.rename(whole, target)
         except OSError:
             if not (target / last[0]).is_file():
                 raise
@@ -287,8 +287,8 @@ class LocalFiles(Files):
         return shutil.disk_usage(self.root).free
 
 
-def _stat(found: os.stat_result) -> Stat:
-    return Stat(found.st_size, f"{found.st_ino}-{found.st_mtime_ns}", found.st_mtime)
+def _stat(stat: os.stat_result) -> Stat:
+    return Stat(stat.st_size, f"{stat.st_ino}-{stat.st_mtime_ns}", stat.st_mtime)
 
 
 def write_bytes(file: Path, data: bytes, *, lasting: bool = True) -> None:

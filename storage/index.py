@@ -25,27 +25,27 @@ Entry = dict[str, Any]
 
 def manifests(files: Files) -> dict[tuple[str, str], str]:
     """Return the version of every manifest in the store, by kind and key of its artifact."""
-    found = files.versions("objects", 3, NAME)
-    return {(inside[0], inside[2]): version for name, version in found.items() if len(inside := name.split("/")) == 3}
+    versions = files.versions("objects", 3, NAME)
+    return {(inside[0], inside[2]): version for name, version in versions.items() if len(inside := name.split("/")) == 3}
 
 
 def entries(files: Files) -> list[Entry]:
     """Return the entries of all artifacts whose manifests can be read, oldest first."""
-    there = manifests(files)
+    versions = manifests(files)
     lines = _lines(files)
-    said = {(found["kind"], found["key"]): found for one in lines if (found := parsed(one)) is not None}
-    known = {place: said[place] for place, version in there.items() if place in said and said[place]["version"] == version}
+    on_file = {(entry_read["kind"], entry_read["key"]): entry_read for one in lines if (entry_read := parsed(one)) is not None}
+    current = {place: on_file[place] for place, version in versions.items() if place in on_file and on_file[place]["version"] == version}
     new = []
-    for place in there.keys() - known.keys():
+    for place in versions.keys() - current.keys():
         with contextlib.suppress(PunaError):
-            known[place] = entry(Artifact(*place, files), there[place])
-            new.append(line(known[place]))
+            current[place] = entry(Artifact(*place, files), versions[place])
+            new.append(line(current[place]))
     with contextlib.suppress(OSError):  # a store may be mounted so that nothing can be written
-        if len(lines) + len(new) > 2 * len(known) + SPARE:
-            files.write(FILE, b"".join(map(line, known.values())))
+        if len(lines) + len(new) > 2 * len(current) + SPARE:
+            files.write(FILE, b"".join(map(line, current.values())))
         elif new:
             files.append(FILE, b"".join(new))
-    return sorted(known.values(), key=lambda one: (one["created_at"], one["key"]))
+    return sorted(current.values(), key=lambda one: (one["created_at"], one["key"]))
 
 
 def entry(artifact: Artifact, version: str) -> Entry:
@@ -84,9 +84,9 @@ def journal(files: Files, name: str, fields: set[str]) -> tuple[list[Entry], lis
     return entries, damaged
 
 
-def line(found: Entry) -> bytes:
+def line(entry: Entry) -> bytes:
     """Return a line of a journal: a checksum and JSON."""
-    data = json.dumps(found, separators=(",", ":")).encode()
+    data = json.dumps(entry, separators=(",", ":")).encode()
     return b"%08x %b\n" % (zlib.crc32(data), data)
 
 
@@ -94,7 +94,7 @@ def parsed(line: bytes) -> Entry | None:
     """Return the entry in a line of a journal, or None where it is damaged. Journals of aliases once had lines without a checksum."""
     data = line if line.startswith(b"{") else line[9:]
     try:
-        found: Entry = json.loads(data.decode())
+        entry: Entry = json.loads(data.decode())
     except ValueError:
         return None
-    return found if data is line or line[:9] == b"%08x " % zlib.crc32(data) else None
+    return entry if data is line or line[:9] == b"%08x " % zlib.crc32(data) else None

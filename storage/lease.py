@@ -123,13 +123,13 @@ def _taken(place: Place, name: str, term: float) -> Held | None:
 def _takeable(place: Place, name: str, term: float) -> State | None:
     """Return the lease where nobody holds it; None where a process does: of this machine, or one that renewed it while we looked."""
     first = _state(place, name)
-    begun, pause = _now(), min(POLL, term / 8)
+    start, pause = _now(), min(POLL, term / 8)
     while first.owner:
         machine, pid, ticks = first.owner.rsplit("/", 2)
         if machine == _machine():
             # This process asks for nothing that it holds: what it left was not released because no answer came.
             return first if first.owner == _myself() or _start_ticks(int(pid)) != ticks else None
-        if _now() - begun > 2 * term:
+        if _now() - start > 2 * term:
             return first
         time.sleep(pause)
         now = _state(place, name)
@@ -139,10 +139,10 @@ def _takeable(place: Place, name: str, term: float) -> State | None:
 
 
 def _state(place: Place, name: str) -> State:
-    found = place.versioned(name)
-    if found is None:
+    content = place.versioned(name)
+    if content is None:
         return State("", None)
-    data, version = found
+    data, version = content
     try:
         owner = str(json.loads(data)["owner"])
         if owner and not re.fullmatch(r".+/\d+/\d*", owner):

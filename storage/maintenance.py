@@ -26,17 +26,17 @@ class Finding:
 
 def verify(store: Store, artifacts: Iterable[Artifact] | None = None, *, trust: bool = False) -> list[Finding]:
     """Compare every file with its manifest and note damage. `trust`: whole artifacts are suspect no longer."""
-    found = [(artifact, artifact.damage()) for artifact in (store.committed() if artifacts is None else artifacts)]
-    for artifact, damage in found:
+    findings = [(artifact, artifact.damage()) for artifact in (store.committed() if artifacts is None else artifacts)]
+    for artifact, damage in findings:
         if damage and artifact.damage(own=True):
             note(store.files, artifact.kind, artifact.key, "damaged")
         elif trust and artifact.key in store.suspects():
             note(store.files, artifact.kind, artifact.key, "trusted")
     for place in store.unfinished() if artifacts is None else ():
         kind, _, key = place.split("/")[1:]
-        found.append((Artifact(kind, key, store.files), ["its manifest is gone; the next run makes it again"]))
+        findings.append((Artifact(kind, key, store.files), ["its manifest is gone; the next run makes it again"]))
     suspects = store.suspects()
-    return [Finding(artifact, damage, suspects.get(artifact.key, "")) for artifact, damage in found]
+    return [Finding(artifact, damage, suspects.get(artifact.key, "")) for artifact, damage in findings]
 
 
 @dataclass(frozen=True)
@@ -58,37 +58,37 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
     files, old = store.files, time.time() - work_days * 86_400
     works = files.folders("work")
     abandoned = [key for key in works if all(s.written <= old for s in files.stats(f"work/{key}").values()) and not files.held(key)]
-    kept, ended = held(files, store.holding.name)
-    needed = _needed(store, keep_runs, kept, [key for key in works if key not in abandoned])
+    in_use, dead = held(files, store.holding.name)
+    needed = _needed(store, keep_runs, in_use, [key for key in works if key not in abandoned])
     unneeded = (place_of(one["kind"], one["key"]) for one in store.entries() if one["key"] not in needed)
-    found = dict.fromkeys(unneeded, "no alias and no recent run needs it")
-    found |= {f"work/{key}": "abandoned work" for key in abandoned}
-    found |= {f"quarantine/{name}": "quarantined" for name in files.folders("quarantine")}
-    garbage = [Garbage(place, reason, sum(s.bytes for s in files.stats(place).values())) for place, reason in found.items()]
+    reasons = dict.fromkeys(unneeded, "no alias and no recent run needs it")
+    reasons |= {f"work/{key}": "abandoned work" for key in abandoned}
+    reasons |= {f"quarantine/{name}": "quarantined" for name in files.folders("quarantine")}
+    garbage = [Garbage(place, reason, sum(s.bytes for s in files.stats(place).values())) for place, reason in reasons.items()]
     if not remove:
         return garbage
-    for name in ended:
+    for name in dead:
         drop(files, name)
-    gone: dict[str, Garbage] = {}
+    removed: dict[str, Garbage] = {}
     for item in garbage:
         # Whoever works on the key now keeps it; and no one begins while it goes.
         key = item.place.rpartition("/")[2]
         with store.lock(key, wait=False) as mine:
             if mine and key in files.folders(item.place.rpartition("/")[0]) and key not in held(files, store.holding.name)[0]:
                 files.remove(item.place)
-                gone[key] = item
+                removed[key] = item
     for lock in files.list(LOCKS):
         stat, key = files.stat(lock), lock.rpartition("/")[2]
-        if stat is not None and (stat.written <= old or key in gone):
+        if stat is not None and (stat.written <= old or key in removed):
             with store.lock(key, wait=False) as mine:
                 if mine:
                     files.remove(lock)
-    return list(gone.values())
+    return list(removed.values())
 
 
-def _needed(store: Store, keep_runs: int, kept: set[str], works: list[str]) -> set[str]:
+def _needed(store: Store, keep_runs: int, in_use: set[str], works: list[str]) -> set[str]:
     by_key = {one["key"]: one for one in store.entries()}
-    todo = [*kept, *store.aliases().values(), *store.acceptances().values()]
+    todo = [*in_use, *store.aliases().values(), *store.acceptances().values()]
     # A run that ended before its first artifact holds no place among the last ones.
     logs = [log for log in map(store.log, store.runs()) if log.made]
     recent = logs[len(logs) - keep_runs :] if keep_runs else []

@@ -107,18 +107,18 @@ class Manifest:
 
     def contradictions(self) -> list[str]:
         """Return where the manifest does not agree with itself: it was edited by hand. Empty when it is as it was written."""
-        found = []
+        sentences = []
         if self.data_digest != content_digest(self.tables, self.files):
-            found.append("data_digest is not that of its tables and files")
+            sentences.append("data_digest is not that of its tables and files")
         for name, table in self.tables.items():
             if table.digest != table_digest(table.columns, table.shards) or table.rows != sum(s.rows for s in table.shards):
-                found.append(f"the table {name} is not that of its shards")
+                sentences.append(f"the table {name} is not that of its shards")
         if self.code and self.code_version != code_version(self.code):
-            found.append("code_version is not that of its code")
+            sentences.append("code_version is not that of its code")
         # The key of an import is that of its rows in the order they came in, which is not kept.
         if self.stage != IMPORT and self.key != key_of(self.stage, self.code_version, self.config, self.inputs):
-            found.append("key is not that of its stage, code, config and inputs")
-        return found
+            sentences.append("key is not that of its stage, code, config and inputs")
+        return sentences
 
     @classmethod
     def read(cls, files: Files, name: str) -> Manifest:
@@ -138,12 +138,12 @@ def _parsed(data: bytes) -> Manifest:
     if value.get("format") != FORMAT:
         raise ValueError(f"it has format {value.get('format')}; this Puna reads {FORMAT}")
     inputs, files = [InputRecord(**one) for one in value["inputs"]], {name: FileRecord(**one) for name, one in value["files"].items()}
-    made = Manifest(**value | {"inputs": inputs, "files": files, "tables": {name: _table(one) for name, one in value["tables"].items()}})
-    if unknown := set(made.tables) - set(TABLES):
+    manifest = Manifest(**value | {"inputs": inputs, "files": files, "tables": {n: _table(one) for n, one in value["tables"].items()}})
+    if unknown := set(manifest.tables) - set(TABLES):
         raise ValueError(f"unknown tables {sorted(unknown)}")
-    if made.checksum != _checksum(value):
-        raise ValueError("; ".join(["it was changed: checksum is not that of the manifest", *made.contradictions()]))
-    return made
+    if manifest.checksum != _checksum(value):
+        raise ValueError("; ".join(["it was changed: checksum is not that of the manifest", *manifest.contradictions()]))
+    return manifest
 
 
 def _table(value: dict[str, Any]) -> TableRecord:

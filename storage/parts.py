@@ -67,23 +67,23 @@ class Stored:
     def take(self, rows: Ints, columns: Sequence[str] | None) -> pa.Table:
         """Return some rows, given in order. Reads only the row groups that hold them; the last one is cached for the next call."""
         ends = np.cumsum(self.groups)
-        needed = np.unique(np.searchsorted(ends, rows, side="right")).tolist()
+        groups = np.unique(np.searchsorted(ends, rows, side="right")).tolist()
         key = (self, self.version, None if columns is None else tuple(columns))
         with _GUARD:
-            begun = _BEGUN.pop(key, None)
-        found = [(needed[:1], begun[1])] if begun is not None and begun[0] == needed[0] else []
-        left = needed[len(found) :]
-        goes_on = bool(rows[-1] + 1 < ends[needed[-1]])
+            cached = _BEGUN.pop(key, None)
+        tables = [(groups[:1], cached[1])] if cached is not None and cached[0] == groups[0] else []
+        rest = groups[len(tables) :]
+        goes_on = bool(rows[-1] + 1 < ends[groups[-1]])
         # The last group is read apart where it is kept: it shall not hold the memory of others.
-        for some in (left[:-1], left[-1:]) if goes_on else (left,):
+        for some in (rest[:-1], rest[-1:]) if goes_on else (rest,):
             if some:
-                found.append((some, self.read(some, columns)))
+                tables.append((some, self.read(some, columns)))
         if goes_on:
             with _GUARD:
-                _BEGUN[key] = needed[-1], found[-1][1]
+                _BEGUN[key] = groups[-1], tables[-1][1]
                 if len(_BEGUN) > MOST_BEGUN:
                     del _BEGUN[next(iter(_BEGUN))]
-        return pa.concat_tables([self._of_groups(some, table, rows) for some, table in found])
+        return pa.concat_tables([self._of_groups(some, table, rows) for some, table in tables])
 
     def _of_groups(self, groups: list[int], table: pa.Table, rows: Ints) -> pa.Table:
         """Return those of some rows, given in order, that lie in these groups, which `table` holds."""
@@ -92,10 +92,10 @@ class Stored:
         low, high = np.searchsorted(rows, [ends[groups[0]] - sizes[0], ends[groups[-1]]])
         inside = rows[low:high]
         place = np.searchsorted(ends[groups], inside, side="right")
-        wanted = inside - (ends[groups] - np.cumsum(sizes))[place]
-        if len(wanted) == wanted[-1] - wanted[0] + 1:
-            return table.slice(int(wanted[0]), len(wanted))
-        return table.take(pa.array(wanted))
+        places = inside - (ends[groups] - np.cumsum(sizes))[place]
+        if len(places) == places[-1] - places[0] + 1:
+            return table.slice(int(places[0]), len(places))
+        return table.take(pa.array(places))
 
 
 _GUARD = threading.Lock()
@@ -243,15 +243,15 @@ def in_range(table: pa.Table, low: str, high: str | None, key: str = "id") -> pa
 
 def between(shards: Sequence[ShardRows], low: str, high: str | None, columns: Sequence[str] | None, key: str = "id") -> Iterator[pa.Table]:
     """Yield the rows whose key is at least `low` and below `high` (None: any), in order, piece by piece."""
-    wanted = list(columns) if columns is not None else None
-    read = wanted if wanted is None or key in wanted else [key, *wanted]
+    names = list(columns) if columns is not None else None
+    read = names if names is None or key in names else [key, *names]
     for shard in near(shards, low, high):
         inside = shard.low[0] >= low and (high is None or shard.high[0] < high)
         for start, stop in shard.pieces():
             table = shard.read(start, stop, read)
             table = table if inside else in_range(table, low, high, key)
             if table.num_rows:
-                yield table if wanted is None else table.select(wanted)
+                yield table if names is None else table.select(names)
 
 
 @dataclass(frozen=True)

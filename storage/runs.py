@@ -90,18 +90,18 @@ class RunLog:
     @classmethod
     def of(cls, name: str, events: Iterable[dict[str, Any]], *, at_work: bool) -> RunLog:
         """Return the log in some events. Events that this version does not know are left out."""
-        known = {one.name for one in fields(Made)}
-        found, made, times = {}, [], []
+        names = {one.name for one in fields(Made)}
+        last, steps, times = {}, [], []
         for event in events:
             if "event" in event:
-                found[str(event["event"])] = event
-            elif known <= set(event):
-                made.append(Made(**{name: event[name] for name in known}))
+                last[str(event["event"])] = event
+            elif names <= set(event):
+                steps.append(Made(**{name: event[name] for name in names}))
             if "time" in event:
                 times.append(datetime.fromisoformat(str(event["time"])))
-        ends = [state for state in ("finished", "failed", "stopped") if state in found]
+        ends = [state for state in ("finished", "failed", "stopped") if state in last]
         state = ends[0] if ends else "at work" if at_work else "crashed"
-        flow, error = (str(found.get(event, {}).get(name, "")) for event, name in (("started", "flow"), ("failed", "error")))
+        flow, error = (str(last.get(event, {}).get(name, "")) for event, name in (("started", "flow"), ("failed", "error")))
         error = CRASHED if state == "crashed" else error
-        about = {name: value for name, value in found.get("started", {}).items() if name not in ("event", "flow", "time")}
-        return cls(name, flow, state, error, tuple(made), times[0] if times else None, times[-1] if times else None, about)
+        about = {name: value for name, value in last.get("started", {}).items() if name not in ("event", "flow", "time")}
+        return cls(name, flow, state, error, tuple(steps), times[0] if times else None, times[-1] if times else None, about)

@@ -65,10 +65,10 @@ class S3Files(Bucket, Files):
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         if start or stop is not None:
             return b"" if stop is not None and stop <= start else self._got(name, start, stop)[0]
-        found = self.versioned(name)
-        if found is None:
+        content = self.versioned(name)
+        if content is None:
             raise FileNotFoundError(f"{self.uri}/{name}")
-        return found[0]
+        return content[0]
 
     def versioned(self, name: str) -> tuple[bytes, str] | None:
         """Return the content and version of a whole file, compared with its checksums; None where there is none."""
@@ -100,11 +100,11 @@ class S3Files(Bucket, Files):
 
     def _got(self, name: str, start: int, stop: int | None) -> tuple[bytes, int, str, str]:
         """Return the bytes, size of the whole file, its checksums as text, its version."""
-        wanted = {} if not start and stop is None else {"range": {"offset": start} if stop is None else (start, stop)}
+        options = {} if not start and stop is None else {"range": {"offset": start} if stop is None else (start, stop)}
 
         def get() -> tuple[bytes, int, str, str]:
-            found = obstore.get(self._client(), name, options=wanted)  # type: ignore[arg-type]
-            return bytes(found.bytes()), found.meta["size"], found.attributes.get(SUMS, ""), found.meta["e_tag"] or ""
+            answer = obstore.get(self._client(), name, options=options)  # type: ignore[arg-type]
+            return bytes(answer.bytes()), answer.meta["size"], answer.attributes.get(SUMS, ""), answer.meta["e_tag"] or ""
 
         return self._tried(name, get)
 
@@ -113,10 +113,10 @@ class S3Files(Bucket, Files):
 
     def stat(self, name: str) -> Stat | None:
         try:
-            found = self._tried(name, lambda: obstore.head(self._client(), name))
+            meta = self._tried(name, lambda: obstore.head(self._client(), name))
         except FileNotFoundError:
             return None
-        return _stat(found)
+        return _stat(meta)
 
     def stats(self, folder: str) -> dict[str, Stat]:
         return {name[len(folder) + 1 :]: stat for name, stat in self._listed(folder, "")}
@@ -125,8 +125,8 @@ class S3Files(Bucket, Files):
         return (name for name, _ in self._listed(folder, after))
 
     def folders(self, folder: str) -> Sequence[str]:
-        found = self._tried(folder, lambda: obstore.list_with_delimiter(self._client(), prefix=folder))
-        return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
+        listing = self._tried(folder, lambda: obstore.list_with_delimiter(self._client(), prefix=folder))
+        return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in listing["common_prefixes"])
 
     def versions(self, folder: str, depth: int, name: str) -> dict[str, str]:
         split = ((one[len(folder) + 1 :].rpartition("/"), stat) for one, stat in self._listed(folder, ""))
@@ -157,21 +157,20 @@ class S3Files(Bucket, Files):
                 return self._put(name, data, mode, nonce)
             except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
                 # Refused; or it was done, the answer was lost, and it was refused when it was tried again.
-                found = self._writer(name)
-                if found is not None and found[0] == nonce:
-                    return found[1]
-                if (found[1] if found is not None else None) != version:
+                writer = self._writer(name)
+                if writer is not None and writer[0] == nonce:
+                    return writer[1]
+                if (writer[1] if writer is not None else None) != version:
                     return None
                 pause(attempt)  # another writer's put was under way, and failed
         raise PunaError(f"{self.uri}/{name}: is changed by others all the time; run again")
 
     def _writer(self, name: str) -> tuple[str, str] | None:
-        """Return the nonce of a file's writer, and its version."""
         try:
-            found = self._tried(name, lambda: obstore.get(self._client(), name, options={"head": True}))
+            answer = self._tried(name, lambda: obstore.get(self._client(), name, options={"head": True}))
         except FileNotFoundError:
             return None
-        return found.attributes.get(NONCE, ""), found.meta["e_tag"] or ""
+        return answer.attributes.get(NONCE, ""), answer.meta["e_tag"] or ""
 
     def write(self, name: str, data: bytes, *, lasting: bool = True) -> None:
         self._put(name, data, "overwrite", "")
@@ -217,11 +216,11 @@ class S3Files(Bucket, Files):
         self.remove(folder)
 
     def publish(self, folder: str, content: Mapping[str, str], last: tuple[str, bytes], staging: str) -> bool:
-        there = self.stats(folder)
-        if last[0] in there:
+        present = self.stats(folder)
+        if last[0] in present:
             return False
         lease.check(self, f"{LOCKS}/{folder.rpartition('/')[2]}")
-        for name in sorted(set(there) - set(content)):  # of an attempt that was killed here
+        for name in sorted(set(present) - set(content)):  # of an attempt that was killed here
             self.remove(f"{folder}/{name}")
         self._copy({source: f"{folder}/{name}" for name, source in content.items()})
         lease.check(self, f"{LOCKS}/{folder.rpartition('/')[2]}")
@@ -234,17 +233,17 @@ class S3Files(Bucket, Files):
 
     def _copy_one(self, source: str, target: str) -> None:
         client = self._client()
-        found = self.stat(source)
-        if found is None:
+        stat = self.stat(source)
+        if stat is None:
             raise FileNotFoundError(f"{self.uri}/{source}")
-        if found.bytes <= COPIED:
+        if stat.bytes <= COPIED:
             self._tried(source, lambda: obstore.copy(client, source, target))
             return
 
         def through() -> None:
             whole = obstore.get(client, source)
             about = {SUMS: whole.attributes.get(SUMS, "")}
-            piece = max(MULTIPART, -(-found.bytes // 9_000))
+            piece = max(MULTIPART, -(-stat.bytes // 9_000))
             obstore.put(client, target, whole.stream(piece), attributes=about, chunk_size=piece, max_concurrency=4)
 
         self._tried(source, through, written=True)
@@ -261,8 +260,8 @@ class S3Files(Bucket, Files):
 
     def local(self, name: str) -> Path:
         own = self.stat(name)
-        found = {name: own} if own is not None else {f"{name}/{inside}": stat for inside, stat in self.stats(name).items()}
-        versions = {one: stat.version for one, stat in found.items() if not one.rpartition("/")[2].startswith(".")}
+        stats = {name: own} if own is not None else {f"{name}/{inside}": stat for inside, stat in self.stats(name).items()}
+        versions = {one: stat.version for one, stat in stats.items() if not one.rpartition("/")[2].startswith(".")}
         self._cache().have(versions, self._fetch)
         return self._cache().path(name)
 
@@ -285,14 +284,14 @@ class S3Files(Bucket, Files):
 @lru_cache(maxsize=100_000)
 def _size(files: S3Files, name: str) -> int:
     """Return the size of a file that is not written anew."""
-    found = files.stat(name)
-    if found is None:
+    stat = files.stat(name)
+    if stat is None:
         raise FileNotFoundError(f"{files.uri}/{name}")
-    return found.bytes
+    return stat.bytes
 
 
-def _stat(found: ObjectMeta) -> Stat:
-    return Stat(found["size"], found["e_tag"] or "", found["last_modified"].timestamp())
+def _stat(meta: ObjectMeta) -> Stat:
+    return Stat(meta["size"], meta["e_tag"] or "", meta["last_modified"].timestamp())
 
 
 def _right(data: bytes, start: int, size: int, sums: str) -> bool:

@@ -280,8 +280,8 @@ def known_kind(name: str) -> str:
     """Return `name` where it is a kind of artifact. Raise PunaError with the nearest kinds where not."""
     if name not in KINDS:
         near = difflib.get_close_matches(name, KINDS, n=2)
-        asked = f"did you mean {' or '.join(near)}? " if near else ""
-        raise PunaError(f"{name!r} is no kind of artifact; {asked}The kinds are {', '.join(KINDS)}")
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise PunaError(f"{name!r} is no kind of artifact; {hint}The kinds are {', '.join(KINDS)}")
     return name
 
 

@@ -236,9 +236,9 @@ class ShardWriter:
             self._file[1].write_table(whole.slice(0, rows).combine_chunks(), row_group_size=rows)
             self._groups.append(rows)
             self._raw += int(sizes[rows - 1])
-            left = whole.slice(rows)
+            rest = whole.slice(rows)
             flat = np.concatenate(self._held_sizes)[rows:]
-            self._held, self._held_sizes = ([left], [flat]) if left.num_rows else ([], [])
+            self._held, self._held_sizes = ([rest], [flat]) if rest.num_rows else ([], [])
 
     def close(self, order: pa.Table | None = None, facts: pa.Table | None = None, span: tuple[str, str] | None = None) -> Written:
         """End the shard. `order`, `facts`, `span` (first and last key): of all its rows, where some are kept by reference."""
@@ -294,8 +294,8 @@ def beside(path: Path, what: str) -> Path:
 
 def facts_of(rows: pa.Table) -> pa.Table:
     """Return the digest and number of characters of each document."""
-    found = digest.of_rows(rows)
-    digests = pa.FixedSizeBinaryArray.from_buffers(FACTS.field("digest").type, len(found), [None, pa.py_buffer(found.tobytes())])
+    values = digest.of_rows(rows)
+    digests = pa.FixedSizeBinaryArray.from_buffers(FACTS.field("digest").type, len(values), [None, pa.py_buffer(values.tobytes())])
     return pa.table([digests, pc.utf8_length(rows["text"]).combine_chunks().cast(pa.int32())], schema=FACTS)
 
 
@@ -318,5 +318,4 @@ def in_order(table: pa.Table, key: tuple[str, ...]) -> pa.Table:
 
 
 def _twice(table: pa.Table, key: tuple[str, ...]) -> list[Any] | None:
-    """Return a key that two neighbouring rows have, if any."""
     return next((list(b.values()) for a, b in pairwise(table.select(list(key)).to_pylist()) if a == b), None)

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from puna.storage import digest
-from puna.storage.files import DamagedFile, Files
+from puna.storage.files import Files
 from puna.storage.parts import Ints, ShardRows, Stored, collected
 from puna.storage.schemas import table_schema
 from puna.storage.shards import FACTS, FileRecord, Shard, ShardWriter, Written, facts_of, in_order
@@ -82,21 +82,21 @@ class Staging:
         finally:
             path.unlink(missing_ok=True)
 
-    def keep(self, job: str, made: dict[str, Written], temporary: Path, **more: Any) -> list[Staged]:
+    def keep(self, job: str, tables: dict[str, Written], temporary: Path, **more: Any) -> list[Staged]:
         """Move the files that a job wrote (`TABLE.parquet` and beside it) into the staging folder and write its record."""
-        found = []
+        staged = []
         # Attempts of one job may overlap: each leaves files of its own, and the record names those of one of them.
         attempt = uuid.uuid4().hex[:8]
-        for table, written in made.items():
+        for table, shard in tables.items():
             files = {}
-            for what, record in written.files.items():
+            for what, record in shard.files.items():
                 end = "" if what == "table" else f".{what}"
                 name = f"{self.folder}/{table}/{job}-{attempt}{end}.parquet"
                 self.files.put(name, temporary / f"{table}{end}.parquet")
                 files[what] = (name, record)
-            found.append(Staged(table, written.shard, written.columns, files, values=written.values, **more))
-        self.note(job, found)
-        return found
+            staged.append(Staged(table, shard.shard, shard.columns, files, values=shard.values, **more))
+        self.note(job, staged)
+        return staged
 
     def note(self, job: str, value: Any) -> None:
         text = json.dumps(value, default=vars)
@@ -117,10 +117,9 @@ class Staging:
 
     def earlier(self, job: str) -> list[Staged] | None:
         """Return the tables of a job from an earlier attempt, None where there are none. Raise `Damaged` where a file is damaged."""
-        noted = self.noted(job)
-        if noted is None:
+        if (tables := self.noted(job)) is None:
             return None
-        staged = [_staged(one) for one in noted]
+        staged = [_staged(one) for one in tables]
         for name, record in (file for one in staged for file in one.files.values()):
             if not self.whole(name, record):
                 self.files.remove(f"{self.folder}/{job}.json")
@@ -130,13 +129,7 @@ class Staging:
     def whole(self, name: str, record: FileRecord) -> bool:
         """True if a file has the size and the checksum of its record."""
         stat = self.files.stat(name)
-        if stat is None or stat.bytes != record.bytes:
-            return False
-        try:
-            with self.files.open(name) as file:
-                return digest.of_stream(file) == record.sha256
-        except DamagedFile:
-            return False
+        return stat is not None and stat.bytes == record.bytes and digest.of_stored(self.files, name) == record.sha256
 
 
 class Damaged(Exception):
@@ -218,7 +211,6 @@ class Outputs:
             self._facts.append(facts)
 
     def _known_facts(self, source: Ints, row: Ints) -> pa.Table:
-        """Return the facts of rows that are kept by reference, in this order."""
         assert self.facts is not None
         for number in set(np.unique(source).tolist()) - self._known.keys():
             stored = self.facts[number - 1]
@@ -230,12 +222,12 @@ class Outputs:
 
     def finish(self, *, number: int | None = None, cut: int = 0, info: Any = None) -> list[Staged]:
         """End all tables, and leave them in the staging folder."""
-        made: dict[str, Written] = {}
+        tables: dict[str, Written] = {}
         if self._main is not None:
-            made[self.streamed] = self._main.close(*self._references())
+            tables[self.streamed] = self._main.close(*self._references())
         for table, pieces in self._held.items():
-            made[table] = write_sorted(table, pieces, self._folder / f"{table}.parquet")
-        return self.staging.keep(self.job, made, self._folder, number=number, cut=cut, info=info)
+            tables[table] = write_sorted(table, pieces, self._folder / f"{table}.parquet")
+        return self.staging.keep(self.job, tables, self._folder, number=number, cut=cut, info=info)
 
     def _references(self) -> tuple[Any, ...]:
         """Return order, facts and span where some rows are kept by reference."""

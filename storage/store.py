@@ -65,20 +65,20 @@ class Store:
     def _check_layout(self) -> None:
         """Raise PunaError where the store was made by a Puna of another layout; mark a new one."""
         mark = json.dumps({"layout": FORMAT}).encode()
-        there = self.files.stat(LAYOUT) is not None
-        found = _field(self.files.read(LAYOUT), "layout") if there else None
-        if found == FORMAT:
+        marked = self.files.stat(LAYOUT) is not None
+        layout = _field(self.files.read(LAYOUT), "layout") if marked else None
+        if layout == FORMAT:
             return
         first = next((name for name in self.files.list("objects") if name.endswith(f"/{NAME}")), None)
         made_by = None if first is None else _field(self.files.read(first), "format")
-        if there and (found is None or made_by == FORMAT):
+        if marked and (layout is None or made_by == FORMAT):
             raise PunaError(f"{self.uri}/{LAYOUT}: is damaged and does not say the store's layout; remove the file and run again")
-        if not there and first is None:
+        if not marked and first is None:
             with contextlib.suppress(OSError), explain_write_errors(self.uri):
                 self.files.create(LAYOUT, mark)
-        elif (found or made_by) != FORMAT:
+        elif (layout or made_by) != FORMAT:
             raise PunaError(
-                f"store {self.uri}: is of layout {found or made_by}, this Puna reads layout {FORMAT}; "
+                f"store {self.uri}: is of layout {layout or made_by}, this Puna reads layout {FORMAT}; "
                 "name a new folder with --store and run again"
             )
 
@@ -107,8 +107,8 @@ class Store:
 
     def find(self, kind: str, key: str) -> Artifact | None:
         """Return the committed artifact, or None."""
-        there = self.files.stat(f"{place_of(kind, key)}/{NAME}") is not None
-        return Artifact(kind, key, self.files) if there else None
+        exists = self.files.stat(f"{place_of(kind, key)}/{NAME}") is not None
+        return Artifact(kind, key, self.files) if exists else None
 
     def committed(self) -> list[Artifact]:
         """Return every artifact that has a manifest, readable or not."""
@@ -116,17 +116,17 @@ class Store:
 
     def entries(self, project: str | None = None) -> list[Entry]:
         """Return the summaries of all artifacts, oldest first. `project`: only those that its runs made or its aliases name."""
-        found = [one for one in index.entries(self.files) if one["kind"] in KINDS]
+        entries = [one for one in index.entries(self.files) if one["kind"] in KINDS]
         if project is None:
-            return found
+            return entries
         named = self.names(project)
-        return [one for one in found if (one.get("project") or DEFAULT) == project or one["key"] in named]
+        return [one for one in entries if (one.get("project") or DEFAULT) == project or one["key"] in named]
 
     def unfinished(self) -> list[str]:
         """Return the names of the folders of artifacts whose manifest is gone."""
         whole = {artifact.place for artifact in self.committed()}
-        seen = {"/".join(inside[:4]) for name in self.files.list("objects") if len(inside := name.split("/")) > 4 and inside[1] in KINDS}
-        return sorted(seen - whole)
+        folders = {"/".join(inside[:4]) for name in self.files.list("objects") if len(inside := name.split("/")) > 4 and inside[1] in KINDS}
+        return sorted(folders - whole)
 
     def artifacts(self) -> list[Artifact]:
         """Return every committed artifact, oldest first; one whose manifest cannot be read is left out, `verify` names it."""
@@ -143,11 +143,11 @@ class Store:
             raise PunaError(f"{name}: no such artifact; give at least 4 hex digits of the key, `puna list` shows them")
         kinds = (kind,) if kind else KINDS
         names = (n.split("/") for one in kinds for n in self.files.list(f"objects/{one}/{prefix[:2]}"))
-        found = [Artifact(n[1], n[3], self.files) for n in names if len(n) == 5 and n[4] == NAME and n[3].startswith(prefix)]
-        if len(found) != 1:
-            said = ", ".join(a.id for a in found)
-            raise PunaError(f"{name}: fits several artifacts: {said}" if found else f"{name}: no such artifact in {self.uri}")
-        return found[0]
+        artifacts = [Artifact(n[1], n[3], self.files) for n in names if len(n) == 5 and n[4] == NAME and n[3].startswith(prefix)]
+        if len(artifacts) != 1:
+            ids = ", ".join(a.id for a in artifacts)
+            raise PunaError(f"{name}: fits several artifacts: {ids}" if artifacts else f"{name}: no such artifact in {self.uri}")
+        return artifacts[0]
 
     def checked(self, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
         """Return `artifact` after a look for damage; see `damage.checked`."""
@@ -193,8 +193,8 @@ class Store:
 
     def accepted(self, key: str) -> str:
         """Return the key of the artifact that stands for `key`: itself, or an older one declared equivalent."""
-        found = read_pointer(self.files, _acceptance(key))
-        return key if found is None else found["stands_for"]
+        fields = read_pointer(self.files, _acceptance(key))
+        return key if fields is None else fields["stands_for"]
 
     def accept(self, old: Artifact, new_key: str) -> None:
         """Declare that the artifact `old` is what `new_key` would be (a refactoring that changes nothing)."""
@@ -204,7 +204,7 @@ class Store:
     def acceptances(self) -> dict[str, str]:
         """Return every key that an older artifact stands for, and the older one's key."""
         names = filter(is_pointer, self.files.list("refs/.accepted"))
-        return {Path(n).stem: found["stands_for"] for n in names if (found := read_pointer(self.files, n)) is not None}
+        return {Path(n).stem: fields["stands_for"] for n in names if (fields := read_pointer(self.files, n)) is not None}
 
     @property
     def project(self) -> str:
@@ -221,8 +221,8 @@ class Store:
 
     def require_project(self) -> Store:
         """Return this store. Raise PunaError where it has nothing of its project."""
-        if self.project != DEFAULT and self.project not in (there := self.projects()):
-            raise PunaError(f"project {self.project}: {self.uri} has no such project; there are {', '.join(there)}")
+        if self.project != DEFAULT and self.project not in (projects := self.projects()):
+            raise PunaError(f"project {self.project}: {self.uri} has no such project; there are {', '.join(projects)}")
         return self
 
     def projects(self) -> list[str]:
@@ -299,10 +299,10 @@ class Store:
 
     def runs(self) -> list[str]:
         """Return the names of the runs in the order in which they began."""
-        there = {Path(n).stem for n in self.files.list("runs") if n.endswith(".jsonl")}
-        known = self.files.read(ORDER).decode(errors="replace").split("\n") if self.files.stat(ORDER) else []
-        ordered = [name for name in dict.fromkeys(known) if name in there]
-        return [*sorted(there - set(ordered)), *ordered]
+        names = {Path(n).stem for n in self.files.list("runs") if n.endswith(".jsonl")}
+        order = self.files.read(ORDER).decode(errors="replace").split("\n") if self.files.stat(ORDER) else []
+        ordered = [name for name in dict.fromkeys(order) if name in names]
+        return [*sorted(names - set(ordered)), *ordered]
 
     def events(self, run: str) -> list[dict[str, Any]]:
         """Return the events of a run; a line that a crash cut short is left out."""
@@ -337,8 +337,8 @@ def explain_write_errors(uri: str) -> Iterator[None]:
     except (OSError, duckdb.Error) as error:
         number = getattr(error, "errno", None)
         if number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
-            said = "the disk is full. Nothing half-made was committed and the parts that were done are kept: make room and run again"
-            raise PunaError(f"store {uri}: {said} ({error})") from error
+            message = "the disk is full. Nothing half-made was committed and the parts that were done are kept: make room and run again"
+            raise PunaError(f"store {uri}: {message} ({error})") from error
         inside = str(getattr(error, "filename", None) or "").startswith(uri)
         if inside and number in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise PunaError(f"store {uri}: may not be written ({error}); mount it writable or name another with --store") from error

@@ -63,42 +63,42 @@ class Made(NamedTuple):
 def finished(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
     """Return the table of some pieces: their shards as they are, or merged."""
     schema = table_schema(pieces.table)
-    found = [one for one in pieces.staged if one.shard.rows]
-    raw = sum(one.shard.bytes for one in found)
-    same = len({tuple(one.columns.items()) for one in found}) <= 1
-    numbers = [one.number for one in found]
-    whole = bool(found) and same and None not in numbers and len(set(numbers)) == len(numbers) and len({one.cut for one in found}) == 1
-    small, refers = raw <= schema.shard_bytes, any("order" in one.files for one in found)
+    staged = [one for one in pieces.staged if one.shard.rows]
+    raw = sum(one.shard.bytes for one in staged)
+    same = len({tuple(one.columns.items()) for one in staged}) <= 1
+    numbers = [one.number for one in staged]
+    whole = bool(staged) and same and None not in numbers and len(set(numbers)) == len(numbers) and len({one.cut for one in staged}) == 1
+    small, refers = raw <= schema.shard_bytes, any("order" in one.files for one in staged)
     if whole and (schema.selectable or not small):
         sources = pieces.sources if refers else ()
-        if refers and _write_anew(pieces, found):
-            jobs = [(pieces.table, one, tuple(s[one.number or 0] for s in pieces.source_shards), staging) for one in found]
-            found, sources = list(mapper(_written_anew, jobs)), ()
-        return _record(schema, found, found[0].cut, sources)
+        if refers and _write_anew(pieces, staged):
+            jobs = [(pieces.table, one, tuple(s[one.number or 0] for s in pieces.source_shards), staging) for one in staged]
+            staged, sources = list(mapper(_written_anew, jobs)), ()
+        return _record(schema, staged, staged[0].cut, sources)
     if refers:
         raise PunaError(f"table {pieces.table}: rows kept by reference were written together with others; write it in one transform")
-    if same and (len(found) == 1 and (small or pieces.ranges)):
-        return _record(schema, [replace(found[0], number=0, cut=1)], 1, ())
-    if same and pieces.ranges and not small and (ordered := _in_order(found)) is not None:
+    if same and (len(staged) == 1 and (small or pieces.ranges)):
+        return _record(schema, [replace(staged[0], number=0, cut=1)], 1, ())
+    if same and pieces.ranges and not small and (ordered := _in_order(staged)) is not None:
         return _record(schema, [replace(one, number=n) for n, one in enumerate(ordered)], 0, ())
     by_id = schema.key[0] == "id"
     cut = 1 if small or not by_id else pieces.cut or shards.count(schema, raw)
-    (merged,) = mapper(_merged, [(pieces.table, found, cut, staging)])
+    (merged,) = mapper(_merged, [(pieces.table, staged, cut, staging)])
     return _record(schema, merged, cut, ())
 
 
-def _write_anew(pieces: Pieces, found: list[Staged]) -> bool:
+def _write_anew(pieces: Pieces, staged: list[Staged]) -> bool:
     """True if the rows that are kept by reference are too few, or lie in too many places."""
-    kept = sum(one.shard.rows - one.shard.own for one in found)
+    referred = sum(one.shard.rows - one.shard.own for one in staged)
     stored = sum(sum(file.groups) for source in pieces.source_shards for file in source if file is not None)
-    return kept < LEAST_KEPT * stored or len(pieces.sources) > MOST_SOURCES
+    return referred < LEAST_KEPT * stored or len(pieces.sources) > MOST_SOURCES
 
 
-def _record(schema: TableSchema, found: Sequence[Staged], cut: int, sources: tuple[Source, ...]) -> Made:
+def _record(schema: TableSchema, staged: Sequence[Staged], cut: int, sources: tuple[Source, ...]) -> Made:
     """Return the record of some shards, with the names that their files get."""
-    count = cut or len(found)
-    by_number = {one.number: one for one in found}
-    columns = found[0].columns if found else {f.name: str(f.type) for f in schema.schema}
+    count = cut or len(staged)
+    by_number = {one.number: one for one in staged}
+    columns = staged[0].columns if staged else {f.name: str(f.type) for f in schema.schema}
     records, content = [], {}
     for number in range(count):
         one = by_number.get(number)
@@ -106,60 +106,59 @@ def _record(schema: TableSchema, found: Sequence[Staged], cut: int, sources: tup
             records.append(NOTHING)
             continue
         names = {}
-        for what, staged in one.files.items():
+        for what, file in one.files.items():
             end = "" if what == "table" else f".{what}"
             names[what] = f"{schema.name}{end}.parquet" if count == 1 else f"{schema.name}{end}/{number:05d}.parquet"
-            content[names[what]] = staged
+            content[names[what]] = file
         records.append(replace(one.shard, file=names.get("table", ""), order=names.get("order", ""), facts=names.get("facts", "")))
     rows = sum(s.rows for s in records)
     return Made(TableRecord(rows, table_digest(columns, records), columns, records, cut, list(sources)), content)
 
 
-def _in_order(found: list[Staged]) -> list[Staged] | None:
-    ordered = sorted(found, key=lambda one: one.shard.low)
+def _in_order(staged: list[Staged]) -> list[Staged] | None:
+    ordered = sorted(staged, key=lambda one: one.shard.low)
     return ordered if all(a.shard.high < b.shard.low for a, b in pairwise(ordered)) else None
 
 
 def _written_anew(job: tuple[str, Staged, tuple[Stored | None, ...], Staging]) -> Staged:
-    """Return a shard with all its rows of its own."""
     table, one, sources, staging = job
     rows = one.rows(staging.files, sources)
     with Outputs(staging, f"anew-{one.number:05d}", table) as outputs:
         for start, stop in rows.pieces():
             outputs.add(table, rows.read(start, stop))
-        (made,) = outputs.finish(number=one.number, cut=one.cut)
-    return made
+        (new,) = outputs.finish(number=one.number, cut=one.cut)
+    return new
 
 
 def _merged(job: tuple[str, list[Staged], int, Staging]) -> list[Staged]:
     """Return the rows of all pieces sorted by the primary key, cut into shards."""
-    table, found, cut, staging = job
+    table, staged, cut, staging = job
     schema = table_schema(table)
-    stored = [file for one in found if (file := one.stored(staging.files)) is not None]
+    stored = [file for one in staged if (file := one.stored(staging.files)) is not None]
     whole = schema.schema_for(united(file.schema() for file in stored))
-    made: list[Staged] = []
+    merged: list[Staged] = []
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(staging.temporary())
-        batches = _sorted(stack, found, schema, staging.files, temporary)
+        batches = _sorted(stack, staged, schema, staging.files, temporary)
         edges = [*shards.bounds(cut), None]
         for number, edge in enumerate(edges):
             with ShardWriter(table, temporary / f"{table}.parquet") as writer:
                 writer.open(whole)
                 for rows in batches.below(edge):
                     writer.add(filled(rows, whole))
-                written = writer.close()
-            if written.shard.rows:
-                made += staging.keep(f"{table}-merged-{number:05d}", {table: written}, temporary, number=number, cut=cut)
-    return made
+                shard = writer.close()
+            if shard.shard.rows:
+                merged += staging.keep(f"{table}-merged-{number:05d}", {table: shard}, temporary, number=number, cut=cut)
+    return merged
 
 
-def _sorted(stack: contextlib.ExitStack, found: list[Staged], schema: TableSchema, files: Files, temporary: Path) -> Stream:
+def _sorted(stack: contextlib.ExitStack, staged: list[Staged], schema: TableSchema, files: Files, temporary: Path) -> Stream:
     """Return the rows of all pieces in order of the key: one after another where they do not overlap, else sorted by DuckDB."""
-    ordered = _in_order(found)
+    ordered = _in_order(staged)
     if ordered is not None:
         pieces = (rows for one in ordered for shard in [one.rows(files)] for a, b in shard.pieces() for rows in [shard.read(a, b)])
         return Stream(pieces, schema.key[0])
-    paths = [str(files.local(one.files["table"][0])) for one in found]
+    paths = [str(files.local(one.files["table"][0])) for one in staged]
     connection = stack.enter_context(duckdb.connect(config={"memory_limit": "2GB", "temp_directory": str(temporary / ".sort")}))
     connection.execute("set TimeZone='UTC'")
     connection.execute("set preserve_insertion_order=false")
@@ -178,7 +177,7 @@ class Balance(NamedTuple):
 def imbalance(balance: Balance, cut: int, mapper: Mapper, most: int = 3) -> list[tuple[str, int]]:
     """Return the first `most` ids that occur more or less often in the output, with the number missing (negative: extra)."""
     jobs = [(Balance(near(balance.came, *span(cut, n)), near(balance.went, *span(cut, n))), span(cut, n), most) for n in range(cut)]
-    return sorted(one for found in mapper(_imbalance, jobs) for one in found)[:most]
+    return sorted(one for ids in mapper(_imbalance, jobs) for one in ids)[:most]
 
 
 def _imbalance(job: tuple[Balance, tuple[str, str | None], int]) -> list[tuple[str, int]]:
@@ -188,18 +187,18 @@ def _imbalance(job: tuple[Balance, tuple[str, str | None], int]) -> list[tuple[s
         ids = [table["id"] for table in between(side, low, high, ["id"])]
         column = pa.concat_arrays([c for one in ids for c in one.chunks]) if ids else pa.array([], pa.string())
         columns.append(column.take(pc.sort_indices(column)))
-    came, went = columns
-    if came.equals(went):
+    input_ids, output_ids = columns
+    if input_ids.equals(output_ids):
         return []
-    counts = Counter(came.to_pylist())
-    counts.subtract(went.to_pylist())
+    counts = Counter(input_ids.to_pylist())
+    counts.subtract(output_ids.to_pylist())
     return sorted((i, n) for i, n in counts.items() if n)[:most]
 
 
 def shard_rows(pieces: Pieces, made: Made, staging: Staging) -> list[ShardRows]:
     """Return the shards of a finished table whose files still lie where they were staged."""
     columns = list(pieces.source_shards) if made.record.sources else []
-    found = []
+    rows = []
     for number, shard in enumerate(made.record.shards):
 
         def stored(name: str, groups: tuple[int, ...] = ()) -> Stored | None:
@@ -210,8 +209,8 @@ def shard_rows(pieces: Pieces, made: Made, staging: Staging) -> list[ShardRows]:
 
         own = stored(shard.file, shard.groups)
         sources = tuple(column[number] for column in columns)
-        found.append(ShardRows(shard.rows, tuple(shard.low), tuple(shard.high), (own, *sources), stored(shard.order)))
-    return found
+        rows.append(ShardRows(shard.rows, tuple(shard.low), tuple(shard.high), (own, *sources), stored(shard.order)))
+    return rows
 
 
 @cache

@@ -84,7 +84,7 @@ def facts(name: str, store: Store, entries: Iterable[Entry]) -> list[dict[str, A
             for one in entries
         )  # fmt: skip
     elif name == "lineage":
-        rows = ({"artifact": one["key"], **given} for one in entries for given in one["inputs"])
+        rows = ({"artifact": one["key"], **source} for one in entries for source in one["inputs"])
     elif name == "metrics":
         rows = (
             {
@@ -101,7 +101,7 @@ def facts(name: str, store: Store, entries: Iterable[Entry]) -> list[dict[str, A
         )
     else:
         logs = [store.log(run) for run in store.runs()]
-        steps = ({"run": log.name, "artifact": made.key, **vars(made)} for log in logs for made in log.made)
+        steps = ({"run": log.name, "artifact": step.key, **vars(step)} for log in logs for step in log.made)
         rows = (log.row() for log in logs) if name == "runs" else steps
     return [{field: row.get(field) for field in FACTS[name].names} for row in rows]
 
@@ -136,14 +136,13 @@ class Views:
     def _addresses(self) -> str:
         """Return id and address of every page and document, read where they came in: what was made of them has the same ones."""
         texts = {one["key"]: one for one in self.entries if one["kind"] in ("pages", "documents")}
-        first = [one for one in texts.values() if not any(given["input"] in texts for given in one["inputs"])]
+        first = [one for one in texts.values() if not any(source["input"] in texts for source in one["inputs"])]
         files = [f"{place_of(one['kind'], one['key'])}/{file}" for one in first for file in one["tables"][one["kind"]]["files"]]
         return f"select id, url from {self._parquet(files)}" if files else "select null::varchar as id, null::varchar as url where false"
 
     def _aliased(self) -> dict[str, Entry]:
-        """Return the artifacts with a table that aliases name."""
-        known = {one["key"]: one for one in self.entries if one["kind"] in one["tables"]}
-        return {alias: known[key] for alias, key in sorted(self.store.aliases().items()) if key in known}
+        artifacts = {one["key"]: one for one in self.entries if one["kind"] in one["tables"]}
+        return {alias: artifacts[key] for alias, key in sorted(self.store.aliases().items()) if key in artifacts}
 
     def _rows(self, table: str, having: list[Entry]) -> str:
         """Return the rows of a table of these artifacts, whose keys are the column `artifact`."""

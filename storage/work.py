@@ -150,7 +150,7 @@ class Work:
         sources, files = (self._sources, self._source_shards) if name == kind else ((), ())
         return Pieces(name, self._claimed.get(name, []), self.cut, sources, files, name in self.ranges)
 
-    def _empty(self, name: str, made: Made) -> Made:
+    def _empty(self, name: str, whole: Made) -> Made:
         """Return a table without rows: one file that has its columns."""
         data = tables.empty(name)
         self.files.write(f"{self.staging.folder}/{name}/empty.parquet", data)
@@ -173,14 +173,14 @@ class Work:
 
         The first of two writers of one key wins; the second gets its artifact. A main table with texts adds the metric `characters`.
         """
-        made = self.finished(kind)
-        content = {name: file for table in made.values() for name, (file, _) in table.content.items()}
-        records = {name: record for table in made.values() for name, (_, record) in table.content.items()}
-        own = self._own_files(set(content), set(made))
+        tables_made = self.finished(kind)
+        content = {name: file for table in tables_made.values() for name, (file, _) in table.content.items()}
+        records = {name: record for table in tables_made.values() for name, (_, record) in table.content.items()}
+        own = self._own_files(set(content), set(tables_made))
         content |= {name: f"{self.place}/output/{name}" for name in own}
-        if kind in made and "text" in made[kind].record.columns:
-            about["metrics"] = {"characters": made[kind].record.characters, **about.get("metrics", {})}
-        all_tables = {name: one.record for name, one in made.items()}
+        if kind in tables_made and "text" in tables_made[kind].record.columns:
+            about["metrics"] = {"characters": tables_made[kind].record.characters, **about.get("metrics", {})}
+        all_tables = {name: one.record for name, one in tables_made.items()}
         manifest = Manifest(
             kind=kind, key=key, stage=identity.stage, data_digest=content_digest(all_tables, records | own),
             code_version=identity.code_version, code=identity.code, config=identity.config, inputs=identity.inputs, tables=all_tables,
@@ -203,7 +203,7 @@ class Work:
 
     def _own_files(self, taken: set[str], names: set[str]) -> dict[str, FileRecord]:
         """Return the files that the stage itself wrote; PunaError where they cannot be committed."""
-        found = {}
+        files = {}
         for path in sorted(self.output.rglob("*")):
             name = str(path.relative_to(self.output))
             if name == NAME:
@@ -214,9 +214,9 @@ class Work:
                 raise PunaError(f"{path}: a file of the stage has the name of its table; call it otherwise")
             sync(path)
             if path.is_file():
-                found[name] = FileRecord(path.stat().st_size, digest.of_file(path))
+                files[name] = FileRecord(path.stat().st_size, digest.of_file(path))
                 self.files.put(f"{self.place}/output/{name}", path)
-        return found
+        return files
 
 
 def write_text(file: Path, text: str) -> None:
@@ -270,14 +270,14 @@ def drop(files: Files, name: str) -> None:
 def held(files: Files, but: str) -> tuple[set[str], list[str]]:
     """Return the keys that live processes use, and the names of processes that have ended. `but`: the caller's name."""
     keys: set[str] = set()
-    gone = []
+    dead = []
     for log in files.list("runs"):
         name = log.removeprefix(LOGS)
         if name in (log, but):
             continue
         if not files.held(f"held-{name}"):
-            gone.append(name)
+            dead.append(name)
             continue
         with contextlib.suppress(FileNotFoundError):  # it ended while we looked
             keys |= set(files.read(log).decode(errors="replace").split())
-    return keys, gone
+    return keys, dead

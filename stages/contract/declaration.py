@@ -125,8 +125,8 @@ class InputSpec:
         for item in given:
             kind = item.kind if isinstance(item, Artifact) else "external"
             if kind != self.kind:
-                said = item.id if isinstance(item, Artifact) else str(item)
-                raise PunaError(f"stage {stage}: input {self.name!r} takes {self.kind}, but {said} is of kind {kind}")
+                name = item.id if isinstance(item, Artifact) else str(item)
+                raise PunaError(f"stage {stage}: input {self.name!r} takes {self.kind}, but {name} is of kind {kind}")
         keys = [item.key for item in given if isinstance(item, Artifact)]
         if twice := next((key for key in keys if keys.count(key) > 1), None):
             raise PunaError(f"stage {stage}: {self.kind}/{twice[:12]} is given twice as {self.name!r}; give each artifact once")
@@ -158,7 +158,7 @@ class Stage:
 
     def unmet(self, config: StageConfig, facts: Facts) -> list[str]:
         """Return one sentence for each need of the stage that these facts do not meet."""
-        return [f"{self.name}: {said}" for said in self.needs(config, facts)] if self.needs else []
+        return [f"{self.name}: {sentence}" for sentence in self.needs(config, facts)] if self.needs else []
 
     def reaches(self, config: StageConfig, given: dict[str, Value]) -> list[Name]:
         """Return the functions and classes that configuration and inputs name; a key covers them like the stage's own code."""
@@ -173,17 +173,17 @@ class Stage:
 
     def by_kind(self, artifacts: list[Artifact], named: Mapping[str, list[Artifact]] | None = None) -> dict[str, Value]:
         """Assign artifacts to the inputs of their kind, in order, after those in `named`."""
-        left = list(artifacts)
+        rest = list(artifacts)
         given: dict[str, Value] = {name: list(several) for name, several in (named or {}).items()}
         for spec in self.inputs:
             if spec.name not in given:
-                fitting = [a for a in left if a.kind == spec.kind][: None if spec.many else 1]
-                left = [a for a in left if a not in fitting]
+                fitting = [a for a in rest if a.kind == spec.kind][: None if spec.many else 1]
+                rest = [a for a in rest if a not in fitting]
                 empty: Value = [] if spec.many and not spec.optional else None
                 given[spec.name] = empty if not fitting else fitting if spec.many else fitting[0]
-        if left:
-            wanted = ", ".join(f"{s.name} ({s.kind})" for s in self.inputs)
-            raise PunaError(f"stage {self.name} has no place for {left[0].id}; its inputs are {wanted}; name one: --input NAME=ARTIFACT")
+        if rest:
+            inputs = ", ".join(f"{s.name} ({s.kind})" for s in self.inputs)
+            raise PunaError(f"stage {self.name} has no place for {rest[0].id}; its inputs are {inputs}; name one: --input NAME=ARTIFACT")
         return given
 
 
@@ -228,9 +228,9 @@ def stage(
             raise TypeError(f"stage {name}: filters={filters!r} is no input")
         if name in REGISTRY and (other := REGISTRY[name].function.__module__) != function.__module__:
             raise TypeError(f"stage {name} is declared twice, in {other} and in {function.__module__}; rename one")
-        made = Stage(name, kind, function, config, specs, filters, version, needs, device, signals, named, inspect.getdoc(function) or "")
-        REGISTRY[name] = made
-        return made
+        new = Stage(name, kind, function, config, specs, filters, version, needs, device, signals, named, inspect.getdoc(function) or "")
+        REGISTRY[name] = new
+        return new
 
     return declare
 

@@ -58,10 +58,10 @@ def by_todays_code(artifact: Artifact, store: Store) -> Identity:
     inputs: dict[str, list[Any]] = {spec.name: [] for spec in stage.inputs}
     for record in manifest.inputs:
         if record.kind != "external":
-            found = store.find(record.kind, record.key)
-            if found is None:
+            source = store.find(record.kind, record.key)
+            if source is None:
                 raise PunaError(f"{artifact.id} was made from {record.kind}/{record.key[:12]}, which is no longer in the store")
-            inputs.setdefault(record.name, []).append(found)
+            inputs.setdefault(record.name, []).append(source)
     symbols = code.symbols(stage, [*config.reaches(), *(stage.named(inputs) if stage.named else ())])
     return Identity(stage.name, code_version(symbols), symbols, manifest.config, manifest.inputs)
 
@@ -92,56 +92,56 @@ def perform(
     """
     started = time.perf_counter()
     identity = identify(stage, config, given)
-    found = reusable(stage, identity, store)
-    if found is None and isinstance(executor, PartExecutor) and ((on_device := stage.device and executor.has_device()) or apart):
+    artifact = reusable(stage, identity, store)
+    if artifact is None and isinstance(executor, PartExecutor) and ((on_device := stage.device and executor.has_device()) or apart):
         if on_start:
             on_start(identity)
         submit = executor.submit_to_device if on_device else executor.submit
-        artifact, reused = _on_worker(stage, config, given, store, submit, run, part_rows)
-        return Outcome(artifact, reused, time.perf_counter() - started)
-    if found is None:
+        new, reused = _on_worker(stage, config, given, store, submit, run, part_rows)
+        return Outcome(new, reused, time.perf_counter() - started)
+    if artifact is None:
         with store.work(identity.key) as work:
-            found = _good(store.find(stage.kind, identity.key), store)
-            if found is None:
-                taken = stage.check(given)
-                _check_inputs(stage, taken, store, quick=not stage.device)
+            artifact = _good(store.find(stage.kind, identity.key), store)
+            if artifact is None:
+                inputs = stage.check(given)
+                _check_inputs(stage, inputs, store, quick=not stage.device)
                 if on_start:
                     on_start(identity)
                 work.uses(identity.inputs)
-                work.cut = _cut(stage, taken)
+                work.cut = _cut(stage, inputs)
                 own = StageRun(stage.name, stage.kind, config, work, executor, listener, part_rows)
                 try:
-                    made = _make(stage, config, given, own, work, executor)
+                    about = _make(stage, config, given, own, work, executor)
                 except Exception as error:
-                    _check_after(stage, taken, store, work, error)
+                    _check_after(stage, inputs, store, work, error)
                     raise
-                _check_after(stage, taken, store, work)
+                _check_after(stage, inputs, store, work)
                 if (before := store.find(stage.kind, identity.key)) is not None:
                     set_aside(store.files, before.kind, before.key, damaged=bool(before.damage(quick=True)))
-                artifact = work.commit(stage.kind, identity.key, identity, run=run, inputs_compared=True, **made)
-                return Outcome(artifact, False, time.perf_counter() - started)
+                new = work.commit(stage.kind, identity.key, identity, run=run, inputs_compared=True, **about)
+                return Outcome(new, False, time.perf_counter() - started)
             work.discard()
-    return Outcome(found, True, time.perf_counter() - started)
+    return Outcome(artifact, True, time.perf_counter() - started)
 
 
-def _check_inputs(stage: Stage, taken: dict[str, list[Artifact] | list[External]], store: Store, *, quick: bool = False) -> None:
+def _check_inputs(stage: Stage, inputs: dict[str, list[Artifact] | list[External]], store: Store, *, quick: bool = False) -> None:
     """Compare the artifacts that a stage reads with their checksums. Raise PunaError if one is damaged.
 
     Every stage does so after it has read them: no result of damaged bytes is committed. Only long stages do so before, too: each
     comparison costs about 3 % of a curation. `quick`: look at sizes and times only.
     """
     for spec in stage.inputs:
-        for item in taken[spec.name]:
+        for item in inputs[spec.name]:
             if isinstance(item, Artifact):
                 store.checked(item, spec.reads, whole=not quick)
 
 
 def _check_after(
-    stage: Stage, taken: dict[str, list[Artifact] | list[External]], store: Store, work: Work, error: Exception | None = None
+    stage: Stage, inputs: dict[str, list[Artifact] | list[External]], store: Store, work: Work, error: Exception | None = None
 ) -> None:
     """Check the inputs once more: what was made from bytes that changed meanwhile is discarded, and the damage is the error to name."""
     try:
-        _check_inputs(stage, taken, store)
+        _check_inputs(stage, inputs, store)
     except PunaError as damage:
         work.discard()
         raise damage from error
@@ -163,10 +163,10 @@ def _on_worker(
     sent = {name: [(i.kind, i.key) if isinstance(i, Artifact) else i for i in items] for name, items in stage.check(given).items()}
     call = submit(_perform_there, module, stage.name, config, sent, root, store.project, run=run, part_rows=part_rows)
     kind, key, reused = call.result()
-    made = store.find(kind, key)
-    if made is None:
+    artifact = store.find(kind, key)
+    if artifact is None:
         raise PunaError(f"stage {stage.name}: the worker that ran it wrote to another {root}; give both a folder that they share")
-    return made, reused
+    return artifact, reused
 
 
 def _perform_there(
@@ -182,19 +182,19 @@ def _perform_there(
             kind, key = sent[spec.name][items.index(None)]
             raise PunaError(f"stage {name}: {root} as this worker sees it has no {kind}/{key[:12]}; give both a folder that they share")
         given[spec.name] = items if spec.many else items[0] if items else None
-    made = perform(stage, config, given, store, **how)
-    return made.artifact.kind, made.artifact.key, made.reused
+    outcome = perform(stage, config, given, store, **how)
+    return outcome.artifact.kind, outcome.artifact.key, outcome.reused
 
 
 def reusable(stage: Stage, identity: Identity, store: Store) -> Artifact | None:
     """Return the artifact of this identity, or an older one that was declared equivalent; None where it is gone, damaged or suspect."""
     keys = dict.fromkeys((store.accepted(identity.key), identity.key))
-    return next((found for key in keys if (found := _good(store.find(stage.kind, key), store)) is not None), None)
+    return next((artifact for key in keys if (artifact := _good(store.find(stage.kind, key), store)) is not None), None)
 
 
-def _good(found: Artifact | None, store: Store) -> Artifact | None:
+def _good(artifact: Artifact | None, store: Store) -> Artifact | None:
     """Return an artifact unless it is damaged, as far as a quick look tells, or suspect."""
-    return None if found is None or found.damage(quick=True) or found.key in store.suspects() else found
+    return None if artifact is None or artifact.damage(quick=True) or artifact.key in store.suspects() else artifact
 
 
 @contextlib.contextmanager
@@ -207,10 +207,10 @@ def _threads_kept() -> Iterator[None]:
             sys.modules["torch"].set_num_threads(before)
 
 
-def _cut(stage: Stage, taken: dict[str, list[Artifact] | list[External]]) -> int:
+def _cut(stage: Stage, inputs: dict[str, list[Artifact] | list[External]]) -> int:
     """Return the number of shards of the corpus: of the filtered input, else of the first pages or documents."""
-    names = [stage.filters, *taken] if stage.filters else [*taken]
-    corpora = [i for name in names for i in taken[name] if isinstance(i, Artifact) and i.kind in ("pages", "documents")]
+    names = [stage.filters, *inputs] if stage.filters else [*inputs]
+    corpora = [i for name in names for i in inputs[name] if isinstance(i, Artifact) and i.kind in ("pages", "documents")]
     return corpora[0].record().cut if corpora else 0
 
 
@@ -250,15 +250,15 @@ def _make(
     }
 
 
-def _check_rows(stage: Stage, came: int, sources: list[Artifact], work: Work) -> None:
+def _check_rows(stage: Stage, rows: int, sources: list[Artifact], work: Work) -> None:
     """Raise PunaError unless every input row is kept or dropped once: by number, and by id if the input has ids."""
     kept, dropped = work.rows(stage.kind), work.rows("dropped")
-    said = f"stage {stage.name}: {came} rows came in, but {kept} were kept and {dropped} dropped"
-    if kept + dropped != came and not sources:
-        raise PunaError(f"{said}; {came - kept - dropped} are lost")
+    message = f"stage {stage.name}: {rows} rows came in, but {kept} were kept and {dropped} dropped"
+    if kept + dropped != rows and not sources:
+        raise PunaError(f"{message}; {rows - kept - dropped} are lost")
     if sources:
-        went = [shard for table in (stage.kind, "dropped") for shard in work.shards(table, stage.kind)]
+        output = [shard for table in (stage.kind, "dropped") for shard in work.shards(table, stage.kind)]
         came_in = [shard for artifact in sources for shard in artifact.shards()]
-        if wrong := imbalance(Balance(came_in, went), max(1, work.cut), work.mapper):
-            shown = "; ".join(f"{i} is lost" if n > 0 else f"{i} is there {-n} times too often" for i, n in wrong)
-            raise PunaError(f"{said}; {came - kept - dropped} are lost: {shown}")
+        if wrong := imbalance(Balance(came_in, output), max(1, work.cut), work.mapper):
+            ids = "; ".join(f"{i} is lost" if n > 0 else f"{i} is there {-n} times too often" for i, n in wrong)
+            raise PunaError(f"{message}; {rows - kept - dropped} are lost: {ids}")

@@ -117,9 +117,9 @@ def public(uri: str) -> str:
 
 def without_secrets(text: str, uri: str) -> str:
     """Return a message about a URI without its credentials, encoded or decoded."""
-    for written in dict.fromkeys((uri, unquote(uri))):
-        text = text.replace(written, public(written))
-        for part in written.split("::"):
+    for form in dict.fromkeys((uri, unquote(uri))):
+        text = text.replace(form, public(form))
+        for part in form.split("::"):
             rest = part.partition("://")[2]
             secrets = [rest.partition("?")[2], rest.partition("/")[0].rpartition("@")[0].partition(":")[2]]
             secrets += [value.partition("=")[2] for value in secrets[0].split("&")]
@@ -152,7 +152,7 @@ def _local(root: Path) -> list[str]:
     """Return the plain files at or below a path, sorted. A link may only point below the folder or, in the hub's cache, to a blob."""
     place = root.resolve()
     whole = place.parents[list(place.parts)[::-1].index("snapshots")] if "snapshots" in place.parts[-4:] else place
-    found = []
+    files = []
 
     def closed(error: OSError) -> None:  # else what is in the folder would be missing without a word
         raise PunaError(f"input {root}: {error.filename} cannot be read ({error.strerror}); make it readable, or move it away") from error
@@ -167,10 +167,10 @@ def _local(root: Path) -> list[str]:
             if why:
                 raise PunaError(f"input {root}: {str(path.relative_to(root)).encode(errors='backslashreplace').decode()} {why}")
             if name not in folders:
-                found.append(str(path))
+                files.append(str(path))
     if not root.is_dir() and (why := _refused(root.resolve(), whole, is_folder=False)):
         raise PunaError(f"input {root}: {why}")
-    return sorted(found) if root.is_dir() else [str(root)]
+    return sorted(files) if root.is_dir() else [str(root)]
 
 
 def _refused(path: Path, whole: Path, is_folder: bool) -> str | None:
@@ -200,9 +200,9 @@ def _files(uri: str) -> Iterator[ExternalFile]:
     except PunaError:
         raise
     except Exception as error:  # noqa: BLE001 - every file system of fsspec has errors of its own: credentials, hosts, protocols
-        said = without_secrets(str(error).strip(), uri) or type(error).__name__
+        message = without_secrets(str(error).strip(), uri) or type(error).__name__
         # `from None`: the error's own text may hold a signature, and a traceback would show it.
-        raise PunaError(f"input {public(uri)}: cannot be looked at ({said}); give a path or another URI") from None
+        raise PunaError(f"input {public(uri)}: cannot be looked at ({message}); give a path or another URI") from None
     addresses = [a for a in addresses if not any(p.startswith(".") for p in PurePosixPath(a[len(root) :]).parts)]
     if not addresses:
         raise PunaError(f"input {public(uri)}: the folder is empty")
@@ -210,11 +210,11 @@ def _files(uri: str) -> Iterator[ExternalFile]:
     # Hashing leaves the interpreter's lock, and a remote file system mostly waits.
     with ThreadPoolExecutor() as pool:
         try:
-            for name, address, found in zip(names, addresses, pool.map(_digested, addresses, repeat(system)), strict=True):
-                yield ExternalFile(name, system.unstrip_protocol(address), *found)
+            for name, address, facts in zip(names, addresses, pool.map(_digested, addresses, repeat(system)), strict=True):
+                yield ExternalFile(name, system.unstrip_protocol(address), *facts)
         except OSError as error:
-            said = without_secrets(str(error), uri)
-            raise PunaError(f"input {public(uri)}: a file cannot be read ({said}); make it readable, or move it away") from None
+            message = without_secrets(str(error), uri)
+            raise PunaError(f"input {public(uri)}: a file cannot be read ({message}); make it readable, or move it away") from None
 
 
 def _digested(address: str, system: Any) -> tuple[int, str, str]:
@@ -240,13 +240,13 @@ def _hub(name: str, place: str, kind: str) -> External:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     repository, _, revision = place.partition("@")
-    said = "data set" if kind == "dataset" else kind
+    what = "data set" if kind == "dataset" else kind
     ask = HfApi().dataset_info if kind == "dataset" else HfApi().model_info
     try:
         commit = ask(repository, revision=revision or None).sha
     except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise PunaError(f"input {place}: the hub does not give {said} {repository} ({reason})") from error
+        raise PunaError(f"input {place}: the hub does not give {what} {repository} ({reason})") from error
     # The commit stays in the address: what is read later is what was digested now.
     address = f"{repository}@{commit}"
     prefix = "hf://datasets/" if kind == "dataset" else "hf://"

@@ -70,11 +70,10 @@ class Meter:
         self.peak_bytes = max(self.peak_bytes, sum(_resident(p) for p in (self._me, *below)))
 
     def _below(self) -> list[psutil.Process]:
-        """Return the descendants that count."""
-        found = [process for process in _children(self._me) if process.pid not in self._beside]
-        for process in found:  # it grows meanwhile
-            found += _children(process)
-        return found
+        processes = [process for process in _children(self._me) if process.pid not in self._beside]
+        for process in processes:  # it grows meanwhile
+            processes += _children(process)
+        return processes
 
     def _cpu_of(self, below: Iterable[psutil.Process]) -> float:
         # A process that ends hands its time to the one that waits for it: nothing is lost between two looks.
@@ -84,7 +83,7 @@ class Meter:
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
     """Return the child processes. Linux lists them; elsewhere a scan of all processes takes milliseconds."""
-    found: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         try:
             listed = [pid for one in Path(f"/proc/{process.pid}/task").iterdir() for pid in (one / "children").read_text().split()]
@@ -92,8 +91,8 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
             return list(process.children())
         for pid in listed:
             with contextlib.suppress(psutil.Error):
-                found.append(psutil.Process(int(pid)))
-    return found
+                processes.append(psutil.Process(int(pid)))
+    return processes
 
 
 def _resident(process: psutil.Process) -> int:

@@ -139,12 +139,12 @@ class StageRun:
     def _claimed(self, function: Callable[..., Any], jobs: list[Any], names: list[str], sizes: list[int]) -> list[Any]:
         """Run jobs that write tables, but for those that an earlier attempt finished, and claim what they made; gives their infos."""
         before = [self._work.earlier(name) for name in names]
-        todo = [job for job, found in zip(jobs, before, strict=True) if found is None]
-        made = ordered(self._executor, function, todo, ())
+        todo = [job for job, earlier in zip(jobs, before, strict=True) if earlier is None]
+        results = ordered(self._executor, function, todo, ())
         done, total = 0, sum(sizes)
         infos = []
-        for size, found in zip(sizes, before, strict=True):
-            staged = next(made) if found is None else found
+        for size, earlier in zip(sizes, before, strict=True):
+            staged = next(results) if earlier is None else earlier
             self._work.claim(staged)
             infos.append(staged[0].info if staged else None)
             done += size
@@ -182,13 +182,13 @@ class StageRun:
         """
         call, staging = self._next("exchange"), self._work.staging
         jobs = [Scattering(function, item, args, Scatter(staging, f"{call}-{n:05d}", by, partitions)) for n, item in enumerate(items)]
-        found = []
+        results = []
         for done, (one, warning) in enumerate(ordered(self._executor, scattered, jobs, ()), 1):
             if warning:
                 self._work.say(warning)
-            found.append(one)
+            results.append(one)
             self.progress(done, len(jobs))
-        return gathered(self._work.files, found, partitions, by)
+        return gathered(self._work.files, results, partitions, by)
 
     def write(self, table: pa.Table, name: str | None = None) -> None:
         """Append rows to the main table (None) or a side table."""
@@ -214,8 +214,8 @@ class StageRun:
             staged = self._work.earlier(job)
         else:
             self._work.claim(staged)
-        found = [rows.read(0, rows.rows, columns) for one in staged or () for rows in [one.rows(self._work.files)] if rows.rows]
-        return pa.concat_tables(found) if found else table_schema(self.kind).schema.empty_table().select(columns)
+        tables = [rows.read(0, rows.rows, columns) for one in staged or () for rows in [one.rows(self._work.files)] if rows.rows]
+        return pa.concat_tables(tables) if tables else table_schema(self.kind).schema.empty_table().select(columns)
 
     @property
     def folder(self) -> Path:
@@ -276,7 +276,6 @@ def _table(rows: list[dict[str, Any]], name: str) -> pa.Table:
 
 
 def _of_shard(value: Any, number: int, around: tuple[str, str | None] | None) -> Any:
-    """Return the part of an argument that the job of one shard needs."""
     if isinstance(value, Exchange) and value.by == "shard":
         return value.parts[number]
     return value.within(*around) if around and isinstance(value, (Beside, Exchange)) else value

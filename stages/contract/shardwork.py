@@ -51,22 +51,22 @@ def transformed(task: tuple[Job, list[Any]]) -> list[Staged]:
         for start, stop in job.rows.pieces(job.part_rows):
             rows = job.rows.read(start, stop, read)
             last = None if stop == job.rows.rows or not followers else rows["id"][-1].as_py()
-            given = [followers[n].upto(last) if n in followers else a for n, a in enumerate(args)]
+            passed = [followers[n].upto(last) if n in followers else a for n, a in enumerate(args)]
             for n, (table, places) in placed.items():
                 low, high = np.searchsorted(places, [start, stop])
                 near = table.slice(low, high - low)
-                given[n] = near.set_column(near.schema.get_field_index("row"), "row", pa.array(near["row"].to_numpy() - start))
-            asked = rows.select(job.columns) if job.columns is not None else rows
-            result, *value = made_of(job.function(asked, *given))
+                passed[n] = near.set_column(near.schema.get_field_index("row"), "row", pa.array(near["row"].to_numpy() - start))
+            chosen = rows.select(job.columns) if job.columns is not None else rows
+            result, *value = made_of(job.function(chosen, *passed))
             values += value
-            made = dict(result) if isinstance(result, dict) else {"keep" if job.filtering else job.kind: result}
+            tables = dict(result) if isinstance(result, dict) else {"keep" if job.filtering else job.kind: result}
             if job.filtering:
-                _keep(outputs, job, rows, start, stop, made.pop("keep"))
-            for table, found in made.items():
+                _keep(outputs, job, rows, start, stop, tables.pop("keep"))
+            for table, written in tables.items():
                 if table == job.kind and job.facts is not None:
-                    _compare(outputs, job, rows, start, stop, table_schema(table).conform(found))
+                    _compare(outputs, job, rows, start, stop, table_schema(table).conform(written))
                 else:
-                    outputs.add(table, described(table, found))
+                    outputs.add(table, described(table, written))
         return _numbered(outputs, job.number, job.cut, job.span, values or None)
 
 
@@ -76,7 +76,6 @@ def made_of(result: Any) -> tuple[Any, ...]:
 
 
 def _by_row(partition: Partition) -> tuple[pa.Table, Any]:
-    """Return the rows for one shard sorted by their places, and the places."""
     table = partition.read()
     row = table["row"].to_numpy()
     order = np.argsort(row, kind="stable")
@@ -87,14 +86,14 @@ def _numbered(outputs: Outputs, number: int, cut: int, span: tuple[str, str | No
     """Finish the tables; a table with rows outside of the shard gets no shard number."""
     if not cut or span is None:
         return outputs.finish(info=info)
-    found = outputs.finish(number=number, cut=cut, info=info)
+    staged = outputs.finish(number=number, cut=cut, info=info)
     low, high = span
     inside = [
         table_schema(one.table).key[0] == "id"
         and (not one.shard.rows or (str(one.shard.low[0]) >= low and (high is None or str(one.shard.high[0]) < high)))
-        for one in found
+        for one in staged
     ]
-    return [one if fits else replace(one, number=None, cut=0) for one, fits in zip(found, inside, strict=True)]
+    return [one if fits else replace(one, number=None, cut=0) for one, fits in zip(staged, inside, strict=True)]
 
 
 def _places(job: Job, start: int, stop: int) -> tuple[Any, Any]:
@@ -115,22 +114,22 @@ def _keep(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, kee
         outputs.keep(chosen["id"], source[mask], row[mask])
 
 
-def _compare(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, made: pa.Table) -> None:
+def _compare(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, new_rows: pa.Table) -> None:
     """Keep unchanged documents by reference and write the others."""
-    if _shared(made["id"], rows["id"]):
+    if _shared(new_rows["id"], rows["id"]):
         at = np.arange(rows.num_rows)
     else:
-        place = pc.index_in(made["id"], value_set=rows["id"].combine_chunks())
+        place = pc.index_in(new_rows["id"], value_set=rows["id"].combine_chunks())
         if place.null_count:
             raise PunaError("documents were made whose ids are not those of the rows that they were made of")
         at = np.asarray(place.combine_chunks() if isinstance(place, pa.ChunkedArray) else place)
     if len(at) > 1 and not (np.diff(at) > 0).all():
         order = np.argsort(at)
-        made, at = made.take(pa.array(order)), at[order]
+        new_rows, at = new_rows.take(pa.array(order)), at[order]
     before = rows if len(at) == rows.num_rows else rows.take(pa.array(at))
     same = np.ones(len(at), bool)
-    for name in made.schema.names:
-        new, old = made[name], before[name].cast(made[name].type)
+    for name in new_rows.schema.names:
+        new, old = new_rows[name], before[name].cast(new_rows[name].type)
         if _shared(new, old):
             continue
         equal = pc.fill_null(pc.equal(new, old), False)
@@ -138,7 +137,7 @@ def _compare(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, 
             equal = pc.or_(equal, pc.and_(pc.is_null(new), pc.is_null(old)))
         same &= np.asarray(equal.combine_chunks() if isinstance(equal, pa.ChunkedArray) else equal, dtype=bool)
     source, row = _places(job, start, stop)
-    outputs.add_mixed(made, pa.array(~same), source[at], row[at])
+    outputs.add_mixed(new_rows, pa.array(~same), source[at], row[at])
 
 
 def _shared(one: pa.ChunkedArray, other: pa.ChunkedArray) -> bool:
@@ -170,9 +169,9 @@ def produced(job: Produce) -> list[Staged]:
     if job.shard is not None:
         item = pa.concat_tables([job.item.schema.empty_table(), *job.item.pieces(*job.shard[2])])
     result = job.function(item, *job.args)
-    made, info = result if isinstance(result, tuple) else (result, None)
+    tables, info = result if isinstance(result, tuple) else (result, None)
     with Outputs(job.staging, job.name) as outputs:
-        for table, rows in (made if isinstance(made, dict) else {job.kind: made}).items():
+        for table, rows in (tables if isinstance(tables, dict) else {job.kind: tables}).items():
             outputs.add(table, described(table, rows))
         return outputs.finish(info=info) if job.shard is None else _numbered(outputs, *job.shard, info)
 
@@ -189,24 +188,24 @@ class Scattering:
 
 def scattered(job: Scattering) -> tuple[Scattered, str]:
     """Write the rows of one item by partition; and what there is to say."""
-    said = ""
+    warning = ""
     try:
         before = found_before(job.how)
         if before is not None:
             return before, ""
     except Damaged as damaged:
-        said = str(damaged)
+        warning = str(damaged)
     result = job.function(job.item, *job.args)
-    made, info = result if isinstance(result, tuple) else (result, None)
-    if isinstance(made, Iterator):
+    tables, info = result if isinstance(result, tuple) else (result, None)
+    if isinstance(tables, Iterator):
         values: list[Any] = []
-        return scatter(job.how, _tables(made, values), lambda: values[0] if values else None), said
-    return scatter(job.how, made, lambda: info), said
+        return scatter(job.how, _tables(tables, values), lambda: values[0] if values else None), warning
+    return scatter(job.how, tables, lambda: info), warning
 
 
-def _tables(made: Iterator[Any], values: list[Any]) -> Iterator[pa.Table]:
+def _tables(items: Iterator[Any], values: list[Any]) -> Iterator[pa.Table]:
     """Yield the tables of an iterator; append anything else to `values`."""
-    for one in made:
+    for one in items:
         if isinstance(one, pa.Table):
             yield one
         else:

@@ -73,8 +73,8 @@ def signal(*, unit: str, name: str = "", meaning: str = "", optional: bool = Fal
 
     def declare(function: F) -> F:
         called = name or function.__name__
-        said = meaning or (inspect.getdoc(function) or "").split("\n")[0].rstrip(".")
-        if not said:
+        text = meaning or (inspect.getdoc(function) or "").split("\n")[0].rstrip(".")
+        if not text:
             raise TypeError(f"signal {called}: needs a docstring, which says what it means")
         returned = get_type_hints(function).get("return")
         kinds = [kind for kind in (get_args(returned) or (returned,)) if kind is not type(None)]
@@ -83,22 +83,22 @@ def signal(*, unit: str, name: str = "", meaning: str = "", optional: bool = Fal
         wrong = [parameter for parameter in inspect.signature(function).parameters if parameter not in COLUMNS]
         if wrong or not inspect.signature(function).parameters:
             raise TypeError(f"signal {called}: its definition takes {wrong or 'nothing'}; its parameters are some of {', '.join(COLUMNS)}")
-        _register(Signal(called, kinds[0], unit, said, function.__module__, optional, function, compiled))
+        _register(Signal(called, kinds[0], unit, text, function.__module__, optional, function, compiled))
         return function
 
     return declare
 
 
-def _register(made: Signal) -> Signal:
-    if not made.name.isidentifier() or made.name == "id":
-        raise TypeError(f"signal {made.name!r}: a name is made of letters, digits and underscores, and is not 'id'")
-    if made.kind not in TYPES:
-        raise TypeError(f"signal {made.name}: is {made.kind}; a signal is float, int or str")
-    before = SIGNALS.get(made.name)
-    if before is not None and before.module != made.module:
-        raise TypeError(f"signal {made.name} is declared twice, in {before.module} and in {made.module}; rename one")
-    SIGNALS[made.name] = made
-    return made
+def _register(new: Signal) -> Signal:
+    if not new.name.isidentifier() or new.name == "id":
+        raise TypeError(f"signal {new.name!r}: a name is made of letters, digits and underscores, and is not 'id'")
+    if new.kind not in TYPES:
+        raise TypeError(f"signal {new.name}: is {new.kind}; a signal is float, int or str")
+    before = SIGNALS.get(new.name)
+    if before is not None and before.module != new.module:
+        raise TypeError(f"signal {new.name} is declared twice, in {before.module} and in {new.module}; rename one")
+    SIGNALS[new.name] = new
+    return new
 
 
 def described(name_of_table: str, table: pa.Table) -> pa.Table:

@@ -173,7 +173,6 @@ class PartExecutor(Executor):
                 part.future.set_exception(PunaError(f"{part.name}: stopped before it was begun again"))
 
     def _wait(self, seconds: float | None) -> bool:
-        """Wait at most `seconds`; True if nothing is under way."""
         with self._settled:
             return self._settled.wait_for(lambda: not self._running and not self._waiting, seconds)
 

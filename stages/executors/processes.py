@@ -115,10 +115,10 @@ class _Context(SpawnContext):
         self.made: list[SpawnProcess] = []
 
     def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]
-        made = _Worker(*args, **kwargs)
-        made.threads = self._threads
-        self.made = [*(worker for worker in self.made if worker.exitcode is None), made]
-        return made
+        worker = _Worker(*args, **kwargs)
+        worker.threads = self._threads
+        self.made = [*(one for one in self.made if one.exitcode is None), worker]
+        return worker
 
 
 def _start(parent: int) -> None:

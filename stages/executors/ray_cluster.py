@@ -64,8 +64,8 @@ class RayCluster(PartExecutor):
     def _begin(self, part: Part) -> None:
         # The attempts are counted here, not by Ray.
         task = self._task.options(max_retries=0, num_cpus=1, num_gpus=1 if part.device else 0)
-        self._begun[part] = begun = task.remote(part.payload)
-        begun.future().add_done_callback(partial(self._complete, part))
+        self._begun[part] = reference = task.remote(part.payload)
+        reference.future().add_done_callback(partial(self._complete, part))
 
     def _complete(self, part: Part, future: Future[Answer]) -> None:
         from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, WorkerCrashedError
@@ -81,8 +81,8 @@ class RayCluster(PartExecutor):
             self._answered(part, answer)
 
     def _end(self) -> None:
-        for begun in list(self._begun.values()):
-            self._ray.cancel(begun, force=True)
+        for reference in list(self._begun.values()):
+            self._ray.cancel(reference, force=True)
 
     def _close(self) -> None:
         self._ray.shutdown()

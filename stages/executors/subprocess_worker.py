@@ -65,10 +65,10 @@ class Apart:
             [sys.executable, "-c", program, self._work.__module__, self._work.__name__, *modules],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, start_new_session=True,
         )  # fmt: skip
-        said = self._read(START_SECONDS)
-        if isinstance(said, str):
+        answer = self._read(START_SECONDS)
+        if isinstance(answer, str):
             self.close()
-            raise RuntimeError(f"the process for {self._work.__module__} did not start: {said}")
+            raise RuntimeError(f"the process for {self._work.__module__} did not start: {answer}")
 
     def _exchange(self, job: dict[str, Any], seconds: float) -> dict[str, Any] | str:
         assert self._process is not None and self._process.stdin is not None
@@ -81,19 +81,19 @@ class Apart:
 
     def _read(self, seconds: float) -> dict[str, Any] | str:
         assert self._process is not None and self._process.stdout is not None
-        end, found = time.monotonic() + seconds, b""
+        end, data = time.monotonic() + seconds, b""
         pipe = self._process.stdout.fileno()
-        while not found.endswith(b"\n"):
-            left = end - time.monotonic()
-            if left <= 0 or not select.select([pipe], [], [], left)[0]:
+        while not data.endswith(b"\n"):
+            seconds_left = end - time.monotonic()
+            if seconds_left <= 0 or not select.select([pipe], [], [], seconds_left)[0]:
                 return f"no answer within {seconds:g} seconds"
             piece = os.read(pipe, 1 << 16)
             if not piece:
                 return "its process ended"
-            found += piece
-            if len(found) > ANSWER_BYTES:
+            data += piece
+            if len(data) > ANSWER_BYTES:
                 return "its process wrote too much"
-        answer: dict[str, Any] = json.loads(found)
+        answer: dict[str, Any] = json.loads(data)
         return answer
 
 
@@ -113,13 +113,13 @@ def serve() -> None:
     say({"ready": True})
     limited = False
     for line in sys.stdin.buffer:
-        asked = json.loads(line)
-        if asked["memory_mb"] is not None and not limited:
-            _limit(asked["memory_mb"])
+        request = json.loads(line)
+        if request["memory_mb"] is not None and not limited:
+            _limit(request["memory_mb"])
             limited = True
         # The parent ends this process in time; should it be gone, the alarm does, whatever the work is busy with.
-        signal.setitimer(signal.ITIMER_REAL, asked["seconds"] + GRACE_SECONDS)
-        answer = work(asked["job"])
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"] + GRACE_SECONDS)
+        answer = work(request["job"])
         signal.setitimer(signal.ITIMER_REAL, 0)
         say(answer)
 

@@ -50,7 +50,6 @@ def fingerprint() -> Fingerprint:
 
 @functools.cache
 def _packages() -> dict[str, str]:
-    """Return the installed packages that offer plugins, and their versions."""
     dists = [entry.dist for group in GROUPS for entry in entry_points(group=group) if entry.dist is not None]
     return {dist.name: dist.version for dist in dists}
 
@@ -81,9 +80,9 @@ def packed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 def compute(payload: bytes) -> Answer:
     """Compute one part; whatever it raises is part of the answer, so that every engine hands errors over alike."""
-    asked, modules, call = pickle.loads(payload)  # noqa: S301 - from the driver
+    driver, modules, call = pickle.loads(payload)  # noqa: S301 - from the driver
     try:
-        if refused := _refused(Fingerprint(**asked), modules):
+        if refused := _refused(Fingerprint(**driver), modules):
             return Answer(refused=refused)
         started = time.process_time()
         function, args, kwargs = pickle.loads(call)  # noqa: S301
@@ -93,7 +92,7 @@ def compute(payload: bytes) -> Answer:
     return Answer(result, cpu_seconds=time.process_time() - started, resident_bytes=psutil.Process().memory_info().rss)
 
 
-def _refused(asked: Fingerprint, modules: dict[str, str]) -> str:
+def _refused(driver: Fingerprint, modules: dict[str, str]) -> str:
     """Return the reason why this worker must not compute for that driver; empty if both compute with the same versions."""
     here = f"the worker on {socket.gethostname()} (process {os.getpid()})"
     for name, file in modules.items():
@@ -103,8 +102,8 @@ def _refused(asked: Fingerprint, modules: dict[str, str]) -> str:
             plugins.add(file or name)
     mine = fingerprint()
     # A module that another driver had added is in nobody's way.
-    mine = replace(mine, plugins={name: digest for name, digest in mine.plugins.items() if name in asked.plugins or name in _packages()})
-    if differences := asked.differences(mine):
+    mine = replace(mine, plugins={name: digest for name, digest in mine.plugins.items() if name in driver.plugins or name in _packages()})
+    if differences := driver.differences(mine):
         return f"{here} was refused: it has {'; '.join(differences)}. Install there what is installed here, and start it again"
     return ""
 

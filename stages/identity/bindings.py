@@ -127,13 +127,13 @@ def origins(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
 
 def imported(node: ast.Import | ast.ImportFrom, where: str) -> dict[str, Target]:
     """Return local name → (module, symbol or None) for the first-party names that an import binds."""
-    found: dict[str, Target] = {}
+    targets: dict[str, Target] = {}
     if isinstance(node, ast.Import):
         for alias in node.names:
             if is_followed(alias.name):
                 top = alias.name.split(".")[0]
-                found[alias.asname or top] = (alias.name if alias.asname else top, None)
-        return found
+                targets[alias.asname or top] = (alias.name if alias.asname else top, None)
+        return targets
     base = node.module or ""
     if node.level:
         package = where if (source_file(where) or Path()).name == "__init__.py" else where.rpartition(".")[0]
@@ -144,5 +144,5 @@ def imported(node: ast.Import | ast.ImportFrom, where: str) -> dict[str, Target]
         for alias in node.names:
             if alias.name == "*":
                 raise PunaError(f"module {where}: `from {base} import *` hides what is used; name the imports")
-            found[alias.asname or alias.name] = (base, alias.name)
-    return found
+            targets[alias.asname or alias.name] = (base, alias.name)
+    return targets

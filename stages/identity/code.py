@@ -57,35 +57,34 @@ def reached(*roots: Name) -> dict[str, str]:
 
     Data files are `module:path`, libraries `library:name` → version. Only `meaning`, one hash of all without modules, counts in a key.
     """
-    found = _reach(*roots)
-    made = {"contract": str(FORMAT), **found.symbols}
+    reach = _reach(*roots)
+    hashes = {"contract": str(FORMAT), **reach.symbols}
     data, versions = [], {}
-    for name, file in found.data:
+    for name, file in reach.data:
         # It may have been read already, and kept.
         sources.check([file])
-        made[name] = sources.seen(file)
-        data.append((os.path.basename(file), made[name]))
-    for library in found.libraries:
+        hashes[name] = sources.seen(file)
+        data.append((os.path.basename(file), hashes[name]))
+    for library in reach.libraries:
         if version := libraries.version_in_key(library):
             versions[f"library:{library}"] = version
-    content = json.dumps([found.meaning, sorted(set(data)), versions])
-    return made | versions | {MEANING: hashlib.sha256(content.encode()).hexdigest()[:32]}
+    content = json.dumps([reach.meaning, sorted(set(data)), versions])
+    return hashes | versions | {MEANING: hashlib.sha256(content.encode()).hexdigest()[:32]}
 
 
 def _reach(*roots: Name) -> Reach:
-    """Return the reach of these symbols, from the cache or by following them."""
-    found = cached_reach(roots)
-    if found is None:
+    reach = cached_reach(roots)
+    if reach is None:
         followed = _followed(*roots)
-        found = Reach(
+        reach = Reach(
             {f"{where}.{what}": symbol.hash for (where, what), symbol in followed.symbols.items()},
             {str(file): sources.seen(file) for file in followed.sources},
             [(f"{where}:{os.path.relpath(file, load(where).file.parent)}", str(file)) for where, file in followed.data()],
             sorted({library for symbol in followed.symbols.values() for library in symbol.libraries}),
             followed.meaning(roots),
         )
-        keep(roots, found)
-    return found
+        keep(roots, reach)
+    return reach
 
 
 @dataclass
@@ -127,7 +126,7 @@ class Followed:
 
     def data(self) -> Iterator[tuple[str, Path]]:
         """Yield the data files, each with the module that opens it."""
-        said = {word for symbol in self.symbols.values() for word in symbol.texts}
+        words = {word for symbol in self.symbols.values() for word in symbol.texts}
         for (where, _), symbol in self.symbols.items():
             for opened in symbol.opened:
                 if sources.ROOT.is_relative_to(opened.path):
@@ -136,31 +135,31 @@ class Followed:
                     yield where, opened.path
                     continue
                 # A name that is passed on: one of those that the code writes down, where they are files of the folder.
-                named = [opened.path / word for word in sorted(said) if (opened.path / word).is_file()] if opened.names else []
+                named = [opened.path / word for word in sorted(words) if (opened.path / word).is_file()] if opened.names else []
                 for file in named or data_files.below(opened.path):
                     yield where, file
 
 
 def _followed(*roots: Name) -> Followed:
-    found = Followed()
-    todo, seen = list(roots), set[Name]()
+    followed = Followed()
+    todo, visited = list(roots), set[Name]()
     while todo:
         where, what = todo.pop()
-        if (where, what) in seen or where.startswith(OUTSIDE):
+        if (where, what) in visited or where.startswith(OUTSIDE):
             continue
-        seen.add((where, what))
+        visited.add((where, what))
         source = load(where)
         if source.file.is_file():
-            found.sources.add(source.file)
+            followed.sources.add(source.file)
         for target in source.imports.get(what, []):
             todo.extend(_targets(*target))
         symbol = _symbol(source, what)
         if symbol is not None:
-            found.symbols[where, what] = symbol
+            followed.symbols[where, what] = symbol
             todo.extend(symbol.uses)
         elif what not in source.imports and is_module(f"{where}.{what}"):
             todo.extend((f"{where}.{what}", name) for name in load(f"{where}.{what}").symbols)
-    return found
+    return followed
 
 
 @dataclass(frozen=True)
@@ -185,9 +184,9 @@ def _symbol(source: Module, name: str) -> Symbol | None:
     opened: list[data_files.Opened] = []
     words: list[str] = []
     foreign: dict[str, str] = {}
-    shown: list[str] = []
+    parts: list[str] = []
     for binding in bindings:
-        shown += [guard.branch for guard in binding.guards]
+        parts += [guard.branch for guard in binding.guards]
         for node in binding.nodes:
             plain, annotations = source.canonical(node)
             inside = list(ast.walk(plain))
@@ -199,7 +198,7 @@ def _symbol(source: Module, name: str) -> Symbol | None:
                 elif isinstance(inner, ast.Name) and inner.id in source.foreign:
                     foreign[inner.id] = source.foreign[inner.id]
             named, plain_text = _named(plain, source, local)
-            shown.append(plain_text)
+            parts.append(plain_text)
             uses += named
             for annotation in annotations:
                 uses += _named(annotation, source, local)[0]
@@ -208,9 +207,9 @@ def _symbol(source: Module, name: str) -> Symbol | None:
             if any(isinstance(n, ast.Name) and isinstance(_constant(source, n.id), Path) for n in inside):
                 opened += data_files.opened(plain, partial(_constant, source))
     opened += _beside(dict.fromkeys(words), source.file.parent)
-    shown += sorted(f"{local}={origin}" for local, origin in foreign.items() if not local.startswith(" "))
+    parts += sorted(f"{local}={origin}" for local, origin in foreign.items() if not local.startswith(" "))
     return Symbol(
-        hashlib.sha256("\n".join(shown).encode()).hexdigest()[:16],
+        hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
         tuple(uses),
         tuple(dict.fromkeys(one for one in opened if one.path.exists() and one.path.suffix != ".py")),
         tuple(dict.fromkeys(words)),
@@ -268,8 +267,8 @@ def _named(node: ast.AST, source: Module, local: dict[str, list[Target]]) -> tup
             uses.extend(name for target in local.get(inner.id, []) for name in _targets(*target))
         return None
 
-    shown = text(node, reference)
-    return uses, shown
+    shortened = text(node, reference)
+    return uses, shortened
 
 
 def _chain(node: ast.expr) -> list[str]:

@@ -92,8 +92,8 @@ def texts(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 def below(folder: Path) -> list[Path]:
     """Return the data files in a folder and below it."""
-    found = []
+    files = []
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
-        found += [Path(place, name) for name in sorted(names) if not name.endswith((".py", ".pyc")) and not name.startswith(".")]
-    return found
+        files += [Path(place, name) for name in sorted(names) if not name.endswith((".py", ".pyc")) and not name.startswith(".")]
+    return files

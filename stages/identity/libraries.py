@@ -33,15 +33,15 @@ def version_in_key(module: str) -> str:
     if module in ("re", "unicodedata"):
         return f"unicode {unicodedata.unidata_version}"
     # Most distributions are named as their module is.
-    found = _version(module) or ", ".join(sorted({one.version for one in importlib.metadata.distributions() if _brings(one, module)}))
-    return ".".join(found.split(".")[:2]) if module in NUMERIC else found
+    version = _version(module) or ", ".join(sorted({one.version for one in importlib.metadata.distributions() if _brings(one, module)}))
+    return ".".join(version.split(".")[:2]) if module in NUMERIC else version
 
 
 @functools.cache
 def installed() -> dict[str, str]:
     """Return the versions of the libraries that driver and workers must share; a process has one of each."""
-    found = {name: _version(name) for name in WORKERS}
-    return {name: version for name, version in found.items() if version}
+    versions = {name: _version(name) for name in WORKERS}
+    return {name: version for name, version in versions.items() if version}
 
 
 def _brings(distribution: importlib.metadata.Distribution, module: str) -> bool:

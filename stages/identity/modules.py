@@ -77,6 +77,5 @@ def installed(path: tuple[str, ...]) -> EntryPoints:
 
 @functools.cache
 def _offering() -> frozenset[str]:
-    """Return the top-level modules that entry points of our groups name."""
     everything = installed(tuple(sys.path))
     return frozenset(entry.value.split(":")[0].split(".")[0] for group in GROUPS for entry in everything.select(group=group))

@@ -56,16 +56,16 @@ def cached_reach(roots: Sequence[tuple[str, str]]) -> Reach | None:
         return None
     try:
         of = _of(roots)
-        found = _known[of] if of in _known else _read(roots, of)
-        if any(sources.seen(file) != digest for file, digest in found.sources.items()):
+        reach = _known[of] if of in _known else _read(roots, of)
+        if any(sources.seen(file) != digest for file, digest in reach.sources.items()):
             return None
-        if any(source_file(name) for name in found.libraries):
+        if any(source_file(name) for name in reach.libraries):
             return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    sources.check(found.sources)
-    _known[of] = found
-    return found
+    sources.check(reach.sources)
+    _known[of] = reach
+    return reach
 
 
 def _read(roots: Sequence[tuple[str, str]], of: str) -> Reach:
@@ -76,12 +76,12 @@ def _read(roots: Sequence[tuple[str, str]], of: str) -> Reach:
     return Reach(**data["reach"])
 
 
-def keep(roots: Sequence[tuple[str, str]], found: Reach) -> None:
+def keep(roots: Sequence[tuple[str, str]], reach: Reach) -> None:
     """Keep what these symbols reach, where it may be written."""
-    if not _own(name.split(".") for name in found.symbols):
+    if not _own(name.split(".") for name in reach.symbols):
         return
-    file, of, content = _file(roots), _of(roots), asdict(found)
-    _known[of] = found
+    file, of, content = _file(roots), _of(roots), asdict(reach)
+    _known[of] = reach
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -44,16 +44,15 @@ def _read(files: Iterable[Path]) -> dict[str, str]:
     When a file was written is told by the time of its entry: its own time may be any, in the future too, as an archive gave it. Where
     that lies in the future as well, clocks differ, and the file is taken as it is.
     """
-    started, found = _started(), {}
+    started, digests = _started(), {}
     for file in files:
         if file.suffix == ".py":
-            found[str(file)] = "edited" if started <= file.stat().st_ctime <= time.time() else digest(file)
-    return found
+            digests[str(file)] = "edited" if started <= file.stat().st_ctime <= time.time() else digest(file)
+    return digests
 
 
-def _together(found: dict[str, str]) -> str:
-    """Return one digest of several files' digests."""
-    return hashlib.sha256("\n".join(f"{os.path.relpath(n, ROOT)} {d}" for n, d in sorted(found.items())).encode()).hexdigest()[:16]
+def _together(digests: dict[str, str]) -> str:
+    return hashlib.sha256("\n".join(f"{os.path.relpath(n, ROOT)} {d}" for n, d in sorted(digests.items())).encode()).hexdigest()[:16]
 
 
 _FILES = list(_walked())

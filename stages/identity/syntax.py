@@ -173,8 +173,6 @@ class _Canonical(ast.NodeTransformer):
         self.annotations: list[ast.AST] = []
         self.scopes: list[Scope] = []
 
-    # --- scopes --------------------------------------------------------------------------------------
-
     def _named(self, name: str) -> str:
         for index, scope in enumerate(reversed(self.scopes)):
             if scope.is_class and index:
@@ -258,8 +256,6 @@ class _Canonical(ast.NodeTransformer):
 
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _comprehension
 
-    # --- what does not count -------------------------------------------------------------------------
-
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         in_function = bool(self.scopes) and not self.scopes[-1].is_class
         if not in_function:
@@ -303,14 +299,14 @@ def _arguments(arguments: ast.arguments) -> list[ast.arg]:
 
 def _inside(nodes: Sequence[ast.AST], comprehensions: bool = False) -> list[ast.AST]:
     """Return the nodes of a scope in the order of the text, without nested scopes; a walrus leaves a comprehension."""
-    found: list[ast.AST] = []
+    inside: list[ast.AST] = []
     todo = list(reversed(nodes))
     while todo:
         node = todo.pop()
-        found.append(node)
+        inside.append(node)
         if not isinstance(node, SCOPES) and (comprehensions or not isinstance(node, COMPREHENSIONS)):
             todo.extend(reversed(list(ast.iter_child_nodes(node))))
-    return found
+    return inside
 
 
 def _bound(inside: Iterable[ast.AST]) -> Iterator[str]:
@@ -330,15 +326,15 @@ def _bound(inside: Iterable[ast.AST]) -> Iterator[str]:
 
 def _fixed_names(inside: Iterable[ast.AST]) -> set[str]:
     """Return the names of a scope that stay: imports, functions, classes, and names of other scopes."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in inside:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+            names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Global):
-            found |= set(node.names)
-    return found
+            names |= set(node.names)
+    return names
 
 
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
