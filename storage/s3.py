@@ -38,7 +38,11 @@ SUMS, NONCE = "puna-sums", "puna-nonce"
 
 @dataclass(frozen=True)
 class S3Files(Bucket, Files):
-    """A prefix in a bucket. Versions are ETags. `term`: see `lease.TERM`."""
+    """A prefix in a bucket. Versions are ETags. `term`: see `lease.TERM`.
+
+    `read` compares whole files with their checksums; a part of a file carries its reader's own. `append` writes the log anew with the
+    line. `publish` copies within the bucket, and the conditional put of the last file decides between writers.
+    """
 
     term: float = lease.TERM
 
@@ -65,38 +69,30 @@ class S3Files(Bucket, Files):
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         if start or stop is not None:
             return b"" if stop is not None and stop <= start else self._got(name, start, stop)[0]
-        content = self.versioned(name)
-        if content is None:
-            raise FileNotFoundError(f"{self.uri}/{name}")
-        return content[0]
+        return self._compared(name, 0, None)[0]
 
     def versioned(self, name: str) -> tuple[bytes, str] | None:
         """Return the content and version of a whole file, compared with its checksums; None where there is none."""
+        try:
+            return self._compared(name, 0, None)
+        except FileNotFoundError:
+            return None
+
+    def _compared(self, name: str, start: int, stop: int | None, size: int | None = None) -> tuple[bytes, str]:
+        """Return whole blocks of a file, compared with their checksums, and its version. Raise PunaError if it has another size."""
         for attempt in range(TRIES):
-            try:
-                data, size, sums, version = self._got(name, 0, None)
-            except FileNotFoundError:
-                return None
-            if _right(data, 0, size, sums):
+            data, now, sums, version = self._got(name, start, stop)
+            if size not in (None, now):
+                _size.cache_clear()
+                raise PunaError(f"{self.uri}/{name}: another process wrote it anew while it was read; run again")
+            if _right(data, start, now, sums):
                 return data, version
             pause(attempt)
-        raise self._damaged(name)
+        raise DamagedFile(f"{self.uri}/{name}: is damaged: its bytes are not those that were written")
 
     def open(self, name: str) -> BinaryIO:
         size = _size(self, name)
-        return cast("BinaryIO", blocks.Reader(size, lambda start, stop: self._checked(name, start, stop, size)))
-
-    def _checked(self, name: str, start: int, stop: int, size: int) -> bytes:
-        """Return whole blocks of a file of this size."""
-        for attempt in range(TRIES):
-            data, now, sums, _ = self._got(name, start, stop)
-            if now != size:
-                _size.cache_clear()
-                raise PunaError(f"{self.uri}/{name}: another process wrote it anew while it was read; run again")
-            if _right(data, start, size, sums):
-                return data
-            pause(attempt)
-        raise self._damaged(name)
+        return cast("BinaryIO", blocks.Reader(size, lambda start, stop: self._compared(name, start, stop, size)[0]))
 
     def _got(self, name: str, start: int, stop: int | None) -> tuple[bytes, int, str, str]:
         """Return the bytes, size of the whole file, its checksums as text, its version."""
@@ -107,9 +103,6 @@ class S3Files(Bucket, Files):
             return bytes(answer.bytes()), answer.meta["size"], answer.attributes.get(SUMS, ""), answer.meta["e_tag"] or ""
 
         return self._tried(name, get)
-
-    def _damaged(self, name: str) -> DamagedFile:
-        return DamagedFile(f"{self.uri}/{name}: is damaged: its bytes are not those that were written")
 
     def stat(self, name: str) -> Stat | None:
         try:

@@ -44,32 +44,26 @@ class Listener(Protocol):
         """Report that `done` of `total` units of the stage are finished."""
 
 
+@dataclass(eq=False)
 class StageRun:
     """The argument through which a stage reads its surroundings and writes its artifact."""
 
-    def __init__(
-        self,
-        stage: str,
-        kind: str,
-        config: StageConfig,
-        work: Work,
-        executor: Executor | None = None,
-        listener: Listener | None = None,
-        part_rows: int | None = None,
-    ) -> None:
-        self.stage = stage
-        self.kind = kind
-        self.config = config
-        self.metrics: dict[str, Any] = {}
-        self.figures: dict[str, Figure] = {}
-        self.input_rows: int | None = None
-        self._work = work
-        self._executor = executor
-        self._listener = listener
-        self._part_rows = part_rows
-        self._written = 0
-        self._calls = 0
-        work.mapper = lambda function, jobs: ordered(executor, function, jobs, ())
+    stage: str
+    kind: str
+    config: StageConfig
+    _work: Work
+    _executor: Executor | None = None
+    _listener: Listener | None = None
+    _part_rows: int | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Figure] = field(default_factory=dict)
+    input_rows: int | None = None
+    _written: int = 0
+    _calls: int = 0
+
+    def __post_init__(self) -> None:
+        executor = self._executor
+        self._work.mapper = lambda function, jobs: ordered(executor, function, jobs, ())
 
     def map(self, function: Callable[..., Any], items: Iterable[Any], *args: Any, rows: int | None = None) -> Iterator[Any]:
         """Yield `function(item, *args)` for each item, in order; `function` must be module-level. `rows`: number of items."""

@@ -48,14 +48,9 @@ class DaskCluster(PartExecutor):
         else:
             with dask.config.set(LOCAL):
                 self._local = target = LocalCluster(
-                    n_workers=workers,
-                    threads_per_worker=1,
-                    processes=True,
-                    dashboard_address=None,
-                    silence_logs=50,
-                    host="127.0.0.1",
+                    n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50, host="127.0.0.1",
                     security=True,  # other users of this machine could else have the workers run code
-                )
+                )  # fmt: skip
         self._where = address or "on this machine"
         self.below = not address
         self._gone = f"the Dask scheduler {self._where} is gone, or has dropped the work; what is finished is kept: run again"

@@ -47,16 +47,12 @@ def load(name: str) -> Module:
     """Return the parsed bindings of module `name`; raise PunaError if its file changed since this process imported it."""
     file = source_file(name)
     if file is not None:
-        return _read(name, file)
+        stat = file.stat()
+        return _at(name, file, stat.st_mtime_ns, stat.st_size, sources.seen(file))
     cells = notebook() if name == "__main__" else ""
     if not cells:
         raise PunaError(f"module {name}: its source is kept nowhere; declare the stage in a file, or give it version=")
     return _parse(name, Path("notebook"), cells)
-
-
-def _read(name: str, file: Path) -> Module:
-    stat = file.stat()
-    return _at(name, file, stat.st_mtime_ns, stat.st_size, sources.seen(file))
 
 
 @lru_cache(maxsize=1024)

@@ -59,15 +59,13 @@ def reached(*roots: Name) -> dict[str, str]:
     """
     reach = _reach(*roots)
     hashes = {"contract": str(FORMAT), **reach.symbols}
-    data, versions = [], {}
+    data = []
     for name, file in reach.data:
         # It may have been read already, and kept.
         sources.check([file])
         hashes[name] = sources.seen(file)
         data.append((os.path.basename(file), hashes[name]))
-    for library in reach.libraries:
-        if version := libraries.version_in_key(library):
-            versions[f"library:{library}"] = version
+    versions = {f"library:{name}": version for name in reach.libraries if (version := libraries.version_in_key(name))}
     content = json.dumps([reach.meaning, sorted(set(data)), versions])
     return hashes | versions | {MEANING: hashlib.sha256(content.encode()).hexdigest()[:32]}
 
@@ -209,7 +207,7 @@ def _symbol(source: Module, name: str) -> Symbol | None:
     opened += _beside(dict.fromkeys(words), source.file.parent)
     parts += sorted(f"{local}={origin}" for local, origin in foreign.items() if not local.startswith(" "))
     return Symbol(
-        hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
+        _hash(parts),
         tuple(uses),
         tuple(dict.fromkeys(one for one in opened if one.path.exists() and one.path.suffix != ".py")),
         tuple(dict.fromkeys(words)),
