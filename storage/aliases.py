@@ -30,7 +30,7 @@ NUMBERED = re.compile(r"(.*@[a-z]+-)([0-9]+)")
 
 
 def checked_project(name: object) -> str:
-    """Return the name of a project. Raise PunaError where it is none."""
+    """Return the name of a project. Raise PunaError if it is not one."""
     if not isinstance(name, str) or not re.fullmatch(PROJECT, name):
         raise PunaError(f"project {name}: a project's name has letters, digits, - and _ only, 100 at most, for example news")
     return name
@@ -44,7 +44,7 @@ class Aliases:
         self.project = checked_project(project)
 
     def target(self, alias: str) -> tuple[str, str] | None:
-        """Return kind and key of the artifact that an alias points to, None where there is no such alias."""
+        """Return kind and key of the artifact that an alias points to, or None."""
         fields = read_pointer(self._files, self._file(alias))
         return None if fields is None else (fields["kind"], fields["key"])
 
@@ -77,7 +77,7 @@ class Aliases:
         raise AssertionError("unreachable")
 
     def parts(self, alias: str) -> tuple[str, str]:
-        """Return the project of an alias, and its name there. Raise PunaError where the text is no alias."""
+        """Return the project of an alias, and its name there. Raise PunaError if the text is no alias."""
         if (match := ALIAS.fullmatch(alias)) is None:
             raise PunaError(
                 f"{alias}: no such alias; one is [PROJECT/]NAME@VERSION, of letters, digits, `_`, `-` and `.`, for example policy@latest"
@@ -112,12 +112,12 @@ class Aliases:
         return {alias: fields["key"] for alias, fields in pointers.items() if fields is not None}
 
     def lost(self) -> dict[str, str]:
-        """Return each alias that was set in any project and is gone, with the artifact that it first pointed to."""
+        """Return each alias that was set in any project and is gone, with the artifact that it pointed to first."""
         present = {self.called(alias) for alias in self.files()}
         return {alias: first for alias, first in self.journal().items() if alias not in present}
 
     def journal(self) -> dict[str, str]:
-        """Return every alias that was ever set, with the artifact that it first pointed to. Damaged lines are left out."""
+        """Return every alias that was ever set, with the artifact that it pointed to first. Damaged lines are left out."""
         first: dict[str, str] = {}
         for entry in index.journal(self._files, JOURNAL, FIELDS)[0]:
             first.setdefault(str(entry["alias"]), str(entry["artifact"]))
@@ -131,7 +131,7 @@ class Aliases:
 
 
 def is_pointer(name: str) -> bool:
-    """True if a name is that of a pointer, and of none in the making."""
+    """True if a name is that of a finished pointer file."""
     return name.endswith(".json") and not name.rpartition("/")[2].startswith(".")
 
 
@@ -141,7 +141,7 @@ def pointer(data: dict[str, str]) -> bytes:
 
 
 def read_pointer(files: Files, name: str) -> dict[str, str] | None:
-    """Return the fields of a pointer file, None where there is none. PunaError where it cannot be read or was damaged."""
+    """Return the fields of a pointer file, or None. Raise PunaError if it is damaged."""
     try:
         data = json.loads(files.read(name))
         if data.pop("checksum") != _checksum(data):

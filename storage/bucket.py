@@ -46,7 +46,7 @@ class Bucket:
         return _connected(self.bucket, self.prefix, os.environ.get("AWS_ENDPOINT_URL", ""))
 
     def _tried(self, name: str, request: Callable[[], T], *, written: bool = False) -> T:
-        """Send a request and return its answer. Repeat it where the client does not do so by itself."""
+        """Send a request and return its answer. Repeat it where the client does not."""
         for attempt in range(TRIES):
             try:
                 return request()
@@ -95,7 +95,7 @@ def _connected(bucket: str, prefix: str, endpoint: str) -> S3Store:
 
 
 def _status(error: Exception) -> str:
-    """Return the status of an answer, where the client met one that it knows no other name for."""
+    """Return the HTTP status of an answer that the client has no error class for."""
     match = re.search(r"status code: (\d+)", str(error))
     return match[1] if match else ""
 

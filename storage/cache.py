@@ -31,7 +31,7 @@ def folder() -> Path:
 
 
 def most_bytes() -> int:
-    """Return the bound of the cache in bytes. PunaError where PUNA_CACHE_GB is no number."""
+    """Return the bound of the cache in bytes. Raise PunaError if PUNA_CACHE_GB is no number."""
     text = os.environ.get("PUNA_CACHE_GB", str(MOST_GB))
     try:
         return int(float(text) * 1e9)
@@ -50,7 +50,7 @@ class Cache:
         return self.root / "files" / name
 
     def have(self, versions: Mapping[str, str], fetch: Callable[[str, Path], None]) -> None:
-        """Fetch copies of files of these versions; `fetch` writes one to a path."""
+        """Fetch copies of files in these versions; `fetch` writes one to a path."""
         for entry in sorted({_entry(name) for name in versions}):
             self._pin(entry)
         fetched = False
@@ -91,7 +91,7 @@ class Cache:
         return self.root / "locks" / entry.replace("/", "+")
 
     def _pin(self, entry: str) -> None:
-        """Keep others from removing an entry while this process lives."""
+        """Keep other processes from removing an entry while this one lives."""
         file = self._lock(entry)
         if file not in _pinned:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ class Cache:
             _pinned.popitem(last=False)[1].close()
 
     def _shrink(self, most: int) -> None:
-        """Remove what was not used for longest, until no more than `most` bytes are left."""
+        """Remove the least recently used entries until at most `most` bytes are left."""
         sizes: dict[str, int] = {}
         files = self.root / "files"
         for path, _, names in os.walk(files):
@@ -128,6 +128,6 @@ class Cache:
 
 
 def _entry(name: str) -> str:
-    """Return the unit that is kept or removed as a whole: an artifact, or the work of one key."""
+    """Return the unit of eviction: an artifact, or the work of one key."""
     inside = name.split("/")
     return "/".join(inside[: {"objects": 4, "work": 2}.get(inside[0], 1)])

@@ -68,7 +68,7 @@ def quarantine(files: Files, artifact: Artifact, *, own: bool = False) -> str | 
 
 
 def set_aside(files: Files, kind: str, key: str, *, damaged: bool = True) -> str:
-    """Move the folder of a key out of the way, whatever is left in it; return its new place. `damaged`: it is no mere suspect."""
+    """Move the folder of a key to `quarantine/` and return its new place. `damaged`: it is not just a suspect."""
     target = f"quarantine/{kind}-{key[:12]}-{uuid.uuid4().hex}"
     if key in suspects(files):
         note(files, kind, key, "suspect")
@@ -80,7 +80,7 @@ def set_aside(files: Files, kind: str, key: str, *, damaged: bool = True) -> str
 
 @dataclass(frozen=True, eq=False)
 class ComparedFiles(LocalFiles):
-    """A local store as readers see it that commit nothing: a table's file is compared with its checksum before it is read."""
+    """A local store for readers that commit nothing: a table's file is compared with its checksum before it is read."""
 
     def __eq__(self, other: object) -> bool:
         """True for the same place, whoever reads it."""
@@ -94,7 +94,7 @@ class ComparedFiles(LocalFiles):
 
 
 def reading(files: Files) -> Files:
-    """Return the files as readers see them that commit nothing. A stage compares what it read before its commit instead."""
+    """Return the files for readers that commit nothing. A stage compares what it read before its commit instead."""
     return ComparedFiles(files.root) if isinstance(files, LocalFiles) else files
 
 
@@ -121,7 +121,7 @@ def compare(files: Files, names: Iterable[str], most: int | None = None) -> int:
 
 
 def _whole(files: Files, name: str) -> bool:
-    """True if the bytes of an artifact's file agree with its checksum; False where they do not, or the manifest cannot be read."""
+    """True if an artifact's file agrees with its checksum; False if it differs or the manifest cannot be read."""
     _, kind, _, key, inside = name.split("/", 4)
     try:
         expected = Artifact(kind, key, files).manifest.files[inside].sha256
@@ -138,7 +138,7 @@ def note(files: Files, kind: str, key: str, what: Finding) -> None:
 
 
 def suspects(files: Files) -> dict[str, str]:
-    """Return by key why artifacts are suspect, a clause for people each; empty where nothing was ever damaged."""
+    """Return by key a clause for people on why the artifact is suspect; empty if nothing was ever damaged."""
     findings, _ = index.journal(files, JOURNAL, FIELDS)
     if not findings:
         return {}

@@ -62,7 +62,7 @@ class Partition:
 
     @property
     def runs(self) -> list[tuple[str, int, int]]:
-        """Return the file, begin and end of each run that has rows."""
+        """Return file, begin and end of each run that has rows."""
         own = np.flatnonzero(self.ends > self.begins).tolist()
         return [(self.names[n], int(self.begins[n]), int(self.ends[n])) for n in own]
 
@@ -134,7 +134,7 @@ class Scattered:
 
 
 def scatter(how: Scatter, tables: pa.Table | Iterable[pa.Table], info: Callable[[], Any]) -> Scattered:
-    """Write the rows that a job makes, in a worker; `info` is asked at the end."""
+    """Write a job's rows by partition, in a worker; `info` is called at the end."""
     files: list[tuple[str, Offsets]] = []
     rows, schema = 0, None
     runs = _Runs(how)
@@ -183,7 +183,7 @@ class _Runs:
             self._packed[number][1].write_table(table.slice(end - size, size))
 
     def write(self, number: int) -> tuple[str, Offsets]:
-        """Write the file, of the job's the `number`-th; gives its name and the ends of its runs."""
+        """Write the job's file of this number; return its name and the ends of its runs."""
         if self._held:
             self._pack()
         staging = self._how.staging
@@ -219,7 +219,7 @@ def _places(column: pa.ChunkedArray, count: int) -> Any:
 
 
 def found_before(how: Scatter) -> Scattered | None:
-    """Return the job's result from an earlier attempt, None where there is none. Raise `Damaged` where a file is damaged."""
+    """Return the job's result from an earlier attempt, or None. Raise `Damaged` if a file is damaged."""
     if (record := how.staging.noted(how.job)) is None:
         return None
     files = [(name, np.array(ends, np.int64)) for name, ends in record["files"]]
@@ -231,7 +231,7 @@ def found_before(how: Scatter) -> Scattered | None:
 
 
 def _whole(files: Files, name: str, ends: Offsets) -> bool:
-    """True if a file holds its runs and no more."""
+    """True if a file holds exactly its runs."""
     stat = files.stat(name)
     if stat is None or stat.bytes != ends[-1]:
         return False
@@ -242,7 +242,7 @@ def _whole(files: Files, name: str, ends: Offsets) -> bool:
 
 
 def gathered(files: Files, results: list[Scattered], count: int, by: str) -> Exchange:
-    """Return the partitions of what all jobs wrote."""
+    """Return the partitions of all jobs' results."""
     schemas = list(dict.fromkeys(one.schema for one in results if one.schema))
     if len(schemas) > 1:
         raise PunaError("the jobs of an exchange made tables of different columns")

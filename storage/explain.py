@@ -78,7 +78,7 @@ def _nearest(earlier: Iterable[Artifact], now: Manifest | Identity) -> tuple[Art
 
 
 def _without_moved(before: dict[str, str], now: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return both, without the hash of everything, and without what stands elsewhere and is the same."""
+    """Return both without `meaning`, and without symbols that only moved."""
     only_before, only_now = ({(_bare(n), h) for n, h in one.items() if n not in other} for one, other in ((before, now), (now, before)))
     moved = only_before & only_now
     left = [{n: h for n, h in one.items() if n != MEANING and (_bare(n), h) not in moved} for one in (before, now)]

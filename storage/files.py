@@ -29,7 +29,7 @@ class DamagedFile(PunaError):
 
 
 class Stat(NamedTuple):
-    """A file's size in bytes, a text that is another one whenever it was written anew, and when that was, seconds since the epoch."""
+    """A file's size in bytes, a text that changes whenever it is written, and the time of writing in seconds since the epoch."""
 
     bytes: int
     version: str
@@ -63,41 +63,41 @@ class Files(Protocol):
         return self.open(name)
 
     def stat(self, name: str) -> Stat | None:
-        """Return the size and version of a file; None where there is none."""
+        """Return the size and version of a file, or None."""
 
     def stats(self, folder: str) -> dict[str, Stat]:
         """Return the size and version of every file below a folder, by name relative to it."""
 
     def list(self, folder: str, after: str = "") -> Iterator[str]:
-        """Return the names of the files below a folder, in order, those after the name `after`."""
+        """Return the names of the files below a folder that come after the name `after`, in order."""
 
     def folders(self, folder: str) -> Sequence[str]:
         """Return the names of the folders in a folder, in order."""
 
     def versions(self, folder: str, depth: int, name: str) -> dict[str, str]:
-        """Return by the names of the folders `depth` below a folder the version of the file `name` in each that has one."""
+        """Return the version of the file `name` in each folder `depth` below a folder, by the folder's name."""
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small file where there is none; False where there is one. It exists whole or not at all."""
+        """Write a small file if there is none, whole or not at all; return False if there is one."""
         return self.swap(name, data, None)
 
     def swap(self, name: str, data: bytes, version: str | None) -> bool:
-        """Write a small file where it still has this version (None: where there is none); False where it has another."""
+        """Write a small file if it still has this version (None: does not exist); return False if it has another."""
 
     def write(self, name: str, data: bytes, *, lasting: bool = True) -> None:
         """Write a small file, whatever was there; it exists whole or not at all: after a loss of power only where it is `lasting`."""
 
     def append(self, name: str, line: bytes) -> None:
-        """Add one line to a log; what a crash cut short takes no other line with it."""
+        """Add one line to a log. A line that a crash cut short damages no other."""
 
     def put(self, name: str, file: Path) -> None:
-        """Take a local file, synced where it is to outlive a loss of power, into the place; the local file is gone afterwards."""
+        """Move a local file into the place. It survives a loss of power if it was synced before."""
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all that is in it; what is not there is left so. Half-removed, it is no artifact."""
+        """Remove a file, or a folder with its content, if it exists. A half-removed folder is no artifact."""
 
     def move(self, folder: str, target: str) -> None:
-        """Give a folder another name; the target is not there."""
+        """Rename a folder; the target must not exist."""
 
     def publish(self, folder: str, content: Mapping[str, str], last: tuple[str, bytes], staging: str) -> bool:
         """Make a folder from files of the place: name in the folder → file to move. `last` is written after all others.
@@ -118,10 +118,10 @@ class Files(Protocol):
         """Return a local path of a file or folder: itself, or a copy in a bounded cache."""
 
     def scratch(self, name: str) -> Path:
-        """Return a local folder for work in progress that survives a crash; made where it is not there."""
+        """Return a local folder for work in progress that survives a crash, made if missing."""
 
     def free(self) -> int | None:
-        """Return the bytes that there is room for; None where there is no bound."""
+        """Return the free bytes; None if there is no bound."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Held:
 
     @property
     def lost(self) -> bool:
-        """True if another process holds it now, or may: it was not renewed in time."""
+        """True if another process may hold the lease: it was not renewed in time."""
         return self._taken or _now() - self._renewed > 1.5 * self._term
 
     def _renew(self) -> None:
@@ -100,7 +100,7 @@ def lease(place: Place, name: str, term: float, *, wait: bool) -> Iterator[bool]
 
 
 def check(place: Place, name: str) -> None:
-    """Raise PunaError where this process held the name and lost it."""
+    """Raise PunaError if this process held the name and lost it."""
     mine = _held.get((place, name))
     if mine is not None and mine.lost:
         raise PunaError(f"{name}: this process stood still for so long that another one may have gone on with its work; run again")
@@ -121,7 +121,7 @@ def _taken(place: Place, name: str, term: float) -> Held | None:
 
 
 def _takeable(place: Place, name: str, term: float) -> State | None:
-    """Return the lease where nobody holds it; None where a process does: of this machine, or one that renewed it while we looked."""
+    """Return the lease if nobody holds it; None if its holder lives, or renewed it while we watched."""
     first = _state(place, name)
     start, pause = _now(), min(POLL, term / 8)
     while first.owner:
@@ -158,13 +158,13 @@ def _content(owner: str) -> bytes:
 
 
 def _now() -> float:
-    """Return the seconds of a clock that goes on while the machine sleeps, where it has one."""
+    """Return the seconds of a clock that also counts while the machine sleeps, if there is one."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 @lru_cache(maxsize=1)
 def _machine() -> str:
-    """Return a name of this machine since its start and of its space of process numbers; unlike any other's where it cannot be told."""
+    """Return a name for this boot and process-id namespace; a random one if it is unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
@@ -172,7 +172,7 @@ def _machine() -> str:
 
 
 def _start_ticks(pid: int) -> str:
-    """Return the start time of a process of this machine in ticks; empty where there is none."""
+    """Return the start time of a process of this machine in ticks; empty if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -17,7 +17,7 @@ from puna.storage.work import INPUTS, drop, held
 
 @dataclass(frozen=True)
 class Finding:
-    """The state of one artifact: what is damaged, empty when it is whole, and why it is suspect, empty when it is not."""
+    """The state of one artifact: its damage, empty if whole, and why it is suspect, empty if not."""
 
     artifact: Artifact
     damage: list[str]

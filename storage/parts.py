@@ -36,7 +36,7 @@ class Stored:
 
     @property
     def version(self) -> str:
-        """Return the file's cache key, which changes when a damaged file was made anew."""
+        """Return the file's cache key, which changes when a damaged file is made again."""
         stat = None if self.files.checks_reads else self.files.stat(self.name)
         return self.sha256 if stat is None else stat.version
 
@@ -65,7 +65,7 @@ class Stored:
         return self.read(range(first, min(last, len(ends) - 1) + 1), columns).slice(start - before, stop - start)
 
     def take(self, rows: Ints, columns: Sequence[str] | None) -> pa.Table:
-        """Return some rows, given in order. Reads only the row groups that hold them; the last one is cached for the next call."""
+        """Return some rows, in order. Reads only their row groups, and caches the last one for the next call."""
         ends = np.cumsum(self.groups)
         groups = np.unique(np.searchsorted(ends, rows, side="right")).tolist()
         key = (self, self.version, None if columns is None else tuple(columns))
@@ -86,7 +86,7 @@ class Stored:
         return pa.concat_tables([self._of_groups(some, table, rows) for some, table in tables])
 
     def _of_groups(self, groups: list[int], table: pa.Table, rows: Ints) -> pa.Table:
-        """Return those of some rows, given in order, that lie in these groups, which `table` holds."""
+        """Return the rows among `rows` that lie in these groups, whose content is `table`."""
         ends = np.cumsum(self.groups)
         sizes = np.array(self.groups)[groups]
         low, high = np.searchsorted(rows, [ends[groups[0]] - sizes[0], ends[groups[-1]]])
@@ -161,7 +161,7 @@ class ShardRows:
         return collected(source, row, take)
 
     def by_group(self, rows: Ints) -> Iterator[Ints]:
-        """Yield some rows, those of one row group at a time: `take` reads whole groups."""
+        """Yield the rows by row group: `take` reads whole groups."""
         source, row = self.place(0, self.rows)
         for number in np.unique(source[rows]).tolist():
             file, here = self.stored[number], rows[source[rows] == number]
@@ -219,7 +219,7 @@ class Part:
         return self.shard.read(self.first, self.first + self.rows, self.columns)
 
     def split(self) -> Iterator[Part]:
-        """Yield smaller parts, of the rows of one row group each."""
+        """Yield smaller parts, one per row group."""
         for first, last in self.shard.pieces():
             low, high = max(first, self.first), min(last, self.first + self.rows)
             if low < high:
@@ -306,6 +306,6 @@ class Follower:
 
 
 def span(shards: int, number: int) -> tuple[str, str | None]:
-    """Return the lowest id of a shard, and that of the next one (None: there is none)."""
+    """Return the lowest id of a shard, and that of the next shard or None."""
     edges = bounds(shards)
     return edges[number - 1] if number else "", edges[number] if number + 1 < shards else None

@@ -103,7 +103,7 @@ class Staging:
         self.files.write(f"{self.folder}/{job}.json", f'{{"made": {text}, "checksum": "{_checksum(text)}"}}'.encode(), lasting=False)
 
     def noted(self, job: str) -> Any:
-        """Return the record of a job, None where there is none. Remove a damaged one and raise `Damaged`."""
+        """Return the record of a job, or None. Remove a damaged record and raise `Damaged`."""
         try:
             data = json.loads(self.files.read(f"{self.folder}/{job}.json"))
             if data["checksum"] == _checksum(json.dumps(data["made"])):
@@ -116,7 +116,7 @@ class Staging:
         raise Damaged(f"the record of {job}")
 
     def earlier(self, job: str) -> list[Staged] | None:
-        """Return the tables of a job from an earlier attempt, None where there are none. Raise `Damaged` where a file is damaged."""
+        """Return the tables that an earlier attempt of a job wrote, or None. Raise `Damaged` if one of their files is damaged."""
         if (tables := self.noted(job)) is None:
             return None
         staged = [_staged(one) for one in tables]
@@ -173,7 +173,7 @@ class Outputs:
         self._stack.close()
 
     def add(self, table: str, rows: pa.Table) -> None:
-        """Take rows of a table; those of the streamed one in the order of their key."""
+        """Take rows of a table; those of the streamed table come in the order of their key."""
         if table != self.streamed:
             self._held.setdefault(table, []).append(table_schema(table).conform(rows))
             return
@@ -185,11 +185,11 @@ class Outputs:
         self._main.add(rows, facts)
 
     def keep(self, ids: pa.ChunkedArray, source: Ints, row: Ints) -> None:
-        """Keep rows by reference: their ids, and where they lie."""
+        """Keep rows of other artifacts by reference, given by their ids and places."""
         self._refer(ids, source, row, self._known_facts(source, row))
 
     def add_mixed(self, rows: pa.Table, changed: pa.Array, source: Ints, row: Ints) -> None:
-        """Take rows of which some did not change: those are kept by reference."""
+        """Take rows; unchanged ones are kept by reference."""
         assert self._main is not None
         own = np.asarray(changed)
         mine = rows.filter(changed)
@@ -221,7 +221,7 @@ class Outputs:
         return collected(source, row, lambda number, rows: self._known[number].take(pa.array(rows)))
 
     def finish(self, *, number: int | None = None, cut: int = 0, info: Any = None) -> list[Staged]:
-        """End all tables, and leave them in the staging folder."""
+        """Finish all tables and move them to the staging folder."""
         tables: dict[str, Written] = {}
         if self._main is not None:
             tables[self.streamed] = self._main.close(*self._references())
@@ -230,7 +230,7 @@ class Outputs:
         return self.staging.keep(self.job, tables, self._folder, number=number, cut=cut, info=info)
 
     def _references(self) -> tuple[Any, ...]:
-        """Return order, facts and span where some rows are kept by reference."""
+        """Return order, facts and span if some rows are kept by reference."""
         if self.facts is None or not self._order:
             return ()
         source, row = (np.concatenate([pair[k] for pair in self._order]) for k in (0, 1))
@@ -252,7 +252,7 @@ def write_sorted(table: str, pieces: list[pa.Table], path: Path) -> Written:
 
 
 def united(schemas: Iterable[pa.Schema]) -> pa.Schema:
-    """Return all columns of some schemas, each as it comes first."""
+    """Return the columns of all schemas, each with the type that it has first."""
     fields: dict[str, pa.Field] = {}
     for schema in schemas:
         for one in schema:

@@ -88,7 +88,7 @@ def finished(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
 
 
 def _write_anew(pieces: Pieces, staged: list[Staged]) -> bool:
-    """True if the rows that are kept by reference are too few, or lie in too many places."""
+    """True if too few rows are kept by reference, or rows of too many artifacts."""
     referred = sum(one.shard.rows - one.shard.own for one in staged)
     stored = sum(sum(file.groups) for source in pieces.source_shards for file in source if file is not None)
     return referred < LEAST_KEPT * stored or len(pieces.sources) > MOST_SOURCES
@@ -168,7 +168,7 @@ def _sorted(stack: contextlib.ExitStack, staged: list[Staged], schema: TableSche
 
 
 class Balance(NamedTuple):
-    """The shards of a filter's input, and of its kept and dropped output."""
+    """The shards of a filter's input, and of its two outputs, kept and dropped."""
 
     came: list[ShardRows]
     went: list[ShardRows]

@@ -78,7 +78,7 @@ class Work:
         self._source_shards: tuple[tuple[Stored | None, ...], ...] = ()
 
     def uses(self, inputs: list[InputRecord]) -> None:
-        """Note the inputs of the work, so that `gc` spares them while the work goes on."""
+        """Record the inputs of the work, so that `gc` spares them."""
         self.files.write(f"{self.place}/{INPUTS}", json.dumps([i.key for i in inputs if i.kind != "external"]).encode(), lasting=False)
 
     def add(self, table: str, rows: pa.Table, name: str) -> None:
@@ -88,7 +88,7 @@ class Work:
             self.claim(outputs.finish())
 
     def earlier(self, job: str) -> list[Staged] | None:
-        """Return the tables of a job from an earlier attempt when they are whole; None where they are to be made."""
+        """Return the tables of an earlier attempt at a job, or None if they must be made."""
         try:
             return self.staging.earlier(job)
         except Damaged as damaged:
@@ -99,7 +99,7 @@ class Work:
         warnings.warn(f"{damaged}, left by an earlier attempt, is damaged: it is made again", stacklevel=2)
 
     def claim(self, staged: Iterable[Staged]) -> None:
-        """Count a job's tables, of this attempt or an earlier one, as part of the artifact."""
+        """Make a job's tables, of this attempt or an earlier one, part of the artifact."""
         for one in staged:
             self._claimed.setdefault(table_schema(one.table).name, []).append(one)
 
@@ -137,7 +137,7 @@ class Work:
         return counts
 
     def finished(self, kind: str) -> dict[str, Made]:
-        """Return all tables of the artifact, merged where they have to be; nothing can be added afterwards."""
+        """Return all tables of the artifact, merged if needed; nothing can be added afterwards."""
         if self._made is None:
             self._made = {}
             for name in sorted({*self._claimed, *({kind} - WITHOUT_TABLE)}):
@@ -151,7 +151,7 @@ class Work:
         return Pieces(name, self._claimed.get(name, []), self.cut, sources, files, name in self.ranges)
 
     def _empty(self, name: str, whole: Made) -> Made:
-        """Return a table without rows: one file that has its columns."""
+        """Return a table without rows: one file with its columns."""
         data = tables.empty(name)
         self.files.write(f"{self.staging.folder}/{name}/empty.parquet", data)
         record = FileRecord(len(data), hashlib.sha256(data).hexdigest())
@@ -165,7 +165,7 @@ class Work:
         return tables.shard_rows(self._pieces(table, kind), self.finished(kind)[table], self.staging)
 
     def discard(self) -> None:
-        """Remove the work folder and all that was done: the artifact exists already, or cannot come of it."""
+        """Remove the work folder: the artifact exists already, or these parts cannot become it."""
         self.files.remove(self.place)
 
     def commit(self, kind: str, key: str, identity: Identity, **about: Any) -> Artifact:
@@ -202,7 +202,7 @@ class Work:
         return artifact
 
     def _own_files(self, taken: set[str], names: set[str]) -> dict[str, FileRecord]:
-        """Return the files that the stage itself wrote; PunaError where they cannot be committed."""
+        """Return the files that the stage itself wrote. Raise PunaError if one cannot be committed."""
         files = {}
         for path in sorted(self.output.rglob("*")):
             name = str(path.relative_to(self.output))
@@ -253,7 +253,7 @@ class Holding:
                 self._keys.add(key)
 
     def release(self) -> None:
-        """Give up all keys. At the end of a process that can no longer write there, the lease expires."""
+        """Give up all keys. If the store can no longer be written, the lease expires with the process."""
         with self._guard, contextlib.suppress(OSError, PunaError):
             if self._keys:
                 self._lease.close()
@@ -268,7 +268,7 @@ def drop(files: Files, name: str) -> None:
 
 
 def held(files: Files, but: str) -> tuple[set[str], list[str]]:
-    """Return the keys that live processes use, and the names of processes that have ended. `but`: the caller's name."""
+    """Return the keys that live processes use, and the names of dead processes. `but`: the caller's name."""
     keys: set[str] = set()
     dead = []
     for log in files.list("runs"):

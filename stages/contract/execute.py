@@ -193,7 +193,7 @@ def reusable(stage: Stage, identity: Identity, store: Store) -> Artifact | None:
 
 
 def _good(artifact: Artifact | None, store: Store) -> Artifact | None:
-    """Return an artifact unless it is damaged, as far as a quick look tells, or suspect."""
+    """Return an artifact unless a quick look finds damage or it is suspect."""
     return None if artifact is None or artifact.damage(quick=True) or artifact.key in store.suspects() else artifact
 
 

@@ -20,7 +20,7 @@ AHEAD = 64
 
 
 def probed(engine: str, address: str) -> str:
-    """Return `HOST:PORT` if a connection succeeds; raise PunaError otherwise. An engine would wait for minutes."""
+    """Return `HOST:PORT` if a connection succeeds, else raise PunaError at once; an engine would wait for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise PunaError(f"--executor {engine}://{address}: is no address; write {engine}://HOST:PORT")
@@ -155,7 +155,7 @@ class PartExecutor(Executor):
         self._close()
 
     def stop(self) -> None:
-        """Take no more work and end what is under way: who asked for it does not wait for it any more."""
+        """Take no more work and end what is under way, without waiting for it."""
         self._refuse(drop=True)
         self._end()
         while not self._wait(0.1):  # a worker that was being started may begin its part only now
@@ -177,7 +177,7 @@ class PartExecutor(Executor):
             return self._settled.wait_for(lambda: not self._running and not self._waiting, seconds)
 
     def _end(self) -> None:
-        """End what is under way, in the middle; a worker that is not this executor's own may go on with it in vain."""
+        """End what is under way. A worker that is not this executor's own may go on in vain."""
 
     def _close(self) -> None:
         raise NotImplementedError

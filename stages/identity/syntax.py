@@ -223,7 +223,7 @@ class _Canonical(ast.NodeTransformer):
     visit_FunctionDef = visit_AsyncFunctionDef = _function
 
     def _with_body(self, node: Any) -> ast.AST:
-        """Return a function or class with its statements visited within the innermost scope, which ends there."""
+        """Return a function or class after visiting its statements in the innermost scope, and leave that scope."""
         node.body = [made for item in node.body if (made := self.visit(item)) is not None] or [ast.Pass()]
         self.scopes.pop()
         return cast("ast.AST", node)
@@ -298,7 +298,7 @@ def _arguments(arguments: ast.arguments) -> list[ast.arg]:
 
 
 def _inside(nodes: Sequence[ast.AST], comprehensions: bool = False) -> list[ast.AST]:
-    """Return the nodes of a scope in the order of the text, without nested scopes; a walrus leaves a comprehension."""
+    """Return the nodes of a scope in order, without nested scopes. A walrus binds outside its comprehension."""
     inside: list[ast.AST] = []
     todo = list(reversed(nodes))
     while todo:
