@@ -14,8 +14,7 @@ from puna.flows.html.markup import Content, Html, part, table, tag
 from puna.flows.report.run import Run
 from puna.stages.conversations import messages_of, text_of
 from puna.stages.training.intervals import Interval, wilson
-from puna.stages.verifiers.base import BoundedVerifier, Item, attempt, is_correct
-from puna.stages.verifiers.question import Question
+from puna.stages.verifiers.base import BoundedVerifier, Item, Question, attempt, is_correct
 from puna.stages.verifiers.registry import from_json
 from puna.storage import PunaError
 

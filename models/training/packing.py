@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from puna.models.training.schedules import Ramp
 
+T = TypeVar("T")
 ExampleT = TypeVar("ExampleT")
 BatchT = TypeVar("BatchT")
 
@@ -56,6 +57,20 @@ def pack(lengths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
         rows[row].append(index)
         insort(room, (free - lengths[index], row))
     return [sorted(row) for row in rows]
+
+
+def batched(items: Sequence[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yield consecutive items in groups of total size at most `limit`; a larger item is a group of its own."""
+    group: list[T] = []
+    filled = 0
+    for item in items:
+        if group and filled + size(item) > limit:
+            yield group
+            group, filled = [], 0
+        group.append(item)
+        filled += size(item)
+    if group:
+        yield group
 
 
 class Sampler(Generic[ExampleT, BatchT]):

@@ -16,7 +16,7 @@ from puna.stages.draws import uniform
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
 from puna.stages.training.needs import chat_template
 from puna.stages.training.train import Example, load_model, render_conversation
-from puna.stages.verifiers.grades import Graded, JudgeSettings, graded
+from puna.stages.verifiers.judge import Graded, JudgeSettings, graded
 from puna.stages.verifiers.judges import Loaded
 from puna.storage import Artifact, PunaError
 

@@ -9,18 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from puna.models.training.packing import batched
 from puna.stages.contract import StageRun
 from puna.stages.draws import place
-from puna.stages.training.bits_per_byte import batched
 from puna.stages.training.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, rank, smallest
 from puna.storage import Artifact, Part, PunaError
 
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
-
-if TYPE_CHECKING:
-    from puna.models.tokens.tokenizer import Tokenizer
 
 
 def heldout_pages(documents: Artifact, mixture: Artifact | None, max_page_bytes: int, max_bytes: int, run: StageRun) -> list[Chosen]:

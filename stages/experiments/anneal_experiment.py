@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import Field, model_validator
 
+from puna.models.training.packing import batched
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
 from puna.stages.contract import Documents, Facts, Figure, Model, Prompts, SeededConfig, StageRun, Tokens, stage
 from puna.stages.conversations import messages_of, rendering, tools_of
-from puna.stages.training import bits_per_byte, intervals
+from puna.stages.training import intervals
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import chat_template, documents_apart, trained
 from puna.stages.training.packed import Packed, Reader, mean_loss
@@ -194,7 +195,7 @@ def _answer_loss(network: Any, pairs: Sequence[tuple[list[int], list[int]]], mic
     from puna.models.training.objectives.base import Targets, target_logprobs
 
     total, count = 0.0, 0
-    for batch in bits_per_byte.batched(pairs, lambda pair: len(pair[0]) + len(pair[1]), micro_batch_tokens):
+    for batch in batched(pairs, lambda pair: len(pair[0]) + len(pair[1]), micro_batch_tokens):
         targets = Targets.from_answers([prompt for prompt, _ in batch], [[answer] for _, answer in batch])
         with torch.no_grad():
             total -= float(target_logprobs(network, targets).double().sum())

@@ -17,7 +17,7 @@ from puna.stages.verifiers.base import Verifier, to_json
 from puna.stages.verifiers.combinations import Product
 from puna.stages.verifiers.json_schema import JsonSchema
 from puna.stages.verifiers.lists import Items, Numbers
-from puna.stages.verifiers.regex import RegularExpression
+from puna.stages.verifiers.texts import RegularExpression
 
 G = TypeVar("G", bound="Generator")
 _NOUNS = (

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from puna.models.training.packing import batched
 
 if TYPE_CHECKING:
     from puna.models.transformer import Transformer
-
-T = TypeVar("T")
-
 
 class Window(NamedTuple):
     """Tokens start..stop of a document go through the model; those from `first` on are scored."""
@@ -67,20 +66,6 @@ def document_nats(
         if progress:
             progress(done, len(jobs))
     return nats
-
-
-def batched(items: Sequence[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Yield consecutive items in groups of total size at most `limit`; a larger item is a group of its own."""
-    group: list[T] = []
-    filled = 0
-    for item in items:
-        if group and filled + size(item) > limit:
-            yield group
-            group, filled = [], 0
-        group.append(item)
-        filled += size(item)
-    if group:
-        yield group
 
 
 def bits(nats: float) -> float:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from puna.models.training.packing import batched
 from puna.stages.training.corpus import rank
 from puna.storage import Artifact, PunaError
 
@@ -19,6 +20,28 @@ if TYPE_CHECKING:
     from puna.models.training.objectives.base import Targets
     from puna.models.training.schedules import Ramp
     from puna.models.transformer import Transformer
+
+def pack(tokens: Any, ids: list[str], sequence_length: int) -> dict[str, pa.Array]:
+    """Pack documents (lists of ids) into rows, in order; return columns `tokens`, `lengths` and `documents`."""
+    if isinstance(tokens, pa.ChunkedArray):
+        tokens = tokens.combine_chunks()
+    flat = tokens.flatten()
+    ends = np.cumsum(pc.list_value_length(tokens).to_numpy(zero_copy_only=False).astype(np.int64))
+    total = int(ends[-1]) if len(ends) else 0
+    cuts = np.arange(0, total + sequence_length, sequence_length).clip(max=total)
+    cuts = np.unique(cuts) if total else np.zeros(1, np.int64)
+    # A piece ends where a document or a row does.
+    borders = np.unique(np.concatenate([cuts, ends]))
+    pieces = np.diff(borders, prepend=0)[borders > 0] if total else np.zeros(0, np.int64)
+    stops = borders[borders > 0] if total else np.zeros(0, np.int64)
+    owners = np.searchsorted(ends, stops - 1, side="right")
+    offsets = np.searchsorted(stops, cuts, side="right")
+    return {
+        "tokens": pa.ListArray.from_arrays(pa.array(cuts, pa.int32()), flat),
+        "lengths": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(pieces, pa.int32())),
+        "documents": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array([ids[o] for o in owners], pa.string())),
+    }
+
 
 Ints = npt.NDArray[np.int64]
 
@@ -194,7 +217,6 @@ class Reader:
     def batches(self, step: int, micro_batch_tokens: int) -> list[Targets]:
         """Return the step as micro-batches of about `micro_batch_tokens`, whose gradients add up."""
         from puna.models.training.objectives.base import Targets
-        from puna.stages.training.bits_per_byte import batched
 
         spans = batched(self.pieces(step), lambda span: span[1] - span[0], micro_batch_tokens)
         return [Targets.from_documents([self.packed.tokens[start:stop] for start, stop in some]) for some in spans]
@@ -216,7 +238,6 @@ def mean_loss(model: Transformer, pieces: Sequence[Any], micro_batch_tokens: int
     import torch
 
     from puna.models.training.objectives.base import Targets, target_logprobs
-    from puna.stages.training.bits_per_byte import batched
 
     device = next(model.parameters()).device
     total, count = 0.0, 0

@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from puna.models.training.packing import batched
 from puna.stages.contract import StageRun
-from puna.stages.training.bits_per_byte import batched
 from puna.stages.training.corpus import Chosen, chosen_of, folder, rank
-from puna.stages.training.pack import pack
-from puna.stages.training.packed import Packed, Reader
+from puna.stages.training.packed import Packed, Reader, pack
 from puna.stages.training.vocabulary import loaded
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Partition

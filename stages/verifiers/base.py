@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from puna.stages.contract import StageConfig
-from puna.stages.verifiers.question import Question, Score
-from puna.stages.verifiers.tools import Tools
 from puna.storage import PunaError
 
-__all__ = [
-    "BoundedVerifier", "Item", "Question", "Score", "Verifier", "attempt", "checked", "ended", "is_correct", "reference_of", "to_json",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from puna.stages.verifiers.judges import Tools
+
+
+class Question(NamedTuple):
+    """The part of a prompt that a verifier sees: its id, task, text and gold answer, if there is one.
+
+    `messages`: the turns of the conversation, each with role and content; none: `text` is one user message.
+    """
+
+    id: str
+    task: str
+    text: str
+    reference: str | None
+    messages: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Score:
+    """The quality of an answer, 0 to 1, and a note for readers. `value` None: it could not be scored."""
+
+    value: float | None
+    detail: str = ""
+
+
+DETAIL = 2000
+"""Longest detail of a score, characters."""
 CORRECT = 1.0 - 1e-6
 """An answer counts as correct from this score on; verifiers give part marks below it."""
 
@@ -44,7 +67,6 @@ class Verifier(StageConfig):
 
     @classmethod
     def of_class(cls) -> list[tuple[str, str]]:
-        """Return the class, as module and symbol."""
         return [(cls.__module__, cls.__qualname__.split(".")[0])]
 
     def parts(self) -> tuple[Verifier, ...]:
@@ -85,24 +107,24 @@ def to_json(verifier: Verifier) -> dict[str, Any]:
 def attempt(item: Item) -> Score:
     """Return the score of one answer; None with the error if the verifier fails."""
     try:
-        found = item.verifier.score(item.question, item.answer)
+        score = item.verifier.score(item.question, item.answer)
     except Exception as error:  # noqa: BLE001  a verifier may be anybody's code: its failure is a result
         return Score(None, f"{item.verifier.name} failed: {type(error).__name__}: {error}"[:DETAIL])
-    return checked(found, item.verifier.name)
+    return checked(score, item.verifier.name)
 
 
-def checked(found: Score, name: str) -> Score:
+def checked(score: Score, name: str) -> Score:
     """Return a valid score (0 to 1) unchanged, else a score of None with the reason."""
-    value = found.value if isinstance(found, Score) else found
-    if not isinstance(found, Score) or not (value is None or (isinstance(value, int | float) and 0 <= value <= 1)):
+    value = score.value if isinstance(score, Score) else score
+    if not isinstance(score, Score) or not (value is None or (isinstance(value, int | float) and 0 <= value <= 1)):
         return Score(None, f"{name} gave {value!r}, not a Score from 0 to 1"[:DETAIL])
-    return Score(None if value is None else float(value), str(found.detail)[:DETAIL])
+    return Score(None if value is None else float(value), str(score.detail)[:DETAIL])
 
 
-def reference_of(verifier: Verifier, given: str | None, question: Question) -> str:
+def reference_of(verifier: Verifier, answer: str | None, question: Question) -> str:
     """Return the expected answer: the verifier's own, else the prompt's reference; raise PunaError without either."""
-    if given is not None:
-        return given
+    if answer is not None:
+        return answer
     if question.reference is None:
         raise PunaError(f"prompt {question.id}: verifier {verifier.name} needs `answer`, for the prompt has no reference")
     return question.reference
@@ -117,6 +139,3 @@ def is_correct(value: float | None) -> bool:
     """True if a score means a right answer."""
     return value is not None and value >= CORRECT
 
-
-DETAIL = 2000
-"""Longest detail of a score, characters."""

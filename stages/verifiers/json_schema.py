@@ -30,7 +30,6 @@ class JsonSchema(Verifier):
 
     @cached_property
     def validator(self) -> Any:
-        """Return the compiled schema."""
         from jsonschema import validators
         from jsonschema_specifications import REGISTRY
 
@@ -53,7 +52,6 @@ class JsonSchema(Verifier):
         return self
 
     def score(self, question: Question, answer: str) -> Score:
-        """Return 1 or 0."""
         try:
             value = self._parsed(answer)
         except (ValueError, RecursionError) as error:

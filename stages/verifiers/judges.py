@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
-from puna.stages.verifiers.question import Question
+from puna.stages.contract import StageRun
+from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
@@ -14,9 +15,11 @@ if TYPE_CHECKING:
 
 Head = Literal["lm", "scalar"]
 HEADS: dict[Head, str] = {"lm": "a language model", "scalar": "a reward model"}
+T = TypeVar("T")
 DIGEST = 8
 """Hex digits that a name of a model must have at least."""
 BATCH_TOKENS = 8192
+"""Tokens of one forward pass of a judge."""
 
 
 class Loaded(NamedTuple):
@@ -39,8 +42,8 @@ class Judges:
             fitting = [found for artifact in self._artifacts if (found := self._load(artifact)).model.head == head]
             if len(fitting) == 1:
                 return fitting[0]
-            said = f"has {len(fitting)}, so the verifier's `model` must say which" if fitting else "has none"
-            raise PunaError(f"verifier {verifier} needs {HEADS[head]}, but the input `judges` {said}")
+            there = f"has {len(fitting)}, so the verifier's `model` must say which" if fitting else "has none"
+            raise PunaError(f"verifier {verifier} needs {HEADS[head]}, but the input `judges` {there}")
         named = [artifact for artifact in self._artifacts if artifact.data_digest.startswith(name)]
         if len(named) != 1:
             given = ", ".join(artifact.data_digest[:12] for artifact in self._artifacts) or "none"
@@ -65,18 +68,16 @@ class Judges:
         return self._loaded[artifact.data_digest]
 
 
-def conversation(question: Question) -> list[dict[str, object]]:
-    """Return the messages of the conversation."""
-    return list(question.messages) or [{"role": "user", "content": question.text}]
+class Tools:
+    """The argument of `Verifier.prepare` and `Verifier.score_many`."""
+
+    def __init__(self, config: ScoringConfig, run: StageRun, judges: Sequence[Artifact] = ()) -> None:
+        self.config = config
+        self.run = run
+        self.judges = Judges(judges)
 
 
-def batches(lengths: Sequence[int], most: int = BATCH_TOKENS) -> Iterator[list[int]]:
-    """Yield indices of neighbours with at most `most` tokens together; a longer one alone."""
-    batch: list[int] = []
-    for index, length in enumerate(lengths):
-        if batch and sum(lengths[i] for i in batch) + length > most:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
+def chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
+    """Yield lists of at most `size` items."""
+    for start in range(0, len(items), size):
+        yield list(items[start : start + size])

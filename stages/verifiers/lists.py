@@ -38,7 +38,6 @@ class Numbers(BoundedVerifier):
         return self
 
     def score(self, question: Question, answer: str) -> Score:
-        """Return 1 or 0."""
         words = answer[:LONGEST].replace(",", " ").split()
         if len(words) != self.count or not all(word.isascii() and word.isdecimal() and len(word) < 19 for word in words):
             return Score(0.0, f"not {self.count} whole numbers")
@@ -72,7 +71,6 @@ class Items(BoundedVerifier):
         return self
 
     def score(self, question: Question, answer: str) -> Score:
-        """Return 1 or 0."""
         words = answer[:LONGEST].replace(",", " ").split()
         if len(words) != self.count or len(set(words)) != len(words):
             return Score(0.0, f"not {self.count} different items")

@@ -77,7 +77,6 @@ class Numeric(BoundedVerifier):
         return [(name, Fraction(repr(self.units[name]))) for name in sorted(self.units, key=lambda n: (-len(n), n)) if name]
 
     def score(self, question: Question, answer: str) -> Score:
-        """Return 1 or 0."""
         expected = self._expected(question)
         marked = final_answer(answer)
         text = marked if marked is not None and self._numbers(marked) else answer
@@ -94,7 +93,6 @@ class Numeric(BoundedVerifier):
         return Score(float(abs(value - expected) <= room), f"{_format(value)}, expected {_format(expected)}")
 
     def check(self, question: Question) -> None:
-        """Raise PunaError without an expected number."""
         self._expected(question)
 
     def _expected(self, question: Question) -> Fraction:

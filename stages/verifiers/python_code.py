@@ -10,9 +10,9 @@ from pydantic import Field
 
 from puna.stages.verifiers import sandbox
 from puna.stages.verifiers.base import Item, Question, Score, Verifier
+from puna.stages.verifiers.judges import Tools, chunks
 from puna.stages.verifiers.registry import register
 from puna.stages.verifiers.settings import ScoringConfig
-from puna.stages.verifiers.tools import Tools, chunks
 
 FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
 PYTHON = ("python", "python3", "py")
@@ -45,7 +45,6 @@ class Code(Verifier):
 
     @classmethod
     def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score]:
-        """Return the scores of many answers, from the stage's workers."""
         jobs = [item.verifier._job(item.answer) for item in items if isinstance(item.verifier, Code)]
         made = tools.run.map(_run_chunk, chunks(jobs, AT_ONCE), tools.config)
         return [Score(*one) for chunk in made for one in chunk]

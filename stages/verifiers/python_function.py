@@ -63,13 +63,11 @@ class PythonFunction(Verifier):
         return self
 
     def reaches(self) -> list[tuple[str, str]]:
-        """Return the class and the function."""
         module, colon, attribute = self.function.partition(":")
         named = (module, attribute) if colon else (self.called.__module__, self.called.__qualname__)
         return [*super().reaches(), (named[0], named[1].split(".")[0])]
 
     def score(self, question: Question, answer: str) -> Score:
-        """Return the function's result as a score."""
         known = {"prompt": question.text, "reference": question.reference, "task": question.task}
         taken = inspect.signature(self.called).parameters
         given = {name: value for name, value in known.items() if name in taken and name not in self.parameters}

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from puna.models.training.packing import batched
 from puna.stages.verifiers.base import Item, Score, Verifier
-from puna.stages.verifiers.judges import DIGEST, Loaded, batches, conversation
+from puna.stages.verifiers.judges import BATCH_TOKENS, DIGEST, Loaded, Tools
 from puna.stages.verifiers.registry import register
-from puna.stages.verifiers.tools import Tools
 
 
 @register
@@ -32,13 +32,11 @@ class RewardModel(Verifier):
 
     @classmethod
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
-        """Raise PunaError if a model is missing."""
         for one in {v.model for v in verifiers if isinstance(v, RewardModel)}:
             tools.judges.find(cls.name, "scalar", one)
 
     @classmethod
     def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score]:
-        """Return the scores of many answers, batch by batch."""
         found: dict[int, Score] = {}
         models = [item.verifier.model if isinstance(item.verifier, RewardModel) else None for item in items]
         for name in sorted(set(models), key=str):
@@ -50,10 +48,9 @@ class RewardModel(Verifier):
 
 def _scores(judge: Loaded, items: Sequence[Item]) -> list[Score]:
     rendered = [_rendered(judge, item) for item in items]
-    whole = [number for number, one in enumerate(rendered) if not isinstance(one, Score)]
     scores = {number: one for number, one in enumerate(rendered) if isinstance(one, Score)}
-    pairs = [one for one in rendered if not isinstance(one, Score)]
-    for number, reward in zip(whole, rewards(judge, pairs), strict=True):
+    pairs = {number: one for number, one in enumerate(rendered) if not isinstance(one, Score)}
+    for number, reward in zip(pairs, rewards(judge, list(pairs.values())), strict=True):
         verifier = items[number].verifier
         assert isinstance(verifier, RewardModel)
         # Computed in batches: the last digits of a reward depend on what else is in them.
@@ -66,8 +63,9 @@ def _rendered(judge: Loaded, item: Item) -> tuple[list[int], list[int]] | Score:
     """Return token ids of the prompt and of the answer; a score of None if they do not fit the model."""
     from puna.models.tokens.tokenizer import ChatError, TemplateError
 
+    messages = list(item.question.messages) or [{"role": "user", "content": item.question.text}]
     try:
-        prompt, answer, _ = judge.tokenizer.render_pair(conversation(item.question), item.answer)
+        prompt, answer, _ = judge.tokenizer.render_pair(messages, item.answer)
     except (ChatError, TemplateError) as error:
         return Score(None, f"the reward model's chat template refuses the answer: {error}")
     if len(prompt) + len(answer) > judge.model.config.max_position_embeddings:
@@ -81,12 +79,12 @@ def rewards(judge: Loaded, pairs: Sequence[tuple[list[int], list[int]]]) -> list
 
     from puna.models.training.objectives import Targets, answer_rewards
 
-    device, found = next(judge.model.parameters()).device, []
-    for batch in batches([len(prompt) + len(answer) for prompt, answer in pairs]):
-        targets = Targets.from_answers([pairs[i][0] for i in batch], [[pairs[i][1]] for i in batch])
+    device, numbers = next(judge.model.parameters()).device, list[float]()
+    for batch in batched(pairs, lambda pair: len(pair[0]) + len(pair[1]), BATCH_TOKENS):
+        targets = Targets.from_answers([prompt for prompt, _ in batch], [[answer] for _, answer in batch])
         with torch.no_grad():
-            found += answer_rewards(judge.model, targets.to(device)).tolist()
-    return found
+            numbers += answer_rewards(judge.model, targets.to(device)).tolist()
+    return numbers
 
 
 def sigmoid(reward: float, center: float = 0.0, scale: float = 1.0) -> float:

@@ -23,8 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypedDict
 
-from puna.stages.verifiers.sandbox_calls import SO_SNDBUF, call, refuse_calls
-from puna.stages.verifiers.sandbox_namespaces import become_nobody, build_root, enter
+from puna.stages.verifiers.sandbox_calls import SO_SNDBUF, become_nobody, build_root, call, enter, refuse_calls
 from puna.stages.verifiers.sandbox_program import Program
 from puna.stages.verifiers.sandbox_tester import run_tests
 

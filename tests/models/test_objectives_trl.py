@@ -177,7 +177,7 @@ def test_kto(tokenizer: Tokenizer, tmp_path: Path, seeds: tuple[int, int], weigh
     matched = o.Targets.from_answers([r[0] for r in rendered], [[r[1]] for r in rendered])
     others = o.Targets.from_answers([r[0] for r in rendered], [[rendered[i - 1][1]] for i in range(len(ROWS))])
     batch = o.KtoBatch(matched, torch.tensor(labels), o.reference_logprobs(frozen, matched), others, o.reference_logprobs(frozen, others))
-    objective = o.Kto(0.02, parameters={"desirable_weight": weights[0], "undesirable_weight": weights[1]})
+    objective = o.Kto(0.02, nll_weight=0.0, loss="kto", parameters={"desirable_weight": weights[0], "undesirable_weight": weights[1]})
     # The two orders of the models have estimates of opposite signs, of which TRL cuts the negative one off.
     sign = 1 if objective.measure(made, batch)["mismatched_ratio"] > 0 else 0
     loss, metrics = objective(made, batch)

@@ -32,7 +32,7 @@ def kto_batch(some: list, reference: Any) -> o.KtoBatch:
 
 
 OBJECTIVES = CASES | {
-    "kto": ("lm", 2, o.Kto(), kto_batch),
+    "kto": ("lm", 2, o.Kto(loss="kto"), kto_batch),
     "language_modeling": ("lm", 1, o.LanguageModeling(), lambda some, _: targets(some)),
 }
 

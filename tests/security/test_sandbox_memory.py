@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from puna.stages.verifiers import sandbox, sandbox_cgroup
+from puna.stages.verifiers import sandbox
 from puna.storage import PunaError
 
 SPEC = importlib.util.spec_from_file_location("cases_verify", Path(__file__).with_name("cases_verify.py"))
@@ -55,8 +55,8 @@ def test_a_program_lies_in_a_cgroup_of_its_own_where_one_can_be_made(
     if given is not None:
         (beside / "cgroup.subtree_control").write_text(f"{given}\n")
     (beside / "cgroup.procs").write_text("")
-    monkeypatch.setattr(sandbox_cgroup, "MOUNT", str(tmp_path / "mount"))
-    monkeypatch.setattr(sandbox_cgroup, "OWN", str(tmp_path / "own"))
+    monkeypatch.setattr(sandbox, "MOUNT", str(tmp_path / "mount"))
+    monkeypatch.setattr(sandbox, "OWN", str(tmp_path / "own"))
     outcome = sandbox.run("x = 1", ["assert x == 1"], sandbox.Limits(memory_mb=200), mode)
     assert outcome.results == [None]
     made = [{file.name: file.read_text() for file in folder.iterdir()} for folder in beside.glob("puna-code-*")]
@@ -66,7 +66,7 @@ def test_a_program_lies_in_a_cgroup_of_its_own_where_one_can_be_made(
 
 
 def test_the_kernel_tells_that_a_cgroup_had_too_little_memory(tmp_path: Path) -> None:
-    group = sandbox_cgroup.Group(tmp_path)
+    group = sandbox.Group(tmp_path)
     assert not group.exceeded()
     for count in (0, 2):
         (tmp_path / "memory.events").write_text(f"low 0\nhigh 0\nmax 9\noom 1\noom_kill {count}\noom_group_kill 0\n")

@@ -9,8 +9,8 @@ Losses, gradients and metrics of the micro-batches then simply add up.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from puna.models.forest import Forest
 
+BatchT = TypeVar("BatchT")
 Totals = Mapping[str, float]
 Metrics = dict[str, Tensor]
 
@@ -123,10 +124,8 @@ class Targets:
                 last.append(offset - 1)
             start = offset
         flat = [np.asarray(answer, dtype=np.int64) for branches in answers for answer in branches]
-        if masks is None:
-            flags = [np.ones(len(answer), bool) for answer in flat]
-        else:
-            flags = [np.asarray(mask, bool) for branches in masks for mask in branches]
+        given = [mask for branches in masks for mask in branches] if masks is not None else [[True] * len(answer) for answer in flat]
+        flags = [np.asarray(mask, bool) for mask in given]
         lengths = [len(answer) for answer in flat]
         if lengths != [len(flag) for flag in flags]:
             raise ValueError("each answer token needs one mask flag, answer by answer")
@@ -137,9 +136,7 @@ class Targets:
             mask=torch.from_numpy(_join(flags, np.bool_)),
             lengths=torch.tensor(lengths, dtype=torch.int64),
             last=torch.tensor(last, dtype=torch.int64),
-            prompt=torch.repeat_interleave(
-                torch.arange(len(prompts)), torch.tensor([len(branches) for branches in answers])
-            ),
+            prompt=torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor([len(branches) for branches in answers])),
         )
 
     def __len__(self) -> int:
@@ -155,7 +152,27 @@ class Targets:
         return sum_segments(torch.where(self.mask, values, values.new_zeros(())), self.lengths)
 
     def to(self, device: torch.device | str) -> Targets:
-        return Targets(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        return moved(self, device)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Targets, with what an objective needs beside them."""
+
+    targets: Targets
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def to(self, device: torch.device | str) -> Self:
+        return moved(self, device)
+
+
+def moved(batch: BatchT, device: torch.device | str) -> BatchT:
+    """Return a dataclass with its tensors, and the batches among its fields, on a device."""
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}  # type: ignore[arg-type]
+    changes = {name: value.to(device) for name, value in values.items() if hasattr(value, "to")}
+    return replace(batch, **changes)  # type: ignore[type-var]
 
 
 def _join(parts: list[np.ndarray[Any, Any]], dtype: DTypeLike) -> np.ndarray[Any, Any]:
@@ -170,9 +187,6 @@ def sum_segments(values: Tensor, lengths: Tensor) -> Tensor:
     if not len(lengths):
         return values.new_zeros(0)
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0)
-
-
-BatchT = TypeVar("BatchT")
 
 
 class Objective(Generic[BatchT]):

@@ -1,4 +1,5 @@
-"""Preference optimization of pairs: DPO (Rafailov et al. 2023) as Llama 3 runs it (section 4.1.4), and its relatives."""
+"""Preference optimization: of pairs, DPO (Rafailov et al. 2023) as Llama 3 runs it (section 4.1.4) and its relatives; of labelled
+answers, KTO (Ethayarajh et al. 2024)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from puna.models.training.losses import LOSSES, PairLogprobs
 from puna.models.training.objectives.base import (
+    Batch,
+    BatchT,
     Metrics,
     Model,
     Objective,
@@ -19,11 +22,11 @@ from puna.models.training.objectives.base import (
     divide,
     sum_segments,
     target_logprobs,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class DpoBatch:
+class DpoBatch(Batch):
     """Preference pairs over the answers of a forest.
 
     targets    prompts once, answers as branches; its mask is False at format tokens (headers,
@@ -33,7 +36,6 @@ class DpoBatch:
                computed once and kept; None until then
     """
 
-    targets: Targets
     chosen: Tensor
     rejected: Tensor
     reference: Tensor | None = None
@@ -42,34 +44,18 @@ class DpoBatch:
         if self.reference is not None and self.reference.shape != self.targets.lengths.shape:
             raise ValueError(f"{self.targets.answers} answers but {len(self.reference)} reference log-probs")
 
-    def __len__(self) -> int:
-        return len(self.targets)
 
-    def to(self, device: torch.device | str) -> DpoBatch:
-        reference = None if self.reference is None else self.reference.to(device)
-        return DpoBatch(self.targets.to(device), self.chosen.to(device), self.rejected.to(device), reference)
+class PreferenceObjective(Objective[BatchT]):
+    """A preference loss by name, with a negative log-likelihood term on the better answers.
 
-
-class Dpo(Objective[DpoBatch]):
-    """A preference loss of pairs, by name, with format tokens masked and a negative log-likelihood term on the chosen answers.
-
-    The NLL term covers every token of the chosen answer, its termination included: it is what keeps the
-    model ending its answers once the preference term no longer sees that token.
-    ``nll_normalization="sequence"``: the mean over chosen answers of each answer's mean (Pang et al.
-    2024); ``"tokens"``: the mean over all chosen tokens of the step (TRL's ``sft`` loss type).
-
-    Metrics: ``accuracy``, ``margin`` (of the implicit rewards), ``chosen_reward``, ``rejected_reward``,
-    ``chosen_logprob``, ``rejected_logprob``, ``nll``.
+    `nll_normalization`: ``sequence``, the mean over those answers of each answer's mean (Pang et al. 2024); ``tokens``, the mean over
+    all their tokens of the step (TRL's ``sft`` loss type). `parameters`: the loss's own.
     """
 
     def __init__(
-        self,
-        beta: float = 0.1,
-        nll_weight: float = 0.2,
-        nll_normalization: Literal["sequence", "tokens"] = "sequence",
-        loss: str = "sigmoid",
-        parameters: Mapping[str, float] | None = None,
-    ) -> None:
+        self, beta: float = 0.1, nll_weight: float = 0.2, nll_normalization: Literal["sequence", "tokens"] = "sequence",
+        loss: str = "sigmoid", parameters: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
         if beta <= 0 or nll_weight < 0:
             raise ValueError(f"beta must be positive and nll_weight not negative: {beta}, {nll_weight}")
         if nll_normalization not in ("sequence", "tokens"):
@@ -77,6 +63,17 @@ class Dpo(Objective[DpoBatch]):
         self.beta, self.nll_weight, self.nll_normalization = beta, nll_weight, nll_normalization
         self.preference = LOSSES[loss]
         self.own = self.preference.own(parameters or {})
+
+
+class Dpo(PreferenceObjective[DpoBatch]):
+    """A preference loss of pairs, with format tokens masked.
+
+    The NLL term covers every token of the chosen answer, its termination included: it is what keeps the
+    model ending its answers once the preference term no longer sees that token.
+
+    Metrics: ``accuracy``, ``margin`` (of the implicit rewards), ``chosen_reward``, ``rejected_reward``,
+    ``chosen_logprob``, ``rejected_logprob``, ``nll``.
+    """
 
     def totals(self, batch: DpoBatch) -> dict[str, float]:
         tokens = batch.targets.lengths[batch.chosen].sum()
@@ -92,13 +89,10 @@ class Dpo(Objective[DpoBatch]):
         with torch.no_grad():
             margin = result.chosen_reward - result.rejected_reward
             values = {
-                "accuracy": (margin > 0).float() + 0.5 * (margin == 0).float(),
-                "margin": margin,
-                "chosen_reward": result.chosen_reward,
-                "rejected_reward": result.rejected_reward,
-                "chosen_logprob": pairs.chosen,
-                "rejected_logprob": pairs.rejected,
-            }
+                "accuracy": (margin > 0).float() + 0.5 * (margin == 0).float(), "margin": margin,
+                "chosen_reward": result.chosen_reward, "rejected_reward": result.rejected_reward,
+                "chosen_logprob": pairs.chosen, "rejected_logprob": pairs.rejected,
+            }  # fmt: skip
             metrics = {name: divide(value.sum(), count).detach() for name, value in values.items()}
             metrics["nll"] = nll.detach()
         return loss, metrics
@@ -111,14 +105,7 @@ class Dpo(Objective[DpoBatch]):
                 raise ValueError("the batch has no reference log-probs: compute them with reference_logprobs")
             reference = torch.zeros_like(answers, requires_grad=False)
         tokens = batch.targets.sum_by_answer(torch.ones_like(batch.targets.tokens, dtype=torch.float32)).clamp(min=1)
-        return PairLogprobs(
-            chosen=answers[batch.chosen],
-            rejected=answers[batch.rejected],
-            reference_chosen=reference[batch.chosen],
-            reference_rejected=reference[batch.rejected],
-            chosen_tokens=tokens[batch.chosen],
-            rejected_tokens=tokens[batch.rejected],
-        )
+        return PairLogprobs(*(values[side] for values in (answers, reference, tokens) for side in (batch.chosen, batch.rejected)))
 
 
 def answer_nll(
@@ -140,3 +127,64 @@ def reference_logprobs(model: Model, targets: Targets) -> Tensor:
     """Return [A] float32 on the CPU, each answer's summed unmasked log-probability, without a gradient."""
     moved = targets.to(next(model.parameters()).device)
     return moved.sum_by_answer(target_logprobs(model, moved)).float().cpu()
+
+
+@dataclass(frozen=True)
+class KtoBatch(Batch):
+    """Labelled answers, and answers to other prompts by which the distance to the reference is estimated.
+
+    targets              prompts once, answers as branches; its mask leaves tokens out of the preference term
+    desirable            [A] bool, True for a good answer
+    reference            [A] float32: summed unmasked log-probabilities under the reference
+    mismatched           the same prompts, each with answers to other prompts as branches; B answers
+    mismatched_reference [B] float32: theirs
+    """
+
+    desirable: Tensor
+    reference: Tensor
+    mismatched: Targets
+    mismatched_reference: Tensor
+
+    def __post_init__(self) -> None:
+        if not self.desirable.shape == self.reference.shape == self.targets.lengths.shape:
+            raise ValueError(f"{self.targets.answers} answers but {len(self.desirable)} labels, {len(self.reference)} reference log-probs")
+        if self.mismatched_reference.shape != self.mismatched.lengths.shape:
+            raise ValueError(f"{self.mismatched.answers} mismatched answers but {len(self.mismatched_reference)} reference log-probs")
+
+
+class Kto(PreferenceObjective[KtoBatch]):
+    """A loss of single answers: the mean over a step's answers, at the step's distance to the reference.
+
+    Metrics: ``kl``, ``chosen_reward``, ``rejected_reward``, ``margin`` (of their means), ``nll``.
+    """
+
+    def totals(self, batch: KtoBatch) -> dict[str, float]:
+        good = batch.desirable
+        return {
+            "answers": float(len(good)),
+            "chosen": float(good.sum()),
+            "rejected": float((~good).sum()),
+            "chosen_tokens": float(batch.targets.lengths[good].sum()),
+            "mismatched": float(batch.mismatched.answers),
+        }
+
+    @torch.no_grad()
+    def measure(self, model: Model, batch: KtoBatch) -> dict[str, float]:
+        """Return the sum of the mismatched answers' log-ratios, which the step's estimate is the mean of."""
+        logprobs = batch.mismatched.sum_by_answer(target_logprobs(model, batch.mismatched))
+        return {"mismatched_ratio": float((logprobs - batch.mismatched_reference).sum())}
+
+    def loss(self, model: Model, batch: KtoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+        logprobs = target_logprobs(model, batch.targets)
+        ratios = batch.targets.sum_by_answer(logprobs) - batch.reference
+        kl = max(0.0, totals["mismatched_ratio"] / max(totals["mismatched"], 1.0))
+        good = batch.desirable
+        losses = self.preference.function(ratios, good, kl, self.beta, **self.own)
+        nll = answer_nll(logprobs, batch.targets, good.nonzero()[:, 0], totals["chosen"], totals["chosen_tokens"], self.nll_normalization)
+        with torch.no_grad():
+            rewards = self.beta * ratios
+            chosen, rejected = divide(rewards[good].sum(), totals["chosen"]), divide(rewards[~good].sum(), totals["rejected"])
+            share = len(good) / totals["answers"]
+            kls = kl * share * torch.ones_like(chosen)
+            metrics = {"kl": kls, "chosen_reward": chosen, "rejected_reward": rejected, "margin": chosen - rejected, "nll": nll.detach()}
+        return divide(losses.sum(), totals["answers"]) + self.nll_weight * nll, metrics

@@ -14,17 +14,8 @@ POSITIONS = 512
 """Positions whose distributions over the whole vocabulary are held at a time."""
 
 
-def language_modeling_loss(logprobs: Tensor, mask: Tensor, total: float) -> Tensor:
-    """Return the cross-entropy in nats per counted token.
-
-    logprobs [N] float, mask [N] bool, total: counted tokens of the whole step -> scalar,
-    ``-sum(logprobs[mask]) / total``; 0 where nothing counts.
-    """
-    return divide(-torch.where(mask, logprobs, logprobs.new_zeros(())).sum(), total)
-
-
 def token_loss(model: Model, targets: Targets, total: float) -> Tensor:
-    """Return `language_modeling_loss` of a model on targets, by its fused output layer and loss."""
+    """Return the cross-entropy of a model's targets over `total`, the counted tokens of the step; 0 where nothing counts. Scalar, nats."""
     weights = targets.mask.float() / total if total else torch.zeros_like(targets.mask, dtype=torch.float32)
     loss: Tensor = model.cross_entropy(targets.forest, targets.positions, targets.tokens, weights)
     return loss
@@ -41,17 +32,8 @@ class LanguageModeling(Objective[Targets]):
         return loss, {"bits_per_token": loss.detach() / math.log(2.0)}
 
 
-def sft_loss(logprobs: Tensor, mask: Tensor, total: float) -> Tensor:
-    """Return the cross-entropy in nats per answer token.
-
-    logprobs [N] float of the answers' tokens, mask [N] bool, total: counted answer tokens of the whole
-    step -> scalar. Each *token* of the step weighs the same (not each answer): TRL's convention.
-    """
-    return language_modeling_loss(logprobs, mask, total)
-
-
 class Sft(Objective[Targets]):
-    """Mean cross-entropy over the step's answer tokens.
+    """Mean cross-entropy over the step's answer tokens. Each token weighs the same, not each answer: TRL's convention.
 
     Batches come from `Targets.from_answers`: the prompt holds no target, which is its mask. Metric:
     ``answer_nll``, the mean negative log-likelihood of a whole answer, in nats.
@@ -62,8 +44,7 @@ class Sft(Objective[Targets]):
 
     def loss(self, model: Model, batch: Targets, totals: Totals) -> tuple[Tensor, Metrics]:
         loss = token_loss(model, batch, totals["tokens"])
-        nll = divide(loss.detach() * totals["tokens"], totals["answers"])
-        return loss, {"answer_nll": nll}
+        return loss, {"answer_nll": divide(loss.detach() * totals["tokens"], totals["answers"])}
 
 
 def divergence(student_NV: Tensor, teacher_NV: Tensor, beta: float) -> Tensor:
@@ -108,9 +89,7 @@ class Distill(Objective[Targets]):
             with torch.no_grad():
                 other_NV = self.teacher.logits(other_ND)
             shared = min(own_NV.shape[-1], other_NV.shape[-1])
-            student_NV, teacher_NV = (
-                (logits_NV[:, :shared].float() / self.temperature).log_softmax(-1) for logits_NV in (own_NV, other_NV)
-            )
+            student_NV, teacher_NV = ((one_NV[:, :shared].float() / self.temperature).log_softmax(-1) for one_NV in (own_NV, other_NV))
             return divergence(student_NV, teacher_NV, self.beta).sum()
 
         parts = zip(hidden_ND.split(POSITIONS), guide_ND.split(POSITIONS), strict=True)

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from puna.models.training.objectives.base import Metrics, Model, Objective, Targets, Totals, divide
+from puna.models.training.objectives.base import Batch, Metrics, Model, Objective, Targets, Totals, divide
 
 
 def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
@@ -64,9 +64,7 @@ def ppo_policy_loss(
     return divide(-torch.where(mask, surrogate, surrogate.new_zeros(())).sum(), total)
 
 
-def ppo_value_loss(
-    values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, clip: float, total: float
-) -> Tensor:
+def ppo_value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, clip: float, total: float) -> Tensor:
     """Return half the squared error to the returns, the step away from the old values clipped.
 
     values, old, returns [N] float, mask [N] bool, total: counted tokens of the whole step -> scalar
@@ -78,13 +76,12 @@ def ppo_value_loss(
 
 
 @dataclass(frozen=True)
-class PpoBatch:
+class PpoBatch(Batch):
     """Sampled answers with what the rollout fixed; all [N] float32, in the order of the targets.
 
     `left_out`: answer tokens of the update that are in no batch since they teach nothing; the mean is over them, too.
     """
 
-    targets: Targets
     logprobs: Tensor
     advantages: Tensor
     values: Tensor
@@ -94,22 +91,7 @@ class PpoBatch:
     def __post_init__(self) -> None:
         for name in ("logprobs", "advantages", "values", "returns"):
             if getattr(self, name).shape != self.targets.tokens.shape:
-                raise ValueError(
-                    f"{name} has {len(getattr(self, name))} values for {len(self.targets.tokens)} targets"
-                )
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def to(self, device: torch.device | str) -> PpoBatch:
-        return PpoBatch(
-            self.targets.to(device),
-            self.logprobs.to(device),
-            self.advantages.to(device),
-            self.values.to(device),
-            self.returns.to(device),
-            self.left_out,
-        )
+                raise ValueError(f"{name} has {len(getattr(self, name))} values for {len(self.targets.tokens)} targets")
 
 
 class Ppo(Objective[PpoBatch]):
@@ -129,12 +111,9 @@ class Ppo(Objective[PpoBatch]):
         dual_clip: float | None = None,
     ) -> None:
         if not 0 < clip < 1 or entropy_weight < 0 or temperature <= 0:
-            raise ValueError(
-                f"0 < clip < 1, entropy_weight >= 0, temperature > 0: {clip}, {entropy_weight}, {temperature}"
-            )
+            raise ValueError(f"0 < clip < 1, entropy_weight >= 0, temperature > 0: {clip}, {entropy_weight}, {temperature}")
         self.clip, self.clip_high, self.dual_clip = clip, clip_high or clip, dual_clip
-        self.entropy_weight = entropy_weight
-        self.temperature = temperature
+        self.entropy_weight, self.temperature = entropy_weight, temperature
 
     def totals(self, batch: PpoBatch) -> dict[str, float]:
         tokens = float(batch.targets.mask.sum())
@@ -142,9 +121,7 @@ class Ppo(Objective[PpoBatch]):
 
     def loss(self, model: Model, batch: PpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         targets, tokens, read = batch.targets, totals["tokens"], totals["read"]
-        logprobs, entropy = model.token_logprobs(
-            targets.forest, targets.positions, targets.tokens, temperature=self.temperature
-        )
+        logprobs, entropy = model.token_logprobs(targets.forest, targets.positions, targets.tokens, temperature=self.temperature)
         clips = (self.clip_high, self.dual_clip)
         loss = ppo_policy_loss(logprobs, batch.logprobs, batch.advantages, targets.mask, self.clip, tokens, *clips)
         mean_entropy = divide(torch.where(targets.mask, entropy, entropy.new_zeros(())).sum(), read)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from puna.kernels.linear_cross_entropy import linear_cross_entropy
-from puna.models.training.objectives.base import Metrics, Model, Objective, Targets, Totals, divide
+from puna.models.training.objectives.base import Batch, Metrics, Model, Objective, Targets, Totals, divide
 
 
 def ranked_pairs(prompt: Tensor, rank: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,21 +37,14 @@ def reward_loss(better: Tensor, worse: Tensor, weight: Tensor, total: float) -> 
 
 
 @dataclass(frozen=True)
-class RewardBatch:
+class RewardBatch(Batch):
     """Ranked answers; rank [A] int64, 0 is best. Answers end in the token the reward is read at."""
 
-    targets: Targets
     rank: Tensor
 
     def __post_init__(self) -> None:
         if self.rank.shape != self.targets.lengths.shape:
             raise ValueError(f"{self.targets.answers} answers but {len(self.rank)} ranks")
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def to(self, device: torch.device | str) -> RewardBatch:
-        return replace(self, targets=self.targets.to(device), rank=self.rank.to(device))
 
 
 class Reward(Objective[RewardBatch]):
@@ -94,8 +87,7 @@ class Reward(Objective[RewardBatch]):
         return loss, metrics
 
     def _nll(self, hidden: Tensor, batch: RewardBatch, totals: Totals) -> Tensor:
-        targets = batch.targets
-        lengths = targets.lengths
+        targets, lengths = batch.targets, batch.targets.lengths
         weight = torch.where(batch.rank == 0, 1.0 / lengths.clamp(min=1), 0.0).repeat_interleave(lengths)
         asked = (weight > 0).nonzero().squeeze(1)
         assert self.head is not None

@@ -30,7 +30,7 @@ from puna.stages.align.data_quality import (
 from puna.stages.contract import Figure, StageRun, execute
 from puna.stages.conversations import dump
 from puna.stages.training.train import load_model, render_conversation
-from puna.stages.verifiers.grades import Graded
+from puna.stages.verifiers.judge import Graded
 from puna.storage import Artifact, Store
 from puna.storage.schemas import table_schema
 

@@ -25,13 +25,12 @@ from puna.stages import plugins
 from puna.stages.align.average import AverageConfig, average
 from puna.stages.align.dpo import DpoConfig, dpo
 from puna.stages.align.reference_logprobs import ReferenceLogprobsConfig, reference_logprobs
-from puna.stages.align.reward_model import RewardModelConfig, reward_model
+from puna.stages.align.reward_model import RewardModelConfig, pairs, report, reward_model
 from puna.stages.align.sft import SftConfig, noised, sft
 from puna.stages.contract import execute, identify
 from puna.stages.conversations import answering, asking, content_of, dump, message_of, messages_of
 from puna.stages.training import train as training
 from puna.stages.training.rankings import Ranked, pairs_of
-from puna.stages.training.reward_accuracy import pairs, report
 from puna.stages.training.train import Example, render
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema

@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.stages.align.dpo import DpoConfig, dpo
+from puna.stages.align.dpo import DpoConfig, dpo, mismatched
 from puna.stages.contract import External, execute
 from puna.stages.conversations import answering, asking, content_of, dump
 from puna.stages.io.imports import ImportPreferencesConfig, import_preferences
-from puna.stages.training.kto import mismatched
 from puna.stages.training.rankings import labelled
 from puna.stages.training.train import Example
 from puna.storage import Artifact, PunaError, Store

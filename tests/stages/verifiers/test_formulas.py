@@ -13,8 +13,7 @@ from reasoning_gym.factory import DATASETS
 
 from puna.stages.verifiers import reasoning_gym as module
 from puna.stages.verifiers.base import Question, Verifier
-from puna.stages.verifiers.formulas import Refused, check_formula, check_literal
-from puna.stages.verifiers.reasoning_gym import FORMULAS, LITERALS, generator
+from puna.stages.verifiers.reasoning_gym import FORMULAS, LITERALS, Refused, check_formula, check_literal, generator
 from puna.stages.verifiers.registry import from_text, to_text
 from puna.storage import PunaError
 

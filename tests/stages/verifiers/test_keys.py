@@ -18,9 +18,8 @@ from puna.stages.conversations import asking
 from puna.stages.identity import code, sources
 from puna.stages.identity.modules import _places
 from puna.stages.verifiers.base import Item, Question
-from puna.stages.verifiers.child import child
 from puna.stages.verifiers.registry import all_verifiers, from_text, to_text
-from puna.stages.verifiers.scoring import verifiers_named
+from puna.stages.verifiers.scoring import child, verifiers_named
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 
@@ -104,12 +103,12 @@ def test_each_stage_follows_its_prompts_verifiers_alone() -> None:
     always = " ".join(code.symbols(sample))
     for word in ("exact.Exact", "numeric.", "sandbox", "reasoning_gym", "constraints", "judge.Judge"):
         assert f"verifiers.{word}" not in always
-    assert "puna.stages.verifiers.exact.Exact" in reached(exact) and not any("numeric" in name or "sandbox" in name for name in reached(exact))
+    assert "puna.stages.verifiers.texts.Exact" in reached(exact) and not any("numeric" in name or "sandbox" in name for name in reached(exact))
     assert "puna.stages.verifiers.numeric.numbers" in reached(numeric) and not any("exact" in name for name in reached(numeric))
-    assert "puna.stages.verifiers.sandbox_namespaces.become_nobody" in reached(program)
+    assert "puna.stages.verifiers.sandbox_calls.become_nobody" in reached(program)
     both = to_text("product", of=[{"name": "exact"}, {"name": "weighted", "of": [{"name": "numeric"}], "weights": [1]}])
     assert reached(both) >= reached(exact) | reached(numeric) and "puna.stages.verifiers.combinations.Weighted" in reached(both)
-    assert "puna.stages.verifiers.child.scored" in code.symbols(sample)
+    assert "puna.stages.verifiers.scoring.scored" in code.symbols(sample)
 
 
 def test_an_edit_of_an_outside_verifier_is_another_key(tmp_path: Path) -> None:
@@ -142,7 +141,7 @@ def test_an_edit_of_an_outside_verifier_is_another_key(tmp_path: Path) -> None:
 def test_a_verifier_that_is_wrong_has_a_key_and_damage_is_named(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     wrong = asked(store, "{", "[]", "3", '{"name": "nothing"}', '{"name": "python", "function": "no_such:thing"}', '{"name": "exact"}')
-    assert "puna.stages.verifiers.exact.Exact" in identify(asking_stage, AskingConfig(), {"prompts": [wrong]}).code
+    assert "puna.stages.verifiers.texts.Exact" in identify(asking_stage, AskingConfig(), {"prompts": [wrong]}).code
     file = wrong.path("prompts.parquet")
     file.chmod(0o644)
     file.write_bytes(file.read_bytes()[:-9])

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from puna.stages.verifiers.base import Question, Score
+from puna.stages.verifiers.constraints import KINDS, count_sentences
 from puna.stages.verifiers.extraction import final_answer
-from puna.stages.verifiers.instruction_kinds import KINDS, count_sentences
 from puna.stages.verifiers.numeric import numbers
 from puna.stages.verifiers.registry import from_text, to_text
 from puna.stages.verifiers.scoring import leaves

@@ -14,9 +14,8 @@ from puna.stages import plugins
 from puna.stages.contract import StageConfig, StageRun, execute, stage
 from puna.stages.conversations import asking
 from puna.stages.verifiers.base import Item, Question, Score
-from puna.stages.verifiers.child import child
 from puna.stages.verifiers.registry import all_verifiers, from_text, to_text
-from puna.stages.verifiers.scoring import Scorer
+from puna.stages.verifiers.scoring import Scorer, child
 from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import PunaError, Store
 

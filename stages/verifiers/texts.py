@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable
-from typing import ClassVar
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from puna.stages.verifiers.base import BoundedVerifier, Question, Score, reference_of
 from puna.stages.verifiers.extraction import final_answer
@@ -30,7 +31,6 @@ class Exact(BoundedVerifier):
     extract: bool = Field(True, description="A final answer that the text marks (answer tags, \\boxed, ####, 'the answer is') will do")
 
     def score(self, question: Question, answer: str) -> Score:
-        """Return 1 or 0."""
         expected = reference_of(self, self.answer, question)
         wanted = {self._normal(text) for text in (expected, *self.also)}
         if self._normal(answer) in wanted:
@@ -41,7 +41,6 @@ class Exact(BoundedVerifier):
         return Score(0.0, f"expected {expected!r}")
 
     def check(self, question: Question) -> None:
-        """Raise PunaError without an expected answer."""
         reference_of(self, self.answer, question)
 
     def _normal(self, text: str) -> str:
@@ -55,3 +54,47 @@ class Exact(BoundedVerifier):
         for step in steps:
             text = step(text)
         return text.strip()
+
+
+@register
+class RegularExpression(BoundedVerifier):
+    """Score 1 if the pattern occurs in the answer (with `absent`: if it does not), else 0.
+
+    RE2's syntax: that of Python without look-around and back-references, which have no bound on their time.
+    """
+
+    name: ClassVar[str] = "regex"
+
+    pattern: str = Field(
+        min_length=1, max_length=10_000, description="Regular expression in RE2's syntax; (?i) ignores case, (?s) lets . match line ends"
+    )
+    match: Literal["anywhere", "whole"] = Field(
+        "anywhere", description="Found anywhere in the answer, or matching the whole of it without blanks around it"
+    )
+    absent: bool = Field(False, description="The answer is right where the pattern is not found")
+    extract: bool = Field(False, description="Search only the final answer that the text marks, where it marks one")
+
+    @cached_property
+    def compiled(self) -> Any:
+        import re2
+
+        options = re2.Options()
+        options.log_errors = False
+        return re2.compile(self.pattern, options)
+
+    @model_validator(mode="after")
+    def _pattern_compiles(self) -> RegularExpression:
+        import re2
+
+        try:
+            _ = self.compiled
+        except re2.error as error:
+            said = error.args[0].decode() if isinstance(error.args[0], bytes) else error.args[0]
+            raise ValueError(f"pattern {self.pattern!r} is none that RE2 takes: {said}") from error
+        return self
+
+    def score(self, question: Question, answer: str) -> Score:
+        text = (final_answer(answer) if self.extract else None) or answer
+        found = self.compiled.search(text) if self.match == "anywhere" else self.compiled.fullmatch(text.strip())
+        detail = f"found {found.group(0)[:200]!r}" if found is not None else f"{self.pattern!r} is not found"
+        return Score(float((found is None) == self.absent), detail)
