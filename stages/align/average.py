@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from puna.models.training.settings import AverageMethod
-from puna.stages.contract import Facts, Figure, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
+from puna.stages.contract import Facts, Figure, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import prompt_ids
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import one_tokenizer
-from puna.stages.training.rewards import CENTER, ENSEMBLE, REWARDS, Center, Ensemble, Reward, rewards_of
+from puna.stages.training.rewards import REWARDS, Reward, RewardSettings, rewards_of
 from puna.stages.training.train import check_one_tokenizer, load_model
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
-from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
@@ -31,19 +30,13 @@ SCORED_TOKENS = 8192
 """Tokens of a packed row that a reward model reads."""
 
 
-class SearchConfig(StageConfig):
+class SearchConfig(RewardSettings):
     """Settings of the search: the weights to try, and how answers are sampled and scored."""
 
     steps: int = Field(4, ge=1, le=20, description="Parts that 1 is cut into: every way to share them out among the models is tried")
     temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
     reward: Reward = Field("verifier", description=REWARDS)
-    floor: float = Field(
-        0.0, ge=0, le=100, description="With reward product: added to the sigmoid, so that a right answer counts whatever its number"
-    )
-    center: Center = Field("start", description=CENTER)
-    ensemble: Ensemble = Field("mean", description=ENSEMBLE)
-    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
 
 class AverageConfig(BadRowsConfig, SeededConfig):
@@ -185,12 +178,8 @@ class _Development:
         used = [] if search.reward == "verifier" else reward_models
         numbers = [load_model(one, "scalar", frozen=True)[0] for one in used]
         self._rewards = rewards_of(scorer, numbers, self.rows, self._ids, tokenizer, SCORED_TOKENS, search.floor, search.ensemble)
-        self._params = SamplingParams(
-            temperature=config.search.temperature,
-            max_tokens=config.search.max_tokens,
-            stop=tokenizer.stop_ids,
-            seed=run.seed("development"),
-        )
+        stop, seed = tokenizer.stop_ids, run.seed("development")
+        self._params = SamplingParams(temperature=search.temperature, max_tokens=search.max_tokens, stop=stop, seed=seed)
 
     def center(self, network: Transformer) -> float:
         """Center the rewards by a model's answers from now on."""

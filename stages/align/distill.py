@@ -9,12 +9,11 @@ from pydantic import Field, model_validator
 
 from puna.models.training.settings import TrainingSettings
 from puna.stages.contract import Facts, Model, Prompts, StageRun, stage
-from puna.stages.conversations import prompt_ids
-from puna.stages.training.bad_rows import BadRows, Limit
+from puna.stages.training.bad_rows import BadRows
 from puna.stages.training.lora import adapted
-from puna.stages.training.needs import chat_template, one_tokenizer, trained
+from puna.stages.training.needs import adaptable, one_tokenizer
 from puna.stages.training.settings import AdapterConfig
-from puna.stages.training.train import check_one_tokenizer, context_limit, fit, load_model, save_model
+from puna.stages.training.train import check_one_tokenizer, fit, load_model, row_limit, save_model, training_prompts
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
@@ -48,9 +47,7 @@ class DistillConfig(AdapterConfig):
 
 def needs(config: DistillConfig, facts: Facts) -> list[str]:
     """Require a chat template, one tokenizer, and memory."""
-    one = one_tokenizer(facts, "student", "teacher")
-    memory = trained(facts, "student", config.training.optimizer, config.method)
-    return [*chat_template(facts, "student"), *one, *memory, *config.unmet()]
+    return [*one_tokenizer(facts, "student", "teacher"), *adaptable(facts, "student", config.training.optimizer, config)]
 
 
 @stage(kind="model", device=True, needs=needs)
@@ -68,26 +65,15 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
     check_one_tokenizer([student, teacher], "distill compares distributions over one vocabulary")
     network, tokenizer = load_model(student, "lm", quantization=config.quantization)
     guide, _ = load_model(teacher, "lm", frozen=True)
-    rows = [row for row in prompts.read().to_pylist() if row["split"] == "train"]
+    bad = BadRows(config, "distill")
+    rows, asked = training_prompts(prompts, network, tokenizer, config.answers, config.max_tokens, row_limit(config.training), bad)
     if not rows:
         raise PunaError(f"distill: {prompts.id} has no training prompts")
-    bad = BadRows(config, "distill")
-    within, answers = context_limit(network, config.max_tokens), config.answers * config.max_tokens
-    what = f"the prompt with {config.answers} answers of max_tokens={config.max_tokens}"
-    size = config.training.compute.micro_batch_tokens
-    limit = Limit(size, "training.compute.micro_batch_tokens", what)
-    asked = bad.examples(
-        rows, lambda row: prompt_ids(tokenizer, row), lambda ids: len(ids) + config.max_tokens, within,
-        (lambda ids: len(ids) + answers, limit),
-    )  # fmt: skip
-    bad.check_left(len(asked), f"{len(rows)} training prompts")
     bad.write(run)
     batches = _sampled(network, [ids for _, ids in asked], tokenizer.stop_ids, config, run)
+    objective = Distill(guide.requires_grad_(False), config.beta, config.temperature)
     with adapted(network, config, run) as scales:
-        log = fit(
-            network, Distill(guide.requires_grad_(False), config.beta, config.temperature), batches,
-            config.training.train_config(len(asked)), run, scales,
-        )  # fmt: skip
+        log = fit(network, objective, batches, config.training.train_config(len(asked)), run, scales)
     run.metric("prompts", len(asked))
     run.metric("first_loss", log[0]["loss"])
     save_model(network, tokenizer, run.folder)

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from puna.stages.contract import Facts, Model, Preferences, StageRun, stage
+from puna.stages.contract import Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
 from puna.stages.training.lora import adapted
-from puna.stages.training.needs import chat_template, trained
+from puna.stages.training.needs import training_needs
 from puna.stages.training.rankings import labelled, pairs_of, ranked, read_preferences, render_ranked
 from puna.stages.training.reference import Reference, stored_logprobs, targets_of
 from puna.stages.training.settings import DpoConfig
-from puna.stages.training.train import Example, fit, load_model, row_limit, save_model, training_precision
+from puna.stages.training.train import Example, fit, load_model, report_ends, row_limit, save_model, training_precision
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from puna.models.training.objectives import Dpo, DpoBatch, KtoBatch
+    from puna.models.training.objectives import Dpo, DpoBatch, Kto, KtoBatch
     from puna.models.transformer import Transformer
-    from puna.stages.training.settings import DpoConfig
-
-def needs(config: DpoConfig, facts: Facts) -> list[str]:
-    """A chat template, and memory."""
-    return [*chat_template(facts, "model"), *trained(facts, "model", config.training.optimizer, config.method), *config.unmet()]
 
 
-@stage(kind="model", device=True, needs=needs)
+@stage(kind="model", device=True, needs=training_needs)
 def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: StageRun) -> None:
     """Train by DPO, or another preference loss, with format tokens masked and an NLL term on the better answer (Llama 3, section 4.1.4).
 
     The reference is the policy that training starts from; where the loss needs its log-probabilities, those of the preferences
-    that training comes to are computed once, before the first step, but for those that `reference_logprobs` has stored_logprobs beside them
+    that training comes to are computed once, before the first step, but for those that `reference_logprobs` has stored beside them
     (the metric `reference_answers` counts what was computed).
     With loss kto the best answers of a preference (edited, chosen and their equals) are good ones, the worst are bad ones.
     The metrics `heldout_accuracy` and `heldout_margin` are of the held-out pairs, after training; with kto the latter is between the
@@ -45,7 +40,7 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
     if not train:
         raise PunaError(f"there is no training preference of the levels {', '.join(config.levels)}: nothing to learn from")
     policy, tokenizer = load_model(model, "lm", quantization=config.quantization)
-    tiers_of, train_on, measure = (labelled, train_kto, measure_kto) if config.preference.of == "answers" else (ranked, _train, _measure)
+    tiers_of, train_on, measure = (labelled, _train_kto, _measure_kto) if config.preference.of == "answers" else (ranked, _train, _measure)
     bad, limit = BadRows(config, "dpo"), row_limit(config.training)
     examples = [one.example for one in render_ranked(tokenizer, train, limit, bad, tiers_of)]
     bad.check_left(len(examples), f"{len(train)} training preferences")
@@ -61,10 +56,7 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
         policy = train_dpo(policy, examples, hub_tokenizer(model, tokenizer), config, run)
     else:
         log = train_on(policy, examples, reference, config, run)
-        for name in ("accuracy", "margin", "chosen_logprob", "rejected_logprob"):
-            if name in log[0]:
-                run.metric(f"first_{name}", log[0][name])
-                run.metric(f"final_{name}", log[-1][name])
+        report_ends(log, ("accuracy", "margin", "chosen_logprob", "rejected_logprob"), run)
     run.metric("reference_answers", reference.computed)
     measure(policy, heldout, known, config, run)
     save_model(policy, tokenizer, run.folder)
@@ -91,7 +83,7 @@ def collate(examples: Sequence[tuple[Example, list[float]]], config: DpoConfig) 
 
 
 def objective(config: DpoConfig) -> Dpo:
-    """The loss, as configured."""
+    """Return the configured loss of pairs."""
     from puna.models.training.objectives import Dpo
 
     return Dpo(config.beta, config.nll_weight, config.nll_normalization, config.loss, config.loss_parameters)
@@ -121,65 +113,57 @@ def _measure(model: Transformer, examples: list[Example], known: list[list[float
 def _train(
     model: Transformer, examples: Sequence[Example], reference: Reference, config: DpoConfig, run: StageRun
 ) -> list[dict[str, float]]:
-    from puna.models.training.packing import Sampler
-
-    training = config.training
-    known = {i: [0.0] * len(example.answers) for i, example in enumerate(examples)}
-    sampler = Sampler(
-        range(len(examples)),
-        training.batch_size,
-        lambda chosen: collate([(examples[i], known[i]) for i in chosen], config),
-        length=lambda i: len(examples[i]),
-        micro_batch_tokens=training.compute.micro_batch_tokens,
-        seed=run.seed("order"),
-    )
-    settings = training.train_config(len(examples))
-    visited = sampler.visited(settings.steps)
-    known |= zip(visited, reference.of(model, [examples[i] for i in visited]), strict=True)
-    with adapted(model, config, run) as scales:
-        return fit(model, objective(config), sampler, settings, run, scales)
+    return _fit(model, objective(config), [(example,) for example in examples], collate, reference, config, run)
 
 
-def train_kto(
+def _train_kto(
     model: Transformer, examples: Sequence[Example], reference: Reference, config: DpoConfig, run: StageRun
 ) -> list[dict[str, float]]:
-    """Train in place on examples whose groups are two tiers, the good and the bad answers; returns the log.
+    """Train in place on examples whose groups are two tiers, the good and the bad answers (KTO, Ethayarajh et al. 2024).
 
     The distance to the reference, which the loss measures from, is estimated on answers to other prompts (`mismatched`).
     """
     from puna.models.training.objectives import Kto
-    from puna.models.training.packing import Sampler
 
-    training = config.training
-    others = mismatched(examples, training.compute.micro_batch_tokens, run.generator("mismatched"))
+    others = mismatched(examples, config.training.compute.micro_batch_tokens, run.generator("mismatched"))
     if not any(other.answers for other in others):
         needed = "measures from answers to other prompts, and there is none: give preferences of two prompts at least"
         raise PunaError(f"dpo: loss {config.loss} {needed}")
     for index, name in enumerate(("good_answers", "bad_answers")):
         run.metric(name, sum(len(group[index]) for example in examples for group in example.groups))
-    known: dict[int, tuple[list[float], list[float]]] = {}
+    kto = Kto(config.beta, config.nll_weight, config.nll_normalization, config.loss, config.loss_parameters)
+    return _fit(model, kto, list(zip(examples, others, strict=True)), _collate_kto, reference, config, run)
+
+
+def _fit(
+    model: Transformer, loss: Dpo | Kto, rows: Sequence[tuple[Example, ...]], collated: Callable[..., Any], reference: Reference,
+    config: DpoConfig, run: StageRun,
+) -> list[dict[str, float]]:  # fmt: skip
+    """Train on rows of examples, whose log-probabilities under the reference are computed first, of those that training comes to.
+
+    `collated` packs rows, each followed by the log-probabilities of its examples' answers, into a batch.
+    """
+    from puna.models.training.packing import Sampler
+
+    training, known = config.training, dict[int, tuple[list[float], ...]]()
     sampler = Sampler(
-        range(len(examples)),
-        training.batch_size,
-        lambda chosen: _collate([(examples[i], others[i], *known[i]) for i in chosen], config),
-        length=lambda i: max(len(examples[i]), len(others[i])),
-        micro_batch_tokens=training.compute.micro_batch_tokens,
-        seed=run.seed("order"),
-    )
-    settings = training.train_config(len(examples))
+        range(len(rows)), training.batch_size, lambda chosen: collated([(*rows[i], *known[i]) for i in chosen], config),
+        length=lambda i: max(map(len, rows[i])), micro_batch_tokens=training.compute.micro_batch_tokens, seed=run.seed("order"),
+    )  # fmt: skip
+    settings = training.train_config(len(rows))
     visited = sampler.visited(settings.steps)
-    found = reference.of(model, [some[i] for some in (examples, others) for i in visited])
-    known |= zip(visited, zip(found[: len(visited)], found[len(visited) :], strict=True), strict=True)
-    objective = Kto(config.beta, config.nll_weight, config.nll_normalization, config.loss, config.loss_parameters)
+    examples = [example for column in zip(*(rows[i] for i in visited), strict=True) for example in column]
+    values = reference.of(model, examples)
+    columns = [values[start : start + len(visited)] for start in range(0, len(values), len(visited))]
+    known |= zip(visited, zip(*columns, strict=True), strict=True)
     with adapted(model, config, run) as scales:
-        return fit(model, objective, sampler, settings, run, scales)
+        return fit(model, loss, sampler, settings, run, scales)
 
 
-def measure_kto(model: Transformer, examples: Sequence[Example], known: list[list[float]], config: DpoConfig, run: StageRun) -> None:
+def _measure_kto(model: Transformer, examples: Sequence[Example], known: list[list[float]], config: DpoConfig, run: StageRun) -> None:
     """Report the mean implicit reward of held-out good answers less that of bad ones."""
-    found = zip(examples, known, Reference(config, run).of(model, examples, "heldout"), strict=True)
     rewards: list[list[float]] = [[], []]
-    for example, before, after in found:
+    for example, before, after in zip(examples, known, Reference(config, run).of(model, examples, "heldout"), strict=True):
         for group in example.groups:
             for some, tier in zip(rewards, group, strict=True):
                 some += [config.beta * (after[i] - before[i]) for i in tier]
@@ -213,7 +197,7 @@ def mismatched(examples: Sequence[Example], micro_batch_tokens: int, generator: 
     return found
 
 
-def _collate(chosen: Sequence[tuple[Example, Example, list[float], list[float]]], config: DpoConfig) -> KtoBatch:
+def _collate_kto(chosen: Sequence[tuple[Example, Example, list[float], list[float]]], config: DpoConfig) -> KtoBatch:
     """Pack examples and their mismatched ones into one row, with the reference's log-probabilities of both."""
     import torch
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from puna.stages.contract import Evaluation, Figure, Kind, Prompts, StageConfig, StageRun, stage
 from puna.stages.contract.declaration import Reads
-from puna.stages.training.intervals import Interval, mean
+from puna.stages.training.intervals import Interval, evaluation_row, mean
 from puna.storage import Artifact, PunaError
 
 
@@ -26,7 +26,7 @@ def approval(gate: Evaluation, config: ApprovalConfig, run: StageRun) -> None:
     """Record a person's decision on the candidate of a `gate`; the next run of the flow `round` carries it out."""
     if gate.manifest.stage != "gate":
         raise PunaError(f"approval: {gate.id} was made by {gate.manifest.stage}, not by a round's gate")
-    run.write_rows([{"task": "all", "metric": "approved", "value": float(config.approved), "low": None, "high": None, "n": 1}])
+    run.write_rows([evaluation_row("all", "approved", float(config.approved), 1)])
     reason = f"{'approved' if config.approved else 'refused'} by {config.by}{': ' + config.reason if config.reason else ''}"
     run.metric("verdict", "passed" if config.approved else "refused")
     run.metric("reason", reason)
@@ -118,7 +118,7 @@ def gate(
     gained = f"{_with_interval(overall)} over {comparisons[0].prompts} prompts"
     run.write_rows(
         [
-            {"task": one.task, "metric": name, "value": interval.value, "low": interval.low, "high": interval.high, "n": one.prompts}
+            evaluation_row(one.task, name, interval, one.prompts)
             for one in comparisons
             for name, interval in (("before", one.before), ("after", one.after), ("gain", one.gain))
         ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import Field
 
 from puna.stages.contract import Preferences, Prompts, StageConfig, StageRun, stage
@@ -9,6 +12,20 @@ from puna.stages.conversations import Level, dump, message_of, messages_of, show
 from puna.stages.draws import identifier
 from puna.stages.training.settings import CLEAR
 from puna.storage import PunaError
+
+
+def instruction(
+    name: str, prompt_id: str, prompt: dict[str, Any], answer: Mapping[str, Any], source: str, score: float | None = None
+) -> dict[str, Any]:
+    """Return a row of the instructions table to train on: a prompt's conversation, answered by a message of the assistant."""
+    messages = dump([*messages_of(prompt), dict(answer)])
+    row = {"id": name, "prompt_id": prompt_id, "task": prompt["task"], "split": "train", "messages": messages, "tools": prompt["tools"]}
+    return {**row, "source": source, "score": score}
+
+
+def answer_message(text: str) -> dict[str, Any]:
+    """Return a message of the assistant."""
+    return {"role": "assistant", "content": text}
 
 
 class ChosenConfig(StageConfig):
@@ -28,16 +45,7 @@ def chosen(preferences: list[Preferences], config: ChosenConfig, run: StageRun) 
             if row["split"] != "train" or best is None or (row["level"] is not None and row["level"] not in config.levels):
                 continue
             name = identifier(config.source, row["prompt_id"], dump(best))
-            rows[name] = {
-                "id": name,
-                "prompt_id": row["prompt_id"],
-                "task": row["task"],
-                "split": "train",
-                "messages": dump([*messages_of(row), best]),
-                "tools": row["tools"],
-                "source": config.source,
-                "score": None,
-            }
+            rows[name] = instruction(name, row["prompt_id"], row, best, config.source)
     if not rows:
         raise PunaError(f"chosen: no training preference of the levels {', '.join(config.levels)} has a better answer")
     run.write_rows(list(rows.values()))
@@ -62,20 +70,8 @@ def instructions(prompts: Prompts, config: InstructionsConfig, run: StageRun) ->
     answered = [row for row in asked if row["reference"] is not None]
     if not answered:
         raise PunaError(f"instructions: the {len(asked)} training prompts of {prompts.id} have no reference to learn")
-    rows = [
-        {
-            "id": identifier(config.source, row["id"]),
-            "prompt_id": row["id"],
-            "task": row["task"],
-            "split": "train",
-            "messages": dump([*messages_of(row), {"role": "assistant", "content": row["reference"]}]),
-            "tools": row["tools"],
-            "source": config.source,
-            "score": None,
-        }
-        for row in answered
-    ]
-    run.write_rows(rows)
+    names = {row["id"]: identifier(config.source, row["id"]) for row in answered}
+    run.write_rows([instruction(names[row["id"]], row["id"], row, answer_message(row["reference"]), config.source) for row in answered])
     bare = [row for row in asked if row["reference"] is None]
     run.count_input(len(asked))
     run.write_rows(

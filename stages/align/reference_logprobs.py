@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from puna.stages.contract import Facts, Model, Preferences, StageRun, stage
+from puna.stages.contract import Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
-from puna.stages.training.needs import chat_template
+from puna.stages.training.needs import model_template
 from puna.stages.training.rankings import labelled, read_preferences, render_ranked
 from puna.stages.training.reference import answer_ids, name_of, summed
 from puna.stages.training.train import frozen_dtype, load_model
@@ -19,11 +19,7 @@ class ReferenceLogprobsConfig(BadRowsConfig):
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row has no log-probabilities")
 
 
-def needs(config: ReferenceLogprobsConfig, facts: Facts) -> list[str]:
-    return chat_template(facts, "model")
-
-
-@stage(kind="preferences", device=True, needs=needs)
+@stage(kind="preferences", device=True, needs=model_template)
 def reference_logprobs(model: Model, preferences: Preferences, config: ReferenceLogprobsConfig, run: StageRun) -> None:
     """Copy the preferences, with the summed log-probability of each answer under `model` in the side table `scores`.
 

@@ -10,24 +10,23 @@ from pydantic import Field
 
 from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
 from puna.stages.contract import Facts, Figure, Model, Prompts, StageRun, stage
-from puna.stages.conversations import prompt_ids
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.lora import adapted
-from puna.stages.training.needs import chat_template, one_tokenizer, trained
-from puna.stages.training.rewards import CENTER, ENSEMBLE, REWARDS, Center, Ensemble, Reward, gold_of, rewards_of
+from puna.stages.training.needs import adaptable, one_tokenizer
+from puna.stages.training.rewards import REWARDS, Reward, RewardSettings, gold_of, rewards_of
 from puna.stages.training.settings import AdapterConfig
 from puna.stages.training.train import (
     CHECKPOINTS,
     check_one_tokenizer,
-    context_limit,
     divergence_named,
     load_model,
+    report_ends,
     save_model,
     training_precision,
+    training_prompts,
     write_log,
-)
+)  # fmt: skip
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
-from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
@@ -35,21 +34,14 @@ if TYPE_CHECKING:
     from puna.stages.training.rewards import Completions, Ids, Rewards, Scores
 
 
-class RolloutsConfig(RolloutSettings, AdapterConfig):
+class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
     """Settings of the sampled answers, of their rewards, and of the weights to train."""
 
-    reward: Reward = Field("reward_model", description=REWARDS)
-    floor: float = Field(
-        0.0, ge=0, le=100, description="With reward product: added to the sigmoid, so that a right answer counts whatever its number"
-    )
-    center: Center = Field("start", description=CENTER)
-    ensemble: Ensemble = Field("mean", description=ENSEMBLE)
     gold: bool = Field(
         False,
         description="With reward reward_model: score the answers of about eight rollouts by the prompts' verifiers, too, and show both "
         "against the KL divergence",
     )
-    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
     @property
     def scored(self) -> bool:
@@ -60,9 +52,7 @@ class RolloutsConfig(RolloutSettings, AdapterConfig):
 def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
     """Require a chat template, the reward model that `reward` uses, one tokenizer for both, and memory."""
     missing = [] if config.reward == "verifier" or "reward_model" in facts.inputs else [_without(config)]
-    one = one_tokenizer(facts, "policy", "reward_model")
-    memory = trained(facts, "policy", config.optimizer, config.method)
-    return [*missing, *chat_template(facts, "policy"), *one, *memory, *config.unmet()]
+    return [*missing, *one_tokenizer(facts, "policy", "reward_model"), *adaptable(facts, "policy", config.optimizer, config)]
 
 
 def _without(config: RolloutsConfig) -> str:
@@ -133,8 +123,13 @@ def _optimize(
     scalars = [load_model(one, "scalar")[0] for one in sorted(reward_models, key=lambda one: one.data_digest)]
     # What is only asked computes as the policy does: a KL divergence to fp32 would have bf16's rounding in it.
     dtype = DTYPES[training_precision(config.compute, run)]
-    within = context_limit(model, config.max_tokens)
-    rows, asked = _training_prompts(prompts, lambda row: prompt_ids(tokenizer, row), within, config, run)
+    bad, limit = BadRows(config, run.stage), Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens")
+    given, rendered = training_prompts(prompts, model, tokenizer, config.answers, config.max_tokens, limit, bad)
+    if len(rendered) < config.prompts:
+        left = f"{len(given)} training prompts" + (f", {len(bad.dropped)} of them dropped" if bad.dropped else "")
+        raise PunaError(f"{run.stage}: a rollout takes {config.prompts} prompts, but {prompts.id} has {left}")
+    bad.write(run)
+    rows, asked = [row for row, _ in rendered], [ids for _, ids in rendered]
     scorer = Scorer(rows, config.scoring, run, judges, needed=run.stage) if config.scored else None
     used = [] if config.reward == "verifier" else scalars
     frozen = [copy.deepcopy(scalar).requires_grad_(False).to(dtype) for scalar in used]
@@ -157,10 +152,7 @@ def _optimize(
         scorer.report()
     write_log(log, run)
     _against_kl(log, run)
-    for name in ("score", "gold", "kl", "entropy", "explained_variance"):
-        if name in log[0]:
-            run.metric(f"first_{name}", log[0][name])
-            run.metric(f"final_{name}", log[-1][name])
+    report_ends(log, ("score", "gold", "kl", "entropy", "explained_variance"), run)
     save_model(model, tokenizer, run.folder)
 
 
@@ -181,8 +173,8 @@ def _gold(scores: Scores) -> Callable[[Ids, Completions], dict[str, float]]:
     """Return a function that computes the mean of the verifiers' scores."""
 
     def watch(prompts: Ids, completions: Completions) -> dict[str, float]:
-        found = [score for some in scores(prompts, completions) for score in some]
-        return {"gold": sum(found) / len(found)}
+        flat = [score for some in scores(prompts, completions) for score in some]
+        return {"gold": sum(flat) / len(flat)}
 
     return watch
 
@@ -193,32 +185,7 @@ def _against_kl(log: Sequence[dict[str, float]], run: StageRun) -> None:
     series: dict[str, list[tuple[Any, float]]] = {"reward": [(row["kl"], row["score"]) for row in points]}
     if gold := [(row["kl"], row["gold"]) for row in points if "gold" in row]:
         series["verifiers"] = [*gold]
-    figure = Figure(
-        title="Reward against KL divergence",
-        x="KL divergence to the reference, nats per answer",
-        y="mean score of the rollout's answers",
-        series=series,
-        kind="scatter",
-        note="Where the reward rises and the verifiers' score falls, the reward is over-optimized.",
-    )
+    note = "Where the reward rises and the verifiers' score falls, the reward is over-optimized."
+    x, y = "KL divergence to the reference, nats per answer", "mean score of the rollout's answers"
     if len(points) > 1:
-        run.figure("against_kl", figure)
-
-
-def _training_prompts(
-    prompts: Artifact, ids_of: Callable[[dict[str, Any]], list[int]], within: Limit, config: RolloutsConfig, run: StageRun
-) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Return the training prompts and their ids; drop those that are too long. `within`: longest context of the policy."""
-    rows = [row for row in prompts.read().to_pylist() if row["split"] == "train"]
-    what = f"the prompt with {config.answers} answers of max_tokens={config.max_tokens}"
-    limit = Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens", what)
-    bad = BadRows(config, run.stage)
-    answers = config.answers * config.max_tokens
-    rendered = bad.examples(rows, ids_of, lambda ids: len(ids) + config.max_tokens, within, (lambda ids: len(ids) + answers, limit))
-    if rows:
-        bad.check_left(len(rendered), f"{len(rows)} training prompts")
-    if len(rendered) < config.prompts:
-        left = f"{len(rows)} training prompts" + (f", {len(bad.dropped)} of them dropped" if bad.dropped else "")
-        raise PunaError(f"{run.stage}: a rollout takes {config.prompts} prompts, but {prompts.id} has {left}")
-    bad.write(run)
-    return [row for row, _ in rendered], [ids for _, ids in rendered]
+        run.figure("against_kl", Figure("Reward against KL divergence", x, y, series, "scatter", note=note))

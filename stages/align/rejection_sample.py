@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any, Literal
 
 from pydantic import Field
 
+from puna.stages.align.instructions import answer_message, instruction
 from puna.stages.align.reward_model import score_answers
 from puna.stages.align.sample import read_answers
 from puna.stages.contract import Answers, Facts, Figure, Model, Prompts, SeededConfig, StageRun, stage
-from puna.stages.conversations import dump, messages_of, shown
+from puna.stages.conversations import messages_of, shown
 from puna.stages.draws import hashed, identifier
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
 from puna.stages.training.rewards import ENSEMBLE, Ensemble, combined
@@ -69,7 +71,8 @@ def rejection_sample(
     picked = {key: best for key, group in candidates.items() if (best := _picked(key, group, config)) is not None}
     rows, scores = [], []
     for key, best in picked.items():
-        row = _instruction(asked[key], best, config.source)
+        name, answer = identifier(config.source, key), answer_message(best["text"].strip())
+        row = instruction(name, key, asked[key], answer, config.source, best.get("reward"))
         texts = Counter(a["text"].strip() for a in candidates[key])
         agreement = texts[best["text"].strip()] / len(candidates[key])
         rows.append(row)
@@ -116,7 +119,7 @@ def _scored(
     texts = {key: sorted({a["text"].strip() for a in group}) for key, group in candidates.items()}
 
     def rendered(row: dict[str, Any]) -> Example:
-        return render(tokenizer, row, [[[{"role": "assistant", "content": text} for text in texts[row["id"]]]]])
+        return render(tokenizer, row, [[[answer_message(text) for text in texts[row["id"]]]]])
 
     limit = Limit(config.micro_batch_tokens, "micro_batch_tokens", "the prompt with its answers")
     examples = bad.examples([asked[key] for key in candidates], rendered, len, limit)
@@ -145,33 +148,14 @@ def _best_models(candidates: dict[str, list[dict[str, Any]]], most: int) -> dict
     return {key: group for key, group in left.items() if group}
 
 
-def _instruction(prompt: dict[str, Any], best: dict[str, Any], source: str) -> dict[str, Any]:
-    return {
-        "id": identifier(source, prompt["id"]),
-        "prompt_id": prompt["id"],
-        "task": prompt["task"],
-        "split": "train",
-        "messages": dump([*messages_of(prompt), {"role": "assistant", "content": best["text"].strip()}]),
-        "tools": prompt["tools"],
-        "source": source,
-        "score": best.get("reward"),
-    }
-
-
 def _report(candidates: dict[str, list[dict[str, Any]]], picked: dict[str, dict[str, Any]], run: StageRun) -> None:
     """Report the gold accuracy of the picked answers, of the mean answer and of the best answer."""
     if not picked or any(a["gold"] is None for group in candidates.values() for a in group):
         return
-    mean = _mean([_mean([float(is_correct(a["gold"])) for a in group]) for group in candidates.values()])
-    best = _mean([float(any(is_correct(a["gold"]) for a in group)) for group in candidates.values()])
-    chosen = _mean([float(is_correct(a["gold"])) for a in picked.values()])
+    mean = fmean([fmean([float(is_correct(a["gold"])) for a in group]) for group in candidates.values()])
+    best = fmean([float(any(is_correct(a["gold"]) for a in group)) for group in candidates.values()])
+    chosen = fmean([float(is_correct(a["gold"])) for a in picked.values()])
     bars: list[tuple[Any, float]] = [("mean answer", mean), ("picked", chosen), ("best of K", best)]
     for name, value in zip(("mean_accuracy", "picked_accuracy", "best_accuracy"), (mean, chosen, best), strict=True):
         run.metric(name, value)
-    run.figure(
-        "accuracy", Figure(title="Rejection sampling", x="answers", y="gold accuracy", kind="bar", series={"accuracy": bars})
-    )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    run.figure("accuracy", Figure(title="Rejection sampling", x="answers", y="gold accuracy", kind="bar", series={"accuracy": bars}))

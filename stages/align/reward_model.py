@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from puna.stages.contract import Facts, Figure, Model, Preferences, StageRun, stage
+from puna.stages.contract import Figure, Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
 from puna.stages.training.lora import adapted
-from puna.stages.training.needs import chat_template, trained
-from puna.stages.training.rankings import Ranked, check_splits, read_preferences, render_ranked
+from puna.stages.training.needs import training_needs
+from puna.stages.training.rankings import Ranked, check_splits, order, read_preferences, render_ranked
 from puna.stages.training.reward_head import fit_head
 from puna.stages.training.settings import RewardModelConfig
 from puna.stages.training.train import Example, by_answer, fit, load_model, row_limit, save_model
@@ -26,12 +27,7 @@ MEASURED = 32
 """Training prompts that accuracy is measured on, where no more are held out."""
 
 
-def needs(config: RewardModelConfig, facts: Facts) -> list[str]:
-    """A chat template, and memory."""
-    return [*chat_template(facts, "model"), *trained(facts, "model", config.training.optimizer, config.method), *config.unmet()]
-
-
-@stage(kind="model", device=True, needs=needs)
+@stage(kind="model", device=True, needs=training_needs)
 def reward_model(model: Model, preferences: list[Preferences], config: RewardModelConfig, run: StageRun) -> None:
     """Train a reward model by Bradley-Terry without a margin over edited > chosen > rejected, all answers of a prompt in one row
     (Llama 3, section 4.1.2). A ranking of more answers is one group of as many tiers; equals make no pair. With `head_only` the
@@ -123,7 +119,7 @@ def score_answers(
     def compute(some: list[Example]) -> Tensor:
         return answer_rewards(model, Targets.from_answers([e.prompt for e in some], [e.answers for e in some]).to(place))
 
-    return by_answer(examples, micro_batch_tokens, compute, progress)
+    return [values.tolist() for values in by_answer(examples, micro_batch_tokens, compute, progress)]
 
 
 BINS = ((-0.5, "half or less"), (-0.1, "shorter"), (0.1, "about as long"), (0.5, "longer"), (1.0, "twice or more"))
@@ -157,43 +153,39 @@ def pairs(found: Sequence[Ranked], numbers: Sequence[Sequence[float]]) -> tuple[
         lengths = [len(answer) for answer in one.example.answers]
         for row, tiers in zip(one.rows, one.example.groups, strict=True):
             if row["edited"] is not None:
-                edits.append(_order(values[tiers[0][0]], values[tiers[1][0]]))
+                edits.append(order(values[tiers[0][0]] - values[tiers[1][0]]))
             better, worse = tiers[row["edited"] is not None][0], tiers[-1][-1]
             a, b = lengths[better], lengths[worse]
-            margin, order = values[better] - values[worse], _order(values[better], values[worse])
-            ordered.append(Pair(row["level"], order, _order(a, b), (a - b) / max(a, b), margin))
+            margin = values[better] - values[worse]
+            ordered.append(Pair(row["level"], order(margin), order(a - b), (a - b) / max(a, b), margin))
     return ordered, edits
 
 
 def report(ordered: Sequence[Pair], edits: Sequence[float], split: str, run: StageRun) -> None:
     """Report the metrics of a split; of held-out pairs also by level, with a figure by length."""
     if edits:
-        run.metric(f"{split}_edit_accuracy", _mean(edits))
+        run.metric(f"{split}_edit_accuracy", fmean(edits))
     if not ordered:
         return
-    run.metric(f"{split}_accuracy", _mean([pair.right for pair in ordered]))
-    run.metric(f"{split}_longer_accuracy", _mean([pair.longer for pair in ordered]))
+    run.metric(f"{split}_accuracy", fmean([pair.right for pair in ordered]))
+    run.metric(f"{split}_longer_accuracy", fmean([pair.longer for pair in ordered]))
     if split != "heldout":
         return
     levels = sorted({pair.level for pair in ordered if pair.level is not None})
     for level in levels:
-        run.metric(f"{split}_accuracy_{level}", _mean([pair.right for pair in ordered if pair.level == level]))
+        run.metric(f"{split}_accuracy_{level}", fmean([pair.right for pair in ordered if pair.level == level]))
     run.metric(f"{split}_calibration_error", calibration_error(ordered))
     bars: list[tuple[Any, float]] = []
     low = -1.1
     for high, name in BINS:
         if inside := [pair.right for pair in ordered if low < pair.difference <= high]:
-            bars.append((f"{name} ({len(inside)})", _mean(inside)))
+            bars.append((f"{name} ({len(inside)})", fmean(inside)))
         low = high
     figure = Figure(
-        title="Reward model by length",
-        x="the chosen answer beside the rejected one (pairs)",
-        y="held-out pairs in the right order",
-        kind="bar",
-        series={"accuracy": bars},
-        lines={"the longer answer": _mean([pair.longer for pair in ordered])},
+        title="Reward model by length", x="the chosen answer beside the rejected one (pairs)", y="held-out pairs in the right order",
+        kind="bar", series={"accuracy": bars}, lines={"the longer answer": fmean([pair.longer for pair in ordered])},
         note="A model that judges by length is right on one side and wrong on the other.",
-    )
+    )  # fmt: skip
     run.figure("length", figure)
 
 
@@ -204,12 +196,3 @@ def calibration_error(ordered: Sequence[Pair]) -> float:
         parts.setdefault(min(STEPS - 1, int((sigmoid(abs(pair.margin)) - 0.5) * 2 * STEPS)), []).append(pair)
     gaps = [abs(sum(pair.right - sigmoid(abs(pair.margin)) for pair in some)) for some in parts.values()]
     return sum(gaps) / len(ordered)
-
-
-def _order(better: float, worse: float) -> float:
-    """Return 1 for the right order, one half for a tie."""
-    return float(better > worse) + 0.5 * float(better == worse)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from puna.stages.contract import Facts, Instructions, Model, StageRun, stage
+from puna.stages.contract import Instructions, Model, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
 from puna.stages.training.lora import adapted
-from puna.stages.training.needs import chat_template, trained
+from puna.stages.training.needs import training_needs
 from puna.stages.training.settings import SftConfig
 from puna.stages.training.train import Example, fit, load_model, render_conversation, row_limit, save_model
 from puna.storage import Artifact, PunaError
@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 
-def needs(config: SftConfig, facts: Facts) -> list[str]:
-    """A chat template, and memory."""
-    return [*chat_template(facts, "model"), *trained(facts, "model", config.training.optimizer, config.method), *config.unmet()]
-
-
-@stage(kind="model", device=True, needs=needs)
+@stage(kind="model", device=True, needs=training_needs)
 def sft(model: Model, instructions: list[Instructions], config: SftConfig, run: StageRun) -> None:
     """Fine-tune on the assistant's turns of instructions (Llama 3, section 4.1.3; LoRA: Hu et al. 2021).
 

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from puna.stages.contract import Facts, Model, Prompts, SeededConfig, StageRun, stage
+from puna.stages.align.instructions import answer_message, instruction
+from puna.stages.contract import Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import answer_text, asking, dump, messages_of, prompt_ids, shown
 from puna.stages.draws import hashed, identifier
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
-from puna.stages.training.needs import chat_template
+from puna.stages.training.needs import model_template
 from puna.stages.training.train import context_limit, load_model
 from puna.stages.verifiers.base import Score, is_correct
 from puna.stages.verifiers.extraction import final_answer
@@ -71,11 +72,7 @@ class Text(NamedTuple):
     finished: bool
 
 
-def needs(config: SynthesizeConfig, facts: Facts) -> list[str]:
-    return chat_template(facts, "model")
-
-
-@stage(kind="instructions", device=True, needs=needs, named=verifiers_named)
+@stage(kind="instructions", device=True, needs=model_template, named=verifiers_named)
 def synthesize(model: Model, prompts: Prompts, judges: list[Model] | None, config: SynthesizeConfig, run: StageRun) -> None:
     """Write one checked answer of the model for each problem that has one; see `problems`.
 
@@ -119,7 +116,7 @@ def _answered(problems: Sequence[Row], writer: Writer, check: Check, config: Syn
                 kept[row["id"]] = Kept(chosen, len(right) / len(texts), number + 1)
             elif texts:
                 detail = next((score.detail for score in scores if score.detail), "")
-                turns = [{"role": "assistant", "content": texts[0].text}, {"role": "user", "content": AGAIN.format(detail=detail)}]
+                turns = [answer_message(texts[0].text), {"role": "user", "content": AGAIN.format(detail=detail)}]
                 again.append({**row, "messages": dump([*messages_of(row), *turns])})
         run.metric(f"right_after_{number + 1}", len(kept))
         left = again
@@ -265,9 +262,7 @@ def _save(problems: Sequence[Row], kept: dict[str, Kept], dropped: list[Row], co
         if row["id"] in kept:
             text, right, tries = kept[row["id"]]
             name = identifier(config.source, row["id"], text)
-            messages = dump([*messages_of(row), {"role": "assistant", "content": text}])
-            made = {"id": name, "prompt_id": row["id"], "task": row["task"], "split": "train", "messages": messages, "tools": row["tools"]}
-            rows.append({**made, "source": config.source, "score": None})
+            rows.append(instruction(name, row["id"], row, answer_message(text), config.source))
             scores += [{"id": name, "name": "right", "value": right}, {"id": name, "name": "tries", "value": float(tries)}]
         elif row["id"] not in gone:
             dropped.append(_drop(row, "none_right", None, None, shown(messages_of(row))))

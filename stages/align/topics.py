@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.align.data_quality import embed
-from puna.stages.contract import Facts, Figure, Instructions, Model, SeededConfig, StageRun, stage
+from puna.stages.contract import Figure, Instructions, Model, SeededConfig, StageRun, stage
 from puna.stages.conversations import messages_of, shown
 from puna.stages.draws import folds, uniform
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
-from puna.stages.training.needs import chat_template
+from puna.stages.training.needs import model_template
 from puna.stages.training.train import Example, load_model, render_conversation
 from puna.storage import PunaError
 
@@ -37,11 +37,7 @@ class TopicsConfig(BadRowsConfig, SeededConfig):
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
 
 
-def needs(config: TopicsConfig, facts: Facts) -> list[str]:
-    return chat_template(facts, "model")
-
-
-@stage(kind="instructions", filters="instructions", needs=needs)
+@stage(kind="instructions", filters="instructions", needs=model_template)
 def topics(instructions: Instructions, labelled: list[Instructions], model: Model, config: TopicsConfig, run: StageRun) -> None:
     """Classify the topic of each instruction (Llama 3, section 4.2.3, has a language model finetuned for that), and balance the topics.
 

@@ -21,7 +21,7 @@ from puna.stages.training import bits_per_byte, intervals
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.corpus import Chosen, rank
 from puna.stages.training.ngrams import NGrams, dictionary_bits
-from puna.stages.training.train import load_served
+from puna.stages.training.train import heldout_prompts, load_served
 from puna.stages.verifiers.base import Score, ended, is_correct
 from puna.stages.verifiers.registry import from_json
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
@@ -158,10 +158,6 @@ def evaluate(
         _answers(prompts, judges or (), engine, tokenizer, config, run)
 
 
-def _row(task: str, metric: str, found: intervals.Interval, n: int) -> dict[str, Any]:
-    return {"task": task, "metric": metric, "value": found.value, "low": found.low, "high": found.high, "n": n}
-
-
 # --- pages ----------------------------------------------------------------------------------------------
 
 
@@ -201,9 +197,9 @@ def _bits(
     for task, members in _by_category(pages):
         weights = [sizes[i] for i in members]
         for metric, values in found.items():
-            rows.append(_row(task, metric, intervals.ratio([values[i] for i in members], weights), len(members)))
+            rows.append(intervals.evaluation_row(task, metric, intervals.ratio([values[i] for i in members], weights), len(members)))
         targets = [float(len(encoded[i]) - 1) for i in members]
-        rows.append(_row(task, "nats_per_token", intervals.ratio([nats[i] for i in members], targets), len(members)))
+        rows.append(intervals.evaluation_row(task, "nats_per_token", intervals.ratio([nats[i] for i in members], targets), len(members)))
     run.write_rows(rows)
     for metric, values in found.items():
         run.metric(metric, sum(values) / sum(sizes))
@@ -241,7 +237,7 @@ def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer
         run.metric(f"choice_{metric}", sum(right) / len(right))
         for task, members in _by_category(items):
             interval = intervals.wilson(sum(right[i] for i in members), len(members))
-            rows.append(_row(task.replace("pages", "choice"), metric, interval, len(members)))
+            rows.append(intervals.evaluation_row(task.replace("pages", "choice"), metric, interval, len(members)))
     run.write_rows(rows)
     run.metric("choice_chance", 1.0 / settings.options)
 
@@ -279,7 +275,8 @@ def _answers(
 ) -> None:
     from puna.models.generation import SamplingParams
 
-    drawn = _heldout_prompts(prompts, config.answers.prompts_per_task, run.seed("prompts"))
+    seed, most, tasks = run.seed("prompts"), config.answers.prompts_per_task, heldout_prompts(prompts)
+    drawn = [row for task in sorted(tasks) for row in sorted(tasks[task], key=lambda row: (rank(seed, row["id"]), row["id"]))[:most]]
     bad = BadRows(config, "evaluate")
     rendered = list(bad.rendered(drawn, partial(prompt_ids, tokenizer)))
     bad.check_left(len(rendered), f"{len(drawn)} held-out prompts")
@@ -324,17 +321,6 @@ def _chooser(config: EvaluateConfig, rows: Sequence[dict[str, Any]], judges: Seq
     return lambda answers: [score.value for score in scorer.scores([(asked[number], text) for number, text in answers])]
 
 
-def _heldout_prompts(prompts: Artifact, per_task: int, seed: int) -> list[dict[str, Any]]:
-    """Return the held-out prompts with the smallest hashes, at most `per_task` of each task."""
-    tasks: dict[str, list[dict[str, Any]]] = {}
-    for row in prompts.read().to_pylist():
-        if row["split"] == "heldout":
-            tasks.setdefault(row["task"], []).append(row)
-    if not tasks:
-        raise PunaError(f"{prompts.id} has no held-out prompts")
-    return [row for task in sorted(tasks) for row in sorted(tasks[task], key=lambda row: (rank(seed, row["id"]), row["id"]))[:per_task]]
-
-
 def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> None:
     rows, chosen = [], []
     tasks = sorted({row["task"] for row in found})
@@ -344,14 +330,15 @@ def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> Non
         scored = [row["gold"] for row in members if row["gold"] is not None]
         if scored:
             accuracy = intervals.wilson(sum(map(is_correct, scored)), len(scored))
-            rows.append(_row(task, "accuracy", accuracy, len(scored)))
-            rows.append(_row(task, "score", intervals.mean(scored), len(scored)))
+            rows.append(intervals.evaluation_row(task, "accuracy", accuracy, len(scored)))
+            rows.append(intervals.evaluation_row(task, "score", intervals.mean(scored), len(scored)))
             bars.append((task, accuracy.value))
         if tasted := [_liked(row) for row in members if row["gold"] is not None and row["liked"] is not None]:
-            rows.append(_row(task, "liked", intervals.wilson(sum(tasted), len(tasted)), len(tasted)))
-        rows.append(_row(task, "finished", intervals.wilson(sum(row["finished"] for row in members), len(members)), len(members)))
+            rows.append(intervals.evaluation_row(task, "liked", intervals.wilson(sum(tasted), len(tasted)), len(tasted)))
+        whole = intervals.wilson(sum(row["finished"] for row in members), len(members))
+        rows.append(intervals.evaluation_row(task, "finished", whole, len(members)))
         different = variety([(shown(messages_of(row)), row["text"]) for row in members])
-        rows.append(_row(task, "variety", intervals.mean(different), len(members)))
+        rows.append(intervals.evaluation_row(task, "variety", intervals.mean(different), len(members)))
         if task != ALL:
             chosen += members[:examples]
     run.write_rows(rows)

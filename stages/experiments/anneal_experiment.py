@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -18,15 +16,19 @@ from puna.models.training.settings import ComputeSettings, OptimizerSettings, Sc
 from puna.stages.contract import Documents, Facts, Figure, Model, Prompts, SeededConfig, StageRun, Tokens, stage
 from puna.stages.conversations import messages_of, rendering, tools_of
 from puna.stages.training import intervals
+from puna.stages.training import needs as needs_of
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
-from puna.stages.training.needs import chat_template, documents_apart, trained
-from puna.stages.training.packed import Packed, Reader, mean_loss
+from puna.stages.training.needs import chat_template, documents_apart
+from puna.stages.training.packed import Packed, Reader, mean_loss, total_nats
 from puna.stages.training.phase import OPTIMIZER, Phase
 from puna.stages.training.pools import Mixed, PoolRows, Pools, Sizes, build_pools, grouped
-from puna.stages.training.proxy_runs import one_thread, remembered
-from puna.stages.training.train import divergence_named
+from puna.stages.training.proxy_runs import run_trials, set_aside, trained, trial_row
+from puna.stages.training.train import heldout_prompts
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    from puna.models.transformer import Transformer
 
 ARMS = ("default", "candidate")
 
@@ -59,19 +61,10 @@ class AnnealExperimentConfig(BadRowsConfig, SeededConfig):
         return self
 
 
-class Job(NamedTuple):
-    """One annealing, as workers get it."""
-
-    number: int
-    arm: str
-    repeat: int
-    seed: int
-
-
 def needs(config: AnnealExperimentConfig, facts: Facts) -> list[str]:
     """Require a token between documents, a chat template if prompts are given, and memory."""
     rendered = chat_template(facts, "model") if facts.inputs.get("prompts") else []
-    return [*documents_apart(facts, "model"), *rendered, *trained(facts, "model", config.optimizer)]
+    return [*documents_apart(facts, "model"), *rendered, *needs_of.trained(facts, "model", config.optimizer)]
 
 
 @stage(kind="evaluation", needs=needs)
@@ -92,37 +85,30 @@ def anneal_experiment(
     wanted = math.ceil(config.phase.steps * config.phase.rows_per_step * row * config.share)
     sizes = Sizes(wanted, config.heldout_tokens, row, config.document_tokens)
     pools = build_pools(documents, None, grouped(documents, None, 1, sizes, run), model, sizes, run)
-    jobs = [
-        Job(config.repeats * a + repeat, arm, repeat, run.seed("repeat", repeat))
-        for a, arm in enumerate(ARMS)
-        for repeat in range(config.repeats)
-    ]
+    runs = [(arm, repeat) for arm in ARMS for repeat in range(config.repeats)]
+    jobs = [(number, arm, repeat, run.seed("repeat", repeat)) for number, (arm, repeat) in enumerate(runs)]
     answers = {} if prompts is None else _answers(prompts, model, config, run)
-    arguments = (config.model_dump_json(), tokens, str(model.path()), pools, answers, str(run.scratch))
-    trials = list(run.map(_trial, jobs, *arguments, rows=len(jobs)))
+    trials = list(run_trials(run, _anneal, jobs, tokens, str(model.path()), pools, answers))
     run.write_rows([{k: v for k, v in trial.items() if k != "losses"} for trial in trials], "trials")
     _report([trial["losses"] for trial in trials], config, run)
 
 
-def _answers(
-    prompts: Artifact, model: Artifact, config: AnnealExperimentConfig, run: StageRun
-) -> dict[str, list[tuple[list[int], list[int]]]]:
-    """Return (prompt ids, gold answer ids) of held-out prompts by task."""
+Pair = tuple[list[int], list[int]]
+"""Token ids of a prompt, and of its gold answer."""
+
+
+def _answers(prompts: Artifact, model: Artifact, config: AnnealExperimentConfig, run: StageRun) -> dict[str, list[Pair]]:
+    """Return held-out prompts with their gold answers by task."""
     tokenizer = tokenizer_of(model)
 
-    def pair(row: dict[str, Any]) -> tuple[list[int], list[int]]:
+    def pair(row: dict[str, Any]) -> Pair:
         if row["reference"] is None:
             raise PunaError(f"prompt {row['id']} has no reference answer, whose likelihood is measured here")
         with rendering(row):
             asked, answer, _ = tokenizer.render_pair(messages_of(row), row["reference"], tools=tools_of(row))
         return list(asked), list(answer)
 
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for row in prompts.read().to_pylist():
-        if row["split"] == "heldout":
-            rows.setdefault(row["task"], []).append(row)
-    if not rows:
-        raise PunaError(f"{prompts.id} has no held-out prompts")
+    rows = heldout_prompts(prompts)
     bad = BadRows(config, "anneal_experiment")
     tasks = {task: [made for _, made in islice(bad.rendered(some, pair), config.prompts_per_task)] for task, some in rows.items()}
     bad.check_left(sum(map(len, tasks.values())), f"{sum(map(len, rows.values()))} held-out prompts")
@@ -130,95 +116,55 @@ def _answers(
     return {task: pairs for task, pairs in tasks.items() if pairs}
 
 
-@lru_cache(maxsize=1)
-def _default(source: Artifact, share: float, wanted: int) -> tuple[Packed, Any]:
-    packed = Packed.read(source)
-    return packed, packed.validation(share, wanted)
-
-
-def _trial(
-    job: Job, settings: str, tokens: Artifact, model: str, pools: PoolRows,
-    answers: dict[str, list[tuple[list[int], list[int]]]], scratch: str,
-) -> dict[str, Any]:  # fmt: skip
-    config = AnnealExperimentConfig.model_validate_json(settings)
-    return remembered(Path(scratch) / f"trial-{job.number}.json", lambda state: _anneal(job, config, tokens, model, pools, answers, state))
-
-
 def _anneal(
-    job: Job, config: AnnealExperimentConfig, tokens: Artifact, model: str, pools: PoolRows,
-    answers: dict[str, list[tuple[list[int], list[int]]]], state: Path,
-) -> dict[str, Any]:
-    from puna.models import accounting
+    number: int, arm: str, repeat: int, seed: int, tokens: Artifact, model: str, pools: PoolRows, answers: dict[str, list[Pair]],
+    config: AnnealExperimentConfig, state: Path,
+) -> dict[str, Any]:  # fmt: skip
+    """Run one annealing, in a worker."""
     from puna.models.formats.checkpoint import load
     from puna.models.tokens.tokenizer import Tokenizer
-    from puna.models.training.loop import train
-    from puna.models.training.objectives import LanguageModeling
 
-    begin = Tokenizer.load(model).begin
-    packed, held = _default(tokens, config.validation_share, config.heldout_tokens)
+    packed, held = set_aside(tokens, config.validation_share, config.heldout_tokens)
     candidates = Pools.read(pools)
-    share = config.share if job.arm == "candidate" else 0.0
+    share = config.share if arm == "candidate" else 0.0
     new = candidates.training[0]
     # A document may be both a candidate and among the default ones: what is held out on either side is read on none.
-    set_aside = {packed.ids[owner] for owner in np.unique(packed.owners[held])}
-    excluded = (held | packed.of(candidates.heldout_ids[0]), new.of(set_aside))
-    readers = [Reader(source, out, 1, job.seed, begin) for source, out in zip((packed, new), excluded, strict=True)]
+    default_ids = {packed.ids[owner] for owner in np.unique(packed.owners[held])}
+    excluded = (held | packed.of(candidates.heldout_ids[0]), new.of(default_ids))
+    begin = Tokenizer.load(model).begin
+    readers = [Reader(source, out, 1, seed, begin) for source, out in zip((packed, new), excluded, strict=True)]
     mixed = Mixed(readers, np.array([1.0 - share, share]), config.phase.rows_per_step)
-    size = config.compute.micro_batch_tokens
-    with one_thread():
-        network = load(Path(model))
-        with divergence_named(f"anneal_experiment, run {job.arm} {job.repeat}"):
-            loop_settings = config.phase.train_config(config.optimizer, config.compute)
-            log = train(network, LanguageModeling(), lambda step: mixed.batches(step, size), loop_settings, job.seed, state)
-        losses = {
-            "candidate": mean_loss(network, candidates.heldout[0], size),
-            "default": mean_loss(network, packed.validation_pieces(held), size),
-            **{task: _answer_loss(network, pairs, size) for task, pairs in answers.items()},
-        }
-    steps = range(1, config.phase.steps + 1)
-    return {
-        "trial": job.number,
-        "name": job.arm,
-        "parameters": json.dumps({"share": share, "repeat": job.repeat, "losses": losses}),
-        "loss": losses["default"],
-        "tokens": int(sum(row["tokens"] for row in log)),
-        "flops": float(sum(accounting.training_flops(network.config, mixed.lengths(step)) for step in steps)),
-        "seconds": float(sum(row["seconds"] for row in log)),
-        "losses": losses,
+    size, settings = config.compute.micro_batch_tokens, config.phase.train_config(config.optimizer, config.compute)
+    name = f"anneal_experiment, run {arm} {repeat}"
+    proxy = trained(load(Path(model)), name, lambda step: mixed.batches(step, size), mixed.lengths, settings, seed, state)
+    losses = {
+        "candidate": mean_loss(proxy.model, candidates.heldout[0], size),
+        "default": mean_loss(proxy.model, packed.validation_pieces(held), size),
+        **{task: _answer_loss(proxy.model, pairs, size) for task, pairs in answers.items()},
     }
+    parameters = {"share": share, "repeat": repeat, "losses": losses}
+    return {**trial_row(number, arm, parameters, losses["default"], proxy), "losses": losses}
 
 
-def _answer_loss(network: Any, pairs: Sequence[tuple[list[int], list[int]]], micro_batch_tokens: int) -> float:
+def _answer_loss(network: Transformer, pairs: Sequence[Pair], micro_batch_tokens: int) -> float:
     """Return the mean loss over the tokens of gold answers, each after its prompt, in nats per token."""
-    import torch
+    from puna.models.training.objectives import Targets
 
-    from puna.models.training.objectives.base import Targets, target_logprobs
-
-    total, count = 0.0, 0
-    for batch in batched(pairs, lambda pair: len(pair[0]) + len(pair[1]), micro_batch_tokens):
-        targets = Targets.from_answers([prompt for prompt, _ in batch], [[answer] for _, answer in batch])
-        with torch.no_grad():
-            total -= float(target_logprobs(network, targets).double().sum())
-        count += len(targets.tokens)
+    rows = batched(pairs, lambda pair: len(pair[0]) + len(pair[1]), micro_batch_tokens)
+    total, count = total_nats(network, (Targets.from_answers([p for p, _ in row], [[a] for _, a in row]) for row in rows))
     return total / count
 
 
 def _report(losses: Sequence[dict[str, float]], config: AnnealExperimentConfig, run: StageRun) -> None:
-    rows, bars = [], []
+    rows, bars = [], list[tuple[Any, float]]()
     without, with_ = losses[: config.repeats], losses[config.repeats :]
     for task in losses[0]:
-        before, after = [found[task] for found in without], [found[task] for found in with_]
+        before, after = [one[task] for one in without], [one[task] for one in with_]
         gain = intervals.mean([b - a for b, a in zip(before, after, strict=True)])
-        for metric, found in (("default_loss", intervals.mean(before)), ("candidate_loss", intervals.mean(after)), ("gain", gain)):
-            rows.append({"task": task, "metric": metric, "value": found.value, "low": found.low, "high": found.high, "n": config.repeats})
+        for metric, value in (("default_loss", intervals.mean(before)), ("candidate_loss", intervals.mean(after)), ("gain", gain)):
+            rows.append(intervals.evaluation_row(task, metric, value, config.repeats))
         run.metric(f"gain_{task}", gain.value)
         bars.append((task, gain.value))
     run.write_rows(rows)
-    figure = Figure(
-        title="What the candidate documents are worth",
-        x="held-out text",
-        y="loss taken off, nats per token",
-        kind="bar",
-        series={"gain": [(name, value) for name, value in bars]},
-    )
-    run.figure("gain", figure)
+    title, y = "What the candidate documents are worth", "loss taken off, nats per token"
+    run.figure("gain", Figure(title, x="held-out text", y=y, kind="bar", series={"gain": bars}))

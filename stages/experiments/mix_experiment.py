@@ -17,11 +17,11 @@ from puna.models.training.settings import ComputeSettings, OptimizerSettings, Sc
 from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageConfig, StageRun, Tokenizer, stage
 from puna.stages.training import scaling_laws
 from puna.stages.training.corpus import check_mixture
-from puna.stages.training.intervals import Interval, mean
+from puna.stages.training.intervals import Interval, evaluation_row, mean
 from puna.stages.training.packed import mean_loss
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
 from puna.stages.training.pools import Group, PoolRows, Pools, Sizes, build_pools, grouped
-from puna.stages.training.proxy_runs import one_thread, remembered, trained
+from puna.stages.training.proxy_runs import fresh, run_trials, trained
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import PunaError
 
@@ -85,9 +85,7 @@ class MixExperimentConfig(SeededConfig):
 
 
 @stage(kind="evaluation")
-def mix_experiment(
-    documents: Documents, split: Mixture, tokenizer: Tokenizer, config: MixExperimentConfig, run: StageRun
-) -> None:
+def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, config: MixExperimentConfig, run: StageRun) -> None:
     """Find mixture weights with small models (Llama 3, section 3.1.2; data mixing laws, Ye et al. 2024).
 
     Proxies start from the same weights and are trained on mixtures that cover the simplex; each category's
@@ -111,8 +109,7 @@ def mix_experiment(
     if config.max_share * len(groups) < 1:
         raise PunaError(
             f"mix_experiment: {documents.id} has {len(groups)} categories, whose shares of at most max_share={config.max_share} "
-            "do not add up to 1; "
-            f"raise max_share to {math.ceil(100 / len(groups)) / 100} at least"
+            f"do not add up to 1; raise max_share to {math.ceil(100 / len(groups)) / 100} at least"
         )
     pools = build_pools(documents, split, groups, tokenizer, sizes, run)
     natural = np.array([group.bytes for group in groups], dtype=np.float64)
@@ -140,7 +137,7 @@ def mix_experiment(
 def _one_category(group: Group, run: StageRun) -> None:
     """Write the only possible mixture: all text is of one category."""
     for name in group.members:
-        run.write_rows([{"task": name, "metric": "weight", "value": 1.0, "low": None, "high": None, "n": group.documents}])
+        run.write_rows([evaluation_row(name, "weight", 1.0, group.documents)])
     run.write_rows([{"category": name, "weight": 1.0} for name in group.members], "weights")
 
 
@@ -188,48 +185,33 @@ def _trained(
     # between two trials is the mixture alone.
     seeds = [run.seed("weights", repeat) if repeat else run.seed("weights") for _, _, repeat in mixtures]
     jobs = [(first + i, name, shares.tolist(), seeds[i]) for i, (name, shares, _) in enumerate(mixtures)]
-    arguments = (pools, config.model_dump_json(), vocab_size, begin, str(run.scratch))
-    found = []
-    for done, trial in enumerate(run.map(_trial, jobs, *arguments), 1):
-        found.append(Trial(**trial))
-        run.progress(first + done, config.trials - 1 + 2 * config.repeats, trial["name"])
-    return found
+    total = config.trials - 1 + 2 * config.repeats
+    return [Trial(**trial) for trial in run_trials(run, _trial, jobs, pools, vocab_size, begin, first=first, total=total)]
 
 
 def _trial(
-    job: tuple[int, str, list[float], int], pools: PoolRows, settings: str, vocab_size: int, begin: int, scratch: str
-) -> dict[str, Any]:
-    number, name, shares, seed = job
-
-    def make(state: Path) -> dict[str, Any]:
-        config = MixExperimentConfig.model_validate_json(settings)
-        found = Pools.read(pools)
-        mixed = found.mixed(shares, config.phase.rows_per_step, begin)
-        shape = config.model.complete(vocab_size, config.sequence_length)
-        size = config.compute.micro_batch_tokens
-        with one_thread():
-            loop_settings = config.phase.train_config(config.optimizer, config.compute)
-            proxy = trained(shape, lambda step: mixed.batches(step, size), mixed.lengths, loop_settings, seed, state)
-            losses = [mean_loss(proxy.model, pieces, size) for pieces in found.heldout]
-        return {
-            "number": number, "name": name, "shares": shares, "losses": losses,
-            "tokens": proxy.tokens, "flops": proxy.flops, "seconds": proxy.seconds,
-        }  # fmt: skip
-
-    return remembered(Path(scratch) / f"trial-{number}.json", make)
+    number: int, name: str, shares: list[float], seed: int, pools: PoolRows, vocab_size: int, begin: int, config: MixExperimentConfig,
+    state: Path,
+) -> dict[str, Any]:  # fmt: skip
+    """Train one proxy, in a worker."""
+    texts = Pools.read(pools)
+    mixed = texts.mixed(shares, config.phase.rows_per_step, begin)
+    shape = config.model.complete(vocab_size, config.sequence_length)
+    size, settings = config.compute.micro_batch_tokens, config.phase.train_config(config.optimizer, config.compute)
+    what = f"a small run of width {shape.hidden_size}"
+    proxy = trained(fresh(shape, seed), what, lambda step: mixed.batches(step, size), mixed.lengths, settings, seed, state)
+    losses = [mean_loss(proxy.model, pieces, size) for pieces in texts.heldout]
+    costs = {"tokens": proxy.tokens, "flops": proxy.flops, "seconds": proxy.seconds}
+    return {"number": number, "name": name, "shares": shares, "losses": losses, **costs}
 
 
 # --- results --------------------------------------------------------------------------------------------
 
 
 def _write(trials: Sequence[Trial], groups: Sequence[Group], target: scaling_laws.Floats, used: Trial, run: StageRun) -> None:
-    rows = []
+    rows, names = [], [group.name for group in groups]
     for trial in sorted(trials, key=lambda trial: trial.number):
-        names = [group.name for group in groups]
-        details = {
-            "shares": dict(zip(names, trial.shares, strict=True)),
-            "losses": dict(zip(names, trial.losses, strict=True)),
-        }
+        details = {"shares": dict(zip(names, trial.shares, strict=True)), "losses": dict(zip(names, trial.losses, strict=True))}
         rows.append(
             {"trial": trial.number, "name": trial.name, "parameters": json.dumps(details), "loss": float(np.dot(target, trial.losses)),
              "tokens": trial.tokens, "flops": trial.flops, "seconds": trial.seconds}
@@ -260,15 +242,10 @@ def _report(
     rows: list[dict[str, Any]] = []
     for i, name in enumerate(names):
         values = {
-            "weight": optimum.shares[i],
-            "natural_weight": natural.shares[i],
-            "loss": optimum.losses[i],
-            "natural_loss": natural.losses[i],
-            "predicted_loss": fitted[i](best),
-            "fit_error": np.abs(fitted[i](shares) - losses[:, i]).mean(),
-            "left_out_error": np.abs(left_out[i]).mean(),
-            "loss_range": np.ptp(losses[:, i]),
-        }
+            "weight": optimum.shares[i], "natural_weight": natural.shares[i], "loss": optimum.losses[i], "natural_loss": natural.losses[i],
+            "predicted_loss": fitted[i](best), "fit_error": np.abs(fitted[i](shares) - losses[:, i]).mean(),
+            "left_out_error": np.abs(left_out[i]).mean(), "loss_range": np.ptp(losses[:, i]),
+        }  # fmt: skip
         rows += _rows(name, values, len(tried))
     overall = {
         "loss": float(np.dot(target, optimum.losses)),
@@ -277,7 +254,7 @@ def _report(
         "left_out_error": float(np.abs(target @ left_out).mean()),
     }
     rows += _rows("target", {**overall, "loss_range": np.ptp(losses @ target)}, len(tried))
-    rows.append({"task": "target", "metric": "gain", "value": gain.value, "low": gain.low, "high": gain.high, "n": repeats})
+    rows.append(evaluation_row("target", "gain", gain, repeats))
     run.write_rows(rows)
     run.metric("trials", len(tried) - 1 + 2 * repeats)
     run.metric("gain", gain.value)
@@ -301,4 +278,4 @@ def _report(
 
 
 def _rows(task: str, values: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    return [{"task": task, "metric": name, "value": float(value), "low": None, "high": None, "n": count} for name, value in values.items()]
+    return [evaluation_row(task, name, float(value), count) for name, value in values.items()]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,10 @@ from pydantic import Field, model_validator
 from puna.models.config import ModelConfig, ModelShape
 from puna.models.training.settings import ComputeSettings, OptimizerSettings
 from puna.stages.contract import Figure, SeededConfig, StageRun, Tokenizer, Tokens, stage
-from puna.stages.training.packed import Packed, Reader, mean_loss
+from puna.stages.training.intervals import Interval, evaluation_row
+from puna.stages.training.packed import Reader, mean_loss
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
-from puna.stages.training.proxy_runs import one_thread, remembered, trained
+from puna.stages.training.proxy_runs import fresh, run_trials, set_aside, trained, trial_row
 from puna.stages.training.scaling_laws import PowerLaw, fit_power_law, predict
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import Artifact
@@ -109,25 +108,19 @@ def scaling_law(tokens: Tokens, tokenizer: Tokenizer, config: ScalingLawConfig, 
     check_tokens(tokens, tokenizer)
     vocabulary = tokenizer_of(tokenizer)
     # The longest run first, so that no worker waits for it at the end.
-    jobs = [(i, width, config.model_dump_json(), run.seed("trial", i)) for i, width in enumerate(sorted(config.widths))][::-1]
-    trials = list(run.map(_trial, jobs, tokens, vocabulary.vocab_size, vocabulary.begin, str(run.scratch), rows=len(jobs)))[::-1]
+    jobs = [(i, width, run.seed("trial", i)) for i, width in enumerate(sorted(config.widths))][::-1]
+    trials = list(run_trials(run, _trial, jobs, tokens, vocabulary.vocab_size, vocabulary.begin))[::-1]
     run.write_rows(trials, "trials")
     target = _target(tokens, config, vocabulary.vocab_size, vocabulary.begin)
     compute, loss = [t["flops"] for t in trials], [t["loss"] for t in trials]
     law = fit_power_law(compute, loss)
-    value, low, high = predict(compute, loss, target["flops"], config.draws, run.generator("bootstrap"))
+    predicted = Interval(*predict(compute, loss, target["flops"], config.draws, run.generator("bootstrap")))
     backtest = float(fit_power_law(compute[:-1], loss[:-1])(compute[-1]))
-    _report(trials, law, target, (value, low, high), backtest, run)
-
-
-@lru_cache(maxsize=1)
-def _packed(tokens: Artifact, share: float, wanted: int) -> tuple[Packed, Any]:
-    packed = Packed.read(tokens)
-    return packed, packed.validation(share, wanted)
+    _report(trials, law, target, predicted, backtest, run)
 
 
 def _reader(tokens: Artifact, config: ScalingLawConfig, phase: Phase, seed: int, begin: int) -> Reader:
-    packed, held = _packed(tokens, config.validation_share, config.validation_tokens)
+    packed, held = set_aside(tokens, config.validation_share, config.validation_tokens)
     return phase.reader(packed, held, seed, begin)
 
 
@@ -150,19 +143,10 @@ def _target(tokens: Artifact, config: ScalingLawConfig, vocab_size: int, begin: 
     }
 
 
-def _trial(job: tuple[int, int, str, int], tokens: Artifact, vocab_size: int, begin: int, scratch: str) -> dict[str, Any]:
-    number, width, settings, seed = job
-    config = ScalingLawConfig.model_validate_json(settings)
-
-    def make(state: Path) -> dict[str, Any]:
-        return _run(number, width, config, seed, tokens, vocab_size, begin, state)
-
-    return remembered(Path(scratch) / f"trial-{number}.json", make)
-
-
-def _run(
-    number: int, width: int, config: ScalingLawConfig, seed: int, tokens: Artifact, vocab_size: int, begin: int, state: Path
+def _trial(
+    number: int, width: int, seed: int, tokens: Artifact, vocab_size: int, begin: int, config: ScalingLawConfig, state: Path
 ) -> dict[str, Any]:
+    """Train one small model, in a worker."""
     from puna.models import accounting
 
     small = shrunk(config.model, width)
@@ -172,66 +156,44 @@ def _run(
     rate = config.phase.schedule.peak(config.optimizer) * (config.model.hidden_size / width) ** config.rate_exponent
     phase = shortened(config.phase, share, rate)
     reader = _reader(tokens, config, phase, seed, begin)
-    settings = phase.train_config(config.optimizer, config.compute)
-    with one_thread():
-        size = config.compute.micro_batch_tokens
-        proxy = trained(shape, lambda step: reader.batches(step, size), reader.lengths, settings, seed, state)
-        pieces = reader.packed.validation_pieces(reader.excluded)
-        loss = mean_loss(proxy.model, pieces)
+    size, settings = config.compute.micro_batch_tokens, phase.train_config(config.optimizer, config.compute)
+    what = f"a small run of width {width}"
+    proxy = trained(fresh(shape, seed), what, lambda step: reader.batches(step, size), reader.lengths, settings, seed, state)
+    loss = mean_loss(proxy.model, reader.packed.validation_pieces(reader.excluded))
     details = {
-        "hidden_size": width,
-        "num_hidden_layers": small.num_hidden_layers,
-        "parameters": accounting.parameters(shape).total,
-        "matrix_parameters": accounting.matrix_parameters(shape),
-        "steps": phase.steps,
-        "learning_rate": phase.schedule.learning_rate,
-    }
-    return {
-        "trial": number, "name": f"width {width}", "parameters": json.dumps(details), "loss": loss,
-        "tokens": proxy.tokens, "flops": proxy.flops, "seconds": proxy.seconds,
+        "hidden_size": width, "num_hidden_layers": small.num_hidden_layers, "parameters": accounting.parameters(shape).total,
+        "matrix_parameters": accounting.matrix_parameters(shape), "steps": phase.steps, "learning_rate": phase.schedule.learning_rate,
     }  # fmt: skip
+    return trial_row(number, f"width {width}", details, loss, proxy)
 
 
 def _report(
-    trials: list[dict[str, Any]], law: PowerLaw, target: dict[str, float], found: tuple[float, float, float], backtest: float, run: StageRun
+    trials: list[dict[str, Any]], law: PowerLaw, target: dict[str, float], predicted: Interval, backtest: float, run: StageRun
 ) -> None:
-    value, low, high = found
-    n = len(trials)
+    n, largest = len(trials), trials[-1]["loss"]
     residual = math.sqrt(sum((float(law(t["flops"])) - t["loss"]) ** 2 for t in trials) / n)
-    extrapolation = target["flops"] / max(t["flops"] for t in trials)
-    found_rows: list[tuple[str, str, float, int]] = [
-        ("prediction", "extrapolation", extrapolation, n),
+    numbers: list[tuple[str, str, Interval | float, int]] = [
+        ("prediction", "loss", predicted, n),
+        ("prediction", "extrapolation", target["flops"] / max(t["flops"] for t in trials), n),
         ("law", "floor", law.floor, n),
         ("law", "exponent", law.exponent, n),
         ("law", "residual", residual, n),
         ("backtest", "predicted_loss", backtest, n - 1),
-        ("backtest", "loss", trials[-1]["loss"], 1),
+        ("backtest", "loss", largest, 1),
     ]
-    run.write_rows(
-        [
-            {"task": "prediction", "metric": "loss", "value": value, "low": low, "high": high, "n": n},
-            *({"task": task, "metric": metric, "value": v, "low": None, "high": None, "n": k} for task, metric, v, k in found_rows),
-        ]
-    )
-    for name, number in target.items():
-        run.metric(f"target_{name}", number)
-    run.metric("predicted_loss", value)
-    run.metric("predicted_loss_low", low)
-    run.metric("predicted_loss_high", high)
-    run.metric("exponent", law.exponent)
-    run.metric("floor", law.floor)
-    run.metric("residual", residual)
-    run.metric("backtest_error", backtest - trials[-1]["loss"])
+    run.write_rows([evaluation_row(*row) for row in numbers])
+    metrics = {f"target_{name}": number for name, number in target.items()}
+    metrics |= {"predicted_loss": predicted.value, "predicted_loss_low": predicted.low, "predicted_loss_high": predicted.high}
+    metrics |= {"exponent": law.exponent, "floor": law.floor, "residual": residual, "backtest_error": backtest - largest}
+    for name, number in metrics.items():
+        run.metric(name, number)
     grid = np.geomspace(min(t["flops"] for t in trials), target["flops"], 40)
     series: dict[str, list[tuple[Any, float]]] = {
         "law": [(float(x), float(law(x))) for x in grid],
         "small runs": [(t["flops"], t["loss"]) for t in trials],
-        "predicted": [(target["flops"], value)],
-        "95 % low": [(target["flops"], low)],
-        "95 % high": [(target["flops"], high)],
+        "predicted": [(target["flops"], predicted.value)],
+        "95 % low": [(target["flops"], predicted.low)],
+        "95 % high": [(target["flops"], predicted.high)],
     }
-    run.figure(
-        "law",
-        Figure(title="Loss against compute", x="operations", y="nats per token", kind="scatter", series=series,
-               note="Predicted for the run's own size, before it is made."),
-    )  # fmt: skip
+    note = "Predicted for the run's own size, before it is made."
+    run.figure("law", Figure("Loss against compute", x="operations", y="nats per token", kind="scatter", series=series, note=note))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Z95 = 1.959963984540054
 """The normal distribution's 97.5 % point."""
@@ -48,6 +48,12 @@ class Interval(NamedTuple):
     value: float
     low: float
     high: float
+
+
+def evaluation_row(task: str, metric: str, value: Interval | float, n: int) -> dict[str, Any]:
+    """Return a row of the evaluation table, of `n` measurements; a bare number has no interval."""
+    number, low, high = value if isinstance(value, Interval) else (float(value), None, None)
+    return {"task": task, "metric": metric, "value": number, "low": low, "high": high, "n": n}
 
 
 def wilson(successes: int, trials: int) -> Interval:

@@ -6,6 +6,7 @@ import json
 
 from puna.models.training.settings import OptimizerSettings
 from puna.stages.contract import Facts
+from puna.stages.training.settings import AdaptableConfig, AdapterConfig
 from puna.stages.training.train import check_one_tokenizer
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import Artifact, PunaError
@@ -77,7 +78,22 @@ def trained(facts: Facts, name: str, optimizer: OptimizerSettings, method: str |
     if method == "full":
         remedy = f"train adapters (method=lora), or {remedy}"
     each = HELD_BYTES if method == "lora" else HELD_BYTES + GRADIENT_BYTES + optimizer.state_bytes
-    return [said for model in models_of(facts, name) for said in memory(facts, size(model), each, remedy)]
+    return [line for model in models_of(facts, name) for line in memory(facts, size(model), each, remedy)]
+
+
+def adaptable(facts: Facts, name: str, optimizer: OptimizerSettings, config: AdapterConfig) -> list[str]:
+    """Return complaints about training the model of input `name`, or its adapters, on conversations: chat template, memory, packages."""
+    return [*chat_template(facts, name), *trained(facts, name, optimizer, config.method), *config.unmet()]
+
+
+def training_needs(config: AdaptableConfig, facts: Facts) -> list[str]:
+    """Require a chat template of `model`, and memory for its training."""
+    return adaptable(facts, "model", config.training.optimizer, config)
+
+
+def model_template(config: object, facts: Facts) -> list[str]:
+    """Require a chat template of `model`."""
+    return chat_template(facts, "model")
 
 
 def size(model: Artifact) -> int:

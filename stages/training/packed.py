@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -233,19 +233,26 @@ def _cut(row: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
     return found
 
 
-def mean_loss(model: Transformer, pieces: Sequence[Any], micro_batch_tokens: int = 8192) -> float:
-    """Return the mean cross-entropy over the targets of all pieces (token ids), in nats per token."""
+def total_nats(model: Transformer, rows: Iterable[Targets]) -> tuple[float, int]:
+    """Return the cross-entropy over all targets of packed rows, in nats, and the number of these targets."""
     import torch
 
-    from puna.models.training.objectives.base import Targets, target_logprobs
+    from puna.models.training.objectives.base import target_logprobs
 
     device = next(model.parameters()).device
     total, count = 0.0, 0
-    with torch.no_grad():
-        for batch in batched(list(pieces), len, micro_batch_tokens):
-            targets = Targets.from_documents(batch).to(device)
-            total -= float(target_logprobs(model, targets).double().sum())
-            count += len(targets.tokens)
+    for targets in rows:
+        with torch.no_grad():
+            total -= float(target_logprobs(model, targets.to(device)).double().sum())
+        count += len(targets.tokens)
+    return total, count
+
+
+def mean_loss(model: Transformer, pieces: Sequence[Any], micro_batch_tokens: int = 8192) -> float:
+    """Return the mean cross-entropy over the targets of all pieces (token ids), in nats per token."""
+    from puna.models.training.objectives.base import Targets
+
+    total, count = total_nats(model, map(Targets.from_documents, batched(list(pieces), len, micro_batch_tokens)))
     if not count:
         raise PunaError("the documents set aside have no token to predict")
     return total / count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.stages.contract import StageRun
+from puna.stages.training.packed import Packed
 from puna.stages.training.train import divergence_named
+from puna.storage import Artifact
 from puna.storage.work import write_text
 
 if TYPE_CHECKING:
@@ -42,27 +49,47 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def trained(
-    shape: ModelConfig,
-    batches: Callable[[int], Any],
-    lengths: Callable[[int], Sequence[int]],
-    settings: TrainConfig,
-    seed: int,
-    state: Path,
-) -> Proxy:
-    """Train a model of this shape. `lengths` gives a step's document lengths, for the cost; `state` is the folder of checkpoints."""
+def fresh(shape: ModelConfig, seed: int) -> Transformer:
+    """Return a model of this shape with drawn weights."""
     import torch
 
+    from puna.models.transformer import Transformer
+
+    return Transformer(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def trained(
+    model: Transformer, name: str, batches: Callable[[int], Any], lengths: Callable[[int], Sequence[int]], settings: TrainConfig, seed: int,
+    state: Path,
+) -> Proxy:  # fmt: skip
+    """Train a model in place. `lengths` gives a step's document lengths, for the cost; `state` is the folder of checkpoints."""
     from puna.models import accounting
     from puna.models.training.loop import train
     from puna.models.training.objectives import LanguageModeling
-    from puna.models.transformer import Transformer
 
-    model = Transformer(shape, generator=torch.Generator().manual_seed(seed))
-    with divergence_named(f"a small run of width {shape.hidden_size}"):
+    with divergence_named(name):
         log = train(model, LanguageModeling(), batches, settings, seed, state)
-    flops = sum(accounting.training_flops(shape, lengths(step)) for step in range(1, settings.steps + 1))
-    return Proxy(model, int(sum(row["tokens"] for row in log)), float(flops), sum(row["seconds"] for row in log))
+    flops = sum(accounting.training_flops(model.config, lengths(step)) for step in range(1, settings.steps + 1))
+    return Proxy(model, int(sum(row["tokens"] for row in log)), float(flops), float(sum(row["seconds"] for row in log)))
+
+
+def run_trials(
+    run: StageRun, make: Callable[..., dict[str, Any]], jobs: Sequence[tuple[Any, ...]], *shared: Any, first: int = 0, total: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield `make(*job, *shared, config, state)` of each job, in order, from the run's workers; a job begins with its trial's number.
+
+    A trial runs on one thread. Its result survives a crash, and its training goes on from `state`, a folder of checkpoints.
+    first, total: trials before these, and trials in all, for the progress.
+    """
+    results = run.map(_trial, list(jobs), make, (*shared, run.config), str(run.scratch))
+    for done, result in enumerate(results, first + 1):
+        run.progress(done, total or len(jobs), result["name"])
+        yield result
+
+
+def _trial(job: tuple[Any, ...], make: Callable[..., dict[str, Any]], shared: tuple[Any, ...], scratch: str) -> dict[str, Any]:
+    with one_thread():
+        return remembered(Path(scratch) / f"trial-{job[0]}.json", lambda state: make(*job, *shared, state))
 
 
 def remembered(file: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
@@ -71,5 +98,18 @@ def remembered(file: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, 
     if not file.exists():
         write_text(file, json.dumps(make(state)))
     shutil.rmtree(state, ignore_errors=True)
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
+
+
+def trial_row(number: int, name: str, parameters: dict[str, Any], loss: float, proxy: Proxy) -> dict[str, Any]:
+    """Return a row of the table `trials`."""
+    costs = {"tokens": proxy.tokens, "flops": proxy.flops, "seconds": proxy.seconds}
+    return {"trial": number, "name": name, "parameters": json.dumps(parameters), "loss": loss, **costs}
+
+
+@functools.lru_cache(maxsize=1)
+def set_aside(tokens: Artifact, share: float, wanted: int) -> tuple[Packed, NDArray[np.bool_]]:
+    """Return packed tokens, and the mask of their pieces set aside to measure the loss on (`Packed.validation`)."""
+    packed = Packed.read(tokens)
+    return packed, packed.validation(share, wanted)

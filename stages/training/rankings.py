@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from puna.stages.conversations import BadRow, Message, message_of, others_of
@@ -98,6 +99,22 @@ def _joined(one: Example, other: Example) -> Example:
     start = len(one.answers)
     shifted = [[[start + index for index in tier] for tier in tiers] for tiers in other.groups]
     return Example(one.prompt, one.answers + other.answers, one.masks + other.masks, one.groups + shifted)
+
+
+def all_pairs(example: Example) -> list[tuple[int, int]]:
+    """Return (better, worse) indices of answers: every answer with each of a worse tier of its ranking."""
+    return [
+        (better, worse)
+        for tiers in example.groups
+        for number, tier in enumerate(tiers)
+        for better in tier
+        for worse in chain.from_iterable(tiers[number + 1 :])
+    ]
+
+
+def order(difference: float) -> float:
+    """Return 1 for a pair in the right order (a difference above 0), one half for a tie, else 0."""
+    return float(difference > 0) + 0.5 * float(difference == 0)
 
 
 def pairs_of(example: Example, pairs: str) -> list[tuple[int, int]]:

@@ -66,7 +66,7 @@ def summed(
     def compute(some: list[Example]) -> torch.Tensor:
         return reference_logprobs(model, targets_of(some, mask_format))
 
-    return by_answer(examples, micro_batch_tokens, compute, progress)
+    return [values.tolist() for values in by_answer(examples, micro_batch_tokens, compute, progress)]
 
 
 def stored_logprobs(preferences: Sequence[Artifact], model: Artifact, config: DpoConfig, run: StageRun) -> dict[str, float]:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from puna.stages.contract import StageRun
-from puna.stages.training.train import Example
+from puna.stages.training.rankings import all_pairs, order
+from puna.stages.training.train import Example, by_answer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,13 +42,13 @@ def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens
 
     states = [one.double() for one in answer_states(model, examples, micro_batch_tokens, run.progress)]
     scale = torch.cat(states).std(0, correction=0).clamp(min=1e-12)
-    places = [(number, a, b) for number, example in enumerate(examples) for a, b in _orders(example)]
+    places = [(number, a, b) for number, example in enumerate(examples) for a, b in all_pairs(example)]
     prompts = torch.tensor([number for number, _, _ in places])
     weight = 1 / torch.bincount(prompts).double()[prompts]
     folds = torch.as_tensor(run.generator("folds").permutation(len(examples)) % FOLDS)
     pairs = Pairs(torch.stack([(states[n][a] - states[n][b]) / scale for n, a, b in places]), weight, folds[prompts])
     if len(examples) > FOLDS:
-        longer = [_order(len(examples[n].answers[a]) - len(examples[n].answers[b])) for n, a, b in places]
+        longer = [order(len(examples[n].answers[a]) - len(examples[n].answers[b])) for n, a, b in places]
         run.metric("cross_validated_accuracy", cross_validated(pairs))
         run.metric("cross_validated_longer_accuracy", sum(longer) / len(longer))
     penalty = best_penalty(pairs)
@@ -57,23 +58,6 @@ def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens
         model.score.weight.copy_(head.to(model.score.weight)[None])
 
 
-def _orders(example: Example) -> list[tuple[int, int]]:
-    """Return (better, worse): every answer with each of a worse tier."""
-    return [
-        (better, worse)
-        for tiers in example.groups
-        for number, tier in enumerate(tiers)
-        for better in tier
-        for below in tiers[number + 1 :]
-        for worse in below
-    ]
-
-
-def _order(difference: float) -> float:
-    """Return 1 for the right order, one half for a tie."""
-    return float(difference > 0) + 0.5 * float(difference == 0)
-
-
 def answer_states(
     model: Transformer, examples: Sequence[Example], micro_batch_tokens: int, progress: Callable[[int, int, str], None] | None = None
 ) -> list[Tensor]:
@@ -81,19 +65,15 @@ def answer_states(
     import torch
 
     from puna.models.training.objectives import Targets
-    from puna.models.training.packing import pack
 
     place = next(model.parameters()).device
-    found: dict[int, Tensor] = {}
-    for row in pack([len(example) for example in examples], micro_batch_tokens):
-        some = [examples[i] for i in row]
+
+    @torch.no_grad()
+    def compute(some: list[Example]) -> Tensor:
         targets = Targets.from_answers([e.prompt for e in some], [e.answers for e in some]).to(place)
-        with torch.no_grad():
-            states = model.hidden(targets.forest)[targets.last].float().cpu()
-        found |= zip(row, states.split([len(e.answers) for e in some]), strict=True)
-        if progress is not None:
-            progress(len(found), len(examples), "hidden states")
-    return [found[i] for i in range(len(examples))]
+        return model.hidden(targets.forest)[targets.last].float().cpu()
+
+    return by_answer(examples, micro_batch_tokens, compute, progress and (lambda done, total: progress(done, total, "hidden states")))
 
 
 def best_penalty(pairs: Pairs) -> float:
@@ -104,7 +84,7 @@ def best_penalty(pairs: Pairs) -> float:
 
     def loss(penalty: float) -> float:
         masks = [pairs.fold == number for number in numbers]
-        fits = [(pairs.of(out), _fitted(pairs.of(~out), penalty)) for out in masks]
+        fits = [(pairs.of(out), bradley_terry(*pairs.of(~out)[:2], penalty)) for out in masks]
         return sum(_loss(left.differences, left.weight, head) for left, head in fits)
 
     return min(PENALTIES, key=lambda penalty: (loss(penalty), -penalty))
@@ -116,13 +96,9 @@ def cross_validated(pairs: Pairs) -> float:
     for number in pairs.fold.unique().tolist():
         out = pairs.fold == number
         rest = pairs.of(~out)
-        margins = pairs.of(out).differences @ _fitted(rest, best_penalty(rest))
-        right += sum(map(_order, margins.tolist()))
+        margins = pairs.of(out).differences @ bradley_terry(*rest[:2], best_penalty(rest))
+        right += sum(map(order, margins.tolist()))
     return right / len(pairs.fold)
-
-
-def _fitted(pairs: Pairs, penalty: float) -> Tensor:
-    return bradley_terry(pairs.differences, pairs.weight, penalty)
 
 
 def _loss(differences: Tensor, weight: Tensor, head: Tensor) -> float:

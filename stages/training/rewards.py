@@ -7,9 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import Field
+
+from puna.stages.contract import StageConfig
 from puna.stages.conversations import answer_text
 from puna.stages.verifiers.reward_model import sigmoid
 from puna.stages.verifiers.scoring import Scorer
+from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
@@ -36,6 +40,18 @@ CENTER = (
     "With reward product: the number whose sigmoid is one half. Preferences tell differences of numbers only, so that 0 means nothing. "
     "start: the mean over right answers of the model before training (InstructGPT, Ouyang et al. 2022, section 3.5, centers alike); zero: 0"
 )
+
+
+class RewardSettings(StageConfig):
+    """What an answer is rewarded by."""
+
+    reward: Reward = Field("reward_model", description=REWARDS)
+    floor: float = Field(
+        0.0, ge=0, le=100, description="With reward product: added to the sigmoid, so that a right answer counts whatever its number"
+    )
+    center: Center = Field("start", description=CENTER)
+    ensemble: Ensemble = Field("mean", description=ENSEMBLE)
+    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from puna.stages.contract import Figure, StageRun
-from puna.stages.conversations import BadRow, Message, messages_of, rendering, tools_of
-from puna.stages.training.bad_rows import Limit
+from puna.stages.conversations import BadRow, Message, messages_of, prompt_ids, rendering, tools_of
+from puna.stages.training.bad_rows import BadRows, Limit
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
@@ -88,22 +88,19 @@ def by_answer(
     micro_batch_tokens: int,
     compute: Callable[[list[Example]], torch.Tensor],
     progress: Callable[[int, int], None] | None = None,
-) -> list[list[float]]:
-    """Return one number per answer of each example; `compute` gives those of all answers in a packed row.
+) -> list[torch.Tensor]:
+    """Return a row for each answer of each example; `compute` gives those of all answers in a packed row.
 
     `progress` gets (examples done, examples in all).
     """
     from puna.models.training.packing import pack
 
-    found: dict[int, list[float]] = {}
+    values: dict[int, torch.Tensor] = {}
     for row in pack([len(example) for example in examples], micro_batch_tokens):
-        values = compute([examples[i] for i in row]).tolist()
-        for i in row:
-            count = len(examples[i].answers)
-            found[i], values = values[:count], values[count:]
+        values |= zip(row, compute([examples[i] for i in row]).split([len(examples[i].answers) for i in row]), strict=True)
         if progress is not None:
-            progress(len(found), len(examples))
-    return [found[i] for i in range(len(examples))]
+            progress(len(values), len(examples))
+    return [values[i] for i in range(len(examples))]
 
 
 def row_limit(training: TrainingSettings) -> Limit:
@@ -115,6 +112,35 @@ def context_limit(model: Transformer, max_tokens: int) -> Limit:
     """Return the limit of a prompt with its answer: the model's longest context."""
     what = f"the prompt with an answer of max_tokens={max_tokens}"
     return Limit(model.config.max_position_embeddings, "the model's max_position_embeddings", what, "lower max_tokens")
+
+
+def heldout_prompts(prompts: Artifact) -> dict[str, list[dict[str, Any]]]:
+    """Return the held-out prompts by task; PunaError if there are none."""
+    tasks: dict[str, list[dict[str, Any]]] = {}
+    for row in prompts.read().to_pylist():
+        if row["split"] == "heldout":
+            tasks.setdefault(row["task"], []).append(row)
+    if not tasks:
+        raise PunaError(f"{prompts.id} has no held-out prompts")
+    return tasks
+
+
+def training_prompts(
+    prompts: Artifact, model: Transformer, tokenizer: Tokenizer, answers: int, max_tokens: int, row: Limit, bad: BadRows
+) -> tuple[list[dict[str, Any]], list[tuple[dict[str, Any], list[int]]]]:
+    """Return the rows of the training prompts; and those that can be answered, with their ids.
+
+    A prompt must fit into the model's context with one answer of `max_tokens`, and with all its `answers` into a packed row.
+    """
+    rows = [one for one in prompts.read().to_pylist() if one["split"] == "train"]
+    within = row._replace(what=f"the prompt with {answers} answers of max_tokens={max_tokens}")
+    rendered = bad.examples(
+        rows, lambda one: prompt_ids(tokenizer, one), lambda ids: len(ids) + max_tokens, context_limit(model, max_tokens),
+        (lambda ids: len(ids) + answers * max_tokens, within),
+    )  # fmt: skip
+    if rows:
+        bad.check_left(len(rendered), f"{len(rows)} training prompts")
+    return rows, rendered
 
 
 def device() -> torch.device:
@@ -285,6 +311,14 @@ def write_log(log: Sequence[dict[str, float]], run: StageRun) -> None:
         run.metric("final_loss", sum(tail) / len(tail))
     points: list[tuple[Any, float]] = [(row["step"], row["loss"]) for row in log if math.isfinite(row["loss"])]
     run.figure("loss", Figure(title="Training loss", x="step", y="loss", series={run.stage: points}))
+
+
+def report_ends(log: Sequence[dict[str, float]], names: Sequence[str], run: StageRun) -> None:
+    """Report the first and the last value of the log's columns of these names, as far as it has them."""
+    for name in names:
+        if name in log[0]:
+            run.metric(f"first_{name}", log[0][name])
+            run.metric(f"final_{name}", log[-1][name])
 
 
 def save_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:

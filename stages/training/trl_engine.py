@@ -2,7 +2,7 @@
 
 Everything is tokenized here, by the chat format of the tokenizer that travels with the model, and TRL gets
 token ids; its own defaults that cost a CPU dearly (bf16, gradient checkpointing) are off, and so is telemetry.
-A run that was interrupted goes on from its saved state .
+A run that was interrupted goes on from its saved state.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from puna.models.training.state import Saver, check_identity, load_state, save_state
 from puna.stages.contract import StageRun
 from puna.stages.training.lora import ADAPTER, keeps, peft_config
-from puna.stages.training.rankings import pairs_of
+from puna.stages.training.rankings import all_pairs, pairs_of
 from puna.stages.training.train import CHECKPOINTS, Example, training_precision, write_log
 from puna.storage import Artifact
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 # Read when huggingface_hub is imported, which the imports inside the functions below do.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-
 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
@@ -72,10 +70,7 @@ def train_reward(
     pairs = [
         {"chosen_ids": e.prompt + e.answers[better], "rejected_ids": e.prompt + e.answers[worse]}
         for e in examples
-        for tiers in e.groups
-        for i, tier in enumerate(tiers)
-        for better in tier
-        for worse in chain.from_iterable(tiers[i + 1 :])
+        for better, worse in all_pairs(e)
     ]
 
     def make(adapters: LoraConfig | None) -> Any:
