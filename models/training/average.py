@@ -182,5 +182,4 @@ def _table(state: Mapping[str, Tensor] | nn.Module) -> dict[str, Tensor]:
 
 
 def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype that holds the numbers of all."""
     return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))

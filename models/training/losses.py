@@ -75,7 +75,6 @@ class PreferenceLoss:
     needs_reference: bool
 
     def own(self, given: Mapping[str, float]) -> dict[str, float]:
-        """Return the loss's own parameters, those that are not given at their defaults."""
         return own_parameters(self.function, given, f"loss {self.name}")
 
 

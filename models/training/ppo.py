@@ -202,16 +202,13 @@ class Begun:
     rows: dict[str, list[Row]]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the numbers of the answers and of their tokens."""
         return {f"rollout.{name}": torch.cat([getattr(group, name) for group in self.groups]) for name in (*BY_ANSWER, *BY_TOKEN)}
 
     def record(self) -> dict[str, Any]:
-        """Return the rest as JSON."""
         return {"asked": [g.prompt for g in self.groups], "answers": [g.answers for g in self.groups], "row": self.row, "rows": self.rows}
 
     @classmethod
     def read(cls, tensors: dict[str, Tensor], record: dict[str, Any]) -> Begun:
-        """Return the rollout from `tensors` and `record`."""
         numbers = {name: tensors[f"rollout.{name}"] for name in (*BY_ANSWER, *BY_TOKEN)}
         return cls(_groups(record["asked"], record["answers"], numbers), record["row"], record["rows"])
 

@@ -148,7 +148,6 @@ class Rollouts(Generic[Config]):
         ]
 
     def _answered(self, asked: Sequence[list[int]], sampled: Sequence[Any]) -> Iterator[Drawn]:
-        """Return each prompt with its part of `_sampled`."""
         for prompt, (answers, scores) in zip(asked, sampled, strict=True):
             some = [Completion(*answer) for answer in answers]
             rewards = {s - self.config.unfinished_penalty * (not c.finished) for s, c in zip(scores, some, strict=True)}

@@ -107,7 +107,6 @@ class ScheduleSettings(Settings):
         return self
 
     def peak(self, optimizer: OptimizerSettings) -> float:
-        """Return the learning rate at the peak."""
         return self.learning_rate or OPTIMIZERS[optimizer.name].learning_rate
 
     def warmup(self, steps: int) -> int:
@@ -115,12 +114,10 @@ class ScheduleSettings(Settings):
         return _resolved(self.warmup_steps, steps, steps - 1)
 
     def decay(self, steps: int) -> int:
-        """Return the steps of wsd's decay."""
         count = _resolved(self.decay_steps, steps, steps - self.warmup(steps))
         return max(1, count) if self.decay_steps else 0
 
     def anneal(self, steps: int) -> int:
-        """Return the steps of annealing."""
         return _resolved(self.anneal_steps, steps, steps - self.warmup(steps))
 
 
@@ -160,7 +157,6 @@ class ComputeSettings(Settings):
     )
 
     def precision_on(self, device: str) -> Literal["fp32", "bf16"]:
-        """Return the precision of a step on this type of device."""
         if self.precision in ("fp32", "bf16"):
             return self.precision
         from puna.models.machine import bf16_pays
@@ -190,12 +186,10 @@ class TrainConfig(Settings):
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of warm-up."""
         return self.schedule.warmup(self.steps)
 
     @property
     def anneal_steps(self) -> int:
-        """Steps of annealing."""
         return self.schedule.anneal(self.steps)
 
     def rate(self, step: int) -> float:
@@ -269,7 +263,6 @@ class LoraSettings(Settings):
         return self
 
     def unmet(self, where: str) -> list[str]:
-        """Return what is missing on this machine."""
         missing = self.quantization == "nf4" and find_spec("bitsandbytes") is None
         return [f"{where}.quantization: bitsandbytes is not installed; pip install 'puna[qlora]', or set it to none"] if missing else []
 

@@ -38,7 +38,6 @@ class Stop:
 
     @property
     def asked(self) -> bool:
-        """True if a signal waits."""
         return bool(self._asked)
 
     def act(self) -> None:

@@ -177,7 +177,6 @@ def _agreement(instructions: Artifact) -> dict[str, float]:
 
 
 def _answer(row: dict[str, Any]) -> str:
-    """Return the text of all turns of the assistant."""
     return "\n".join(answer_texts(messages_of(row)))
 
 

@@ -46,7 +46,6 @@ class DistillConfig(AdapterConfig):
 
 
 def needs(config: DistillConfig, facts: Facts) -> list[str]:
-    """Require a chat template, one tokenizer, and memory."""
     return [*one_tokenizer(facts, "student", "teacher"), *adaptable(facts, "student", config.training.optimizer, config)]
 
 

@@ -24,7 +24,6 @@ def instruction(
 
 
 def answer_message(text: str) -> dict[str, Any]:
-    """Return a message of the assistant."""
     return {"role": "assistant", "content": text}
 
 

@@ -83,7 +83,6 @@ class PreferencesConfig(SeededConfig):
     )
 
     def reaches(self) -> list[tuple[str, str]]:
-        """Return the code of the taste."""
         return from_json(self.taste).reaches() if self.taste is not None else []
 
     @model_validator(mode="after")

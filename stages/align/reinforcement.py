@@ -45,7 +45,6 @@ class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
 
     @property
     def scored(self) -> bool:
-        """True if verifiers score the answers."""
         return self.gold or self.reward != "reward_model"
 
 

@@ -181,7 +181,6 @@ def _generate(
     run: StageRun,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Return rows of the answers table for these prompts."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     completions = engine.generate([ids for _, ids in asked], params, progress)

@@ -103,7 +103,6 @@ class Kept(NamedTuple):
 
 
 def _answered(problems: Sequence[Row], writer: Writer, check: Check, config: SynthesizeConfig, run: StageRun) -> dict[str, Kept]:
-    """Return a right answer to each problem that got one, by problem id."""
     kept: dict[str, Kept] = {}
     left = list(problems)
     for number in range(config.retries + 1):
@@ -165,7 +164,6 @@ class Check:
         self._scorer = Scorer(problems, config.scoring, run, judges, needed="synthesize") if by_verifier else None
 
     def scores(self, rows: Sequence[Row], found: Sequence[Sequence[Text]]) -> list[list[Score]]:
-        """Return a score for each text."""
         if self._scorer is None:
             return [agreed([text.text for text in some], self._config.min_agreement) for some in found]
         each = iter(self._scorer.scores([(row, text.text) for row, some in zip(rows, found, strict=True) for text in some]))

@@ -120,7 +120,6 @@ def fitted(examples: Sequence[Labelled], classes: Sequence[str], penalty: float)
 
 
 def probabilities(weights: NDArray[np.float64], vectors: Vectors) -> NDArray[np.float64]:
-    """Return probabilities [n, C] of vectors [n, D]."""
     logits = (vectors.astype(np.float64) * math.sqrt(vectors.shape[1])) @ weights[:-1] + weights[-1]
     grown = np.exp(logits - logits.max(1, keepdims=True, initial=-np.inf))
     shares: NDArray[np.float64] = grown / grown.sum(1, keepdims=True)
@@ -173,7 +172,6 @@ def _best(found: dict[str, float] | Counter[str]) -> tuple[str, float]:
 
 
 def _coarse(classes: Sequence[str], share: NDArray[np.float64]) -> dict[str, float]:
-    """Return the probabilities of the coarse topics."""
     found: dict[str, float] = defaultdict(float)
     for topic, value in zip(classes, share.tolist(), strict=True):
         found[coarse(topic)] += value

@@ -96,7 +96,6 @@ class EvaluateConfig(BadRowsConfig, SeededConfig):
 
 
 def needs(config: EvaluateConfig, facts: Facts) -> list[str]:
-    """Require the engine."""
     return config.serving.unmet("serving")
 
 

@@ -64,7 +64,6 @@ def training_text(
 
 
 def _ranked(part: Part, mixture: Artifact | None, split: str, seed: int, max_page_bytes: int, max_bytes: int) -> list[Ranked]:
-    """Return the pages of a part's split that may be chosen."""
     sized = [(len(row.text.encode()), row) for row in chosen_of(part, mixture, split)]
     return candidates(((rank(seed, row.id), row.id, size, row) for size, row in sized if 0 < size <= max_page_bytes), max_bytes)
 

@@ -120,7 +120,6 @@ def _anneal(
     number: int, arm: str, repeat: int, seed: int, tokens: Artifact, model: str, pools: PoolRows, answers: dict[str, list[Pair]],
     config: AnnealExperimentConfig, state: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run one annealing, in a worker."""
     from puna.models.formats.checkpoint import load
     from puna.models.tokens.tokenizer import Tokenizer
 

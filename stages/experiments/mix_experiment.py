@@ -193,7 +193,6 @@ def _trial(
     number: int, name: str, shares: list[float], seed: int, pools: PoolRows, vocab_size: int, begin: int, config: MixExperimentConfig,
     state: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train one proxy, in a worker."""
     texts = Pools.read(pools)
     mixed = texts.mixed(shares, config.phase.rows_per_step, begin)
     shape = config.model.complete(vocab_size, config.sequence_length)

@@ -146,7 +146,6 @@ def _target(tokens: Artifact, config: ScalingLawConfig, vocab_size: int, begin: 
 def _trial(
     number: int, width: int, seed: int, tokens: Artifact, vocab_size: int, begin: int, config: ScalingLawConfig, state: Path
 ) -> dict[str, Any]:
-    """Train one small model, in a worker."""
     from puna.models import accounting
 
     small = shrunk(config.model, width)

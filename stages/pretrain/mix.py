@@ -270,7 +270,6 @@ class Amounts(NamedTuple):
 
 
 def _amounts(rows: pa.Table) -> dict[str, Amounts]:
-    """Sum the amounts of documents by category."""
     names, number = np.unique(np.array(rows["category"].to_pylist(), dtype="U"), return_inverse=True)
     out = rows["heldout"].to_numpy()
     sizes = np.where(out, 0, rows["bytes"].to_numpy())

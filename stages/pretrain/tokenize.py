@@ -11,7 +11,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageRun, Tokenizer, stage
-from puna.stages.training.corpus import check_mixture, chosen, folder, rank
+from puna.stages.training.corpus import check_mixture, chosen, rank
 from puna.stages.training.packed import pack
 from puna.stages.training.vocabulary import loaded
 from puna.storage import Artifact, Part, PunaError
@@ -39,7 +39,7 @@ def tokenize(documents: Documents, mixture: Mixture | None, tokenizer: Tokenizer
         check_mixture(run, documents, mixture)
     parts = documents.parts(columns=["id", "text"], rows=BUCKET_DOCUMENTS)
     buckets = max(1, -(-documents.rows() // BUCKET_DOCUMENTS))
-    arguments = (mixture, folder(tokenizer), run.seed("shuffle"), BUCKET_DOCUMENTS)
+    arguments = (mixture, str(tokenizer.path()), run.seed("shuffle"), BUCKET_DOCUMENTS)
     encoded = run.exchange(_encode, parts, *arguments, by="bucket", partitions=buckets)
     totals: Counter[int] = Counter()
     for counts in encoded.infos:

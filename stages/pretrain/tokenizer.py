@@ -80,7 +80,6 @@ def _lengths(part: Part, mixture: Artifact | None, seed: int, last: tuple[int, s
 
 
 def _measure(found: list[dict[str, tuple[int, int]]], run: StageRun) -> None:
-    """Report bytes per token, over all text and by category."""
     totals: dict[str, tuple[int, int]] = {}
     for part in found:
         for category, (size, tokens) in part.items():

@@ -80,7 +80,6 @@ class BadRows:
         self.dropped.append({"id": row["id"], "rule": rule, "value": value, "threshold": threshold, "detail": detail})
 
     def check_left(self, left: int, what: str) -> None:
-        """Raise PunaError if no row is left."""
         if left:
             return
         counts = ", ".join(f"{count} {rule}" for rule, count in sorted(Counter(row["rule"] for row in self.dropped).items()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -109,8 +108,3 @@ def candidates(rows: Iterable[Ranked], most: int) -> list[Ranked]:
 def rank(*parts: object) -> int:
     """Return a 63-bit hash, by which rows are ordered whatever the order of files or the number of workers."""
     return place(*parts) >> 1
-
-
-def folder(artifact: Artifact) -> str:
-    """Return an artifact's folder as text, for workers."""
-    return str(Path(artifact.path()))

@@ -92,7 +92,6 @@ def training_needs(config: AdaptableConfig, facts: Facts) -> list[str]:
 
 
 def model_template(config: object, facts: Facts) -> list[str]:
-    """Require a chat template of `model`."""
     return chat_template(facts, "model")
 
 

@@ -211,7 +211,6 @@ class Reader:
         return found
 
     def lengths(self, step: int) -> list[int]:
-        """Return the lengths of a step's documents, in tokens."""
         return [stop - start for start, stop in self.pieces(step)]
 
     def batches(self, step: int, micro_batch_tokens: int) -> list[Targets]:

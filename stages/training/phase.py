@@ -60,17 +60,14 @@ class Phase(StageConfig):
         return self
 
     def train_config(self, optimizer: OptimizerSettings, compute: ComputeSettings) -> TrainConfig:
-        """Return the settings of the training loop."""
         return TrainConfig(steps=self.steps, schedule=self.schedule, optimizer=optimizer, compute=compute)
 
     def growth(self) -> Ramp:
-        """Return the rows of each step."""
         from puna.models.training.schedules import Ramp
 
         return Ramp((*self.rows_ramp, self.rows_per_step), max(1, self.ramp_steps))
 
     def reader(self, packed: Packed, excluded: NDArray[np.bool_], seed: int, begin: int) -> Reader:
-        """Return the reader of the phase's steps."""
         from puna.models.training.schedules import Ramp
 
         row = int(np.diff(packed.starts[packed.rows]).max()) * self.join_rows

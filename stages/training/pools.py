@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from puna.models.training.packing import batched
 from puna.stages.contract import StageRun
-from puna.stages.training.corpus import Chosen, chosen_of, folder, rank
+from puna.stages.training.corpus import Chosen, chosen_of, rank
 from puna.stages.training.packed import Packed, Reader, pack
 from puna.stages.training.vocabulary import loaded
 from puna.storage import Artifact, Part, PunaError
@@ -142,7 +142,7 @@ def build_pools(
         wanted = (sizes.heldout + sizes.document + sizes.training) * TEXT_PER_TOKEN
         step = int(np.searchsorted(np.cumsum(group.found.read), wanted))
         last |= dict.fromkeys(group.members, (number, step))
-    arguments = (mixture, last, folder(tokenizer), run.seed("order"), sizes.document)
+    arguments = (mixture, last, str(tokenizer.path()), run.seed("order"), sizes.document)
     found = run.exchange(_encode, _parts(documents), *arguments, by="group", partitions=len(groups))
     return PoolRows(found.parts, tuple(int(group.found.read.sum()) for group in groups), sizes)
 
@@ -193,7 +193,6 @@ class Pools:
     @staticmethod
     @lru_cache(maxsize=1)
     def read(rows: PoolRows) -> Pools:
-        """Read the documents that `build_pools` chose."""
         divided = [_divide(part.read(), total, rows.sizes) for part, total in zip(rows.parts, rows.totals, strict=True)]
         return Pools(
             tuple(pool for pool, _ in divided),
@@ -251,7 +250,6 @@ class Mixed:
         return found
 
     def lengths(self, step: int) -> list[int]:
-        """Return the lengths of a step's documents, in tokens."""
         return [stop - start for _, start, stop in self._spans(step)]
 
     def batches(self, step: int, micro_batch_tokens: int) -> list[Targets]:

@@ -50,7 +50,6 @@ def one_thread() -> Iterator[None]:
 
 
 def fresh(shape: ModelConfig, seed: int) -> Transformer:
-    """Return a model of this shape with drawn weights."""
     import torch
 
     from puna.models.transformer import Transformer
@@ -74,7 +73,8 @@ def trained(
 
 
 def run_trials(
-    run: StageRun, make: Callable[..., dict[str, Any]], jobs: Sequence[tuple[Any, ...]], *shared: Any, first: int = 0, total: int | None = None
+    run: StageRun, make: Callable[..., dict[str, Any]], jobs: Sequence[tuple[Any, ...]], *shared: Any, first: int = 0,
+    total: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield `make(*job, *shared, config, state)` of each job, in order, from the run's workers; a job begins with its trial's number.
 
@@ -103,7 +103,6 @@ def remembered(file: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, 
 
 
 def trial_row(number: int, name: str, parameters: dict[str, Any], loss: float, proxy: Proxy) -> dict[str, Any]:
-    """Return a row of the table `trials`."""
     costs = {"tokens": proxy.tokens, "flops": proxy.flops, "seconds": proxy.seconds}
     return {"trial": number, "name": name, "parameters": json.dumps(parameters), "loss": loss, **costs}
 

@@ -95,7 +95,6 @@ def render_ranked(
 
 
 def _joined(one: Example, other: Example) -> Example:
-    """Join the answers of both behind their common prompt."""
     start = len(one.answers)
     shifted = [[[start + index for index in tier] for tier in tiers] for tiers in other.groups]
     return Example(one.prompt, one.answers + other.answers, one.masks + other.masks, one.groups + shifted)

@@ -27,7 +27,6 @@ class Pairs(NamedTuple):
     fold: Tensor
 
     def of(self, chosen: Tensor) -> Pairs:
-        """Return the pairs that a mask [M] selects."""
         return Pairs(*(one[chosen] for one in self))
 
 

@@ -29,7 +29,6 @@ class PowerLaw:
     unit: float
 
     def __call__(self, compute: npt.ArrayLike) -> Floats:
-        """Return the loss at `compute`."""
         x = np.asarray(compute, dtype=np.float64) / self.unit
         return np.asarray(self.floor + self.scale * x**-self.exponent, dtype=np.float64)
 

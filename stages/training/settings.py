@@ -156,7 +156,6 @@ class DpoConfig(AdaptableConfig):
 
     @property
     def preference(self) -> PreferenceLoss:
-        """The loss of that name."""
         return LOSSES[self.loss]
 
     @model_validator(mode="after")
@@ -180,5 +179,4 @@ class DpoConfig(AdaptableConfig):
         return self
 
     def reached(self) -> list[Callable[..., Any]]:
-        """Return the loss."""
         return [self.preference.function]

@@ -104,7 +104,6 @@ def by_answer(
 
 
 def row_limit(training: TrainingSettings) -> Limit:
-    """Return the limit of a packed row."""
     return Limit(training.compute.micro_batch_tokens, "training.compute.micro_batch_tokens")
 
 

@@ -163,7 +163,6 @@ class PreferenceCollator:
 
 
 def arguments(training: TrainingSettings, rows: int, run: StageRun) -> dict[str, Any]:
-    """Return the arguments that TRL's three configurations share."""
     import torch
 
     config = training.train_config(rows)

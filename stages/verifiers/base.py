@@ -95,7 +95,6 @@ class BoundedVerifier(Verifier):
 
     @classmethod
     def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score]:
-        """Return the scores of many answers, computed in this process."""
         return [attempt(item) for item in items]
 
 
@@ -136,6 +135,5 @@ def ended(value: float | None, finished: bool) -> float | None:
 
 
 def is_correct(value: float | None) -> bool:
-    """True if a score means a right answer."""
     return value is not None and value >= CORRECT
 

@@ -30,7 +30,6 @@ class Combination(Verifier):
             one.check(question)
 
     def reaches(self) -> list[tuple[str, str]]:
-        """Return the class and the code of the combined verifiers."""
         return [*super().reaches(), *(name for one in self.of for name in one.reaches())]
 
     def _details(self, scores: Sequence[Score]) -> str:

@@ -52,7 +52,6 @@ class Judge(Verifier):
         return [found[number] for number in range(len(items))]
 
     def request(self, item: Item) -> str:
-        """Return the request to the model."""
         known = item.question.reference if self.show_reference else None
         parts = [
             f"Grade the answer to a request with a number from 0 to {self.max_grade} by this rubric.", f"Rubric:\n{self.rubric}",
@@ -70,7 +69,6 @@ class Grade(NamedTuple):
     tokens: int
 
     def score(self, top: int) -> Score:
-        """Return the grade as a share of the highest."""
         if self.mean is None:
             return Score(None, f"{self.tokens} tokens are more than the judge reads")
         # The last digits of a network's numbers depend on what else is in the batch.

@@ -78,6 +78,5 @@ class Tools:
 
 
 def chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
-    """Yield lists of at most `size` items."""
     for start in range(0, len(items), size):
         yield list(items[start : start + size])

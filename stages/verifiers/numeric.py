@@ -125,7 +125,6 @@ class Numeric(BoundedVerifier):
 
 
 def numbers(text: str, decimal: Decimal = "point") -> Iterator[Number]:
-    """Yield the numbers of a text, in order."""
     for found in _pattern(decimal).finditer(text):
         value = _value(found, decimal)
         if value is not None:

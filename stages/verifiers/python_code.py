@@ -61,7 +61,6 @@ Job = tuple[str, tuple[str, ...], float | None, bool, str]
 
 
 def _run_chunk(jobs: list[Job], config: ScoringConfig) -> list[tuple[float | None, str]]:
-    """Return (value, detail) of each job, in a worker."""
     how = sandbox.mode(config.isolation)
     return [_run(job, config, how) for job in jobs]
 
@@ -81,7 +80,6 @@ def _run(job: Job, config: ScoringConfig, how: sandbox.Mode) -> tuple[float | No
 
 
 def program(answer: str) -> str:
-    """Return the code of an answer."""
     blocks = FENCE.findall(answer)
     marked = [text for language, text in blocks if language.lower() in PYTHON]
     if marked:

@@ -108,7 +108,6 @@ class ReasoningGym(Verifier):
 
     @cached_property
     def dataset(self) -> ProceduralDataset:
-        """Return the generator, which scores."""
         return generator(self.generator, json.dumps(self.parameters, sort_keys=True))
 
     def check(self, question: Question) -> None:

@@ -69,7 +69,6 @@ def main(job: Job) -> None:
 
 
 def report(job: Job, value: dict[str, object]) -> None:
-    """Write the report."""
     with contextlib.suppress(OSError):
         os.write(job["report"], json.dumps(value).encode()[: 1 << 16] + b"\n")
 

@@ -76,7 +76,6 @@ class Program(Peer):
                 os._exit(0)
 
     def describe(self, error: BaseException, packing: Packing) -> list[Any]:
-        """Return an error as JSON."""
         try:
             text = str(error)[:2000]
         except Exception:  # noqa: BLE001  the program's own method
@@ -85,7 +84,6 @@ class Program(Peer):
         return [packing.encode(type(error)), packing.encode(error.args), text, place(error), packing.encode(error) if own else None]
 
     def rebuild(self, described: list[Any], objects: list[Any], function: Any) -> BaseException:
-        """Return the error of a function of the tests."""
         made: BaseException = self.decode(described[0], objects)(*self.decode(described[1], objects))
         return made
 

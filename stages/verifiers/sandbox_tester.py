@@ -99,7 +99,6 @@ class Link(Peer):
 
 
 def builtin_error(name: str) -> type[BaseException]:
-    """Return a builtin exception's class."""
     kind = getattr(builtins, name.removeprefix("builtins."))
     if not issubclass(kind, BaseException):
         raise TypeError("no exception")

@@ -90,7 +90,6 @@ class Ended(BaseException):
 
 
 def class_name(kind: type) -> str:
-    """Return the full name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -129,7 +128,6 @@ class Packing:
         self.places = {id(value): place for place, value in enumerate(self.objects)}
 
     def encode(self, value: Any, depth: int = 0) -> Any:
-        """Return a value as JSON."""
         if type(value) in ATOMS:
             return value
         name = class_name(type(value))
@@ -293,7 +291,6 @@ class Peer:
             raise self.ended("the program left early") from None
 
     def receive(self) -> list[Any]:
-        """Return the next message."""
         size = int.from_bytes(head := self.reader.read(4), "little")
         if len(head) < 4 or size > MESSAGE_BYTES or len(text := self.reader.read(size)) < size:
             raise self.ended("the program left early" if len(head) < 4 else "the program sent a message that is cut or too long")

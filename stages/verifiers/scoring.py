@@ -36,12 +36,10 @@ class Child(Apart):
 
 @lru_cache(maxsize=1)
 def child() -> Child:
-    """Return this process's child."""
     return Child(scored)
 
 
 def scored(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the score of one answer, in the child process."""
     from puna.stages.verifiers.registry import from_text
 
     made = attempt(Item(from_text(json.dumps(job["verifier"])), Question(**job["question"]), job["answer"]))
@@ -57,7 +55,6 @@ def in_children(items: Sequence[Item], tools: Tools) -> list[Score]:
 
 
 def score_chunk(chunk: list[dict[str, Any]], seconds: float) -> list[tuple[float | None, str]]:
-    """Return (value, detail) of each job, in order, in a worker."""
     from puna.stages.verifiers.registry import from_json
 
     found = []
