@@ -30,7 +30,7 @@ from puna.flows.engine.declare import Given
 from puna.flows.engine.stderr_tee import tee_stderr
 from puna.flows.server.client import from_environment, server_of
 from puna.flows.server.reporter import Reporter
-from puna.models.training import stop
+from puna.models.training import state as training_state
 from puna.stages.contract import Outcome, Stage, StageConfig, Value, perform
 from puna.stages.executors import PROCESSES, PartExecutor, connected
 from puna.stages.identity.libraries import installed
@@ -226,14 +226,14 @@ def session(
 @contextlib.contextmanager
 def _ended_in_order() -> Iterator[None]:
     """Let SIGTERM end the run like Ctrl-C, unless another handler is installed; a training finishes its step first."""
-    stop.announce = lambda: os.write(2, b"\nstopping: the step in progress ends and is saved first; Ctrl-C again stops at once\n")
+    training_state.announce = lambda: os.write(2, b"\nstopping: the step in progress ends and is saved first; Ctrl-C again stops at once\n")
     own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if own:
         signal.signal(signal.SIGTERM, _terminated)
     try:
         yield
     finally:
-        stop.announce = None
+        training_state.announce = None
         if own:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

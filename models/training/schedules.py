@@ -66,23 +66,17 @@ def learning_rate(
         raise ValueError(f"step {step} lies outside 1..{steps}")
     anneal_start = steps - anneal_steps
     if step > anneal_start:
-        start = _scheduled(
-            max(anneal_start, 1), steps, peak, warmup_steps, schedule, final_ratio, decay_steps
-        )
+        start = learning_rate(
+            max(anneal_start, 1), steps=steps, peak=peak, warmup_steps=warmup_steps, schedule=schedule, final_ratio=final_ratio,
+            decay_steps=decay_steps,
+        )  # fmt: skip
         return start * (steps + 1 - step) / (anneal_steps + 1)
-    return _scheduled(step, steps, peak, warmup_steps, schedule, final_ratio, decay_steps)
-
-
-def _scheduled(
-    step: int, steps: int, peak: float, warmup_steps: int, schedule: str, final_ratio: float, decay_steps: int
-) -> float:
     if step < warmup_steps:
         return peak * step / warmup_steps
     if schedule == "constant":
         return peak
     if schedule == "wsd":
-        done = max(0.0, (step - (steps - decay_steps)) / (decay_steps + 1))
-        shape = 1.0 - math.sqrt(done)
+        shape = 1.0 - math.sqrt(max(0.0, (step - (steps - decay_steps)) / (decay_steps + 1)))
     else:
         # Without warm-up step 1 is at the peak, as step `warmup_steps` is with one.
         first = max(warmup_steps, 1)

@@ -1,18 +1,9 @@
 """Preference pairs: two answers of different models, how much better the better one is, and an edit.
 
-The annotator is simulated, so that every preference can be traced to the prompt's verifier:
-
-1. *Pairing.* The answers to a prompt are shuffled per model, and answers of two different models are paired
-   (of one model, where only one answered), never one answer twice.
-2. *Judging.* An answer's quality is `gold_weight * gold + (1 - gold_weight) * closeness`: the verifier's score,
-   and how close the text comes to the reference (one minus the edit distance as a fraction of the longer
-   text); or, where a `taste` is configured, its score in place of the closeness. The margin of a pair is the
-   difference of its qualities plus normal noise; its sign says which answer is chosen, so that noise makes
-   mistakes as annotators do; `flips` adds mistakes at any margin.
-3. *Level.* The margin falls into significantly better, better, slightly better or marginally better. Below
-   the last threshold the two are similar: the pair is dropped.
-4. *Editing.* A chosen answer that is not right is improved to the reference: edited > chosen > rejected. Where
-   the rejected answer is the reference there is no edit: one text cannot be the best and the worst.
+The annotator is simulated, so that every preference can be traced to the prompt's verifier. `draw_pairs` pairs the answers to a
+prompt; `quality` is what the annotator sees of an answer; `judge` compares two, with noise on their margin as annotators make
+mistakes, and improves a chosen answer that is not right to the reference. Where the rejected answer is the reference there is no
+edit: one text cannot be the best and the worst.
 """
 
 from __future__ import annotations
@@ -29,11 +20,12 @@ from puna.stages.align.sample import read_answers
 from puna.stages.contract import Answers, Figure, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import LEVELS, Level, answering
 from puna.stages.draws import fraction, identifier
-from puna.stages.verifiers.base import Score, ended, is_correct
+from puna.stages.verifiers.base import Score, ScoringConfig, ended, is_correct
 from puna.stages.verifiers.registry import from_json
 from puna.stages.verifiers.scoring import Scorer
-from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import PunaError
+
+Row = dict[str, Any]
 
 
 class Thresholds(StageConfig):
@@ -105,8 +97,8 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
     asked, by_prompt = read_answers(answers, prompts)
     if bare := [name for name in sorted(by_prompt) if asked[name]["verifier"] is None]:
         raise PunaError(f"preferences: {len(bare)} of {len(by_prompt)} prompts have no verifier to judge by, for example {bare[0]}")
-    kept: list[dict[str, Any]] = []
-    dropped: list[dict[str, Any]] = []
+    kept: list[Row] = []
+    dropped: list[Row] = []
     by_prompt = {name: some for name, some in by_prompt.items() if fraction("judged", config.seed, name) < config.judged_fraction}
     if not by_prompt:
         raise PunaError(f"preferences: no prompt is among the judged share of {config.judged_fraction}; raise judged_fraction")
@@ -131,7 +123,7 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
     _report(kept, dropped, run)
 
 
-def _liked(by_prompt: dict[str, list[dict[str, Any]]], asked: dict[str, dict[str, Any]], config: PreferencesConfig, run: StageRun) -> None:
+def _liked(by_prompt: dict[str, list[Row]], asked: dict[str, Row], config: PreferencesConfig, run: StageRun) -> None:
     """Set `liked` of each answer to its score for the annotator's taste, None without a taste."""
     answers = [answer for some in by_prompt.values() for answer in some]
     if config.taste is None:
@@ -145,7 +137,7 @@ def _liked(by_prompt: dict[str, list[dict[str, Any]]], asked: dict[str, dict[str
         answer["liked"] = score.value
 
 
-def _report(kept: list[dict[str, Any]], dropped: list[dict[str, Any]], run: StageRun) -> None:
+def _report(kept: list[Row], dropped: list[Row], run: StageRun) -> None:
     levels = Counter(row["level"] for row in kept)
     run.metric("pairs", len(kept))
     run.metric("dropped_pairs", len(dropped))
@@ -157,14 +149,12 @@ def _report(kept: list[dict[str, Any]], dropped: list[dict[str, Any]], run: Stag
     run.figure("levels", Figure(title="Preference levels", x="level", y="pairs", kind="bar", series={"pairs": bars}))
 
 
-def draw_pairs(
-    answers: list[dict[str, Any]], generator: np.random.Generator, most: int
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def draw_pairs(answers: list[Row], generator: np.random.Generator, most: int) -> Iterator[tuple[Row, Row]]:
     """Yield up to `most` disjoint pairs of answers, of two different models where two or more answered.
 
     The next pair comes from the two models with most answers left, so that few are left over.
     """
-    piles: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    piles: dict[str, list[Row]] = defaultdict(list)
     for answer in sorted(answers, key=lambda a: (a["model"], a["sample"])):
         piles[answer["model"]].append(answer)
     for name in sorted(piles):
@@ -181,13 +171,13 @@ def draw_pairs(
 
 
 def judge(
-    prompt: dict[str, Any], first: dict[str, Any], second: dict[str, Any], config: PreferencesConfig, noise: float, mistaken: bool = False
-) -> tuple[dict[str, Any], str | None, float | None]:
+    prompt: Row, first: Row, second: Row, config: PreferencesConfig, noise: float, mistaken: bool = False
+) -> tuple[Row, str | None, float | None]:
     """Return a row of the preferences table without its split, the rule that drops it or None, and the margin.
 
     `noise` is a standard normal draw; `mistaken`: the wrong answer is taken for the better one.
     """
-    row: dict[str, Any] = {"id": identifier("pair", *sorted((first["id"], second["id"])))}
+    row: Row = {"id": identifier("pair", *sorted((first["id"], second["id"])))}
     cut = [answer for answer in (first, second) if not answer["finished"]]
     if len(cut) == 2 or (cut and config.unfinished == "drop"):
         return row, "unfinished", None
@@ -206,28 +196,17 @@ def judge(
         return row, "unfinished", None
     # Who prefers a wrong answer to the right one by mistake would not write the rejected one as the better one.
     improvable = prompt["reference"] is not None and not is_correct(chosen["gold"]) and prompt["reference"].strip() not in texts
-    return (
-        {
-            **row,
-            "prompt_id": prompt["id"],
-            "task": prompt["task"],
-            "messages": prompt["messages"],
-            "tools": prompt["tools"],
-            "chosen": answering(chosen["text"].strip()),
-            "rejected": answering(rejected["text"].strip(), rejected["finished"]),
-            "edited": answering(prompt["reference"]) if config.edit and improvable else None,
-            "others": None,
-            "level": level,
-            "margin": abs(margin),
-            "chosen_model": chosen["model"],
-            "rejected_model": rejected["model"],
-        },
-        None,
-        abs(margin),
-    )
+    edit = answering(prompt["reference"]) if config.edit and improvable else None
+    row |= {
+        "prompt_id": prompt["id"], "task": prompt["task"], "messages": prompt["messages"], "tools": prompt["tools"],
+        "chosen": answering(chosen["text"].strip()), "rejected": answering(rejected["text"].strip(), rejected["finished"]),
+        "edited": edit, "others": None, "level": level, "margin": abs(margin),
+        "chosen_model": chosen["model"], "rejected_model": rejected["model"],
+    }  # fmt: skip
+    return row, None, abs(margin)
 
 
-def quality(answer: dict[str, Any], reference: str | None, config: PreferencesConfig) -> float:
+def quality(answer: Row, reference: str | None, config: PreferencesConfig) -> float:
     """Return an answer's quality, 0 to 1: its gold score, weighted with its taste score or else its closeness to the reference.
 
     Without taste and reference the gold score alone counts. An answer that was cut off has the gold score 0."""
@@ -255,4 +234,3 @@ def edit_distance(a: str, b: str) -> int:
         for j, y in enumerate(b, 1):
             diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
     return row[-1]
-

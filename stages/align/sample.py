@@ -17,9 +17,8 @@ from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import chat_template
 from puna.stages.training.train import load_model, load_served
 from puna.stages.training.vocabulary import tokenizer_of
-from puna.stages.verifiers.base import Score, ended, is_correct
+from puna.stages.verifiers.base import Score, ScoringConfig, ended, is_correct
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
-from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:

@@ -20,12 +20,11 @@ from puna.stages.draws import hashed, identifier
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import model_template
 from puna.stages.training.train import context_limit, load_model
-from puna.stages.verifiers.base import Score, is_correct
+from puna.stages.verifiers.base import Score, ScoringConfig, is_correct
 from puna.stages.verifiers.extraction import final_answer
 from puna.stages.verifiers.python_code import program
 from puna.stages.verifiers.registry import to_text
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
-from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:

@@ -19,13 +19,12 @@ from puna.stages.evaluation.variety import variety
 from puna.stages.search import SearchConfig, Values, search
 from puna.stages.training import bits_per_byte, intervals
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
+from puna.stages.training.bits_per_byte import NGrams, dictionary_bits
 from puna.stages.training.corpus import Chosen, rank
-from puna.stages.training.ngrams import NGrams, dictionary_bits
 from puna.stages.training.train import heldout_prompts, load_served
-from puna.stages.verifiers.base import Score, ended, is_correct
+from puna.stages.verifiers.base import Score, ScoringConfig, ended, is_correct
 from puna.stages.verifiers.registry import from_json
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
-from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:

@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from puna.models.training.packing import batched
 
 if TYPE_CHECKING:
@@ -70,3 +73,119 @@ def document_nats(
 
 def bits(nats: float) -> float:
     return nats / math.log(2.0)
+
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class Level(NamedTuple):
+    """Counts of one order: of each key (context x vocabulary + token), sorted; of each context its total and its different tokens."""
+
+    keys: Ints
+    counts: Ints
+    contexts: Ints
+    totals: Ints
+    kinds: Ints
+
+
+class NGrams:
+    """An interpolated n-gram model of tokens (Witten and Bell 1991; Chen and Goodman 1999, section 2.4).
+
+    p(w | h) = (c(h w) + N(h) p(w | h')) / (c(h) + N(h)): c counts, N(h) is how many different tokens followed h, h' is h without its
+    first token, and below the empty context all tokens are alike. Contexts end where a document begins.
+    """
+
+    def __init__(self, documents: Sequence[Sequence[int]], order: int, vocabulary: int) -> None:
+        self.order, self.vocabulary = order, vocabulary
+        self.levels: list[Level] = []
+        tokens, places = _flat(documents)
+        contexts = np.zeros(len(tokens), np.int64)
+        for length in range(order):
+            valid = places >= length
+            keys, found, counts = np.unique(contexts[valid] * vocabulary + tokens[valid], return_inverse=True, return_counts=True)
+            seen, first, kinds = np.unique(keys // vocabulary, return_index=True, return_counts=True)
+            self.levels.append(Level(keys, counts, seen, np.add.reduceat(counts, first), kinds))
+            ids = np.full(len(tokens), -1)
+            ids[valid] = found
+            contexts = np.roll(ids, 1)
+
+    def nats(self, documents: Sequence[Sequence[int]], *, page: bool = False) -> list[float]:
+        """Return -log p of each document, given its first token.
+
+        `page`: interpolate the counts of the document's own earlier tokens, order by order: a baseline for repetition."""
+        tokens, places = _flat(documents)
+        share = self._share(tokens, places)
+        if page:
+            share = self._paged(tokens, places, share)
+        logs = np.where(places > 0, -np.log(share), 0.0)
+        ends = np.cumsum([len(document) for document in documents])
+        return [float(part.sum()) for part in np.split(logs, ends[:-1])]
+
+    def _share(self, tokens: Ints, places: Ints) -> Floats:
+        share = np.full(len(tokens), 1.0 / self.vocabulary)
+        contexts = np.zeros(len(tokens), np.int64)
+        for length, level in enumerate(self.levels):
+            known = (places >= length) & (contexts >= 0)
+            at, hit = _find(level.keys, np.where(known, contexts * self.vocabulary + tokens, -1))
+            of, there = _find(level.contexts, np.where(known, contexts, -1))
+            counts, totals, kinds = level.counts[at] * hit, level.totals[of] * there, level.kinds[of] * there
+            share = _interpolated(counts, totals, kinds, share)
+            contexts = np.roll(np.where(hit, at, -1), 1)
+        return share
+
+    def _paged(self, tokens: Ints, places: Ints, share: Floats) -> Floats:
+        """Interpolate the page's own counts before each token."""
+        contexts = np.cumsum(places == 0) - 1
+        for length in range(self.order):
+            valid = places >= length
+            _, grams = np.unique(np.where(valid, contexts * self.vocabulary + tokens, -1), return_inverse=True)
+            there = valid.astype(np.int64)
+            before = _earlier(grams, there)
+            totals, kinds = _earlier(contexts, there), _earlier(contexts, there * (before == 0))
+            share = np.where(valid, _interpolated(before, totals, kinds, share), share)
+            contexts = np.roll(grams, 1)
+        return share
+
+
+def _flat(documents: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """Return all tokens, and the place of each in its document."""
+    tokens = np.concatenate([np.asarray(document, np.int64) for document in documents])
+    return tokens, np.concatenate([np.arange(len(document)) for document in documents])
+
+
+def _find(keys: Ints, wanted: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+    """Return the index of each number among sorted keys, and a mask of the numbers present."""
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return at, keys[at] == wanted
+
+
+def _earlier(groups: Ints, values: Ints) -> Ints:
+    """Return, for each item, the sum of the values before it in its group."""
+    order = np.argsort(groups, kind="stable")
+    sums = np.cumsum(values[order]) - values[order]
+    sorted_groups = groups[order]
+    begins = np.flatnonzero(np.r_[True, sorted_groups[1:] != sorted_groups[:-1]])
+    sums -= np.repeat(sums[begins], np.diff(np.r_[begins, len(groups)]))
+    found = np.empty_like(sums)
+    found[order] = sums
+    return found
+
+
+def _interpolated(counts: Ints, totals: Ints, kinds: Ints, lower: Floats) -> Floats:
+    """Return Witten and Bell's probability; the lower order's for a context that was never seen."""
+    below = np.maximum(totals + kinds, 1)
+    return np.where(totals > 0, (counts + kinds * lower) / below, lower)
+
+
+def dictionary_bits(texts: Sequence[str], training: bytes, level: int = 19) -> list[int]:
+    """Return the bits of each text under zstd with the training text as dictionary, without size and checksum."""
+    import zstandard
+
+    dictionary = zstandard.ZstdCompressionDict(training, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
+    window = max(10, min(27, (len(training) + max(len(text.encode()) for text in texts)).bit_length()))
+    plain = {"write_content_size": 0, "write_checksum": 0, "write_dict_id": 0}
+    parameters = zstandard.ZstdCompressionParameters.from_level(level, window_log=window, **plain)
+    dictionary.precompute_compress(compression_params=parameters)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters, dict_data=dictionary)
+    return [8 * len(compressor.compress(text.encode())) for text in texts]

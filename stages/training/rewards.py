@@ -11,9 +11,9 @@ from pydantic import Field
 
 from puna.stages.contract import StageConfig
 from puna.stages.conversations import answer_text
+from puna.stages.verifiers.base import ScoringConfig
 from puna.stages.verifiers.reward_model import sigmoid
 from puna.stages.verifiers.scoring import Scorer
-from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import PunaError
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ class AdapterConfig(BadRowsConfig, SeededConfig):
 class AdaptableConfig(AdapterConfig):
     """Configuration of a stage that Puna's loop or TRL's trainer runs."""
 
-    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's")
+    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's for this objective")
     training: TrainingSettings = Field(TrainingSettings(), description="Optimisation")
 
     @model_validator(mode="after")
@@ -72,7 +72,6 @@ class AdaptableConfig(AdapterConfig):
 class SftConfig(AdaptableConfig):
     """Settings of fine-tuning."""
 
-    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's SFTTrainer")
     training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one instruction")
     neftune_alpha: float = Field(
         0.0,
@@ -102,7 +101,6 @@ class SftConfig(AdaptableConfig):
 class RewardModelConfig(AdaptableConfig):
     """Settings of the reward model's training."""
 
-    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's RewardTrainer")
     levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels that are learned from and measured on")
     nll_weight: float = Field(
         0.0,
@@ -129,7 +127,6 @@ class RewardModelConfig(AdaptableConfig):
 class DpoConfig(AdaptableConfig):
     """Settings of preference optimisation."""
 
-    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's DPOTrainer")
     loss: str = Field(
         "sigmoid",
         description="Preference loss: sigmoid (DPO), ipo, hinge; without a reference simpo, orpo (set nll_weight 1); kto, which takes "

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import Field
 
 from puna.stages.contract import StageConfig
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
     from puna.stages.verifiers.judges import Tools
-
 
 class Question(NamedTuple):
     """The part of a prompt that a verifier sees: its id, task, text and gold answer, if there is one.
@@ -137,3 +138,16 @@ def ended(value: float | None, finished: bool) -> float | None:
 def is_correct(value: float | None) -> bool:
     return value is not None and value >= CORRECT
 
+
+class ScoringConfig(StageConfig):
+    """Limits of verifiers."""
+
+    seconds: float = Field(10.0, gt=0, le=600, description="Longest time to score one answer; one that takes longer has no score, seconds")
+    isolation: Literal["namespaces", "limits"] = Field(
+        "namespaces",
+        description="What programs in answers must at least be kept in. namespaces: no network, no files of the machine, nothing outlives "
+        "the run (bubblewrap, or namespaces where the system allows them); limits: limits of resources alone, on a machine without secrets",
+    )
+    memory_mb: int = Field(512, ge=64, le=1 << 20, description="Memory of a program, all its processes together, MiB")
+    disk_mb: int = Field(64, ge=1, le=1 << 20, description="Files of a program, MiB")
+    processes: int = Field(32, ge=1, le=10_000, description="Maximum number of a program's processes and threads")

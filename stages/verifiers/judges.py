@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from puna.stages.contract import StageRun
-from puna.stages.verifiers.settings import ScoringConfig
+from puna.stages.verifiers.base import ScoringConfig
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:

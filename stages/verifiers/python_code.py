@@ -9,10 +9,9 @@ from typing import ClassVar
 from pydantic import Field
 
 from puna.stages.verifiers import sandbox
-from puna.stages.verifiers.base import Item, Question, Score, Verifier
+from puna.stages.verifiers.base import Item, Question, Score, ScoringConfig, Verifier
 from puna.stages.verifiers.judges import Tools, chunks
 from puna.stages.verifiers.registry import register
-from puna.stages.verifiers.settings import ScoringConfig
 
 FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
 PYTHON = ("python", "python3", "py")
@@ -45,38 +44,30 @@ class Code(Verifier):
 
     @classmethod
     def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score]:
-        jobs = [item.verifier._job(item.answer) for item in items if isinstance(item.verifier, Code)]
-        made = tools.run.map(_run_chunk, chunks(jobs, AT_ONCE), tools.config)
-        return [Score(*one) for chunk in made for one in chunk]
+        jobs = [(item.verifier, item.answer) for item in items if isinstance(item.verifier, Code)]
+        return [score for scores in tools.run.map(_run_chunk, chunks(jobs, AT_ONCE), tools.config) for score in scores]
 
     def score(self, question: Question, answer: str) -> Score:
         """Return the score of one answer, within the default limits."""
-        return Score(*_run_chunk([self._job(answer)], ScoringConfig())[0])
-
-    def _job(self, answer: str) -> Job:
-        return self.prefix, self.tests, self.seconds, self.partial, answer
+        return _run_chunk([(self, answer)], ScoringConfig())[0]
 
 
-Job = tuple[str, tuple[str, ...], float | None, bool, str]
-
-
-def _run_chunk(jobs: list[Job], config: ScoringConfig) -> list[tuple[float | None, str]]:
+def _run_chunk(jobs: list[tuple[Code, str]], config: ScoringConfig) -> list[Score]:
     how = sandbox.mode(config.isolation)
-    return [_run(job, config, how) for job in jobs]
+    return [_run(*job, config, how) for job in jobs]
 
 
-def _run(job: Job, config: ScoringConfig, how: sandbox.Mode) -> tuple[float | None, str]:
-    prefix, tests, seconds, partial, answer = job
-    limits = sandbox.Limits(min(seconds or config.seconds, config.seconds), config.memory_mb, config.disk_mb, config.processes)
-    found = sandbox.run(program(answer), tests, limits, how, f"{prefix}\n")
-    if found.refused:
-        return None, f"code was not run: {found.refused}"
-    if found.results is None or found.ended:
-        return 0.0, f"the program did not come through its tests: {found.ended or 'it left early'}"
-    passed = sum(fault is None for fault in found.results)
-    first = next((fault for fault in found.results if fault is not None), "")
-    value = passed / len(tests) if partial else float(passed == len(tests))
-    return value, f"{passed} of {len(tests)} tests passed" + (f"; {first}" if first else "")
+def _run(code: Code, answer: str, config: ScoringConfig, how: sandbox.Mode) -> Score:
+    limits = sandbox.Limits(min(code.seconds or config.seconds, config.seconds), config.memory_mb, config.disk_mb, config.processes)
+    outcome = sandbox.run(program(answer), code.tests, limits, how, f"{code.prefix}\n")
+    if outcome.refused:
+        return Score(None, f"code was not run: {outcome.refused}")
+    if outcome.results is None or outcome.ended:
+        return Score(0.0, f"the program did not come through its tests: {outcome.ended or 'it left early'}")
+    passed, count = sum(fault is None for fault in outcome.results), len(code.tests)
+    first = next((fault for fault in outcome.results if fault is not None), "")
+    value = passed / count if code.partial else float(passed == count)
+    return Score(value, f"{passed} of {count} tests passed" + (f"; {first}" if first else ""))
 
 
 def program(answer: str) -> str:

@@ -13,10 +13,9 @@ import pyarrow.compute as pc
 from puna.stages.contract import External, StageRun
 from puna.stages.conversations import messages_of, shown
 from puna.stages.executors.subprocess_worker import Apart
-from puna.stages.verifiers.base import Item, Question, Score, Verifier, attempt, checked, to_json
+from puna.stages.verifiers.base import Item, Question, Score, ScoringConfig, Verifier, attempt, checked, to_json
 from puna.stages.verifiers.judges import Tools, chunks
 from puna.stages.verifiers.registry import code_of, from_text
-from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
 from puna.storage.errors import DamagedArtifact
 

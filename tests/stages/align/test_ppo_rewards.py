@@ -20,9 +20,9 @@ from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.contract import Model, Prompts, SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import answering, asking, prompt_ids
 from puna.stages.training.rewards import rewards_of
+from puna.stages.verifiers.base import ScoringConfig
 from puna.stages.verifiers.registry import to_text
 from puna.stages.verifiers.scoring import Scorer
-from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 

@@ -22,7 +22,7 @@ from puna.stages.evaluation.evaluate import AnswersConfig, EvaluateConfig, Pages
 from puna.stages.prompts.prompts import PromptsConfig, Task, prompts
 from puna.stages.search import SearchConfig
 from puna.stages.training import bits_per_byte, intervals
-from puna.stages.training.ngrams import NGrams
+from puna.stages.training.bits_per_byte import NGrams
 from puna.storage import PunaError
 
 from .conftest import sentences

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from puna.stages.training.ngrams import NGrams, dictionary_bits
+from puna.stages.training.bits_per_byte import NGrams, dictionary_bits
 
 
 class Plain:

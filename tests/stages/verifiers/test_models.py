@@ -18,11 +18,10 @@ from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.contract import Model, SeededConfig, StageConfig, StageRun, execute, stage
 from puna.stages.conversations import asking
-from puna.stages.verifiers.base import Score
+from puna.stages.verifiers.base import Score, ScoringConfig
 from puna.stages.verifiers.judge import Judge
 from puna.stages.verifiers.registry import from_text, to_text
 from puna.stages.verifiers.scoring import Scorer
-from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError, Store
 
 ANSWERS = ["7", "no", "seven it is", "", "7" * 40, "<|eot_id|>", "é 7"]

@@ -13,10 +13,9 @@ import pytest
 from puna.stages import plugins
 from puna.stages.contract import StageConfig, StageRun, execute, stage
 from puna.stages.conversations import asking
-from puna.stages.verifiers.base import Item, Question, Score
+from puna.stages.verifiers.base import Item, Question, Score, ScoringConfig
 from puna.stages.verifiers.registry import all_verifiers, from_text, to_text
 from puna.stages.verifiers.scoring import Scorer, child
-from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import PunaError, Store
 
 DOCS = Path(__file__).parents[3] / "docs"
