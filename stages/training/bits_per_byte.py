@@ -14,6 +14,7 @@ from puna.models.training.packing import batched
 if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
+
 class Window(NamedTuple):
     """Tokens start..stop of a document go through the model; those from `first` on are scored."""
 

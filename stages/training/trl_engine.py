@@ -58,9 +58,7 @@ def train_sft(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
     return train(make, model, config, run)
 
 
-def train_reward(
-    model: Transformer, examples: Sequence[Example], tokenizer: Any, config: RewardModelConfig, run: StageRun
-) -> Transformer:
+def train_reward(model: Transformer, examples: Sequence[Example], tokenizer: Any, config: RewardModelConfig, run: StageRun) -> Transformer:
     """Run TRL's RewardTrainer on pairs: each pair of a ranked group is a row."""
     from datasets import Dataset
     from trl import RewardConfig, RewardTrainer

@@ -14,6 +14,7 @@ from puna.storage import PunaError
 if TYPE_CHECKING:
     from puna.stages.verifiers.judges import Tools
 
+
 class Question(NamedTuple):
     """The part of a prompt that a verifier sees: its id, task, text and gold answer, if there is one.
 
