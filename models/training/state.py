@@ -1,4 +1,4 @@
-"""Training state on disk: one folder per checkpoint, complete or absent, never half written."""
+"""Training state on disk, one folder per checkpoint, complete or absent; and the signals that end a training with its state saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a classifier's training needs no torch
     from torch import Tensor
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

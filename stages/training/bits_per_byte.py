@@ -1,4 +1,4 @@
-"""Bits per byte: how well a model predicts documents it has not seen."""
+"""Bits per byte: how well a model predicts documents it has not seen, and how well n-grams and a compressor do."""
 
 from __future__ import annotations
 

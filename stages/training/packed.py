@@ -1,4 +1,4 @@
-"""The rows of a `tokens` artifact in memory, as training reads them."""
+"""Documents packed into rows of tokens, and the rows of a `tokens` artifact in memory, as training reads them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from puna.models.training.objectives.base import Targets
     from puna.models.training.schedules import Ramp
     from puna.models.transformer import Transformer
+
 
 def pack(tokens: Any, ids: list[str], sequence_length: int) -> dict[str, pa.Array]:
     """Pack documents (lists of ids) into rows, in order; return columns `tokens`, `lengths` and `documents`."""

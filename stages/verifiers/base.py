@@ -1,4 +1,4 @@
-"""The protocol of a verifier: described settings, and one method that scores an answer."""
+"""The protocol of a verifier: described settings, one method that scores an answer, and the limits of scoring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`judge`: a grade by a language model with a rubric."""
+"""`judge`: a grade by a language model with a rubric; and grades of instructions, of their quality, difficulty and intentions."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from puna.stages.verifiers.registry import register
 
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
+
 
 @register
 class Judge(Verifier):

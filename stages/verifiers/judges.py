@@ -1,4 +1,4 @@
-"""Models for verifiers: artifacts in a stage's input `judges`, named by their data digests."""
+"""Models for verifiers: artifacts in a stage's input `judges`, named by their data digests; and the means of a verifier."""
 
 from __future__ import annotations
 

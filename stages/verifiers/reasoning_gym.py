@@ -1,4 +1,4 @@
-"""`reasoning_gym`: the scorer of the question's generator."""
+"""`reasoning_gym`: the scorer of the question's generator, and a filter of the texts that it would evaluate as Python."""
 
 from __future__ import annotations
 

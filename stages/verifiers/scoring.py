@@ -1,4 +1,4 @@
-"""Scores of answers by each prompt's verifier."""
+"""Scores of answers by each prompt's verifier; users' verifiers run in a process that is killed when an answer takes too long."""
 
 from __future__ import annotations
 

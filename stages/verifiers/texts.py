@@ -1,4 +1,4 @@
-"""`exact`: a comparison with the expected text."""
+"""`exact` and `regex`: a comparison with the expected text, and a match with a regular expression in linear time."""
 
 from __future__ import annotations
 
