@@ -89,10 +89,8 @@ def average(
     origin = None if base is None else _table(base)
     for where, table in [*((f"model {n}", t) for n, t in enumerate(tables[1:], 2)), *([("the base", origin)] if origin else [])]:
         _same_names(set(tables[0]), set(table), where)
-    return {
-        name: _merged([table[name] for table in tables], shares, name, _merge(method, origin[name] if origin else None, density))
-        for name in tables[0]
-    }
+    merges = {name: _merge(method, origin[name] if origin else None, density) for name in tables[0]}
+    return {name: _merged([table[name] for table in tables], shares, name, merge) for name, merge in merges.items()}
 
 
 def average_checkpoints(

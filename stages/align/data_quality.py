@@ -29,6 +29,8 @@ EMOJI = re.compile("[\U0001f1e6-\U0001f1ff\U0001f300-\U0001faff\u2600-\u27bf\u2b
 BLOCK, HELD = 256, 8192
 """Vectors compared in one product, and with how many."""
 
+Row = dict[str, Any]
+Vectors = np.ndarray[Any, np.dtype[np.float32]]
 LEVELS = ("easy", "medium", "hard")
 
 PHRASES = ("i'm sorry", "i apologize", "as an ai", "i cannot help", "certainly!")
@@ -151,12 +153,11 @@ def data_quality(instructions: Instructions, model: Model, judge: Model | None, 
     run.figure("rules", Figure(title="Data quality", x="rule", y="instructions", kind="bar", series={"instructions": bars}))
 
 
-Vectors = np.ndarray[Any, np.dtype[np.float32]]
 Verdict = tuple[str, float | None, float | None, str | None]
 """Rule, value, threshold, detail."""
 
 
-def _apply(verdicts: Any, rows: list[dict[str, Any]], dropped: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _apply(verdicts: Any, rows: list[Row], dropped: list[Row]) -> list[Row]:
     """Return the rows that pass a rule; append the others to `dropped`."""
     kept = []
     for row in rows:
@@ -164,8 +165,7 @@ def _apply(verdicts: Any, rows: list[dict[str, Any]], dropped: list[dict[str, An
         if verdict is None:
             kept.append(row)
         else:
-            rule, value, threshold, detail = verdict
-            dropped.append({"id": row["id"], "rule": rule, "value": value, "threshold": threshold, "detail": detail})
+            dropped.append({"id": row["id"], **dict(zip(("rule", "value", "threshold", "detail"), verdict, strict=True))})
     return kept
 
 
@@ -176,7 +176,7 @@ def _agreement(instructions: Artifact) -> dict[str, float]:
     return {row["id"]: row["value"] for row in instructions.read("scores").to_pylist() if row["name"] == "agreement"}
 
 
-def _answer(row: dict[str, Any]) -> str:
+def _answer(row: Row) -> str:
     return "\n".join(answer_texts(messages_of(row)))
 
 
@@ -185,16 +185,16 @@ def _is_empty(message: Message) -> bool:
     return message.get("role") == "assistant" and not content_of(message).strip() and not message.get("tool_calls")
 
 
-def _without_blanks(row: dict[str, Any]) -> tuple[str, ...]:
+def _without_blanks(row: Row) -> tuple[str, ...]:
     """Return a conversation with the blanks around its contents removed."""
     return tuple(dump({**message, "content": content_of(message).strip()}) for message in messages_of(row))
 
 
-def _best_first(row: dict[str, Any]) -> tuple[float, str]:
+def _best_first(row: Row) -> tuple[float, str]:
     return (-(row["score"] if row["score"] is not None else float("inf")), row["id"])
 
 
-def _phrase_rule(rows: Sequence[dict[str, Any]], rules: Rules) -> Any:
+def _phrase_rule(rows: Sequence[Row], rules: Rules) -> Any:
     """Drop the worst answers with a phrase, so that at most `phrase_share` of all hold it."""
     found: dict[str, Verdict] = {}
     most = rules.phrase_share * len(rows)
@@ -208,7 +208,7 @@ def _phrase_rule(rows: Sequence[dict[str, Any]], rules: Rules) -> Any:
 def _text_rule(rules: Rules) -> Any:
     """Drop answers that are empty, or have too many emoji or exclamation marks."""
 
-    def judge(row: dict[str, Any]) -> Verdict | None:
+    def judge(row: Row) -> Verdict | None:
         if any(_is_empty(message) for message in messages_of(row)):
             return "empty", 0.0, None, None
         text = _answer(row)
@@ -223,13 +223,13 @@ def _text_rule(rules: Rules) -> Any:
     return judge
 
 
-def _duplicate_rule(rows: Sequence[dict[str, Any]]) -> Any:
+def _duplicate_rule(rows: Sequence[Row]) -> Any:
     """Drop repeated conversations; of each the best-scored copy is kept."""
     kept: dict[tuple[str, ...], str] = {}
     for row in sorted(rows, key=_best_first):
         kept.setdefault(_without_blanks(row), row["id"])
 
-    def judge(row: dict[str, Any]) -> Verdict | None:
+    def judge(row: Row) -> Verdict | None:
         first = kept[_without_blanks(row)]
         return None if first == row["id"] else ("duplicate", None, None, first)
 
@@ -237,7 +237,7 @@ def _duplicate_rule(rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def _quality_rule(
-    rows: Sequence[dict[str, Any]], agreement: dict[str, float], grades: Graded | None, config: DataQualityConfig, run: StageRun
+    rows: Sequence[Row], agreement: dict[str, float], grades: Graded | None, config: DataQualityConfig, run: StageRun
 ) -> Any:
     """Keep rewards in the top part OR the judge's full score, without a judge enough agreement. Unscored rows pass."""
     scores = [row["score"] for row in rows if row["score"] is not None]
@@ -249,7 +249,7 @@ def _quality_rule(
         for verdict, name in names.items():
             run.metric(name, verdicts[verdict])
 
-    def judge(row: dict[str, Any]) -> Verdict | None:
+    def judge(row: Row) -> Verdict | None:
         name, agreed = row["id"], agreement.get(row["id"], 0.0)
         if row["score"] is None and (grades is None or name not in grades.quality):
             return None
@@ -264,7 +264,7 @@ def _quality_rule(
 
 
 def _semantic_rule(
-    rows: Sequence[dict[str, Any]], worth: dict[str, float], vectors: Vectors, config: DataQualityConfig, run: StageRun
+    rows: Sequence[Row], worth: dict[str, float], vectors: Vectors, config: DataQualityConfig, run: StageRun
 ) -> Any:
     cluster = k_means(vectors, min(config.semantic.clusters, len(rows)), run.generator("clusters"))
     found: dict[str, Verdict] = {}
@@ -278,7 +278,7 @@ def _semantic_rule(
     return lambda row: found.get(row["id"])
 
 
-def _worth(rows: Sequence[dict[str, Any]], difficulty: dict[str, float], grades: Graded | None) -> dict[str, float]:
+def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | None) -> dict[str, float]:
     """Return quality (the larger of reward rank and judge's points, 0 to 1) times one plus difficulty, by id.
 
     A row that nothing is known of has quality 1; one whose difficulty is not known is as difficult as can be.
@@ -286,13 +286,13 @@ def _worth(rows: Sequence[dict[str, Any]], difficulty: dict[str, float], grades:
     scored = sorted(row["score"] for row in rows if row["score"] is not None)
     found = {}
     for row in rows:
-        known = [np.searchsorted(scored, row["score"], side="right") / len(scored)] if row["score"] is not None else []
+        known: list[float] = [np.searchsorted(scored, row["score"], side="right") / len(scored)] if row["score"] is not None else []
         known += [grades.quality[row["id"]]] if grades and row["id"] in grades.quality else []
         found[row["id"]] = float(max(known, default=1.0)) * (1.0 + difficulty.get(row["id"], 1.0))
     return found
 
 
-def _draw_rule(rows: Sequence[dict[str, Any]], worth: dict[str, float], config: DataQualityConfig) -> Any:
+def _draw_rule(rows: Sequence[Row], worth: dict[str, float], config: DataQualityConfig) -> Any:
     """Draw `keep` rows without replacement, with probabilities proportional to their worth; drop the others.
 
     Those with the least Exp(worth) numbers (Efraimidis and Spirakis 2006), which ids and the seed alone decide.
@@ -306,9 +306,7 @@ def _draw_rule(rows: Sequence[dict[str, Any]], worth: dict[str, float], config: 
     return lambda row: None if row["id"] in kept else ("not_drawn", worth[row["id"]], None, None)
 
 
-def _report_difficulty(
-    given: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]], difficulty: dict[str, float], run: StageRun
-) -> None:
+def _report_difficulty(given: Sequence[Row], kept: Sequence[Row], difficulty: dict[str, float], run: StageRun) -> None:
     """Report the number of easy, medium and hard rows before the rule on quality and after all rules, where difficulty is known."""
     if not any(row["id"] in difficulty for row in given):
         return
@@ -341,13 +339,11 @@ def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: i
                 vectors[i] = part.mean(0).numpy()
     vectors -= vectors.mean(0)
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit: np.ndarray[Any, np.dtype[np.float32]] = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
+    unit: Vectors = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
     return unit
 
 
-def k_means(
-    vectors: np.ndarray[Any, np.dtype[np.float32]], clusters: int, generator: np.random.Generator, rounds: int = 20
-) -> np.ndarray[Any, np.dtype[np.int64]]:
+def k_means(vectors: Vectors, clusters: int, generator: np.random.Generator, rounds: int = 20) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return the cluster of each vector, int64 [n], by spherical k-means that starts from `clusters` of the vectors."""
     centres = vectors[generator.choice(len(vectors), clusters, replace=False)]
     assigned = np.full(len(vectors), -1)

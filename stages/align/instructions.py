@@ -13,17 +13,19 @@ from puna.stages.draws import identifier
 from puna.stages.training.settings import CLEAR
 from puna.storage import PunaError
 
+Row = dict[str, Any]
+
 
 def instruction(
-    name: str, prompt_id: str, prompt: dict[str, Any], answer: Mapping[str, Any], source: str, score: float | None = None
-) -> dict[str, Any]:
+    name: str, prompt_id: str, prompt: Row, answer: Mapping[str, Any], source: str, score: float | None = None
+) -> Row:
     """Return a row of the instructions table to train on: a prompt's conversation, answered by a message of the assistant."""
     messages = dump([*messages_of(prompt), dict(answer)])
     row = {"id": name, "prompt_id": prompt_id, "task": prompt["task"], "split": "train", "messages": messages, "tools": prompt["tools"]}
     return {**row, "source": source, "score": score}
 
 
-def answer_message(text: str) -> dict[str, Any]:
+def answer_message(text: str) -> Row:
     return {"role": "assistant", "content": text}
 
 

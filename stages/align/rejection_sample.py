@@ -24,6 +24,7 @@ from puna.storage import Artifact, PunaError
 
 Pick = Literal["reward_model", "random", "majority", "verifier"]
 
+Row = dict[str, Any]
 NO_REWARD_MODEL = "pick=reward_model needs a reward_model; give one, or choose another pick"
 
 
@@ -93,7 +94,7 @@ def rejection_sample(
     _report(candidates, picked, run)
 
 
-def _picked(key: str, group: list[dict[str, Any]], config: RejectionSampleConfig) -> dict[str, Any] | None:
+def _picked(key: str, group: list[Row], config: RejectionSampleConfig) -> Row | None:
     """Return the chosen answer of a prompt, None if no answer is right."""
     if config.pick == "reward_model":
         return max(group, key=lambda a: (a["reward"], a["id"]))
@@ -106,19 +107,15 @@ def _picked(key: str, group: list[dict[str, Any]], config: RejectionSampleConfig
 
 
 def _scored(
-    candidates: dict[str, list[dict[str, Any]]],
-    asked: dict[str, dict[str, Any]],
-    reward_models: Sequence[Artifact],
-    config: RejectionSampleConfig,
-    bad: BadRows,
+    candidates: dict[str, list[Row]], asked: dict[str, Row], reward_models: Sequence[Artifact], config: RejectionSampleConfig, bad: BadRows,
     run: StageRun,
-) -> dict[str, list[dict[str, Any]]]:
+) -> dict[str, list[Row]]:  # fmt: skip
     """Return the candidates with a `reward` in every answer; drop the prompts that cannot be rendered."""
     check_one_tokenizer(reward_models, "rejection_sample: reward models of an ensemble read the same tokens")
     tokenizer = tokenizer_of(reward_models[0])
     texts = {key: sorted({a["text"].strip() for a in group}) for key, group in candidates.items()}
 
-    def rendered(row: dict[str, Any]) -> Example:
+    def rendered(row: Row) -> Example:
         return render(tokenizer, row, [[[answer_message(text) for text in texts[row["id"]]]]])
 
     limit = Limit(config.micro_batch_tokens, "micro_batch_tokens", "the prompt with its answers")
@@ -134,7 +131,7 @@ def _scored(
     return found
 
 
-def _best_models(candidates: dict[str, list[dict[str, Any]]], most: int) -> dict[str, list[dict[str, Any]]]:
+def _best_models(candidates: dict[str, list[Row]], most: int) -> dict[str, list[Row]]:
     """Return only the answers of the `most` models with the highest mean reward (0: of all models)."""
     if not most:
         return candidates
@@ -148,7 +145,7 @@ def _best_models(candidates: dict[str, list[dict[str, Any]]], most: int) -> dict
     return {key: group for key, group in left.items() if group}
 
 
-def _report(candidates: dict[str, list[dict[str, Any]]], picked: dict[str, dict[str, Any]], run: StageRun) -> None:
+def _report(candidates: dict[str, list[Row]], picked: dict[str, Row], run: StageRun) -> None:
     """Report the gold accuracy of the picked answers, of the mean answer and of the best answer."""
     if not picked or any(a["gold"] is None for group in candidates.values() for a in group):
         return

@@ -273,8 +273,7 @@ def _answers(
 ) -> None:
     from puna.models.generation import SamplingParams
 
-    seed, most, tasks = run.seed("prompts"), config.answers.prompts_per_task, heldout_prompts(prompts)
-    drawn = [row for task in sorted(tasks) for row in sorted(tasks[task], key=lambda row: (rank(seed, row["id"]), row["id"]))[:most]]
+    drawn = _heldout_prompts(prompts, config.answers.prompts_per_task, run.seed("prompts"))
     bad = BadRows(config, "evaluate")
     rendered = list(bad.rendered(drawn, partial(prompt_ids, tokenizer)))
     bad.check_left(len(rendered), f"{len(drawn)} held-out prompts")
@@ -317,6 +316,12 @@ def _chooser(config: EvaluateConfig, rows: Sequence[dict[str, Any]], judges: Seq
     asked = [{**row, "verifier": json.dumps(spec)} for row in rows]
     scorer = Scorer(asked, config.answers.scoring, run, judges)
     return lambda answers: [score.value for score in scorer.scores([(asked[number], text) for number, text in answers])]
+
+
+def _heldout_prompts(prompts: Artifact, per_task: int, seed: int) -> list[dict[str, Any]]:
+    """Return the held-out prompts with the smallest hashes, at most `per_task` of each task."""
+    tasks = heldout_prompts(prompts)
+    return [row for task in sorted(tasks) for row in sorted(tasks[task], key=lambda row: (rank(seed, row["id"]), row["id"]))[:per_task]]
 
 
 def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> None:
