@@ -43,7 +43,7 @@ CENTER = (
 
 
 class RewardSettings(StageConfig):
-    """What an answer is rewarded by."""
+    """Settings of an answer's reward."""
 
     reward: Reward = Field("reward_model", description=REWARDS)
     floor: float = Field(
