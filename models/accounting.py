@@ -51,8 +51,7 @@ def forest_flops(config: ModelConfig, forest: Forest) -> int:
     """Return the operations of one forward pass over a forest, all its tokens through the output layer."""
     seen = forest.mask.depths + 1
     pairs = sum(
-        count * int(seen.sum() if window is None else seen.clamp(max=window).sum())
-        for window, count in Counter(config.windows).items()
+        count * int(seen.sum() if window is None else seen.clamp(max=window).sum()) for window, count in Counter(config.windows).items()
     )
     return 2 * matrix_parameters(config) * len(forest) + _pair_flops(config) * pairs
 
@@ -100,9 +99,7 @@ def _layer_elements(config: ModelConfig) -> int:
     return elements
 
 
-def activation_bytes(
-    config: ModelConfig, tokens: int, precision: Precision = "fp32", checkpointing: bool = False
-) -> int:
+def activation_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32", checkpointing: bool = False) -> int:
     """Return the bytes that a forward pass over `tokens` tokens keeps for the backward pass.
 
     With activation checkpointing each layer's input, and everything of the one layer that is computed again.
@@ -200,11 +197,7 @@ class StepTime:
 
 
 def step_time(
-    config: ModelConfig,
-    lengths: Iterable[int],
-    machine: Machine,
-    precision: Precision = "fp32",
-    update: bool = True,
+    config: ModelConfig, lengths: Iterable[int], machine: Machine, precision: Precision = "fp32", update: bool = True
 ) -> StepTime:
     """Return the time of a training step on documents of these lengths (tokens): forward, backward and, where `update`, the
     optimiser's work."""
@@ -213,9 +206,7 @@ def step_time(
     matrices = 6 * matrix_parameters(config) * tokens
     moved = elementwise_bytes(config, tokens, precision) + (optimizer_bytes(config) if update else 0)
     return StepTime(
-        matrices / machine.matrix_flops,
-        (training_flops(config, lengths) - matrices) / machine.attention_flops,
-        moved / machine.bandwidth,
+        matrices / machine.matrix_flops, (training_flops(config, lengths) - matrices) / machine.attention_flops, moved / machine.bandwidth
     )
 
 

@@ -147,10 +147,7 @@ LAYOUTS: dict[ModelType, tuple[frozenset[str], frozenset[str]]] = {
     "qwen2": (frozenset({"qkv_bias"}), frozenset({"window", "window_in_some_layers"})),
     "qwen3": (frozenset({"qk_norm"}), frozenset({"attention_bias", "window", "window_in_some_layers"})),
     "mixtral": (frozenset({"moe"}), frozenset({"window"})),
-    "qwen3_moe": (
-        frozenset({"moe", "qk_norm"}),
-        frozenset({"attention_bias", "window", "own_expert_width", "raw_expert_weights"}),
-    ),
+    "qwen3_moe": (frozenset({"moe", "qk_norm"}), frozenset({"attention_bias", "window", "own_expert_width", "raw_expert_weights"})),
     "deepseek_v3": (frozenset({"mla"}), frozenset({"attention_bias"})),
 }
 

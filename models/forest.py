@@ -40,11 +40,7 @@ class Forest:
         stops = lengths.cumsum(0)
         total = int(stops[-1])
         starts = (stops - lengths).repeat_interleave(lengths)
-        return Forest(
-            tokens=torch.cat(parts),
-            end=stops.to(torch.int32).repeat_interleave(lengths),
-            positions=torch.arange(total) - starts,
-        )
+        return Forest(tokens=torch.cat(parts), end=stops.to(torch.int32).repeat_interleave(lengths), positions=torch.arange(total) - starts)
 
     @staticmethod
     def branch(prompt: Sequence[int] | Tensor, answers: Sequence[Sequence[int] | Tensor]) -> Forest:

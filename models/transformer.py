@@ -112,9 +112,7 @@ class Attention(nn.Module):
         self.k_proj = Linear(D, config.num_key_value_heads * K, config.qkv_bias)
         self.v_proj = Linear(D, config.num_key_value_heads * K, config.qkv_bias)
         self.o_proj = Linear(config.num_attention_heads * K, D, config.o_bias)
-        self.q_norm, self.k_norm = (
-            RMSNorm(K, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
-        )
+        self.q_norm, self.k_norm = (RMSNorm(K, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2))
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         T = x_TD.shape[0]
@@ -289,12 +287,7 @@ class Decoder(nn.Module):
 
 
 def decode(
-    layers: Iterable[Layer],
-    norm: RMSNorm,
-    config: ModelConfig,
-    x_TD: Tensor,
-    positions: Tensor,
-    attend: Attend,
+    layers: Iterable[Layer], norm: RMSNorm, config: ModelConfig, x_TD: Tensor, positions: Tensor, attend: Attend
 ) -> tuple[Tensor, Tensor | None]:
     """Run embedded tokens x [T, D] at position ids [T] through layers and final norm: hidden states, and the layers' mean
     load-balancing loss where they have experts."""
@@ -333,9 +326,7 @@ class Transformer(nn.Module):
     uninitialised, ready for a checkpoint.
     """
 
-    def __init__(
-        self, config: ModelConfig, head: Head = "lm", generator: torch.Generator | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, head: Head = "lm", generator: torch.Generator | None = None) -> None:
         super().__init__()
         if head not in ("lm", "scalar"):
             raise ValueError(f"head must be 'lm' or 'scalar', not {head!r}")
@@ -382,16 +373,12 @@ class Transformer(nn.Module):
         """Return the scalar head's number for each hidden state, [N]."""
         return self.score(hidden_ND)[:, 0]
 
-    def token_logprobs(
-        self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
+    def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return ([N] log p(targets[i] | path up to and including positions[i]), [N] entropies), in nats.
 
         `positions` [N] int64 are indices into the row (not position ids); several may be equal.
         """
-        return linear_token_logprobs(
-            self.hidden(forest)[positions], self.lm_head.weight, targets, temperature
-        )
+        return linear_token_logprobs(self.hidden(forest)[positions], self.lm_head.weight, targets, temperature)
 
     def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Return sum_i weights[i] * -log p(targets[i] | positions[i]), a scalar in nats; the cheapest training loss.

@@ -31,17 +31,7 @@ from puna.models.extraction.features import BUCKETS
 from puna.models.extraction.labels import label
 from puna.models.extraction.layout import Scan, alone
 from puna.models.extraction.linear import Bags, bags, class_bags, fit_logistic, text_bags
-from puna.models.extraction.model import (
-    FEATURES,
-    PAGE_TYPES,
-    SEEN,
-    TYPE_BUCKETS,
-    article_chance,
-    chances,
-    kept_blocks,
-    page_words,
-    seen,
-)
+from puna.models.extraction.model import FEATURES, PAGE_TYPES, SEEN, TYPE_BUCKETS, article_chance, chances, kept_blocks, page_words, seen
 from puna.models.extraction.scan import read_page
 from puna.models.extraction.text import text_of
 from puna.models.extraction.trees import Trees, splits

@@ -134,9 +134,7 @@ def built(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path
         if config.tie_word_embeddings and embedding is not None:
             state["lm_head.weight"] = embedding
         elif "lm_head.weight" not in state:
-            raise CheckpointError(
-                f"{path} has no language-model head (lm_head.weight), and its embeddings are not tied"
-            )
+            raise CheckpointError(f"{path} has no language-model head (lm_head.weight), and its embeddings are not tied")
     _check_tensors(model, state, path)
     model.load_state_dict(state, assign=True)
     if model.head == "lm" and config.tie_word_embeddings:

@@ -40,10 +40,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([], (), None),
 }
 # Where the experts of a layer lie on disk: their folder, and the names of gate, up and down.
-EXPERTS = {
-    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
-}
+EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj")}
 
 
 def architecture(model_type: str, head: str) -> str:
@@ -224,9 +221,7 @@ def from_disk(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
     if config.moe.num_experts > len(tensors):
         raise ValueError(f"num_experts = {config.moe.num_experts:,}, but there are {len(tensors):,} tensors: the files hold fewer experts")
     state = {
-        name.replace(f".{folder}.gate.", ".mlp.gate."): tensor
-        for name, tensor in tensors.items()
-        if f".{folder}.experts." not in name
+        name.replace(f".{folder}.gate.", ".mlp.gate."): tensor for name, tensor in tensors.items() if f".{folder}.experts." not in name
     }
     for layer in range(config.num_hidden_layers):
         here, there = f"model.layers.{layer}.mlp.experts", f"model.layers.{layer}.{folder}.experts"

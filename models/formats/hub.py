@@ -15,23 +15,10 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    DynamicCache,
-    GenerationMixin,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers import AutoConfig, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
-    SequenceClassifierOutputWithPast,
-)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, SequenceClassifierOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from puna.kernels.attention import ForestMask
@@ -257,16 +244,12 @@ class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return the logits [B, T, V], and with `labels` [B, T] (-100: ignored) transformers' shifted cross-entropy."""
-        outputs = self.model(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True, **kwargs
-        )
+        outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True, **kwargs)
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, positions])
         loss = None
         if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
-            )
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
 
 
@@ -293,9 +276,7 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
         **_: Any,
     ) -> SequenceClassifierOutputWithPast:
         """Return the scores [B, labels], read at the mask's last token or the last that is not padding."""
-        hidden = self.model(
-            input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, return_dict=True
-        ).last_hidden_state
+        hidden = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, return_dict=True).last_hidden_state
         B, T = hidden.shape[:2]
         real = torch.ones(B, T, dtype=torch.bool, device=hidden.device)
         if attention_mask is not None:
@@ -303,9 +284,7 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
         elif input_ids is not None and self.config.pad_token_id is not None:
             real = input_ids != self.config.pad_token_id
         elif B > 1:
-            raise ValueError(
-                "give an attention_mask or set config.pad_token_id: the last real token is unknown"
-            )
+            raise ValueError("give an attention_mask or set config.pad_token_id: the last real token is unknown")
         last = (torch.arange(T, device=hidden.device) * real).argmax(1)
         logits = self.score(hidden[torch.arange(B, device=hidden.device), last])
         loss = None

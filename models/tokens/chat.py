@@ -134,9 +134,7 @@ class ChatFormat:
             return False
         return True
 
-    def _encoded(
-        self, prompt: str, answer: str, mark: str | None, turn: int
-    ) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    def _encoded(self, prompt: str, answer: str, mark: str | None, turn: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:
         """Return the ids of prompt and answer, and the answer's characters; the answer apart where both fuse at their border."""
         asked, _ = self.vocabulary.encode_markup(prompt, mark)
         ids, spans = self.vocabulary.encode_markup(prompt + answer, mark)

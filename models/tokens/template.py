@@ -106,11 +106,7 @@ def _raise(message: str) -> None:
 
 
 def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -142,12 +138,7 @@ class Template:
             self._ask(None)
 
     def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> str:
         """Return the conversation as text; with `add_generation_prompt` up to where the model's answer begins.
 
@@ -206,12 +197,7 @@ class _Programs:
             raise TemplateError(f"none of the chat templates {', '.join(sorted(sources))} is named default")
 
     def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> str:
         """Render as `Template.render` says."""
         name = "tool_use" if tools and "tool_use" in self._programs else "default"

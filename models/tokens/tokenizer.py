@@ -94,10 +94,7 @@ class Tokenizer:
             raise ValueError(f"vocab_size {vocab_size} is below {SMALLEST_VOCABULARY}, the bytes and special tokens")
         backend = tokenizers.Tokenizer(BPE())
         backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
+            [pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
         backend.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
@@ -108,9 +105,7 @@ class Tokenizer:
         )
         backend.train_from_iterator(texts, trainer=trainer)
         backend.post_processor = processors.TemplateProcessing(
-            single=f"{BOS} $A",
-            pair=f"{BOS} $A {BOS}:1 $B:1",
-            special_tokens=[(BOS, backend.token_to_id(BOS))],
+            single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, backend.token_to_id(BOS))]
         )
         return Tokenizer(backend, {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}, LLAMA3)
 

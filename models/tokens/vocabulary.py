@@ -190,7 +190,7 @@ def with_tokens(backend: tokenizers.Tokenizer, special: Iterable[str], added: It
     """Return the tokenizer with these special tokens and further tokens, where it lacks them; as transformers completes it."""
     present = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
     backend.add_tokens([token for token in added if token.content not in present])
-    backend.add_special_tokens([
-        tokenizers.AddedToken(token, special=True, normalized=False) for token in dict.fromkeys(special) if not present.get(token)
-    ])
+    backend.add_special_tokens(
+        [tokenizers.AddedToken(token, special=True, normalized=False) for token in dict.fromkeys(special) if not present.get(token)]
+    )
     return backend
