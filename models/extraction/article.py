@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from puna.kernels.cpu.numba_cache import njit
 from puna.models.extraction import layout as L
 from puna.models.extraction.features import focus
-from puna.models.extraction.groups import groups, ratio
-from puna.models.extraction.layout import PRIME, Scan
+from puna.models.extraction.layout import Scan, groups, ratio
+from puna.models.extraction.tags import PRIME
 
 ABOVE = 5  # elements around a block whose like are counted
 LONG = 20  # unlinked words of a paragraph

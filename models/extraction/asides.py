@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from puna.kernels.cpu.numba_cache import njit
 from puna.models.extraction import layout as L
 from puna.models.extraction.article import kin
-from puna.models.extraction.groups import group_sums
-from puna.models.extraction.layout import Scan
+from puna.models.extraction.layout import Scan, deepest, group_sums, running
+from puna.models.extraction.tags import fnv
 
 PROSE = 0.7  # of the kept prose stands in the body
 LONG = 20  # words of a block that is prose without a sentence's end; scripts have stops of their own
@@ -32,18 +32,11 @@ OWN = 0.1  # of the body's prose stands under a path that is the body's own
 @njit(cache=True)
 def without_teasers(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Return `keep` [blocks] of an article without the doubtful blocks below its body; `p` [blocks]: the chance of each to be content."""
-    blocks, elements, n = page.blocks, page.elements, len(page.blocks)
-    prose, kept = np.zeros(n + 1, np.int64), np.zeros(n + 1, np.int64)  # running sums of words
-    for b in range(n):
-        words = blocks[b, L.WORDS] * keep[b]
-        kept[b + 1] = kept[b] + words
-        sentence = blocks[b, L.STOPS] > 0 or words > LONG
-        prose[b + 1] = prose[b] + (words - blocks[b, L.LINKED_WORDS] * keep[b]) * sentence
-    first, end = 0, n
-    for e in range(len(elements)):
-        a, z = elements[e, L.FIRST], elements[e, L.END]
-        if z > a and prose[z] > prose[a] and prose[z] - prose[a] >= PROSE * prose[n]:
-            first, end = a, z
+    blocks, n = page.blocks, len(page.blocks)
+    words = blocks[:, L.WORDS] * keep
+    kept = running(words)
+    prose = running((words - blocks[:, L.LINKED_WORDS] * keep) * ((blocks[:, L.STOPS] > 0) | (words > LONG)))
+    first, end = deepest(page, prose, PROSE)
     out = keep.copy()
     if kept[end] - kept[first] >= BODY_WORDS:
         paths, inside = np.empty(n, np.uint64), np.zeros((n, 1), np.float32)
@@ -68,7 +61,6 @@ PARAGRAPHS, PARAGRAPH_WORDS = 5, 150  # paragraphs of a body that can do without
 @njit(cache=True)
 def without_units(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Return `keep` [blocks] of an article without the cards of others; `p` [blocks]: the chance of each block to be content."""
-    n = len(page.blocks)
     blocks = _filled(page)
     keys = kin(page)[blocks]
     units, free = _units(page, blocks, keys)
@@ -77,14 +69,12 @@ def without_units(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32]) -
     body, first, last = _body(page, keep & free, p)
     if body < 0:
         return keep
-    words = np.zeros((n + 1, 2), np.float64)  # running sums of kept words, and of these by their chances
-    for b in range(n):
-        kept = page.blocks[b, L.WORDS] * keep[b]
-        words[b + 1, 0], words[b + 1, 1] = words[b, 0] + kept, words[b, 1] + kept * p[b]
+    words = page.blocks[:, L.WORDS] * keep
+    kept, expected = running(words), running(words * p)
     values = np.zeros((len(blocks), 3), np.float32)  # kept words, the same by their chances, units among the body's paragraphs
     for k, e in enumerate(blocks):
         a, z = page.elements[e, L.FIRST], page.elements[e, L.END]
-        values[k, 0], values[k, 1] = words[z, 0] - words[a, 0], words[z, 1] - words[a, 1]
+        values[k, 0], values[k, 1] = kept[z] - kept[a], expected[z] - expected[a]
         values[k, 2] = a <= last and z > first
     values = group_sums(keys, values)
     out, done = keep.copy(), 0
@@ -157,27 +147,14 @@ BELOW = 0.25  # of these, at most, are kept below the first of them besides comm
 CONTAINER_WORDS = 3  # of the container's class and id: a heading about comments has longer ones
 MOST_AFTER = 6  # where the first of these words is the name
 COMMENT_NAMES = ("comment", "comments", "commentlist", "comentarios", "kommentare", "commentaires", "disqus")
-CLASS, ID = 0, 1  # as `attributes` tells their words apart
-
-
-def hashed(name: str, kind: int) -> int:
-    """Return the hash that `attributes` gives a word of a class or an id."""
-    value = int(L.OFFSET) ^ kind
-    for byte in name.encode():
-        value = (value ^ byte) * int(L.PRIME) % 2**64
-    return value
-
-
-SAYS_COMMENTS = np.array([hashed(name, kind) for name in COMMENT_NAMES for kind in (CLASS, ID)], np.uint64)
+CLASS, ID = 0, 1  # kinds of words, as `attributes` hashes them
+SAYS_COMMENTS = np.array([fnv(name, kind) for name in COMMENT_NAMES for kind in (CLASS, ID)], np.uint64)
 
 
 @njit(cache=True)
 def without_comments(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return `keep` [blocks] of an article without the comments below it; unchanged where much is kept after them."""
-    elements, n = page.elements, len(page.blocks)
-    kept = np.zeros(n + 1, np.int64)
-    for b in range(n):
-        kept[b + 1] = kept[b] + page.blocks[b, L.WORDS] * keep[b]
+    elements, kept = page.elements, running(page.blocks[:, L.WORDS] * keep)
     out, above = keep.copy(), -1
     for e in range(len(elements)):
         first, end = elements[e, L.FIRST], elements[e, L.END]
@@ -192,7 +169,5 @@ def without_comments(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
                 out[first:end] = False
                 above = kept[first] if above < 0 else above
                 break
-    left = 0
-    for b in range(n):
-        left += page.blocks[b, L.WORDS] * out[b]
+    left = (page.blocks[:, L.WORDS] * out).sum()
     return out if above >= 0 and left - above <= BELOW * above else keep

@@ -8,15 +8,14 @@ from numpy.typing import NDArray
 from puna.kernels.cpu.numba_cache import njit
 from puna.models.extraction import layout as L
 from puna.models.extraction.layout import Scan
-from puna.models.extraction.search import find, has, is_space
-from puna.models.extraction.tags import NUMBER, fnv
+from puna.models.extraction.tags import NUMBER, OFFSET, PRIME, begins, find, fnv, has, is_space
 from puna.models.extraction.write import annotation, formula
 
 A_CLASS, A_ID, A_ROLE, A_STYLE, A_HIDDEN, A_ARIA_HIDDEN, A_ALT, A_ALTTEXT = (
-    np.uint64(fnv(name.encode())) for name in ["class", "id", "role", "style", "hidden", "aria-hidden", "alt", "alttext"]
+    np.uint64(fnv(name)) for name in ["class", "id", "role", "style", "hidden", "aria-hidden", "alt", "alttext"]
 )
 A_TYPE, A_ITEMPROP, A_HREF, A_CONTENT, A_PROPERTY, A_NAME, A_REL = (
-    np.uint64(fnv(name.encode())) for name in ["type", "itemprop", "href", "content", "property", "name", "rel"]
+    np.uint64(fnv(name)) for name in ["type", "itemprop", "href", "content", "property", "name", "rel"]
 )
 T_A, T_IMG, T_SCRIPT, T_MATH, T_META, T_LINK = (NUMBER[name] for name in ["a", "img", "script", "math", "meta", "link"])
 
@@ -32,10 +31,10 @@ def attributes(page: Scan, element: int, tag: int, at: int) -> int:
         if is_space(html[at]) or html[at] == 47:
             at += 1
             continue
-        name = (L.OFFSET ^ np.uint64(html[at])) * L.PRIME  # a name may begin with `=`
+        name = (OFFSET ^ np.uint64(html[at])) * PRIME  # a name may begin with `=`
         at += 1
         while at < size and html[at] != 61 and not is_space(html[at]) and html[at] != 62:
-            name = (name ^ np.uint64(html[at])) * L.PRIME
+            name = (name ^ np.uint64(html[at])) * PRIME
             at += 1
         start = stop = at
         if at + 1 < size and html[at] == 61 and html[at + 1] == 34:
@@ -126,7 +125,7 @@ def _unseen(html: NDArray[np.uint8], start: int, stop: int, tag: int) -> bool:
 def _words(page: Scan, element: int, start: int, stop: int, kind: int, sign: bool) -> None:
     """Record hashes of the words of a class or an id: letters only, cut where a capital begins."""
     s, html = page.state, page.html
-    word, length = L.OFFSET ^ np.uint64(kind), 0
+    word, length = OFFSET ^ np.uint64(kind), 0
     total = np.uint64(0)
     lower = False
     for at in range(start, stop + 1):
@@ -137,13 +136,13 @@ def _words(page: Scan, element: int, start: int, stop: int, kind: int, sign: boo
                 page.tokens[s[L.TOKEN]] = word
                 s[L.TOKEN] += 1
                 total += word * word
-            word, length = L.OFFSET ^ np.uint64(kind), 0
+            word, length = OFFSET ^ np.uint64(kind), 0
         if letter:
-            word = (word ^ np.uint64(c | 32)) * L.PRIME
+            word = (word ^ np.uint64(c | 32)) * PRIME
             length += 1
         lower = letter and c >= 97
     if sign:
-        page.signs[element, 0] = (page.signs[element, 0] ^ total) * L.PRIME
+        page.signs[element, 0] = (page.signs[element, 0] ^ total) * PRIME
 
 
 @njit(cache=True, borrows=True)
@@ -151,9 +150,9 @@ def _about(page: Scan, start: int, stop: int, kind: int) -> None:
     """Record a word about the page: the hash of html[start:stop]."""
     s = page.state
     if s[L.PAGE_TOKEN] < len(page.page):
-        word = L.OFFSET ^ np.uint64(kind)
+        word = OFFSET ^ np.uint64(kind)
         for at in range(start, min(stop, start + 64)):
-            word = (word ^ np.uint64(page.html[at])) * L.PRIME
+            word = (word ^ np.uint64(page.html[at])) * PRIME
         page.page[s[L.PAGE_TOKEN]] = word
         s[L.PAGE_TOKEN] += 1
 
@@ -180,14 +179,7 @@ def types(page: Scan, start: int, stop: int) -> None:
     at = start
     while at + 8 < stop:
         at = find(html, at, 64, stop)
-        if (
-            at + 8 < stop
-            and html[at + 1] == 116
-            and html[at + 2] == 121
-            and html[at + 3] == 112
-            and html[at + 4] == 101
-            and html[at + 5] == 34
-        ):
+        if at + 8 < stop and begins(html, at, stop, b'@type"'):
             first = find(html, at + 6, 34, stop) + 1
             last = find(html, first, 34, stop)
             if last < stop and last - first < 40 and first - at < 16:

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
-from puna.models.extraction.search import find, tag_name
-from puna.models.extraction.tags import flags
+from puna.models.extraction.tags import begins, find, flags, tag_name
 
 # The parser closes these by itself, or they hold nothing: an open one does not nest for ever.
 CLOSED = flags(
@@ -79,7 +78,7 @@ def _attributes(html: NDArray[np.uint8], at: int) -> tuple[int, int]:
 def _after_comment(html: NDArray[np.uint8], at: int) -> int:
     """Return the end of a comment, a doctype or a stray `<` at `at`; the earliest possible end, when in doubt."""
     size = len(html)
-    if at + 3 < size and html[at + 1] == 33 and html[at + 2] == 45 and html[at + 3] == 45:
+    if begins(html, at, size, b"<!--"):
         at += 2
         while at < size:
             if html[at] == 62 and html[at - 1] == 45 and html[at - 2] == 45:

@@ -9,15 +9,25 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.models.extraction import layout as L
-from puna.models.extraction.groups import group_sums, groups, ratio
-from puna.models.extraction.layout import BIT, OFFSET, PRIME, Scan
-from puna.models.extraction.tags import IS_HEADING, NUMBER
+from puna.models.extraction.layout import BIT, Scan, group_sums, groups, ratio
+from puna.models.extraction.tags import IS_HEADING, NUMBER, OFFSET, PRIME
 
 SEEN_FLAGS = (
-    "nav", "header", "footer", "aside", "form", "main", "article", "section", "table", "ul", "ol", "li", "dl", "figure", "button",
-    "dialog", "details", "blockquote", "select", "noscript", "template", "a", "td", "th", "label", "code", "p", "textarea",
-)  # fmt: skip
-FLAG_BITS = np.array([*(BIT[name] for name in SEEN_FLAGS), L.HIDDEN, L.ARIA_HIDDEN], np.int64)
+    "nav header footer aside form main article section table ul ol li dl figure button dialog details blockquote select noscript template "
+    "a td th label code p textarea hidden aria_hidden"
+)
+BITS = BIT | {"hidden": L.HIDDEN, "aria_hidden": L.ARIA_HIDDEN}
+FLAG_BITS = np.array([BITS[name] for name in SEEN_FLAGS.split()], np.int64)
+OWN = "words chars linked links stops commas digits upper inline images pre forms last length marker gap tag depth"
+PLACE = (
+    "path_score path_lowest score0 score1 score2 score3 text_sum text_mean index place words_before words_after h1_blocks h1_words "
+    "head_blocks head_level head_text head_linked title same_title"
+)
+GROUP = (
+    "group_blocks group_words group_linked group_stops group_share group_text group_first sign_blocks sign_words "
+    "focus_in focus_up focus_share focus_linked lca_share lca_linked copies copy"
+)
+PAGE = "page_blocks page_words page_linked page_stops page_p page_li page_h1 page_heads page_images page_forms page_focus page_main"
 LEVELS = 6  # containers above a block that are described
 NEIGHBOURS = (-3, -2, -1, 1, 2, 3)
 T_BODY, T_H1, T_MAIN, T_ARTICLE, T_P = (NUMBER[name] for name in ["body", "h1", "main", "article", "p"])
@@ -27,75 +37,14 @@ BUCKETS = 1 << 14  # of words in classes and of words in texts
 
 def names() -> list[str]:
     """Return names of the features, in order."""
-    own = [
-        "words",
-        "chars",
-        "linked",
-        "links",
-        "stops",
-        "commas",
-        "digits",
-        "upper",
-        "inline",
-        "images",
-        "pre",
-        "forms",
-        "last",
-        "length",
-        "marker",
-        "gap",
-        "tag",
-        "depth",
-    ]
-    result = [*own, *(f"in_{name}" for name in (*SEEN_FLAGS, "hidden", "aria_hidden"))]
-    result += ["path_score", "path_lowest", "score0", "score1", "score2", "score3", "text_sum", "text_mean"]
-    result += [
-        "index",
-        "place",
-        "words_before",
-        "words_after",
-        "h1_blocks",
-        "h1_words",
-        "head_blocks",
-        "head_level",
-        "head_text",
-        "head_linked",
-        "title",
-        "same_title",
-    ]
+    result = [*OWN.split(), *(f"in_{name}" for name in SEEN_FLAGS.split()), *PLACE.split()]
     for k in NEIGHBOURS:
         result += [f"{name}{k:+d}" for name in ["words", "linked", "stops", "text", "path", "same"]]
     for k in (5, 15):
         result += [f"{name}±{k}" for name in ["words", "linked", "stops", "text"]]
     for k in range(1, LEVELS + 1):
         result += [f"{name}^{k}" for name in ["words", "linked", "blocks", "mean", "stops", "share"]]
-    result += [
-        "group_blocks",
-        "group_words",
-        "group_linked",
-        "group_stops",
-        "group_share",
-        "group_text",
-        "group_first",
-        "sign_blocks",
-        "sign_words",
-    ]
-    result += ["focus_in", "focus_up", "focus_share", "focus_linked", "lca_share", "lca_linked", "copies", "copy"]
-    result += [
-        "page_blocks",
-        "page_words",
-        "page_linked",
-        "page_stops",
-        "page_p",
-        "page_li",
-        "page_h1",
-        "page_heads",
-        "page_images",
-        "page_forms",
-        "page_focus",
-        "page_main",
-    ]
-    return result
+    return [*result, *GROUP.split(), *PAGE.split()]
 
 
 @njit(cache=True, borrows=True)

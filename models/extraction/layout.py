@@ -1,8 +1,8 @@
-"""The tables that pages are read into: elements, blocks of text, words. See `scan`."""
+"""The tables that pages are read into (`scan`): elements, blocks of text, words; and sums over their rows with equal keys."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,60 +25,17 @@ PLAIN_STOP, STATES = range(25, 27)  # before it no formula has an annotation; ho
 # Columns of `Pages.starts`
 HTML, TEXT, TITLE, ROOT, WORD, BLOCK, TEXT_WORD, HEAD_WORD, TABLES = range(9)
 # Bits of an element's flags; an element has those of its ancestors as well.
-FLAG_NAMES = [
-    "nav",
-    "header",
-    "footer",
-    "aside",
-    "form",
-    "main",
-    "article",
-    "section",
-    "table",
-    "ul",
-    "ol",
-    "li",
-    "dl",
-    "figure",
-    "figcaption",
-    "button",
-    "dialog",
-    "details",
-    "blockquote",
-    "pre",
-    "select",
-    "noscript",
-    "template",
-    "a",
-    "td",
-    "th",
-    "label",
-    "code",
-    "body",
-    "h1",
-    "h2",
-    "h3",
-    "h4",
-    "h5",
-    "h6",
-    "p",
-    "textarea",
-    "menu",
-    "fieldset",
-    "address",
-    "caption",
-    "dt",
-    "dd",
-    "summary",
-    "thead",
-]
-BIT = {name: 1 << number for number, name in enumerate(FLAG_NAMES)}
+FLAG_NAMES = (
+    "nav header footer aside form main article section table ul ol li dl figure figcaption button dialog details blockquote pre select "
+    "noscript template a td th label code body h1 h2 h3 h4 h5 h6 p textarea menu fieldset address caption dt dd summary thead"
+)
+BIT = {name: 1 << number for number, name in enumerate(FLAG_NAMES.split())}
 HIDDEN, ARIA_HIDDEN = 1 << 50, 1 << 51
 TAG_BIT = np.array([BIT.get(name, 0) for name in NAMES], np.int64)
+PROBES = 32  # slots tried for a key before all keys are sorted
 MAX_TOKENS = 24  # words of one element's classes and id
 MAX_TITLE = 1024  # bytes of a title
 MAX_HEAD_WORDS = 256  # words about the page from its head
-OFFSET, PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)  # of the FNV-1a hash
 
 
 class Scan(NamedTuple):
@@ -135,3 +92,82 @@ def alone(page: Scan) -> Pages:
     tables = (page.html, page.text, page.title, page.elements, page.tokens, page.blocks, page.hashes, page.page)
     ends = [len(table) for table in tables]
     return Pages(*page._replace(state=page.state[None]), np.array([[0] * TABLES, ends], np.int64))
+
+
+@njit(cache=True)
+def running(values: NDArray[Any]) -> NDArray[Any]:
+    """Return the sums of the first 0, 1, ... n values."""
+    sums = np.zeros(len(values) + 1, values.dtype)
+    sums[1:] = np.cumsum(values)
+    return sums
+
+
+@njit(cache=True)
+def deepest(page: Scan, sums: NDArray[np.int64], share: float) -> tuple[int, int]:
+    """Return the first block and the end of the deepest element with this share of the running sums' total; (0, 0) if that is 0."""
+    first, end = 0, 0
+    for e in range(len(page.elements)):
+        a, z = page.elements[e, FIRST], page.elements[e, END]
+        if z > a and sums[z] > sums[a] and sums[z] - sums[a] >= share * sums[-1]:
+            first, end = a, z
+    return first, end
+
+
+@njit(cache=True)
+def numbered(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int]:
+    """Return a number for the key of each entry, equal where keys are; and how many there are."""
+    n, size, count = len(keys), 2, 0
+    while size < 2 * n:
+        size *= 2
+    places, own, numbers = np.full(size, -1, np.int64), np.empty(n, np.uint64), np.empty(n, np.int64)
+    for k in range(n):
+        at, probes = np.int64((keys[k] ^ (keys[k] >> np.uint64(32))) & np.uint64(size - 1)), 0
+        while places[at] >= 0 and own[places[at]] != keys[k]:
+            at, probes = (at + 1) & (size - 1), probes + 1
+            if probes == PROBES:  # too many keys fall on one place
+                return _numbered_by_order(keys)  # type: ignore[no-any-return]
+        if places[at] < 0:
+            places[at], own[count] = count, keys[k]
+            count += 1
+        numbers[k] = places[at]
+    return numbers, count
+
+
+@njit(cache=True)
+def _numbered_by_order(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int]:
+    """Return `numbered` in n log n steps whatever the keys are."""
+    order, numbers, count = np.argsort(keys), np.empty(len(keys), np.int64), 0
+    for k in range(len(order)):
+        count += k == 0 or keys[order[k]] != keys[order[k - 1]]
+        numbers[order[k]] = count - 1
+    return numbers, count
+
+
+@njit(cache=True)
+def groups(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the number of entries with the key of each, and of those before it."""
+    numbers, count = numbered(keys)
+    sizes, before = np.zeros(count, np.int64), np.empty(len(keys), np.int64)
+    for k in range(len(keys)):
+        before[k] = sizes[numbers[k]]
+        sizes[numbers[k]] += 1
+    return sizes[numbers], before
+
+
+@njit(cache=True)
+def group_sums(keys: NDArray[np.uint64], values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return sums of the rows of `values` [n, k] over the entries with the key of each, in their order."""
+    numbers, count = numbered(keys)
+    sums, out = np.zeros((count, values.shape[1]), np.float32), np.empty(values.shape, np.float32)
+    for k in range(len(keys)):
+        for column in range(values.shape[1]):
+            sums[numbers[k], column] += values[k, column]
+    for k in range(len(keys)):
+        out[k] = sums[numbers[k]]
+    return out
+
+
+@njit(cache=True)
+def ratio(a: float, b: float) -> float:
+    """Return a / b, 0 where b is 0."""
+    return a / b if b > 0 else 0.0

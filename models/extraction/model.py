@@ -22,8 +22,7 @@ from puna.models.extraction import layout as L
 from puna.models.extraction.article import article_features
 from puna.models.extraction.asides import without_comments, without_teasers, without_units
 from puna.models.extraction.features import block_features, element_scores, names, text_keys, text_scores
-from puna.models.extraction.groups import group_sums, numbered
-from puna.models.extraction.layout import Pages, Scan, page_of
+from puna.models.extraction.layout import Pages, Scan, deepest, group_sums, numbered, page_of, running
 from puna.models.extraction.tags import IS_HEADING, NAMES, NUMBER
 from puna.models.extraction.trees import Splits, Trees, logits, splits
 from puna.models.extraction.unseen import without_unseen
@@ -116,12 +115,9 @@ NEEDED[T_PRE], NEEDED[T_DL], NEEDED[T_TABLE] = 0, 0.1, 0.5
 @njit(cache=True)
 def made_whole(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return `keep` [blocks] with the holes in code, lists of definitions and tables filled, and the headings of kept blocks."""
-    elements, n = page.elements, len(page.blocks)
-    words, kept = np.zeros(n + 1, np.int64), np.zeros(n + 1, np.int64)  # running sums
-    for b in range(n):
-        words[b + 1] = words[b] + page.blocks[b, L.WORDS]
-        kept[b + 1] = kept[b] + page.blocks[b, L.WORDS] * keep[b]
-    first, end = _content_element(page, kept)
+    elements = page.elements
+    words, kept = running(page.blocks[:, L.WORDS]), running(page.blocks[:, L.WORDS] * keep)
+    first, end = deepest(page, kept, CONTENT_SHARE)
     out = keep.copy()
     done = first  # what an outer table or list has settled
     for e in range(len(elements)):
@@ -162,18 +158,6 @@ def with_headline(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return out
 
 
-@njit(cache=True)
-def _content_element(page: Scan, kept: NDArray[np.int64]) -> tuple[int, int]:
-    """Return first block and end of the deepest element that holds nearly all kept words; none where nothing is kept."""
-    elements = page.elements
-    first, end = 0, 0
-    for e in range(len(elements)):
-        a, z = elements[e, L.FIRST], elements[e, L.END]
-        if z > a and kept[z] > kept[a] and kept[z] - kept[a] >= CONTENT_SHARE * kept[-1]:
-            first, end = a, z
-    return first, end
-
-
 WEIGHTS = Path(__file__).parent / "extractor.safetensors"
 PAGE_TYPES = ("article", "forum", "product", "collection", "listing", "documentation", "service")
 ARTICLE = PAGE_TYPES.index("article")
@@ -186,15 +170,21 @@ SEEN = FEATURES + len(PAGE_TYPES)
 T_HTML, T_BODY = NUMBER["html"], NUMBER["body"]
 
 
-class Model(NamedTuple):
-    """Weights of the linear models, by bucket of the hashed word, and the trees."""
+class Linear(NamedTuple):
+    """Weights of the linear models, by bucket of the hashed word."""
 
     class_weights: NDArray[np.float32]  # [features.BUCKETS]
     text_weights: NDArray[np.float32]  # [features.BUCKETS]
     type_weights: NDArray[np.float32]  # [TYPE_BUCKETS, page types]
     type_bias: NDArray[np.float32]  # [page types]
+
+
+class Model(NamedTuple):
+    """The linear models, the trees, and those for articles, which see `article.names` besides."""
+
+    linear: Linear
     trees: Splits
-    articles: Splits  # see `article.names` after what `trees` see
+    articles: Splits
 
 
 @lru_cache(maxsize=1)
@@ -203,9 +193,9 @@ def load() -> Model:
     from safetensors.numpy import load_file
 
     results = load_file(WEIGHTS)
-    linear = {name: results[name].astype(np.float32) for name in Model._fields if name in results}
+    linear = Linear(*(results[name].astype(np.float32) for name in Linear._fields))
     trees, articles = (splits(Trees(**{field: results[f"{name}.{field}"] for field in Trees._fields})) for name in ("trees", "articles"))
-    return Model(**linear, trees=trees, articles=articles)
+    return Model(linear, trees, articles)
 
 
 @njit(cache=True)
@@ -230,44 +220,22 @@ def page_words(page: Scan) -> NDArray[np.int64]:
 
 
 @njit(cache=True)
-def page_types(page: Scan, weights: NDArray[np.float32], bias: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return Logits of the page's type [page types]."""
-    total = np.zeros(len(bias), np.float32)
-    for word in page_words(page):
-        total += weights[word]
-    return bias + total
-
-
-@njit(cache=True)
-def block_rows(
-    page: Scan, class_weights: NDArray[np.float32], text_weights: NDArray[np.float32], types: NDArray[np.float32], rows: NDArray[np.float32]
-) -> None:
-    """Fill in what the trees see; `rows` [blocks, SEEN] are zeros."""
-    own, path = np.empty(len(page.elements), np.float32), np.empty(len(page.elements), np.float32)
-    text = np.zeros(len(page.blocks), np.float32)
-    element_scores(page, class_weights, own, path)
-    text_scores(page, text_weights, text)
-    block_features(page, own, path, text, rows)
-    for b in range(len(rows)):
-        rows[b, FEATURES:] = types
-
-
-@njit(cache=True)
-def seen(
-    pages: Pages,
-    class_weights: NDArray[np.float32],
-    text_weights: NDArray[np.float32],
-    type_weights: NDArray[np.float32],
-    type_bias: NDArray[np.float32],
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def seen(pages: Pages, linear: Linear) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return the features of all blocks [blocks, SEEN], and logits of the pages' types [pages, page types]."""
     n, starts = len(pages.starts) - 1, pages.starts[:, L.BLOCK]
-    rows, types = np.zeros((starts[n], SEEN), np.float32), np.zeros((n, len(type_bias)), np.float32)
+    rows, types = np.zeros((starts[n], SEEN), np.float32), np.zeros((n, len(linear.type_bias)), np.float32)
     for p in range(n):
         if starts[p + 1] > starts[p]:
-            page = page_of(pages, p)
-            types[p] = page_types(page, type_weights, type_bias)
-            block_rows(page, class_weights, text_weights, types[p], rows[starts[p] : starts[p + 1]])
+            page, own = page_of(pages, p), rows[starts[p] : starts[p + 1]]
+            for word in page_words(page):
+                types[p] += linear.type_weights[word]
+            types[p] += linear.type_bias
+            scores, path = np.empty(len(page.elements), np.float32), np.empty(len(page.elements), np.float32)
+            text = np.zeros(len(page.blocks), np.float32)
+            element_scores(page, linear.class_weights, scores, path)
+            text_scores(page, linear.text_weights, text)
+            block_features(page, scores, path, text, own)
+            own[:, FEATURES:] = types[p]
     return rows, types
 
 
@@ -304,7 +272,7 @@ def chances(pages: Pages, rows: NDArray[np.float32], types: NDArray[np.float32],
 
 def judge(pages: Pages, model: Model) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return chance of each block to be content [blocks], and logits of the pages' types [pages, page types]."""
-    rows, types = seen(pages, model.class_weights, model.text_weights, model.type_weights, model.type_bias)
+    rows, types = seen(pages, model.linear)
     return chances(pages, rows, types, model.trees, model.articles), types
 
 

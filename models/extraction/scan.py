@@ -16,8 +16,7 @@ from puna.kernels.cpu.numba_cache import njit
 from puna.models.extraction import layout as L
 from puna.models.extraction.attributes import attributes, types
 from puna.models.extraction.layout import TAG_BIT, Pages, Scan, page_of
-from puna.models.extraction.search import find, is_space, tag_name
-from puna.models.extraction.tags import IS_BLOCK, IS_RAW, IS_SPACED, IS_VOID, NUMBER
+from puna.models.extraction.tags import IS_BLOCK, IS_RAW, IS_SPACED, IS_VOID, NUMBER, OFFSET, PRIME, begins, find, is_space, tag_name
 from puna.models.extraction.write import boundary, formula, write
 
 T_A, T_BR, T_IMG, T_INPUT, T_LI, T_OL, T_TD, T_TH, T_TR = (
@@ -76,32 +75,19 @@ def _read(html: NDArray[np.uint8], ends: NDArray[np.int64], max_depth: int, max_
     )
     results = np.zeros((n, 2), np.int64)
     for p in range(n):
-        state = pages.states[p]
-        at, end = pages.starts[p], pages.starts[p + 1]
-        at[L.HTML] = ends[p]
-        size = ends[p + 1] - ends[p]
-        page = Scan(
-            html[ends[p] : ends[p + 1]],
-            state,
-            pages.text[at[L.TEXT] : at[L.TEXT] + size + 8 * tags[p] + 64],
-            pages.title[at[L.TITLE] : at[L.TITLE] + L.MAX_TITLE],
-            pages.elements[at[L.ROOT] : at[L.ROOT] + tags[p]],
-            pages.signs[at[L.ROOT] : at[L.ROOT] + tags[p]],
-            pages.tokens[at[L.WORD] : at[L.WORD] + words[p]],
-            pages.blocks[at[L.BLOCK] : at[L.BLOCK] + tags[p] + 1],
-            pages.hashes[at[L.TEXT_WORD] : at[L.TEXT_WORD] + size // 2 + 64],
-            pages.page[at[L.HEAD_WORD] : at[L.HEAD_WORD] + L.MAX_HEAD_WORDS],
-        )
+        state, size = pages.states[p], ends[p + 1] - ends[p]
+        room = (size, size + 8 * tags[p] + 64, L.MAX_TITLE, tags[p], words[p], tags[p] + 1, size // 2 + 64, L.MAX_HEAD_WORDS)
+        pages.starts[p + 1] = pages.starts[p] + np.array(room)
+        page = page_of(pages, p)
         _scan(page)
-        results[p, 1] = state[L.BLOCKS]
         for e in range(state[L.ELEMENTS]):
             results[p, 0] = max(results[p, 0], page.elements[e, L.DEPTH])
-        end[:], end[L.HTML] = at, ends[p + 1]
+        results[p, 1] = state[L.BLOCKS]
+        pages.starts[p + 1] = pages.starts[p]
+        pages.starts[p + 1, L.HTML] = ends[p + 1]
         if results[p, 0] <= max_depth and results[p, 1] <= max_blocks:
-            end[L.TEXT], end[L.TITLE] = at[L.TEXT] + state[L.OUT], at[L.TITLE] + state[L.TITLE_STOP]
-            end[L.ROOT], end[L.WORD] = at[L.ROOT] + state[L.ELEMENTS], at[L.WORD] + state[L.TOKEN]
-            end[L.BLOCK], end[L.TEXT_WORD] = at[L.BLOCK] + state[L.BLOCKS], at[L.TEXT_WORD] + state[L.HASH]
-            end[L.HEAD_WORD] = at[L.HEAD_WORD] + state[L.PAGE_TOKEN]
+            for table, length in enumerate((L.OUT, L.TITLE_STOP, L.ELEMENTS, L.TOKEN, L.BLOCKS, L.HASH, L.PAGE_TOKEN)):
+                pages.starts[p + 1, 1 + table] += state[length]
     return pages, results
 
 
@@ -109,7 +95,7 @@ def _read(html: NDArray[np.uint8], ends: NDArray[np.int64], max_depth: int, max_
 def _scan(page: Scan) -> None:
     s, html = page.state, page.html
     page.elements[0], page.elements[0, L.PARENT] = 0, -1
-    page.signs[0], page.blocks[0] = L.OFFSET, 0
+    page.signs[0], page.blocks[0] = OFFSET, 0
     s[L.ELEMENTS], s[L.SKIP], s[L.FORMULA_AT], s[L.NEXT_GAP] = 1, -1, -1, L.BLANK
     size = len(html)
     while s[L.AT] < size:
@@ -131,7 +117,7 @@ def _declaration(page: Scan) -> None:
     """Skip a comment, a doctype or a stray `<`."""
     s, html = page.state, page.html
     at = s[L.AT]
-    if at + 3 < len(html) and html[at + 1] == 33 and html[at + 2] == 45 and html[at + 3] == 45:
+    if begins(html, at, len(html), b"<!--"):
         at += 4
         while at < len(html) and not (html[at] == 62 and html[at - 1] == 45 and html[at - 2] == 45):
             at += 1
@@ -196,7 +182,7 @@ def _start_tag(page: Scan) -> None:
     page.signs[element, 0] = name
     s[L.CURRENT] = element
     s[L.AT] = attributes(page, element, tag, at)
-    page.signs[element, 1] = (page.signs[parent, 1] ^ page.signs[element, 0]) * L.PRIME
+    page.signs[element, 1] = (page.signs[parent, 1] ^ page.signs[element, 0]) * PRIME
     if IS_RAW[tag]:
         _raw(page, tag, element)
     elif tag == T_TITLE:
@@ -287,7 +273,7 @@ def _is_markup(html: NDArray[np.uint8], at: int, stop: int) -> bool:
     """True if text begins with an escaped tag or comment: pages that a browser saved, snippets to embed."""
     while at < stop and is_space(html[at]):
         at += 1
-    if at + 4 >= stop or html[at] != 38 or html[at + 1] != 108 or html[at + 2] != 116 or html[at + 3] != 59:
+    if at + 4 >= stop or not begins(html, at, stop, b"&lt;"):
         return False
     return bool(html[at + 4] == 33 or html[at + 4] == 47 or 97 <= (html[at + 4] | 32) <= 122)
 

@@ -1,9 +1,12 @@
-"""Names of elements as small numbers, and what each means for the text around it."""
+"""Names of elements as small numbers, what each means for the text around it, and searches in the bytes of HTML."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+
+from puna.kernels.cpu.bytes import LANES, equal, lowest
+from puna.kernels.cpu.numba_cache import njit
 
 # Elements whose content stands on lines of its own. The others run on in the line.
 BLOCK = (
@@ -23,6 +26,7 @@ VOID = "area base basefont bgsound br col embed frame hr img input keygen link m
 RAW = "script style xmp iframe noembed noframes plaintext"
 # Blank lines stand around these.
 SPACED = "p pre blockquote table ul ol dl h1 h2 h3 h4 h5 h6 figure article section header footer aside nav main form details hr"
+OFFSET, PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)  # of the FNV-1a hash
 HEADINGS = "h1 h2 h3 h4 h5 h6"
 
 
@@ -36,11 +40,11 @@ def flags(names: str) -> NDArray[np.bool_]:
 IS_BLOCK, IS_VOID, IS_RAW, IS_SPACED, IS_HEADING = map(flags, (BLOCK, VOID, RAW, SPACED, HEADINGS))
 
 
-def fnv(data: bytes) -> int:
-    """Return the FNV-1a hash of bytes, 64 bits."""
-    state = 0xCBF29CE484222325
-    for byte in data:
-        state = (state ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
+def fnv(name: str, kind: int = 0) -> int:
+    """Return the FNV-1a hash of a name, 64 bits; names of another kind have other hashes."""
+    state = int(OFFSET) ^ kind
+    for byte in name.encode():
+        state = (state ^ byte) * int(PRIME) & 0xFFFFFFFFFFFFFFFF
     return state
 
 
@@ -49,11 +53,69 @@ def _table(names: tuple[str, ...]) -> tuple[NDArray[np.uint64], NDArray[np.int64
     keys, values = np.zeros(1024, np.uint64), np.zeros(1024, np.int64)
     for number, name in enumerate(names):
         if name:
-            at = fnv(name.encode()) & 1023
+            at = fnv(name) & 1023
             while keys[at]:
                 at = (at + 1) & 1023
-            keys[at], values[at] = fnv(name.encode()), number
+            keys[at], values[at] = fnv(name), number
     return keys, values
 
 
 TAG_KEYS, TAG_VALUES = _table(NAMES)
+
+
+@njit(cache=True, borrows=True)
+def find(html: NDArray[np.uint8], at: int, byte: int, stop: int = -1) -> int:
+    """Return index of the first `byte` from `at` on, or `stop`, or the end."""
+    stop = len(html) if stop < 0 else stop
+    address = html.ctypes.data
+    while at + LANES <= stop:
+        there = equal(address + at, byte)
+        if there:
+            return at + lowest(there)  # type: ignore[no-any-return]
+        at += LANES
+    while at < stop and html[at] != byte:
+        at += 1
+    return at
+
+
+@njit(cache=True, borrows=True)
+def begins(html: NDArray[np.uint8], at: int, stop: int, words: bytes) -> bool:
+    """True if html[at:stop] begins with these bytes."""
+    here = 0
+    while here < len(words) and at + here < stop and html[at + here] == words[here]:
+        here += 1
+    return here == len(words)
+
+
+@njit(cache=True, borrows=True)
+def has(html: NDArray[np.uint8], start: int, stop: int, words: bytes) -> bool:
+    """True if bytes occur in html[start:stop], letters in either case."""
+    for at in range(start, stop - len(words) + 1):
+        here = 0
+        while here < len(words) and (
+            html[at + here] == words[here] or (65 <= html[at + here] <= 90 and html[at + here] + 32 == words[here])
+        ):
+            here += 1
+        if here == len(words):
+            return True
+    return False
+
+
+@njit(cache=True, borrows=True)
+def is_space(byte: int) -> bool:
+    """True if a byte is white space between the parts of a tag; other control characters belong to names."""
+    return byte == 32 or byte == 10 or byte == 9 or byte == 13 or byte == 12
+
+
+@njit(cache=True, borrows=True)
+def tag_name(html: NDArray[np.uint8], at: int) -> tuple[int, np.uint64, int]:
+    """Number and hash of the element's name at `at`, letters in either case, and where it ends."""
+    state = OFFSET
+    while at < len(html) and not is_space(html[at]) and html[at] != 62 and html[at] != 47:
+        c = html[at]
+        state = (state ^ np.uint64(c | 32 if 65 <= c <= 90 else c)) * PRIME
+        at += 1
+    slot = np.int64(state & np.uint64(len(TAG_KEYS) - 1))
+    while TAG_KEYS[slot] != 0 and TAG_KEYS[slot] != state:
+        slot = (slot + 1) & (len(TAG_KEYS) - 1)
+    return (TAG_VALUES[slot] if TAG_KEYS[slot] != 0 else 0), state, at

@@ -23,18 +23,29 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
+from puna.kernels.cpu.numba_cache import njit
 from puna.models.extraction import layout as L
 from puna.models.extraction.article import FEATURES as ARTICLE_FEATURES
 from puna.models.extraction.article import article_features
-from puna.models.extraction.decode import decode
+from puna.models.extraction.clean import decode
 from puna.models.extraction.features import BUCKETS
 from puna.models.extraction.labels import label
 from puna.models.extraction.layout import Scan, alone
-from puna.models.extraction.linear import Bags, bags, class_bags, fit_logistic, text_bags
-from puna.models.extraction.model import FEATURES, PAGE_TYPES, SEEN, TYPE_BUCKETS, article_chance, chances, kept_blocks, page_words, seen
+from puna.models.extraction.model import (
+    FEATURES,
+    PAGE_TYPES,
+    SEEN,
+    TYPE_BUCKETS,
+    Linear,
+    article_chance,
+    chances,
+    kept_blocks,
+    page_words,
+    seen,
+)
 from puna.models.extraction.scan import read_page
-from puna.models.extraction.text import text_of
 from puna.models.extraction.trees import Trees, splits
+from puna.models.extraction.write import text_of
 
 FOLDS = 4
 ROWS_PER_PAGE = 300  # blocks of a page that training sees; the others' weight goes to these
@@ -149,13 +160,61 @@ def word_f1(text: str, truth: str) -> float:
 # --- linear models ---------------------------------------------------------------------------------------
 
 
-class Linear(NamedTuple):
-    """The linear models' weights, as in `Model`."""
+class Bags(NamedTuple):
+    """Rows of bucket numbers, one after the other."""
 
-    class_weights: NDArray[np.float32]
-    text_weights: NDArray[np.float32]
-    type_weights: NDArray[np.float32]
-    type_bias: NDArray[np.float32]
+    starts: NDArray[np.int64]
+    buckets: NDArray[np.int32]
+
+
+def bags(rows: list[NDArray[Any]]) -> Bags:
+    """Return rows as one array."""
+    return Bags(np.append(0, np.cumsum([len(row) for row in rows])), np.concatenate(rows).astype(np.int32))
+
+
+def _bucket(words: NDArray[np.uint64]) -> NDArray[np.int64]:
+    return ((words ^ (words >> np.uint64(29))) & np.uint64(BUCKETS - 1)).astype(np.int64)
+
+
+def class_bags(page: Scan) -> list[NDArray[np.int32]]:
+    """Return buckets of the tags and class words of each block's elements, up to the root."""
+    elements, tokens = page.elements, _bucket(page.tokens)
+    stops = np.append(elements[1:, L.TOKENS], len(tokens))
+    paths: dict[int, NDArray[np.int32]] = {-1: np.zeros(0, np.int32)}
+    for e in range(len(elements)):
+        tag = (int(elements[e, L.TAG]) * 2654435761 + 12345) & (BUCKETS - 1)
+        own = np.append(tokens[elements[e, L.TOKENS] : stops[e]], tag).astype(np.int32)
+        paths[e] = np.concatenate([paths[int(elements[e, L.PARENT])], own])
+    return [paths[int(e)] for e in page.blocks[:, L.ELEMENT]]
+
+
+def text_bags(page: Scan) -> list[NDArray[np.int64]]:
+    """Return buckets of each block's distinct words."""
+    stops = page.blocks[:, L.HASHES]
+    buckets = _bucket(page.hashes)
+    return [np.unique(buckets[a:b]) for a, b in zip(np.append(0, stops[:-1]), stops, strict=True)]
+
+
+@njit(cache=True)
+def fit_logistic(
+    data: Bags, chosen: NDArray[np.int64], y: NDArray[np.float32], w: NDArray[np.float32], size: int, epochs: int, l2: float
+) -> tuple[NDArray[np.float32], float]:
+    """Return weights [size] and bias of a logistic regression over the chosen bags, by AdaGrad (rate 0.05)."""
+    weights, squares, bias = np.zeros(size, np.float32), np.full(size, np.float32(1e-3), np.float32), 0.0
+    np.random.seed(0)
+    for _ in range(epochs):
+        for row in np.random.permutation(chosen):
+            z = bias
+            for k in range(data.starts[row], data.starts[row + 1]):
+                z += weights[data.buckets[k]]
+            slope = (1 / (1 + np.exp(-z)) - y[row]) * w[row]
+            for k in range(data.starts[row], data.starts[row + 1]):
+                bucket = data.buckets[k]
+                step = slope + l2 * weights[bucket]
+                squares[bucket] += step * step
+                weights[bucket] -= 0.05 * step / np.sqrt(squares[bucket])
+            bias -= 0.0025 * slope
+    return weights, bias
 
 
 class Corpus(NamedTuple):
@@ -210,7 +269,7 @@ def fit_linear(data: Corpus, without: int | None) -> Linear:
 
 def rows_of(page: Page, linear: Linear) -> NDArray[np.float32]:
     """Return the features that the trees for articles see of a page; those of all pages see the first `SEEN` columns."""
-    rows, _ = seen(alone(page.scan), *linear)
+    rows, _ = seen(alone(page.scan), linear)
     return np.concatenate([rows, article_features(page.scan)], axis=1)
 
 

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.models.extraction import layout as L
-from puna.models.extraction.asides import CLASS, ID, hashed
+from puna.models.extraction.asides import CLASS, ID
 from puna.models.extraction.layout import Scan
-from puna.models.extraction.search import has, is_space
+from puna.models.extraction.tags import begins, fnv, has, is_space
 
 TEMPLATE, NOSCRIPT = L.BIT["template"], L.BIT["noscript"]
-SAYS_TEMPLATE = np.array([hashed(name, kind) for name in ("template", "templates", "tmpl") for kind in (CLASS, ID)], np.uint64)
+SAYS_TEMPLATE = np.array([fnv(name, kind) for name in ("template", "templates", "tmpl") for kind in (CLASS, ID)], np.uint64)
 MOST = 0.5  # of the words that are kept: what holds more of a page is its content, shown by a script (shadow roots)
 NOTICE_BYTES = 400  # of a notice about JavaScript
 NEAR = 32  # bytes around that word
@@ -124,12 +124,9 @@ def _narrowed(page: Scan, block: int) -> bool:
 @njit(cache=True, borrows=True)
 def _is_builders(text: NDArray[np.uint8], first: int, last: int) -> bool:
     """True if a name begins as those of WPBakery, Divi, Avada, tagDiv, Jupiter, Enfold or Salient do."""
-    if has(text, first, min(first + 3, last), b"vc_") or has(text, first, min(first + 6, last), b"et_pb_"):
-        return True
-    if has(text, first, min(first + 7, last), b"fusion_") or has(text, first, min(first + 4, last), b"tdc_"):
-        return True
-    results = has(text, first, min(first + 3, last), b"mk_") or has(text, first, min(first + 3, last), b"av_")
-    return bool(results or has(text, first, min(first + 7, last), b"nectar_"))
+    wide = begins(text, first, last, b"vc_") or begins(text, first, last, b"et_pb_") or begins(text, first, last, b"fusion_")
+    wide |= begins(text, first, last, b"tdc_") or begins(text, first, last, b"mk_") or begins(text, first, last, b"av_")
+    return bool(wide or begins(text, first, last, b"nectar_"))
 
 
 @njit(cache=True, borrows=True)

@@ -1,4 +1,4 @@
-"""Text of a page: from the HTML between tags into blocks."""
+"""Text of a page: from the HTML between tags into blocks, and from the blocks that are kept into one text."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.models.extraction import layout as L
-from puna.models.extraction.layout import Scan
-from puna.models.extraction.search import find, has
+from puna.models.extraction.layout import Pages, Scan, alone, page_of
+from puna.models.extraction.tags import OFFSET, PRIME, begins, find, has
 
+CELL_BYTES = 200  # longer cells are of tables made for layout: they stand on lines of their own
 MAX_INDENT = 200  # spaces before the first character of a line of code
 FIRST_MARK = 0xD8  # the lowest first byte of a mark that is a letter to `_in_word`
 # What a byte of ASCII adds to a word's hash: a letter in lower case, 48 for any digit; 0 is in no word.
@@ -60,20 +61,16 @@ def _put(page: Scan, c: int) -> None:
 
 @njit(cache=True, borrows=True)
 def _entity(html: NDArray[np.uint8], at: int, stop: int) -> tuple[int, int]:
-    """Return the character of an entity at an ampersand, and its length; the serialisation has only four. 160: a space that does not
-    break."""
-    if at + 3 < stop and html[at + 2] == 116 and html[at + 3] == 59:
-        if html[at + 1] == 108:
-            return 60, 4
-        if html[at + 1] == 103:
-            return 62, 4
-    if at + 4 < stop and html[at + 1] == 97 and html[at + 2] == 109 and html[at + 3] == 112 and html[at + 4] == 59:
+    """Return the character of an entity at an ampersand, and its length; the serialisation has only these five."""
+    if begins(html, at, stop, b"&lt;"):
+        return 60, 4
+    if begins(html, at, stop, b"&gt;"):
+        return 62, 4
+    if begins(html, at, stop, b"&amp;"):
         return 38, 5
-    if at + 5 < stop and html[at + 1] == 110 and html[at + 2] == 98 and html[at + 3] == 115 and html[at + 4] == 112 and html[at + 5] == 59:
+    if begins(html, at, stop, b"&nbsp;"):
         return 32, 6
-    if at + 5 < stop and html[at + 1] == 113 and html[at + 2] == 117 and html[at + 3] == 111 and html[at + 4] == 116 and html[at + 5] == 59:
-        return 34, 6
-    return 38, 1
+    return (34, 6) if begins(html, at, stop, b"&quot;") else (38, 1)
 
 
 @njit(cache=True, borrows=True)
@@ -85,7 +82,7 @@ def write(page: Scan, start: int, stop: int) -> None:
     s, html, text, hashes = page.state, page.html, page.text, page.hashes
     out, place, opened, space, verbatim = s[L.OUT], s[L.HASH], s[L.OPEN], s[L.SPACE], s[L.VERBATIM]
     chars = words = wide = upper = digits = commas = stops = last = 0
-    word, in_word = L.OFFSET, False
+    word, in_word = OFFSET, False
     at = start
     while at < stop:
         c, length = np.int64(html[at]), 1
@@ -97,7 +94,7 @@ def write(page: Scan, start: int, stop: int) -> None:
         kind = _in_word(c)
         if in_word and not kind:
             words, place = words + 1, _kept(hashes, place, word)
-            word, in_word = L.OFFSET, False
+            word, in_word = OFFSET, False
         if c <= 32:
             if s[L.IN_PRE] and (opened or c == 32 or c == 9):
                 if not opened:
@@ -122,18 +119,18 @@ def write(page: Scan, start: int, stop: int) -> None:
         out, space, last = out + 1, 0, int(c) if c < 128 or c >= 192 else last
         chars += int(c < 128 or c >= 192)
         if 0 < kind < 128:
-            word, in_word = (word ^ np.uint64(kind)) * L.PRIME, True
+            word, in_word = (word ^ np.uint64(kind)) * PRIME, True
             upper += int(c <= 90 and c >= 65)
             digits += kind == 48
             while at < stop and LETTERS[html[at]]:  # the rest of the word, which most bytes are
                 last = int(html[at])
                 kind = int(LETTERS[last])
-                text[out], word = last, (word ^ np.uint64(kind)) * L.PRIME
+                text[out], word = last, (word ^ np.uint64(kind)) * PRIME
                 upper += int(last <= 90 and last >= 65)
                 digits += kind == 48
                 out, at, chars = out + 1, at + 1, chars + 1
         elif kind:
-            word, in_word = (word ^ np.uint64(kind)) * L.PRIME, True
+            word, in_word = (word ^ np.uint64(kind)) * PRIME, True
             if c >= FIRST_MARK:
                 mark = _mark(html, at, c)
                 commas, stops, last = commas + (mark == 44), stops + (mark > 0 and mark != 44), mark if mark else last
@@ -230,3 +227,68 @@ def annotation(page: Scan, element: int, at: int) -> None:
                 return
         stop += 1
     s[L.PLAIN_STOP] = stop
+
+
+def text_of(page: Scan, keep: NDArray[np.bool_]) -> str:
+    """Return the kept blocks, with blank lines between paragraphs, tabs between cells, and numbers or bullets before list items."""
+    return texts_of(alone(page), keep)[0].tobytes().decode("utf-8", "replace")  # type: ignore[no-any-return]
+
+
+@njit(cache=True)
+def texts_of(pages: Pages, keep: NDArray[np.bool_]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Return the pages' texts one after the other, and where each begins and the last ends [pages + 1]; `keep` [blocks of all pages]."""
+    n, starts = len(pages.starts) - 1, pages.starts[:, L.BLOCK]
+    out, ends = np.empty(len(pages.text) + 16 * len(keep) + 16, np.uint8), np.zeros(n + 1, np.int64)
+    for number in range(n):
+        ends[number + 1] = _join(page_of(pages, number), keep[starts[number] : starts[number + 1]], out, ends[number])
+    return out[: ends[n]], ends
+
+
+@njit(cache=True, borrows=True)
+def _join(page: Scan, keep: NDArray[np.bool_], out: NDArray[np.uint8], at: int) -> int:
+    """Write a page's text at a place; returns where it ends."""
+    blocks = page.blocks
+    before = -1  # bytes of the kept block before
+    gap = L.TAB
+    for b in range(len(blocks)):
+        here = blocks[b, L.GAP]
+        if here == L.BLANK or gap == L.BLANK:
+            gap = L.BLANK
+        elif here == L.LINE:
+            gap = L.LINE
+        if not keep[b]:
+            continue
+        size = blocks[b, L.STOP] - blocks[b, L.START]
+        if before >= 0:
+            if gap == L.TAB and before <= CELL_BYTES and size <= CELL_BYTES:
+                out[at] = 9
+                at += 1
+            else:
+                out[at] = 10
+                out[at + 1] = 10
+                at += 2 if gap == L.BLANK else 1
+        at = _item_mark(out, at, blocks[b, L.MARKER])
+        for k in range(blocks[b, L.START], blocks[b, L.STOP]):
+            out[at] = page.text[k]
+            at += 1
+        before, gap = size, L.TAB
+    return at
+
+
+@njit(cache=True, borrows=True)
+def _item_mark(out: NDArray[np.uint8], at: int, marker: int) -> int:
+    """Write the bullet (-1) or the number of a list item; returns where it ends."""
+    if marker < 0:
+        for byte in b"\xe2\x80\xa2 ":
+            out[at] = byte
+            at += 1
+    elif marker > 0:
+        digits = 1
+        while marker >= 10**digits:
+            digits += 1
+        for k in range(digits):
+            out[at + digits - 1 - k] = 48 + marker // 10**k % 10
+        at += digits
+        out[at], out[at + 1] = 46, 32
+        at += 2
+    return at

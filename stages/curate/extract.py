@@ -12,14 +12,13 @@ import pyarrow as pa
 from pydantic import Field
 
 from puna.models.extraction.bounds import Burden, burden
-from puna.models.extraction.clean import MISREAD, all_cleaned, cleaned, plain
-from puna.models.extraction.decode import WIDE_MARKS, decode, utf8
+from puna.models.extraction.clean import MISREAD, WIDE_MARKS, all_cleaned, cleaned, decode, plain, utf8
 from puna.models.extraction.layout import BLOCK, page_of
 from puna.models.extraction.library import Origin, library_text, united
 from puna.models.extraction.model import content, load
 from puna.models.extraction.scan import read_pages, serialised
 from puna.models.extraction.technical import hinted, prepared
-from puna.models.extraction.text import texts_of
+from puna.models.extraction.write import texts_of
 from puna.stages.contract import Pages, StageConfig, StageRun, stage
 from puna.storage.schemas import table_schema
 

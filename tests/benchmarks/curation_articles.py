@@ -98,7 +98,7 @@ def figures(pages: list[ArticlePage]) -> dict[str, float]:
     import peers
     from resiliparse.extract.html2text import extract_plain_text
 
-    from puna.models.extraction.decode import decode
+    from puna.models.extraction.clean import decode
     from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
 
     def ours(body: bytes) -> str:

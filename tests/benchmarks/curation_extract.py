@@ -48,7 +48,7 @@ def figures(data: Path | None = None, limit: int | None = None) -> dict[str, flo
     import peers
     from resiliparse.extract.html2text import extract_plain_text
 
-    from puna.models.extraction.decode import decode
+    from puna.models.extraction.clean import decode
     from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
 
     folder, rows = _rows(data)

@@ -88,7 +88,7 @@ def _read(body: bytes) -> Callable[[str], str]:
     """The text of a page: its main content, or all of it."""
     from resiliparse.extract.html2text import extract_plain_text
 
-    from puna.models.extraction.decode import decode
+    from puna.models.extraction.clean import decode
     from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
 
     def read(reading: str) -> str:

@@ -11,8 +11,7 @@ from resiliparse.parse.html import HTMLTree
 from puna.models.extraction import layout as L
 from puna.models.extraction import model
 from puna.models.extraction.article import ABOVE, LONG, article_features, names
-from puna.models.extraction.groups import PROBES, groups
-from puna.models.extraction.layout import alone
+from puna.models.extraction.layout import PROBES, alone, groups
 from puna.models.extraction.model import PAGE_TYPES, article_chance, chances
 from puna.models.extraction.scan import read_page
 from puna.models.extraction.training import as_arrays

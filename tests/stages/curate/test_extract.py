@@ -13,8 +13,7 @@ import pyarrow as pa
 import pytest
 
 from puna.models.extraction.bounds import burden
-from puna.models.extraction.clean import DOUBTFUL, MISREAD, all_cleaned, cleaned, plain, repaired
-from puna.models.extraction.decode import decode
+from puna.models.extraction.clean import DOUBTFUL, MISREAD, all_cleaned, cleaned, decode, plain, repaired
 from puna.models.extraction.library import library_text
 from puna.models.extraction.scan import read_pages
 from puna.stages.contract import execute

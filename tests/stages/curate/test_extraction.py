@@ -15,17 +15,15 @@ from puna.models.extraction import attributes
 from puna.models.extraction import layout as L
 from puna.models.extraction import write as written
 from puna.models.extraction.bounds import burden
-from puna.models.extraction.groups import group_sums, groups
 from puna.models.extraction.labels import label
-from puna.models.extraction.layout import alone
+from puna.models.extraction.layout import alone, group_sums, groups
 from puna.models.extraction.library import found_in
 from puna.models.extraction.model import LEVELS, TOGETHER, agreed, best_cut, content, judge, load, made_whole, once, with_headline
 from puna.models.extraction.scan import read_page, scan
-from puna.models.extraction.search import find
-from puna.models.extraction.tags import NUMBER
-from puna.models.extraction.text import text_of
+from puna.models.extraction.tags import NUMBER, find
 from puna.models.extraction.training import Page, as_arrays, corpus, snippet_labels
 from puna.models.extraction.trees import LANES, logits, splits
+from puna.models.extraction.write import text_of
 
 
 def texts(html: str) -> list[str]:

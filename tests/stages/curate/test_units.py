@@ -8,7 +8,7 @@ from resiliparse.parse.html import HTMLTree
 
 from puna.models.extraction.asides import LIKE, PARAGRAPH_WORDS, PARAGRAPHS, UNIT_WORDS, without_units
 from puna.models.extraction.scan import read_page
-from puna.models.extraction.text import text_of
+from puna.models.extraction.write import text_of
 
 STORY = "<p>" + "the ship left the harbour at noon " * 5 + "and was gone.</p>"  # 38 words
 
