@@ -113,7 +113,7 @@ def engine_of(
     if draft is None:
         return Engine(model, tokenizer, **limits)
     smaller, other = draft
-    if other.vocabulary.backend.get_vocab() != tokenizer.vocabulary.backend.get_vocab():
+    if other.backend.get_vocab() != tokenizer.backend.get_vocab():
         raise ValueError("the draft has another tokenizer than the model: a token id would mean different texts to them")
     return DraftedEngine(model, prepared(smaller, draft_weights), tokenizer, **limits)
 

@@ -122,7 +122,7 @@ def _talk(context: int, max_tokens: int) -> Work:
 
 def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingParams) -> str:
     """Print an answer as it is drawn; return its text, complete or cut off."""
-    from puna.models.tokens.text_stream import TextStream
+    from puna.models.tokens.tokenizer import TextStream
 
     assert engine.tokenizer is not None
     answer, text = "", TextStream(engine.tokenizer)

@@ -31,8 +31,7 @@ from puna.models.generation.engine import Event
 from puna.models.generation.grammar import Grammar, Mask
 from puna.models.generation.prefill import SplitEngine
 from puna.models.generation.schedule import Request as Asked
-from puna.models.tokens.text_stream import TextStream
-from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import TextStream, Tokenizer
 
 CLIENT_GONE = 499  # as nginx logs it; nobody is told
 

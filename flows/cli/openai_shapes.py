@@ -10,8 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from puna.models.generation.engine import Event
-from puna.models.tokens.text_stream import TextStream
-from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import TextStream, Tokenizer
 
 
 class ApiError(Exception):

@@ -34,7 +34,7 @@ class Grammar:
         if not tokenizer.stop_ids:
             raise ValueError("the tokenizer names no token that ends an answer, so an answer of a given form could not end")
         self.size = size
-        self.tokens = LLTokenizer(tokenizer.vocabulary.backend.to_str(), n_vocab=size, eos_token=list(tokenizer.stop_ids))
+        self.tokens = LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=list(tokenizer.stop_ids))
 
     def schema(self, schema: Mapping[str, Any] | None) -> Mask:
         """Return the mask of a JSON schema; None: any JSON object. ValueError if it is no schema, or cannot be kept to."""

@@ -146,10 +146,10 @@ class Template:
         Arguments of tool calls may be objects or their JSON text: the template gets the form that it can write.
         TemplateLimitError where a stranger's template takes too much time or memory.
         """
+        variables = {**options, "add_generation_prompt": add_generation_prompt, "tools": tools}
         if self._programs is not None:
-            return self._programs.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **options)
-        plain = [dict(message) for message in messages]
-        return self._ask((plain, {**options, "add_generation_prompt": add_generation_prompt, "tools": tools}))
+            return self._programs.render(messages, variables)
+        return self._ask(([dict(message) for message in messages], variables))
 
     def _ask(self, request: tuple[list[dict[str, Any]], dict[str, Any]] | None) -> str:
         """Ask the process to render a conversation, or only to compile."""
@@ -173,7 +173,7 @@ def serve() -> None:
         try:
             if key not in compiled:
                 compiled[key] = _Programs(*given)
-            return {"text": "" if request is None else compiled[key].render(request[0], **request[1]), "known": True}
+            return {"text": "" if request is None else compiled[key].render(*request), "known": True}
         except TemplateError as error:
             return {"error": str(error), "known": key in compiled}
 
@@ -196,17 +196,13 @@ class _Programs:
         if "default" not in self._programs and len(self._programs) > 1:
             raise TemplateError(f"none of the chat templates {', '.join(sorted(sources))} is named default")
 
-    def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
-    ) -> str:
+    def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         """Render as `Template.render` says."""
-        name = "tool_use" if tools and "tool_use" in self._programs else "default"
+        name = "tool_use" if variables["tools"] and "tool_use" in self._programs else "default"
         program = self._programs.get(name) or next(iter(self._programs.values()))
 
         def write(given: Sequence[Message]) -> str:
-            return program.render(
-                messages=given, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **self._special, **options
-            )
+            return program.render(messages=given, documents=None, **self._special, **variables)
 
         prepared = [_prepared(message) for message in messages]
         try:

@@ -53,12 +53,11 @@ TEMPLATES = OWN
 """Chat templates by name, for models that bring none."""
 
 
-class Tokenizer:
+class Tokenizer(Vocabulary):
     """Text to token ids and back, and conversations by the model's chat template.
 
     `bos` and `eos` are the ids of the tokens that begin and end a document, None where the model has none; `pad` fills up a
-    batch and is always masked; `special` holds the ids of all special tokens; `generation` what generation_config.json says of
-    sampling, by transformers' names.
+    batch and is always masked; `generation` holds generation_config.json's sampling fields, by transformers' names.
     """
 
     def __init__(
@@ -73,13 +72,12 @@ class Tokenizer:
 
         TokenizerError for a special token that the vocabulary lacks; TemplateError for a template that does not compile.
         """
-        self.vocabulary = Vocabulary(backend)
+        super().__init__(backend)
         self.named, self.generation = dict(named), dict(generation or {})
-        if missing := [token for token in self.named.values() if self.vocabulary.id_of(token) is None]:
+        if missing := [token for token in self.named.values() if self.id_of(token) is None]:
             raise TokenizerError(f"the tokenizer lacks the special tokens {', '.join(missing)}")
-        self.bos, self.eos, pad = (self.vocabulary.id_of(self.named.get(f"{name}_token")) for name in ("bos", "eos", "pad"))
+        self.bos, self.eos, pad = (self.id_of(self.named.get(f"{name}_token")) for name in ("bos", "eos", "pad"))
         self.pad: int = next((id_ for id_ in (pad, self.eos) if id_ is not None), 0)
-        self.special = self.vocabulary.special
         self.template = None if template is None else Template(template, self.named)
         self._stops = tuple(dict.fromkeys(id_ for id_ in (self.eos, *stops) if id_ is not None))
 
@@ -116,8 +114,7 @@ class Tokenizer:
         `tokenizer.json` is the vocabulary; `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`,
         `generation_config.json` and `config.json` complete it where they are there.
         """
-        files = read_files(Path(folder))
-        return Tokenizer(files.backend, files.named, files.template, files.stops, files.generation)
+        return Tokenizer(*read_files(Path(folder)))
 
     def save(self, folder: Path | str) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`, which transformers' AutoTokenizer loads."""
@@ -134,30 +131,13 @@ class Tokenizer:
             config["chat_template"] = (
                 source if isinstance(source, str) else [{"name": name, "template": text} for name, text in source.items()]
             )
-        (folder / "tokenizer.json").write_text(self.vocabulary.backend.to_str(pretty=True), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         text = json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True)
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
     def with_template(self, source: str | Mapping[str, str]) -> Tokenizer:
         """Return the same vocabulary with another chat template. TemplateError where it does not compile."""
-        return Tokenizer(self.vocabulary.backend, self.named, source, self._stops, self.generation)
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        return self.vocabulary.size
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, nothing added before or after."""
-        return self.vocabulary.encode(text)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of many texts, on all threads."""
-        return self.vocabulary.encode_batch(texts)
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of ids; bytes that are no UTF-8 become U+FFFD."""
-        return self.vocabulary.decode(ids, skip_special_tokens)
+        return Tokenizer(self.backend, self.named, source, self._stops, self.generation)
 
     def document(self, text: str) -> list[int]:
         """Return the ids of a document: begin, text, end, as far as the model has these tokens."""
@@ -193,7 +173,7 @@ class Tokenizer:
     def _chat(self) -> ChatFormat:
         if self.template is None:
             raise TemplateError("the tokenizer has no chat template: import the model with one (chat_template of import_model)")
-        return ChatFormat(self.vocabulary, self.template, self._stops)
+        return ChatFormat(self, self.template, self._stops)
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -232,3 +212,33 @@ class Tokenizer:
         ChatError with the turn and the reason where an answer cannot be told apart, or a turn writes out a special token.
         """
         return self._chat.rows(messages, tools)
+
+
+class TextStream:
+    """Tokens in, the text that is certain out: no half character, nothing that may turn out to be part of a stop text."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tokens: list[int] = []
+        self._given = 0  # characters
+
+    def add(self, token: int, last: bool = False) -> str:
+        """Return the text that `token` makes certain; with `last`, all that is left before a stop text."""
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        ends = [text.find(stop) for stop in self._stop if stop in text]
+        if ends:
+            end = min(ends)
+        elif last:
+            end = len(text)
+        else:
+            whole = len(text.rstrip("\ufffd"))
+            end = whole - max((_begun(text[:whole], stop) for stop in self._stop), default=0)
+        new_text = text[self._given : max(end, self._given)]
+        self._given += len(new_text)
+        return new_text
+
+
+def _begun(text: str, stop: str) -> int:
+    """Return how many characters at the end of `text` begin `stop`."""
+    return next((size for size in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -32,9 +31,8 @@ class TokenizerError(ValueError):
     """A folder that holds no tokenizer, or one that cannot be read."""
 
 
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """The vocabulary; special tokens by name; the chat template, or several by name; the ids that end an answer; how to sample."""
+class TokenizerFiles(NamedTuple):
+    """The vocabulary; special tokens by name; the chat template, or several by name; ids that end an answer; sampling fields."""
 
     backend: tokenizers.Tokenizer
     named: dict[str, str]

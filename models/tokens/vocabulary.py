@@ -34,7 +34,7 @@ class Vocabulary:
         self.special = frozenset(id_ for id_, _ in self._special_tokens.values())
 
     @cached_property
-    def size(self) -> int:
+    def vocab_size(self) -> int:
         """One more than the largest id."""
         return max(self.backend.get_vocab().values(), default=-1) + 1
 

@@ -37,7 +37,7 @@ class Grader:
         """PunaError where the question does not suit the model."""
         self.model, self.question, self.max_tokens = model, question, max_tokens
         before, after = _framed(tokenizer, question)
-        markup: Callable[[str], list[int]] = lambda text: tokenizer.vocabulary.encode_markup(text)[0]  # noqa: E731
+        markup: Callable[[str], list[int]] = lambda text: tokenizer.encode_markup(text)[0]  # noqa: E731
         self.head = [*([] if question.chat else tokenizer.lead), *markup(before)]
         self.tail, self.tokens = tokens_apart([markup(f"{after} {answer}") for answer in question.answers], question.answers)
         self._encode = tokenizer.encode  # a page that writes a special token gets the characters of it

@@ -123,7 +123,7 @@ def _check(network: Transformer, tokenizer: Tokenizer, uri: str) -> None:
     if tokenizer.vocab_size > rows:
         raise PunaError(
             f"import_model: {uri}: the tokenizer has {tokenizer.vocab_size} tokens, the embeddings {rows} rows: "
-            f"token {rows} ({tokenizer.vocabulary.token(rows)!r}) has none; take the tokenizer that the model was trained with"
+            f"token {rows} ({tokenizer.token(rows)!r}) has none; take the tokenizer that the model was trained with"
         )
     if tokenizer.template is None:
         return
@@ -142,7 +142,7 @@ def _description(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict
 
     shape, sampling = network.config, ("do_sample", "max_new_tokens", *SAMPLING)
     ids = {"bos": tokenizer.bos, "eos": tokenizer.eos}
-    named = {name: "none" if id_ is None else tokenizer.vocabulary.token(id_) for name, id_ in ids.items()}
+    named = {name: "none" if id_ is None else tokenizer.token(id_) for name, id_ in ids.items()}
     return {
         "family": shape.model_type,
         "format": "gguf" if path.suffix == ".gguf" else "safetensors",
@@ -155,7 +155,7 @@ def _description(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict
         "tokens": tokenizer.vocab_size,
         "embedding_rows": shape.vocab_size,
         **named,
-        "stop_tokens": " ".join(tokenizer.vocabulary.token(id_) for id_ in tokenizer.stop_ids) or "none",
+        "stop_tokens": " ".join(tokenizer.token(id_) for id_ in tokenizer.stop_ids) or "none",
         "sampling": " ".join(f"{name}={value}" for name, value in sorted(tokenizer.generation.items()) if name in sampling) or "none",
         "chat_template": "none" if tokenizer.template is None else "there",
     }

@@ -197,7 +197,7 @@ def hub_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> Any:
 
     found = AutoTokenizer.from_pretrained(artifact.path())
     if found.pad_token_id is None:
-        found.pad_token = tokenizer.vocabulary.token(tokenizer.pad)
+        found.pad_token = tokenizer.token(tokenizer.pad)
     return found
 
 

@@ -71,7 +71,7 @@ def test_generate_answers_prompts_and_lines_alike(folder):
 
 
 def test_a_model_is_sampled_in_its_own_way_unless_told(folder, tmp_path):
-    own = Tokenizer(TOKENIZER.vocabulary.backend, TOKENIZER.named, TOKENIZER.template.source, generation={"do_sample": True, "temperature": 2.0, "top_k": 3})
+    own = Tokenizer(TOKENIZER.backend, TOKENIZER.named, TOKENIZER.template.source, generation={"do_sample": True, "temperature": 2.0, "top_k": 3})
     save(MODEL, tmp_path / "own", own)
     (drawn,) = answers([{"role": "user", "content": "to be"}], temperature=2.0, top_k=3, max_tokens=6)
     assert puna("generate", str(tmp_path / "own"), "to be", "--max-tokens", "6") == drawn + "\n"

@@ -137,10 +137,10 @@ def test_chatml_does_not_train_the_newline_behind_an_answer():
 
 def test_phi_does_not_train_its_second_end():
     own = family("phi3")
-    assert own.stop_ids == (own.vocabulary.id_of("<|endoftext|>"), own.vocabulary.id_of("<|end|>"))
+    assert own.stop_ids == (own.id_of("<|endoftext|>"), own.id_of("<|end|>"))
     (row,) = own.render(say("Q1", "A1", "Q2", "A2"))
     assert [text for trained, text in segments(own, row) if trained] == ["A1<|end|>", "A2<|end|>"]
-    assert own.vocabulary.id_of("<|endoftext|>") not in row.ids
+    assert own.id_of("<|endoftext|>") not in row.ids
 
 
 def test_a_newline_that_fuses_with_the_prompt_is_encoded_apart():
@@ -166,7 +166,7 @@ def test_the_stop_is_the_token_that_the_next_turn_begins_with():
     glm = "{% for m in messages %}{{ '<|' + ('im_start' if m.role == 'user' else 'im_end') + '|>' + m.content }}{% endfor %}" \
           "{% if add_generation_prompt %}<|im_end|>{% endif %}"  # fmt: skip
     own = chatml(glm)
-    assert own.stop_ids == (own.vocabulary.id_of("<|im_end|>"), own.vocabulary.id_of("<|im_start|>"))
+    assert own.stop_ids == (own.id_of("<|im_end|>"), own.id_of("<|im_start|>"))
     (row,) = own.render(say("Q1", "A1", "Q2", "A2"))
     assert segments(own, row) == [
         (False, "<|im_start|>Q1<|im_end|>"), (True, "A1<|im_start|>"), (False, "Q2<|im_end|>"), (True, "A2<|im_start|>"),
@@ -175,8 +175,8 @@ def test_the_stop_is_the_token_that_the_next_turn_begins_with():
 
 def test_an_end_token_that_no_configuration_names_is_found():
     own = family("qwen2_5")
-    base = Tokenizer(own.vocabulary.backend, {"eos_token": "<|endoftext|>"}, CHATML)
-    assert base.stop_ids == (own.vocabulary.id_of("<|endoftext|>"), own.vocabulary.id_of("<|im_end|>"))
+    base = Tokenizer(own.backend, {"eos_token": "<|endoftext|>"}, CHATML)
+    assert base.stop_ids == (own.id_of("<|endoftext|>"), own.id_of("<|im_end|>"))
 
 
 def test_a_prompt_that_opens_a_thought_is_mended_by_enable_thinking():
@@ -261,7 +261,7 @@ def trained_runs(row: Row) -> list[tuple[int, int]]:
 
 def test_without_a_template():
     own = family("llama3")
-    bare = Tokenizer(own.vocabulary.backend, own.named)
+    bare = Tokenizer(own.backend, own.named)
     assert bare.stop_ids == (own.eos,)
     for use in (lambda: bare.chat(say("Q")), lambda: bare.render(say("Q", "A")), lambda: bare.render_pair("Q", "A")):
         with pytest.raises(TemplateError, match="no chat template"):
@@ -289,7 +289,7 @@ def test_templates_by_name(tmp_path: Path):
 def test_packed_documents_begin_with_what_the_tokenizer_has() -> None:
     """Qwen's tokenizers have no `bos`: their documents are told apart by `eos`."""
     whole = made("llama3")
-    without = Tokenizer(whole.vocabulary.backend, {"eos_token": "<|eot_id|>"})
+    without = Tokenizer(whole.backend, {"eos_token": "<|eot_id|>"})
     assert whole.begin == whole.bos != whole.eos and without.bos is None and without.begin == without.eos == whole.eos
     with pytest.raises(TokenizerError, match="neither bos_token nor eos_token"):
-        _ = Tokenizer(whole.vocabulary.backend, {}).begin
+        _ = Tokenizer(whole.backend, {}).begin

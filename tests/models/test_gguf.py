@@ -105,7 +105,7 @@ def test_what_has_no_form_is_refused(tmp_path: Path):
         config = ModelConfig(**{**vars(model.config), **change})
         with pytest.raises(ValueError, match=said):
             write(tmp_path / "no.gguf", config, model.state_dict(), tokenizer)
-    raw = tokenizer.vocabulary.backend.to_str().replace("\\\\p{N}", "\\\\p{N}{1,2}")
+    raw = tokenizer.backend.to_str().replace("\\\\p{N}", "\\\\p{N}{1,2}")
     import tokenizers
 
     odd = Tokenizer(tokenizers.Tokenizer.from_str(raw), tokenizer.named)

@@ -235,7 +235,7 @@ def texts_encoded(folder: Path, seconds: float = float("inf")) -> int:
     for change, text in TEXTS:
         (folder / "tokenizer.json").write_text(json.dumps(good | change))
         tokenizer = Tokenizer.load(folder)
-        ways = (tokenizer.encode, lambda text, one=tokenizer: one.encode_batch(["to", text]), tokenizer.vocabulary.encode_markup)
+        ways = (tokenizer.encode, lambda text, one=tokenizer: one.encode_batch(["to", text]), tokenizer.encode_markup)
         for encode in ways if change == TEXTS[0][0] else ways[:1]:
             begin = computing()
             try:

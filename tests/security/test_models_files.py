@@ -38,7 +38,7 @@ def test_an_unknown_pattern_cuts_as_the_library_does(tmp_path):
     theirs.encode_special_tokens = True
     assert loaded.encode("to be<|eot_id|> or") == theirs.encode("to be<|eot_id|> or", add_special_tokens=False).ids != tokenizer.encode("to be<|eot_id|> or")
     theirs.encode_special_tokens = False
-    assert loaded.vocabulary.encode_markup("to be<|eot_id|>")[0] == theirs.encode("to be<|eot_id|>", add_special_tokens=False).ids
+    assert loaded.encode_markup("to be<|eot_id|>")[0] == theirs.encode("to be<|eot_id|>", add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize(("name", "content"), list(cases_models.gguf_files()), ids=lambda one: one if isinstance(one, str) else "")

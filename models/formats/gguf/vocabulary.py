@@ -108,7 +108,7 @@ def tokenizer_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
 
     ValueError where llama.cpp would read other tokens than this tokenizer gives.
     """
-    raw = json.loads(tokenizer.vocabulary.backend.to_str())
+    raw = json.loads(tokenizer.backend.to_str())
     if raw["model"]["type"] != "BPE":
         raise ValueError(f"a tokenizer of the kind {raw['model']['type']} has no form in GGUF")
     if tokenizer.vocab_size > rows:
@@ -127,13 +127,13 @@ def tokenizer_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     else:
         fields |= _pieces(raw, tokens, types, merges)
     for key, name in NAMES.items():
-        id_ = tokenizer.vocabulary.id_of(tokenizer.named.get(name))
+        id_ = tokenizer.id_of(tokenizer.named.get(name))
         if id_ is not None:
             fields[f"tokenizer.ggml.{key}_token_id"] = id_
     ends = [id_ for id_ in tokenizer.stop_ids if id_ != tokenizer.eos]
     if ends:
         fields["tokenizer.ggml.eot_token_id"] = ends[-1]
-    begins = tokenizer.bos is not None and tokenizer.vocabulary.backend.encode("a").ids[:1] == [tokenizer.bos]
+    begins = tokenizer.bos is not None and tokenizer.backend.encode("a").ids[:1] == [tokenizer.bos]
     fields["tokenizer.ggml.add_bos_token"] = begins
     if tokenizer.template is not None:
         source = tokenizer.template.source
