@@ -211,9 +211,8 @@ def step_time(
 
 
 def intensity(config: ModelConfig, lengths: Iterable[int], precision: Precision = "fp32") -> float:
-    """Return the operations of a training step per byte that it must move: elementwise work, the update, and each matrix
-    read for the forward and the backward pass and its gradient written. Below a machine's `ops_per_byte` memory
-    sets the pace."""
+    """Return the operations of a training step per byte that it must move: elementwise work, the update, and each matrix read for the
+    forward and the backward pass and its gradient written. Below a machine's `ops_per_byte` memory sets the pace."""
     lengths = list(lengths)
     matrices = 3 * ELEMENT_BYTES[precision] * (parameters(config).layers + config.vocab_size * config.hidden_size)
     moved = elementwise_bytes(config, sum(lengths), precision) + optimizer_bytes(config) + matrices

@@ -22,16 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-SECONDS = 1.0
-"""Seconds of computing that one request may take."""
-PATIENCE = 30.0
-"""Seconds to wait for an answer, whatever else the machine does."""
-MEMORY = 256 << 20
-"""Bytes of memory beyond those that the process has at its start."""
-CHARACTERS = 1 << 25
-"""Most bytes of an answer."""
-PROGRAMS = 64
-"""Most programs that a process remembers."""
+SECONDS = 1.0  # seconds of computing that one request may take
+PATIENCE = 30.0  # seconds to wait for an answer, whatever else the machine does
+MEMORY = 256 << 20  # bytes of memory beyond those that the process has at its start
+CHARACTERS = 1 << 25  # most bytes of an answer
+PROGRAMS = 64  # most programs that a process remembers
 
 
 class LimitError(RuntimeError):
@@ -39,10 +34,8 @@ class LimitError(RuntimeError):
 
 
 class Process:
-    """A process that answers requests one at a time. It starts with the first request, and again after one that ended it.
-
-    `module`: its function `serve` is what the process runs.
-    """
+    """A process that answers requests one at a time. It starts with the first request, and again after one that ended it. `module`: its
+    function `serve` is what the process runs."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -57,10 +50,8 @@ class Process:
         self.known: set[bytes] = set()  # what the running process remembers
 
     def ask(self, request: Any, key: bytes, more: Any, seconds: float = SECONDS) -> dict[str, Any]:
-        """Return the answer. `more` goes along where the process does not know `key` yet. LimitError where it takes too much.
-
-        `seconds`: of computing.
-        """
+        """Return the answer. `more` goes along where the process does not know `key` yet. LimitError where it takes too much. `seconds`: of
+        computing."""
         with self._lock:
             popen = self._running()
             whole = pickle.dumps((seconds, key, None if key in self.known else more, request))
@@ -114,7 +105,6 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _wait_briefly(popen: subprocess.Popen[bytes]) -> None:
-    """Wait briefly for the exit status of a process that is ending."""
     try:
         popen.wait(0.5)
     except subprocess.TimeoutExpired:

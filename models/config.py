@@ -129,7 +129,6 @@ class ModelShape(Settings):
             raise ValueError("latent attention (mla) has neither qk_norm nor sliding_window here")
 
     def _head_dim(self) -> int:
-        """Return `head_dim`, derived if it is left out."""
         if self.head_dim:
             return self.head_dim
         return self.hidden_size // self.num_attention_heads if self.mla is None else self.mla.qk_head_dim

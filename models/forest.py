@@ -18,11 +18,8 @@ from puna.kernels.attention import ForestMask
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """Tokens [T] int64, subtree ends [T] int32 and position ids [T] int64, depth first.
-
-    `end[k]` is one past the last token below k, itself included. Intervals nest; where given ones do not,
-    `mask` raises ValueError and says where.
-    """
+    """Tokens [T] int64, subtree ends [T] int32 and position ids [T] int64, depth first. `end[k]` is one past the last token below k, itself
+    included. Intervals nest; where given ones do not, `mask` raises ValueError and says where."""
 
     tokens: Tensor
     end: Tensor

@@ -9,10 +9,7 @@ from puna.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters by part of the model.
-
-    `head` is 0 where the output layer shares the embedding's matrix.
-    """
+    """Numbers of parameters by part of the model. `head` is 0 where the output layer shares the embedding's matrix."""
 
     embedding: int
     attention: int

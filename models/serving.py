@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 Weights = Literal["same", "int8", "fp8"]
 Offload = Literal["none", "host", "disk"]
-AHEAD = 4
-"""Tokens that a draft guesses where nothing else is said."""
+AHEAD = 4  # tokens that a draft guesses where nothing else is said
 
 
 class ServingSettings(Settings):

@@ -11,8 +11,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, model_validator
 
-NO_RESULT: dict[str, JsonValue] = {"changes_result": False}
-"""`json_schema_extra` of a field that decides no result: it is in no key."""
+NO_RESULT: dict[str, JsonValue] = {"changes_result": False}  # `json_schema_extra` of a field that decides no result: it is in no key
 
 
 class Settings(BaseModel):

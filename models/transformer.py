@@ -49,11 +49,8 @@ class OverLatents(ABC):
 
 
 class Linear(nn.Linear):
-    """A matrix [N, D], without bias unless asked for. Its weights come from a generator or a checkpoint,
-    never from torch's global random numbers.
-
-    With `eight_bits`, passes that keep what a gradient needs multiply in 8 bits; all others do as ever.
-    """
+    """A matrix [N, D], without bias unless asked for. Its weights come from a generator or a checkpoint, never from torch's global random
+    numbers. With `eight_bits`, passes that keep what a gradient needs multiply in 8 bits; all others do as ever."""
 
     eight_bits: Kind | None = None
 
@@ -126,10 +123,8 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention: a token's keys and values grow out of one narrow vector (DeepSeek-V2).
-
-    Only the part of a key that all heads share is rotated. An `Attend` sees keys and values spelled out per head.
-    """
+    """Multi-head latent attention: a token's keys and values grow out of one narrow vector (DeepSeek-V2). Only the part of a key that all
+    heads share is rotated. An `Attend` sees keys and values spelled out per head."""
 
     LATENT_EPS = 1e-6  # of the latent vectors' norms, whatever the model's own
 
@@ -320,11 +315,8 @@ def forest_attend(config: ModelConfig, mask: ForestMask) -> Attend:
 
 
 class Transformer(nn.Module):
-    """A decoder with a language-model head (`lm`) or one number per token (`scalar`: reward, value).
-
-    Weights are drawn from `generator` (normal, `config.initializer_range`); without one they are left
-    uninitialised, ready for a checkpoint.
-    """
+    """A decoder with a language-model head (`lm`) or one number per token (`scalar`: reward, value). Weights are drawn from `generator`
+    (normal, `config.initializer_range`); without one they are left uninitialised, ready for a checkpoint."""
 
     def __init__(self, config: ModelConfig, head: Head = "lm", generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -374,15 +366,11 @@ class Transformer(nn.Module):
         return self.score(hidden_ND)[:, 0]
 
     def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return ([N] log p(targets[i] | path up to and including positions[i]), [N] entropies), in nats.
-
-        `positions` [N] int64 are indices into the row (not position ids); several may be equal.
-        """
+        """Return ([N] log p(targets[i] | path up to and including positions[i]), [N] entropies), in nats. `positions` [N] int64 are indices
+        into the row (not position ids); several may be equal."""
         return linear_token_logprobs(self.hidden(forest)[positions], self.lm_head.weight, targets, temperature)
 
     def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Return sum_i weights[i] * -log p(targets[i] | positions[i]), a scalar in nats; the cheapest training loss.
-
-        Denominators are the caller's, in `weights` [N] float: 1 / N each gives the mean.
-        """
+        """Return sum_i weights[i] * -log p(targets[i] | positions[i]), a scalar in nats; the cheapest training loss. Denominators are the
+        caller's, in `weights` [N] float: 1 / N each gives the mean."""
         return linear_cross_entropy(self.hidden(forest)[positions], self.lm_head.weight, targets, weights)

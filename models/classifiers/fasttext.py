@@ -76,10 +76,8 @@ class Model:
 def fit(
     lines: pa.Array | pa.ChunkedArray, classes: NDArray[np.int32], labels: list[str], settings: Settings, state: Path | None = None
 ) -> Model:
-    """Return the model of lines of words with spaces between them; `classes`: the place of each line's label in `labels`.
-
-    state: folder in which the training is saved as `Saver` says, and from which it goes on; after `REPEATED_SECONDS` at its end, too.
-    """
+    """Return the model of lines of words with spaces between them; `classes`: the place of each line's label in `labels`. state: folder in
+    which the training is saved as `Saver` says, and from which it goes on; after `REPEATED_SECONDS` at its end, too."""
     rate, epochs, ngrams, dimension, min_count, buckets, seed = settings
     words, codes, bounds = _encoded(lines)
     counts = np.bincount(codes, minlength=len(words))
@@ -302,7 +300,6 @@ def _descend(codes: NDArray[np.int32], bounds: NDArray[np.int64], known: NDArray
 @njit(cache=True)
 def _score(data: NDArray[np.uint8], bounds: NDArray[np.int64], keys: NDArray[np.uint64], places: NDArray[np.int32],
            weights: Weights) -> NDArray[np.float32]:  # fmt: skip
-    """Return the probabilities of the labels for each line of words."""
     result, longest = np.zeros((len(bounds) - 1, len(weights.last)), np.float32), np.diff(bounds).max() // 2 + 1 if len(bounds) > 1 else 0
     known, short, long = np.empty(longest, np.int32), np.empty(longest, np.uint64), np.empty(longest, np.uint64)
     rows, hidden = np.empty(longest * max(1, weights.ngrams), np.int32), np.empty(weights.first.shape[1], np.float32)

@@ -20,8 +20,7 @@ from puna.kernels.text.strings import buffers
 
 WEIGHTS = Path(__file__).with_name("grades.safetensors")
 GOOD = 3  # sound text
-LANGUAGE = "en"
-"""The graded documents' language: of others the model knows nothing."""
+LANGUAGE = "en"  # the graded documents' language: of others the model knows nothing
 READ = 20_000  # bytes of a document
 BUCKETS = 1 << 15
 SIZES = np.array([20, 50, 100, 200, 400, 800, 1600, 3200], np.float64)  # words; the weight of each counts where a document has more
@@ -121,11 +120,8 @@ def _word(data: NDArray[np.uint8], at: int, stop: int) -> tuple[np.uint64, int, 
 
 @njit(cache=True, borrows=True)
 def tokens(data: NDArray[np.uint8], at: int, stop: int, counts: NDArray[np.int32], met: NDArray[np.int32]) -> tuple[int, int]:
-    """Count what the bytes at..stop are made of, by bucket; returns how many words there are, and how many buckets are `met`.
-
-    Words are runs of letters (every byte from 0x80 on is one, but for wide marks); numbers are known by how many digits they have,
-    up to five.
-    """
+    """Count what the bytes at..stop are made of, by bucket; returns how many words there are, and how many buckets are `met`. Words are
+    runs of letters (every byte from 0x80 on is one, but for wide marks); numbers are known by how many digits they have, up to five."""
     number = words = in_line = last = 0
     while at < stop:
         c, begin = int(np.int64(data[at])), at

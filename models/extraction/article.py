@@ -168,7 +168,6 @@ def _branch(page: Scan, b: int, m: Measures, row: NDArray[np.float32], k: int) -
 
 @njit(cache=True, borrows=True)
 def _units(page: Scan, b: int, m: Measures, row: NDArray[np.float32], k: int) -> int:
-    """Return how often the elements around the block repeat, the one that does most, and the pictures about."""
     elements, sums = page.elements, m.sums
     n = len(page.blocks)
     up, unit, most = page.blocks[b, L.ELEMENT], -1, 0
@@ -194,7 +193,6 @@ def _units(page: Scan, b: int, m: Measures, row: NDArray[np.float32], k: int) ->
 
 @njit(cache=True, borrows=True)
 def _paragraphs(page: Scan, b: int, m: Measures, row: NDArray[np.float32], k: int) -> int:
-    """Return the paragraphs before and after the block, and those of the element that has most of them."""
     blocks, elements, words = page.blocks, page.elements, m.sums[:, 0]
     parent = elements[blocks[b, L.ELEMENT], L.PARENT]
     before, after = m.around[b]
@@ -213,10 +211,8 @@ def _paragraphs(page: Scan, b: int, m: Measures, row: NDArray[np.float32], k: in
 
 @njit(cache=True, borrows=True)
 def _words(page: Scan, b: int, m: Measures, own: NDArray[np.int32], row: NDArray[np.float32], k: int) -> None:
-    """Write the number of the block's words that other paragraphs say, each alike and the rare ones more, and its first words.
-
-    `own` [SLOTS] is zeros, and is left so.
-    """
+    """Write the number of the block's words that other paragraphs say, each alike and the rare ones more, and its first words. `own`
+    [SLOTS] is zeros, and is left so."""
     blocks = page.blocks
     start, stop = blocks[b - 1, L.HASHES] if b else 0, blocks[b, L.HASHES]
     for t in range(start, stop):

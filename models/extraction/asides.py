@@ -87,7 +87,6 @@ def without_units(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32]) -
 
 @njit(cache=True)
 def _filled(page: Scan) -> NDArray[np.int64]:
-    """Return the block elements that hold text, in order."""
     elements = page.elements
     results, count = np.empty(len(elements), np.int64), 0
     for e in range(1, len(elements)):

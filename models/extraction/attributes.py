@@ -57,7 +57,6 @@ def attributes(page: Scan, element: int, tag: int, at: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _attribute(page: Scan, element: int, tag: int, name: np.uint64, start: int, stop: int) -> None:
-    """Apply one attribute, whose value is html[start:stop]."""
     html, s, flags = page.html, page.state, page.elements[element, L.FLAGS]
     if name == A_CLASS:
         _words(page, element, start, stop, 0, True)
@@ -90,7 +89,6 @@ def _attribute(page: Scan, element: int, tag: int, name: np.uint64, start: int, 
 
 @njit(cache=True, borrows=True)
 def _hides(html: NDArray[np.uint8], start: int, stop: int) -> bool:
-    """True if a style hides its element."""
     gone = has(html, start, stop, b"display:none") or has(html, start, stop, b"display: none")
     return bool(gone or has(html, start, stop, b"visibility:hidden") or has(html, start, stop, b"visibility: hidden"))
 
@@ -159,7 +157,6 @@ def _about(page: Scan, start: int, stop: int, kind: int) -> None:
 
 @njit(cache=True, borrows=True)
 def _address(page: Scan, start: int, stop: int) -> None:
-    """Record the words of an address, after its host."""
     html = page.html
     at = find(html, start, 58, stop) + 3
     at = find(html, at, 47, stop)

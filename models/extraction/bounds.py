@@ -50,7 +50,6 @@ def burden(html: bytes) -> Burden:
 
 @njit(cache=True, borrows=True)
 def _attributes(html: NDArray[np.uint8], at: int) -> tuple[int, int]:
-    """Return the number of attributes in the rest of the tag, and its end."""
     count, size = 0, len(html)
     while at < size and html[at] != 62:
         if html[at] <= 32 or html[at] == 47:

@@ -118,8 +118,7 @@ def _character(text: NDArray[np.uint8], at: int) -> tuple[int, int]:
 
 
 C1 = re.compile("[\x80-\x9f]")
-MEANT = {code: bytes([code]).decode("cp1252", "ignore") for code in range(0x80, 0xA0)}
-"""What Windows-1252 has in the places of C1 controls."""
+MEANT = {code: bytes([code]).decode("cp1252", "ignore") for code in range(0x80, 0xA0)}  # what Windows-1252 has in the places of C1 controls
 FIRST, LATER, CONTROL = 1, 2, 4  # roles of a character, see `_roles`; LATER is FIRST << 1
 ACCENTED = re.compile("[\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f]")
 MEANT_A_SPACE = re.compile("Ã(?=[ \u00a0])")  # "à" whose second byte became a space; some languages write "Ã" at a word's end
@@ -149,11 +148,8 @@ def _decoded_again(text: str, suspicious: list[int]) -> str:
 
 
 def _undone(line: str) -> str:
-    """Return the line decoded once more; as it is where that leaves more letters with accents alone than it undoes: they would be
-    undone, too.
-
-    "STAÐ“" ends a quotation in Icelandic capitals, and is how the Cyrillic "Г" looks when it is misread.
-    """
+    """Return the line decoded once more; as it is where that leaves more letters with accents alone than it undoes: they would be undone,
+    too. "STAÐ“" ends a quotation in Icelandic capitals, and is how the Cyrillic "Г" looks when it is misread."""
     from ftfy import fix_encoding
 
     fixed = fix_encoding(line)
@@ -200,8 +196,7 @@ BOMS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"),
 )  # fmt: skip
 WIDE_MARKS = tuple(mark for mark, name in BOMS if name != "utf-8")
-BEGINNINGS = {b"<\0": "utf-16-le", b"\0<": "utf-16-be"}
-"""How HTML begins in characters of two bytes without a mark."""
+BEGINNINGS = {b"<\0": "utf-16-le", b"\0<": "utf-16-be"}  # how HTML begins in characters of two bytes without a mark
 
 
 def utf8(body: bytes, charset: str | None) -> bytes:
@@ -211,11 +206,8 @@ def utf8(body: bytes, charset: str | None) -> bytes:
 
 
 def decode(body: bytes, charset: str | None, html: bool) -> str:
-    """Return the page's characters.
-
-    A byte order mark decides; then bytes that are valid UTF-8 beyond ASCII are UTF-8 whatever the server says (other
-    encodings give that by chance almost never); then the server's character set, the page's own, and detection.
-    """
+    """Return the page's characters. A byte order mark decides; then bytes that are valid UTF-8 beyond ASCII are UTF-8 whatever the server
+    says (other encodings give that by chance almost never); then the server's character set, the page's own, and detection."""
     return _decoded(body, charset, html)[0]
 
 
@@ -246,7 +238,6 @@ def _decoded(body: bytes, charset: str | None, html: bool) -> tuple[str, bool]:
 
 @functools.lru_cache(maxsize=1000)
 def _known(charset: str) -> str | None:
-    """Return the encoding that browsers take for a name."""
     from resiliparse.parse.encoding import map_encoding_to_html5
 
     return map_encoding_to_html5(charset, fallback_utf8=False)

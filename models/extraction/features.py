@@ -90,7 +90,6 @@ def text_keys(page: Scan) -> NDArray[np.uint64]:
 
 @njit(cache=True)
 def _title_words(page: Scan) -> NDArray[np.uint64]:
-    """Return hashes of the title's words, sorted."""
     results = np.empty(len(page.title) // 2 + 1, np.uint64)
     count = 0
     word, inside = OFFSET, False
@@ -138,10 +137,8 @@ class Totals(NamedTuple):
 def block_features(
     page: Scan, own: NDArray[np.float32], path: NDArray[np.float32], text: NDArray[np.float32], out: NDArray[np.float32]
 ) -> None:
-    """Fill in the features, see `names`, in the first columns of `out` [blocks, ...], which is zeros.
-
-    own, path [elements], text [blocks]: the linear models' scores.
-    """
+    """Fill in the features, see `names`, in the first columns of `out` [blocks, ...], which is zeros. own, path [elements], text [blocks]:
+    the linear models' scores."""
     n = len(page.blocks)
     totals, held = _totals(page, text)
     head = h1 = -1
@@ -205,7 +202,6 @@ def _totals(page: Scan, text: NDArray[np.float32]) -> tuple[Totals, int]:
 
 @njit(cache=True, borrows=True)
 def _own(page: Scan, b: int, row: NDArray[np.float32]) -> int:
-    """Return the features of the block's own text; return their number."""
     block = page.blocks[b]
     w, c = block[L.WORDS], block[L.CHARS]
     row[0], row[1], row[2], row[3], row[4], row[5] = w, c, ratio(block[L.LINKED_CHARS], c), block[L.LINKS], block[L.STOPS], block[L.COMMAS]
@@ -266,7 +262,6 @@ def _position(page: Scan, b: int, h1: int, head: int, totals: Totals, text: NDAr
 def _neighbours(
     page: Scan, b: int, totals: Totals, path: NDArray[np.float32], text: NDArray[np.float32], row: NDArray[np.float32], k: int
 ) -> int:
-    """Return the blocks before and after, one by one and together."""
     blocks, sums = page.blocks, totals.sums
     n, e = len(blocks), page.blocks[b, L.ELEMENT]
     for d in NEIGHBOURS:
@@ -295,7 +290,6 @@ def above(page: Scan, element: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _containers(page: Scan, b: int, totals: Totals, row: NDArray[np.float32], k: int) -> int:
-    """Return the elements around the block, from the inside, up to the page's body."""
     elements, sums = page.elements, totals.sums
     total = sums[len(page.blocks), 0]
     up = page.blocks[b, L.ELEMENT]

@@ -35,10 +35,8 @@ def united(page: Scan, keep: NDArray[np.bool_], library: str) -> tuple[NDArray[n
 
 
 def found_in(blocks: list[list[str]], wanted: list[str]) -> NDArray[np.bool_]:
-    """Return a mask of the blocks whose runs of `RUN` words (or all words, of shorter blocks) all stand in `wanted` [blocks].
-
-    Time is n log n in the words. Equal 64-bit hashes are taken for equal runs.
-    """
+    """Return a mask of the blocks whose runs of `RUN` words (or all words, of shorter blocks) all stand in `wanted` [blocks]. Time is n log
+    n in the words. Equal 64-bit hashes are taken for equal runs."""
     numbers: dict[str, int] = {}
     theirs = np.array([numbers.setdefault(word, len(numbers) + 1) for word in wanted], np.uint64)
     ours = np.array([numbers.get(word, 0) for block in blocks for word in block], np.uint64)
@@ -54,7 +52,6 @@ def found_in(blocks: list[list[str]], wanted: list[str]) -> NDArray[np.bool_]:
 
 
 def _runs(words: NDArray[np.uint64], length: int) -> NDArray[np.uint64]:
-    """Return hashes of all runs of `length` words."""
     count = max(0, len(words) - length + 1)
     state = np.zeros(count, np.uint64)
     for k in range(length):

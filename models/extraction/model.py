@@ -33,10 +33,8 @@ COPIED_WORDS = 5  # shorter texts may stand on a page again and again
 
 @njit(cache=True)
 def agreed(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return Logits [blocks], each drawn towards the mean of the blocks with the same tags and classes up to the root.
-
-    Titles of cards, messages of a thread, cells of a column are content all or none; words weigh by their root.
-    """
+    """Return Logits [blocks], each drawn towards the mean of the blocks with the same tags and classes up to the root. Titles of cards,
+    messages of a thread, cells of a column are content all or none; words weigh by their root."""
     blocks = page.blocks
     n = len(blocks)
     paths, sums = np.empty(n, np.uint64), np.empty((n, 2), np.float32)
@@ -53,11 +51,8 @@ def agreed(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @njit(cache=True)
 def once(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] without what repeats the words of a block kept before in another place: copies for narrow screens,
-    quotations.
-
-    Under the same path it is no copy: messages of a thread, entries of a reference may say the same.
-    """
+    """Return `keep` [blocks] without what repeats the words of a block kept before in another place: copies for narrow screens, quotations.
+    Under the same path it is no copy: messages of a thread, entries of a reference may say the same."""
     keys = text_keys(page)
     out = keep.copy()
     numbers, count = numbered(keys)
@@ -305,10 +300,8 @@ def kept_blocks(pages: Pages, p: NDArray[np.float32], types: NDArray[np.float32]
 
 @njit(cache=True)
 def below_the_article(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32], types: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] without cards and teasers of other articles on an article, and without comments on a certain one.
-
-    `p` [blocks]: the chance of each to be content; `types` [page types]: logits of the page's type.
-    """
+    """Return `keep` [blocks] without cards and teasers of other articles on an article, and without comments on a certain one. `p`
+    [blocks]: the chance of each to be content; `types` [page types]: logits of the page's type."""
     if types.argmax() != ARTICLE:
         return keep
     left = without_teasers(page, without_units(page, keep, p), p)

@@ -145,7 +145,6 @@ def _end_tag(page: Scan) -> None:
 
 @njit(cache=True, borrows=True)
 def _close(page: Scan) -> None:
-    """Close the current element."""
     s = page.state
     element = s[L.CURRENT]
     tag = page.elements[element, L.TAG]
@@ -198,7 +197,6 @@ def _start_tag(page: Scan) -> None:
 
 @njit(cache=True, borrows=True)
 def _opened(page: Scan, tag: int, element: int) -> None:
-    """Apply the start of an element to the text."""
     s = page.state
     if tag == T_BR:
         boundary(page, L.LINE)
@@ -257,7 +255,6 @@ def _raw(page: Scan, tag: int, element: int) -> None:
 
 @njit(cache=True, borrows=True)
 def _title(page: Scan) -> None:
-    """Keep the title's text."""
     s, html = page.state, page.html
     at = s[L.AT]
     stop = find(html, at, 60)

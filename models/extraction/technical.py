@@ -100,7 +100,6 @@ def _editors(document: Any, most: int) -> list[tuple[Any, list[str]]]:
 
 
 def _replaced(tree: Any, node: Any, tag: str, text: str) -> None:
-    """Put an element with the text in the place of a node."""
     element = tree.create_element(tag)
     element.text = text
     if node.parent is not None:

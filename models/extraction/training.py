@@ -62,10 +62,8 @@ LEAST = 0.1  # pages that are less likely to be articles do not train the trees 
 
 
 class Page(NamedTuple):
-    """A labelled page: `shares` [blocks] of words that are content, which of them are `known`; `weight` in training.
-
-    `truth`: None where snippets tell.
-    """
+    """A labelled page: `shares` [blocks] of words that are content, which of them are `known`; `weight` in training. `truth`: None where
+    snippets tell."""
 
     file: str
     scan: Scan

@@ -17,10 +17,8 @@ EVERY = np.uint32(0xFFFFFFFF)
 
 
 class Trees(NamedTuple):
-    """Binary trees one after the other: node i sends a row left where row[feature[i]] <= threshold[i].
-
-    A child >= 0 is a node, below 0 the leaf ~child. `roots` [trees]: the first node (or leaf) of each tree.
-    """
+    """Binary trees one after the other: node i sends a row left where row[feature[i]] <= threshold[i]. A child >= 0 is a node, below 0 the
+    leaf ~child. `roots` [trees]: the first node (or leaf) of each tree."""
 
     roots: NDArray[np.int32]
     feature: NDArray[np.int16]
@@ -31,11 +29,8 @@ class Trees(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The same trees, their nodes sorted by feature and threshold; `starts` [features + 1]: where each feature's begin.
-
-    `stays`: of the tree's leaves, from the left, a bit each, those that a row above the threshold may still reach. `leaf` [trees, 32]:
-    their values.
-    """
+    """The same trees, their nodes sorted by feature and threshold; `starts` [features + 1]: where each feature's begin. `stays`: of the
+    tree's leaves, from the left, a bit each, those that a row above the threshold may still reach. `leaf` [trees, 32]: their values."""
 
     starts: NDArray[np.int64]
     threshold: NDArray[np.float32]

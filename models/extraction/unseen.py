@@ -45,7 +45,6 @@ def without_unseen(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 @njit(cache=True, borrows=True)
 def _says_template(page: Scan, element: int) -> bool:
-    """True if an element calls itself a template, in a class or an id."""
     last = page.elements[element + 1, L.TOKENS] if element + 1 < len(page.elements) else len(page.tokens)
     for t in range(page.elements[element, L.TOKENS], last):
         for name in SAYS_TEMPLATE:

@@ -36,7 +36,6 @@ def boundary(page: Scan, gap: int) -> None:
 
 @njit(cache=True, borrows=True)
 def _open(page: Scan) -> None:
-    """Begin a block at the current element."""
     s = page.state
     block = page.blocks[s[L.BLOCKS]]
     block[L.ELEMENT], block[L.START], block[L.GAP], block[L.MARKER], block[L.PRE] = (
@@ -49,14 +48,6 @@ def _open(page: Scan) -> None:
     if s[L.IN_LINK] and block[L.LINKS] == 0:
         block[L.LINKS] = 1
     s[L.OPEN], s[L.SPACE], s[L.NEXT_GAP], s[L.NEXT_MARKER] = 1, 0, L.LINE, 0
-
-
-@njit(cache=True, borrows=True)
-def _put(page: Scan, c: int) -> None:
-    """Write one byte of text."""
-    s = page.state
-    page.text[s[L.OUT]] = c
-    s[L.OUT] += 1
 
 
 @njit(cache=True, borrows=True)
@@ -75,10 +66,8 @@ def _entity(html: NDArray[np.uint8], at: int, stop: int) -> tuple[int, int]:
 
 @njit(cache=True, borrows=True)
 def write(page: Scan, start: int, stop: int) -> None:
-    """Write html[start:stop] as text of the open block, which begins with its first visible character.
-
-    What is counted lies in local variables until the end: handing the page on for each byte would take forty times as long.
-    """
+    """Write html[start:stop] as text of the open block, which begins with its first visible character. What is counted lies in local
+    variables until the end: handing the page on for each byte would take forty times as long."""
     s, html, text, hashes = page.state, page.html, page.text, page.hashes
     out, place, opened, space, verbatim = s[L.OUT], s[L.HASH], s[L.OPEN], s[L.SPACE], s[L.VERBATIM]
     chars = words = wide = upper = digits = commas = stops = last = 0

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from puna.models.forest import Forest
-from puna.models.formats.awq import ORDER
 from puna.models.formats.checkpoint import WEIGHTS, save
+from puna.models.formats.families import AWQ_ORDER
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Attention, Linear, Transformer, forest_attend, rotary_table
 
@@ -35,7 +35,7 @@ FIRST = 2.0**-20
 
 
 class Packed(NamedTuple):
-    """A matrix as `awq.py` says: q [D / group, group, N] and zeros [D / group, N] from 0 to 15, scales [D / group, N] fp16."""
+    """A matrix, see `families.spelled_out`: q [D / group, group, N] and zeros [D / group, N] from 0 to 15, scales [D / group, N] fp16."""
 
     q: Tensor
     zeros: Tensor
@@ -52,7 +52,7 @@ class Packed(NamedTuple):
 
 def pack(numbers: Tensor) -> Tensor:
     """Return [rows, M] int32, eight numbers from 0 to 15 each in AutoAWQ's order, of [rows, 8 M]."""
-    eights = numbers.to(torch.int64).unflatten(1, (-1, 8))[..., list(ORDER)]
+    eights = numbers.to(torch.int64).unflatten(1, (-1, 8))[..., list(AWQ_ORDER)]
     whole = (eights << (4 * torch.arange(8))).sum(-1)
     return torch.where(whole >= 1 << 31, whole - (1 << 32), whole).to(torch.int32)
 
@@ -138,10 +138,8 @@ def write(model: Transformer, tokenizer: Tokenizer, rows: Sequence[Sequence[int]
 
 @torch.no_grad()
 def packed(model: Transformer, rows: Sequence[Sequence[int]], search: bool = True) -> dict[str, Packed]:
-    """Return the layers' packed matrices by name; the model's norms and matrices are changed in place to match.
-
-    rows: token ids of texts like those that the model will read. `search=False` rounds to the nearest alone. ValueError: see `group_of`.
-    """
+    """Return the layers' packed matrices by name; the model's norms and matrices are changed in place to match. rows: token ids of texts
+    like those that the model will read. `search=False` rounds to the nearest alone. ValueError: see `group_of`."""
     group, matrices = group_of(model), dict[str, Packed]()
     for number, (block, seen) in enumerate(_layers(model, rows)):
         linears = {name: module for name, module in block.named_modules() if isinstance(module, Linear)}
@@ -169,7 +167,6 @@ def packed(model: Transformer, rows: Sequence[Sequence[int]], search: bool = Tru
 
 
 def _divide(module: Any, s_N: Tensor) -> None:
-    """Make what a norm or a matrix gives smaller."""
     for parameter in (module.weight, getattr(module, "bias", None)):
         if parameter is not None:
             parameter /= s_N if parameter.ndim == 1 else s_N[:, None]

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from puna.models.bounds import check_sizes, read_object, weight_names
 from puna.models.config import ModelConfig
-from puna.models.formats.awq import spelled_out
-from puna.models.formats.families import architecture, from_disk, hub_config, parse_config, to_disk
+from puna.models.formats.families import architecture, from_disk, hub_config, parse_config, spelled_out, to_disk
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Head, Transformer
 
@@ -37,10 +36,8 @@ class CheckpointError(ValueError):
 
 
 def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = None) -> None:
-    """Write config.json and model.safetensors, and the tokenizer beside them.
-
-    Tensors keep their dtype. With a tokenizer, the configuration names its special tokens, and generation_config.json how to sample.
-    """
+    """Write config.json and model.safetensors, and the tokenizer beside them. Tensors keep their dtype. With a tokenizer, the configuration
+    names its special tokens, and generation_config.json how to sample."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tied = model.head == "lm" and model.config.tie_word_embeddings
@@ -63,7 +60,7 @@ def load(
     """Read a checkpoint of any layout in `families.py`, a folder or a GGUF file; the model is on `device` in `dtype`.
 
     Tensors go there one by one, so that nothing but the model itself is held whole. An AWQ checkpoint's matrices are spelled out
-    (`awq.py`).
+    (`families.spelled_out`).
 
     `dtype=None` keeps each tensor's own; blocks of few bits in a GGUF file are unpacked to float32.
     `head=None` takes the head that the checkpoint holds. A scalar head that it lacks is zero: all first

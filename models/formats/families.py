@@ -17,7 +17,6 @@ from torch import Tensor
 
 from puna.models.bounds import check_numbers
 from puna.models.config import Mla, ModelConfig
-from puna.models.formats import awq
 from puna.models.settings import problems
 
 PREFIX = {
@@ -41,6 +40,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 }
 # Where the experts of a layer lie on disk: their folder, and the names of gate, up and down.
 EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj")}
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of AutoAWQ's packed int32, from its lowest four bits to the highest
+AWQ_PARTS = ("qweight", "qzeros", "scales")
 
 
 def architecture(model_type: str, head: str) -> str:
@@ -49,10 +50,8 @@ def architecture(model_type: str, head: str) -> str:
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Return the shape in a Hugging Face configuration of any family in `PREFIX`.
-
-    Raises ValueError, naming the field, for what is missing or not computed here.
-    """
+    """Return the shape in a Hugging Face configuration of any family in `PREFIX`. Raises ValueError, naming the field, for what is missing
+    or not computed here."""
     check_numbers(raw)
     kind = raw.get("model_type") or "llama"
     if kind not in PREFIX:
@@ -60,7 +59,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     for name, plain in PLAIN.items():
         if raw.get(name, plain[-1]) not in plain:
             raise ValueError(f"{name} = {raw[name]!r} is not supported (only {plain[0]!r})")
-    if raw.get("quantization_config") is not None and (reason := awq.refused(raw["quantization_config"])):
+    if raw.get("quantization_config") is not None and (reason := awq_refusal(raw["quantization_config"])):
         raise ValueError(reason)
     fields = ModelConfig.model_fields
     values = {"num_key_value_heads": raw.get("num_attention_heads"), **raw, "model_type": kind}
@@ -100,7 +99,6 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _window(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return `sliding_window` and `sliding_layers`."""
     window, layers = raw.get("sliding_window"), None
     if kind.startswith("qwen"):
         window = window if raw.get("use_sliding_window") else None
@@ -232,3 +230,41 @@ def from_disk(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
         gates, ups, downs = (torch.stack([tensors[name] for name in part]) for part in names)
         state |= {f"{here}.gate_up_proj": torch.cat([gates, ups], 1), f"{here}.down_proj": downs}
     return state
+
+
+def awq_refusal(settings: Mapping[str, Any]) -> str | None:
+    """Return the reason why a checkpoint's quantization_config cannot be read; None if it can."""
+    wanted = {"quant_method": ("awq",), "bits": (4, None), "version": ("gemm", "GEMM", None), "zero_point": (True, None)}
+    for name, supported in wanted.items():
+        if settings.get(name) not in supported:
+            return f"quantization_config.{name} = {settings.get(name)!r} is not read here (only {supported[0]!r})"
+    return None
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Return [rows, 8 M] int32 numbers from 0 to 15, in the order of the outputs, of packed [rows, M] int32."""
+    places = torch.tensor([AWQ_ORDER.index(output) for output in range(8)], dtype=torch.int32, device=packed.device)
+    return ((packed[:, :, None] >> (4 * places)) & 15).flatten(1)
+
+
+def spelled_out(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return the tensors with each AWQ matrix (Lin et al. 2024) unpacked to a `weight` [N, D] in `dtype` (None: the scales').
+
+    w = (q - z) s, with z and s of the input's group. On disk a matrix of D inputs and N outputs is `qweight` [D, N / 8] int32, eight
+    4-bit numbers each, `qzeros` [D / group, N / 8] packed alike, and `scales` [D / group, N]. The packed tensors are freed.
+
+    ValueError, naming the tensor, where a part is missing or does not fit the others.
+    """
+    for name in [name for name in tensors if name.endswith(".qweight")]:
+        base = name.removesuffix("qweight")
+        lacking = [part for part in AWQ_PARTS if f"{base}{part}" not in tensors]
+        if lacking:
+            raise ValueError(f"{base}{lacking[0]} is missing")
+        q, zeros, scales = (tensors.pop(f"{base}{part}") for part in AWQ_PARTS)
+        groups, N = scales.shape
+        packed = q.dtype == zeros.dtype == torch.int32 and tuple(zeros.shape) == (groups, q.shape[1])
+        if not packed or 8 * q.shape[1] != N or len(q) % groups:
+            raise ValueError(f"{name} {list(q.shape)} {q.dtype}, zeros {list(zeros.shape)} and scales {list(scales.shape)} do not fit")
+        steps = (unpack(q).view(groups, -1, N) - unpack(zeros)[:, None]).float() * scales.float()[:, None]
+        tensors[f"{base}weight"] = steps.flatten(0, 1).T.contiguous().to(dtype or scales.dtype)
+    return tensors

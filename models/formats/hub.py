@@ -29,11 +29,8 @@ from puna.models.transformer import Attend, Block, Decoder, Head, Linear, Transf
 
 
 class PunaConfig(PreTrainedConfig):
-    """The configuration of a model that no family's layout holds (`model_type` puna).
-
-    Any other model has its family's own configuration class: `PunaConfig.from_pretrained` and `from_shape`
-    return that one.
-    """
+    """The configuration of a model that no family's layout holds (`model_type` puna). Any other model has its family's own configuration
+    class: `PunaConfig.from_pretrained` and `from_shape` return that one."""
 
     model_type = "puna"
 
@@ -118,7 +115,6 @@ class PunaPreTrainedModel(PreTrainedModel):
 
 
 def _share(source: nn.Module, target: nn.Module) -> None:
-    """Make target's parameters the very objects of the source's."""
     for name, parameter in source.named_parameters(remove_duplicate=False):
         module, _, leaf = name.rpartition(".")
         setattr(target.get_submodule(module), leaf, parameter)
@@ -149,9 +145,8 @@ class PunaModel(PunaPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Return hidden states. `attention_mask` [B, T] marks real tokens; without one, `position_ids` that restart within a row
-        begin a new document. Other arguments of transformers' callers are accepted; they change nothing.
-        """
+        """Return hidden states. `attention_mask` [B, T] marks real tokens; without one, `position_ids` that restart within a row begin a
+        new document. Other arguments of transformers' callers are accepted; they change nothing."""
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if kwargs.get(name, getattr(self.config, name, False)):
                 # TRL asks for routers' logits wherever the balance of experts has a weight.

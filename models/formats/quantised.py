@@ -1,17 +1,27 @@
-"""A model with its layers' matrices in 8 bits, INT8 or FP8 with a scale per output: a quarter or half of the memory, and of what a step
-of few tokens reads.
+"""A model with its layers' matrices in few bits; embeddings, the output layer and norms stay as they are.
 
-Products are in 8 bits, too: each token's vector is put there with a scale of its own (`kernels/quantized_linear.py`). On a CPU with
-AVX-512 VNNI a layer in INT8 is computed by the loops of `dense.py`, with the same bits. Embeddings, the
-output layer and norms stay as they are, as in most quantised models (LLM.int8, Dettmers et al. 2022; SmoothQuant, Xiao et al. 2023).
+INT8 or FP8 with a scale per output (LLM.int8, Dettmers et al. 2022; SmoothQuant, Xiao et al. 2023): products are in 8 bits, too, and each
+token's vector gets a scale of its own (`kernels/quantized_linear.py`). NF4 with quantised scales (QLoRA, Dettmers et al. 2023), through
+bitsandbytes: matrices that are not trained, beside which PEFT puts adapters.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
 from torch import Tensor, nn
 
 from puna.kernels.quantized_linear import Kind, quantize_rows, quantized_linear, require_products
 from puna.models.transformer import Experts, Linear, Transformer
+
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
+
+# On import it complains of a package with products that are not used here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 class QuantisedLinear(nn.Module):
@@ -29,15 +39,108 @@ class QuantisedLinear(nn.Module):
 
 
 def quantise(model: Transformer, kind: Kind) -> Transformer:
-    """Put the matrices of the model's layers into 8 bits, in place and one after the other; what is there already stays.
-
-    ValueError for a mixture of experts, whose matrices are multiplied together, and on a device without such products.
-    """
+    """Put the matrices of the model's layers into 8 bits, in place; those in 8 bits stay. ValueError for a mixture of experts, whose
+    matrices are multiplied together, and on a device without such products."""
     require_products(kind, model.model.embed_tokens.weight.device)
+    return _replaced(model, lambda linear: QuantisedLinear(linear, kind), f"weights = {kind!r}", "8 bits; choose 'same'")
+
+
+def to_nf4(model: Transformer) -> Transformer:
+    """Put the matrices of the model's layers into NF4, in place. ValueError for a mixture of experts."""
+    return _replaced(model, Nf4Linear, "quantization nf4", "4 bits; set quantization to none")
+
+
+def _replaced(model: Transformer, layer: Callable[[Linear], nn.Module], setting: str, bits: str) -> Transformer:
+    """Put another layer in the place of each matrix of the model's layers, one after the other."""
     if any(isinstance(module, Experts) for module in model.modules()):
-        raise ValueError(f"weights = {kind!r}: the experts' matrices of a mixture cannot be kept in 8 bits; choose 'same'")
+        raise ValueError(f"{setting}: the experts' matrices of a mixture cannot be kept in {bits}")
     for module in list(model.model.layers.modules()):
         for name, child in module.named_children():
             if isinstance(child, Linear):
-                setattr(module, name, QuantisedLinear(child, kind))
+                setattr(module, name, layer(child))
     return model
+
+
+class Nf4Linear(nn.Linear):
+    """A matrix [N, D] in NF4, unpacked in fp32 for each product, and its bias; it is not trained. It is a `nn.Linear` by type only, so that
+    PEFT puts adapters beside it: `weight` holds two numbers in a byte."""
+
+    state: QuantState
+
+    def __init__(self, linear: Linear) -> None:
+        from bitsandbytes.functional import quantize_4bit
+
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        packed, self.state = quantize_4bit(linear.weight.detach().float().contiguous(), quant_type="nf4", compress_statistics=True)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
+        return y if self.bias is None else y + self.bias
+
+    def unpacked(self) -> Tensor:
+        """Return the matrix [N, D] fp32."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        matrix: Tensor = dequantize_4bit(self.weight.detach(), self.state)
+        return matrix
+
+    def plain(self, weight: Tensor) -> Linear:
+        """Return a layer of `weight` [N, D] with the bias of this one."""
+        with torch.device("meta"):
+            layer = Linear(self.in_features, self.out_features)
+        layer.weight, layer.bias = nn.Parameter(weight), self.bias
+        return layer
+
+    def bytes(self) -> int:
+        """Return the bytes of the packed matrix and its scales."""
+        state, second = self.state, self.state.state2
+        return sum(t.numel() * t.element_size() for t in (self.weight, state.absmax, state.code, state.offset, second.absmax, second.code))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Nf4Linear:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.state.to(self.weight.device)
+        return self
+
+
+class _Product(torch.autograd.Function):
+    """x [..., D] times the unpacked matrix; what is kept for the backward pass is the packed one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Nf4Linear) -> Tensor:
+        ctx.layer = layer
+        return nn.functional.linear(x, layer.unpacked().to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] @ ctx.layer.unpacked().to(grads[0].dtype), None
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Return the bytes of all weights, as they lie in memory."""
+    packed = [module for module in model.modules() if isinstance(module, Nf4Linear)]
+    counted = {id(module.weight) for module in packed}
+    plain = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in counted)
+    return plain + sum(module.bytes() for module in packed)
+
+
+def merge(model: Transformer) -> None:
+    """Add each adapter's product to its matrix, take the adapters out, and unpack what is in NF4; in place."""
+    for name, module in list(model.named_modules()):
+        if name.endswith(".base_layer"):
+            continue
+        adapted = hasattr(module, "get_delta_weight")  # PEFT's layers, without its import
+        base = module.get_base_layer() if adapted else module
+        if isinstance(base, Nf4Linear):
+            weight = base.unpacked()
+            plain = base.plain(weight if base is module else weight + module.get_delta_weight("default").detach())
+        elif adapted:
+            module.merge()
+            plain = base
+        else:
+            continue
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, plain)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)

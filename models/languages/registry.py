@@ -45,7 +45,6 @@ class LanguageRow(BaseModel):
     @field_validator("stop_words")
     @classmethod
     def _lowered(cls, words: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the words in lower case, as texts are compared."""
         return tuple(word.lower() for word in words)
 
     @property

@@ -22,12 +22,10 @@ SCRIPTS = {
     "Coptic": "Copt", "Gothic": "Goth", "Tagalog": "Tglg", "Mro": "Mroo", "Lisu": "Lisu", "Samaritan": "Samr", "Osage": "Osge",
     "Hangul": "Hang", "Han": "Hani", "Hiragana": "Jpan", "Katakana": "Jpan", "Bopomofo": "Hani",
 }  # fmt: skip
-CODES = ("", *dict.fromkeys(SCRIPTS.values()))
-"""Codes by number; 0 is of characters that are of no script."""
+CODES = ("", *dict.fromkeys(SCRIPTS.values()))  # codes by number; 0 is of characters that are of no script
 HANI, JPAN, MYMR, ARAB = (CODES.index(code) for code in ("Hani", "Jpan", "Mymr", "Arab"))
 MIN_KANA = 0.1
-ZAWGYI = "Qaag"
-"""CLDR's code for Burmese in the Zawgyi encoding, which has the letters of Unicode's Burmese at places of its own."""
+ZAWGYI = "Qaag"  # CLDR's code for Burmese in the Zawgyi encoding, which has the letters of Unicode's Burmese at places of its own
 
 # The bytes of the Burmese block that tell the two encodings apart.
 SHAN_FIRST, SHAN_LAST = 0x1075, 0x1081
@@ -58,7 +56,6 @@ def is_letter(flags: int) -> bool:
 def _count_scripts(
     codes: NDArray[np.uint32], bounds: NDArray[np.int64], flags: NDArray[np.uint16], numbers: NDArray[np.uint8], counts: NDArray[np.int64]
 ) -> None:
-    """Count letters and marks of each script in each text in `counts` int64[texts, 64]."""
     for d in range(len(counts)):
         for at in range(bounds[d], bounds[d + 1]):
             if is_letter(flags[codes[at]]):

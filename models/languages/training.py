@@ -26,8 +26,7 @@ from puna.models.languages.grams import BITS, FILE, STEPS, bins
 from puna.models.languages.scripts import script_of
 
 SMOOTHING = 0.03
-WITHOUT_MARKS = 0.5
-"""Weight of a Latin text written without its accents, as many write it."""
+WITHOUT_MARKS = 0.5  # weight of a Latin text written without its accents, as many write it
 
 
 class Column(NamedTuple):

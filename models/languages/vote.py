@@ -24,17 +24,14 @@ from puna.models.languages.grams import advantages, grams
 from puna.models.languages.registry import shipped, shipped_names
 from puna.models.languages.scripts import ARAB, CODES, HANI, MYMR, ZAWGYI, is_zawgyi, script_shares
 
-NO_LANGUAGE = "zxx"
-"""ISO 639-2: no linguistic content."""
-NO_SCRIPT = "Zyyy"
-"""ISO 15924: characters of no script of their own."""
+NO_LANGUAGE = "zxx"  # ISO 639-2: no linguistic content
+NO_SCRIPT = "Zyyy"  # ISO 15924: characters of no script of their own
 # CLD2 refuses what Unicode keeps for control and for no character.
 REFUSED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
 # Identifiers' codes for languages that ISO 639 has other codes for: lid.176's `als` is Alemannic, CLD2's `blu` is Hmong.
 OWN_CODES = {"iw": "he", "jw": "jv", "mo": "ro", "blu": "hmn", "als": "gsw"}
 SINITIC = ("zh", "yue")
-SORANI = "ckb"
-"""Kurdish in Arabic letters, for which CLD2 has the code of all Kurdish."""
+SORANI = "ckb"  # Kurdish in Arabic letters, for which CLD2 has the code of all Kurdish
 SURE = 0.9
 ALONE_FROM, ENOUGH = 0.97, 300
 ABSORBING = frozenset(  # ISO 639; xx: CLD2's for scripts of which it knows no language
@@ -46,10 +43,8 @@ ABSORBING = frozenset(  # ISO 639; xx: CLD2's for scripts of which it knows no l
 )
 """Languages that CLD2 is sure of for texts in others: for pieces of the Declaration in 448 languages, or of NTREX-128's first half."""
 SCRIPT_FROM = 0.8
-SHOWN, PIECES = 700, 2
-"""Characters of a text that are looked at, and of how many places."""
-CANTONESE, MANDARIN = "嘅喺佢唔係咗嚟啲咁冇哋嗰", "的在他不是了来來没沒们們那"
-"""Characters of everyday words that one of the two writes and the other hardly does."""
+SHOWN, PIECES = 700, 2  # characters of a text that are looked at, and of how many places
+CANTONESE, MANDARIN = "嘅喺佢唔係咗嚟啲咁冇哋嗰", "的在他不是了来來没沒们們那"  # written in one, seldom in the other
 
 
 class Weights(NamedTuple):
@@ -67,11 +62,9 @@ class Weights(NamedTuple):
 
 CLD2, LID = Weights(2.0, 0.01, 0.05), Weights(1.5, 0.005, 0.1)
 GRAMS_WEIGHT, GRAMS_LEAST, GRAMS_UNKNOWN = 0.7, -13.5, -7.0
-ALONE = 3.0
-"""What a language costs that neither CLD2 nor lid.176 knows: little of the web is in it."""
+ALONE = 3.0  # what a language costs that neither CLD2 nor lid.176 knows: little of the web is in it
 ASKED = 20
-TOGETHER = 256
-"""Texts that are looked at together: what is said of them stays in the processor's second cache."""
+TOGETHER = 256  # texts that are looked at together: what is said of them stays in the processor's second cache
 
 
 class Found(NamedTuple):
@@ -142,10 +135,8 @@ def _code(code: str) -> str:
 
 
 def vote(text: str, group: NDArray[np.int64] | None = None) -> Found:
-    """Return the language of a text of letters, of one line or many; of a long one, of pieces of it.
-
-    `group`: numbers of the voters' languages, where those that are confused are not the shipped table's.
-    """
+    """Return the language of a text of letters, of one line or many; of a long one, of pieces of it. `group`: numbers of the voters'
+    languages, where those that are confused are not the shipped table's."""
     return votes([text], group)[0]
 
 
@@ -234,7 +225,6 @@ def _sample(text: str) -> str:
 
 
 def _shares(said: list[tuple[str, float]], known: Voters) -> dict[int, float]:
-    """Return the shares of the languages, by their places."""
     result: dict[int, float] = {}
     for code, share in said:
         if code in known.places:

@@ -102,10 +102,8 @@ class ChatFormat:
         return prompt, ids, [i in special or b <= begin or a >= end for i, (a, b) in zip(ids, spans, strict=True)]
 
     def rows(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Row]:
-        """Return the rows that train every answer of a conversation, each answer in one of them.
-
-        One row, or more where the template writes earlier answers otherwise once a later turn follows.
-        """
+        """Return the rows that train every answer of a conversation, each answer in one of them. One row, or more where the template writes
+        earlier answers otherwise once a later turn follows."""
         self._check(messages, tools)
         rows: list[Row] = []
         text, last = "", -1
@@ -257,7 +255,6 @@ def _content(message: Message, body: str) -> tuple[int, int]:
 
 
 def _squeezed(text: str) -> str:
-    """Return a text without blanks, which templates trim and add."""
     return "".join(text.split())
 
 

@@ -21,13 +21,10 @@ import jinja2.sandbox
 from puna.models import bounded_process
 from puna.models.bounded_process import LimitError, Process
 
-Message = Mapping[str, Any]
-"""One turn: `role`, `content`, and what else the template reads (`tool_calls`, `reasoning_content`, …)."""
+Message = Mapping[str, Any]  # one turn: `role`, `content`, and what else the template reads (`tool_calls`, `reasoning_content`, …)
 
-TODAY = datetime(2024, 7, 26)
-"""What `strftime_now` tells: the date that Llama 3.1's template falls back to."""
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The keys under which data sets keep an answer's reasoning."""
+TODAY = datetime(2024, 7, 26)  # what `strftime_now` tells: the date that Llama 3.1's template falls back to
+REASONING = ("reasoning_content", "thinking", "reasoning")  # the keys under which data sets keep an answer's reasoning
 
 
 LLAMA3 = (
@@ -49,8 +46,7 @@ CHATML = (
     "{{- '<|im_start|>assistant\\n' }}"
     "{%- endif %}"
 )
-OWN = {"llama3": LLAMA3, "chatml": CHATML}
-"""Puna's own templates by name."""
+OWN = {"llama3": LLAMA3, "chatml": CHATML}  # Puna's own templates by name
 
 
 class TemplateError(ValueError):
@@ -122,11 +118,8 @@ def _environment() -> jinja2.Environment:
 
 
 class Template:
-    """A chat template; `source` is its text, or the texts by name where a model has several.
-
-    Puna's own templates are rendered here. Any other is a stranger's program: it is compiled and rendered in a process of its own,
-    within bounds of time and memory.
-    """
+    """A chat template; `source` is its text, or the texts by name where a model has several. Puna's own templates are rendered here. Any
+    other is a stranger's program: it is compiled and rendered in a process of its own, within bounds of time and memory."""
 
     def __init__(self, source: str | Mapping[str, str], special: Mapping[str, str]) -> None:
         """`special`: the special tokens that the template may name (`bos_token`, …). TemplateError where it does not compile."""
@@ -152,7 +145,6 @@ class Template:
         return self._ask(([dict(message) for message in messages], variables))
 
     def _ask(self, request: tuple[list[dict[str, Any]], dict[str, Any]] | None) -> str:
-        """Ask the process to render a conversation, or only to compile."""
         try:
             answer = _process.ask(request, self._key, self._given)
         except LimitError as error:

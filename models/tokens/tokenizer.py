@@ -49,8 +49,7 @@ SPLIT = "|".join(
     )
 )
 
-TEMPLATES = OWN
-"""Chat templates by name, for models that bring none."""
+TEMPLATES = OWN  # chat templates by name, for models that bring none
 
 
 class Tokenizer(Vocabulary):
@@ -68,10 +67,8 @@ class Tokenizer(Vocabulary):
         stops: Sequence[int] = (),
         generation: Mapping[str, Any] | None = None,
     ) -> None:
-        """`named`: special tokens by their names (`bos_token`, …). `stops`: tokens that end an answer, besides `eos_token`.
-
-        TokenizerError for a special token that the vocabulary lacks; TemplateError for a template that does not compile.
-        """
+        """`named`: special tokens by their names (`bos_token`, …). `stops`: tokens that end an answer, besides `eos_token`. TokenizerError
+        for a special token that the vocabulary lacks; TemplateError for a template that does not compile."""
         super().__init__(backend)
         self.named, self.generation = dict(named), dict(generation or {})
         if missing := [token for token in self.named.values() if self.id_of(token) is None]:
@@ -83,11 +80,8 @@ class Tokenizer(Vocabulary):
 
     @staticmethod
     def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Learn merges from texts until there are `vocab_size` tokens (6 special ones, 256 bytes).
-
-        The result depends on how often each word occurs, not on the order of the texts or on the number
-        of threads. A text too poor in words yields fewer tokens.
-        """
+        """Learn merges from texts until there are `vocab_size` tokens (6 special ones, 256 bytes). The result depends on how often each
+        word occurs, not on the order of the texts or on the number of threads. A text too poor in words yields fewer tokens."""
         if vocab_size < SMALLEST_VOCABULARY:
             raise ValueError(f"vocab_size {vocab_size} is below {SMALLEST_VOCABULARY}, the bytes and special tokens")
         backend = tokenizers.Tokenizer(BPE())
@@ -183,10 +177,8 @@ class Tokenizer(Vocabulary):
     def chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
-        """Return the ids of a conversation, up to where the model's answer begins: those of transformers' `apply_chat_template`.
-
-        A message is a mapping with `role` and `content`. ChatError where the template refuses it.
-        """
+        """Return the ids of a conversation, up to where the model's answer begins: those of transformers' `apply_chat_template`. A message
+        is a mapping with `role` and `content`. ChatError where the template refuses it."""
         return self._chat.prompt(messages, add_generation_prompt, tools)
 
     def render_pair(
@@ -207,10 +199,8 @@ class Tokenizer(Vocabulary):
         return self._chat.pair([*asked, turn], finished, tools)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Row]:
-        """Return the rows that train every answer of a conversation: ids and loss mask, rendered together.
-
-        ChatError with the turn and the reason where an answer cannot be told apart, or a turn writes out a special token.
-        """
+        """Return the rows that train every answer of a conversation: ids and loss mask, rendered together. ChatError with the turn and the
+        reason where an answer cannot be told apart, or a turn writes out a special token."""
         return self._chat.rows(messages, tools)
 
 

@@ -15,16 +15,11 @@ from puna.models.tokens.vocabulary import with_tokens
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that have a name; a chat template may use them."""
-TOKENS = 1 << 22
-"""Most tokens, and the bound of their ids."""
-ADDED = 1 << 16
-"""Most tokens that are added to a vocabulary."""
-LONGEST = 1 << 12
-"""Most characters of a token."""
-REPEATS = 16
-"""Most places of a post-processor that stand for the text."""
-WORD = 256
-"""Most characters of a token or word where a vocabulary is searched at every character, as Unigram and WordPiece do."""
+TOKENS = 1 << 22  # most tokens, and the bound of their ids
+ADDED = 1 << 16  # most tokens that are added to a vocabulary
+LONGEST = 1 << 12  # most characters of a token
+REPEATS = 16  # most places of a post-processor that stand for the text
+WORD = 256  # most characters of a token or word where a vocabulary is searched at every character, as Unigram and WordPiece do
 
 
 class TokenizerError(ValueError):
@@ -61,10 +56,8 @@ def read_files(folder: Path) -> TokenizerFiles:
 
 
 def check_content(content: Mapping[str, Any], more: int) -> None:
-    """Raise ValueError where a tokenizer.json has more or longer tokens than are read, or steps that cost too much.
-
-    `more`: tokens that are added to its own.
-    """
+    """Raise ValueError where a tokenizer.json has more or longer tokens than are read, or steps that cost too much. `more`: tokens that are
+    added to its own."""
     model, added = content.get("model") or {}, content.get("added_tokens") or []
     pieces = model.get("vocab") or {}
     named = {piece[0]: id_ for id_, piece in enumerate(pieces)} if isinstance(pieces, list) else pieces
@@ -101,7 +94,6 @@ def _text(token: Any) -> str | None:
 
 
 def _listed(config: Mapping[str, Any]) -> list[str]:
-    """Return the special tokens without a name."""
     tokens: list[Any] = []
     for name in ("additional_special_tokens", "extra_special_tokens"):
         value = config.get(name) or []
@@ -120,7 +112,6 @@ def _added(config: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
 
 
 def _stop_ids(folder: Path) -> list[int]:
-    """Return `eos_token_id` of the generation's configuration, or else of the model's."""
     for name in ("generation_config.json", "config.json"):
         ids = _json(folder / name).get("eos_token_id")
         if ids is not None:

@@ -41,10 +41,8 @@ PLAIN = {
     "ByteFallback", "BPEDecoder", "WordPiece",
 }  # fmt: skip
 """Steps that take time in proportion to the text, but for their patterns."""
-MEMORY = 1 << 30
-"""Bytes of memory that a trial may take."""
-GROWTH, LITERAL = 64, 256
-"""How many times longer known steps may make a text, and the most characters of a text that one of them looks for."""
+MEMORY = 1 << 30  # bytes of memory that a trial may take
+GROWTH, LITERAL = 64, 256  # how many times longer known steps may make a text, and the most characters of a text that one of them looks for
 
 
 def steps_of(backend: tokenizers.Tokenizer) -> dict[str, Any]:

@@ -16,8 +16,7 @@ import tokenizers
 
 from puna.models.tokens.tokenizer_trial import Trial, steps_of
 
-MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
-"""Code points that no text is meant to hold."""
+MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))  # code points that no text is meant to hold
 Span = tuple[int, int]
 
 
@@ -89,10 +88,8 @@ class Vocabulary:
         return behind[-len(alone) :] != alone
 
     def encode_markup(self, text: str, mark: str | None = None) -> tuple[list[int], list[Span]]:
-        """Return the ids of a rendered conversation, special tokens read as such, and each one's characters [start, stop).
-
-        `mark`: what `guard` put into the special tokens that are part of a content; they are read as text.
-        """
+        """Return the ids of a rendered conversation, special tokens read as such, and each one's characters [start, stop). `mark`: what
+        `guard` put into the special tokens that are part of a content; they are read as text."""
         if mark is None or mark not in text:
             if self._trial is not None:
                 self._trial.check(text, markup=True)

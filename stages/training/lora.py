@@ -52,7 +52,7 @@ def adapted(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterato
 
     Beside matrices in 4 bits they stay adapters until `save_model`: merged, the model would take its memory before training.
     """
-    from puna.models.formats.adapters import held_bytes, merge
+    from puna.models.formats.quantised import held_bytes, merge
 
     if config.method == "full":
         yield {}

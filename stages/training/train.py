@@ -193,8 +193,8 @@ def load_model(
     `nf4` converts the layers' matrices to 4 bits one by one."""
     import torch
 
-    from puna.models.formats.adapters import to_nf4
     from puna.models.formats.checkpoint import CheckpointError, load
+    from puna.models.formats.quantised import to_nf4
     from puna.models.tokens.tokenizer import Tokenizer
 
     place, own = (device(), frozen_dtype() if frozen else torch.float32), (torch.device("cpu"), None)
@@ -322,8 +322,8 @@ def report_ends(log: Sequence[dict[str, float]], names: Sequence[str], run: Stag
 
 def save_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the checkpoint and its tokenizer. Matrices in 4 bits with adapters are merged first, on the CPU."""
-    from puna.models.formats.adapters import Nf4Linear, merge
     from puna.models.formats.checkpoint import save
+    from puna.models.formats.quantised import Nf4Linear, merge
 
     model.to("cpu")
     if any(isinstance(module, Nf4Linear) for module in model.modules()):

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
-from puna.models.formats.awq import unpack
 from puna.models.formats.checkpoint import CheckpointError, load, save
+from puna.models.formats.families import unpack
 from puna.models.transformer import Transformer
 
 CONFIG = ModelConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8)

@@ -9,9 +9,9 @@ import torch
 from puna.models.config import Mla, ModelConfig, Moe
 from puna.models.forest import Forest
 from puna.models.formats import awq_search
-from puna.models.formats.awq import unpack
 from puna.models.formats.awq_search import group_of, pack, packed, rounded, scales_of, shares_of, stretches, write
 from puna.models.formats.checkpoint import load
+from puna.models.formats.families import unpack
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from puna.models.formats.checkpoint import CheckpointError, load, load_with_tokenizer
-from puna.models.formats.gguf.header import check_header
+from puna.models.formats.gguf.files import check_header
 from puna.models.tokens.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))

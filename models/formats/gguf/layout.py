@@ -46,10 +46,8 @@ def number(value: Any) -> float:
 
 
 def raw_config(fields: Mapping[str, Any], names: Iterable[str], vocabulary: int, frequencies: Tensor | None) -> dict[str, Any]:
-    """Return the hub's configuration of a file: `fields` without the architecture's prefix, its tensors' names, `rope_freqs`.
-
-    Raises ValueError, naming the field, for what is missing or not computed here.
-    """
+    """Return the hub's configuration of a file: `fields` without the architecture's prefix, its tensors' names, `rope_freqs`. Raises
+    ValueError, naming the field, for what is missing or not computed here."""
     architecture = fields["general.architecture"]
     experts = int(fields.get("expert_count") or 0)
     families = {family: kind for family, kind in ARCHITECTURES.items() if kind == architecture}

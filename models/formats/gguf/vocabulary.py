@@ -20,8 +20,7 @@ from puna.models.tokens.tokenizer_trial import GPT2
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token"}
 """The ids of special tokens that a file names (GGUF writes "seperator"), and their names on the hub."""
-LONGEST = 1024
-"""Most characters of a token: merges are found by every cut of it."""
+LONGEST = 1024  # most characters of a token: merges are found by every cut of it
 LLAMA3 = SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 PRE: dict[str, tuple[tuple[str, ...], bool]] = {
     "gpt-2": ((GPT2,), False),
@@ -104,10 +103,8 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], types: Seq
 
 
 def tokenizer_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
-    """Return the `tokenizer.*` fields of a file; `rows` of the embeddings may be more than there are tokens.
-
-    ValueError where llama.cpp would read other tokens than this tokenizer gives.
-    """
+    """Return the `tokenizer.*` fields of a file; `rows` of the embeddings may be more than there are tokens. ValueError where llama.cpp
+    would read other tokens than this tokenizer gives."""
     raw = json.loads(tokenizer.backend.to_str())
     if raw["model"]["type"] != "BPE":
         raise ValueError(f"a tokenizer of the kind {raw['model']['type']} has no form in GGUF")
@@ -200,6 +197,5 @@ SAMPLING = {
 
 
 def _generation(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling fields; 32-bit numbers get the decimals that were written."""
     sampling = {name: fields[field] for name, field in SAMPLING.items() if field in fields}
     return {"do_sample": True, **{name: round(value, 6) for name, value in sampling.items()}} if sampling else {}

@@ -42,7 +42,7 @@ def settings(quantization: str, **fields: Any) -> dict[str, Any]:
 @stage(kind="model", version="1")
 def unpacked(model: Model, config: SeededConfig, run: StageRun) -> None:
     """A model whose layers' matrices have been in NF4."""
-    from puna.models.formats.adapters import merge, to_nf4
+    from puna.models.formats.quantised import merge, to_nf4
 
     found = to_nf4(load(model.path()))
     merge(found)
@@ -57,7 +57,7 @@ def both(store: Store, start: Artifact) -> tuple[Artifact, Artifact]:
 @nf4
 def test_a_matrix_is_rounded_to_the_numbers_of_nf4() -> None:
     """Blocks of 64 numbers, each over its largest; the scales are 8-bit numbers again, so that they are off by a little."""
-    from puna.models.formats.adapters import Nf4Linear
+    from puna.models.formats.quantised import Nf4Linear
     from puna.models.transformer import Linear
 
     linear = Linear(64, 32)
@@ -76,7 +76,7 @@ def test_a_matrix_is_rounded_to_the_numbers_of_nf4() -> None:
 
 @nf4
 def test_products_and_gradients_are_those_of_the_unpacked_matrix() -> None:
-    from puna.models.formats.adapters import Nf4Linear
+    from puna.models.formats.quantised import Nf4Linear
     from puna.models.transformer import Linear
 
     linear = Linear(128, 64, bias=True)
@@ -157,7 +157,7 @@ def test_weights_in_bf16_leave_packed_bytes_alone(tmp_path: Path, tiny_model: Ti
 
 @nf4
 def test_a_mixture_of_experts_is_refused(tmp_path: Path, tiny_model: Tiny) -> None:
-    from puna.models.formats.adapters import to_nf4
+    from puna.models.formats.quantised import to_nf4
 
     sizes = ModelConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
