@@ -61,13 +61,6 @@ def training_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
     return 3 * forward_flops(config, lengths)
 
 
-def flops_per_token(config: ModelConfig, context: int) -> float:
-    """Return the training operations per token in documents of `context` tokens: 6 N + 12 L H K (context + 1) / 2."""
-    if context < 1:
-        raise ValueError(f"context must be at least 1 token, not {context}")
-    return training_flops(config, [context]) / context
-
-
 def state_bytes(config: ModelConfig, precision: Precision = "fp32", moments: int = 8) -> int:
     """Return the bytes of weights, gradients and the optimiser's state, `moments` bytes per parameter (AdamW's: 8).
 

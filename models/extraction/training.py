@@ -75,9 +75,6 @@ class Page(NamedTuple):
     weight: float
 
 
-# --- pages -----------------------------------------------------------------------------------------------
-
-
 def read(folder: Path, labels: Path, weight: float = 1) -> list[Page]:
     """Return the labelled pages that have blocks, of a weight in training."""
     from resiliparse.parse.html import HTMLTree
@@ -153,9 +150,6 @@ def word_f1(text: str, truth: str) -> float:
     if not results or not wanted:
         return float(not results and not wanted)
     return 2 * sum((results & wanted).values()) / (results.total() + wanted.total())
-
-
-# --- linear models ---------------------------------------------------------------------------------------
 
 
 class Bags(NamedTuple):
@@ -271,9 +265,6 @@ def rows_of(page: Page, linear: Linear) -> NDArray[np.float32]:
     return np.concatenate([rows, article_features(page.scan)], axis=1)
 
 
-# --- trees -----------------------------------------------------------------------------------------------
-
-
 def fit_trees(rows: NDArray[np.float32], data: Corpus, without: int | None) -> tuple[Trees, Trees]:
     """Return boosted trees of all pages and those for articles, or the same of pages outside a fold."""
     chance = article_chance(rows[:, FEATURES:SEEN])
@@ -298,9 +289,7 @@ def _fitted(
 
 def as_arrays(structures: list[dict[str, Any]]) -> Trees:
     """Return LightGBM's trees as arrays."""
-    roots: list[int] = []
-    nodes: list[tuple[int, float]] = []
-    children: list[list[int]] = []
+    nodes: list[tuple[int, float, int, int]] = []
     leaves: list[float] = []
 
     def add(node: dict[str, Any]) -> int:
@@ -308,24 +297,13 @@ def as_arrays(structures: list[dict[str, Any]]) -> Trees:
             leaves.append(node["leaf_value"])
             return ~(len(leaves) - 1)
         number = len(nodes)
-        nodes.append((node["split_feature"], node["threshold"]))
-        children.append([0, 0])
-        children[number] = [add(node["left_child"]), add(node["right_child"])]
+        nodes.append((node["split_feature"], node["threshold"], 0, 0))
+        nodes[number] = (*nodes[number][:2], add(node["left_child"]), add(node["right_child"]))
         return number
 
-    roots = [add(structure) for structure in structures]
-    sides = np.array(children, np.int32).reshape(-1, 2)
-    return Trees(
-        np.array(roots, np.int32),
-        np.array([feature for feature, _ in nodes], np.int16),
-        np.array([threshold for _, threshold in nodes], np.float32),
-        sides[:, 0].copy(),
-        sides[:, 1].copy(),
-        np.array(leaves, np.float32),
-    )
-
-
-# --- all together ----------------------------------------------------------------------------------------
+    roots = np.array([add(structure) for structure in structures], np.int32)
+    columns = np.array(nodes, [("feature", np.int16), ("threshold", np.float32), ("left", np.int32), ("right", np.int32)])
+    return Trees(roots, *(columns[name].copy() for name in columns.dtype.names or ()), np.array(leaves, np.float32))
 
 
 def all_rows(data: Corpus) -> NDArray[np.float32]:

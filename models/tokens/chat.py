@@ -144,8 +144,6 @@ class ChatFormat:
             raise ChatError(turn, "prompt and answer share a token, and encoded apart they give another text")
         return asked, found, spans
 
-    # --- one answer --------------------------------------------------------------------------------------
-
     def _answer(self, messages: Sequence[Message], turn: int, tools: Any) -> _Answer:
         """Return the answer of a turn as text. ChatError where it cannot be told apart."""
         for mode in MODES:
@@ -195,8 +193,6 @@ class ChatFormat:
                     if str(earlier) == str(error):
                         raise ChatError(count - 1, f"the chat template refuses it: {error}") from error
             raise ChatError(max(len(messages) - 1, 0), f"the chat template refuses it: {error}") from error
-
-    # --- what is refused ---------------------------------------------------------------------------------
 
     def _check(self, messages: Sequence[Message], tools: Any) -> None:
         """Raise ChatError for turns that no training row may hold."""

@@ -21,6 +21,7 @@ from tokenizers.models import BPE
 from puna.models.tokens.chat import ChatError, ChatFormat, Row
 from puna.models.tokens.template import CHATML, LLAMA3, OWN, Message, Template, TemplateError
 from puna.models.tokens.tokenizer_files import SAMPLING, TokenizerError, read_files
+from puna.models.tokens.tokenizer_trial import WORDS
 from puna.models.tokens.vocabulary import Vocabulary
 
 __all__ = ["CHATML", "ChatError", "Message", "Row", "Template", "TemplateError", "Tokenizer", "TokenizerError"]
@@ -33,21 +34,6 @@ EOT = "<|eot_id|>"
 PAD = "<|finetune_right_pad_id|>"
 SPECIAL_TOKENS = (BOS, EOS, START_HEADER, END_HEADER, EOT, PAD)
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
-
-# The alternatives of Llama 3's pattern, except that digits come one by one: contractions; a word with at
-# most one mark or blank before it; one digit; marks with a blank before and line ends after; blanks up to
-# the last line end; blanks, of which the last stays with the word that follows.
-SPLIT = "|".join(
-    (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
-        r"\p{N}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
 
 TEMPLATES = OWN  # chat templates by name, for models that bring none
 
@@ -86,7 +72,7 @@ class Tokenizer(Vocabulary):
             raise ValueError(f"vocab_size {vocab_size} is below {SMALLEST_VOCABULARY}, the bytes and special tokens")
         backend = tokenizers.Tokenizer(BPE())
         backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+            [pre_tokenizers.Split(Regex(WORDS), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
         backend.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
@@ -160,8 +146,6 @@ class Tokenizer(Vocabulary):
     def sampling(self) -> dict[str, Any]:
         """Return the sampling fields that the model's configuration sets: those of `SamplingParams` (temperature, top_p, top_k, …)."""
         return {name: self.generation[name] for name in SAMPLING if name in self.generation} if self.generation.get("do_sample") else {}
-
-    # --- conversations -----------------------------------------------------------------------------------
 
     @cached_property
     def _chat(self) -> ChatFormat:

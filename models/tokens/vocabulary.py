@@ -63,8 +63,6 @@ class Vocabulary:
         """Return the text of ids; bytes that are no UTF-8 become U+FFFD."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    # --- text that a template wrote ------------------------------------------------------------------
-
     @cached_property
     def _reader(self) -> tokenizers.Tokenizer:
         """The same tokenizer, which finds special tokens in text."""

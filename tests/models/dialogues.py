@@ -13,7 +13,8 @@ import tokenizers
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from puna.models.tokens.tokenizer import LLAMA3, SPLIT, Tokenizer
+from puna.models.tokens.tokenizer import LLAMA3, Tokenizer
+from puna.models.tokens.tokenizer_trial import WORDS
 
 LLAMA2 = (
     "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system = messages[0]['content'] %}"
@@ -100,7 +101,7 @@ def made(name: str) -> Tokenizer:
     alphabet: list[str] = []
     if family.kind == "bytes":
         backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+            [pre_tokenizers.Split(Regex(WORDS), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
         backend.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()

@@ -15,16 +15,10 @@ from torch import Tensor
 from puna.models.bounds import check_sizes
 from puna.models.config import ModelConfig
 from puna.models.formats.families import parse_config
-from puna.models.formats.gguf.layout import config_fields, from_state, raw_config, to_state
+from puna.models.formats.gguf.layout import EXPERT_FIELDS, FIELDS, config_fields, from_state, raw_config, to_state
 from puna.models.formats.gguf.vocabulary import SAMPLING, read_tokenizer, tokenizer_fields
 from puna.models.tokens.tokenizer import Tokenizer
 
-FIELDS = {
-    "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
-    "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size",
-}  # fmt: skip
-"""GGUF's fields of sizes, and their names on the hub."""
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # `general.file_type` of a file whose matrices have this dtype
 ELEMENTS = 1 << 21
 """Most elements of all arrays: two million, as a vocabulary of half a million tokens has with its merges, scores and types."""
@@ -54,7 +48,7 @@ class GgufFile:
     @property
     def config(self) -> ModelConfig:
         """The shape of the model."""
-        check_sizes({hub: self._shape.get(name) for name, hub in FIELDS.items()}, len(self._tensors), self._size)
+        check_sizes({hub: self._shape.get(name) for name, hub in (FIELDS | EXPERT_FIELDS).items()}, len(self._tensors), self._size)
         frequencies = self._tensor("rope_freqs.weight") if "rope_freqs.weight" in self._tensors else None
         if "token_embd.weight" not in self._tensors:
             raise ValueError("the file lacks the tensor token_embd.weight")

@@ -7,7 +7,7 @@ neighbouring numbers, the hub's layout halves of a head.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,13 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
+FIELDS = {
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
+}  # fmt: skip
+EXPERT_FIELDS = {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"}
+"""GGUF's fields of sizes, and their names on the hub."""
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 SKIPPED = ("rope_freqs.weight",)
 LLAMA3_FACTORS = (4.0, 8.0, 16.0, 32.0)
@@ -45,7 +52,7 @@ def number(value: Any) -> float:
     return float(str(np.float32(value)))
 
 
-def raw_config(fields: Mapping[str, Any], names: Iterable[str], vocabulary: int, frequencies: Tensor | None) -> dict[str, Any]:
+def raw_config(fields: Mapping[str, Any], names: Container[str], vocabulary: int, frequencies: Tensor | None) -> dict[str, Any]:
     """Return the hub's configuration of a file: `fields` without the architecture's prefix, its tensors' names, `rope_freqs`. Raises
     ValueError, naming the field, for what is missing or not computed here."""
     architecture = fields["general.architecture"]
@@ -58,22 +65,20 @@ def raw_config(fields: Mapping[str, Any], names: Iterable[str], vocabulary: int,
     needed = ("embedding_length", "block_count", "attention.head_count", "attention.layer_norm_rms_epsilon")
     if missing := [name for name in needed if name not in fields]:
         raise ValueError(f"the file lacks {architecture}.{missing[0]}")
-    heads, present = int(fields["attention.head_count"]), set(names)
+    heads = int(fields["attention.head_count"])
     head = int(fields.get("attention.key_length") or fields["embedding_length"] // heads)
     if (rotated := int(fields.get("rope.dimension_count") or head)) != head:
         raise ValueError(f"{architecture}.rope.dimension_count = {rotated} is not supported (only {head}, the whole head)")
     raw: dict[str, Any] = {
+        "intermediate_size": int(fields.get("expert_feed_forward_length") or 0),
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 2048,
+        **{hub: int(fields[name]) for name, hub in FIELDS.items() if fields.get(name)},
         "model_type": family,
-        "hidden_size": int(fields["embedding_length"]),
-        "intermediate_size": int(fields.get("feed_forward_length") or fields.get("expert_feed_forward_length") or 0),
-        "num_hidden_layers": int(fields["block_count"]),
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(fields.get("attention.head_count_kv") or heads),
         "head_dim": head,
         "vocab_size": vocabulary,
-        "max_position_embeddings": int(fields.get("context_length") or 2048),
         "rms_norm_eps": number(fields["attention.layer_norm_rms_epsilon"]),
-        "tie_word_embeddings": "output.weight" not in present,
+        "tie_word_embeddings": "output.weight" not in names,
         "rope_parameters": _rope(fields, frequencies, head),
     }
     if experts:
@@ -114,13 +119,7 @@ def config_fields(config: ModelConfig) -> tuple[str, dict[str, Any], Tensor | No
     architecture = ARCHITECTURES[config.model_type]
     fields: dict[str, Any] = {
         "vocab_size": config.vocab_size,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
+        **{name: getattr(config, hub) for name, hub in FIELDS.items()},
         "attention.value_length": config.head_dim,
         "rope.dimension_count": config.head_dim,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),

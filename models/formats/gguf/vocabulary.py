@@ -14,18 +14,18 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from puna.models.tokens.tokenizer import SPLIT, Tokenizer
-from puna.models.tokens.tokenizer_trial import GPT2
+from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer_trial import GPT2, WORDS
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token"}
 """The ids of special tokens that a file names (GGUF writes "seperator"), and their names on the hub."""
 LONGEST = 1024  # most characters of a token: merges are found by every cut of it
-LLAMA3 = SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+LLAMA3 = WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 PRE: dict[str, tuple[tuple[str, ...], bool]] = {
     "gpt-2": ((GPT2,), False),
     "smollm": ((r"\p{N}", GPT2), False),
-    "qwen2": ((SPLIT,), False),
+    "qwen2": ((WORDS,), False),
     "llama-bpe": ((LLAMA3,), True),
 }
 """Splitters by name: regular expressions in turn, and whether a word that is a token as a whole needs no merges."""
