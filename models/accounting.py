@@ -49,9 +49,9 @@ def forward_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
 
 def forest_flops(config: ModelConfig, forest: Forest) -> int:
     """Return the operations of one forward pass over a forest, all its tokens through the output layer."""
-    seen = forest.mask.depths + 1
+    keys = forest.mask.depths + 1
     pairs = sum(
-        count * int(seen.sum() if window is None else seen.clamp(max=window).sum()) for window, count in Counter(config.windows).items()
+        count * int(keys.sum() if window is None else keys.clamp(max=window).sum()) for window, count in Counter(config.windows).items()
     )
     return 2 * matrix_parameters(config) * len(forest) + _pair_flops(config) * pairs
 

@@ -103,7 +103,7 @@ _process = Process(__name__)
 def serve() -> None:
     """Match the patterns on standard input with names of modules, as PEFT does (`bounded_process.py`)."""
 
-    def answer(key: bytes, given: Any, request: Any) -> dict[str, Any]:
+    def answer(key: bytes, context: Any, request: Any) -> dict[str, Any]:
         patterns, modules = request
         try:
             for pattern in patterns:

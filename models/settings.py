@@ -58,12 +58,12 @@ def _forget(settings: object, value: Any) -> None:
                 _forget(getattr(settings, name), value.get(name))
 
 
-def _over(default: object, given: Any) -> Any:
+def _over(default: object, value: Any) -> Any:
     """Return the values of a default group with those that are given in their place; anything else as it is given."""
-    if not isinstance(default, Settings) or not isinstance(given, Mapping):
-        return given
+    if not isinstance(default, Settings) or not isinstance(value, Mapping):
+        return value
     values = dict(default)
-    return values | {name: _over(values.get(name), value) for name, value in given.items()}
+    return values | {name: _over(values.get(name), item) for name, item in value.items()}
 
 
 def did_you_mean(wrong: str, names: Iterable[str]) -> str:

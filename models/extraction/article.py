@@ -42,7 +42,7 @@ class Measures(NamedTuple):
     around: NDArray[np.int64]  # [blocks, 2] the last paragraph before a block, the first after it; -1 where there is none
     alike: NDArray[np.int64]  # [elements] children of one parent with the same tag and classes, itself among them
     branch: NDArray[np.int64]  # [elements] the outermost element around each that does not hold the focus; -1 where it holds it itself
-    said: NDArray[np.int32]  # [SLOTS] how often paragraphs say a word
+    counts: NDArray[np.int32]  # [SLOTS] how often paragraphs say a word
     main: int  # the element with most words in paragraphs of its own
     main_first: int  # first and last paragraph of it
     main_last: int
@@ -76,7 +76,7 @@ def _measures(page: Scan) -> Measures:
     blocks, elements = page.blocks, page.elements
     n = len(blocks)
     sums, paragraph = np.zeros((n + 1, 5), np.int64), np.zeros(n, np.bool_)
-    around, said = np.full((n, 2), -1, np.int64), np.zeros(SLOTS, np.int32)
+    around, counts = np.full((n, 2), -1, np.int64), np.zeros(SLOTS, np.int32)
     prose = np.zeros(len(elements), np.int64)  # words of an element's own paragraphs
     start = 0
     for b in range(n):
@@ -87,7 +87,7 @@ def _measures(page: Scan) -> Measures:
         if paragraph[b]:
             prose[max(0, elements[blocks[b, L.ELEMENT], L.PARENT])] += words
             for t in range(start, blocks[b, L.HASHES]):
-                said[_slot(page.hashes[t])] += 1
+                counts[_slot(page.hashes[t])] += 1
         start = blocks[b, L.HASHES]
     main = int(np.argmax(prose))
     first = last = before = after = -1
@@ -102,7 +102,7 @@ def _measures(page: Scan) -> Measures:
         if paragraph[b]:
             after = b
     share = ratio(prose[main], sums[n, 0])
-    return Measures(sums, paragraph, around, groups(kin(page))[0], np.empty(len(elements), np.int64), said, main, first, last, share)
+    return Measures(sums, paragraph, around, groups(kin(page))[0], np.empty(len(elements), np.int64), counts, main, first, last, share)
 
 
 @njit(cache=True)
@@ -115,13 +115,13 @@ def kin(page: Scan) -> NDArray[np.uint64]:
 
 
 @njit(cache=True, borrows=True)
-def _branches(page: Scan, held: int, branch: NDArray[np.int64]) -> None:
-    """Fill in `branch` (see `Measures`) for the focus `held`; parents stand before their children."""
+def _branches(page: Scan, holder: int, branch: NDArray[np.int64]) -> None:
+    """Fill in `branch` (see `Measures`) for the focus `holder`; parents stand before their children."""
     elements = page.elements
     branch[:] = 0
-    while held >= 0:
-        branch[held] = -1
-        held = elements[held, L.PARENT]
+    while holder >= 0:
+        branch[holder] = -1
+        holder = elements[holder, L.PARENT]
     for e in range(len(elements)):
         if branch[e] == 0:
             above = branch[elements[e, L.PARENT]]
@@ -143,7 +143,7 @@ def _from(words: NDArray[np.int64], b: int, first: int, end: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _standing(page: Scan, b: int, most: int, more: int, m: Measures, row: NDArray[np.float32]) -> int:
-    """Write the block's place relative to the elements with half and three quarters of the prose; return the number of features."""
+    """Write the block's place relative to the elements with half and three quarters of the prose; return the next column."""
     elements, words = page.elements, m.sums[:, 0]
     row[0] = (elements[page.blocks[b, L.ELEMENT], L.FLAGS] & CAPTION) != 0
     first, end = elements[most, L.FIRST], elements[most, L.END]
@@ -154,7 +154,7 @@ def _standing(page: Scan, b: int, most: int, more: int, m: Measures, row: NDArra
 
 @njit(cache=True, borrows=True)
 def _branch(page: Scan, b: int, m: Measures, row: NDArray[np.float32], k: int) -> int:
-    """Return the outermost element around the block that does not hold the focus."""
+    """Write features of the outermost element around the block that does not hold the focus; return the next column."""
     elements, sums, branch = page.elements, m.sums, m.branch[page.blocks[b, L.ELEMENT]]
     row[k + 3] = -1
     if branch >= 0:
@@ -217,14 +217,14 @@ def _words(page: Scan, b: int, m: Measures, own: NDArray[np.int32], row: NDArray
     start, stop = blocks[b - 1, L.HASHES] if b else 0, blocks[b, L.HASHES]
     for t in range(start, stop):
         own[_slot(page.hashes[t])] += m.paragraph[b]
-    said, seldom, total = 0, 0.0, 0.0
+    common, seldom, total = 0, 0.0, 0.0
     for t in range(start, stop):
         slot = _slot(page.hashes[t])
-        others = m.said[slot] - own[slot]
+        others = m.counts[slot] - own[slot]
         weight = 1 / (1 + np.log(1.0 + others))
-        said, seldom, total = said + (others > 0), seldom + weight * (others > 0), total + weight
+        common, seldom, total = common + (others > 0), seldom + weight * (others > 0), total + weight
     for t in range(start, stop):
         own[_slot(page.hashes[t])] = 0
-    row[k], row[k + 1] = ratio(said, stop - start), ratio(seldom, total)
+    row[k], row[k + 1] = ratio(common, stop - start), ratio(seldom, total)
     first = page.text[blocks[b, L.START]]
     row[k + 2] = 1 if 97 <= first <= 122 else 2 if 65 <= first <= 90 else 3 if 48 <= first <= 57 else 4 if first >= 128 else 5

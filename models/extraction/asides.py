@@ -34,11 +34,11 @@ def without_teasers(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32])
     """Return `keep` [blocks] of an article without the doubtful blocks below its body; `p` [blocks]: the chance of each to be content."""
     blocks, n = page.blocks, len(page.blocks)
     words = blocks[:, L.WORDS] * keep
-    kept = running(words)
+    kept_words = running(words)
     prose = running((words - blocks[:, L.LINKED_WORDS] * keep) * ((blocks[:, L.STOPS] > 0) | (words > LONG)))
     first, end = deepest(page, prose, PROSE)
     out = keep.copy()
-    if kept[end] - kept[first] >= BODY_WORDS:
+    if kept_words[end] - kept_words[first] >= BODY_WORDS:
         paths, inside = np.empty(n, np.uint64), np.zeros((n, 1), np.float32)
         for b in range(n):
             paths[b] = page.signs[blocks[b, L.ELEMENT], 1]
@@ -70,11 +70,11 @@ def without_units(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32]) -
     if body < 0:
         return keep
     words = page.blocks[:, L.WORDS] * keep
-    kept, expected = running(words), running(words * p)
+    kept_words, expected = running(words), running(words * p)
     values = np.zeros((len(blocks), 3), np.float32)  # kept words, the same by their chances, units among the body's paragraphs
     for k, e in enumerate(blocks):
         a, z = page.elements[e, L.FIRST], page.elements[e, L.END]
-        values[k, 0], values[k, 1] = kept[z] - kept[a], expected[z] - expected[a]
+        values[k, 0], values[k, 1] = kept_words[z] - kept_words[a], expected[z] - expected[a]
         values[k, 2] = a <= last and z > first
     values = group_sums(keys, values)
     out, done = keep.copy(), 0
@@ -121,14 +121,14 @@ def _units(page: Scan, blocks: NDArray[np.int64], keys: NDArray[np.uint64]) -> t
 
 
 @njit(cache=True)
-def _body(page: Scan, kept: NDArray[np.bool_], p: NDArray[np.float32]) -> tuple[float, int, int]:
-    """Mean chance of the paragraphs of the element with most of them, the first and the last; -1, where they are too few."""
+def _body(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32]) -> tuple[float, int, int]:
+    """Return the mean chance of the main element's paragraphs, the first and the last of them; -1 where they are too few."""
     blocks, elements, n = page.blocks, page.elements, len(page.blocks)
     sums = np.zeros((len(elements), 3), np.float64)  # words of an element's own paragraphs, the same by their chances, paragraphs
     parents = np.full(n, -1, np.int64)
     for b in range(n):
         words = blocks[b, L.WORDS] - blocks[b, L.LINKED_WORDS]
-        if kept[b] and words >= PARAGRAPH and (blocks[b, L.STOPS] > 0 or words > UNSTOPPED):
+        if keep[b] and words >= PARAGRAPH and (blocks[b, L.STOPS] > 0 or words > UNSTOPPED):
             parents[b] = parent = max(0, elements[blocks[b, L.ELEMENT], L.PARENT])
             sums[parent, 0], sums[parent, 1], sums[parent, 2] = sums[parent, 0] + words, sums[parent, 1] + words * p[b], sums[parent, 2] + 1
     main = int(np.argmax(sums[:, 0]))
@@ -153,11 +153,11 @@ SAYS_COMMENTS = np.array([fnv(name, kind) for name in COMMENT_NAMES for kind in 
 @njit(cache=True)
 def without_comments(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return `keep` [blocks] of an article without the comments below it; unchanged where much is kept after them."""
-    elements, kept = page.elements, running(page.blocks[:, L.WORDS] * keep)
+    elements, kept_words = page.elements, running(page.blocks[:, L.WORDS] * keep)
     out, above = keep.copy(), -1
     for e in range(len(elements)):
         first, end = elements[e, L.FIRST], elements[e, L.END]
-        if end <= first or kept[first] < ABOVE or kept[end] == kept[first]:
+        if end <= first or kept_words[first] < ABOVE or kept_words[end] == kept_words[first]:
             continue
         last = elements[e + 1, L.TOKENS] if e + 1 < len(elements) else len(page.tokens)
         own = page.tokens[elements[e, L.TOKENS] : last]
@@ -166,7 +166,7 @@ def without_comments(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
         for token in own if len(own) <= CONTAINER_WORDS else own[:1]:
             if (token == SAYS_COMMENTS).any():
                 out[first:end] = False
-                above = kept[first] if above < 0 else above
+                above = kept_words[first] if above < 0 else above
                 break
     left = (page.blocks[:, L.WORDS] * out).sum()
     return out if above >= 0 and left - above <= BELOW * above else keep

@@ -55,7 +55,7 @@ def _cleaned(
 def _clean(text: NDArray[np.uint8], out: NDArray[np.uint8], start: int, roles: NDArray[np.uint8], lines: bool) -> tuple[int, int]:
     """Write a text from `start` on; returns where it ends, and the doubts about it. `lines`: their ends are cleaned, too."""
     at, end, before = 0, start, np.int64(0)  # before: the role of the character before
-    misread, sound, seen = False, True, False  # seen: something that is no white space
+    misread, sound, visible = False, True, False  # visible: not all is white space
     while at < len(text):
         c, length, role = np.int64(text[at]), 1, np.int64(0)
         if c >= 0x80:
@@ -73,12 +73,12 @@ def _clean(text: NDArray[np.uint8], out: NDArray[np.uint8], start: int, roles: N
             for k in range(at, at + length):
                 out[end] = text[k]
                 end += 1
-            seen |= bool(SPACE < c < 0x80 or NO_BREAK < c < 0x1680 or c > 0x3000)
+            visible |= bool(SPACE < c < 0x80 or NO_BREAK < c < 0x1680 or c > 0x3000)
         at += length
     end = _line_end(out, start, end) if lines else end
     while lines and end > start and out[end - 1] == LINE_END:
         end -= 1
-    return end, MISREAD * misread + DOUBTFUL * (not (sound and seen))
+    return end, MISREAD * misread + DOUBTFUL * (not (sound and visible))
 
 
 @njit(cache=True, borrows=True)
@@ -174,7 +174,7 @@ def roles() -> NDArray[np.uint8]:
 
 @njit(cache=True)
 def _looked_at(units: NDArray[np.uint16], roles: NDArray[np.uint8]) -> tuple[NDArray[np.int64], bool]:
-    """Return numbers of the lines with a unit that is `FIRST` before one that is `LATER`; whether there is a `CONTROL`."""
+    """Return numbers of the lines with a unit that is `FIRST` before one that is `LATER`, and True if there is a `CONTROL`."""
     lines = 1
     for unit in units:
         lines += unit == 10
@@ -212,7 +212,7 @@ def decode(body: bytes, charset: str | None, html: bool) -> str:
 
 
 def _decoded(body: bytes, charset: str | None, html: bool) -> tuple[str, bool]:
-    """Return the page's characters, and whether the body is these in UTF-8."""
+    """Return the page's characters, and True if the body is these in UTF-8."""
     from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
     for mark, name in BOMS:

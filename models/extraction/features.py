@@ -140,7 +140,7 @@ def block_features(
     """Fill in the features, see `names`, in the first columns of `out` [blocks, ...], which is zeros. own, path [elements], text [blocks]:
     the linear models' scores."""
     n = len(page.blocks)
-    totals, held = _totals(page, text)
+    totals, focal = _totals(page, text)
     head = h1 = -1
     for b in range(n):
         row = out[b]
@@ -154,7 +154,7 @@ def block_features(
                 h1 = b
         k = _neighbours(page, b, totals, path, text, row, k)
         k = _containers(page, b, totals, row, k)
-        k = _place(page, b, held, totals, row, k)
+        k = _place(page, b, focal, totals, row, k)
         row[k : k + len(totals.page)] = totals.page
 
 
@@ -187,7 +187,7 @@ def _totals(page: Scan, text: NDArray[np.float32]) -> tuple[Totals, int]:
     about[4], about[5], about[10] = ratio(about[4], total), ratio(about[5], total), mass[n]
     for e in range(len(elements)):
         about[11] += elements[e, L.TAG] == T_MAIN or elements[e, L.TAG] == T_ARTICLE
-    held = e = focus(page, mass, 0.5)
+    focal = e = focus(page, mass, 0.5)
     inside = np.zeros(len(elements), np.bool_)
     while e >= 0:
         inside[e] = True
@@ -197,7 +197,7 @@ def _totals(page: Scan, text: NDArray[np.float32]) -> tuple[Totals, int]:
     title, bits = _title_words(page), np.uint64(0)
     for word in title:
         bits |= np.uint64(1) << (word & np.uint64(63))
-    return Totals(sums, group, sign, paths, groups(paths)[1], copies, before, title, bits, inside, about), held
+    return Totals(sums, group, sign, paths, groups(paths)[1], copies, before, title, bits, inside, about), focal
 
 
 @njit(cache=True, borrows=True)
@@ -305,8 +305,8 @@ def _containers(page: Scan, b: int, totals: Totals, row: NDArray[np.float32], k:
 
 
 @njit(cache=True, borrows=True)
-def _place(page: Scan, b: int, held: int, totals: Totals, row: NDArray[np.float32], k: int) -> int:
-    """Return the blocks of the same kind, the way to the element that the page is about, and copies."""
+def _place(page: Scan, b: int, focal: int, totals: Totals, row: NDArray[np.float32], k: int) -> int:
+    """Write features of the blocks of the same kind, of the way to the page's focus, and of copies."""
     elements, sums, group = page.elements, totals.sums, totals.group[b]
     total = sums[len(page.blocks), 0]
     row[k], row[k + 1], row[k + 2], row[k + 3] = group[0], group[1], ratio(group[2], group[1]), ratio(group[3], group[1])
@@ -315,9 +315,9 @@ def _place(page: Scan, b: int, held: int, totals: Totals, row: NDArray[np.float3
     common = page.blocks[b, L.ELEMENT]
     while common > 0 and not totals.inside[common]:
         common = elements[common, L.PARENT]
-    words = sums[elements[held, L.END], 0] - sums[elements[held, L.FIRST], 0]
-    linked = sums[elements[held, L.END], 1] - sums[elements[held, L.FIRST], 1]
-    row[k + 9], row[k + 10] = common == held, elements[held, L.DEPTH] - elements[common, L.DEPTH]
+    words = sums[elements[focal, L.END], 0] - sums[elements[focal, L.FIRST], 0]
+    linked = sums[elements[focal, L.END], 1] - sums[elements[focal, L.FIRST], 1]
+    row[k + 9], row[k + 10] = common == focal, elements[focal, L.DEPTH] - elements[common, L.DEPTH]
     row[k + 11], row[k + 12] = ratio(words, total), ratio(linked, words)
     words = sums[elements[common, L.END], 0] - sums[elements[common, L.FIRST], 0]
     linked = sums[elements[common, L.END], 1] - sums[elements[common, L.FIRST], 1]

@@ -37,18 +37,18 @@ def label(texts: Sequence[str], truth: str) -> tuple[NDArray[np.float32], NDArra
     shares = np.zeros(len(texts), np.float32)
     lengths = np.array([len(block) for block in blocks], np.int64)
     ends = np.cumsum(lengths)
-    seen = set()
+    contents = set()
     for number, block in enumerate(blocks):
         if block:
             shares[number] = matched[ends[number] - lengths[number] : ends[number]].mean()
             if shares[number] > HALF:
-                seen.add(tuple(block))
+                contents.add(tuple(block))
     for number, block in enumerate(blocks):
-        if len(block) > GRAM and shares[number] <= HALF and tuple(block) not in seen:
+        if len(block) > GRAM and shares[number] <= HALF and tuple(block) not in contents:
             results = [gram in grams for gram in zip(*(block[k:] for k in range(GRAM)), strict=False)]
             if sum(results) > 0.8 * len(results):
                 shares[number] = sum(results) / len(results)
-                seen.add(tuple(block))
+                contents.add(tuple(block))
     return shares, lengths
 
 

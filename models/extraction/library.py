@@ -28,10 +28,10 @@ def united(page: Scan, keep: NDArray[np.bool_], library: str) -> tuple[NDArray[n
     """Return the blocks of `keep` and those whose words stand in the library's text [blocks]."""
     text = page.text.tobytes()
     blocks = [WORD.findall(text[block[L.START] : block[L.STOP]].decode("utf-8", "replace")) for block in page.blocks]
-    taken = found_in(blocks, WORD.findall(library))
+    matches = found_in(blocks, WORD.findall(library))
     sizes = page.blocks[:, L.WORDS]
-    counts = (int(sizes[which].sum()) for which in (keep & taken, keep & ~taken, taken & ~keep))
-    return keep | taken, Origin(*counts)
+    counts = (int(sizes[which].sum()) for which in (keep & matches, keep & ~matches, matches & ~keep))
+    return keep | matches, Origin(*counts)
 
 
 def found_in(blocks: list[list[str]], wanted: list[str]) -> NDArray[np.bool_]:

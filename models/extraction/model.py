@@ -33,7 +33,7 @@ COPIED_WORDS = 5  # shorter texts may stand on a page again and again
 
 @njit(cache=True)
 def agreed(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return Logits [blocks], each drawn towards the mean of the blocks with the same tags and classes up to the root. Titles of cards,
+    """Return logits [blocks], each drawn towards the mean of the blocks with the same tags and classes up to the root. Titles of cards,
     messages of a thread, cells of a column are content all or none; words weigh by their root."""
     blocks = page.blocks
     n = len(blocks)
@@ -91,9 +91,9 @@ def best_cut(p: NDArray[np.float32], words: NDArray[np.float64]) -> tuple[float,
         if above[level] == above[level + 1]:
             continue
         together = 0.0
-        for drawn in range(LEVELS):
-            if above[drawn] > 0:
-                together += 2 * min(above[level], above[drawn]) / (above[level] + above[drawn])
+        for other in range(LEVELS):
+            if above[other] > 0:
+                together += 2 * min(above[level], above[other]) / (above[level] + above[other])
         f1 = TOGETHER * together / LEVELS + (1 - TOGETHER) * 2 * right[level] / (above[level] + right[0])
         if f1 >= highest:
             highest, cut = f1, level
@@ -111,8 +111,8 @@ NEEDED[T_PRE], NEEDED[T_DL], NEEDED[T_TABLE] = 0, 0.1, 0.5
 def made_whole(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return `keep` [blocks] with the holes in code, lists of definitions and tables filled, and the headings of kept blocks."""
     elements = page.elements
-    words, kept = running(page.blocks[:, L.WORDS]), running(page.blocks[:, L.WORDS] * keep)
-    first, end = deepest(page, kept, CONTENT_SHARE)
+    words, kept_words = running(page.blocks[:, L.WORDS]), running(page.blocks[:, L.WORDS] * keep)
+    first, end = deepest(page, kept_words, CONTENT_SHARE)
     out = keep.copy()
     done = first  # what an outer table or list has settled
     for e in range(len(elements)):
@@ -120,7 +120,7 @@ def made_whole(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
         needed = NEEDED[elements[e, L.TAG]]
         if a < done or z <= a or z > end or needed == np.inf:
             continue
-        if kept[z] - kept[a] >= needed * (words[z] - words[a]) and (needed == 0 or kept[z] > kept[a]):
+        if kept_words[z] - kept_words[a] >= needed * (words[z] - words[a]) and (needed == 0 or kept_words[z] > kept_words[a]):
             out[a:z] = True
             done = z
     _headed(page, out)
@@ -215,7 +215,7 @@ def page_words(page: Scan) -> NDArray[np.int64]:
 
 
 @njit(cache=True)
-def seen(pages: Pages, linear: Linear) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def features_and_types(pages: Pages, linear: Linear) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return the features of all blocks [blocks, SEEN], and logits of the pages' types [pages, page types]."""
     n, starts = len(pages.starts) - 1, pages.starts[:, L.BLOCK]
     rows, types = np.zeros((starts[n], SEEN), np.float32), np.zeros((n, len(linear.type_bias)), np.float32)
@@ -243,7 +243,7 @@ def article_chance(types: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @njit(cache=True)
 def _scores(pages: Pages, rows: NDArray[np.float32], says: NDArray[np.float32], trees: Splits, articles: Splits) -> NDArray[np.float32]:
-    """Return Logits of the blocks to be content [blocks]; `says` [pages]: what the trees for articles have of a say."""
+    """Return logits of the blocks to be content [blocks]; `says` [pages]: weight of the trees for articles."""
     starts = pages.starts[:, L.BLOCK]
     scores = logits(trees, rows)
     for p in range(len(says)):
@@ -267,7 +267,7 @@ def chances(pages: Pages, rows: NDArray[np.float32], types: NDArray[np.float32],
 
 def judge(pages: Pages, model: Model) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return chance of each block to be content [blocks], and logits of the pages' types [pages, page types]."""
-    rows, types = seen(pages, model.linear)
+    rows, types = features_and_types(pages, model.linear)
     return chances(pages, rows, types, model.trees, model.articles), types
 
 

@@ -49,7 +49,7 @@ def fnv(name: str, kind: int = 0) -> int:
 
 
 def _table(names: tuple[str, ...]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Open addressing: hashes of names and their numbers."""
+    """Return a hash table with open addressing: hashes of names, and their numbers."""
     keys, values = np.zeros(1024, np.uint64), np.zeros(1024, np.int64)
     for number, name in enumerate(names):
         if name:
@@ -109,7 +109,7 @@ def is_space(byte: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def tag_name(html: NDArray[np.uint8], at: int) -> tuple[int, np.uint64, int]:
-    """Number and hash of the element's name at `at`, letters in either case, and where it ends."""
+    """Return number and hash of the element's name at `at`, letters in either case, and where it ends."""
     state = OFFSET
     while at < len(html) and not is_space(html[at]) and html[at] != 62 and html[at] != 47:
         c = html[at]

@@ -39,9 +39,9 @@ from puna.models.extraction.model import (
     Linear,
     article_chance,
     chances,
+    features_and_types,
     kept_blocks,
     page_words,
-    seen,
 )
 from puna.models.extraction.scan import read_page
 from puna.models.extraction.trees import Trees, splits
@@ -261,7 +261,7 @@ def fit_linear(data: Corpus, without: int | None) -> Linear:
 
 def rows_of(page: Page, linear: Linear) -> NDArray[np.float32]:
     """Return the features that the trees for articles see of a page; those of all pages see the first `SEEN` columns."""
-    rows, _ = seen(alone(page.scan), linear)
+    rows, _ = features_and_types(alone(page.scan), linear)
     return np.concatenate([rows, article_features(page.scan)], axis=1)
 
 
@@ -303,7 +303,8 @@ def as_arrays(structures: list[dict[str, Any]]) -> Trees:
 
     roots = np.array([add(structure) for structure in structures], np.int32)
     columns = np.array(nodes, [("feature", np.int16), ("threshold", np.float32), ("left", np.int32), ("right", np.int32)])
-    return Trees(roots, *(columns[name].copy() for name in columns.dtype.names or ()), np.array(leaves, np.float32))
+    feature, threshold, left, right = (columns[name].copy() for name in ("feature", "threshold", "left", "right"))
+    return Trees(roots, feature, threshold, left, right, np.array(leaves, np.float32))
 
 
 def all_rows(data: Corpus) -> NDArray[np.float32]:
@@ -331,7 +332,7 @@ def unseen_texts(data: Corpus, rows: NDArray[np.float32], fold: int) -> dict[str
 
 
 def unseen_f1(data: Corpus, rows: NDArray[np.float32]) -> dict[str, float]:
-    """Mean F1 of words over all pages and by type, each page by models that did not see its domain."""
+    """Return the mean F1 of words over all pages and by type, each page by models that did not see its domain."""
     texts = {file: text for fold in range(FOLDS) for file, text in unseen_texts(data, rows, fold).items()}
     scores: dict[str, list[float]] = {"all": []}
     for page in data.pages:
@@ -359,8 +360,8 @@ def main(arguments: list[str]) -> None:
     read_sets = [(folder, read(folder, labels, weight)) for folder, labels, weight in zip(sets[::2], sets[1::2], weights_of, strict=True)]
     data = corpus([page for _, pages in read_sets for page in pages])
     rows = all_rows(data)
-    seen = " ".join(page_digest((folder / f"{page.file}.html").read_bytes()) for folder, pages in read_sets for page in pages)
-    save_file(weights(data, rows), out, metadata={"trained_on": seen})
+    digests = " ".join(page_digest((folder / f"{page.file}.html").read_bytes()) for folder, pages in read_sets for page in pages)
+    save_file(weights(data, rows), out, metadata={"trained_on": digests})
     print(unseen_f1(data, rows))
 
 

@@ -94,7 +94,7 @@ def _begins(text: NDArray[np.uint8], start: int, stop: int, words: bytes) -> boo
 
 @njit(cache=True, borrows=True)
 def _narrowed(page: Scan, block: int) -> bool:
-    """Take tags in brackets off both ends of a block; whether something is left."""
+    """Take tags in brackets off both ends of a block; return True if text is left."""
     text, start, stop = page.text, page.blocks[block, L.START], page.blocks[block, L.STOP]
     moved = True
     while moved:

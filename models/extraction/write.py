@@ -82,7 +82,7 @@ def write(page: Scan, start: int, stop: int) -> None:
             continue  # control characters are not written
         kind = _in_word(c)
         if in_word and not kind:
-            words, place = words + 1, _kept(hashes, place, word)
+            words, place = words + 1, _add_hash(hashes, place, word)
             word, in_word = OFFSET, False
         if c <= 32:
             if s[L.IN_PRE] and (opened or c == 32 or c == 9):
@@ -131,7 +131,7 @@ def write(page: Scan, start: int, stop: int) -> None:
             commas += c == 44
             stops += c == 33 or c == 46 or c == 58 or c == 59 or c == 63
     if in_word:
-        words, place = words + 1, _kept(hashes, place, word)
+        words, place = words + 1, _add_hash(hashes, place, word)
     s[L.OUT], s[L.HASH], s[L.SPACE], s[L.VERBATIM] = out, place, space, verbatim
     if chars or last:
         block = page.blocks[s[L.BLOCKS]]
@@ -177,7 +177,7 @@ def _in_word(c: int) -> int:
 
 
 @njit(cache=True, borrows=True)
-def _kept(hashes: NDArray[np.uint64], place: int, word: np.uint64) -> int:
+def _add_hash(hashes: NDArray[np.uint64], place: int, word: np.uint64) -> int:
     """Keep the hash of a word, where there is room; returns where the next one goes."""
     if place == len(hashes):
         return place

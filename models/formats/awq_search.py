@@ -66,10 +66,10 @@ def group_of(model: Transformer) -> int:
         if isinstance(module, Linear) and module.out_features % 8:
             raise ValueError(f"{name} has {module.out_features} outputs: AutoAWQ's layout packs eight, so they must be a multiple of 8")
     inputs = (config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim)
-    found = next((group for group in GROUPS if all(width % group == 0 for width in inputs)), None)
-    if found is None:
+    group = next((group for group in GROUPS if all(width % group == 0 for width in inputs)), None)
+    if group is None:
         raise ValueError(f"inputs of {inputs} divide into no groups of {GROUPS}: the model has no form in AWQ's layout")
-    return found
+    return group
 
 
 def rounded(w_ND: Tensor, group: int, share: Tensor | float = 1.0) -> Packed:
@@ -141,7 +141,7 @@ def packed(model: Transformer, rows: Sequence[Sequence[int]], search: bool = Tru
     """Return the layers' packed matrices by name; the model's norms and matrices are changed in place to match. rows: token ids of texts
     like those that the model will read. `search=False` rounds to the nearest alone. ValueError: see `group_of`."""
     group, matrices = group_of(model), dict[str, Packed]()
-    for number, (block, seen) in enumerate(_layers(model, rows)):
+    for number, (block, inputs_of) in enumerate(_layers(model, rows)):
         linears = {name: module for name, module in block.named_modules() if isinstance(module, Linear)}
         heads = (model.config.num_key_value_heads, model.config.num_attention_heads // model.config.num_key_value_heads)
         made_by: dict[nn.Module, tuple[str, ...]] = {
@@ -152,15 +152,15 @@ def packed(model: Transformer, rows: Sequence[Sequence[int]], search: bool = Tru
         }
         for before, names in made_by.items() if search else ():
             alike = heads if before is block.self_attn.v_proj else (1, 1)
-            s_D = scales_of(seen[names[0]], [linears[name].weight for name in names], group, alike)
+            s_D = scales_of(inputs_of[names[0]], [linears[name].weight for name in names], group, alike)
             _divide(before, s_D.view(*alike, -1)[:, 0].flatten())
             for name in names:
                 linears[name].weight *= s_D
-                seen[name] = seen[name] / s_D
+                inputs_of[name] = inputs_of[name] / s_D
         for name, module in linears.items():
             # Scores are products of queries and keys: their errors are not their products' alone, and AWQ leaves their ranges.
             cut = search and not name.endswith(("q_proj", "k_proj"))
-            whole = rounded(module.weight, group, shares_of(seen[name], module.weight, group) if cut else 1.0)
+            whole = rounded(module.weight, group, shares_of(inputs_of[name], module.weight, group) if cut else 1.0)
             matrices[f"model.layers.{number}.{name}."] = whole
             module.weight.copy_(whole.weight())
     return matrices
@@ -180,16 +180,16 @@ def _layers(model: Transformer, rows: Sequence[Sequence[int]]) -> Iterator[tuple
     some = torch.linspace(0, len(x_TD) - 1, min(ROWS, len(x_TD))).long()
     for block in model.model.layers:
         assert isinstance(block.self_attn, Attention)
-        seen: dict[str, Tensor] = {}
+        inputs_of: dict[str, Tensor] = {}
 
-        def keep(name: str, x: Tensor, seen: dict[str, Tensor] = seen) -> None:
-            seen[name] = x[some].float()
+        def keep(name: str, x: Tensor, inputs_of: dict[str, Tensor] = inputs_of) -> None:
+            inputs_of[name] = x[some].float()
 
         hooks = [
-            module.register_forward_pre_hook(lambda _, given, name=name, keep=keep: keep(name, given[0]))
+            module.register_forward_pre_hook(lambda _, arguments, name=name, keep=keep: keep(name, arguments[0]))
             for name, module in block.named_modules() if isinstance(module, Linear)
         ]  # fmt: skip
         x_TD, _ = block(x_TD, cos, sin, attend)
         for hook in hooks:
             hook.remove()
-        yield block, seen
+        yield block, inputs_of

@@ -117,9 +117,9 @@ def check_files(folder: Path) -> None:
 
 def built(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path: Path) -> Transformer:
     """Return the model whose parameters are these tensors themselves."""
-    found: Head = "scalar" if "score.weight" in state else "lm"
+    stored: Head = "scalar" if "score.weight" in state else "lm"
     with torch.device("meta"):
-        model = Transformer(config, head or found)
+        model = Transformer(config, head or stored)
     embedding = state.get("model.embed_tokens.weight")
     if model.head == "scalar":
         state.pop("lm_head.weight", None)

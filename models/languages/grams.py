@@ -109,7 +109,7 @@ def _bins(codes: Any, first: int, last: int, flags: Any, lower: Any, limit: int,
 
 @njit(cache=True)
 def _total_costs(codes: Any, bounds: Any, texts: Any, ranges: Any, flags: Any, lower: Any, costs: Any) -> Any:
-    """Sum of the n-grams' costs for all labels of each text's range of labels, int64[texts, labels]; and how many n-grams."""
+    """Return the n-grams' summed costs for the labels in each text's range, int64[texts, labels], and the number of n-grams."""
     total, counts = np.zeros((len(texts), costs.shape[1]), np.int64), np.empty(len(texts), np.int64)
     (letters, results), block = room(LIMIT), np.empty(costs.shape[1], np.uint16)
     for n in range(len(texts)):
@@ -119,11 +119,11 @@ def _total_costs(codes: Any, bounds: Any, texts: Any, ranges: Any, flags: Any, l
 
 
 @njit(cache=True)
-def _add_costs(found: Any, costs: Any, first: int, last: int, block: Any, total: Any) -> None:
-    for begin in range(0, len(found), BLOCK):
+def _add_costs(places: Any, costs: Any, first: int, last: int, block: Any, total: Any) -> None:
+    for begin in range(0, len(places), BLOCK):
         # 256 costs fit into 16 bits, of which a register holds four times as many as of 64; four rows are added in one pass over the sums.
         block[:] = 0
-        rows = found[begin : begin + BLOCK]
+        rows = places[begin : begin + BLOCK]
         fours = len(rows) // 4 * 4
         for at in range(0, fours, 4):
             a, b = costs[rows[at], first:last], costs[rows[at + 1], first:last]
@@ -183,8 +183,8 @@ def train(texts: dict[tuple[str, str], str], file: Path = FILE, known: dict[tupl
                 counts += weight * np.bincount(numbers, minlength=1 << BITS)
         cost = -np.log((counts + SMOOTHING) / (counts.sum() + SMOOTHING * len(counts)))
         steps = np.clip(np.round(cost * STEPS), 0, 255).astype(np.uint8)
-        seen = np.flatnonzero(counts)
-        results[script, language] = Column(int(steps[counts == 0].max(initial=0)), np.diff(seen, prepend=0).astype(np.uint16), steps[seen])
+        rows = np.flatnonzero(counts)
+        results[script, language] = Column(int(steps[counts == 0].max(initial=0)), np.diff(rows, prepend=0).astype(np.uint16), steps[rows])
     order = sorted(results)
     columns = [results[key] for key in order]
     np.savez_compressed(

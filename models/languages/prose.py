@@ -50,16 +50,16 @@ def prose(data: U8, offsets: I64, wanted: NDArray[np.bool_], limit: int) -> Pros
     unsure, bounds = np.empty(room, np.bool_), np.zeros(len(offsets), np.int64)
     _lines(data, offsets, wanted, limit, kinds(), begins, ends, letters, capitals, unsure, bounds)
     count = bounds[-1]
-    begins, ends, kept = begins[:count], ends[:count], ~unsure[:count]
+    begins, ends, keep = begins[:count], ends[:count], ~unsure[:count]
     known: dict[bytes, bool] = {}
-    for line in np.flatnonzero(~kept).tolist():  # references say the same again and again
+    for line in np.flatnonzero(~keep).tolist():  # references say the same again and again
         text = data[begins[line] : ends[line]].tobytes()
         if text not in known:
             known[text] = looks_like_code(text.decode("utf-8", "surrogatepass").lstrip(BULLETS))
-        kept[line] = not known[text]
+        keep[line] = not known[text]
     sizes = np.zeros((3, len(offsets)), np.int64)
-    out = np.empty(int((ends - begins)[kept].sum() + np.count_nonzero(kept)), np.uint8)
-    _joined(data, bounds, begins, ends, letters, capitals, kept, out, sizes)
+    out = np.empty(int((ends - begins)[keep].sum() + np.count_nonzero(keep)), np.uint8)
+    _joined(data, bounds, begins, ends, letters, capitals, keep, out, sizes)
     return Prose(out.data, sizes[0], sizes[1, :-1], sizes[2, :-1])
 
 
@@ -164,19 +164,19 @@ def _line(data: U8, at: int, last: int, kinds: U8) -> tuple[int, int, int, int, 
 
 
 @njit(cache=True, borrows=True)
-def _joined(data: U8, bounds: I64, begins: I64, ends: I64, letters: I64, capitals: I64, kept: Any, out: U8, made: I64) -> None:
+def _joined(data: U8, bounds: I64, begins: I64, ends: I64, letters: I64, capitals: I64, keep: Any, out: U8, totals: I64) -> None:
     """Write the kept lines of each text with blanks between; made[0]: bounds of the texts, made[1], made[2]: their letters and capitals."""
     size = 0
     for d in range(len(bounds) - 1):
         line_start = size
         for line in range(bounds[d], bounds[d + 1]):
-            if kept[line]:
+            if keep[line]:
                 if size > line_start:
                     out[size] = BLANK
                     size += 1
                 for at in range(begins[line], ends[line]):
                     out[size] = data[at]
                     size += 1
-                made[1, d] += letters[line]
-                made[2, d] += capitals[line]
-        made[0, d + 1] = size
+                totals[1, d] += letters[line]
+                totals[2, d] += capitals[line]
+        totals[0, d + 1] = size

@@ -118,8 +118,8 @@ def with_rows(own: Iterable[LanguageRow]) -> dict[str, LanguageRow]:
     for row in own:
         before = row_of(table, row.language, row.script)
         named = {name for name in row.model_fields_set if name != "factors"}
-        kept = {name: getattr(before, name) for name in LanguageRow.model_fields if name not in named}
-        table[row.key] = LanguageRow(**(row.model_dump() | kept | {"factors": dict(before.factors) | dict(row.factors)}))
+        defaults = {name: getattr(before, name) for name in LanguageRow.model_fields if name not in named}
+        table[row.key] = LanguageRow(**(row.model_dump() | defaults | {"factors": dict(before.factors) | dict(row.factors)}))
     return table
 
 
@@ -155,7 +155,7 @@ def shipped_names() -> Names:
     return Names.of()
 
 
-def as_table(found: Iterable[tuple[str, str, int, LanguageRow]]) -> pa.Table:
+def as_table(entries: Iterable[tuple[str, str, int, LanguageRow]]) -> pa.Table:
     """Return the side table `languages`: of (language, script, documents, row)."""
     words = ("language", "script", "stop_words", "evidence")
     factors = [pa.field(f"{n}{FACTOR}", pa.float64(), metadata={"unit": "", "meaning": f"threshold of {n} over English's"}) for n in SCALED]
@@ -166,6 +166,6 @@ def as_table(found: Iterable[tuple[str, str, int, LanguageRow]]) -> pa.Table:
             "evidence": row.evidence or "no row: rules without a basis abstain",
             **{f"{name}{FACTOR}": row.factors.get(name) for name in SCALED},
         }
-        for language, script, documents, row in found
+        for language, script, documents, row in entries
     ]  # fmt: skip
     return pa.Table.from_pylist(rows, schema=schema)

@@ -34,7 +34,7 @@ SIGN_E, ASAT, VIRAMA, FIRST_CONSONANT, LAST_CONSONANT = 0x1031, 0x103A, 0x1039, 
 
 @lru_cache(maxsize=1)
 def script_numbers() -> NDArray[np.uint8]:
-    """Number in `CODES` of every code point's script, uint8[0x110000]."""
+    """Return the number in `CODES` of every code point's script, uint8[0x110000]."""
     import regex
 
     points = np.flatnonzero(tables().flags & WORD)

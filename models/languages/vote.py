@@ -233,7 +233,7 @@ def _shares(said: list[tuple[str, float]], known: Voters) -> dict[int, float]:
 
 
 def _cld2(text: str) -> tuple[bool, list[tuple[str, float]]]:
-    """True if it is sure, and languages and their shares of the text, by CLD2 (Sites 2013)."""
+    """Return True if CLD2 (Sites 2013) is sure, and languages with their shares of the text."""
     import pycld2
 
     reliable, _, details = pycld2.detect(REFUSED.sub(" ", text).encode(), isPlainText=True, bestEffort=True)

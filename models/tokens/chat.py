@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from puna.models.tokens.template import REASONING, Message, Template, TemplateError, TemplateLimitError
+from puna.models.tokens.template import REASONING, Message, Template, TemplateError, TemplateLimitError, Tools
 from puna.models.tokens.vocabulary import Vocabulary
 
 PROBE: tuple[Message, ...] = (
@@ -58,52 +58,68 @@ class _Answer:
     content: tuple[int, int]
 
 
-class ChatFormat:
-    """A template over a vocabulary. `declared`: stop tokens that the model's configuration names."""
+class ChatFormat(Vocabulary):
+    """A vocabulary with a chat template. `_stops`: stop tokens that the model's configuration names."""
 
-    def __init__(self, vocabulary: Vocabulary, template: Template, declared: Sequence[int]) -> None:
-        self.vocabulary, self.template, self._declared = vocabulary, template, tuple(declared)
+    template: Template | None
+    _stops: tuple[int, ...]
+
+    @property
+    def _program(self) -> Template:
+        if self.template is None:
+            raise TemplateError("the tokenizer has no chat template: import the model with one (chat_template of import_model)")
+        return self.template
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Return the declared stop tokens; if none of them ends an answer, with the special token that does so in mid-dialogue."""
+        """The tokens that end an answer: those that the model's configuration names; if none of them ends an answer of the template, with
+        the special token that does so in mid-dialogue."""
+        if self.template is None:
+            return self._stops
         for dialogue in (PROBE[:2], PROBE):
             try:
                 text = self.template.render(dialogue, add_generation_prompt=False)
             except TemplateError:
-                return self._declared
+                return self._stops
             behind = text.partition(PROBE[1]["content"])[2]
-            if self.vocabulary.find_special(behind, self._declared):
-                return self._declared
-        special = self.vocabulary.find_special(behind, self.vocabulary.special)
-        return self._declared if special is None else (*self._declared, special[2])
+            if self.find_special(behind, self._stops):
+                return self._stops
+        special = self.find_special(behind, self.special)
+        return self._stops if special is None else (*self._stops, special[2])
 
-    def prompt(
-        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
-        """Return the ids of a conversation. Special tokens that a message writes out are read as text."""
-        (plain, guarded), mark = self.vocabulary.guard(([dict(message) for message in messages], tools))
-        return self.vocabulary.encode_markup(self._render(plain, add_generation_prompt, guarded, {}), mark)[0]
+    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Tools = None) -> list[int]:
+        """Return the ids of a conversation, up to where the model's answer begins: those of transformers' `apply_chat_template`.
 
-    def pair(
-        self, messages: Sequence[Message], finished: bool, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> tuple[list[int], list[int], list[bool]]:
-        """Return the ids of a conversation up to its last turn, of that answer, and per token of the answer whether it is format.
-
-        Format is what the template and not the answer writes: the stop token, and any header within. Special tokens that a
-        message writes out are read as text. The answer ends in its stop token unless it was cut off (`finished=False`).
+        A message is a mapping with `role` and `content`. Special tokens that it writes out are read as text. ChatError where the template
+        refuses it.
         """
-        (plain, guarded), mark = self.vocabulary.guard(([dict(message) for message in messages], tools))
-        answer = self._answer(plain, len(plain) - 1, guarded)
-        begin, end = answer.content
-        body, stop = (answer.body, self.vocabulary.token(answer.stop)) if finished else (answer.body[:end], "")
-        prompt, ids, spans = self._encoded(answer.prompt, body + stop, mark, len(plain) - 1)
-        special = self.vocabulary.special
-        return prompt, ids, [i in special or b <= begin or a >= end for i, (a, b) in zip(ids, spans, strict=True)]
+        (plain, guarded), mark = self.guard(([dict(message) for message in messages], tools))
+        return self.encode_markup(self._render(plain, add_generation_prompt, guarded, {}), mark)[0]
 
-    def rows(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Row]:
-        """Return the rows that train every answer of a conversation, each answer in one of them. One row, or more where the template writes
-        earlier answers otherwise once a later turn follows."""
+    def render_pair(
+        self, prompt: str | Sequence[Message], answer: str | Message, finished: bool = True, tools: Tools = None
+    ) -> tuple[list[int], list[int], list[bool]]:
+        """Return the prompt ids (up to where the answer begins), answer ids, and the answer's format mask.
+
+        A string is one user message, or the assistant's. Special tokens that a message writes out are read as text. The answer ends in its
+        stop token unless it was cut off (`finished=False`). The mask holds one flag per *answer* token, True at what the template writes
+        and the answer does not: headers, the stop token. ChatError where the answer cannot be told apart.
+        """
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        turn = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+        (plain, guarded), mark = self.guard(([dict(message) for message in [*turns, turn]], tools))
+        last = self._answer(plain, len(plain) - 1, guarded)
+        begin, end = last.content
+        body, stop = (last.body, self.token(last.stop)) if finished else (last.body[:end], "")
+        prompt_ids, ids, spans = self._encoded(last.prompt, body + stop, mark, len(plain) - 1)
+        return prompt_ids, ids, [i in self.special or b <= begin or a >= end for i, (a, b) in zip(ids, spans, strict=True)]
+
+    def render(self, messages: Sequence[Message], tools: Tools = None) -> list[Row]:
+        """Return the rows that train every answer of a conversation, each answer in one of them: ids and loss mask, rendered together.
+
+        One row, or more where the template writes earlier answers otherwise once a later turn follows. ChatError with the turn and the
+        reason where an answer cannot be told apart, or a turn writes out a special token.
+        """
         self._check(messages, tools)
         rows: list[Row] = []
         text, last = "", -1
@@ -111,7 +127,7 @@ class ChatFormat:
             if message["role"] != "assistant":
                 continue
             answer = self._answer(messages, turn, tools)
-            stop = self.vocabulary.token(answer.stop)
+            stop = self.token(answer.stop)
             prompt, ids, _ = self._encoded(answer.prompt, answer.body + stop, None, turn)
             if not (rows and self._continued(rows[-1], prompt, text, answer.prompt, last)):
                 rows.append(Row())
@@ -122,27 +138,27 @@ class ChatFormat:
             raise ChatError(max(len(messages) - 1, 0), "no turn is the assistant's: there is nothing to train")
         return rows
 
-    def _continued(self, row: Row, prompt: list[int], text: str, asked: str, stop: int) -> bool:
+    def _continued(self, row: Row, prompt: list[int], text: str, next_prompt: str, stop: int) -> bool:
         """Extend the row to the next prompt, where that begins with it."""
         if prompt[: len(row.ids)] == row.ids:
             row.extend(prompt[len(row.ids) :], False)
-        elif stop in self.vocabulary.special and asked.startswith(text):
-            row.extend(self.vocabulary.encode_behind(asked[len(text) :], stop)[0], False)
+        elif stop in self.special and next_prompt.startswith(text):
+            row.extend(self.encode_behind(next_prompt[len(text) :], stop)[0], False)
         else:
             return False
         return True
 
     def _encoded(self, prompt: str, answer: str, mark: str | None, turn: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:
         """Return the ids of prompt and answer, and the answer's characters; the answer apart where both fuse at their border."""
-        asked, _ = self.vocabulary.encode_markup(prompt, mark)
-        ids, spans = self.vocabulary.encode_markup(prompt + answer, mark)
-        if ids[: len(asked)] == asked:
+        prompt_ids, _ = self.encode_markup(prompt, mark)
+        ids, spans = self.encode_markup(prompt + answer, mark)
+        if ids[: len(prompt_ids)] == prompt_ids:
             size = len(prompt)
-            return asked, ids[len(asked) :], [(a - size, b - size) for a, b in spans[len(asked) :]]
-        found, spans = self.vocabulary.encode_behind(answer, mark=mark)
-        if self.vocabulary.decode(asked + found) != self.vocabulary.decode(ids):
+            return prompt_ids, ids[len(prompt_ids) :], [(a - size, b - size) for a, b in spans[len(prompt_ids) :]]
+        answer_ids, spans = self.encode_behind(answer, mark=mark)
+        if self.decode(prompt_ids + answer_ids) != self.decode(ids):
             raise ChatError(turn, "prompt and answer share a token, and encoded apart they give another text")
-        return asked, found, spans
+        return prompt_ids, answer_ids, spans
 
     def _answer(self, messages: Sequence[Message], turn: int, tools: Any) -> _Answer:
         """Return the answer of a turn as text. ChatError where it cannot be told apart."""
@@ -154,11 +170,11 @@ class ChatFormat:
         else:
             raise ChatError(turn, "the conversation with the answer does not begin with the prompt that serving would give")
         behind = whole[len(prompt) :]
-        found = self.vocabulary.find_special(behind, self.stop_ids)
-        if found is None:
-            found = self._stop_of_next(messages, turn, whole, tools, mode, len(behind))
-        start, stop, id_ = found
-        if rest := self.vocabulary.without_special(behind[stop:]).strip():
+        span = self.find_special(behind, self.stop_ids)
+        if span is None:
+            span = self._stop_of_next(messages, turn, whole, tools, mode, len(behind))
+        start, stop, id_ = span
+        if rest := self.without_special(behind[stop:]).strip():
             raise ChatError(turn, f"the template writes {rest[:40]!r} behind the end of the answer")
         body = behind[:start]
         self._check_shown(messages, turn, prompt, body)
@@ -170,25 +186,26 @@ class ChatFormat:
         """Return the stop token that the next turn begins with, as (start, stop, id) from `size` on: some templates end no answer."""
         following = messages[turn + 1 : turn + 2] or PROBE[2:]
         try:
-            longer = self.template.render([*messages[: turn + 1], *following], add_generation_prompt=False, tools=tools, **mode)
+            longer = self._program.render([*messages[: turn + 1], *following], add_generation_prompt=False, tools=tools, **mode)
         except TemplateError:
             longer = ""
         behind = longer[len(whole) :] if longer.startswith(whole) else ""
-        stop = self.vocabulary.find_special(behind, self.stop_ids)
+        stop = self.find_special(behind, self.stop_ids)
         if stop is None or behind[: stop[0]].strip():
             raise ChatError(turn, "the template writes no stop token behind the answer")
         return size, size, stop[2]
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Any, mode: dict[str, bool]) -> str:
         """Return the text of the conversation; ChatError names the first turn that the template refuses."""
+        program = self._program
         try:
-            return self.template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **mode)
+            return program.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **mode)
         except TemplateLimitError as error:  # tried again on parts, it would take as long once more
             raise ChatError(max(len(messages) - 1, 0), str(error)) from error
         except TemplateError as error:
             for count in range(1, len(messages)):
                 try:
-                    self.template.render(messages[:count], add_generation_prompt=add_generation_prompt, tools=tools, **mode)
+                    program.render(messages[:count], add_generation_prompt=add_generation_prompt, tools=tools, **mode)
                 except TemplateError as earlier:
                     if str(earlier) == str(error):
                         raise ChatError(count - 1, f"the chat template refuses it: {error}") from error
@@ -202,9 +219,9 @@ class ChatFormat:
             content = message.get("content")
             if content is not None and not isinstance(content, str):
                 raise ChatError(turn, f"its content is a {type(content).__name__}, not text")
-            if token := self.vocabulary.special_in(dict(message)):
+            if token := self.special_in(dict(message)):
                 raise ChatError(turn, f"it writes out the control token {token}")
-        if token := self.vocabulary.special_in(tools):
+        if token := self.special_in(tools):
             raise ChatError(0, f"the tools write out the control token {token}")
 
     def _check_shown(self, messages: Sequence[Message], turn: int, prompt: str, body: str) -> None:

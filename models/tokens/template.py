@@ -21,6 +21,7 @@ import jinja2.sandbox
 from puna.models import bounded_process
 from puna.models.bounded_process import LimitError, Process
 
+Tools = Sequence[Mapping[str, Any]] | None  # JSON schemas of functions
 Message = Mapping[str, Any]  # one turn: `role`, `content`, and what else the template reads (`tool_calls`, `reasoning_content`, …)
 
 TODAY = datetime(2024, 7, 26)  # what `strftime_now` tells: the date that Llama 3.1's template falls back to
@@ -130,9 +131,7 @@ class Template:
         if self._programs is None:
             self._ask(None)
 
-    def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
-    ) -> str:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = None, **options: Any) -> str:
         """Return the conversation as text; with `add_generation_prompt` up to where the model's answer begins.
 
         `tools`: JSON schemas. `options`: further variables of the template, such as `enable_thinking`.
@@ -161,10 +160,10 @@ def serve() -> None:
     """Render the requests on standard input (`bounded_process.py`)."""
     compiled: dict[bytes, _Programs] = {}
 
-    def answer(key: bytes, given: Any, request: Any) -> dict[str, Any]:
+    def answer(key: bytes, definition: Any, request: Any) -> dict[str, Any]:
         try:
             if key not in compiled:
-                compiled[key] = _Programs(*given)
+                compiled[key] = _Programs(*definition)
             return {"text": "" if request is None else compiled[key].render(*request), "known": True}
         except TemplateError as error:
             return {"error": str(error), "known": key in compiled}
@@ -193,8 +192,8 @@ class _Programs:
         name = "tool_use" if variables["tools"] and "tool_use" in self._programs else "default"
         program = self._programs.get(name) or next(iter(self._programs.values()))
 
-        def write(given: Sequence[Message]) -> str:
-            return program.render(messages=given, documents=None, **self._special, **variables)
+        def write(turns: Sequence[Message]) -> str:
+            return program.render(messages=turns, documents=None, **self._special, **variables)
 
         prepared = [_prepared(message) for message in messages]
         try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from puna.models.tokens.chat import ChatError, ChatFormat, Row
 from puna.models.tokens.template import CHATML, LLAMA3, OWN, Message, Template, TemplateError
 from puna.models.tokens.tokenizer_files import SAMPLING, TokenizerError, read_files
 from puna.models.tokens.tokenizer_trial import WORDS
-from puna.models.tokens.vocabulary import Vocabulary
 
 __all__ = ["CHATML", "ChatError", "Message", "Row", "Template", "TemplateError", "Tokenizer", "TokenizerError"]
 
@@ -38,7 +36,7 @@ SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 TEMPLATES = OWN  # chat templates by name, for models that bring none
 
 
-class Tokenizer(Vocabulary):
+class Tokenizer(ChatFormat):
     """Text to token ids and back, and conversations by the model's chat template.
 
     `bos` and `eos` are the ids of the tokens that begin and end a document, None where the model has none; `pad` fills up a
@@ -146,46 +144,6 @@ class Tokenizer(Vocabulary):
     def sampling(self) -> dict[str, Any]:
         """Return the sampling fields that the model's configuration sets: those of `SamplingParams` (temperature, top_p, top_k, …)."""
         return {name: self.generation[name] for name in SAMPLING if name in self.generation} if self.generation.get("do_sample") else {}
-
-    @cached_property
-    def _chat(self) -> ChatFormat:
-        if self.template is None:
-            raise TemplateError("the tokenizer has no chat template: import the model with one (chat_template of import_model)")
-        return ChatFormat(self, self.template, self._stops)
-
-    @cached_property
-    def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer; without a chat template those that the model's configuration names."""
-        return self._stops if self.template is None else self._chat.stop_ids
-
-    def chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
-        """Return the ids of a conversation, up to where the model's answer begins: those of transformers' `apply_chat_template`. A message
-        is a mapping with `role` and `content`. ChatError where the template refuses it."""
-        return self._chat.prompt(messages, add_generation_prompt, tools)
-
-    def render_pair(
-        self,
-        prompt: str | Sequence[Message],
-        answer: str | Message,
-        finished: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> tuple[list[int], list[int], list[bool]]:
-        """Return the prompt ids (up to where the answer begins), answer ids, and the answer's format mask.
-
-        A string is one user message, or the assistant's. The answer ends in its stop token unless it was cut off
-        (`finished=False`). The mask holds one flag per *answer* token, True at what the template writes and the answer does
-        not: headers, the stop token. ChatError where the answer cannot be told apart.
-        """
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        turn = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
-        return self._chat.pair([*asked, turn], finished, tools)
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Row]:
-        """Return the rows that train every answer of a conversation: ids and loss mask, rendered together. ChatError with the turn and the
-        reason where an answer cannot be told apart, or a turn writes out a special token."""
-        return self._chat.rows(messages, tools)
 
 
 class TextStream:

@@ -115,10 +115,10 @@ def serve() -> None:
     """Cut the texts on standard input (`bounded_process.py`)."""
     ready: dict[bytes, tokenizers.Tokenizer] = {}
 
-    def answer(key: bytes, given: Any, request: Any) -> dict[str, Any]:
+    def answer(key: bytes, steps: Any, request: Any) -> dict[str, Any]:
         try:
             if key not in ready:
-                ready[key] = tokenizers.Tokenizer.from_str(given)
+                ready[key] = tokenizers.Tokenizer.from_str(steps)
             text, markup = request
             ready[key].encode_special_tokens = not markup
             ready[key].encode(text, add_special_tokens=False)

@@ -75,7 +75,7 @@ class Vocabulary:
         """Return a pattern of a special token with the blanks that it takes in; group 1 is the token."""
         parts = []
         for text, (_, token) in sorted(self._special_tokens.items(), key=lambda item: -len(item[0])):
-            before, behind = (r"\s*" if taken else "" for taken in (token.lstrip, token.rstrip))
+            before, behind = (r"\s*" if takes else "" for takes in (token.lstrip, token.rstrip))
             parts.append(f"{before}({re.escape(text)}){behind}")
         return re.compile("|".join(parts) or "(?!)")
 

@@ -56,8 +56,8 @@ def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     special = [token for token, type_ in zip(tokens, types, strict=True) if type_ in (CONTROL, UNKNOWN)]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     backend.add_tokens([AddedToken(token, normalized=False) for token, type_ in zip(tokens, types, strict=True) if type_ == USER])
-    found = {name: fields.get(f"tokenizer.ggml.{key}_token_id") for key, name in NAMES.items()}
-    named = {name: tokens[id_] for name, id_ in found.items() if id_ is not None and id_ < len(tokens)}
+    ids = {name: fields.get(f"tokenizer.ggml.{key}_token_id") for key, name in NAMES.items()}
+    named = {name: tokens[id_] for name, id_ in ids.items() if id_ is not None and id_ < len(tokens)}
     bos = named.get("bos_token")
     if bos is not None and fields.get("tokenizer.ggml.add_bos_token", kind == "llama"):
         backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))])
