@@ -50,8 +50,8 @@ class Process:
         self.known: set[bytes] = set()  # what the running process remembers
 
     def ask(self, request: Any, key: bytes, more: Any, seconds: float = SECONDS) -> dict[str, Any]:
-        """Return the answer. `more` goes along where the process does not know `key` yet. LimitError where it takes too much. `seconds`: of
-        computing."""
+        """Return the answer to a request of at most `seconds` of computing. `more` is sent along if the process does not know `key` yet.
+        LimitError where the request takes too much time or memory."""
         with self._lock:
             popen = self._running()
             whole = pickle.dumps((seconds, key, None if key in self.known else more, request))
@@ -84,7 +84,7 @@ class Process:
         return self._popen
 
     def _end(self) -> int:
-        """Return the status with which the process ended, by now at the latest."""
+        """End the process if it runs; return its exit status."""
         popen, self._popen = self._popen, None
         self.known.clear()
         if popen is not None and popen.poll() is None:

@@ -67,7 +67,7 @@ def _over(default: object, value: Any) -> Any:
 
 
 def did_you_mean(wrong: str, names: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the name that it is closest to, or else all there are."""
+    """Return the end of an error message about an unknown name: the closest name, or all names if none is close."""
     candidates = list(names)
     near = difflib.get_close_matches(wrong, candidates, 1)
     return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(candidates)}" if candidates else "; there are none"

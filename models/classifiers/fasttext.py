@@ -76,8 +76,8 @@ class Model:
 def fit(
     lines: pa.Array | pa.ChunkedArray, classes: NDArray[np.int32], labels: list[str], settings: Settings, state: Path | None = None
 ) -> Model:
-    """Return the model of lines of words with spaces between them; `classes`: the place of each line's label in `labels`. state: folder in
-    which the training is saved as `Saver` says, and from which it goes on; after `REPEATED_SECONDS` at its end, too."""
+    """Return the model of lines of words separated by spaces; `classes`: indices into `labels`. `state`: folder in which `Saver` saves the
+    training, and from which it resumes; trainings of more than `REPEATED_SECONDS` are saved at their end, too."""
     rate, epochs, ngrams, dimension, min_count, buckets, seed = settings
     words, codes, bounds = _encoded(lines)
     counts = np.bincount(codes, minlength=len(words))
@@ -152,7 +152,7 @@ def read(file: Path) -> Model | None:
 
 
 def _aligned(rows: int, dimension: int) -> NDArray[np.float32]:
-    """Return zeros from the beginning of a cache line on, so that a row of 16 is one."""
+    """Return zeros that begin at a cache line, so that a row of 16 floats fills one."""
     room = np.zeros(rows * dimension + 16, np.float32)
     start = -room.ctypes.data % 64 // 4
     return room[start : start + rows * dimension].reshape(rows, dimension)
@@ -168,7 +168,7 @@ def _ended(lines: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArra
 
 
 def _encoded(lines: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int32], NDArray[np.int64]]:
-    """Return the distinct words of lines, the number among these of each word, and where the words of each line begin."""
+    """Return the distinct words of lines, the index of each word among them, and where each line's words begin."""
     kind, chunks, starts, total = pa.dictionary(pa.int32(), pa.large_string()), [], [np.zeros(1, np.int64)], 0
     for start in range(0, len(lines), LINES):
         data, bounds = _ended(lines.slice(start, LINES))
@@ -237,8 +237,8 @@ def _add(rows: NDArray[np.int32], first: NDArray[np.float32], more: NDArray[np.f
 @njit(cache=True, borrows=True)
 def _forward(known: NDArray[np.int32], short: NDArray[np.uint64], weights: Weights, rows: NDArray[np.int32], hidden: NDArray[np.float32],
              output: NDArray[np.float32]) -> int:  # fmt: skip
-    """Write the mean vector of words (`known`: their rows, -1 for none) and n-grams, and the probabilities of the labels; return the number
-    of rows, -1 where the weights are no numbers."""
+    """Write the mean vector of words (`known`: their rows, -1 if unknown) and n-grams, and the labels' probabilities; return the number of
+    rows, or -1 if weights are NaN."""
     first, last, count = weights.first, weights.last, 0
     for row in known:
         if row >= 0:

@@ -55,7 +55,7 @@ def load() -> Model:
 
 
 def good_chances(texts: pa.ChunkedArray, model: Model) -> NDArray[np.float64]:
-    """Return probability that a judge grades each English text GOOD or more, float64[n]."""
+    """Return the probability that a judge grades each English text GOOD or more, float64[n]."""
     chances: NDArray[np.float64] = 1 / (1 + np.exp(-model.slope * (grades_of(texts, model) - model.middle)))
     return chances
 
@@ -94,7 +94,7 @@ def _count_line(words: int, last: int, counts: NDArray[np.int32], met: NDArray[n
 
 @njit(cache=True, borrows=True)
 def _wide_mark(data: NDArray[np.uint8], at: int, stop: int) -> bool:
-    """True if quotes, dashes and their like (U+2000 to U+207F, three bytes) begin here."""
+    """True if a quote, dash or similar mark (U+2000 to U+207F, three bytes) begins at `at`."""
     return data[at] == 0xE2 and at + 2 < stop and data[at + 1] >> 1 == 0x40
 
 

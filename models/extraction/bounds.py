@@ -44,7 +44,7 @@ class Burden(NamedTuple):
 
 
 def burden(html: bytes) -> Burden:
-    """Return counts of a page, from above: what a parser meets is no more."""
+    """Return upper bounds of what a parser meets in a page."""
     return Burden(*_burden(np.frombuffer(html, np.uint8)))
 
 

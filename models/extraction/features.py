@@ -49,7 +49,7 @@ def names() -> list[str]:
 
 @njit(cache=True, borrows=True)
 def element_scores(page: Scan, weights: NDArray[np.float32], own: NDArray[np.float32], path: NDArray[np.float32]) -> None:
-    """Write for each element the sum of its class words' weights, and of those of its ancestors and itself."""
+    """Write for each element the summed weights of its class words (`own`), and of its own and its ancestors' (`path`)."""
     elements, tokens = page.elements, page.tokens
     count = len(elements)
     mask = np.uint64(BUCKETS - 1)

@@ -17,7 +17,7 @@ FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Origin(NamedTuple):
-    """Words of the text by who took them: both extractors, the model alone, the library alone."""
+    """Words of the text by the extractors that kept them: both, the model alone, the library alone."""
 
     both: int
     model: int

@@ -235,7 +235,7 @@ def features_and_types(pages: Pages, linear: Linear) -> tuple[NDArray[np.float32
 
 
 def article_chance(types: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return chance of pages to be articles [...], from logits of their types [..., page types]."""
+    """Return the probability of each page to be an article [...], from logits of page types [..., page types]."""
     odds = np.exp(types - types.max(-1, keepdims=True))
     result: NDArray[np.float32] = odds[..., ARTICLE] / odds.sum(-1)
     return result
@@ -259,14 +259,14 @@ def _scores(pages: Pages, rows: NDArray[np.float32], says: NDArray[np.float32], 
 
 
 def chances(pages: Pages, rows: NDArray[np.float32], types: NDArray[np.float32], trees: Splits, articles: Splits) -> NDArray[np.float32]:
-    """Return chance of each block to be content [blocks], from what the trees see of it and the pages' types."""
+    """Return the probability of each block to be content [blocks], from its features and the pages' types."""
     scores = _scores(pages, rows, article_chance(types) - LIKELY, trees, articles)
     result: NDArray[np.float32] = 1 / (1 + np.exp(-scores))
     return result
 
 
 def judge(pages: Pages, model: Model) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return chance of each block to be content [blocks], and logits of the pages' types [pages, page types]."""
+    """Return the probability of each block to be content [blocks], and logits of the pages' types [pages, page types]."""
     rows, types = features_and_types(pages, model.linear)
     return chances(pages, rows, types, model.trees, model.articles), types
 

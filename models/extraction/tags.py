@@ -109,7 +109,7 @@ def is_space(byte: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def tag_name(html: NDArray[np.uint8], at: int) -> tuple[int, np.uint64, int]:
-    """Return number and hash of the element's name at `at`, letters in either case, and where it ends."""
+    """Return number and hash of the element name at `at`, ignoring case, and where the name ends."""
     state = OFFSET
     while at < len(html) and not is_space(html[at]) and html[at] != 62 and html[at] != 47:
         c = html[at]

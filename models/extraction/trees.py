@@ -29,8 +29,8 @@ class Trees(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The same trees, their nodes sorted by feature and threshold; `starts` [features + 1]: where each feature's begin. `stays`: of the
-    tree's leaves, from the left, a bit each, those that a row above the threshold may still reach. `leaf` [trees, 32]: their values."""
+    """The same trees with nodes sorted by feature and threshold; `starts` [features + 1]: first node of each feature; `tree`: each node's
+    tree; `stays`: bits of the tree's leaves, from the left, that a row above the threshold may still reach; `leaf` [trees, 32]: values."""
 
     starts: NDArray[np.int64]
     threshold: NDArray[np.float32]

@@ -41,7 +41,7 @@ class PunaConfig(PreTrainedConfig):
 
     @staticmethod
     def from_shape(shape: ModelConfig, **options: Any) -> PreTrainedConfig:
-        """Return a configuration of the decoder's own, with any other field of the family's class."""
+        """Return the transformers configuration of a shape, with further fields of its family's class as `options`."""
         raw = hub_config(shape)
         return AutoConfig.for_model(raw.pop("model_type"), **raw | options)
 

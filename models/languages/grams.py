@@ -141,9 +141,9 @@ def _add_costs(places: Any, costs: Any, first: int, last: int, block: Any, total
 def advantages(
     codes: NDArray[np.uint32], bounds: NDArray[np.int64], texts: NDArray[np.int64], scripts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return for each of some `texts` codes[bounds[n]:bounds[n + 1]] and each label of its script the log-probability of the text over
-    the root of the number of its n-grams, the best one's being 0: independence overstates evidence, the more the longer the text.
-    -inf for labels of other scripts; float64[texts, labels]."""
+    """Return float64[texts, labels]: the log-probability of each of `texts` (codes[bounds[n]:bounds[n + 1]]) under each label of its
+    script, less the best label's, over the root of its number of n-grams: independence overstates evidence, the more the longer the text.
+    -inf for labels of other scripts."""
     model = grams()
     ranges = model.ranges[scripts]
     total, counts = _total_costs(codes, bounds, texts, ranges, *tables(), model.costs)

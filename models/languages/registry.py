@@ -124,7 +124,8 @@ def with_rows(own: Iterable[LanguageRow]) -> dict[str, LanguageRow]:
 
 
 def row_of(table: Mapping[str, LanguageRow], language: str, script: str) -> LanguageRow:
-    """Return the row of a language in a script, else of its script, else of any language: that one abstains from nearly everything."""
+    """Return the row of a language in a script; if there is none, the script's, or the one of any language, which abstains from nearly
+    everything."""
     results = table.get(f"{language}-{script}") or table.get(f"-{script}") or table.get("-")
     return results or LanguageRow(factors=dict.fromkeys(SCALED))
 

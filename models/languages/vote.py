@@ -68,7 +68,7 @@ TOGETHER = 256  # texts that are looked at together: what is said of them stays 
 
 
 class Found(NamedTuple):
-    """The language of a text (ISO 639), the probability of the languages that it is confused with and itself, the script (ISO 15924)."""
+    """The language of a text (ISO 639), the summed probability of its group of confusable languages, and its script (ISO 15924)."""
 
     language: str
     score: float
@@ -76,10 +76,10 @@ class Found(NamedTuple):
 
 
 class Voters(NamedTuple):
-    """`languages`: all codes; `places` of them; `columns` int64: where each label of the n-grams' classifier stands among them;
-    `by_language`: the labels by language, int64, and where each language's begin;
-    `cld2`, `lid` float64[n]: what each says of a language by not naming it; `rare` float64[n]: what it costs that neither knows it;
-    `group` int64[n]: confusable ones are equal; `alone`: number of a script → the only language that is written in it."""
+    """Languages of the three voters. `places`: index of each code in `languages`; `columns` int64: index of each label of the n-grams'
+    classifier; `by_language`: labels sorted by language, int64, and where each language begins; `cld2`, `lid` float64[n]: evidence for a
+    language that the voter does not name; `rare` float64[n]: cost of a language that neither knows; `group` int64[n]: equal for confusable
+    languages; `alone`: script number → the only language written in it."""
 
     languages: tuple[str, ...]
     places: dict[str, int]

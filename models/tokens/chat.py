@@ -149,7 +149,8 @@ class ChatFormat(Vocabulary):
         return True
 
     def _encoded(self, prompt: str, answer: str, mark: str | None, turn: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-        """Return the ids of prompt and answer, and the answer's characters; the answer apart where both fuse at their border."""
+        """Return the ids of prompt and answer, and the answer's character spans; the answer is encoded apart if a token would cross the
+        border."""
         prompt_ids, _ = self.encode_markup(prompt, mark)
         ids, spans = self.encode_markup(prompt + answer, mark)
         if ids[: len(prompt_ids)] == prompt_ids:

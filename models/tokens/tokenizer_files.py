@@ -140,7 +140,7 @@ def _generation(folder: Path) -> dict[str, Any]:
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return the chat template, or several by name; a file of its own counts before the configuration's."""
+    """Return the chat template, or several by name; template files take precedence over the configuration's."""
     template = config.get("chat_template")
     named = {entry["name"]: entry["template"] for entry in template} if isinstance(template, list) else {}
     if isinstance(template, str):
