@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -87,8 +88,9 @@ class Process:
         """End the process if it runs; return its exit status."""
         popen, self._popen = self._popen, None
         self.known.clear()
-        if popen is not None and popen.poll() is None:
-            _wait_briefly(popen)
+        if popen is not None:
+            with suppress(subprocess.TimeoutExpired):
+                popen.wait(0.5)  # one that is ending keeps its own status
         self._close()
         return 0 if popen is None else int(popen.returncode)
 
@@ -96,19 +98,7 @@ class Process:
 _processes: weakref.WeakSet[Process] = weakref.WeakSet()
 
 
-def _begin_anew() -> None:
-    for process in _processes:
-        process._begin()
-
-
-os.register_at_fork(after_in_child=_begin_anew)
-
-
-def _wait_briefly(popen: subprocess.Popen[bytes]) -> None:
-    try:
-        popen.wait(0.5)
-    except subprocess.TimeoutExpired:
-        popen.kill()
+os.register_at_fork(after_in_child=lambda: [process._begin() for process in _processes])
 
 
 def _kill(popen: subprocess.Popen[bytes]) -> None:

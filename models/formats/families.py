@@ -9,26 +9,17 @@ are stacked, on disk each expert has its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from puna.models.bounds import check_numbers
-from puna.models.config import Mla, ModelConfig
+from puna.models.config import Mla, ModelConfig, ModelType
 from puna.models.settings import problems
 
-PREFIX = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "mixtral": "Mixtral",
-    "qwen3_moe": "Qwen3Moe",
-    "deepseek_v3": "DeepseekV3",
-    "puna": "Puna",
-}
+MODEL_TYPES = get_args(ModelType)
 SUFFIX = {"lm": "ForCausalLM", "scalar": "ForSequenceClassification"}
 # What a checkpoint may ask for and this decoder does not compute: name -> the values it does, default last.
 PLAIN: dict[str, tuple[Any, ...]] = {
@@ -46,16 +37,16 @@ AWQ_PARTS = ("qweight", "qzeros", "scales")
 
 def architecture(model_type: str, head: str) -> str:
     """Return the name of transformers' class for a family with an `lm` or a `scalar` head."""
-    return PREFIX[model_type] + SUFFIX[head]
+    return model_type.title().replace("_", "") + SUFFIX[head]
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Return the shape in a Hugging Face configuration of any family in `PREFIX`. Raises ValueError, naming the field, for what is missing
+    """Return the shape in a Hugging Face configuration of any family in `MODEL_TYPES`. ValueError, naming the field, for what is missing
     or not computed here."""
     check_numbers(raw)
     kind = raw.get("model_type") or "llama"
-    if kind not in PREFIX:
-        raise ValueError(f"model_type = {kind!r} is not supported (only {', '.join(PREFIX)})")
+    if kind not in MODEL_TYPES:
+        raise ValueError(f"model_type = {kind!r} is not supported (only {', '.join(MODEL_TYPES)})")
     for name, plain in PLAIN.items():
         if raw.get(name, plain[-1]) not in plain:
             raise ValueError(f"{name} = {raw[name]!r} is not supported (only {plain[0]!r})")
