@@ -98,7 +98,12 @@ class Process:
 _processes: weakref.WeakSet[Process] = weakref.WeakSet()
 
 
-os.register_at_fork(after_in_child=lambda: [process._begin() for process in _processes])
+def _begin_anew() -> None:
+    for process in _processes:
+        process._begin()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _kill(popen: subprocess.Popen[bytes]) -> None:
