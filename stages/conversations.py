@@ -35,6 +35,7 @@ class BadRow(PunaError):
     def __reduce__(self) -> tuple[type[BadRow], tuple[str, str]]:
         return type(self), (self.rule, str(self))
 
+
 ROLES = ("system", "user", "assistant", "tool")
 
 

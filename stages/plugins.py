@@ -110,7 +110,6 @@ def is_offered(module: str) -> bool:
 
 
 def _at(path: Path) -> tuple[str, Path]:
-    """Return a file's module name and the file, and make its folder importable."""
     file = path.expanduser().resolve()
     name = file.stem
     if not file.is_file():
@@ -139,7 +138,6 @@ def _forget() -> None:
 
 
 def _error_text(error: BaseException) -> str:
-    """Return the error and its file and line."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen") and f.filename != __file__]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and "importlib" not in frames[-1].filename else ""
     return f"{type(error).__name__}: {str(error).strip() or 'no message'}{where}"

@@ -61,7 +61,6 @@ def block_lists(inputs: list[External], config: BlockListsConfig, run: StageRun)
 
 
 def _jobs(inputs: list[External], config: BlockListsConfig) -> Iterator[Job]:
-    """Yield the files to read."""
     seen: set[str] = set()
     for external in sorted(inputs, key=lambda external: (external.name, external.data_digest)):
         if not external.files:
@@ -84,7 +83,6 @@ def _kind(path: PurePosixPath) -> str:
 
 
 def _read(job: Job) -> tuple[pa.Table, list[tuple[int, str, str]]]:
-    """Return the entries of one file, and number, fault and text of the lines that are none."""
     with job.file.open() as handle, unpacked(handle, job.file.name) as content:
         lines = content.read().decode("utf-8", "replace").splitlines()
     entries, bad = parsed(lines, job.kind)

@@ -102,7 +102,6 @@ def code_reasoning(documents: Documents, classifier: Classifier, config: CodeRea
 
 
 def _score(documents: pa.Table, classifier: Artifact) -> pa.Table:
-    """Return signals of a part."""
     about = trained(classifier, "code_reasoning")
     rows = about.scored(documents)
     chosen = documents.take(pa.array(rows, pa.int64()))
@@ -156,7 +155,6 @@ def _label(kind: str, found: Technical, config: TrainCodeReasoningConfig) -> boo
 
 
 def _graded(labels: list[Artifact]) -> dict[str, Artifact]:
-    """Return kind → the signals with its grades."""
     result = {}
     for kind in KINDS:
         name = JUDGEMENT.format(kind)

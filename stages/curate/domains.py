@@ -174,13 +174,11 @@ def domains(documents: Documents, classifier: Classifier, config: DomainsConfig,
 
 
 def _seeds(documents: pa.Table, config: TrainDomainsConfig) -> Labels:
-    """Return the label of each document."""
     counts = seed_counts(documents["text"], config.max_characters)
     return {NAME: [seed_label(counter, config.min_seeds, config.max_second) for counter in counts]}
 
 
 def _type(table: pa.Table, classifier: Artifact) -> tuple[pa.Table, dict[str, int]]:
-    """Return signals of a part, and its documents by type."""
     model: Trained = trained(classifier, "domains")
     rule = model.about.settings or {}
     ids = table["id"].to_pylist()
@@ -208,7 +206,6 @@ def _type(table: pa.Table, classifier: Artifact) -> tuple[pa.Table, dict[str, in
 
 
 def _report_labels(run: StageRun, found: Scores) -> None:
-    """Report the recall of the classifier alone on labelled documents that it did not see."""
     run.metric("labelled", int(found.confusion.sum()))
     run.metric("agreement", int(found.confusion.trace()) / int(found.confusion.sum()))
     for name, row, right in zip(found.labels, found.confusion.sum(axis=1).tolist(), found.confusion.diagonal().tolist(), strict=True):

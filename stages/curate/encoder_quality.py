@@ -136,7 +136,6 @@ def _digest(model: Artifact | None, encoder: External | None) -> str:
 
 
 def _examples(part: Part, labels: Artifact | None, place: Place, config: TrainEncoderQualityConfig) -> pa.Table:
-    """Return the labelled documents of a part, whether they are good, and their vectors."""
     table = part.read()
     ids, sources = table["id"].to_pylist(), table["source"].to_pylist()
     good: dict[str, bool] = {i: source in config.positive_sources for i, source in zip(ids, sources, strict=True)}
@@ -153,7 +152,6 @@ def _examples(part: Part, labels: Artifact | None, place: Place, config: TrainEn
 
 
 def _score(part: Part, classifier: Artifact, place: Place) -> pa.Table:
-    """Return the quality of a part's documents."""
     table, about = part.read(), read_about(classifier.path())
     rows = [row for row, source in enumerate(table["source"].to_pylist()) if source not in about.exempt_sources]
     chosen = table.take(pa.array(rows, pa.int64()))

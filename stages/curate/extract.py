@@ -116,7 +116,6 @@ def extract(pages: Pages, config: ExtractConfig, run: StageRun) -> None:
 
 
 def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
-    """Return documents and dropped rows of a part of `pages`."""
     kept: list[int] = []
     titles: list[str | None] = []
     texts: list[bytes] = []
@@ -191,7 +190,6 @@ def _read(pages: dict[int, _Parsed], config: ExtractConfig) -> dict[int, _Found 
 
 
 def _of_text(body: bytes, media: str, charset: str | None, config: ExtractConfig) -> _Found:
-    """Return plain text and code as they are; raises Unreadable."""
     if not media.startswith("text/"):
         raise Unreadable("extract_content_type", f"no text is known in {media}")
     wide = body.startswith(WIDE_MARKS) or (charset or "").startswith("utf-16")
@@ -202,7 +200,6 @@ def _of_text(body: bytes, media: str, charset: str | None, config: ExtractConfig
 
 
 def _readable(text: str, config: ExtractConfig) -> bytes:
-    """Return the text in UTF-8; raises Unreadable where there is nothing to read."""
     if not text.strip():
         raise Unreadable("extract_empty", "there is no text")
     bad = text.count("\ufffd") / len(text)
@@ -236,7 +233,6 @@ def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> _Parsed
 
 
 def _by_model(parsed: list[_Parsed], config: ExtractConfig) -> list[_Found | Exception]:
-    """Return the content that the model takes of pages, alone or together with Resiliparse."""
     pages, measures = read_pages([page.html for page in parsed], config.max_depth, config.max_blocks)
     keep = content(pages, load(), config.headline)
     origins: list[Origin | None] = [None] * len(parsed)
@@ -261,7 +257,6 @@ def _by_model(parsed: list[_Parsed], config: ExtractConfig) -> list[_Found | Exc
 
 
 def _check_measures(depth: int, blocks: int, config: ExtractConfig) -> None:
-    """Refuse a page whose tree is beyond the bounds."""
     if depth > config.max_depth:
         raise Unreadable("extract_too_deep", "the elements are nested too deep", float(depth), float(config.max_depth))
     if blocks > config.max_blocks:
@@ -269,7 +264,6 @@ def _check_measures(depth: int, blocks: int, config: ExtractConfig) -> None:
 
 
 def _check_burden(html: bytes, config: ExtractConfig) -> Burden:
-    """Refuse a page that would take a parser too much time or memory."""
     result = burden(html)
     tags, depth, attributes, copies, _ = result
     if depth > config.max_depth:

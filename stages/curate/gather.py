@@ -58,7 +58,6 @@ def _named(given: tuple[Part, int, str]) -> tuple[pa.Table, int]:
 
 
 def _once(rows: pa.Table) -> tuple[dict[str, pa.Table], int]:
-    """Return the documents of a range of ids, each once, and the number of repetitions."""
     rows = rows.sort_by([("id", "ascending"), ("fetched_at", "descending"), ("input", "ascending")])
     ids = rows["id"].to_pylist()
     first = np.array([at == 0 or ids[at] != ids[at - 1] for at in range(len(ids))], bool)

@@ -148,13 +148,11 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
 
 
 def _expected(job: tuple[str, np.random.Generator]) -> NDArray[np.float64]:
-    """Return the divergence of random texts of a corpus, whose counts lie in a file."""
     file, generator = job
     return Corpus.of(np.load(file)).expected(generator)
 
 
 def _report(run: StageRun, quantiles: dict[str, dict[float, float]], words: dict[str, int], expected: dict[str, Any]) -> None:
-    """Record the distribution of the signals whose thresholds have no published value."""
     series: dict[str, list[tuple[Any, float]]] = {}
     for name, results in quantiles.items():
         for quantile in QUANTILES if results else ():
@@ -219,7 +217,6 @@ def _why(over: pa.ChunkedArray, failed: pa.ChunkedArray, config: HeuristicsConfi
 
 
 def _scratch_file(scratch: str, ids: pa.ChunkedArray, end: str) -> Path:
-    """Return the scratch file of a part, named by its first and last id."""
     return Path(scratch) / f"measured-{of_value([ids[0].as_py(), ids[-1].as_py()])[:32]}.{end}"
 
 
@@ -274,7 +271,6 @@ def _read(file: str | Path) -> pa.Table:
 
 
 def _language_counts(table: pa.Table) -> dict[str, tuple[NDArray[np.uint32], NDArray[np.int64]]]:
-    """Return bins of the words of each language, and how often each occurs."""
     names = np.array(table["_language"].to_pylist(), dtype="U")
     lengths = _lengths(table["_bins"])
     bins, counts = _flat(table["_bins"]), _flat(table["_counts"])
@@ -304,12 +300,10 @@ def _lengths(column: pa.ChunkedArray) -> NDArray[np.int64]:
 
 
 def _of_lines(table: pa.Table, column: str) -> pa.ChunkedArray:
-    """Return the document's id for each item of a column of lists."""
     return table["id"].take(pa.array(np.repeat(np.arange(table.num_rows), _lengths(table[column]))))
 
 
 def _diverge(documents: pa.Table, scratch: str, expected: dict[str, tuple[str, NDArray[np.float64]]]) -> dict[str, pa.Table]:
-    """Add the divergence to a measured part; returns the rows of `signals` and of the tables of lines."""
     table = _read(_scratch_file(scratch, documents["id"], "arrow"))
     names = np.array(table["_language"].to_pylist(), dtype="U")
     offsets = np.r_[0, np.cumsum(_lengths(table["_bins"]))]

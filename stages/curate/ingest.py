@@ -134,7 +134,6 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
 
 
 def _kinds(without: Counter[str], examples: dict[str, str]) -> str:
-    """Return the files that hold no page by ending, each with an example of why."""
     endings = sorted(without.items(), key=lambda item: (-item[1], item[0]))[:ENDINGS_SHOWN]
     more = f"; {len(without) - len(endings)} more endings" if len(without) > len(endings) else ""
     return "".join(f"; {count:,} {ending} ({examples[ending]})" for ending, count in endings) + more
@@ -183,12 +182,10 @@ HINTS = {
 
 
 def _why(rules: Counter[str]) -> str:
-    """Return the outcomes of records, for an error message."""
     return f": {', '.join(f'{count} {rule}' for rule, count in rules.most_common())}{_hints(rules)}" if rules else ""
 
 
 def _hints(rules: Container[str]) -> str:
-    """Return what a user may do about the rules that took records."""
     return "".join(f"; {hint}" for rule, hint in HINTS.items() if rule in rules)
 
 
@@ -245,7 +242,6 @@ def _first(job: Job, config: IngestConfig) -> bool | Rejected:
 
 
 def _rows(job: Job, handle: BinaryIO, name: str, config: IngestConfig) -> Iterator[Page | Rejected]:
-    """Yield the records of a file of JSON, CSV or TSV, which messages call `name`."""
     kind = "json" if job.format == "jsonl" else job.format
     return readers.read_table(handle, job.source, name, kind, config.columns_of(job.source), ROW_BYTES * config.max_body_bytes)
 
@@ -290,7 +286,6 @@ def _format(file: ExternalFile) -> str:
 
 
 def _begins(head: bytes, magic: bytes) -> bool:
-    """True if a file, packed by gzip or not, begins with `magic`."""
     if head.startswith(GZIP_MAGIC):
         with contextlib.suppress(zlib.error):
             head = zlib.decompressobj(31).decompress(head, len(magic))

@@ -195,7 +195,6 @@ def _graded(
     """Grade of each chosen document and probability of a proper answer. A GPU is driven by this process, CPUs by the workers."""
     import torch
 
-
     batches = enumerate(_batches(documents, chosen, config.batch_documents))
     total = -(-len(chosen) // config.batch_documents)
     if torch.cuda.is_available():

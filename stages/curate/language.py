@@ -83,7 +83,6 @@ def language(documents: Documents, classifier: Classifier | None, config: Langua
 def _identify(
     documents: pa.Table, classifier: Artifact | None, config: LanguageConfig
 ) -> tuple[pa.Table, tuple[list[tuple[str, str, int]], list[tuple[str, str, str]]]]:
-    """Return signals of a part; and its languages and scripts, with the number of documents, and what failed."""
     if classifier is not None:
         trained(classifier, "language")
     names = Names.of(config.rows) if config.rows else shipped_names()
@@ -128,7 +127,6 @@ def _signals(ids: pa.ChunkedArray, found: list[Found]) -> pa.Table:
 
 
 def _classified(classifier: Artifact, identity: str, seen: str, names: Names) -> Found:
-    """Return the languages that the user's own classifier finds."""
     model = trained(classifier, "language")
     results = model.probabilities([identity], pa.array([seen]))[0]
     codes, known = [names.canonical(name) for name in model.classes], names.groups

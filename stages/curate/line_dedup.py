@@ -107,7 +107,6 @@ def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> 
 
 
 def _sizes(rows: int, size: int) -> dict[int, int]:
-    """Return documents of each bucket."""
     return {bucket: min(size, rows - bucket * size) for bucket in range(-(-rows // size))}
 
 
@@ -152,7 +151,6 @@ def _frequent(
 def _remove(
     documents: pa.Table, frequent: pa.Table, config: LineDedupConfig, sizes: dict[int, int], shown: dict[int, int]
 ) -> dict[str, pa.Table]:
-    """Return documents of a part without the frequent pieces, what was removed, and the documents of which nothing is left."""
     row, place, bucket, hashes, occurrences, first = (
         frequent[name].to_numpy() for name in ("row", "place", "bucket", "hash", "occurrences", "first")
     )

@@ -65,7 +65,6 @@ def minhash_dedup(documents: Documents, signals: Signals | None, config: Minhash
 
 
 def _members(run: StageRun, documents: Artifact, parts: list[Part], config: MinhashDedupConfig) -> Exchange:
-    """Return the candidates of each part."""
     size = KEY_BYTES * config.bands * documents.rows()
     keys = run.exchange(_keys, parts, config, config.chosen_device(), by="key", partitions=partitions(size))
     edges = run.exchange(_edges, keys.filled, by="all", partitions=1)
@@ -94,7 +93,6 @@ def _keys(part: Part, config: MinhashDedupConfig, device: Any) -> Iterator[pa.Ta
 
 
 def _edges(keys: Partition) -> pa.Table:
-    """Return neighbours among the documents that share a key."""
     from puna.stages.curate.minhash.near_duplicates import edges
 
     rows = keys.read()
@@ -145,7 +143,6 @@ def _candidates(item: tuple[Part, Partition], signals: Artifact | None, config: 
 
 
 def _decided(component: Partition, config: MinhashDedupConfig) -> tuple[pa.Table, dict[str, int]]:
-    """Return the documents of some whole components that go."""
     rows = component.read()
     if not rows.num_rows:
         return DECIDED.empty_table(), {"clusters": 0, "saved": 0}
@@ -154,7 +151,6 @@ def _decided(component: Partition, config: MinhashDedupConfig) -> tuple[pa.Table
 
 
 def _whole(parts: list[Part], signals: Artifact | None, config: MinhashDedupConfig, device: Any) -> tuple[pa.Table, dict[str, int]]:
-    """Return the documents that go of a small corpus, and how many are candidates."""
     table = pa.concat_tables(part.read() for part in parts)
     results, candidates = at_once(table, signals, config, device)
     evidence, info = _evidence(results, table["id"], config)
@@ -162,7 +158,6 @@ def _whole(parts: list[Part], signals: Artifact | None, config: MinhashDedupConf
 
 
 def _evidence(found: Found, ids: pa.ChunkedArray, config: MinhashDedupConfig) -> tuple[pa.Table, dict[str, int]]:
-    """Return the evidence as a table of DECIDED, and its counts."""
     detail = [config.detail(ids[kept].as_py(), words) for kept, words in zip(found.kept.tolist(), found.new_words.tolist(), strict=True)]
     columns = {"id": ids.take(pa.array(found.removed)), "kept_id": ids.take(pa.array(found.kept)), "similarity": found.similarity}
     table = pa.table({**columns, "detail": pa.array(detail, pa.string())}, schema=DECIDED)

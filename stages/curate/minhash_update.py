@@ -121,7 +121,6 @@ class Members(NamedTuple):
 
 
 def _gathered(indices: list[Index], members: Members, name: str) -> NDArray[Any]:
-    """Return the rows of one array of the indices."""
     return np.concatenate([getattr(index, name)[members.row[members.segment == s]] for s, index in enumerate(indices)])
 
 
@@ -144,7 +143,6 @@ def _affected(indices: list[Index], config: MinhashDedupConfig) -> Members:
 
 
 def _decided(indices: list[Index], members: Members, config: MinhashDedupConfig) -> tuple[list[str], Found]:
-    """Return ids of the members, and what happens to them, with members' numbers as rows."""
     from puna.stages.curate.minhash import near_duplicates
 
     names = [index.ids() for index in indices]

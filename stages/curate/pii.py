@@ -47,7 +47,6 @@ def pii(documents: Documents, config: PiiConfig, run: StageRun) -> None:
 
 
 def _mask(documents: pa.Table, config: PiiConfig) -> dict[str, pa.Table]:
-    """Return masked documents of a part, how much was masked in each, and what was dropped."""
     ids, texts = documents.column("id"), documents.column("text")
     sizes = pc.binary_length(texts).to_numpy()
     in_code = np.asarray(pc.is_in(documents.column("source"), pa.array(config.code_sources, pa.string())))

@@ -42,7 +42,6 @@ def needs(config: QualityConfig, facts: Facts) -> list[str]:
 
 
 def _lacking(config: QualityConfig, language: bool) -> list[str]:
-    """Return the needs of Puna's own model that are not met."""
     classes = f"positive={config.positive!r}: the model that comes with Puna has no classes; give a classifier, or leave positive out"
     return [*([] if language else [LANGUAGES]), *([] if config.positive == GOOD else [classes])]
 
@@ -93,7 +92,6 @@ def write_scores(
 
 
 def _ranked(scores: Partition, language: Artifact | None, share: float) -> tuple[pa.Table, tuple[int, float]]:
-    """Return all scores with their ranks."""
     results = scores.read()
     values = np.array(results["quality"].combine_chunks().to_numpy(zero_copy_only=False), np.float64)
     scored = ~np.isnan(values)

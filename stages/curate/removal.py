@@ -40,7 +40,6 @@ def remove(
 
 
 def _remove(documents: pa.Table, decided: pa.Table, method: str, rule: str, threshold: float | None) -> dict[str, Any]:
-    """Return the kept documents of a part, and the evidence for the others."""
     ids, kept, similarity = decided["id"], decided["kept_id"], decided["similarity"]
     count = len(ids)
     evidence = {"id": ids, "kept_id": kept, "method": pa.repeat(method, count), "similarity": similarity, "cluster": kept}

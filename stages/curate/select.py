@@ -234,7 +234,6 @@ def _lines_lacking(rules: LineRules | None, carried: Sequence[Collection[str]]) 
 
 
 def _lines_read(rules: LineRules | None) -> list[str]:
-    """Return the tables of lines that the rules read."""
     if rules is None:
         return []
     asked = (rules.max_ngram_coverage is not None, rules.final_punctuation or rules.min_line_words > 0)
@@ -251,7 +250,6 @@ def _select(
     named: list[str],
     *signals: pa.Table,
 ) -> dict[str, pa.Table]:
-    """Return the kept documents of a part, the dropped ones' rules, and the removed lines."""
     table = documents.select(["id", "source"])
     for name, of in zip(named, signals, strict=True):
         results = _aligned(of, documents["id"], name)
@@ -270,7 +268,6 @@ def _select(
 
 
 def _nothing_left(ids: pa.ChunkedArray, schema: pa.Schema) -> pa.Table:
-    """Return rows of `dropped` for documents that lost all lines."""
     rows = [{"id": identity, "rule": "lines", "detail": "no line was left"} for identity in ids.to_pylist()]
     return pa.Table.from_pylist(rows, schema=schema)
 

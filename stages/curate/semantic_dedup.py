@@ -69,7 +69,6 @@ def semantic_dedup(documents: Documents, model: Model | None, encoder: External 
 
 
 def _words(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Return hashes of the normal words of all texts, and the documents' offsets in them."""
     from puna.kernels.text.normal_words import shingle_hashes
     from puna.kernels.text.shingles import normal
     from puna.kernels.text.strings import buffers
@@ -78,7 +77,6 @@ def _words(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.int64
 
 
 def _frequency(part: Part, config: SemanticDedupConfig) -> pa.Table:
-    """Return the number of documents of a part in which each bucket of the vocabulary occurs."""
     from puna.kernels.text.projection import document_frequency
 
     frequency = np.zeros(config.buckets, np.int64)
@@ -89,7 +87,6 @@ def _frequency(part: Part, config: SemanticDedupConfig) -> pa.Table:
 
 
 def _weights(counts: Partition, documents: int, config: SemanticDedupConfig) -> pa.Table:
-    """Return the inverse document frequency of each bucket."""
     frequency = np.zeros(config.buckets, np.int64)
     for table in counts.tables():
         frequency[table["bucket"].to_numpy()] += table["documents"].to_numpy()
@@ -102,7 +99,6 @@ def _weight(weights: Partition) -> NDArray[np.float64]:
 
 
 def _projected(job: tuple[int, Part], weights: Partition, config: SemanticDedupConfig) -> pa.Table:
-    """Return projected TF-IDF vectors of the documents of a part that are long enough."""
     from puna.kernels.text.projection import project
 
     table = job[1].read()
@@ -113,7 +109,6 @@ def _projected(job: tuple[int, Part], weights: Partition, config: SemanticDedupC
 
 
 def _encoded(job: tuple[int, Part], place: Place, config: SemanticDedupConfig) -> pa.Table:
-    """Mean hidden states of the documents of a part that are long enough."""
     table = job[1].read()
     counts = np.diff(_words(table["text"])[1])
     compared = np.flatnonzero(counts >= config.min_words)
@@ -122,7 +117,6 @@ def _encoded(job: tuple[int, Part], place: Place, config: SemanticDedupConfig) -
 
 
 def _vectors(number: int, table: pa.Table, words: NDArray[np.int64], vectors: NDArray[np.float32]) -> pa.Table:
-    """Return documents with their vectors [n, D], number of words and time of fetching."""
     values = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel(), pa.float32()), vectors.shape[1])
     part = np.full(len(words), number, np.int32)
     return pa.table({"part": part, "id": table["id"], "words": words, "fetched": table["fetched_at"].cast(pa.int64()), "vector": values})
@@ -172,7 +166,6 @@ def _drawn(job: tuple[Partition, NDArray[np.int64]], common: NDArray[np.float64]
 
 
 def _sums(vectors: Partition, common: NDArray[np.float64] | None, centers: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the sums of the vectors of each cluster, float64[C, D]."""
     own = _read(vectors.read(), common)
     sums = np.zeros(centers.shape, np.float64)
     np.add.at(sums, np.argmax(own @ centers.T, axis=1), own)

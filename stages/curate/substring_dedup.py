@@ -51,7 +51,6 @@ def substring_dedup(documents: Documents, config: SubstringDedupConfig, run: Sta
 
 
 def _found(texts: pa.ChunkedArray, config: SubstringDedupConfig) -> tuple[Any, ...]:
-    """Return `window_hashes` of texts, and their bytes."""
     from puna.kernels.text.strings import buffers
     from puna.kernels.text.windows import window_hashes
 
@@ -60,7 +59,6 @@ def _found(texts: pa.ChunkedArray, config: SubstringDedupConfig) -> tuple[Any, .
 
 
 def _windows(part: Part, config: SubstringDedupConfig) -> Iterator[pa.Table]:
-    """Hash, document and number of the windows of a part's documents."""
     for block in part.split():
         table = block.read()
         rows = np.flatnonzero(~np.asarray(pc.is_in(table["source"], pa.array(config.exempt_sources, pa.string()))))
@@ -95,7 +93,6 @@ def _named(item: tuple[ShardRows, Partition], starts: NDArray[np.int64]) -> pa.T
 
 
 def _cut(documents: pa.Table, repeated: pa.Table, config: SubstringDedupConfig) -> dict[str, pa.Table]:
-    """Return the documents of a part without their repeated passages."""
     repeated = repeated.sort_by([("row", "ascending"), ("window", "ascending")])
     row, window = (repeated[name].to_numpy() for name in ("row", "window"))
     rows, first = np.unique(row, return_index=True)

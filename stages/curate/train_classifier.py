@@ -137,7 +137,6 @@ def classify(documents: Documents, classifier: Classifier, config: ClassifyConfi
 
 
 def _classify(documents: pa.Table, classifier: Artifact) -> pa.Table:
-    """Return signals of a part."""
     about = trained(classifier, "classify")
     ids, rows = documents["id"].to_pylist(), about.scored(documents)
     names: list[str | None] = [None] * len(ids)

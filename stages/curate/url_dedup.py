@@ -34,7 +34,6 @@ def url_dedup(documents: Documents, config: UrlDedupConfig, run: StageRun) -> No
 
 
 def _addresses(part: Part, config: UrlDedupConfig) -> pa.Table:
-    """Return id, time and comparable address of the rows of one part."""
     table = part.read()
     addresses = table.column("url").to_pylist()
     address = [urls.normalized(url) for url in addresses] if config.normalize else addresses
@@ -44,7 +43,6 @@ def _addresses(part: Part, config: UrlDedupConfig) -> pa.Table:
 
 
 def _older(addresses: Partition) -> pa.Table:
-    """Return the documents of some addresses that are not the newest."""
     rows = addresses.read()
     # newest first within an address; the id breaks ties
     rows = rows.sort_by([("address", "ascending"), ("fetched_at", "descending"), ("id", "ascending")])

@@ -83,7 +83,6 @@ def url_filter(documents: Documents, lists: list[Lists] | None, config: UrlFilte
 
 
 def _save(folder: Path, places: dict[str, str]) -> tuple[str, str, list[str]]:
-    """Write the hashes of places and the numbers of their rules; returns the files and the rules' names."""
     rules = sorted(set(places.values()))
     number = {rule: at for at, rule in enumerate(rules)}
     hashes = np.array([xxh64_intdigest(place.encode()) for place in places], np.uint64)
@@ -95,7 +94,6 @@ def _save(folder: Path, places: dict[str, str]) -> tuple[str, str, list[str]]:
 
 
 def _filter(documents: pa.Table, rules: Rules) -> dict[str, Any]:
-    """Return the kept documents and the dropped rows of a part."""
     verdicts = judge(documents.column("url").to_pylist(), rules)
     names = ("rule", "detail", "value", "threshold")
     dropped: list[dict[str, Any]] = [
@@ -174,13 +172,11 @@ def _wordy(url: str, address: urls.Address, rules: Rules) -> Verdict | None:
 
 
 def _prefixes(name: str, path: str) -> list[str]:
-    """Return `name/a`, `name/a/b`, … for the folders of a path, as deep as lists go."""
     parts = [part for part in path.split("/") if part]
     return ["/".join([name, *parts[: i + 1]]) for i in range(min(len(parts), DEPTH))]
 
 
 def _add(places: dict[str, str], rule: str, lines: Iterable[str], where: str) -> None:
-    """Put the entries of a list into `places`; an entry keeps the first list that names it."""
     entries, bad = parsed(lines)
     if bad:
         number, fault, text = bad[0]

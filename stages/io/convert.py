@@ -108,7 +108,6 @@ def split_of(plan: Plan, row: Fields) -> str | None:
 
 
 def _context(plan: Plan, row: Fields) -> list[Message]:
-    """Return the context of a row: a prompt (text, messages, an HH dialogue), an instruction with its input, or messages."""
     if "prompt" in plan.columns:
         value, field = plan.get(row, "prompt"), plan.name("prompt")
         if isinstance(value, str) and turns.is_dialogue(value):
@@ -143,7 +142,6 @@ def _one_answer(found: Sequence[Message], field: str) -> Message:
 
 
 def _with_system(plan: Plan, row: Fields, found: list[Message]) -> list[Message]:
-    """Put the row's own system message, if any, before the messages."""
     system = plan.get(row, "system")
     if system is None or (isinstance(system, str) and not system.strip()):
         return found
@@ -153,7 +151,6 @@ def _with_system(plan: Plan, row: Fields, found: list[Message]) -> list[Message]
 
 
 def _tools(plan: Plan, row: Fields) -> str | None:
-    """Return the row's tools as JSON text."""
     value = plan.get(row, "tools")
     if isinstance(value, str):
         value = turns.parsed(value, plan.name("tools")) if value.strip() else None
@@ -195,7 +192,6 @@ def _pair(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
 
 
 def _others(value: Any, field: str) -> list[Message]:
-    """Return the further answers of a ranking: messages of the assistant, each with its rank."""
     found = turns.messages(value, field)
     for number, one in enumerate(found):
         _one_answer([one], f"{field}.{number}")

@@ -68,7 +68,6 @@ def _rows(artifact: Artifact) -> Iterator[Row]:
 
 
 def _rest(row: Row) -> Row:
-    """Return the row's other columns, without empty ones."""
     done = ("messages", "tools", "others", *SIDES)
     return {name: value for name, value in row.items() if name not in done and value is not None}
 

@@ -44,14 +44,12 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", 
 
 
 def _copy(artifact: Artifact, part: Path) -> None:
-    """Copy the files of Hugging Face's layout."""
     for path in sorted(artifact.path().iterdir()):
         if path.suffix in LAYOUT and path.name not in LEFT:
             shutil.copyfile(path, part / path.name)
 
 
 def _copy_adapter(artifact: Artifact, part: Path) -> None:
-    """Copy the adapters' configuration and weights."""
     kept = [name for name in artifact.manifest.files if name.startswith("adapter/")]
     if not kept:
         raise PunaError(

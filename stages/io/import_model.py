@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 
-
 def local_folder(files: External, scratch: Path) -> Path:
     """Return the folder of the files, or the only file; remote files are fetched to the scratch folder."""
     places = {file.name: file.local() for file in files.files}
@@ -116,7 +115,6 @@ def _with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
 
 
 def _check(network: Transformer, tokenizer: Tokenizer, uri: str) -> None:
-    """Raise PunaError if tokenizer, embeddings and template do not fit each other."""
     from puna.models.tokens.chat import PROBE, ChatError
 
     rows = network.config.vocab_size
@@ -137,7 +135,6 @@ def _check(network: Transformer, tokenizer: Tokenizer, uri: str) -> None:
 
 
 def _description(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict[str, float | int | str]:
-    """Return metrics that describe the checkpoint."""
     from puna.models.tokens.tokenizer_files import SAMPLING
 
     shape, sampling = network.config, ("do_sample", "max_new_tokens", *SAMPLING)
@@ -162,7 +159,6 @@ def _description(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict
 
 
 def _local(model: External, scratch: Path) -> Path:
-    """Return the folder or GGUF file on this machine."""
     if model.uri.startswith("hf://") and not model.files:
         return _chosen(snapshot("import_model", model.uri, scratch / "hub", _needed), model.uri)
     if len(model.files) == 1 and not model.files[0].name.endswith(".gguf"):
@@ -175,7 +171,6 @@ def _needed(names: list[str]) -> tuple[str, ...]:
 
 
 def _chosen(path: Path, uri: str) -> Path:
-    """Return a folder in Hugging Face's layout, or else the folder's only GGUF file."""
     if path.suffix == ".gguf" or (path / "config.json").is_file():
         return path
     files = sorted(path.glob("*.gguf"))

@@ -144,7 +144,6 @@ def _rows(job: Job, config: ImportConfig) -> Iterator[Row | Fault]:
 
 
 def _planned(kind: str, layout: str, name: str, jobs: Sequence[Job], config: ImportConfig) -> tuple[Plan | None, dict[str, Any]]:
-    """Return an input's layout by the first rows of its files, and an example row; None if it has no rows."""
     sample: list[dict[str, Any]] = []
     fault: Fault | None = None
     for job in jobs:
@@ -223,7 +222,6 @@ def _records(kind: str, rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def _taken(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -> dict[str, Any] | Fault:
-    """Return the row of the table, or the fault that drops it."""
     fields: dict[str, Any] = _without_nulls(row.fields) if job.format in COLUMNAR else row.fields
     try:
         values = convert.CONVERT[kind](plan, fields)

@@ -54,9 +54,7 @@ def import_instructions(inputs: list[External], config: ImportInstructionsConfig
 class ImportDocumentsConfig(ImportConfig):
     """Settings of an import of documents."""
 
-    layout: Literal["auto", "text"] = Field(
-        "auto", description="Layout of the rows; auto looks for one and stops where several fit"
-    )
+    layout: Literal["auto", "text"] = Field("auto", description="Layout of the rows; auto looks for one and stops where several fit")
 
 
 @stage(kind="documents")

@@ -155,7 +155,6 @@ def _check_meaning(kind: str, plan: Plan, rows: Sequence[Fields], where: str) ->
 
 
 def _present(field: str, rows: Sequence[Fields], given: Mapping[str, str]) -> list[str]:
-    """Return the columns that may hold a field."""
     if field in given:
         return [given[field]]
     return [name for name in NAMES[field] if any(row.get(name) is not None for row in rows) and name not in given.values()]
@@ -192,9 +191,7 @@ def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str
     for field in fields:
         found = [name for name in _present(field, rows, given) if name not in columns.values()]
         if len(found) > 1 and (field in needed or field == "reference"):
-            raise PunaError(
-                f"{where}: {field} may be {' or '.join(found)}; say which, for example --columns {field}={found[0]}"
-            )
+            raise PunaError(f"{where}: {field} may be {' or '.join(found)}; say which, for example --columns {field}={found[0]}")
         if found:
             columns[field] = found[0]
     context = [columns[field] for field in ("prompt", "messages", "instruction") if field in columns]
@@ -213,7 +210,6 @@ def _why(one: Layout, columns: Mapping[str, str], layout: str, given: Mapping[st
 
 
 def _check_values(found: Plan, rows: Sequence[Fields], where: str) -> None:
-    """Raise PunaError for ambiguous values."""
     if found.layout == "kto" and not found.declared:
         labels = [found.get(row, "label") for row in rows]
         if not any(isinstance(label, bool) or str(label).strip().lower() in ("true", "false") for label in labels):
@@ -238,9 +234,7 @@ def _unclear(kind: str, rows: Sequence[Fields], where: str, layout: str, fits: S
         example = f"--set layout={fits[0].name}"
         return f"{where}: its columns ({there}) fit several layouts of {kind}: {candidates}. Declare one, for example {example}"
     wanted = "; ".join(
-        f"{one.name} needs {' and '.join(' or '.join(need) for need in one.needs)}"
-        for one in LAYOUTS[kind]
-        if layout in ("auto", one.name)
+        f"{one.name} needs {' and '.join(' or '.join(need) for need in one.needs)}" for one in LAYOUTS[kind] if layout in ("auto", one.name)
     )
     hint = f"Say which column holds what, for example --columns {_first(kind)}=COLUMN"
     return f"{where}: its columns ({there}) fit no layout of {kind}. {wanted}. {hint}"

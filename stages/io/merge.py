@@ -40,7 +40,6 @@ def merge(model: Model, adapter: External, config: MergeConfig, run: StageRun) -
 
 
 def _folder(adapter: External, run: StageRun) -> Path:
-    """Return the adapters' folder on this machine. PunaError if a file is missing."""
     if adapter.uri.startswith("hf://") and not adapter.files:
         folder = snapshot("merge", adapter.uri, run.scratch / "hub", lambda names: FILES)
     else:

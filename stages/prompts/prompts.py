@@ -45,9 +45,7 @@ class PromptsConfig(SeededConfig):
     train: int = Field(400, ge=0, description="Training questions per task")
     heldout: int = Field(100, ge=0, description="Held-out questions per task; the same ones whatever `train` and `skip` are")
     skip: int = Field(0, ge=0, description="Training questions per task to pass over, so that rounds take disjoint slices")
-    draws: int = Field(
-        10_000, ge=1, description="Draws from each generator; the different questions among them are what is chosen from"
-    )
+    draws: int = Field(10_000, ge=1, description="Draws from each generator; the different questions among them are what is chosen from")
     heldout_fraction: float = Field(
         0.2, gt=0, lt=1, description="Share of all structures (of reasoning-gym's: of questions) set aside for held-out use, fraction"
     )
@@ -122,7 +120,6 @@ def _held_out(structures: set[str], config: PromptsConfig) -> set[str]:
 
 
 def _draws(task: Task, count: int, seed: int) -> Iterator[Drawn]:
-    """Yield `count` draws of a task's generator."""
     own = tasks.of(task.task, task.parameters)
     if own is not None:
         random = Random(seed)
@@ -140,7 +137,6 @@ def _draws(task: Task, count: int, seed: int) -> Iterator[Drawn]:
 
 
 def _draw(dataset: Any, index: int, task: Task, parameters: str) -> dict[str, Any] | None:
-    """Return one entry, None if the generator divides by zero, as basic_arithmetic does in a few draws."""
     try:
         entry: dict[str, Any] = dataset[index]
     except ZeroDivisionError:

@@ -194,17 +194,14 @@ class RecordTask(Generator):
 
 
 def _has(noun: str) -> RegularExpression:
-    """Match the noun or its plural."""
     return RegularExpression(pattern=rf"(?i)\b{noun}s?\b")
 
 
 def _sentence(characters: int) -> RegularExpression:
-    """Match a single sentence of at least so many characters, without quotations."""
     return RegularExpression(pattern=rf"[A-Z][^.!?\"“”:\n]{{{characters - 2},}}[.!]", match="whole")
 
 
 def _named(verifier: Verifier) -> dict[str, Any]:
-    """Return a verifier in the form of the prompts table."""
     own = to_json(verifier)
     return {**own, "of": [_named(part) for part in verifier.parts()]} if verifier.parts() else own
 

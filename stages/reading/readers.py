@@ -127,7 +127,6 @@ def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max
 
 
 def _of_batch(batch: Any, source: str, name: str, number: int, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
-    """Yield the pages of a Parquet file's batch whose first row is `number`."""
     import pyarrow.compute as pc
 
     place = batch.schema.get_field_index(columns.body)
@@ -146,7 +145,6 @@ def _of_batch(batch: Any, source: str, name: str, number: int, columns: Columns,
 
 
 def _are_shared_texts(kind: Any) -> bool:
-    """True for a column of dictionary-encoded texts."""
     import pyarrow as pa
 
     texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)

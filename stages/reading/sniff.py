@@ -113,7 +113,6 @@ def flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _rows(file: ExternalFile) -> Iterator[dict[str, Any]]:
-    """Yield the first rows of a file; lines that are no objects are skipped, `ingest` reports them."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -206,7 +206,6 @@ def _next_frame(handle: BinaryIO, offset: int) -> int:
 
 
 def _frames(buffer: _Buffer, max_record_bytes: int) -> Iterator[Frame]:
-    """Cut a stream of blocks into records."""
     while buffer.skip_blank():
         offset = buffer.offset
         header = buffer.header()

@@ -23,7 +23,6 @@ def embedded(texts: Sequence[str], place: Place, max_tokens: int) -> NDArray[np.
 
 
 def _own(folder: str, limit: int) -> tuple[Encode, int]:
-    """Return the pipeline's own model as an encoder."""
     import torch
 
     from puna.models.forest import Forest
@@ -40,7 +39,6 @@ def _own(folder: str, limit: int) -> tuple[Encode, int]:
 
 
 def _hugging_face(folder: str, limit: int) -> tuple[Encode, int]:
-    """Return any Hugging Face encoder, from its folder alone."""
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -62,7 +62,6 @@ def read(files: list[Path]) -> list[Text]:
 
 
 def _text(row: dict[str, object]) -> Text:
-    """Return the graded document of a row; ValueError where it is none."""
     text, grade = row["text"], float(str(row["grade"]))
     if not isinstance(text, str):
         raise ValueError(f"text is {text!r}")

@@ -172,7 +172,6 @@ class Candidates(NamedTuple):
 
 
 def _binary(array: NDArray[Any]) -> pa.Array:
-    """Return each row of an array as its bytes."""
     data = np.ascontiguousarray(array)
     width = data.nbytes // max(1, len(data))
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(data), [None, pa.py_buffer(data)])
@@ -227,6 +226,5 @@ def at_once(table: pa.Table, signals: Artifact | None, config: MinhashDedupConfi
 
 
 def _slice(blocks: list[Shingles], row: int) -> NDArray[np.uint64]:
-    """Return the shingles of a document, from the block that holds it."""
     block, place = blocks[row // BLOCK_DOCUMENTS], row % BLOCK_DOCUMENTS
     return block.hashes[block.offsets[place] : block.offsets[place + 1]]

@@ -320,7 +320,6 @@ def _resolve(
 
 @njit(cache=True, nogil=True, inline="always")
 def _similarity(both: Any, own: Any, other: Any, containment: Any) -> Any:
-    """Return the similarity of sets of `own` and `other` shingles that share `both`."""
     return both / (own if containment else own + other - both)
 
 

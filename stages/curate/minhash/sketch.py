@@ -83,7 +83,6 @@ def _datasketch_signatures(values: NDArray[np.uint64], offsets: NDArray[np.int64
 
 
 def _minhash(config: MinhashDedupConfig, values: list[int]) -> MinHash:
-    """Return the `MinHash` of hashed shingles."""
     from datasketch import MinHash
 
     mask = (1 << 64) - 1 if config.scheme == "affine64" else (1 << 32) - 1

@@ -88,13 +88,11 @@ def decide(table: pa.Table, rules: Sequence[Rule | SqlRule], languages: pa.Table
 
 
 def _by_condition(rule: SqlRule, rows: pa.Table) -> pa.Table:
-    """Return rows of `dropped` of the documents that a condition drops."""
     dropped = [sql_row(rule, row["id"], {name: row[name] for name in rule.columns}) for row in rows.to_pylist()]
     return pa.Table.from_pylist(dropped, schema=DROPPED)
 
 
 def _by_threshold(rule: Rule, rows: pa.Table, factors: Factors, at: NDArray[np.int64]) -> pa.Table:
-    """Return rows of `dropped` of the documents that a threshold drops."""
     values, count = rows[rule.drop.signal], rows.num_rows
     if pa.types.is_floating(values.type):
         values = pc.if_else(pc.is_nan(values), None, values)  # NaN stands for what was not measured

@@ -105,7 +105,6 @@ def _connection() -> duckdb.DuckDBPyConnection:
 
 
 def _nodes(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield all nodes of a syntax tree."""
     if isinstance(value, dict):
         yield value
         value = list(value.values())

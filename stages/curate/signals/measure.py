@@ -122,7 +122,6 @@ class Space(NamedTuple):
 
 
 def _space(characters: int) -> Space:
-    """Return room for documents of at most `characters` characters."""
     size = characters + 2
     table = size_for(size)
     names = Space._fields[:-1]
@@ -270,7 +269,6 @@ def _measure(
 
 @njit(cache=True)
 def _stop_words(about: Vocabulary, hashes: NDArray[np.uint64]) -> tuple[int, int]:
-    """Return distinct stop words of English, and of the language with most."""
     seen = np.zeros(len(about.stop_keys), np.bool_)
     languages = np.zeros(64, np.int64)
     for value in hashes:
@@ -288,7 +286,6 @@ def _stop_words(about: Vocabulary, hashes: NDArray[np.uint64]) -> tuple[int, int
 
 @njit(cache=True)
 def _own_stop_words(own: OwnWords, salt: np.uint64, folded: NDArray[np.uint64], space: NDArray[np.uint64]) -> tuple[int, int]:
-    """Return distinct stop words of one language, and how often they occur together."""
     seen = cleared(space, len(folded))
     results, occurrences = 0, 0
     for value in folded:
