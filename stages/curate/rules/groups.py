@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import Field
 
@@ -20,6 +20,10 @@ from puna.storage import PunaError
 
 Comparison = Literal["<", ">", "in", "not in"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Fraction | None
+Count = Annotated[int, Field(ge=0)] | None
+Ratio = Annotated[float, Field(ge=0)] | None
+Missing = Literal["drop", "keep"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,24 @@ class Drop:
 
     signal: str
     when: Comparison
-    missing: Literal["drop", "keep"] = "drop"
+    missing: Missing = "drop"
+
+
+def threshold(signal: str, when: Comparison, default: Any, description: str, missing: Missing = "drop") -> Any:
+    """Return a field marked with `Drop(signal, when, missing)`; the same as `Annotated[…, Drop(…)] = Field(default, …)`."""
+    field = Field(default, description=description)
+    field.metadata.append(Drop(signal, when, missing))
+    return field
+
+
+def below(signal: str, default: float | None, description: str, missing: Missing = "drop") -> Any:
+    """Return the threshold of a rule that drops documents with less."""
+    return threshold(signal, "<", default, description, missing)
+
+
+def above(signal: str, default: float | None, description: str, missing: Missing = "drop") -> Any:
+    """Return the threshold of a rule that drops documents with more."""
+    return threshold(signal, ">", default, description, missing)
 
 
 @dataclass(frozen=True)
@@ -100,169 +121,115 @@ class WebRules(RuleGroup):
 class LanguageRules(RuleGroup):
     """Language identification; FineWeb keeps documents of a score of at least 0.65."""
 
-    min_score: Annotated[Fraction | None, Drop("language_score", "<")] = Field(0.65, description="Minimum probability of the language")
-    languages: Annotated[tuple[str, ...] | None, Drop("language", "not in")] = Field(
-        None, description="Languages to keep (ISO 639 codes); null: all"
-    )
+    min_score: Share = below("language_score", 0.65, "Minimum probability of the language")
+    languages: tuple[str, ...] | None = threshold("language", "not in", None, "Languages to keep (ISO 639 codes); null: all")
 
 
 class GopherRepetitionRules(WebRules):
     """Gopher's repetition rules (Rae et al. 2021, table A1): fractions of lines, paragraphs or characters."""
 
-    min_characters: Annotated[int | None, Drop("characters", "<")] = Field(
-        1, ge=0, description="Minimum length of the text, characters: an empty one has no fractions"
+    min_characters: Count = below("characters", 1, "Minimum length of the text, characters: an empty one has no fractions")
+    max_duplicate_paragraphs: Share = above("duplicate_paragraph_fraction", 0.30, "Maximum share of paragraphs seen earlier in the text")
+    max_duplicate_paragraph_characters: Share = above(
+        "duplicate_paragraph_character_fraction", 0.20, "Maximum share of characters in repeated paragraphs"
     )
-    max_duplicate_paragraphs: Annotated[Fraction | None, Drop("duplicate_paragraph_fraction", ">")] = Field(
-        0.30, description="Maximum fraction of paragraphs seen earlier in the document"
-    )
-    max_duplicate_paragraph_characters: Annotated[Fraction | None, Drop("duplicate_paragraph_character_fraction", ">")] = Field(
-        0.20, description="Maximum fraction of characters in paragraphs seen earlier"
-    )
-    max_duplicate_lines: Annotated[Fraction | None, Drop("duplicate_line_fraction", ">")] = Field(
-        0.30, description="Maximum fraction of lines seen earlier in the document"
-    )
-    max_duplicate_line_characters: Annotated[Fraction | None, Drop("duplicate_line_character_fraction", ">")] = Field(
-        0.20, description="Maximum fraction of characters in lines seen earlier"
-    )
-    max_top_2gram: Annotated[Fraction | None, Drop("top_2gram_character_fraction", ">")] = Field(
-        0.20, description="Maximum fraction of characters in the most frequent pair of words"
-    )
-    max_top_3gram: Annotated[Fraction | None, Drop("top_3gram_character_fraction", ">")] = Field(
-        0.18, description="Maximum fraction of characters in the most frequent 3 words"
-    )
-    max_top_4gram: Annotated[Fraction | None, Drop("top_4gram_character_fraction", ">")] = Field(
-        0.16, description="Maximum fraction of characters in the most frequent 4 words"
-    )
-    max_duplicate_5grams: Annotated[Fraction | None, Drop("duplicate_5gram_character_fraction", ">")] = Field(
-        0.15, description="Maximum fraction of characters in 5 words seen earlier"
-    )
-    max_duplicate_6grams: Annotated[Fraction | None, Drop("duplicate_6gram_character_fraction", ">")] = Field(
-        0.14, description="Maximum fraction of characters in 6 words seen earlier"
-    )
-    max_duplicate_7grams: Annotated[Fraction | None, Drop("duplicate_7gram_character_fraction", ">")] = Field(
-        0.13, description="Maximum fraction of characters in 7 words seen earlier"
-    )
-    max_duplicate_8grams: Annotated[Fraction | None, Drop("duplicate_8gram_character_fraction", ">")] = Field(
-        0.12, description="Maximum fraction of characters in 8 words seen earlier"
-    )
-    max_duplicate_9grams: Annotated[Fraction | None, Drop("duplicate_9gram_character_fraction", ">")] = Field(
-        0.11, description="Maximum fraction of characters in 9 words seen earlier"
-    )
-    max_duplicate_10grams: Annotated[Fraction | None, Drop("duplicate_10gram_character_fraction", ">")] = Field(
-        0.10, description="Maximum fraction of characters in 10 words seen earlier"
-    )
+    max_duplicate_lines: Share = above("duplicate_line_fraction", 0.30, "Maximum share of lines seen earlier in the text")
+    max_duplicate_line_characters: Share = above("duplicate_line_character_fraction", 0.20, "Maximum share of characters in repeated lines")
+    max_top_2gram: Share = above("top_2gram_character_fraction", 0.20, "Maximum share of characters in the most frequent pair of words")
+    max_top_3gram: Share = above("top_3gram_character_fraction", 0.18, "Maximum share of characters in the most frequent 3 words")
+    max_top_4gram: Share = above("top_4gram_character_fraction", 0.16, "Maximum share of characters in the most frequent 4 words")
+    max_duplicate_5grams: Share = above("duplicate_5gram_character_fraction", 0.15, "Maximum share of characters in 5 words seen earlier")
+    max_duplicate_6grams: Share = above("duplicate_6gram_character_fraction", 0.14, "Maximum share of characters in 6 words seen earlier")
+    max_duplicate_7grams: Share = above("duplicate_7gram_character_fraction", 0.13, "Maximum share of characters in 7 words seen earlier")
+    max_duplicate_8grams: Share = above("duplicate_8gram_character_fraction", 0.12, "Maximum share of characters in 8 words seen earlier")
+    max_duplicate_9grams: Share = above("duplicate_9gram_character_fraction", 0.11, "Maximum share of characters in 9 words seen earlier")
+    max_duplicate_10grams: Share = above("duplicate_10gram_character_fraction", 0.10, "Maximum share of characters in 10 words seen before")
 
 
 class GopherQualityRules(WebRules):
     """Gopher's quality rules (Rae et al. 2021, appendix A.1.1)."""
 
-    min_words: Annotated[int | None, Drop("words", "<")] = Field(50, ge=0, description="Minimum number of words")
-    max_words: Annotated[int | None, Drop("words", ">")] = Field(100_000, ge=0, description="Maximum number of words")
+    min_words: Count = below("words", 50, "Minimum number of words")
+    max_words: Count = above("words", 100_000, "Maximum number of words")
     # Not measured for scripts written without spaces.
-    min_mean_word_length: Annotated[float | None, Drop("mean_word_length", "<", "keep")] = Field(
-        3.0, ge=0, description="Minimum mean length of words, characters"
-    )
-    max_mean_word_length: Annotated[float | None, Drop("mean_word_length", ">", "keep")] = Field(
-        10.0, ge=0, description="Maximum mean length of words, characters"
-    )
-    max_hash_ratio: Annotated[float | None, Drop("hash_ratio", ">")] = Field(0.1, ge=0, description="Maximum number of # per word")
-    max_ellipsis_ratio: Annotated[float | None, Drop("ellipsis_ratio", ">")] = Field(
-        0.1, ge=0, description="Maximum number of ellipses per word"
-    )
-    max_bullet_lines: Annotated[Fraction | None, Drop("bullet_line_fraction", ">")] = Field(
-        0.9, description="Maximum fraction of lines that start with a bullet"
-    )
-    max_ellipsis_lines: Annotated[Fraction | None, Drop("ellipsis_line_fraction", ">")] = Field(
-        0.3, description="Maximum fraction of lines that end with an ellipsis"
-    )
-    min_alphabetic_words: Annotated[Fraction | None, Drop("alphabetic_word_fraction", "<")] = Field(
-        0.8, description="Minimum fraction of words with an alphabetic character; punctuation is no word"
-    )
-    min_stop_words: Annotated[int | None, Drop("stop_words", "<", "keep")] = Field(
-        2, ge=0, description="Minimum number of distinct stop words of the document's language, or of any one where it is not known"
+    min_mean_word_length: Ratio = below("mean_word_length", 3.0, "Minimum mean length of words, characters", "keep")
+    max_mean_word_length: Ratio = above("mean_word_length", 10.0, "Maximum mean length of words, characters", "keep")
+    max_hash_ratio: Ratio = above("hash_ratio", 0.1, "Maximum number of # per word")
+    max_ellipsis_ratio: Ratio = above("ellipsis_ratio", 0.1, "Maximum number of ellipses per word")
+    max_bullet_lines: Share = above("bullet_line_fraction", 0.9, "Maximum share of lines that start with a bullet")
+    max_ellipsis_lines: Share = above("ellipsis_line_fraction", 0.3, "Maximum share of lines that end with an ellipsis")
+    min_alphabetic_words: Share = below("alphabetic_word_fraction", 0.8, "Minimum share of words with a letter; punctuation is no word")
+    min_stop_words: Count = below(
+        "stop_words",
+        2,
+        "Minimum number of distinct stop words of the document's language, or of any one where it is not known",
+        missing="keep",
     )
     # Not Gopher's.
-    max_misread: Annotated[Fraction | None, Drop("misread_fraction", ">")] = Field(
-        0.005, description="Maximum fraction of characters that are UTF-8 read as cp1252, such as Ã© for é"
-    )
+    max_misread: Share = above("misread_fraction", 0.005, "Maximum share of characters that are UTF-8 read as cp1252, such as Ã© for é")
     # Words put together at random have few of them; measured with a language's own list alone.
-    min_stop_word_fraction: Annotated[Fraction | None, Drop("stop_word_fraction", "<", "keep")] = Field(
-        0.1, description="Minimum fraction of words that are stop words of the document's language; each language has its own factor"
+    min_stop_word_fraction: Share = below(
+        "stop_word_fraction",
+        0.1,
+        "Minimum share of words that are stop words of the document's language; each language has its own factor",
+        missing="keep",
     )
-    min_english_stop_words: Annotated[int | None, Drop("english_stop_words", "<")] = Field(
-        None, ge=0, description="Minimum number of distinct English stop words; Gopher's 2 drops every other language"
-    )
+    min_english_stop_words: Count = below("english_stop_words", None, "Minimum number of distinct English stop words; Gopher: 2")
 
 
 class C4Rules(WebRules):
     """C4's rules (Raffel et al. 2020) without its terminal punctuation rule, as FineWeb uses them."""
 
-    max_curly_bracket_lines: Annotated[int | None, Drop("c4_open_curly_bracket_lines", ">")] = Field(
-        None, ge=0, description="Maximum number of lines with '{'; C4: 0, which also drops pages that show code or mathematics"
+    max_curly_bracket_lines: Count = above(
+        "c4_open_curly_bracket_lines", None, "Maximum number of lines with '{'; C4: 0, which also drops pages that show code or mathematics"
     )
-    max_lorem_ipsum_lines: Annotated[int | None, Drop("c4_open_lorem_ipsum_lines", ">")] = Field(
-        0, ge=0, description="Maximum number of lines with 'lorem ipsum'"
+    max_lorem_ipsum_lines: Count = above("c4_open_lorem_ipsum_lines", 0, "Maximum number of lines with 'lorem ipsum'")
+    max_terminated_curly_bracket_lines: Count = above(
+        "c4_curly_bracket_lines", None, "Maximum number of lines with '{' and terminal punctuation; C4: 0"
     )
-    max_terminated_curly_bracket_lines: Annotated[int | None, Drop("c4_curly_bracket_lines", ">")] = Field(
-        None, ge=0, description="Maximum number of lines with '{' that end in terminal punctuation; C4: 0"
-    )
-    max_terminated_lorem_ipsum_lines: Annotated[int | None, Drop("c4_lorem_ipsum_lines", ">")] = Field(
-        None, ge=0, description="Maximum number of lines with 'lorem ipsum' that end in terminal punctuation; C4: 0"
+    max_terminated_lorem_ipsum_lines: Count = above(
+        "c4_lorem_ipsum_lines", None, "Maximum number of lines with 'lorem ipsum' and terminal punctuation; C4: 0"
     )
     # Not measured for scripts written without spaces.
-    min_sentences: Annotated[int | None, Drop("c4_open_sentences", "<", "keep")] = Field(
-        5, ge=0, description="Minimum number of sentences in the lines that C4 keeps"
-    )
-    min_terminated_sentences: Annotated[int | None, Drop("c4_sentences", "<", "keep")] = Field(
-        None, ge=0, description="The same with only lines that end in terminal punctuation; C4: 5"
+    min_sentences: Count = below("c4_open_sentences", 5, "Minimum number of sentences in the lines that C4 keeps", "keep")
+    min_terminated_sentences: Count = below(
+        "c4_sentences", None, "Minimum number of sentences in lines with terminal punctuation; C4: 5", "keep"
     )
 
 
 class FineWebRules(WebRules):
     """FineWeb's own rules (Penedo et al. 2024, section 3.5)."""
 
-    min_lines: Annotated[int | None, Drop("lines", "<")] = Field(1, ge=0, description="Minimum number of lines that are not blank")
-    min_terminated_lines: Annotated[Fraction | None, Drop("terminated_line_fraction", "<")] = Field(
-        0.12, description="Minimum fraction of lines that end a sentence"
-    )
+    min_lines: Count = below("lines", 1, "Minimum number of lines that are not blank")
+    min_terminated_lines: Share = below("terminated_line_fraction", 0.12, "Minimum share of lines that end a sentence")
     # Not measured for scripts written without spaces.
-    max_short_lines: Annotated[Fraction | None, Drop("short_line_fraction", ">", "keep")] = Field(
-        0.67, description="Maximum fraction of lines of at most 30 characters"
+    max_short_lines: Share = above("short_line_fraction", 0.67, "Maximum share of lines of at most 30 characters", "keep")
+    max_repeated_line_characters: Share = above(
+        "repeated_line_character_fraction",
+        0.1,
+        "Maximum share of characters in lines seen earlier; FineWeb's paper: 0.1, its code and datatrove: 0.01",
     )
-    max_repeated_line_characters: Annotated[Fraction | None, Drop("repeated_line_character_fraction", ">")] = Field(
-        0.1, description="Maximum fraction of characters in lines seen earlier; FineWeb's paper: 0.1, its code and datatrove: 0.01"
-    )
-    max_newline_ratio: Annotated[float | None, Drop("newline_ratio", ">")] = Field(
-        0.3, ge=0, description="Maximum number of newlines per word"
-    )
+    max_newline_ratio: Ratio = above("newline_ratio", 0.3, "Maximum number of newlines per word")
 
 
 class DirtyWordRules(RuleGroup):
     """Pages for adults that domain lists miss (Llama 3, section 3.1.1)."""
 
-    max_ratio: Annotated[Fraction | None, Drop("dirty_word_ratio", ">")] = Field(
-        0.02, description="Maximum fraction of words of the adult vocabulary"
-    )
-    max_words: Annotated[int | None, Drop("dirty_words", ">")] = Field(
-        None, ge=0, description="Maximum number of words of the adult vocabulary"
-    )
+    max_ratio: Share = above("dirty_word_ratio", 0.02, "Maximum share of words of the adult vocabulary")
+    max_words: Count = above("dirty_words", None, "Maximum number of words of the adult vocabulary")
 
 
 class DivergenceRules(RuleGroup):
     """Documents with too many outlier tokens (Llama 3, section 3.1.1)."""
 
     # Not measured for languages with too few documents to compare with.
-    max_excess: Annotated[float | None, Drop("token_kl_excess", ">", "keep")] = Field(
-        5.0, description="Maximum divergence from the corpus over what its length explains, nats"
-    )
+    max_excess: float | None = above("token_kl_excess", 5.0, "Maximum divergence from the corpus beyond its length's, nats", "keep")
 
 
 class NgramCoverageRules(RuleGroup):
     """Documents that mostly repeat themselves: logs, generated listings (Llama 3, section 3.1.1)."""
 
-    max_coverage: Annotated[Fraction | None, Drop("ngram_coverage", ">")] = Field(
-        0.5, description="Maximum fraction of words inside n-grams seen earlier in the document"
-    )
+    max_coverage: Share = above("ngram_coverage", 0.5, "Maximum share of words inside n-grams seen earlier in the document")
 
 
 class NoticeRules(WebRules):
@@ -271,11 +238,11 @@ class NoticeRules(WebRules):
     the others in English. Thresholds are Puna's own.
     """
 
-    max_legal: Annotated[Fraction | None, Drop("legal_phrase_ratio", ">")] = Field(
-        0.04, description="Maximum fraction of words in phrases of terms and policies, such as `we may disclose` and `by using`"
+    max_legal: Share = above(
+        "legal_phrase_ratio", 0.04, "Maximum share of words in phrases of terms and policies, such as `we may disclose` and `by using`"
     )
-    max_notice: Annotated[Fraction | None, Drop("notice_ratio", ">")] = Field(
-        0.5, description="Maximum fraction of words in lines that stand in place of a page, such as `please enable javascript`"
+    max_notice: Share = above(
+        "notice_ratio", 0.5, "Maximum share of words in lines that stand in place of a page, like `please enable javascript`"
     )
 
 
@@ -283,7 +250,7 @@ class CuratedRules(RuleGroup):
     """Documents of sources that are curated already: only stubs go."""
 
     sources: tuple[str, ...] = Field(("wikipedia",), description="Sources whose documents this group judges; empty: all")
-    min_words: Annotated[int | None, Drop("words", "<")] = Field(20, ge=0, description="Minimum number of words")
+    min_words: Count = below("words", 20, "Minimum number of words")
 
 
 class CodeRules(RuleGroup):
@@ -291,16 +258,10 @@ class CodeRules(RuleGroup):
 
     sources: tuple[str, ...] = Field(("code",), description="Sources whose documents this group judges; empty: all")
     exempt_sources: tuple[str, ...] = Field((), description="Sources whose documents this group does not judge")
-    max_line_length: Annotated[int | None, Drop("max_line_length", ">")] = Field(
-        1000, ge=0, description="Maximum length of a line, characters"
-    )
-    max_mean_line_length: Annotated[float | None, Drop("mean_line_length", ">")] = Field(
-        100.0, ge=0, description="Maximum mean length of the lines, characters"
-    )
-    min_alphanumeric: Annotated[Fraction | None, Drop("alphanumeric_fraction", "<")] = Field(
-        0.25, description="Minimum fraction of letters and digits among the characters"
-    )
-    min_words: Annotated[int | None, Drop("words", "<")] = Field(10, ge=0, description="Minimum number of words")
+    max_line_length: Count = above("max_line_length", 1000, "Maximum length of a line, characters")
+    max_mean_line_length: Ratio = above("mean_line_length", 100.0, "Maximum mean length of the lines, characters")
+    min_alphanumeric: Share = below("alphanumeric_fraction", 0.25, "Minimum share of letters and digits among the characters")
+    min_words: Count = below("words", 10, "Minimum number of words")
 
 
 Prose = Literal["gopher_repetition", "gopher_quality", "c4", "fineweb", "divergence", "quality"]
@@ -319,12 +280,14 @@ class CodeReasoningRules(WebRules):
     min_code: Fraction | None = Field(None, description="Minimum probability that makes a page one with code; null: none does")
     min_reasoning: Fraction | None = Field(None, description="Minimum probability that makes a page one that reasons; null: none does")
     spared_by: tuple[Prose, ...] = Field(get_args(Prose), description="Groups of rules that do not judge these pages")
-    min_words: Annotated[int | None, Drop("words", "<")] = Field(50, ge=0, description="Minimum number of words of such a page")
-    min_alphabetic_words: Annotated[Fraction | None, Drop("alphabetic_word_fraction", "<")] = Field(
-        0.5, description="Minimum fraction of words with an alphabetic character; operators and brackets are words too"
+    min_words: Count = below("words", 50, "Minimum number of words of such a page")
+    min_alphabetic_words: Share = below(
+        "alphabetic_word_fraction", 0.5, "Minimum share of words with a letter; operators and brackets count as words"
     )
-    max_repeated_line_characters: Annotated[Fraction | None, Drop("repeated_line_character_fraction", ">")] = Field(
-        0.3, description="Maximum fraction of characters in lines seen earlier: programs repeat some, generated listings most"
+    max_repeated_line_characters: Share = above(
+        "repeated_line_character_fraction",
+        0.3,
+        "Maximum share of characters in lines seen earlier: programs repeat some, generated listings most",
     )
 
     @property
@@ -339,19 +302,15 @@ class QualityRules(WebRules):
     name the sources that a classifier learned as good ones: of them it has nothing to say.
     """
 
-    min_quality: Annotated[Fraction | None, Drop("quality", "<", missing="keep")] = Field(
-        None, description="Minimum probability of good quality"
-    )
-    min_rank: Annotated[Fraction | None, Drop("quality_rank", "<", missing="keep")] = Field(
-        0.1, description="Minimum rank of the quality: 0.1 drops the worst tenth of the documents scored"
-    )
+    min_quality: Share = below("quality", None, "Minimum probability of good quality", "keep")
+    min_rank: Share = below("quality_rank", 0.1, "Minimum rank of the quality: 0.1 drops the worst tenth", "keep")
 
 
 class DomainRules(RuleGroup):
     """The knowledge classifier's category."""
 
-    excluded: Annotated[tuple[str, ...] | None, Drop("domain", "in")] = Field(None, description="Knowledge types to drop")
-    min_score: Annotated[Fraction | None, Drop("domain_score", "<")] = Field(None, description="Minimum probability of the knowledge type")
+    excluded: tuple[str, ...] | None = threshold("domain", "in", None, "Knowledge types to drop")
+    min_score: Share = below("domain_score", None, "Minimum probability of the knowledge type")
 
 
 class LineRules(StageConfig):
