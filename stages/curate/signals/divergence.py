@@ -15,9 +15,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
+from puna.stages.curate.signals.gopher import F64, I64, U32
 
 BINS_BITS = 20
 BINS = 1 << BINS_BITS
@@ -29,34 +29,26 @@ DRAWS = 8
 class Corpus:
     """Word counts of a corpus: `counts` int64[BINS], `words` their sum, `prior` the mass of an unseen bin."""
 
-    counts: NDArray[np.int64]
+    counts: I64
     words: int
     prior: float
 
     @classmethod
-    def of(cls, counts: NDArray[np.int64]) -> Corpus:
+    def of(cls, counts: I64) -> Corpus:
         """Return the corpus with these counts of every bin."""
         singletons = max(int((counts == 1).sum()), 1)
         return cls(counts, int(counts.sum()), singletons / BINS)
 
-    def divergences(
-        self,
-        rows: NDArray[np.int64],
-        offsets: NDArray[np.int64],
-        bins: NDArray[np.uint32],
-        counts: NDArray[np.uint32],
-        *,
-        inside: bool = True,
-    ) -> NDArray[np.float64]:
+    def divergences(self, rows: I64, offsets: I64, bins: U32, counts: U32, *, inside: bool = True) -> F64:
         """Return KL(document || rest of the corpus) in nats of the documents `rows`, float64[len(rows)]; 0 without words.
 
         Document d has `counts[i]` words in bin `bins[i]` for i in offsets[d] .. offsets[d + 1]. `inside`: the documents
         are the corpus's own.
         """
-        result: NDArray[np.float64] = _divergences(self.counts, self.words, self.prior, rows, offsets, bins, counts, inside)
+        result: F64 = _divergences(self.counts, self.words, self.prior, rows, offsets, bins, counts, inside)
         return result
 
-    def expected(self, generator: np.random.Generator) -> NDArray[np.float64]:
+    def expected(self, generator: np.random.Generator) -> F64:
         """Mean divergence of texts of `LENGTHS` words drawn from the corpus, float64[len(LENGTHS)]."""
         if not self.words:
             return np.zeros(len(LENGTHS))
@@ -76,9 +68,7 @@ class Corpus:
 
 
 @njit(cache=True)
-def _counted(
-    places: NDArray[np.int64], ends: NDArray[np.int64], firsts: NDArray[np.int64], shift: int
-) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+def _counted(places: I64, ends: I64, firsts: I64, shift: int) -> tuple[I64, U32]:
     """Return the bins in which some sorted `places` in the corpus lie, and how many lie in each; bin i ends before the place `ends[i]`.
 
     `firsts`: the bin of every 2^shift-th place, from which the next ones are few steps away.
@@ -96,10 +86,7 @@ def _counted(
 
 
 @njit(cache=True)
-def _divergences(
-    corpus: NDArray[np.int64], words: int, prior: float, rows: NDArray[np.int64], offsets: NDArray[np.int64], bins: NDArray[np.uint32],
-    counts: NDArray[np.uint32], inside: bool,
-) -> NDArray[np.float64]:  # fmt: skip
+def _divergences(corpus: I64, words: int, prior: float, rows: I64, offsets: I64, bins: U32, counts: U32, inside: bool) -> F64:
     out = np.zeros(len(rows))
     for at in range(len(rows)):
         first, last = offsets[rows[at]], offsets[rows[at] + 1]
@@ -121,7 +108,7 @@ def _divergences(
     return out
 
 
-def expected_at(words: NDArray[np.int64], expected: NDArray[np.float64]) -> NDArray[np.float64]:
+def expected_at(words: I64, expected: F64) -> F64:
     """Return the expectation for texts of `words` words: linear in the logarithm of the length, flat outside."""
     return np.interp(np.log(np.maximum(words, 1)), np.log(LENGTHS), expected)
 
@@ -132,11 +119,11 @@ class Tally:
     LIMIT = 1 << 20
 
     def __init__(self) -> None:
-        self.pieces: list[tuple[NDArray[np.uint32], NDArray[np.int64]]] = []
+        self.pieces: list[tuple[U32, I64]] = []
         self.waiting = 0
         self.words = 0
 
-    def add(self, bins: NDArray[np.uint32], counts: NDArray[np.int64]) -> None:
+    def add(self, bins: U32, counts: I64) -> None:
         """Count `counts` more words in `bins`."""
         self.pieces.append((bins, counts))
         self.words += int(counts.sum())
@@ -146,7 +133,7 @@ class Tally:
             self.pieces = [(np.flatnonzero(total).astype(np.uint32), total[total > 0])]
             self.waiting = 0
 
-    def dense(self) -> NDArray[np.int64]:
+    def dense(self) -> I64:
         """Return counts of all bins, int64[BINS]."""
         total = np.zeros(BINS, np.int64)
         for bins, counts in self.pieces:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.text.characters import ALPHANUMERIC, BREAK, SINGLE, SPACE
-from puna.kernels.text.hash_table import ONE, emptied, mix, place, slot_of
+from puna.kernels.text.hash_table import ONE, cleared, emptied, mix, place, slot_of
 from puna.kernels.text.words import BASE, DOT, HAS_LETTER, HYPHEN, IS_SYMBOL
 
+U8 = NDArray[np.uint8]
+U16 = NDArray[np.uint16]
+U32 = NDArray[np.uint32]
+U64 = NDArray[np.uint64]
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+F64 = NDArray[np.float64]
 HASH_SIGN, ELLIPSIS, BULLET, NEWLINE, RETURN = 0x23, 0x2026, 0x2022, 0x0A, 0x0D
 GAP = np.uint64(0x20) + ONE  # the space between the words of an n-gram
 
 
 @njit(cache=True, borrows=True)
-def character_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[int, int, int, int, int]:
+def character_numbers(codes: U32, flags: U16) -> tuple[int, int, int, int, int]:
     """Return numbers of `#`, of ellipses, of newlines, of letters and digits, and the longest line's length."""
     hashes, ellipses, newlines, alphanumeric, longest, start, dots, dot = 0, 0, 0, 0, 0, 0, 0, -2
     for at in range(len(codes)):
@@ -40,13 +49,7 @@ def character_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> t
 
 
 @njit(cache=True, borrows=True)
-def word_numbers(
-    codes: NDArray[np.uint32],
-    flags: NDArray[np.uint16],
-    start: NDArray[np.int32],
-    stop: NDArray[np.int32],
-    word_flags: NDArray[np.uint8],
-) -> tuple[int, float, float]:
+def word_numbers(codes: U32, flags: U16, start: I32, stop: I32, word_flags: U8) -> tuple[int, float, float]:
     """Return non-symbol words, their mean length, share of words with a letter (0 for a text without words).
 
     The mean length is NaN where most words are of a script written without spaces, of which English's bounds say nothing.
@@ -64,7 +67,7 @@ def word_numbers(
 
 
 @njit(cache=True, borrows=True)
-def line_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[float, float]:
+def line_numbers(codes: U32, flags: U16) -> tuple[float, float]:
     """Return share of lines (as str.splitlines cuts them) that start with a bullet, and that end with an ellipsis."""
     lines, bullets, ellipses = 0, 0, 0
     at, total = 0, len(codes)
@@ -92,14 +95,7 @@ def line_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[
 
 @njit(cache=True, borrows=True)
 def duplicate_pieces(
-    codes: NDArray[np.uint32],
-    flags: NDArray[np.uint16],
-    hashes: NDArray[np.uint64],
-    power: NDArray[np.uint64],
-    first: int,
-    last: int,
-    newlines: int,
-    keys: NDArray[np.uint64],
+    codes: U32, flags: U16, hashes: U64, power: U64, first: int, last: int, newlines: int, keys: U64
 ) -> tuple[int, int, int, int]:
     """Return pieces of first..last between runs of at least `newlines` newlines: how many, how many were seen before, their characters,
     and those of pieces that are not white space alone.
@@ -133,7 +129,7 @@ def duplicate_pieces(
 
 
 @njit(cache=True, borrows=True)
-def stripped(codes: NDArray[np.uint32], flags: NDArray[np.uint16], first: int, last: int) -> tuple[int, int]:
+def stripped(codes: U32, flags: U16, first: int, last: int) -> tuple[int, int]:
     """Return the range first..last without white space at its ends."""
     while first < last and flags[codes[first]] & SPACE:
         first += 1
@@ -143,15 +139,7 @@ def stripped(codes: NDArray[np.uint32], flags: NDArray[np.uint16], first: int, l
 
 
 @njit(cache=True, borrows=True)
-def chain(
-    hashes: NDArray[np.uint64],
-    power: NDArray[np.uint64],
-    start: NDArray[np.int32],
-    stop: NDArray[np.int32],
-    joined: NDArray[np.uint64],
-    spaced: NDArray[np.uint64],
-    length: NDArray[np.int64],
-) -> None:
+def chain(hashes: U64, power: U64, start: I32, stop: I32, joined: U64, spaced: U64, length: I64) -> None:
     """Write hashes of the beginnings of the text as words, next to each other and each after a space, and their lengths.
 
     All of one element more than words; with them the hash of any n-gram takes one multiplication.
@@ -164,9 +152,7 @@ def chain(
 
 
 @njit(cache=True, borrows=True)
-def gram_keys(
-    chained: NDArray[np.uint64], length: NDArray[np.int64], power: NDArray[np.uint64], n: int, spaces: int, keys: NDArray[np.uint64]
-) -> int:
+def gram_keys(chained: U64, length: I64, power: U64, n: int, spaces: int, keys: U64) -> int:
     """Write the hash of each n-gram to `keys`, of words with `spaces` spaces in it that the hash knows; return their number.
 
     `chained`, `length`: see `chain`.
@@ -178,19 +164,13 @@ def gram_keys(
 
 
 @njit(cache=True, borrows=True)
-def top_gram_characters(
-    keys: NDArray[np.uint64],
-    grams: int,
-    length: NDArray[np.int64],
-    n: int,
-    slots: NDArray[np.int32],
-    counts: NDArray[np.int32],
-) -> int:
-    """Return the characters of the most frequent n-gram, a space between its words, times its count.
+def _top_gram_characters(room: Any, spaced: U64, length: I64, n: int) -> int:
+    """Return the characters of the most frequent n-gram, a space between its words, times its count; 0 if none occurs twice.
 
-    Of equally frequent n-grams the first counts. 0 where none occurs twice. `keys`: see `gram_keys`; `slots`: room for a
-    table; `counts`: as long as `keys`.
+    Of equally frequent n-grams the first counts.
     """
+    keys, slots, counts = room.keys, room.slots, room.counts
+    grams = gram_keys(spaced, length, room.powers, n, n, keys)
     bits = emptied(slots, grams)
     best, best_first = min(grams, 1), 0
     for i in range(grams):
@@ -206,9 +186,10 @@ def top_gram_characters(
 
 
 @njit(cache=True, borrows=True)
-def duplicate_gram_characters(keys: NDArray[np.uint64], grams: int, length: NDArray[np.int64], n: int, slots: NDArray[np.int32]) -> int:
-    """Return characters of n-grams that were seen before; a hit goes on after the n-gram. `keys`: see `gram_keys`; `slots`: room for a
-    table."""
+def _duplicate_gram_characters(room: Any, joined: U64, length: I64, n: int) -> int:
+    """Return the characters of n-grams that were seen before; the search goes on behind each of them."""
+    keys, slots = room.keys, room.slots
+    grams = gram_keys(joined, length, room.powers, n, 0, keys)
     bits = emptied(slots, grams)
     characters, i = 0, 0
     while i < grams:
@@ -222,6 +203,36 @@ def duplicate_gram_characters(keys: NDArray[np.uint64], grams: int, length: NDAr
     return int(characters)
 
 
+@njit(cache=True, borrows=True)
+def gram_repetition(room: Any, words: int, size: int, one: Any) -> None:
+    """Write Gopher's numbers of repeated n-grams to the record of a document of `size` characters; `room`: see `measure.Space`."""
+    chain(room.hash, room.power, room.start[:words], room.stop[:words], room.joined, room.spaced, room.length)
+    joined, spaced, length = room.joined[: words + 1], room.spaced[: words + 1], room.length[: words + 1]
+    one.top_2gram_character_fraction = _top_gram_characters(room, spaced, length, 2) / size
+    one.top_3gram_character_fraction = _top_gram_characters(room, spaced, length, 3) / size
+    one.top_4gram_character_fraction = _top_gram_characters(room, spaced, length, 4) / size
+    one.duplicate_5gram_character_fraction = _duplicate_gram_characters(room, joined, length, 5) / size
+    one.duplicate_6gram_character_fraction = _duplicate_gram_characters(room, joined, length, 6) / size
+    one.duplicate_7gram_character_fraction = _duplicate_gram_characters(room, joined, length, 7) / size
+    one.duplicate_8gram_character_fraction = _duplicate_gram_characters(room, joined, length, 8) / size
+    one.duplicate_9gram_character_fraction = _duplicate_gram_characters(room, joined, length, 9) / size
+    one.duplicate_10gram_character_fraction = _duplicate_gram_characters(room, joined, length, 10) / size
+
+
+@njit(cache=True)
+def line_repetition(codes: U32, flags: U16, room: Any, hashes: U64, newlines: int, one: Any) -> None:
+    """Write Gopher's numbers of repeated lines and paragraphs, and FineWeb's, to a document's record."""
+    size = max(len(codes), 1)
+    keys = cleared(room.keys, newlines + 1)
+    pieces, repeated, characters, inked = duplicate_pieces(codes, flags, hashes, room.powers, 0, len(codes), 1, keys)
+    one.duplicate_line_fraction, one.duplicate_line_character_fraction = repeated / pieces, characters / size
+    one.repeated_line_character_fraction = inked / max(len(codes) - newlines, 1)
+    first, last = stripped(codes, flags, 0, len(codes))
+    keys[:] = 0
+    pieces, repeated, characters, _ = duplicate_pieces(codes, flags, hashes, room.powers, first, last, 2, keys)
+    one.duplicate_paragraph_fraction, one.duplicate_paragraph_character_fraction = repeated / pieces, characters / size
+
+
 # The characters that cp1252 has for the bytes 0x80 to 0xBF; those without one are often left as control characters.
 CONTINUATIONS = np.zeros(0x2123, np.bool_)
 CONTINUATIONS[0x80:0xC0] = True
@@ -229,7 +240,7 @@ CONTINUATIONS[[ord(c) for c in bytes(range(0x80, 0xA0)).decode("cp1252", "ignore
 
 
 @njit(cache=True, borrows=True)
-def misread_characters(codes: NDArray[np.uint32]) -> int:
+def misread_characters(codes: U32) -> int:
     """Return characters in sequences that are one character's UTF-8 bytes, each read as a character of cp1252."""
     result, at, total = 0, 0, len(codes)
     while at < total:

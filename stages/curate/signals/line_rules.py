@@ -18,7 +18,7 @@ from puna.kernels.text.hash_table import bits_of, emptied, mix, perhaps, place, 
 from puna.kernels.text.words import BASE, DOT, HAS_LETTER, IS_SYMBOL, folded_hashes, split_ranges
 from puna.stages.curate.signals.definitions.notices import MIN_LEGAL_PHRASES, MIN_SPOKEN_PHRASES, NOTICE_WORDS, SPEAKERS
 from puna.stages.curate.signals.definitions.views import entries
-from puna.stages.curate.signals.gopher import stripped
+from puna.stages.curate.signals.gopher import I32, U8, U16, U32, U64, stripped
 
 NEWLINE, RETURN, CURLY, OPEN, CLOSE, BLANK = 0x0A, 0x0D, 0x7B, 0x5B, 0x5D, 0x20
 MAX_WORD_CHARACTERS = 1000
@@ -32,7 +32,7 @@ PHRASES = {
 }  # fmt: skip
 
 
-def packed_phrases(phrases: tuple[str, ...]) -> NDArray[np.uint32]:
+def packed_phrases(phrases: tuple[str, ...]) -> U32:
     """Return phrases as one array of code points, each ended by a 0."""
     return np.array([ord(c) for phrase in phrases for c in phrase + "\0"], np.uint32)
 
@@ -52,7 +52,7 @@ for _phrase in PHRASES:
 
 
 @njit(cache=True, borrows=True)
-def starts_with(codes: NDArray[np.uint32], lower: NDArray[np.uint32], at: int, stop: int, phrase: NDArray[np.uint32], first: int) -> int:
+def starts_with(codes: U32, lower: U32, at: int, stop: int, phrase: U32, first: int) -> int:
     """Return length of the 0-ended `phrase[first:]` where codes[at:stop] begins with it but for case, else 0."""
     k = 0
     while phrase[first + k] != 0:
@@ -63,7 +63,7 @@ def starts_with(codes: NDArray[np.uint32], lower: NDArray[np.uint32], at: int, s
 
 
 @njit(cache=True, borrows=True)
-def phrase_kinds(codes: NDArray[np.uint32], lower: NDArray[np.uint32], a: int, b: int) -> int:
+def phrase_kinds(codes: U32, lower: U32, a: int, b: int) -> int:
     """Return the kinds of C4's phrases that a..b contains, as bits."""
     result, at, last = 0, a + WINDOW - 1, np.uint32(ASCII - 1)  # which is no letter of a phrase
     while at < b:
@@ -77,7 +77,7 @@ def phrase_kinds(codes: NDArray[np.uint32], lower: NDArray[np.uint32], a: int, b
 
 
 @njit(cache=True, borrows=True)
-def _citation_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], at: int, stop: int) -> int:
+def _citation_end(codes: U32, flags: U16, lower: U32, at: int, stop: int) -> int:
     """Return end of the citation mark (`[12]`, `[]`, `[edit]`, `[citation needed]`) that starts at `at`, or `at`."""
     k = at + 1
     while k < stop and flags[codes[k]] & DECIMAL:
@@ -99,9 +99,7 @@ def _citation_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: N
 
 
 @njit(cache=True, borrows=True)
-def without_citations(
-    codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], a: int, b: int, line: NDArray[np.uint32]
-) -> int:
+def without_citations(codes: U32, flags: U16, lower: U32, a: int, b: int, line: U32) -> int:
     """Copy a..b without citation marks to `line`; returns its length."""
     size, at = 0, a
     while at < b:
@@ -117,16 +115,7 @@ def without_citations(
 
 
 @njit(cache=True, borrows=True)
-def sentences(
-    codes: NDArray[np.uint32],
-    flags: NDArray[np.uint16],
-    start: NDArray[np.int32],
-    stop: NDArray[np.int32],
-    first: int,
-    last: int,
-    a: int,
-    b: int,
-) -> int:
+def sentences(codes: U32, flags: U16, start: I32, stop: I32, first: int, last: int, a: int, b: int) -> int:
     """Return sentences of the line a..b, whose words are first..last.
 
     A sentence begins with the first word after a full stop (or its like) that is no punctuation. White space other
@@ -155,15 +144,7 @@ def sentences(
 
 
 @njit(cache=True)
-def c4_numbers(
-    codes: NDArray[np.uint32],
-    flags: NDArray[np.uint16],
-    lower: NDArray[np.uint32],
-    start: NDArray[np.int32],
-    stop: NDArray[np.int32],
-    line: NDArray[np.uint32],
-    one: Any,
-) -> None:
+def c4_numbers(codes: U32, flags: U16, lower: U32, start: I32, stop: I32, line: U32, one: Any) -> None:
     """Write C4's numbers to a document's record: sentences in kept lines, lines with "lorem ipsum", lines with a curly bracket
     before any with "lorem ipsum"; first with the rule that a line must end in `.`, `?`, `!`, `"` or `'` but not in an
     ellipsis, then without it (FineWeb's use).
@@ -216,7 +197,7 @@ def c4_numbers(
 
 
 @njit(cache=True, borrows=True)
-def _ends_sentence(text: NDArray[np.uint32]) -> bool:
+def _ends_sentence(text: U32) -> bool:
     """True if a line ends in `.`, `?`, `!`, `"` or `'` but not in an ellipsis."""
     size = len(text)
     if size == 0:
@@ -228,7 +209,7 @@ def _ends_sentence(text: NDArray[np.uint32]) -> bool:
 
 
 @njit(cache=True)
-def _sentences_anew(text: NDArray[np.uint32], flags: NDArray[np.uint16]) -> int:
+def _sentences_anew(text: U32, flags: U16) -> int:
     start, stop = np.empty(len(text) + 1, np.int32), np.empty(len(text) + 1, np.int32)
     # Where words begin in a script without spaces does not change how many sentences there are.
     count = split_ranges(text, flags, NO_BREAKS, start, stop)
@@ -236,7 +217,7 @@ def _sentences_anew(text: NDArray[np.uint32], flags: NDArray[np.uint16]) -> int:
 
 
 @njit(cache=True, borrows=True)
-def fineweb_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[int, float, float]:
+def fineweb_numbers(codes: U32, flags: U16) -> tuple[int, float, float]:
     """Number of non-blank lines, the share of them that end a sentence, and the share of at most 30 characters."""
     lines, terminated, short = 0, 0, 0
     start, at, total = 0, 0, len(codes)
@@ -259,15 +240,13 @@ class PlainWords(NamedTuple):
     """The words of a text that are no symbols: `folded` uint64 (see `words.Words`), `line` int32: which line each is in, newlines parting
     them; `lettered` bool: whether it has a letter."""
 
-    folded: NDArray[np.uint64]
-    line: NDArray[np.int32]
+    folded: U64
+    line: I32
     lettered: NDArray[np.bool_]
 
 
 @njit(cache=True, borrows=True)
-def plain_words(
-    codes: NDArray[np.uint32], start: NDArray[np.int32], folded: NDArray[np.uint64], word_flags: NDArray[np.uint8], plain: PlainWords
-) -> int:
+def plain_words(codes: U32, start: I32, folded: U64, word_flags: U8, plain: PlainWords) -> int:
     """Write those of a text's words that are no symbols to `plain`; return their number."""
     count, line, at = 0, 0, 0
     for word in range(len(start)):
@@ -282,15 +261,7 @@ def plain_words(
 
 
 @njit(cache=True, borrows=True)
-def ngram_coverage(
-    plain: PlainWords,
-    count: int,
-    n: int,
-    keys: NDArray[np.uint64],
-    slots: NDArray[np.int32],
-    words: NDArray[np.int32],
-    covered: NDArray[np.int32],
-) -> None:
+def ngram_coverage(plain: PlainWords, count: int, n: int, keys: U64, slots: I32, words: I32, covered: I32) -> None:
     """Write for each line (split at newlines) its non-symbol words, and those of them in an n-gram seen earlier.
 
     N-grams are of the `count` non-symbol words, in lower case and with every number alike, and run across lines. One with
@@ -330,9 +301,9 @@ class Phrases(NamedTuple):
     """`begins`: the first words' folded hashes as `bits_of`; `keys`: a table of hashes of the phrases' words together; `kinds` uint8 at
     the same places; `longest`: words of the longest."""
 
-    begins: NDArray[np.uint64]
-    keys: NDArray[np.uint64]
-    kinds: NDArray[np.uint8]
+    begins: U64
+    keys: U64
+    kinds: U8
     longest: int
 
 
@@ -355,7 +326,7 @@ def listed_phrases() -> Phrases:
 
 
 @njit(cache=True)
-def notice_numbers(words: NDArray[np.uint64], of_line: NDArray[np.int32], listed: Phrases) -> tuple[float, float]:
+def notice_numbers(words: U64, of_line: I32, listed: Phrases) -> tuple[float, float]:
     """Return `legal_phrase_ratio` and `notice_ratio` of a text whose non-symbol words and their lines are given: phrases run across
     signs and lines."""
     count = len(words)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,17 +18,20 @@ from puna.kernels.text.unspaced import weights
 from puna.kernels.text.words import describe, exact_hashes, folded_hashes, powers, prefix_hashes, split_ranges
 from puna.stages.contract import SIGNALS
 from puna.stages.curate.signals import definitions
+from puna.stages.curate.signals.definitions.views import entries
 from puna.stages.curate.signals.divergence import BINS_BITS
 from puna.stages.curate.signals.gopher import (
-    chain,
+    I32,
+    I64,
+    U8,
+    U16,
+    U32,
+    U64,
     character_numbers,
-    duplicate_gram_characters,
-    duplicate_pieces,
-    gram_keys,
+    gram_repetition,
     line_numbers,
+    line_repetition,
     misread_characters,
-    stripped,
-    top_gram_characters,
     word_numbers,
 )
 from puna.stages.curate.signals.line_rules import (
@@ -44,7 +46,6 @@ from puna.stages.curate.signals.line_rules import (
 )
 from puna.storage import PunaError
 
-DATA = Path(__file__).parents[1] / "data"
 assert definitions  # importing it declares the signals that are measured here
 
 # One field for each compiled signal; what no measurement fills stays NaN, which is null.
@@ -55,8 +56,8 @@ NAMES: tuple[str, ...] = RECORD.names or ()
 class Dirty(NamedTuple):
     """Dirty words: `keys` a table of their folded hashes, `bits` the same as `bits_of`."""
 
-    keys: NDArray[np.uint64]
-    bits: NDArray[np.uint64]
+    keys: U64
+    bits: U64
 
 
 class Vocabulary(NamedTuple):
@@ -67,11 +68,11 @@ class Vocabulary(NamedTuple):
     see `notices.Phrases`.
     """
 
-    flags: NDArray[np.uint16]
-    lower: NDArray[np.uint32]
+    flags: U16
+    lower: U32
     breaks: NDArray[np.int8]
-    stop_keys: NDArray[np.uint64]
-    stop_languages: NDArray[np.uint64]
+    stop_keys: U64
+    stop_languages: U64
     dirty: Dirty
     phrases: Phrases
 
@@ -79,45 +80,39 @@ class Vocabulary(NamedTuple):
 @lru_cache(maxsize=1)
 def vocabulary() -> Vocabulary:
     """Return the tables, made once per process."""
-    lines = [line.split() for line in _lines("stop_words.txt")]
     bits: dict[int, int] = {}
-    for language, (_, *words) in enumerate(lines):
+    for language, (_, *words) in enumerate(entries("stop_words.txt")):
         for value in exact_hashes(words).tolist():
             bits[value] = bits.get(value, 0) | 1 << language
     stop_keys = table_of(bits)
     stop_languages = np.zeros(len(stop_keys), np.uint64)
     for value, languages in bits.items():
         stop_languages[place(stop_keys, np.uint64(mix(np.uint64(value))))] = languages
-    folded = folded_hashes([word for line in _lines("dirty_words.txt") for word in line.split()]).tolist()
+    folded = folded_hashes([word for words in entries("dirty_words.txt") for word in words]).tolist()
     dirty = Dirty(table_of(folded), bits_of(folded))
     flags, lower = tables()
     return Vocabulary(flags, lower, weights(), stop_keys, stop_languages, dirty, listed_phrases())
 
 
-def _lines(name: str) -> list[str]:
-    text = (DATA / name).read_text(encoding="utf-8")
-    return [line for line in text.splitlines() if line and not line.startswith("#")]
-
-
 class Space(NamedTuple):
     """Room for one document at a time, so that nothing is allocated per document."""
 
-    codes: NDArray[np.uint32]
-    line: NDArray[np.uint32]
-    start: NDArray[np.int32]
-    stop: NDArray[np.int32]
-    hash: NDArray[np.uint64]
-    power: NDArray[np.uint64]
-    folded: NDArray[np.uint64]
-    flags: NDArray[np.uint8]
-    joined: NDArray[np.uint64]
-    spaced: NDArray[np.uint64]
-    length: NDArray[np.int64]
-    keys: NDArray[np.uint64]
-    slots: NDArray[np.int32]
-    counts: NDArray[np.int32]
-    firsts: NDArray[np.int32]
-    powers: NDArray[np.uint64]
+    codes: U32
+    line: U32
+    start: I32
+    stop: I32
+    hash: U64
+    power: U64
+    folded: U64
+    flags: U8
+    joined: U64
+    spaced: U64
+    length: I64
+    keys: U64
+    slots: I32
+    counts: I32
+    firsts: I32
+    powers: U64
     plain: PlainWords
 
 
@@ -144,22 +139,22 @@ class Measurements(NamedTuple):
     """
 
     values: NDArray[np.void]
-    bin_offsets: NDArray[np.int64]
-    bins: NDArray[np.uint32]
-    counts: NDArray[np.uint32]
-    line_offsets: NDArray[np.int64]
-    line: NDArray[np.int32]
-    line_words: NDArray[np.int32]
-    line_covered: NDArray[np.int32]
+    bin_offsets: I64
+    bins: U32
+    counts: U32
+    line_offsets: I64
+    line: I32
+    line_words: I32
+    line_covered: I32
 
 
 class OwnWords(NamedTuple):
     """The stop words of languages for D documents: `keys` a table of salted hashes, `salts` uint64[lists], `of` int64[D]: the list
     of each document's language; `ANY_LIST` where the best of `stop_words.txt` counts, `NO_LIST` where nothing is counted."""
 
-    keys: NDArray[np.uint64]
-    salts: NDArray[np.uint64]
-    of: NDArray[np.int64]
+    keys: U64
+    salts: U64
+    of: I64
 
 
 ANY_LIST, NO_LIST = -1, -2
@@ -171,7 +166,7 @@ def own_words(lists: list[tuple[str, ...]], of: list[int]) -> OwnWords:
 
 
 @lru_cache(maxsize=2)
-def _salted(lists: tuple[tuple[str, ...], ...]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+def _salted(lists: tuple[tuple[str, ...], ...]) -> tuple[U64, U64]:
     """Return `OwnWords.keys` and `salts`; all parts of a corpus have one."""
     salts = np.array([mix(np.uint64(number)) for number in range(1, len(lists) + 1)], np.uint64)
     try:
@@ -196,17 +191,8 @@ def measure(texts: pa.Array | pa.ChunkedArray, coverage_n: int, line_coverage: f
 
 @njit(cache=True)
 def _measure(
-    data: NDArray[np.uint8],
-    offsets: NDArray[np.int64],
-    about: Vocabulary,
-    own: OwnWords,
-    room: Space,
-    values: Any,
-    coverage_n: int,
-    line_coverage: float,
-) -> tuple[
-    NDArray[np.int64], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]
-]:
+    data: U8, offsets: I64, about: Vocabulary, own: OwnWords, room: Space, values: Any, coverage_n: int, line_coverage: float
+) -> tuple[I64, U32, U32, I64, I32, I32, I32]:
     documents = len(offsets) - 1
     size = offsets[documents] - offsets[0]
     bin_offsets, line_offsets = np.zeros(documents + 1, np.int64), np.zeros(documents + 1, np.int64)
@@ -233,8 +219,8 @@ def _measure(
             results, occurrences = _own_stop_words(own, own.salts[own.of[d]], room.folded[:words], room.keys)
             one.stop_words, one.stop_word_fraction = results, occurrences / max(plain, 1)
         # What occurs once is no repetition, though datatrove counts it: a sentence would have the top 4-gram of a spam page.
-        _line_repetition(codes, about.flags, room, hashes, newlines, one)
-        _gram_repetition(room, words, max(characters, 1), one)
+        line_repetition(codes, about.flags, room, hashes, newlines, one)
+        gram_repetition(room, words, max(characters, 1), one)
         c4_numbers(codes, about.flags, about.lower, start, stop, room.line, one)
         one.lines, one.terminated_line_fraction, one.short_line_fraction = fineweb_numbers(codes, about.flags)
         if mean_length != mean_length:
@@ -268,7 +254,7 @@ def _measure(
 
 
 @njit(cache=True)
-def _stop_words(about: Vocabulary, hashes: NDArray[np.uint64]) -> tuple[int, int]:
+def _stop_words(about: Vocabulary, hashes: U64) -> tuple[int, int]:
     seen = np.zeros(len(about.stop_keys), np.bool_)
     languages = np.zeros(64, np.int64)
     for value in hashes:
@@ -285,7 +271,7 @@ def _stop_words(about: Vocabulary, hashes: NDArray[np.uint64]) -> tuple[int, int
 
 
 @njit(cache=True)
-def _own_stop_words(own: OwnWords, salt: np.uint64, folded: NDArray[np.uint64], space: NDArray[np.uint64]) -> tuple[int, int]:
+def _own_stop_words(own: OwnWords, salt: np.uint64, folded: U64, space: U64) -> tuple[int, int]:
     seen = cleared(space, len(folded))
     results, occurrences = 0, 0
     for value in folded:
@@ -297,54 +283,8 @@ def _own_stop_words(own: OwnWords, salt: np.uint64, folded: NDArray[np.uint64], 
     return results, occurrences
 
 
-@njit(cache=True)
-def _line_repetition(
-    codes: NDArray[np.uint32], flags: NDArray[np.uint16], room: Space, hashes: NDArray[np.uint64], newlines: int, one: Any
-) -> None:
-    """Write Gopher's numbers of repeated lines and paragraphs, and FineWeb's, to a document's record."""
-    size = max(len(codes), 1)
-    keys = cleared(room.keys, newlines + 1)
-    pieces, repeated, characters, inked = duplicate_pieces(codes, flags, hashes, room.powers, 0, len(codes), 1, keys)
-    one.duplicate_line_fraction, one.duplicate_line_character_fraction = repeated / pieces, characters / size
-    one.repeated_line_character_fraction = inked / max(len(codes) - newlines, 1)
-    first, last = stripped(codes, flags, 0, len(codes))
-    keys[:] = 0
-    pieces, repeated, characters, _ = duplicate_pieces(codes, flags, hashes, room.powers, first, last, 2, keys)
-    one.duplicate_paragraph_fraction, one.duplicate_paragraph_character_fraction = repeated / pieces, characters / size
-
-
 @njit(cache=True, borrows=True)
-def _gram_repetition(room: Space, words: int, size: int, one: Any) -> None:
-    """Write Gopher's numbers of repeated n-grams to the record of a document of `size` characters."""
-    chain(room.hash, room.power, room.start[:words], room.stop[:words], room.joined, room.spaced, room.length)
-    joined, spaced, length = room.joined[: words + 1], room.spaced[: words + 1], room.length[: words + 1]
-    one.top_2gram_character_fraction = _top(room, spaced, length, 2) / size
-    one.top_3gram_character_fraction = _top(room, spaced, length, 3) / size
-    one.top_4gram_character_fraction = _top(room, spaced, length, 4) / size
-    one.duplicate_5gram_character_fraction = _duplicates(room, joined, length, 5) / size
-    one.duplicate_6gram_character_fraction = _duplicates(room, joined, length, 6) / size
-    one.duplicate_7gram_character_fraction = _duplicates(room, joined, length, 7) / size
-    one.duplicate_8gram_character_fraction = _duplicates(room, joined, length, 8) / size
-    one.duplicate_9gram_character_fraction = _duplicates(room, joined, length, 9) / size
-    one.duplicate_10gram_character_fraction = _duplicates(room, joined, length, 10) / size
-
-
-@njit(cache=True, borrows=True)
-def _top(room: Space, spaced: NDArray[np.uint64], length: NDArray[np.int64], n: int) -> int:
-    grams = gram_keys(spaced, length, room.powers, n, n, room.keys)
-    return int(top_gram_characters(room.keys, grams, length, n, room.slots, room.counts))
-
-
-@njit(cache=True, borrows=True)
-def _duplicates(room: Space, joined: NDArray[np.uint64], length: NDArray[np.int64], n: int) -> int:
-    grams = gram_keys(joined, length, room.powers, n, 0, room.keys)
-    return int(duplicate_gram_characters(room.keys, grams, length, n, room.slots))
-
-
-@njit(cache=True, borrows=True)
-def _count_bins(
-    room: Space, words: NDArray[np.uint64], dirty: Dirty, bins: NDArray[np.uint32], counts: NDArray[np.uint32]
-) -> tuple[int, int]:
+def _count_bins(room: Space, words: U64, dirty: Dirty, bins: U32, counts: U32) -> tuple[int, int]:
     """Write the bins of the non-symbol words, given as folded hashes, in the order in which they first occur, and how often each does.
 
     Returns how many bins, and how many of the words are in `dirty`.
