@@ -132,7 +132,8 @@ DECODERS: dict[str, Callable[[bytes, int], bytes]] = {
     "gzip": lambda body, limit: gunzipped(body, limit) if body.startswith(GZIP_MAGIC[:2]) else body,
     "deflate": _inflated,
     "zstd": lambda body, limit: unzstd(body, limit) if body.startswith(ZSTD_MAGIC) else body,
-    "br": _unbrotli, "chunked": _joined,
+    "br": _unbrotli,
+    "chunked": _joined,
 }
 """Each gives a body that is not encoded so as it is, but for Brotli, which has no sign of its own."""
 DECODERS["x-gzip"] = DECODERS["gzip"]

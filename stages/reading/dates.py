@@ -37,8 +37,6 @@ def _moment(value: Any) -> int | None:
         return microseconds(value)
     if isinstance(value, date):
         return microseconds(datetime(value.year, value.month, value.day))
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e11:
-        return round(value * 1_000_000)
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e14:
-        return round(value * 1_000)
+        return round(value * (1_000_000 if abs(value) < 1e11 else 1_000))
     return microseconds(datetime.fromisoformat(value.strip())) if isinstance(value, str) else None

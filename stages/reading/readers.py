@@ -12,7 +12,7 @@ from puna.stages.reading.bodies import gunzipped
 from puna.stages.reading.dates import moment
 from puna.stages.reading.files import DAMAGE, address, address_of, field_at, suffix, unpacked
 from puna.stages.reading.pages import Page, Rejected
-from puna.stages.reading.rows import Row, Unread, read_rows, records, values
+from puna.stages.reading.rows import Row, Unread, batches, is_text, read_rows, records, values
 from puna.storage import PunaError
 
 MEDIA_TYPES = {
@@ -122,15 +122,17 @@ def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max
                 yield from _of_batch(batch, source, name, number, columns, max_bytes)
                 number += batch.num_rows
         except (pa.ArrowException, OSError) as error:
-            said = f"{name}, rows {number} to {end - 1}: the Parquet file is damaged ({error})"
-            yield Rejected("truncated_record", f"{name}#{number}", said)
+            detail = f"{name}, rows {number} to {end - 1}: the Parquet file is damaged ({error})"
+            yield Rejected("truncated_record", f"{name}#{number}", detail)
 
 
 def _of_batch(batch: Any, source: str, name: str, number: int, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
+    import pyarrow as pa
     import pyarrow.compute as pc
 
     place = batch.schema.get_field_index(columns.body)
-    if place < 0 or not _are_shared_texts(batch.schema.field(place).type):
+    kind = batch.schema.field(place).type if place >= 0 else pa.null()
+    if not pa.types.is_dictionary(kind) or kind.value_type not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
         yield from (_row(row, source, name, at, columns) for at, row in enumerate(records(batch), number))
         return
     texts, others = batch.column(place), batch.drop_columns(columns.body)
@@ -144,27 +146,11 @@ def _of_batch(batch: Any, source: str, name: str, number: int, columns: Columns,
             yield _row({**row, columns.body: None if which is None else held[which]}, source, name, at, columns)
 
 
-def _are_shared_texts(kind: Any) -> bool:
-    import pyarrow as pa
-
-    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    return pa.types.is_dictionary(kind) and any(one(kind.value_type) for one in texts)
-
-
 def read_arrow(handle: BinaryIO, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
     """Yield one page per row of a saved Hugging Face data set's file (Arrow stream), read in batches."""
-    import pyarrow as pa
-
-    number = 0
-    try:
-        reader = pa.ipc.open_stream(handle)
-        chosen = _chosen(reader.schema.names, name, columns)
-        for batch in reader:
-            for row in records(batch.select(chosen)):
-                yield _row(row, source, name, number, columns)
-                number += 1
-    except (pa.ArrowInvalid, OSError) as error:
-        raise PunaError(f"{name}, after row {number}: damaged Arrow file ({error})") from error
+    rows = (row for batch in batches(handle, name, "dataset") for row in records(batch.select(_chosen(batch.schema.names, name, columns))))
+    for number, row in enumerate(rows):
+        yield _row(row, source, name, number, columns)
 
 
 def read_stream(rows: Any, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
@@ -201,7 +187,7 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
         if columns.url is not None and not isinstance(url, str):
             return Rejected("malformed_record", where, f"{name}, row {number + 1}: {columns.url} {_held(url)}")
         url = address_of(url if isinstance(url, str) else "", source, name, number)
-    if not _encodable(url):
+    if not is_text(url):
         return Rejected("malformed_record", where, f"{name}, row {number + 1}: the address {url!r} is not Unicode text")
     column = columns.date or next((c for c in DATE_COLUMNS if row.get(c) is not None), None)
     at = moment(field_at(row, column)) if column else 0
@@ -214,11 +200,3 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
 
 def _held(value: Any) -> str:
     return value.reason if isinstance(value, Unread) else f"holds {type(value).__name__}, not text"
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON may hold halves of surrogate pairs
-        return False
-    return True

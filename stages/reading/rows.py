@@ -73,10 +73,11 @@ def format_of(name: str, head: bytes) -> str | None:
 
 def read_rows(handle: BinaryIO, name: str, kind: str, max_row_bytes: int) -> Iterator[Row | Fault]:
     """Yield the records of a file of the format `kind`, in order."""
-    if kind == "parquet":
-        yield from _parquet(handle, name)
-    elif kind == "dataset":
-        yield from _arrow(handle, name)
+    if kind in COLUMNAR:
+        number = 0
+        for batch in batches(handle, name, kind):
+            yield from _batch(batch, number)
+            number += batch.num_rows
     elif kind in ("csv", "tsv"):
         yield from _checked(_csv(unpacked(handle, name), name, "\t" if kind == "tsv" else "", max_row_bytes))
     else:
@@ -95,10 +96,11 @@ def _checked(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
 
 def _broken(fields: dict[str, Any]) -> str | None:
     """Return the first field whose text cannot be written as UTF-8."""
-    return next((str(name).encode("utf-8", "replace").decode() for name, value in fields.items() if not _is_text(name, value)), None)
+    return next((str(name).encode("utf-8", "replace").decode() for name, value in fields.items() if not is_text(name, value)), None)
 
 
-def _is_text(*values: Any) -> bool:
+def is_text(*values: Any) -> bool:
+    """True if all text in the values can be written as UTF-8: JSON may hold halves of surrogate pairs."""
     for value in values:
         if isinstance(value, str):
             try:
@@ -106,9 +108,9 @@ def _is_text(*values: Any) -> bool:
             except UnicodeEncodeError:
                 return False
         elif isinstance(value, dict):
-            if not all(_is_text(k, v) for k, v in value.items()):
+            if not all(is_text(k, v) for k, v in value.items()):
                 return False
-        elif isinstance(value, list) and not _is_text(*value):
+        elif isinstance(value, list) and not is_text(*value):
             return False
     return True
 
@@ -296,29 +298,19 @@ def delimiter_of(head: bytes) -> str:
     return max(",;\t|", key=names)
 
 
-def _parquet(handle: BinaryIO, name: str) -> Iterator[Row | Fault]:
+def batches(handle: BinaryIO, name: str, kind: str, rows: int = BATCH_ROWS) -> Iterator[Any]:
+    """Yield the record batches of a Parquet file, of at most `rows` rows, or of a saved data set's Arrow stream, as it holds them."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     number = 0
     try:
-        for batch in pq.ParquetFile(handle).iter_batches(batch_size=BATCH_ROWS):
-            yield from _batch(batch, number)
+        for batch in pq.ParquetFile(handle).iter_batches(batch_size=rows) if kind == "parquet" else pa.ipc.open_stream(handle):
+            yield batch
             number += batch.num_rows
     except (pa.ArrowInvalid, OSError) as error:
-        raise PunaError(f"{name}, after row {number}: not a readable Parquet file ({error})") from error
-
-
-def _arrow(handle: BinaryIO, name: str) -> Iterator[Row | Fault]:
-    import pyarrow as pa
-
-    number = 0
-    try:
-        for batch in pa.ipc.open_stream(handle):
-            yield from _batch(batch, number)
-            number += batch.num_rows
-    except (pa.ArrowInvalid, OSError) as error:
-        raise PunaError(f"{name}, after row {number}: not a readable Arrow file of a saved data set ({error})") from error
+        what = "Parquet file" if kind == "parquet" else "Arrow file of a saved data set"
+        raise PunaError(f"{name}, after row {number}: not a readable {what} ({error})") from error
 
 
 def _batch(batch: Any, before: int) -> Iterator[Row | Fault]:

@@ -12,7 +12,7 @@ from puna.stages.contract import External, ExternalFile
 from puna.stages.reading.dates import moment
 from puna.stages.reading.files import suffix
 from puna.stages.reading.readers import DATE_COLUMNS
-from puna.stages.reading.rows import SIDECARS, Row, read_rows, records
+from puna.stages.reading.rows import COLUMNAR, FORMATS, SIDECARS, Row, batches, read_rows, records
 from puna.storage import PunaError
 
 TEXT = ("text", "content", "body", "raw_content", "document", "article", "maintext", "plain_text", "markdown", "passage", "page_content")
@@ -23,7 +23,6 @@ ROWS, FILES = 50, 50
 """Rows and files that are looked at."""
 TEXT_CHARACTERS, HTML_CHARACTERS = 100, 40
 """Mean lengths from which on a field without a usual name is taken for the page."""
-TABLES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".arrow")
 CELL_BYTES = 1 << 26
 """Longest row that is looked at."""
 
@@ -48,7 +47,7 @@ def sniff(external: External) -> Found | None:
 
     Files may differ: fields with usual names go before others, those of more bytes before those of less.
     """
-    tables = [file for file in external.files if suffix(file.name) in TABLES and file.name.rsplit("/", 1)[-1] not in SIDECARS]
+    tables = [file for file in external.files if suffix(file.name) in FORMATS and file.name.rsplit("/", 1)[-1] not in SIDECARS]
     every = tables[:: max(1, len(tables) // FILES)][:FILES]
     votes: dict[Found, tuple[int, int]] = {}
     examples: dict[Found, str] = {}
@@ -113,23 +112,10 @@ def flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _rows(file: ExternalFile) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+    kind = FORMATS[suffix(file.name)]
     with file.open() as handle:
-        if suffix(file.name) == ".parquet":
-            try:
-                for batch in pq.ParquetFile(handle).iter_batches(batch_size=1):  # rows may share one long text
-                    yield from records(batch)
-            except (pa.ArrowInvalid, OSError) as error:
-                raise PunaError(f"{file.location}: not a readable Parquet file ({error})") from error
-        elif suffix(file.name) == ".arrow":
-            try:
-                for batch in pa.ipc.open_stream(handle):
-                    yield from records(batch.slice(0, ROWS))
-            except (pa.ArrowInvalid, OSError) as error:
-                raise PunaError(f"{file.location}: not a readable Arrow file ({error})") from error
-        else:
-            kind = suffix(file.name).removeprefix(".")
-            found = read_rows(handle, file.location, kind if kind in ("csv", "tsv") else "json", CELL_BYTES)
-            yield from (row.fields for row in found if isinstance(row, Row))
+        if kind in COLUMNAR:
+            for batch in batches(handle, file.location, kind, rows=1):  # rows may share one long text
+                yield from records(batch.slice(0, ROWS))
+        else:  # lines that are no objects are skipped; `ingest` reports them
+            yield from (row.fields for row in read_rows(handle, file.location, kind, CELL_BYTES) if isinstance(row, Row))

@@ -34,13 +34,6 @@ START_BYTES = len(b"\nWARC/1.0\r\n")
 
 
 @dataclass(frozen=True)
-class Damage:
-    """A stretch of compressed input that cannot be read."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class Frame:
     """One framed record: its offset in the file (of its compressed member), its bytes, or what is wrong with it."""
 
@@ -63,8 +56,8 @@ def frames(handle: BinaryIO, max_record_bytes: int) -> Iterator[Frame]:
     return _frames(_Buffer(_plain_blocks(handle), members=False), max_record_bytes)
 
 
-Block = tuple[int, bytes | Damage]
-"""Offset in the file of the bytes (plain) or of the member they come from (compressed), and the bytes or damage."""
+Block = tuple[int, bytes | str]
+"""Offset in the file of the bytes (plain) or of their compressed member; and the bytes, or why a stretch of input cannot be read."""
 
 
 def _plain_blocks(handle: BinaryIO) -> Iterator[Block]:
@@ -102,17 +95,17 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
                         base, data, at = _next_member(handle, member + 3, handle.read(CHUNK_BYTES), 0)
                     if data:
                         overruns += 1
-                        yield member, Damage("damaged gzip data (it runs on over the next member)")
+                        yield member, "damaged gzip data (it runs on over the next member)"
                         break
                     yield member, b"".join(held)
-                    yield member, Damage("the file ends inside a gzip member")
+                    yield member, "the file ends inside a gzip member"
                     return
             else:
                 yield member, b"".join(held)
         except zlib.error as error:
             if "check" not in str(error):  # the bytes before the damage are right; a wrong checksum says nothing about where
                 yield member, b"".join(held)
-            yield member, Damage(f"damaged gzip data ({error})")
+            yield member, f"damaged gzip data ({error})"
             base, data, at = _next_member(handle, base, data, begun + 3 if base + begun == member else begun)
 
 
@@ -148,7 +141,7 @@ def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
         decompressor = zstandard.ZstdDecompressor(dict_data=dictionary)
         decompressor.decompressobj()  # which looks into the dictionary
     except (ValueError, EOFError, zstandard.ZstdError) as error:
-        yield 0, Damage(f"the archive's dictionary cannot be read: {error}")
+        yield 0, f"the archive's dictionary cannot be read: {error}"
         return
     while packed := handle.read(SLICE_BYTES):
         member, engine = offset, decompressor.decompressobj()
@@ -157,7 +150,7 @@ def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
             while not engine.eof:
                 if not packed:
                     yield member, bytes(held)
-                    yield member, Damage("the file ends inside a zstd frame")
+                    yield member, "the file ends inside a zstd frame"
                     return
                 held += engine.decompress(packed)
                 offset += len(packed)
@@ -170,7 +163,7 @@ def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
         except zstandard.ZstdError as error:
             if "checksum" not in str(error):
                 yield member, bytes(held)
-            yield member, Damage(f"damaged zstd data ({error})")
+            yield member, f"damaged zstd data ({error})"
             damages += 1
             # The damage may have taken the next frames for its own, which is looked for a few times only.
             behind = member + len(ZSTD_MAGIC)
@@ -207,43 +200,41 @@ def _next_frame(handle: BinaryIO, offset: int) -> int:
 
 def _frames(buffer: _Buffer, max_record_bytes: int) -> Iterator[Frame]:
     while buffer.skip_blank():
-        offset = buffer.offset
-        header = buffer.header()
-        if header is None:
-            problem = buffer.damage or "the file ends inside the record's header"
-            rule = "truncated_record"
-            if buffer.damage is None and buffer.size > MAX_HEADER_BYTES:
-                problem, rule = f"no header of at most {MAX_HEADER_BYTES} bytes", "malformed_record"
-            yield Frame(offset, problem, rule)
-            buffer.resynchronize()
-            continue
-        match = LENGTH.search(header)
-        if not header.startswith(b"WARC/") or match is None:
-            problem = "the record's header has no usable Content-Length" if header.startswith(b"WARC/") else "no WARC record starts here"
-            yield Frame(offset, problem, "malformed_record")
-            buffer.resynchronize()
-            continue
-        if HEADER_END.search(header) is None:
-            yield Frame(offset, "the next record begins inside the record's header", "malformed_record")
-            buffer.resynchronize()
-            continue
-        length = int(match[1])
-        if any(int(other) != length for other in ANY_LENGTH.findall(header)):
-            # Another reader may believe the other one, and ask for as much memory.
-            yield Frame(offset, "the record's header announces several lengths", "malformed_record")
-            buffer.resynchronize()
-            continue
-        size = len(header) + length
-        if length > max_record_bytes and buffer.discard(size):
-            yield Frame(offset, f"the record has {length} bytes", "record_too_large", float(length), float(max_record_bytes))
-            continue
-        data = buffer.take(size) if length <= max_record_bytes else None
-        if data is None:
+        offset, header = buffer.offset, buffer.header()
+        rule, problem = _header_fault(buffer, header)
+        if not problem and header is not None:
+            length = int(LENGTH.findall(header)[0])
+            size = len(header) + length
+            if length > max_record_bytes and buffer.discard(size):
+                yield Frame(offset, f"the record has {length} bytes", "record_too_large", float(length), float(max_record_bytes))
+                continue
+            data = buffer.take(size) if length <= max_record_bytes else None
+            if data is not None:
+                yield Frame(offset, data=data)
+                continue
             end = "gzip member or zstd frame" if buffer.cut else "file"
-            yield Frame(offset, buffer.damage or f"the {end} ends inside the record ({length} bytes announced)", "truncated_record")
-            buffer.resynchronize()
-            continue
-        yield Frame(offset, data=data)
+            problem = buffer.damage or f"the {end} ends inside the record ({length} bytes announced)"
+        yield Frame(offset, problem, rule)
+        buffer.resynchronize()
+
+
+def _header_fault(buffer: _Buffer, header: bytes | None) -> tuple[str, str]:
+    """Return the rule and the words for a wrong header; no words if it is right."""
+    if header is None and buffer.damage is None and buffer.size > MAX_HEADER_BYTES:
+        return "malformed_record", f"no header of at most {MAX_HEADER_BYTES} bytes"
+    if header is None:
+        return "truncated_record", buffer.damage or "the file ends inside the record's header"
+    if not header.startswith(b"WARC/"):
+        return "malformed_record", "no WARC record starts here"
+    length = LENGTH.search(header)
+    if length is None:
+        return "malformed_record", "the record's header has no usable Content-Length"
+    if HEADER_END.search(header) is None:
+        return "malformed_record", "the next record begins inside the record's header"
+    if any(int(other) != int(length[1]) for other in ANY_LENGTH.findall(header)):
+        # Another reader may believe the other one, and ask for as much memory.
+        return "malformed_record", "the record's header announces several lengths"
+    return "truncated_record", ""
 
 
 class _Buffer:
@@ -284,8 +275,8 @@ class _Buffer:
         if self._members and isinstance(data, bytes) and data.startswith(b"WARC/") and self._starts and self._starts[-1][1] != offset:
             self._records.append(place)
         self._starts.append((place, offset))
-        if isinstance(data, Damage):
-            self.damage = data.reason
+        if isinstance(data, str):
+            self.damage = data
             return False
         self._data += data
         return True
@@ -331,37 +322,34 @@ class _Buffer:
             self._records.popleft()
         return self._records[0] - self._dropped if self._records else None
 
+    def _is_cut(self, count: int) -> bool:
+        end = self._member_end()
+        self.cut = end is not None and end < count
+        return self.cut
+
     def take(self, count: int) -> bytes | None:
         """Return the first `count` bytes, or None (and drop nothing) if the file or member has fewer."""
-        while True:
-            end = self._member_end()
-            self.cut = end is not None and end < count
-            if self.cut:
-                return None
+        while not self._is_cut(count):
             if len(self._data) >= count:
-                break
+                data = bytes(self._data[:count])
+                self._drop(count)
+                return data
             if not self._more():
-                return None
-        data = bytes(self._data[:count])
-        self._drop(count)
-        return data
+                break
+        return None
 
     def discard(self, count: int) -> bool:
         """Drop `count` bytes without holding them; False when there are fewer in the file or in the member."""
-        while True:
-            end = self._member_end()
-            self.cut = end is not None and end < count
-            if self.cut:
-                return False
+        while not self._is_cut(count):
             if count <= len(self._data):
-                break
+                self._drop(count)
+                return True
             # One byte stays, so that the member is known that the next block may belong to.
             count -= max(0, len(self._data) - 1)
             self._drop(max(0, len(self._data) - 1))
             if not self._more():
-                return False
-        self._drop(count)
-        return True
+                break
+        return False
 
     def resynchronize(self) -> None:
         """Drop everything up to where the next record may start."""

@@ -1,0 +1,196 @@
+"""Export of tables as plain files that DuckDB and Hugging Face's `datasets` load, and of models, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from puna.stages.conversations import message_of, messages_of, others_of, tools_of
+from puna.storage import Artifact, PunaError
+from puna.storage.errors import DamagedArtifact
+
+Row = dict[str, Any]
+SIDES = ("chosen", "rejected", "edited")
+Format = Literal["hf", "gguf", "awq", "adapter"]
+LAYOUT = (".json", ".safetensors", ".jinja")
+"""Endings of a model's files that Hugging Face reads."""
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield a folder to write in, which becomes `target` at the end or is removed. PunaError if `target` is not empty."""
+    target = target.absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise PunaError(f"export: {target} is there already and not empty; give a new folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.part"
+    part.mkdir()
+    try:
+        yield part
+        if target.exists():
+            target.rmdir()
+        os.replace(part, target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def export_data(artifact: Artifact, folder: Path | str, format: DataFormat = "parquet") -> Path:
+    """Write the main table of an artifact to `folder` as one file, whole or not at all; returns the file.
+
+    Parquet holds the columns as they are stored. JSON lines hold conversations in the field's layout: `messages` (instructions),
+    `prompt` with `chosen` and `rejected`, or with `completion` and `label` where a preference has one side, all as lists of
+    messages. PunaError where the artifact has no table, holds bytes that JSON cannot, or the folder holds something already.
+    """
+    if artifact.kind not in artifact.tables:
+        raise PunaError(f"{artifact.id} has no table to export; export_model writes models and tokenizers")
+    schema = next(iter(artifact.batches(rows=1)), None)
+    if format == "jsonl" and schema is not None:
+        wrong = [field.name for field in schema.schema if pa.types.is_binary(field.type)]
+        if wrong:
+            raise PunaError(f"{artifact.id}: the column {wrong[0]} holds bytes, which JSON cannot; export it as parquet")
+    with new_folder(Path(folder)) as part:
+        (_parquet if format == "parquet" else _jsonl)(artifact, part / f"{artifact.kind}.{format}")
+    return Path(folder) / f"{artifact.kind}.{format}"
+
+
+def _parquet(artifact: Artifact, file: Path) -> None:
+    writer: pq.ParquetWriter | None = None
+    try:
+        for batch in artifact.batches():
+            if writer is None:
+                writer = pq.ParquetWriter(file, batch.schema, compression="zstd")
+            writer.write_batch(batch)
+        if writer is None:
+            pq.write_table(artifact.read(), file)
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _jsonl(artifact: Artifact, file: Path) -> None:
+    with file.open("w", encoding="utf-8") as out:
+        for row in _rows(artifact):
+            out.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _rows(artifact: Artifact) -> Iterator[Row]:
+    shape = SHAPES.get(artifact.kind, dict)
+    for batch in artifact.batches(rows=1024):
+        yield from map(shape, batch.to_pylist())
+
+
+def _rest(row: Row) -> Row:
+    done = ("messages", "tools", "others", *SIDES)
+    return {name: value for name, value in row.items() if name not in done and value is not None}
+
+
+def _with_tools(row: Row) -> Row:
+    tools = tools_of(row)
+    return {"tools": tools} if tools else {}
+
+
+def _instruction(row: Row) -> Row:
+    return {"messages": messages_of(row), **_with_tools(row), **_rest(row)}
+
+
+def _prompt(row: Row) -> Row:
+    return {"prompt": messages_of(row), **_with_tools(row), **_rest(row)}
+
+
+def _preference(row: Row) -> Row:
+    sides: Row = {side: [message] for side in SIDES if (message := message_of(row, side)) is not None}
+    if ("chosen" in sides) != ("rejected" in sides) and "edited" not in sides:
+        ((side, answer),) = sides.items()
+        sides = {"completion": answer, "label": side == "chosen"}
+    others = {"others": others_of(row)} if row["others"] is not None else {}
+    return {"prompt": messages_of(row), **sides, **others, **_with_tools(row), **_rest(row)}
+
+
+SHAPES: dict[str, Callable[[Row], Row]] = {"instructions": _instruction, "prompts": _prompt, "preferences": _preference}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
+def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", text: Path | None = None) -> list[Path]:
+    """Write a model artifact to a new or empty folder; returns the files, sorted.
+
+    `hf`: weights, configuration, tokenizer and chat template as transformers, vLLM and lm-eval read them. `gguf`: one file for
+    llama.cpp, `NAME.gguf` after the folder. `awq`: like hf with the layers' matrices in 4 bits, by scales chosen on a text file, `text`, of
+    the kind that the model will read. `adapter`: the adapters that its training kept, as PEFT reads them. PunaError where it is no
+    model, is damaged, the folder holds anything, the format has no form for it, there is no text for awq, or it has no adapters.
+    """
+    if (format == "awq") != (text is not None):
+        raise PunaError("export: awq chooses scales by a text, and nothing else does: give a text file with the format awq alone")
+    if artifact.kind != "model":
+        raise PunaError(f"export: {artifact.id} is of the kind {artifact.kind}; a model is wanted")
+    if damage := artifact.damage():
+        raise DamagedArtifact.of(artifact.id, damage)
+    target = Path(folder)
+    with new_folder(target) as part:
+        if format == "gguf":
+            _write_gguf(artifact, part / f"{target.absolute().name}.gguf")
+        elif text is not None:
+            _write_awq(artifact, part, text)
+        elif format == "adapter":
+            _copy_adapter(artifact, part)
+        else:
+            _copy(artifact, part)
+    return sorted(path for path in target.iterdir() if path.is_file())
+
+
+def _copy(artifact: Artifact, part: Path) -> None:
+    for path in sorted(artifact.path().iterdir()):
+        if path.suffix in LAYOUT and path.name not in LEFT:
+            shutil.copyfile(path, part / path.name)
+
+
+def _copy_adapter(artifact: Artifact, part: Path) -> None:
+    kept = [name for name in artifact.manifest.files if name.startswith("adapter/")]
+    if not kept:
+        raise PunaError(
+            f"export: {artifact.id}, made by {artifact.manifest.stage}, has no adapters: train it with method=lora and lora.keep=true"
+        )
+    for name in kept:
+        shutil.copyfile(artifact.path(name), part / Path(name).name)
+
+
+def _write_gguf(artifact: Artifact, file: Path) -> None:
+    from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer
+    from puna.models.formats.gguf.files import write
+
+    try:
+        model, tokenizer = load_with_tokenizer(artifact.path(), dtype=None)
+        if model.head != "lm":
+            raise ValueError("it is a reward model; llama.cpp runs language models")
+        write(file, model.config, model.state_dict(), tokenizer)
+    except (CheckpointError, ValueError) as error:
+        raise PunaError(f"export: {artifact.id}: {error}") from error
+
+
+def _write_awq(artifact: Artifact, part: Path, text: Path) -> None:
+    from puna.models.formats.awq_search import stretches, write
+    from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer
+
+    try:
+        model, tokenizer = load_with_tokenizer(artifact.path())
+        write(model, tokenizer, stretches(tokenizer.encode(text.read_text(encoding="utf-8"))), part)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PunaError(f"export: {text} cannot be read as text: {error}") from error
+    except (CheckpointError, ValueError) as error:
+        raise PunaError(f"export: {artifact.id}: {error}") from error
