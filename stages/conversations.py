@@ -56,33 +56,26 @@ def answering(text: str, finished: bool = True) -> str:
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
     """Return the messages of a row of prompts, preferences or instructions."""
-    found: list[Message] = _parsed(row, "messages", list)
-    return found
+    return _parsed(row, "messages", list)
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Message] | None:
     """Return the tools of a row's conversation, None if there are none."""
-    if row["tools"] is None:
-        return None
-    found: list[Message] = _parsed(row, "tools", list)
-    return found
+    return None if row["tools"] is None else _parsed(row, "tools", list)
 
 
 def message_of(row: Mapping[str, Any], column: str) -> Message | None:
     """Return the answer in a column (chosen, rejected, edited), None if there is none."""
-    if row[column] is None:
-        return None
-    found: Message = _parsed(row, column, dict)
-    return found
+    return None if row[column] is None else _parsed(row, column, dict)[0]
 
 
 def others_of(row: Mapping[str, Any]) -> list[Message]:
     """Return the further answers of a ranking, each with its `rank`; see the column `others` of preferences."""
-    found: list[Message] = _parsed(row, "others", list) if row["others"] is not None else []
-    return found
+    return [] if row["others"] is None else _parsed(row, "others", list)
 
 
-def _parsed(row: Mapping[str, Any], column: str, kind: type) -> Any:
+def _parsed(row: Mapping[str, Any], column: str, kind: type) -> list[Message]:
+    """Return the messages in a column that holds a list of them, or (`kind` dict) one."""
     try:
         value = json.loads(row[column])
     except ValueError as error:
@@ -91,7 +84,7 @@ def _parsed(row: Mapping[str, Any], column: str, kind: type) -> Any:
     if not isinstance(value, kind) or not turns or not all(isinstance(turn, dict) for turn in turns):
         wanted = "messages" if kind is list else "a message"
         raise BadRow("not_messages", f"row {row['id']}: column {column} holds {row[column][:80]!r}, not {wanted}")
-    return value
+    return turns
 
 
 def content_of(message: Message) -> str:
@@ -123,9 +116,6 @@ def text_of(messages: Sequence[Message]) -> str:
 def answer_texts(messages: Sequence[Message]) -> list[str]:
     """Return the contents of the assistant's turns."""
     return [content_of(message) for message in messages if message.get("role") == "assistant"]
-
-
-# --- as token ids ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 TRACKING = re.compile(
@@ -29,13 +29,8 @@ class Address(NamedTuple):
 
 def parse(url: str) -> Address | None:
     """Return the parts of `url` after WHATWG parsing, None if it is not absolute."""
-    import ada_url
-
-    try:
-        parsed = ada_url.URL(url)
-    except ValueError:
-        return None
-    return Address(parsed.protocol.rstrip(":"), parsed.hostname.rstrip("."), parsed.pathname, parsed.search.lstrip("?"))
+    parsed = _whatwg(url)
+    return parsed and Address(parsed.protocol.rstrip(":"), parsed.hostname.rstrip("."), parsed.pathname, parsed.search.lstrip("?"))
 
 
 def normalized(url: str) -> str:
@@ -44,11 +39,8 @@ def normalized(url: str) -> str:
     Beyond WHATWG parsing (case of scheme and host, default ports, dot segments): http becomes https; `www.`, user names,
     fragments, tracking and session parameters and index files are removed; parameters are sorted; escapes are unified.
     An address that is not absolute is returned unchanged."""
-    import ada_url
-
-    try:
-        parsed = ada_url.URL(url)
-    except ValueError:
+    parsed = _whatwg(url)
+    if parsed is None:
         return url
     scheme = parsed.protocol.rstrip(":")
     if scheme not in ("http", "https"):
@@ -59,6 +51,15 @@ def normalized(url: str) -> str:
     pairs = [pair for pair in parsed.search.lstrip("?").split("&") if pair and not TRACKING.match(pair.partition("=")[0])]
     query = "&".join(sorted(_escapes(pair) for pair in pairs))
     return f"https://{host}{port}{path}" + (f"?{query}" if query else "")
+
+
+def _whatwg(url: str) -> Any:
+    import ada_url
+
+    try:
+        return ada_url.URL(url)
+    except ValueError:
+        return None
 
 
 def _escapes(text: str) -> str:

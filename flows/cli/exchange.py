@@ -14,7 +14,7 @@ from puna.stages.contract import did_you_mean
 from puna.storage import Artifact, PunaError, Store
 
 if TYPE_CHECKING:
-    from puna.stages.io.export_model import Format
+    from puna.stages.io.export import Format
 
 app = typer.Typer()
 
@@ -93,8 +93,7 @@ def export(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
 ) -> None:
     """Write an artifact as plain files: a model for transformers, vLLM or llama.cpp, data as Parquet or JSON lines."""
-    from puna.stages.io.export_data import export_data
-    from puna.stages.io.export_model import export_model
+    from puna.stages.io.export import export_data, export_model
 
     opened = Store.existing(store, project)
     artifact = opened.checked(opened.resolve(identity), whole=True)
@@ -123,7 +122,7 @@ def _export_signatures(documents: Artifact, folder: Path) -> Path:
     import pyarrow.parquet as pq
 
     from puna.stages.curate.minhash.index import signature_table
-    from puna.stages.io.folders import new_folder
+    from puna.stages.io.export import new_folder
 
     table = signature_table(documents)
     with new_folder(folder) as part:

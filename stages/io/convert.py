@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from puna.stages.conversations import Message, dump
+from puna.stages.conversations import LEVELS, Message, dump
 from puna.stages.io import turns
 from puna.stages.io.layouts import SCORES, Plan
 from puna.stages.io.turns import Refused
@@ -14,34 +15,33 @@ from puna.stages.reading.dates import moment
 
 Fields = Mapping[str, Any]
 Values = dict[str, Any]
-LEVELS = ("significantly_better", "better", "slightly_better", "marginally_better")
 HELDOUT = ("heldout", "test", "validation", "valid", "val", "dev", "eval")
 
 
 def instructions(plan: Plan, row: Fields) -> Values:
     """Return columns `messages` and `tools` of the instructions table."""
     if plan.layout == "messages":
-        found = turns.messages(plan.get(row, "messages"), plan.name("messages"))
+        messages = turns.messages(plan.get(row, "messages"), plan.name("messages"))
     else:
         answer = "completion" if plan.layout == "prompt_completion" else "output"
-        found = [*_context(plan, row), *_answered(plan.get(row, answer), plan.name(answer))]
-    if not any(message["role"] == "assistant" for message in found):
+        messages = [*_context(plan, row), *_answered(plan.get(row, answer), plan.name(answer))]
+    if not any(message["role"] == "assistant" for message in messages):
         raise Refused(plan.name("messages"), "no_answer", "has no turn of the assistant to learn from")
-    return {"messages": dump(_with_system(plan, row, found)), "tools": _tools(plan, row)}
+    return {"messages": dump(_with_system(plan, row, messages)), "tools": _tools(plan, row)}
 
 
 def prompts(plan: Plan, row: Fields) -> Values:
     """Return columns `messages`, `tools`, `reference` and `verifier` of the prompts table."""
     reference = plan.get(row, "reference")
     if plan.layout == "messages":
-        found = turns.messages(plan.get(row, "messages"), plan.name("messages"))
-        if found[-1]["role"] == "assistant":
-            last = found.pop()
+        messages = turns.messages(plan.get(row, "messages"), plan.name("messages"))
+        if messages[-1]["role"] == "assistant":
+            last = messages.pop()
             reference = reference if reference is not None else last["content"] or None
-        if not found or found[-1]["role"] not in ("user", "tool"):
+        if not messages or messages[-1]["role"] not in ("user", "tool"):
             raise Refused(plan.name("messages"), "no_question", "has no turn before the answer")
     else:
-        found = _context(plan, row)
+        messages = _context(plan, row)
     if reference is not None and not isinstance(reference, str):
         reference = json.dumps(reference, ensure_ascii=False)
     verifier = plan.get(row, "verifier")
@@ -50,7 +50,7 @@ def prompts(plan: Plan, row: Fields) -> Values:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             raise Refused(plan.name("verifier"), "wrong_type", "is no verifier: an object with a name and parameters")
         verifier = dump(value)
-    return {"messages": dump(_with_system(plan, row, found)), "tools": _tools(plan, row), "reference": reference, "verifier": verifier}
+    return {"messages": dump(_with_system(plan, row, messages)), "tools": _tools(plan, row), "reference": reference, "verifier": verifier}
 
 
 def preferences(plan: Plan, row: Fields) -> Values:
@@ -58,19 +58,9 @@ def preferences(plan: Plan, row: Fields) -> Values:
     context, values = {"pairs": _pair, "kto": _labelled, "ranked": _ranked}[plan.layout](plan, row)
     if not context:
         raise Refused(plan.name("prompt"), "no_prompt", "has no turn before the answers")
-    sides = {side: dump(value) if value is not None else None for side, value in values.items() if side in ("chosen", "rejected", "edited")}
-    others = values.get("others")
-    return {
-        "messages": dump(_with_system(plan, row, context)),
-        "tools": _tools(plan, row),
-        "edited": None,
-        **sides,
-        "others": dump(others) if others else None,
-        "level": values.get("level"),
-        "margin": values.get("margin"),
-        "chosen_model": None,
-        "rejected_model": None,
-    }
+    columns = dict.fromkeys(("edited", "others", "level", "margin", "chosen_model", "rejected_model")) | values
+    texts = {name: dump(value) if isinstance(value, dict | list) else value for name, value in columns.items()}
+    return {"messages": dump(_with_system(plan, row, context)), "tools": _tools(plan, row), **texts}
 
 
 def documents(plan: Plan, row: Fields) -> Values:
@@ -104,9 +94,6 @@ def split_of(plan: Plan, row: Fields) -> str | None:
     return "train"
 
 
-# --- contexts and answers ---------------------------------------------------------------------------------
-
-
 def _context(plan: Plan, row: Fields) -> list[Message]:
     if "prompt" in plan.columns:
         value, field = plan.get(row, "prompt"), plan.name("prompt")
@@ -117,11 +104,11 @@ def _context(plan: Plan, row: Fields) -> list[Message]:
             return turns.messages(value, field)
         return [{"role": "user", "content": turns.text(value, field)}]
     if "instruction" in plan.columns:
-        asked = turns.text(plan.get(row, "instruction"), plan.name("instruction"))
-        given = plan.get(row, "input")
-        if given is not None and not isinstance(given, str):
-            raise Refused(plan.name("input"), "wrong_type", f"holds {turns.kind_of(given)}, not text")
-        return [{"role": "user", "content": f"{asked}\n\n{given}" if given and given.strip() else asked}]
+        question = turns.text(plan.get(row, "instruction"), plan.name("instruction"))
+        context = plan.get(row, "input")
+        if context is not None and not isinstance(context, str):
+            raise Refused(plan.name("input"), "wrong_type", f"holds {turns.kind_of(context)}, not text")
+        return [{"role": "user", "content": f"{question}\n\n{context}" if context and context.strip() else question}]
     if "messages" in plan.columns:
         return turns.messages(plan.get(row, "messages"), plan.name("messages"))
     return []
@@ -134,20 +121,20 @@ def _answered(value: Any, field: str) -> list[Message]:
     return [{"role": "assistant", "content": turns.text(value, field)}]
 
 
-def _one_answer(found: Sequence[Message], field: str) -> Message:
-    if len(found) != 1 or found[0]["role"] != "assistant":
-        roles = ", ".join(message["role"] for message in found) or "nothing"
+def _one_answer(messages: Sequence[Message], field: str) -> Message:
+    if len(messages) != 1 or messages[0]["role"] != "assistant":
+        roles = ", ".join(message["role"] for message in messages) or "nothing"
         raise Refused(field, "not_one_answer", f"goes on from the context with {roles}, not with one turn of the assistant")
-    return found[0]
+    return messages[0]
 
 
-def _with_system(plan: Plan, row: Fields, found: list[Message]) -> list[Message]:
+def _with_system(plan: Plan, row: Fields, messages: list[Message]) -> list[Message]:
     system = plan.get(row, "system")
     if system is None or (isinstance(system, str) and not system.strip()):
-        return found
-    if found[0]["role"] == "system":
+        return messages
+    if messages[0]["role"] == "system":
         raise Refused(plan.name("system"), "two_systems", "gives a system message, and the messages begin with another")
-    return [{"role": "system", "content": turns.text(system, plan.name("system"))}, *found]
+    return [{"role": "system", "content": turns.text(system, plan.name("system"))}, *messages]
 
 
 def _tools(plan: Plan, row: Fields) -> str | None:
@@ -159,9 +146,6 @@ def _tools(plan: Plan, row: Fields) -> str | None:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise Refused(plan.name("tools"), "wrong_type", f"holds {turns.kind_of(value)}, not a list of tools")
     return dump(value)
-
-
-# --- preferences ------------------------------------------------------------------------------------------
 
 
 def _pair(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
@@ -179,25 +163,24 @@ def _pair(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
         if common == len(chosen) == len(rejected):
             raise Refused(fields[1], "identical", f"is the same as {fields[0]}")
         context, answers = chosen[:common], [chosen[common:], rejected[common:]]
-    better, worse = (_one_answer(found, field) for found, field in zip(answers, fields, strict=True))
+    better, worse = (_one_answer(messages, field) for messages, field in zip(answers, fields, strict=True))
     if better == worse:
         raise Refused(fields[1], "identical", f"is the same as {fields[0]}")
-    edited = plan.get(row, "edited")
-    values: Values = {"chosen": better, "rejected": worse}
-    if edited is not None:
-        values["edited"] = _one_answer(_side(edited, plan.name("edited")), plan.name("edited"))
+    values: Values = {"chosen": better, "rejected": worse} | _margin(plan, row)
+    if plan.get(row, "edited") is not None:
+        values["edited"] = _one_answer(_side(plan.get(row, "edited"), plan.name("edited")), plan.name("edited"))
     if plan.get(row, "others") is not None:
         values["others"] = _others(plan.get(row, "others"), plan.name("others"))
-    return context, values | _margin(plan, row)
+    return context, values
 
 
 def _others(value: Any, field: str) -> list[Message]:
-    found = turns.messages(value, field)
-    for number, one in enumerate(found):
+    messages = turns.messages(value, field)
+    for number, one in enumerate(messages):
         _one_answer([one], f"{field}.{number}")
         if not isinstance(one.get("rank"), int) or one["rank"] < -1:
             raise Refused(f"{field}.{number}.rank", "wrong_type", "is no rank: 0 as good as chosen, 1, 2, … between, -1 as bad as rejected")
-    return found
+    return messages
 
 
 def _side(value: Any, field: str) -> list[Message]:
@@ -205,30 +188,26 @@ def _side(value: Any, field: str) -> list[Message]:
     if isinstance(value, str) and turns.is_dialogue(value):
         return turns.dialogue(value, field)
     if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
-        try:  # a cell of CSV holds messages as JSON; an answer may be JSON, too, and then is text
+        with contextlib.suppress(Refused):  # a cell of CSV holds messages as JSON; an answer may be JSON, too, and then is text
             return turns.messages(value, field)
-        except Refused:
-            return _answered(value, field)
     return _answered(value, field)
 
 
-def _behind(context: list[Message], found: list[Message], field: str) -> list[Message]:
+def _behind(context: list[Message], messages: list[Message], field: str) -> list[Message]:
     """Return the part of one side behind the context: all of it, unless it repeats the context."""
-    if found[: len(context)] == context:
-        return found[len(context) :]
-    if len(found) > 1:
+    if messages[: len(context)] == context:
+        return messages[len(context) :]
+    if len(messages) > 1:
         raise Refused(field, "prompt_differs", "repeats a context that is not the prompt")
-    return found
+    return messages
 
 
 def _margin(plan: Plan, row: Fields) -> Values:
     """Return the row's level and margin, if any; the margin may be given as two scores."""
-    values: Values = {}
     level = plan.get(row, "level")
-    if level is not None:
-        if level not in LEVELS:
-            raise Refused(plan.name("level"), "unknown_level", f"holds {str(level)[:40]!r}; known are {', '.join(LEVELS)}")
-        values["level"] = level
+    if level is not None and level not in LEVELS:
+        raise Refused(plan.name("level"), "unknown_level", f"holds {str(level)[:40]!r}; known are {', '.join(LEVELS)}")
+    values: Values = {"level": level}
     if plan.get(row, "margin") is not None:
         values["margin"] = turns.number(plan.get(row, "margin"), plan.name("margin"))
     elif plan.get(row, "chosen_score") is not None and plan.get(row, "rejected_score") is not None:
@@ -240,15 +219,15 @@ def _margin(plan: Plan, row: Fields) -> Values:
 def _labelled(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
     """Return context and answer of a labelled row: good answers have no `rejected`, bad ones no `chosen`."""
     good = turns.truth(plan.get(row, "label"), plan.name("label"), numbers=plan.declared)
-    found = _context(plan, row)
+    messages = _context(plan, row)
     if "completion" in plan.columns:
         field = plan.name("completion")
         answer = _one_answer(_answered(plan.get(row, "completion"), field), field)
     else:
         field = plan.name("messages")
-        answer = _one_answer(found[-1:], field)
-        found = found[:-1]
-    return found, {"chosen": answer if good else None, "rejected": None if good else answer}
+        answer = _one_answer(messages[-1:], field)
+        messages = messages[:-1]
+    return messages, {"chosen": answer if good else None, "rejected": None if good else answer}
 
 
 def _ranked(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
@@ -261,14 +240,14 @@ def _ranked(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
     if len(answers) < 2:
         raise Refused(field, "one_answer", f"has {len(answers)} answers: a ranking takes two")
     worth, by_rank = _worth(plan, row, answers)
-    found = [(value, _candidate(answer, f"{field}.{i}")) for i, (value, answer) in enumerate(zip(worth, answers, strict=True))]
-    tiers = [[message for value, message in found if value == tier] for tier in sorted(set(worth), reverse=True)]
+    messages = [(value, _candidate(answer, f"{field}.{i}")) for i, (value, answer) in enumerate(zip(worth, answers, strict=True))]
+    tiers = [[message for value, message in messages if value == tier] for tier in sorted(set(worth), reverse=True)]
     if len(tiers) == 1:
         raise Refused(field, "all_equal", "are all equally good: there is nothing to prefer")
     ranks = [0, *range(1, len(tiers) - 1), -1]
     (chosen, *best), (*worst, rejected) = tiers[0], tiers[-1]
     others = [{**m, "rank": rank} for rank, tier in zip(ranks, (best, *tiers[1:-1], worst), strict=True) for m in tier]
-    values: Values = {"chosen": chosen, "rejected": rejected, "others": others}
+    values: Values = {"chosen": chosen, "rejected": rejected, "others": others or None}
     if not by_rank:
         values["margin"] = max(worth) - min(worth)
     edited = _edit(plan, row, answers, worth)
@@ -282,8 +261,7 @@ def _candidate(answer: Any, field: str) -> Message:
             raise Refused(field, "missing", f"has no text; it has {', '.join(answer) or 'nothing'}")
         return {"role": "assistant", "content": turns.text(answer[name], f"{field}.{name}")}
     if isinstance(answer, dict):
-        text = answer.get("content", answer.get("value", answer.get("text")))
-        return {"role": "assistant", "content": turns.text(text, field)}
+        return {"role": "assistant", "content": turns.text(answer.get("content", answer.get("value", answer.get("text"))), field)}
     return _one_answer(_answered(answer, field), field)
 
 
@@ -303,22 +281,21 @@ def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float]
     if len(named) != 1:
         raise Refused(field, "no_score", f"have {' and '.join(sorted(named)) or 'no score, rating or rank'}: one of them is needed")
     (name,) = named
-    numbers = []
     for i, answer in enumerate(answers):
         if not isinstance(answer, dict):
             raise Refused(f"{field}.{i}", "wrong_type", f"is {turns.kind_of(answer)}, not an answer with its {name}")
-        numbers.append(turns.number(answer.get(name), f"{field}.{i}.{name}"))
+    numbers = [turns.number(answer.get(name), f"{field}.{i}.{name}") for i, answer in enumerate(answers)]
     return ([-value for value in numbers], True) if name == "rank" else (numbers, False)
 
 
 def _edit(plan: Plan, row: Fields, answers: Sequence[Any], worth: Sequence[float]) -> Message | None:
     """Return the improved best answer, from its own column or beside the answer."""
+    first = max(range(len(worth)), key=lambda i: (worth[i], -i))
     edits = [(i, a["edited"]) for i, a in enumerate(answers) if isinstance(a, dict) and a.get("edited") is not None]
     if plan.get(row, "edited") is not None:
-        edits.append((max(range(len(worth)), key=lambda i: (worth[i], -i)), plan.get(row, "edited")))
+        edits.append((first, plan.get(row, "edited")))
     if not edits:
         return None
-    first = max(range(len(worth)), key=lambda i: (worth[i], -i))
     if len(edits) > 1 or edits[0][0] != first:
         raise Refused(f"{plan.name('answers')}.{edits[0][0]}.edited", "edit_of_another", "is an edit of an answer that is not the best one")
     field = f"{plan.name('answers')}.{first}.edited"

@@ -44,7 +44,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def export_data(artifact: Artifact, folder: Path | str, format: DataFormat = "parquet") -> Path:
+def export_data(artifact: Artifact, folder: Path | str, format: Literal["parquet", "jsonl"] = "parquet") -> Path:
     """Write the main table of an artifact to `folder` as one file, whole or not at all; returns the file.
 
     Parquet holds the columns as they are stored. JSON lines hold conversations in the field's layout: `messages` (instructions),
@@ -53,60 +53,34 @@ def export_data(artifact: Artifact, folder: Path | str, format: DataFormat = "pa
     """
     if artifact.kind not in artifact.tables:
         raise PunaError(f"{artifact.id} has no table to export; export_model writes models and tokenizers")
-    schema = next(iter(artifact.batches(rows=1)), None)
-    if format == "jsonl" and schema is not None:
-        wrong = [field.name for field in schema.schema if pa.types.is_binary(field.type)]
-        if wrong:
-            raise PunaError(f"{artifact.id}: the column {wrong[0]} holds bytes, which JSON cannot; export it as parquet")
+    wrong = [field.name for field in artifact.schema() if pa.types.is_binary(field.type)]
+    if format == "jsonl" and wrong:
+        raise PunaError(f"{artifact.id}: the column {wrong[0]} holds bytes, which JSON cannot; export it as parquet")
     with new_folder(Path(folder)) as part:
         (_parquet if format == "parquet" else _jsonl)(artifact, part / f"{artifact.kind}.{format}")
     return Path(folder) / f"{artifact.kind}.{format}"
 
 
 def _parquet(artifact: Artifact, file: Path) -> None:
-    writer: pq.ParquetWriter | None = None
-    try:
+    with pq.ParquetWriter(file, artifact.schema(), compression="zstd") as writer:
         for batch in artifact.batches():
-            if writer is None:
-                writer = pq.ParquetWriter(file, batch.schema, compression="zstd")
             writer.write_batch(batch)
-        if writer is None:
-            pq.write_table(artifact.read(), file)
-    finally:
-        if writer is not None:
-            writer.close()
 
 
 def _jsonl(artifact: Artifact, file: Path) -> None:
+    shape: Callable[[Row], Row] = SHAPES.get(artifact.kind, dict)
     with file.open("w", encoding="utf-8") as out:
-        for row in _rows(artifact):
-            out.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+        for batch in artifact.batches(rows=1024):
+            for row in map(shape, batch.to_pylist()):
+                out.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
         out.flush()
         os.fsync(out.fileno())
 
 
-def _rows(artifact: Artifact) -> Iterator[Row]:
-    shape = SHAPES.get(artifact.kind, dict)
-    for batch in artifact.batches(rows=1024):
-        yield from map(shape, batch.to_pylist())
-
-
 def _rest(row: Row) -> Row:
-    done = ("messages", "tools", "others", *SIDES)
-    return {name: value for name, value in row.items() if name not in done and value is not None}
-
-
-def _with_tools(row: Row) -> Row:
-    tools = tools_of(row)
-    return {"tools": tools} if tools else {}
-
-
-def _instruction(row: Row) -> Row:
-    return {"messages": messages_of(row), **_with_tools(row), **_rest(row)}
-
-
-def _prompt(row: Row) -> Row:
-    return {"prompt": messages_of(row), **_with_tools(row), **_rest(row)}
+    """Return the tools, if any, and the row's other columns that are not null."""
+    done, tools = ("messages", "tools", "others", *SIDES), tools_of(row)
+    return ({"tools": tools} if tools else {}) | {name: v for name, v in row.items() if name not in done and v is not None}
 
 
 def _preference(row: Row) -> Row:
@@ -115,10 +89,14 @@ def _preference(row: Row) -> Row:
         ((side, answer),) = sides.items()
         sides = {"completion": answer, "label": side == "chosen"}
     others = {"others": others_of(row)} if row["others"] is not None else {}
-    return {"prompt": messages_of(row), **sides, **others, **_with_tools(row), **_rest(row)}
+    return {"prompt": messages_of(row), **sides, **others, **_rest(row)}
 
 
-SHAPES: dict[str, Callable[[Row], Row]] = {"instructions": _instruction, "prompts": _prompt, "preferences": _preference}
+SHAPES: dict[str, Callable[[Row], Row]] = {
+    "instructions": lambda row: {"messages": messages_of(row), **_rest(row)},
+    "prompts": lambda row: {"prompt": messages_of(row), **_rest(row)},
+    "preferences": _preference,
+}
 
 
 def _plain(value: Any) -> Any:
@@ -150,23 +128,19 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", 
         elif format == "adapter":
             _copy_adapter(artifact, part)
         else:
-            _copy(artifact, part)
+            for path in artifact.path().iterdir():
+                if path.suffix in LAYOUT and path.name != "manifest.json":
+                    shutil.copyfile(path, part / path.name)
     return sorted(path for path in target.iterdir() if path.is_file())
 
 
-def _copy(artifact: Artifact, part: Path) -> None:
-    for path in sorted(artifact.path().iterdir()):
-        if path.suffix in LAYOUT and path.name not in LEFT:
-            shutil.copyfile(path, part / path.name)
-
-
 def _copy_adapter(artifact: Artifact, part: Path) -> None:
-    kept = [name for name in artifact.manifest.files if name.startswith("adapter/")]
-    if not kept:
+    names = [name for name in artifact.manifest.files if name.startswith("adapter/")]
+    if not names:
         raise PunaError(
             f"export: {artifact.id}, made by {artifact.manifest.stage}, has no adapters: train it with method=lora and lora.keep=true"
         )
-    for name in kept:
+    for name in names:
         shutil.copyfile(artifact.path(name), part / Path(name).name)
 
 

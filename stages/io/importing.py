@@ -19,6 +19,7 @@ from pydantic import Field
 
 from puna.stages import plugins
 from puna.stages.contract import External, ExternalFile, SeededConfig, StageRun
+from puna.stages.conversations import dump
 from puna.stages.draws import fraction, identifier
 from puna.stages.io import convert, layouts
 from puna.stages.io.files import look
@@ -35,6 +36,8 @@ from puna.storage.schemas import table_schema
 from puna.storage.shards import count, row_bytes
 
 SNIFFED_ROWS = 200
+SHOWN = 4000
+"""Characters of an example that are shown."""
 CHUNK_BYTES = 32 << 20
 PACKED = 4
 """How much larger rows are than the files that hold them, about."""
@@ -107,18 +110,15 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
         run.metric(f"dropped_{rule}", number)
 
 
-# --- finding the work -------------------------------------------------------------------------------------
-
-
 def _jobs(inputs: Sequence[External], kind: str, config: ImportConfig, run: StageRun) -> Iterator[Job]:
     """Yield the files to read; metrics name the skipped files and those held out by the name of their split."""
     found = {external.name: look(external, config.format) for external in inputs}
     beside = [name for files in found.values() for name in files.beside]
     apart = [name for files in found.values() for name in files.formats if files.heldout(name)]
-    if beside:
-        run.metric("files_without_rows", _few(beside))
-    if apart:
-        run.metric("files_left_out" if kind == "documents" else "files_held_out", _few(apart))
+    heldout_metric = "files_left_out" if kind == "documents" else "files_held_out"
+    for metric, names in (("files_without_rows", beside), (heldout_metric, apart)):
+        if names:
+            run.metric(metric, ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
 
     def format_(external: External, file: ExternalFile) -> str | None:
         files = found[external.name]
@@ -126,10 +126,6 @@ def _jobs(inputs: Sequence[External], kind: str, config: ImportConfig, run: Stag
 
     for job in jobs_of(inputs, config.dataset_subset, config.dataset_split, format_):
         yield job._replace(split="heldout") if job.file is not None and found[job.source].heldout(job.file.name) else job
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _rows(job: Job, config: ImportConfig) -> Iterator[Row | Fault]:
@@ -154,20 +150,15 @@ def _planned(kind: str, layout: str, name: str, jobs: Sequence[Job], config: Imp
                 fault = fault or row
         if len(sample) >= SNIFFED_ROWS:
             break
-    where = f"input {name}"
+    if not sample and fault is not None:
+        raise PunaError(f"input {name}: its first {SNIFFED_ROWS} records are no rows; row {fault.number} {fault.reason}")
     if not sample:
-        if fault is not None:
-            raise PunaError(f"{where}: its first {SNIFFED_ROWS} records are no rows; row {fault.number} {fault.reason}")
         return None, {}
-    plan = layouts.plan(kind, sample, where, layout, config.columns)
-    example = next((found for row in sample if (found := _example(kind, plan, row)) is not None), "no row of the first ones can be taken")
-    return plan, {
-        "id": f"layout-{name}",
-        "kind": "layout",
-        "prompt": _short(json.dumps(sample[0], ensure_ascii=False, default=str)),
-        "text": _short(example),
-        "detail": layouts.as_json(plan, jobs[0].format),
-    }
+    plan = layouts.plan(kind, sample, f"input {name}", layout, config.columns)
+    example = next((text for row in sample if (text := _example(kind, plan, row)) is not None), "no row of the first ones can be taken")
+    about = {"layout": plan.layout, "why": plan.why, "columns": plan.columns, "format": jobs[0].format}
+    texts = {"prompt": _json(sample[0]), "text": example, "detail": dump(about)}
+    return plan, {"id": f"layout-{name}", "kind": "layout", **texts}
 
 
 def _example(kind: str, plan: Plan, row: dict[str, Any]) -> str | None:
@@ -175,14 +166,12 @@ def _example(kind: str, plan: Plan, row: dict[str, Any]) -> str | None:
         values = convert.CONVERT[kind](plan, row)
     except Refused:
         return None
-    return json.dumps({name: value for name, value in values.items() if value is not None}, ensure_ascii=False, default=str)
+    return _json({name: value for name, value in values.items() if value is not None})
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= 4000 else text[:4000] + "…"
-
-
-# --- reading, in a worker ---------------------------------------------------------------------------------
+def _json(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 
 
 def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings: str, config_type: type[ImportConfig]) -> Iterator[Any]:
@@ -190,28 +179,33 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
     number, job = numbered
     config = config_type.model_validate_json(settings)
     columns = table_schema(kind).schema.names
-    held: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []
     size = rows = total = 0
+
+    def flushed() -> pa.Table:
+        nonlocal size, total
+        table, size = _records(kind, waiting), 0
+        total += int(row_bytes(table.filter(pc.is_valid(table["place"])).select(columns)).sum())
+        waiting.clear()
+        return table
+
     for row in _rows(job, config):
-        found = _taken(row, job, plans[job.source], kind, config) if isinstance(row, Row) else row
-        if isinstance(found, Fault):
-            fault = f"{job.location}, row {found.number}{f', field {found.field}' if found.field else ''}: {found.reason}"
+        values = _taken(row, job, plans[job.source], kind, config) if isinstance(row, Row) else row
+        if isinstance(values, Fault):
+            fault = f"{job.location}, row {values.number}{f', field {values.field}' if values.field else ''}: {values.reason}"
             if config.bad_rows == "refuse":
                 raise PunaError(f"{fault}. With bad_rows=drop such rows are set aside")
-            found = {"id": identifier("dropped", job.source, job.name, found.number), "rule": found.rule, "detail": fault}
+            values = {"id": identifier("dropped", job.source, job.name, values.number), "rule": values.rule, "detail": fault}
         else:
             if kind == "documents":
-                found["url"] = address_of(found["url"] or "", job.source, job.name, row.number)
-            found["place"] = f"{job.location}, row {row.number}"
-        held.append(found | {"order": (number << 40) + rows})
+                values["url"] = address_of(values["url"] or "", job.source, job.name, row.number)
+            values["place"] = f"{job.location}, row {row.number}"
+        waiting.append(values | {"order": (number << 40) + rows})
         rows += 1
-        size += 300 + sum(len(value) for value in found.values() if isinstance(value, str))
+        size += 300 + sum(len(value) for value in values.values() if isinstance(value, str))
         if size >= CHUNK_BYTES:
-            yield (table := _records(kind, held))
-            total += int(row_bytes(table.filter(pc.is_valid(table["place"])).select(columns)).sum())
-            held, size = [], 0
-    yield (table := _records(kind, held))
-    total += int(row_bytes(table.filter(pc.is_valid(table["place"])).select(columns)).sum())
+            yield flushed()
+    yield flushed()
     yield {"rows": rows, "bytes": total}
 
 
@@ -229,7 +223,14 @@ def _taken(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -> d
         if own is not None and not isinstance(own, str | int):
             raise Refused(plan.name("id"), "wrong_type", "is neither text nor a number")
         named = identifier(kind, job.source, own) if own is not None else None
-        return NAMED[kind](values, named, plan, fields, job, config)
+        if kind == "documents":
+            name = named or identifier("document", job.source, values["url"] or "", values["text"])
+            return values | {"id": name, "source": job.source}
+        if values.get("verifier") is not None:
+            assert isinstance(config, PromptRowsConfig)
+            _check_verifier(plan.name("verifier"), values["verifier"], config.code_from)
+        more = {"source": job.source, "score": None} if kind == "instructions" else {}
+        return _identified(kind, values | more | _about(plan, fields, job, config), named, config)
     except Refused as error:
         return Fault(row.number, error.field, error.rule, error.reason)
 
@@ -250,13 +251,6 @@ def _about(plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig) -> d
     return {"task": task or config.task or job.source, "split": convert.split_of(plan, row) or of_file or None}
 
 
-def _split(split: str | None, prompt: str, config: ImportConfig) -> str:
-    if split is not None:
-        return split
-    assert isinstance(config, SplitConfig)
-    return "heldout" if fraction(config.seed, prompt) < config.heldout_fraction else "train"
-
-
 def _check_verifier(field: str, text: str, code_from: Sequence[str]) -> None:
     """Refuse a verifier that is none, or that names code which nobody allowed: rows come from anywhere."""
     try:
@@ -272,42 +266,25 @@ def _check_verifier(field: str, text: str, code_from: Sequence[str]) -> None:
             raise Refused(field, "names_code", f"names a function of {module}, which this import does not allow: {allow}")
 
 
-def _prompt(values: dict[str, Any], named: str | None, plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig) -> dict[str, Any]:
-    about = _about(plan, row, job, config)
-    if values["verifier"] is not None:
-        assert isinstance(config, PromptRowsConfig)
-        _check_verifier(plan.name("verifier"), values["verifier"], config.code_from)
-    name = named or identifier(values["messages"], values["tools"] or "")
-    return values | about | {"id": name, "split": _split(about["split"], values["messages"], config)}
-
-
-def _preference(
-    values: dict[str, Any], named: str | None, plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig
-) -> dict[str, Any]:
-    about = _about(plan, row, job, config)
-    prompt = identifier(values["messages"], values["tools"] or "")
-    name = named or identifier("preference", prompt, *(values[side] for side in ("chosen", "rejected", "edited", "others")))
-    return values | about | {"id": name, "prompt_id": prompt, "split": _split(about["split"], values["messages"], config)}
-
-
-def _instruction(
-    values: dict[str, Any], named: str | None, plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig
-) -> dict[str, Any]:
-    about = _about(plan, row, job, config)
-    turns = json.loads(values["messages"])
-    asked = next(number for number, turn in enumerate(turns) if turn["role"] == "assistant")
-    prompt = identifier(json.dumps(turns[:asked], ensure_ascii=False), values["tools"] or "")
-    name = named or identifier("instruction", values["messages"], values["tools"] or "")
-    split = _split(about["split"], prompt, config)
-    return values | about | {"id": name, "prompt_id": prompt, "split": split, "source": job.source, "score": None}
-
-
-def _document(values: dict[str, Any], named: str | None, plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig) -> dict[str, Any]:
-    name = named or identifier("document", job.source, values["url"] or "", values["text"])
-    return values | {"id": name, "source": job.source}
-
-
-NAMED = {"prompts": _prompt, "preferences": _preference, "instructions": _instruction, "documents": _document}
+def _identified(kind: str, values: dict[str, Any], named: str | None, config: ImportConfig) -> dict[str, Any]:
+    """Return the row with its id (`named`, or a digest of its content), the id of its prompt and its split."""
+    context, tools = values["messages"], values["tools"] or ""
+    content: tuple[Any, ...]
+    if kind == "instructions":
+        turns = json.loads(context)
+        first = next(number for number, turn in enumerate(turns) if turn["role"] == "assistant")
+        prompt, content = identifier(json.dumps(turns[:first], ensure_ascii=False), tools), ("instruction", context, tools)
+    else:
+        prompt = identifier(context, tools)
+        content = ("preference", prompt, *(values.get(side) for side in ("chosen", "rejected", "edited", "others")))
+    values["id"] = named or (prompt if kind == "prompts" else identifier(*content))
+    if kind != "prompts":
+        values["prompt_id"] = prompt
+    if values["split"] is None:
+        assert isinstance(config, SplitConfig)
+        place = fraction(config.seed, prompt if kind == "instructions" else context)
+        values["split"] = "heldout" if place < config.heldout_fraction else "train"
+    return values
 
 
 def _first_of_each_id(rows: pa.Table, kind: str, bad_rows: str) -> tuple[dict[str, pa.Table], dict[str, Any]]:

@@ -9,13 +9,13 @@ from pydantic import Field
 from puna.stages.contract import External, StageRun, stage
 from puna.stages.io.importing import HELDOUT, ImportConfig, PromptRowsConfig, SplitConfig, import_rows
 
+LAYOUT = "Layout of the rows; auto looks for one and stops where several fit"
+
 
 class ImportPreferencesConfig(SplitConfig):
     """Settings of an import of preferences."""
 
-    layout: Literal["auto", "pairs", "kto", "ranked"] = Field(
-        "auto", description="Layout of the rows; auto looks for one and stops where several fit"
-    )
+    layout: Literal["auto", "pairs", "kto", "ranked"] = Field("auto", description=LAYOUT)
     heldout_fraction: float = Field(0.1, ge=0, lt=1, description=HELDOUT)
 
 
@@ -26,9 +26,8 @@ def import_preferences(inputs: list[External], config: ImportPreferencesConfig, 
     Chosen and rejected are text, messages, or dialogues of HH ("\\n\\nHuman:"); without a prompt, the context is what both have in
     common, message by message. A ranking is one row: the best answer is chosen, the worst rejected, the others keep their rank.
 
-    `examples` shows each input's layout, why it was taken, the columns and a row; `dropped` names every row that could not be
-    taken, with file, row, field and reason. Rows that are there twice are kept once. A tenth of the prompts is held out by
-    default: what is trained on the others is measured on these.
+    `examples` shows how each input was read; `dropped` names every row that could not be taken, with field and reason. Of equal
+    rows one is kept. A tenth of the prompts is held out by default: what is trained on the others is measured on these.
     """
     import_rows("preferences", config.layout, inputs, config, run)
 
@@ -36,17 +35,15 @@ def import_preferences(inputs: list[External], config: ImportPreferencesConfig, 
 class ImportInstructionsConfig(SplitConfig):
     """Settings of an import of instructions."""
 
-    layout: Literal["auto", "messages", "prompt_completion", "instruction_output"] = Field(
-        "auto", description="Layout of the rows; auto looks for one and stops where several fit"
-    )
+    layout: Literal["auto", "messages", "prompt_completion", "instruction_output"] = Field("auto", description=LAYOUT)
 
 
 @stage(kind="instructions")
 def import_instructions(inputs: list[External], config: ImportInstructionsConfig, run: StageRun) -> None:
     """Import conversations to learn from: messages (role and content, or from and value), prompt and completion, or instruction and output.
 
-    `examples` shows each input's layout, why it was taken, the columns and a row; `dropped` names every row that could not be
-    taken, with file, row, field and reason. Rows that are there twice are kept once.
+    `examples` shows how each input was read; `dropped` names every row that could not be taken, with field and reason. Of equal
+    rows one is kept.
     """
     import_rows("instructions", config.layout, inputs, config, run)
 
@@ -54,15 +51,15 @@ def import_instructions(inputs: list[External], config: ImportInstructionsConfig
 class ImportDocumentsConfig(ImportConfig):
     """Settings of an import of documents."""
 
-    layout: Literal["auto", "text"] = Field("auto", description="Layout of the rows; auto looks for one and stops where several fit")
+    layout: Literal["auto", "text"] = Field("auto", description=LAYOUT)
 
 
 @stage(kind="documents")
 def import_documents(inputs: list[External], config: ImportDocumentsConfig, run: StageRun) -> None:
     """Import documents from rows with a text, and perhaps a title, an address and a date; pages of HTML and archives go through `ingest`.
 
-    `examples` shows each input's layout, why it was taken, the columns and a row; `dropped` names every row that could not be
-    taken, with file, row, field and reason. Rows that are there twice are kept once.
+    `examples` shows how each input was read; `dropped` names every row that could not be taken, with field and reason. Of equal
+    rows one is kept.
     """
     import_rows("documents", config.layout, inputs, config, run)
 
@@ -70,9 +67,7 @@ def import_documents(inputs: list[External], config: ImportDocumentsConfig, run:
 class ImportPromptsConfig(PromptRowsConfig):
     """Settings of an import of prompts."""
 
-    layout: Literal["auto", "messages", "prompt", "instruction"] = Field(
-        "auto", description="Layout of the rows; auto looks for one and stops where several fit"
-    )
+    layout: Literal["auto", "messages", "prompt", "instruction"] = Field("auto", description=LAYOUT)
     heldout_fraction: float = Field(0.1, ge=0, lt=1, description=HELDOUT)
 
 
@@ -82,8 +77,8 @@ def import_prompts(inputs: list[External], config: ImportPromptsConfig, run: Sta
 
     Of a conversation that ends in an answer, that answer is the reference.
 
-    `examples` shows each input's layout, why it was taken, the columns and a row; `dropped` names every row that could not be
-    taken, with file, row, field and reason; a verifier of a row may name code only in modules that `--module` or an installed plugin
-    names. Rows that are there twice are kept once. A tenth of the prompts is held out by default.
+    `examples` shows how each input was read; `dropped` names every row that could not be taken, with field and reason. Of equal
+    rows one is kept. A verifier may name code only in modules that `--module` or an installed plugin names. A tenth of the prompts is
+    held out by default.
     """
     import_rows("prompts", config.layout, inputs, config, run)

@@ -59,6 +59,11 @@ class Layout:
     may: tuple[str, ...]
     why: str
 
+    @property
+    def needed(self) -> list[str]:
+        """Return all fields of `needs`, in order."""
+        return [field for need in self.needs for field in need]
+
 
 ASIDE = ("system", "tools", "split", "task", "id")
 LAYOUTS: dict[str, tuple[Layout, ...]] = {
@@ -120,7 +125,7 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
 
     `layout` `auto` looks for one; `given` maps fields to columns and counts before the usual names.
     """
-    known = sorted({field for one in LAYOUTS[kind] for field in (*(f for need in one.needs for f in need), *one.may)})
+    known = sorted({field for one in LAYOUTS[kind] for field in (*one.needed, *one.may)})
     if wrong := sorted(set(given) - set(known)):
         raise PunaError(f"columns: {wrong[0]!r} is no field of {kind}; the fields are {', '.join(known)}")
     for field, path in given.items():
@@ -129,7 +134,7 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
             raise PunaError(f"{where}: no row has the column {path!r} (columns.{field}); there are {there}")
     fits = [one for one in LAYOUTS[kind] if layout in ("auto", one.name) and _fits(one, rows, given)]
     if len(fits) > 1 and given:  # what is mapped was meant: a layout that uses none of it was not
-        used = [sum(field in given for need in one.needs for field in need) for one in fits]
+        used = [sum(field in given for field in one.needed) for one in fits]
         fits = [one for one, count in zip(fits, used, strict=True) if count == max(used)]
     if len(fits) != 1:
         raise PunaError(_unclear(kind, rows, where, layout, fits))
@@ -186,11 +191,9 @@ SCORES = ("score", "rating", "rank", "overall_score")
 def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str, str]) -> dict[str, str]:
     """Return field → column. Several columns for a needed field are refused; of optional ones the first is taken."""
     columns: dict[str, str] = {}
-    needed = {field for need in one.needs for field in need}
-    fields = [field for need in one.needs for field in need] + [field for field in one.may if field not in needed]
-    for field in fields:
+    for field in dict.fromkeys((*one.needed, *one.may)):
         found = [name for name in _present(field, rows, given) if name not in columns.values()]
-        if len(found) > 1 and (field in needed or field == "reference"):
+        if len(found) > 1 and (field in one.needed or field == "reference"):
             raise PunaError(f"{where}: {field} may be {' or '.join(found)}; say which, for example --columns {field}={found[0]}")
         if found:
             columns[field] = found[0]
@@ -204,7 +207,7 @@ def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str
 def _why(one: Layout, columns: Mapping[str, str], layout: str, given: Mapping[str, str]) -> str:
     if layout != "auto":
         return "declared"
-    needed = [columns[field] for need in one.needs for field in need if field in columns]
+    needed = [columns[field] for field in one.needed if field in columns]
     mapped = f"; mapped: {', '.join(sorted(given))}" if given else ""
     return f"{one.why}: the rows have {' and '.join(needed)}{mapped}"
 
@@ -236,14 +239,6 @@ def _unclear(kind: str, rows: Sequence[Fields], where: str, layout: str, fits: S
     wanted = "; ".join(
         f"{one.name} needs {' and '.join(' or '.join(need) for need in one.needs)}" for one in LAYOUTS[kind] if layout in ("auto", one.name)
     )
-    hint = f"Say which column holds what, for example --columns {_first(kind)}=COLUMN"
+    first = {"preferences": "chosen", "instructions": "prompt", "prompts": "prompt", "documents": "text"}[kind]
+    hint = f"Say which column holds what, for example --columns {first}=COLUMN"
     return f"{where}: its columns ({there}) fit no layout of {kind}. {wanted}. {hint}"
-
-
-def _first(kind: str) -> str:
-    return {"preferences": "chosen", "instructions": "prompt", "prompts": "prompt", "documents": "text"}[kind]
-
-
-def as_json(found: Plan, format: str) -> str:
-    """Return a reading plan as JSON text."""
-    return json.dumps({"layout": found.layout, "why": found.why, "columns": found.columns, "format": format}, ensure_ascii=False)

@@ -84,8 +84,8 @@ def _content(content: Any, field: str, calls: bool) -> str:
 
 def _calls(value: Any, field: str) -> list[Message]:
     """Return the tool calls of a turn that is one call, or a list of them, as JSON."""
-    found = parsed(value, field) if isinstance(value, str) else value
-    calls = found if isinstance(found, list) else [found]
+    value = parsed(value, field) if isinstance(value, str) else value
+    calls = value if isinstance(value, list) else [value]
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise Refused(field, "wrong_type", "a call of a tool names no function")

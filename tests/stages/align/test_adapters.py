@@ -14,7 +14,7 @@ from puna.models.formats.checkpoint import load
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sft import SftConfig, sft
 from puna.stages.contract import External, execute
-from puna.stages.io.export_model import export_model
+from puna.stages.io.export import export_model
 from puna.stages.io.merge import MergeConfig, merge
 from puna.storage import Artifact, PunaError, Store
 

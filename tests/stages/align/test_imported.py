@@ -28,7 +28,7 @@ from puna.stages.align.sft import SftConfig, sft
 from puna.stages.contract import External, execute
 from puna.stages.conversations import asking, dump
 from puna.stages.evaluation.evaluate import EvaluateConfig, evaluate
-from puna.stages.io.export_model import export_model
+from puna.stages.io.export import export_model
 from puna.stages.io.import_model import ImportModelConfig, import_model
 from puna.stages.verifiers.registry import to_text
 from puna.storage import Artifact, PunaError, Store

@@ -12,8 +12,8 @@ import pytest
 
 from puna.stages.contract import External, execute
 from puna.stages.conversations import answering, asking, dump
-from puna.stages.io import export_data as module
-from puna.stages.io.export_data import export_data
+from puna.stages.io import export as module
+from puna.stages.io.export import export_data
 from puna.stages.io.imports import ImportInstructionsConfig, ImportPreferencesConfig, import_instructions, import_preferences
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema

@@ -23,7 +23,7 @@ from puna.stages.align.dpo import DpoConfig, dpo
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.contract import External, SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import answering, asking
-from puna.stages.io.export_model import export_model
+from puna.stages.io.export import export_model
 from puna.stages.io.import_model import ImportModelConfig, import_model
 from puna.storage import Artifact, PunaError, Store
 from tests.models.dialogues import families, made
