@@ -99,11 +99,8 @@ def _edges(keys: Partition) -> pa.Table:
     place, key = (rows[name].combine_chunks().to_numpy() for name in ("row", "key"))
     order = np.argsort(place, kind="stable")
     results = place[order][edges(key[order])]
-    # Many bands give the same edge.
-    unique = (
-        np.unique(results.view([("a", np.int64), ("b", np.int64)]).ravel()) if len(results) else np.zeros(0, [("a", "i8"), ("b", "i8")])
-    )
-    return pa.table({"first": unique["a"], "second": unique["b"], "all": np.zeros(len(unique), np.int32)})
+    first, second = np.unique(results, axis=0).T  # many bands give the same edge
+    return pa.table({"first": first, "second": second, "all": np.zeros(len(first), np.int32)})
 
 
 def _components(edges: Partition, starts: NDArray[np.int64]) -> pa.Table:

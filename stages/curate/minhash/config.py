@@ -82,8 +82,7 @@ class MinhashDedupConfig(SignatureConfig):
     )
 
     keep_index: bool = Field(
-        False,
-        description="Store signatures and normal texts (about as large as the documents) for `minhash_update`, which adds documents",
+        False, description="Store signatures and normal texts (about as large as the documents) for `minhash_update`, which adds documents"
     )
 
     @model_validator(mode="after")

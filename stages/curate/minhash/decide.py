@@ -15,6 +15,7 @@ from puna.storage import Artifact
 
 if TYPE_CHECKING:
     from puna.kernels.minhash import Device
+    from puna.kernels.text.hashing import I64, U64
 
 BLOCK_DOCUMENTS = 512
 
@@ -23,10 +24,10 @@ class Found(NamedTuple):
     """Removed documents: rows of them and of their survivors, similarity, longest passage of their own in words; and how many
     documents nothing but such a passage saved."""
 
-    removed: NDArray[np.int64]
-    kept: NDArray[np.int64]
+    removed: I64
+    kept: I64
     similarity: NDArray[np.float64]
-    new_words: NDArray[np.int64]
+    new_words: I64
     saved: int
 
     @classmethod
@@ -34,7 +35,7 @@ class Found(NamedTuple):
         """Return the decision that removes nothing."""
         return cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64), 0)
 
-    def of_rows(self, rows: NDArray[np.int64]) -> Found:
+    def of_rows(self, rows: I64) -> Found:
         """Return the same, where the rows so far are places among `rows`; in the order of these."""
         order = np.argsort(rows[self.removed])
         removed, kept = rows[self.removed[order]], rows[self.kept[order]]
@@ -42,12 +43,7 @@ class Found(NamedTuple):
 
 
 def preference(
-    config: MinhashDedupConfig,
-    rank: NDArray[np.int64],
-    words: NDArray[np.int64],
-    fetched: NDArray[np.int64],
-    preferred: NDArray[np.bool_],
-    score: NDArray[np.float64] | None,
+    config: MinhashDedupConfig, rank: I64, words: I64, fetched: I64, preferred: NDArray[np.bool_], score: NDArray[np.float64] | None
 ) -> tuple[NDArray[Any], ...]:
     """Sort keys of documents for lexsort, the last one first: which of several near-duplicates survives. `rank` by id decides
     between documents that are alike in all else."""
@@ -58,7 +54,7 @@ def preference(
     return rank, -fetched, -words, ~preferred
 
 
-def together(component: NDArray[np.int64], *order: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def together(component: I64, *order: NDArray[Any]) -> tuple[I64, I64]:
     """Return the documents that share their component with another one, by component and then by `order` (as for lexsort), and the
     bounds of the components among them."""
     members = np.flatnonzero(np.bincount(component, minlength=len(component))[component] > 1)
@@ -66,11 +62,11 @@ def together(component: NDArray[np.int64], *order: NDArray[Any]) -> tuple[NDArra
     return members, _bounds(component[members])
 
 
-def _bounds(component: NDArray[np.int64]) -> NDArray[np.int64]:
+def _bounds(component: I64) -> I64:
     return np.append(np.flatnonzero(np.diff(component, prepend=-1)), len(component))
 
 
-def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> NDArray[np.int64]:
+def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> I64:
     """Return bands with equal keys as numbers, counted from 0 over all bands, int64[M, B]."""
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
@@ -83,11 +79,7 @@ def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> NDArray[n
 
 
 def decided(
-    facts: NDArray[Any],
-    signatures: NDArray[Any],
-    bounds: NDArray[np.int64],
-    config: MinhashDedupConfig,
-    shingles: Callable[[NDArray[np.int64]], tuple[NDArray[np.uint64], NDArray[np.int64]]],
+    facts: NDArray[Any], signatures: NDArray[Any], bounds: I64, config: MinhashDedupConfig, shingles: Callable[[I64], tuple[U64, I64]]
 ) -> Found:
     """Return the removed members of whole components, by their places: FACTS[M] and signatures [M, P] by component and then by
     preference; `bounds` of the components. Only members with similar signatures need their `shingles`.
@@ -114,19 +106,14 @@ def decided(
     return Found(near[gone], near[results.survivor[gone]], results.similarity[gone], results.new_words[gone], int(results.saved.sum()))
 
 
-def flat(pieces: list[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+def flat(pieces: list[U64]) -> tuple[U64, I64]:
     """Return shingles one after another, and where each piece begins."""
     ends = np.cumsum([0, *map(len, pieces)])
     return np.concatenate([np.zeros(0, np.uint64), *pieces]), ends[:-1].astype(np.int64)
 
 
 def candidates(
-    table: pa.Table,
-    rows: NDArray[np.int64],
-    component: NDArray[np.int64],
-    signals: Artifact | None,
-    config: MinhashDedupConfig,
-    device: Device,
+    table: pa.Table, rows: I64, component: I64, signals: Artifact | None, config: MinhashDedupConfig, device: Device
 ) -> pa.Table:
     """Return documents that share a band with another one, as rows of an exchange by component: FACTS, signatures and shingles as bytes."""
     results = shingled(table["text"], config)
@@ -148,9 +135,9 @@ class Candidates(NamedTuple):
     ids: pa.ChunkedArray
     facts: NDArray[Any]
     signatures: NDArray[Any]
-    bounds: NDArray[np.int64]
-    hashes: NDArray[np.uint64]
-    start: NDArray[np.int64]
+    bounds: I64
+    hashes: U64
+    start: I64
 
     @classmethod
     def read(cls, table: pa.Table, config: MinhashDedupConfig) -> Candidates:
@@ -225,6 +212,6 @@ def at_once(table: pa.Table, signals: Artifact | None, config: MinhashDedupConfi
     return decided(facts[members], signatures[members], bounds, config, shingles).of_rows(members), len(members)
 
 
-def _slice(blocks: list[Shingles], row: int) -> NDArray[np.uint64]:
+def _slice(blocks: list[Shingles], row: int) -> U64:
     block, place = blocks[row // BLOCK_DOCUMENTS], row % BLOCK_DOCUMENTS
     return block.hashes[block.offsets[place] : block.offsets[place + 1]]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 from puna.stages.curate.minhash.config import MinhashDedupConfig
 from puna.stages.curate.minhash.sketch import Shingles, of_words
 from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    from puna.kernels.text.hashing import I64, U64
 
 INDEX = "index"
 
@@ -61,8 +64,8 @@ class Index(NamedTuple):
 
     facts: NDArray[Any]
     signatures: NDArray[Any]
-    keys: NDArray[np.uint64]
-    rows: NDArray[np.int64]
+    keys: U64
+    rows: I64
     folder: Path
 
     @classmethod
@@ -84,7 +87,7 @@ class Index(NamedTuple):
         """Return the ids of all documents, in order."""
         return np.asarray(np.load(self.folder / "ids.npy", mmap_mode="r"))
 
-    def sharing(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sharing(self, keys: U64) -> I64:
         """Return rows of the documents that share a band with one of the given documents [M, B]."""
         results = [np.zeros(0, np.int64)]
         for own, rows, wanted in zip(self.keys, self.rows, keys.T, strict=True):
@@ -93,7 +96,7 @@ class Index(NamedTuple):
             results.append(rows[np.repeat(low - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())])
         return np.unique(np.concatenate(results))
 
-    def shingles(self, rows: NDArray[np.int64], config: MinhashDedupConfig) -> Shingles:
+    def shingles(self, rows: I64, config: MinhashDedupConfig) -> Shingles:
         """Return the shingles of some documents, from their stored texts."""
         from puna.kernels.text.shingles import words_of
 

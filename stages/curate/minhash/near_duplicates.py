@@ -40,26 +40,12 @@ def edges(keys_D: U64) -> I64:
     return np.stack([rows[same], rows[same + 1]], axis=1).astype(np.int64)
 
 
-def unite(parent_D: I64, edges_E2: I64) -> None:
-    """Unite the components that edges join, in place; `parent_D` begins as 0 .. D - 1.
-
-    The smaller row becomes the root, so that the result does not depend on the order of edges.
-    """
-    _unite(parent_D, np.ascontiguousarray(edges_E2))
-
-
-def roots(parent_D: I64) -> I64:
-    """Return the smallest row of each row's component, [D]."""
-    _flatten(parent_D)
-    return parent_D
-
-
 def components(keys_DB: U64) -> I64:
     """Return connected components of documents that share a band's key: for each document the smallest row of its component, [D]."""
     parent = np.arange(len(keys_DB), dtype=np.int64)
     for b in range(keys_DB.shape[1]):
         unite(parent, edges(keys_DB[:, b]))
-    return roots(parent)
+    return roots(parent)  # type: ignore[no-any-return]
 
 
 @njit(cache=True, nogil=True)
@@ -71,7 +57,11 @@ def _find(parent: Any, i: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
-def _unite(parent_D: Any, edges_E2: Any) -> None:
+def unite(parent_D: Any, edges_E2: Any) -> None:
+    """Unite the components that edges int64[E, 2] join, in place; `parent_D` int64 begins as 0 .. D - 1.
+
+    The smaller row becomes the root, so that the result does not depend on the order of edges.
+    """
     for e in range(len(edges_E2)):
         i, j = _find(parent_D, edges_E2[e, 0]), _find(parent_D, edges_E2[e, 1])
         if i < j:
@@ -81,12 +71,11 @@ def _unite(parent_D: Any, edges_E2: Any) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _flatten(parent_D: Any) -> None:
+def roots(parent_D: Any) -> Any:
+    """Return the smallest row of each row's component, [D], which takes the place of `parent_D`."""
     for i in range(len(parent_D)):
         parent_D[i] = _find(parent_D, i)
-
-
-# --- shingle sets ----------------------------------------------------------------------------------------
+    return parent_D
 
 
 @njit(cache=True, nogil=True)
@@ -145,6 +134,16 @@ def empty_sets(start_M: Any, count_M: Any) -> Any:
     return Sets(np.empty(shingles, dtype=np.uint64), sizes, np.zeros(first[-1], dtype=np.int32), start_M, first)
 
 
+@njit(cache=True, nogil=True, inline="always")
+def _slot(slots: Any, values: Any, value: Any) -> Any:
+    """Return the slot of a value in a table of `Sets`, or the empty one where it belongs."""
+    mask = np.uint64(len(slots) - 1)
+    at = value & mask
+    while slots[at] != 0 and values[slots[at] - 1] != value:
+        at = (at + np.uint64(1)) & mask
+    return at
+
+
 @njit(cache=True, nogil=True)
 def make_set(sets: Any, m: Any, sequence_S: Any) -> None:
     """Make the set of member m, whose shingles are `sequence_S`, where it is not made yet."""
@@ -152,11 +151,9 @@ def make_set(sets: Any, m: Any, sequence_S: Any) -> None:
         return
     slots = sets.slots[sets.first_M1[m] : sets.first_M1[m + 1]]
     values = sets.values[sets.start_M[m] : sets.start_M[m] + len(sequence_S)]
-    size, mask = 0, np.uint64(len(slots) - 1)
+    size = 0
     for value in sequence_S:
-        at = value & mask
-        while slots[at] != 0 and values[slots[at] - 1] != value:
-            at = (at + np.uint64(1)) & mask
+        at = _slot(slots, values, value)
         if slots[at] == 0:
             values[size] = value
             size += 1
@@ -169,12 +166,9 @@ def shared(sets: Any, m: Any, k: Any) -> Any:
     """Return the number of shingles that the sets of two members share."""
     slots = sets.slots[sets.first_M1[k] : sets.first_M1[k + 1]]
     values = sets.values[sets.start_M[k] : sets.start_M[k] + sets.sizes[k]]
-    result, mask = 0, np.uint64(len(slots) - 1)
+    result = 0
     for value in sets.values[sets.start_M[m] : sets.start_M[m] + sets.sizes[m]]:
-        at = value & mask
-        while slots[at] != 0 and values[slots[at] - 1] != value:
-            at = (at + np.uint64(1)) & mask
-        result += slots[at] != 0
+        result += slots[_slot(slots, values, value)] != 0
     return result
 
 
@@ -183,17 +177,11 @@ def longest_absent_run(sequence_S: Any, sets: Any, k: Any) -> Any:
     """Return length of the longest run of values of `sequence_S` that are not in the set of member k."""
     slots = sets.slots[sets.first_M1[k] : sets.first_M1[k + 1]]
     values = sets.values[sets.start_M[k] : sets.start_M[k] + sets.sizes[k]]
-    longest, run, mask = 0, 0, np.uint64(len(slots) - 1)
+    longest, run = 0, 0
     for value in sequence_S:
-        at = value & mask
-        while slots[at] != 0 and values[slots[at] - 1] != value:
-            at = (at + np.uint64(1)) & mask
-        run = run + 1 if slots[at] == 0 else 0
+        run = run + 1 if slots[_slot(slots, values, value)] == 0 else 0
         longest = max(longest, run)
     return longest
-
-
-# --- verification ----------------------------------------------------------------------------------------
 
 
 class Criteria(NamedTuple):
@@ -224,15 +212,12 @@ class Verdicts(NamedTuple):
     saved: NDArray[np.bool_]
 
 
-def near(signatures_MP: NDArray[Any], groups_MB: I64, estimate: float) -> NDArray[np.bool_]:
-    """True if a member's signature agrees in a share of at least `estimate` with that of another one which shares one of its groups
-    (bands with equal keys, numbered from 0 over all bands), [M]. Only these need their shingles."""
-    return _near(signatures_MP, groups_MB, estimate * signatures_MP.shape[1])  # type: ignore[no-any-return]
-
-
 @njit(cache=True, nogil=True)
-def _near(signatures_MP: Any, groups_MB: Any, needed: Any) -> Any:
+def near(signatures_MP: Any, groups_MB: Any, estimate: Any) -> Any:
+    """True if a member's signature agrees in a share of at least `estimate` with that of another one which shares one of its groups
+    (bands with equal keys, numbered from 0 over all bands), bool[M]. Only these need their shingles."""
     members, bands = groups_MB.shape
+    needed = estimate * signatures_MP.shape[1]
     out = np.zeros(members, dtype=np.bool_)
     newest, before, seen = _lists(groups_MB)
     for m in range(members):
@@ -265,30 +250,22 @@ def _agreeing(signatures_MP: Any, m: Any, k: Any) -> Any:
     return equal
 
 
-def resolve(
-    signatures_MP: NDArray[Any], groups_MB: I64, words_M: I64, start_M: I64, count_M: I64, sequence_S: U64, criteria: Criteria
-) -> Verdicts:
-    """Decide member after member, in order of preference: one goes when a member kept before it, which shares one of its
-    groups (see `near`), is verified to hold the same text. Of several the most similar one is the survivor, of equally
-    similar ones the first.
-    """
-    return Verdicts(*_resolve(signatures_MP, groups_MB, words_M, start_M, count_M, sequence_S, *criteria))
-
-
 @njit(cache=True, nogil=True)
-def _resolve(
-    signatures_MP: Any, groups_MB: Any, words_M: Any, start_M: Any, count_M: Any, sequence_S: Any,
-    width: Any, containment: Any, least: Any, shares: Any, estimate: Any, new_words: Any, new_share: Any,
-) -> Any:  # fmt: skip
+def resolve(signatures_MP: Any, groups_MB: Any, words_M: Any, start_M: Any, count_M: Any, sequence_S: Any, criteria: Any) -> Any:
+    """Return `Verdicts`, decided member after member, in order of preference.
+
+    A member goes when one kept before it, which shares one of its groups (see `near`), is verified to hold the same text. Of several
+    the most similar one is the survivor, of equally similar ones the first.
+    """
     members, bands = groups_MB.shape
     survivor, similarity = np.full(members, -1, dtype=np.int64), np.zeros(members)
     passage, saved = np.zeros(members, dtype=np.int64), np.zeros(members, dtype=np.bool_)
     newest, before, seen = _lists(groups_MB)
-    needed = estimate * signatures_MP.shape[1]
+    needed = criteria.estimate * signatures_MP.shape[1]
     sets = empty_sets(start_M, count_M)
     for m in range(members):
         sequence = sequence_S[start_M[m] : start_M[m] + count_M[m]]
-        bound = max(float(new_words), new_share * words_M[m])
+        bound = max(float(criteria.new_words), criteria.new_share * words_M[m])
         for b in range(bands):
             k = newest[groups_MB[m, b]]
             while k >= 0:
@@ -299,13 +276,13 @@ def _resolve(
                         make_set(sets, m, sequence)
                         make_set(sets, k, rest)
                         own, other = sets.sizes[m], sets.sizes[k]
-                        results = _similarity(shared(sets, m, k), own, other, containment)
-                        better = results > similarity[m] or (results == similarity[m] and k < survivor[m])
-                        wanted = results >= least[0] and (survivor[m] < 0 or better)
-                        if wanted and _same_order(sequence, own, rest, other, width, containment, least, shares):
-                            run = max(0, longest_absent_run(sequence, sets, k) - width + 1)
+                        similar = _similarity(shared(sets, m, k), own, other, criteria.containment)
+                        better = similar > similarity[m] or (similar == similarity[m] and k < survivor[m])
+                        wanted = similar >= criteria.similarity[0] and (survivor[m] < 0 or better)
+                        if wanted and _same_order(sequence, own, rest, other, criteria):
+                            run = max(0, longest_absent_run(sequence, sets, k) - criteria.words + 1)
                             if run <= bound:
-                                survivor[m], similarity[m], passage[m] = k, results, run
+                                survivor[m], similarity[m], passage[m] = k, similar, run
                             else:
                                 saved[m] = True
                 k = before[k, b]
@@ -315,7 +292,7 @@ def _resolve(
         for b in range(bands):
             before[m, b] = newest[groups_MB[m, b]]
             newest[groups_MB[m, b]] = m
-    return survivor, similarity, passage, saved
+    return Verdicts(survivor, similarity, passage, saved)
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -324,26 +301,26 @@ def _similarity(both: Any, own: Any, other: Any, containment: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
-def _same_order(first: Any, own: Any, second: Any, other: Any, width: Any, containment: Any, least: Any, shares: Any) -> Any:
+def _same_order(first: Any, own: Any, second: Any, other: Any, criteria: Any) -> Any:
     """True if texts with similar sets (of `own` and `other` shingles) are not just the same few words in another order.
 
     Tables over a small vocabulary share all short runs whatever their order: they must also agree in runs so long that they
     could not by chance.
     """
-    level, similarity = 0, 1.0
+    level, similarity, width, shares = 0, 1.0, criteria.words, criteria.distinct
     while _repetitive(first, own, width, shares[level]) or _repetitive(second, other, width, shares[level]):
         first, second = _widened(first, width), _widened(second, width)
         one, two = distinct(first), distinct(second)
         own, other = len(one), len(two)
-        similarity = _similarity(common(one, two), own, other, containment)
+        similarity = _similarity(common(one, two), own, other, criteria.containment)
         width *= 2
         level += 1
-    return level == 0 or similarity >= least[level]
+    return level == 0 or similarity >= criteria.similarity[level]
 
 
 @njit(cache=True, nogil=True)
 def _repetitive(sequence: Any, own: Any, width: Any, share: Any) -> Any:
-    """Return fewer than `share` of the shingles are distinct, and longer ones are far more varied: a few words in any order. (A text
+    """True if fewer than `share` of the shingles are distinct, and longer ones are far more varied: a few words in any order. (A text
     that repeats its own passages has hardly more distinct long shingles than short ones.)"""
     if own >= share * len(sequence) or len(sequence) <= width:
         return False

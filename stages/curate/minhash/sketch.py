@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from datasketch import MinHash
 
     from puna.kernels.minhash import Device
+    from puna.kernels.text.hashing import I64, U64
     from puna.kernels.text.normal_words import Words
 
 
@@ -26,10 +27,10 @@ class Shingles(NamedTuple):
     """Shingles of some documents: their XXH64 in text order uint64[S], `offsets` int64[D + 1] in them, `words` int64[D],
     the values that are permuted uint64[S], and the normal texts they are of."""
 
-    hashes: NDArray[np.uint64]
-    offsets: NDArray[np.int64]
-    words: NDArray[np.int64]
-    values: NDArray[np.uint64]
+    hashes: U64
+    offsets: I64
+    words: I64
+    values: U64
     normal: Words
 
 
@@ -52,7 +53,7 @@ def of_words(words: Words, config: MinhashDedupConfig) -> Shingles:
     return Shingles(hashes, where, np.diff(words.words_D1), values, words)
 
 
-def _sha1(words: Words, where: NDArray[np.int64], config: MinhashDedupConfig) -> NDArray[np.uint64]:
+def _sha1(words: Words, where: I64, config: MinhashDedupConfig) -> U64:
     """Return the first bytes of each shingle's SHA-1 as a little-endian number: the default hash of datasketch, and datatrove's sha1."""
     size = 8 if config.scheme in ("affine64", "mersenne") else 4
     results = []
@@ -63,7 +64,7 @@ def _sha1(words: Words, where: NDArray[np.int64], config: MinhashDedupConfig) ->
     return np.array(results, dtype=np.uint64)
 
 
-def signed(found: Shingles, config: MinhashDedupConfig, device: Device = "cpu") -> tuple[NDArray[Any], NDArray[np.uint64]]:
+def signed(found: Shingles, config: MinhashDedupConfig, device: Device = "cpu") -> tuple[NDArray[Any], U64]:
     """Return signatures [D, P] and band keys [D, B]."""
     from puna.kernels.minhash import signatures
     from puna.stages.curate.minhash.near_duplicates import band_keys
@@ -75,7 +76,7 @@ def signed(found: Shingles, config: MinhashDedupConfig, device: Device = "cpu") 
     return values, band_keys(values, config.bands, config.rows)
 
 
-def _datasketch_signatures(values: NDArray[np.uint64], offsets: NDArray[np.int64], config: MinhashDedupConfig) -> NDArray[Any]:
+def _datasketch_signatures(values: U64, offsets: I64, config: MinhashDedupConfig) -> NDArray[Any]:
     """Return the signatures [D, P] of documents by the values of their shingles, one `MinHash` each: those of `puna.kernels.minhash`."""
     rows = [_minhash(config, values[a:b].tolist()).hashvalues for a, b in pairwise(offsets)]
     kind = np.uint32 if config.scheme == "affine32" else np.uint64
