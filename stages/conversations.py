@@ -114,7 +114,6 @@ def text_of(messages: Sequence[Message]) -> str:
 
 
 def answer_texts(messages: Sequence[Message]) -> list[str]:
-    """Return the contents of the assistant's turns."""
     return [content_of(message) for message in messages if message.get("role") == "assistant"]
 
 

@@ -13,7 +13,7 @@ from puna.flows.cli.inspect import JsonOption, ProjectOption, StoreOption, print
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
 from puna.stages.curate.ingest import sniffed
-from puna.stages.curate.minhash.similar import described, resembling
+from puna.stages.curate.minhash.index import described, resembling
 from puna.storage import Artifact, PunaError, Store
 
 app = typer.Typer()

@@ -16,8 +16,7 @@ from fastapi.responses import HTMLResponse
 from puna.flows.html.markup import Content, Html, details, excerpt, number, percent, section, table, tag
 from puna.flows.report.why import fate
 from puna.flows.web.frame import Site, artifact_link, field, option, page, pages, plain, sent
-from puna.stages.curate.minhash.index import indexed
-from puna.stages.curate.minhash.similar import described, resembling
+from puna.stages.curate.minhash.index import described, indexed, resembling
 from puna.storage import Artifact, PunaError, Store
 
 MOST_FOUND = 20

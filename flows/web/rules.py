@@ -17,8 +17,7 @@ from fastapi.responses import HTMLResponse
 from puna.flows.html.markup import Content, Html, excerpt, number, part, percent, section, table, tag
 from puna.flows.web.frame import Site, artifact_link, page, pages
 from puna.stages.contract import parse
-from puna.stages.curate.rules.decide import decide, numeric
-from puna.stages.curate.rules.expressions import SqlRule
+from puna.stages.curate.rules.decide import SqlRule, decide, numeric
 from puna.stages.curate.rules.groups import Rule, active_rules
 from puna.stages.curate.select import SelectConfig, carried_signals, signals_of
 from puna.storage import Artifact, PunaError, Store

@@ -43,11 +43,10 @@ class Job(NamedTuple):
 def block_lists(inputs: list[External], config: BlockListsConfig, run: StageRun) -> None:
     """Read lists of unwanted sites, by URI, for `url_filter`.
 
-    An input is a tree in the layout of the UT1 lists (`CATEGORY/domains`, `CATEGORY/urls`, and `words` or `expressions` where
-    there are some; its other files are no lists), whose entries give the rule `url_CATEGORY`; or single files of domains and
-    domain/path prefixes, one a line, whose entries give the rule `url_NAME`. `#` begins a comment; hosts files and `||domain^`
-    are read too; files may be packed (gz, xz, zst). An entry of several lists keeps the first rule by name. Lines that are no
-    entry are rows of `dropped` (not_an_address, public_suffix, too_deep, not_a_word, not_an_expression).
+    An input is a tree in the layout of the UT1 lists (`CATEGORY/domains`, `urls`, `words` or `expressions`; other files are ignored),
+    whose entries give the rule `url_CATEGORY`; or single files of domains and domain/path prefixes, one a line, with the rule `url_NAME`.
+    `#` begins a comment; hosts files and `||domain^` are read too; files may be packed (gz, xz, zst). An entry of several lists keeps the
+    first rule by name. Lines that are no entry are rows of `dropped` (not_an_address, public_suffix, too_deep, not_a_word, …).
     """
     jobs = list(_jobs(inputs, config))
     tables = [SCHEMA.empty_table()]

@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from puna.kernels.text.technical import Technical, measured
 from puna.stages.contract import Classifier, Documents, Signals, StageConfig, StageRun, declare_signal, stage
-from puna.stages.curate.classifiers.classifier import ClassifierConfig, Examples, Labels, auc, out_of_fold, prepare, report_calibration
+from puna.stages.curate.classifiers import classifier as fasttext
+from puna.stages.curate.classifiers.classifier import Examples, Labels, auc, out_of_fold, prepare, report_calibration
 from puna.stages.curate.classifiers.trained import ABOUT, About, Trained, trained
 from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, PunaError
@@ -28,35 +29,23 @@ JUDGEMENT = "{}_judgement"
 DIGITS = 6
 
 
-class TrainCodeReasoningConfig(ClassifierConfig):
+class TrainCodeReasoningConfig(fasttext.ClassifierConfig):
     """Labels of pages, and fastText's settings."""
 
-    dimension: int = Field(16, ge=8, le=1000, description="Length of a word's vector")
-    learning_rate: float = Field(0.5, gt=0, le=10, description="Learning rate at the start, decaying to 0")
-    epochs: int = Field(15, ge=1, le=1000, description="Passes over the training documents")
-    max_characters: int = Field(2000, ge=1, description="Read of each document, characters")
-    class_ratio: float = Field(
-        10.0, ge=1, description="Pages of neither kind that are trained on for each page of the kind, at most: most pages are of neither"
-    )
-    exempt_sources: tuple[str, ...] = Field(
-        ("code",), description="Sources whose documents are neither examples nor scored: they are code as a whole, by source alone"
-    )
+    dimension: int = fasttext.DIMENSION(16)
+    learning_rate: float = fasttext.LEARNING_RATE(0.5)
+    epochs: int = fasttext.EPOCHS(15)
+    max_characters: int = fasttext.MAX_CHARACTERS(2000)
+    class_ratio: float = Field(10.0, ge=1, description="Maximum number of training pages of neither kind for each page of the kind")
+    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are all code: neither examples nor scored")
     min_code_lines: int = Field(3, ge=1, description="Minimum number of lines of code that label a page as code")
     min_code_line_fraction: float = Field(0.1, gt=0, le=1, description="Minimum fraction of lines of code that labels a page as code")
-    max_code_line_fraction: float = Field(
-        0.02, ge=0, lt=1, description="Maximum fraction of lines of code of a page that is labelled as having none"
-    )
+    max_code_line_fraction: float = Field(0.02, ge=0, lt=1, description="Maximum fraction of code lines on a page labelled as without code")
     min_reasoning_words: int = Field(3, ge=1, description="Minimum number of different words of deduction that label a page as reasoning")
-    min_formulas: int = Field(
-        3, ge=1, description="Minimum number of marks of formulas that label a page as reasoning together with half of these words"
-    )
-    max_reasoning_words: int = Field(
-        1, ge=0, description="Maximum number of different words of deduction of a page without formulas that is labelled as not reasoning"
-    )
+    min_formulas: int = Field(3, ge=1, description="Minimum formula marks that, with half of these words, label a page as reasoning")
+    max_reasoning_words: int = Field(1, ge=0, description="Maximum of these words on a page without formulas labelled as not reasoning")
     min_judgement: float = Field(3.0, description="Minimum grade of a positive, where a judge's grades are given")
-    min_labels: int = Field(
-        20, ge=2, description="A classifier with fewer positives or negatives than so many documents is not trained, and its score is null"
-    )
+    min_labels: int = Field(20, ge=2, description="Minimum positives, and negatives, to train a classifier; else its score is null")
 
     @model_validator(mode="after")
     def _labels_are_apart(self) -> TrainCodeReasoningConfig:
@@ -71,11 +60,9 @@ class TrainCodeReasoningConfig(ClassifierConfig):
 def train_code_reasoning(documents: Documents, labels: list[Signals] | None, config: TrainCodeReasoningConfig, run: StageRun) -> None:
     """Train two fastText classifiers: of pages with code, and of pages that reason.
 
-    The classifiers of Llama 3 (arXiv 2407.21783, section 3.1.3) learn from pages that a language model has graded for
-    code interleaved with prose and for deduction in mathematics and the sciences. `labels` takes such grades (signals
-    `code_judgement` and `reasoning_judgement`, which `judge` makes by its `signal`; null: not judged). Without them the
-    text labels itself: where lines of code, or words of deduction and formulas, are plainly many or plainly missing; pages
-    between are not learned from. Then the figures measure consistency, not truth. A kind with too few labels has no classifier.
+    As in Llama 3 (arXiv 2407.21783, section 3.1.3), `labels` are a judge's grades (signals `code_judgement` and `reasoning_judgement` of
+    `judge`; null: not judged). Without them, text with plainly many or plainly no lines of code, words of deduction and formulas labels
+    itself, and the figures measure consistency, not truth. A kind with too few labels has no classifier.
     """
     graded = _graded(labels) if labels else None
     examples = prepare(run, documents, config, config.exempt_sources, _labels, graded, config)
@@ -142,7 +129,6 @@ def _labels(documents: pa.Table, graded: dict[str, Artifact] | None, config: Tra
 
 
 def _label(kind: str, found: Technical, config: TrainCodeReasoningConfig) -> bool | None:
-    """Return the label that the counts give with confidence, or None."""
     if kind == "code":
         fraction = found.code_lines / max(found.lines, 1)
         if found.code_lines >= config.min_code_lines and fraction >= config.min_code_line_fraction:
@@ -168,7 +154,6 @@ def _graded(labels: list[Artifact]) -> dict[str, Artifact]:
 
 
 def _train(run: StageRun, kind: str, examples: Examples, about: About, config: TrainCodeReasoningConfig) -> None:
-    """Train the classifier of a kind and tell how well it does, out of fold; nothing where there are too few labels to learn it."""
     known = examples.of(kind)
     run.metric(f"{kind}_positives", known[kind])
     run.metric(f"{kind}_negatives", known[OTHER])

@@ -30,9 +30,7 @@ class DecontaminateConfig(StageConfig):
     """Bounds of contamination."""
 
     n: int = Field(13, ge=2, le=50, description="Length of the n-grams that are compared, words")
-    min_characters: int = Field(
-        25, ge=1, description="A question of fewer than n words is matched as a whole where it has at least so many characters"
-    )
+    min_characters: int = Field(25, ge=1, description="Minimum length of a question of fewer than n words, which is matched as a whole")
     fuzzy_overlap: float = Field(
         0.8,
         gt=0,
@@ -70,15 +68,13 @@ class Index:
 def decontaminate(
     documents: Documents, prompts: list[Prompts] | None, texts: list[Documents] | None, config: DecontaminateConfig, run: StageRun
 ) -> None:
-    """Drop documents that share n-grams of words with evaluation texts: held-out prompts (question and reference together),
-    generated or imported, and `texts`, documents that may not be trained on, of which each counts as a prompt of its source.
+    """Drop documents that share n-grams of words with held-out prompts (question and reference together) or with `texts`.
 
-    GPT-3's measure (Brown et al. 2020, appendix C) with 13 words; case and punctuation do not count, numbers do. A
-    question of fewer words is matched as a whole, where it is long enough to mean something; those that are not are counted
-    in the metric `unmatchable_TASK`. A document that passes is searched for prompts with changes (`decontaminate_fuzzy`).
-    `dropped` has the fraction of the best matched prompt's n-grams as value, and the
-    prompt and its first n-gram (or the passage) as detail. The metric `contaminated_TASK` counts the task's prompts that were
-    found, and `examples` shows each of them with the first document that holds it.
+    `texts` are documents that may not be trained on; each counts as a prompt of its source. The measure is GPT-3's (Brown et al. 2020,
+    appendix C) with 13 words, without case and punctuation. A question of fewer words is matched as a whole if it is long enough, else
+    `unmatchable_TASK` counts it. Documents that pass are searched for changed prompts (`decontaminate.fuzzy`). `dropped` has the fraction
+    of the best matched prompt's n-grams, the prompt and its first n-gram (or the passage). `contaminated_TASK` counts the prompts that
+    occur in documents; `examples` shows each with its first document.
     """
     if not prompts and not texts:
         raise PunaError("decontaminate: give prompts or texts to look for")

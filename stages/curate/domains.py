@@ -15,7 +15,8 @@ from pydantic import Field
 
 from puna.stages.contract import Classifier, Documents, Facts, Figure, InputFacts, StageConfig, StageRun, declare_signal, stage
 from puna.stages.contract.declaration import GLANCE, LOOK
-from puna.stages.curate.classifiers.classifier import ClassifierConfig, Labels, Scores, out_of_fold, prepare
+from puna.stages.curate.classifiers import classifier as fasttext
+from puna.stages.curate.classifiers.classifier import Labels, Scores, out_of_fold, prepare
 from puna.stages.curate.classifiers.trained import About, Trained, trained
 from puna.storage import Artifact, PunaError
 
@@ -30,17 +31,17 @@ NAME = "domain"
 SEEDS = Path(__file__).parent / "data" / "domains.txt"
 
 
-class TrainDomainsConfig(ClassifierConfig):
+class TrainDomainsConfig(fasttext.ClassifierConfig):
     """Bounds of the seed words, and fastText's settings."""
 
-    dimension: int = Field(16, ge=8, le=1000, description="Length of a word's vector")
-    learning_rate: float = Field(0.5, gt=0, le=10, description="Learning rate at the start, decaying to 0")
-    epochs: int = Field(40, ge=1, le=1000, description="Passes over the training documents")
-    max_characters: int = Field(1500, ge=1, description="Read of each document, characters")
+    dimension: int = fasttext.DIMENSION(16)
+    learning_rate: float = fasttext.LEARNING_RATE(0.5)
+    epochs: int = fasttext.EPOCHS(40)
+    max_characters: int = fasttext.MAX_CHARACTERS(1500)
     code_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are code, by source alone")
     min_seeds: int = Field(3, ge=1, description="Minimum number of different seed words of a type that label a document")
     max_second: float = Field(
-        0.5, ge=0, lt=1, description="Maximum share of the best type's seed words that the second type may have in a labelled document"
+        0.5, ge=0, lt=1, description="Maximum seed words of the second type, as a share of the best type's, for a label"
     )
     min_labels: int = Field(20, ge=2, description="A type with fewer labelled documents is left out, documents")
 
@@ -73,7 +74,6 @@ def seed_words() -> tuple[list[str], dict[str, int]]:
 
 @lru_cache(maxsize=1)
 def lexicon() -> Lexicon:
-    """Return the seed words by their hashes."""
     from puna.kernels.text.listed import listed
     from puna.kernels.text.words import folded_hashes
 
@@ -134,10 +134,9 @@ def needs(config: TrainDomainsConfig, facts: Facts) -> list[str]:
 def train_domains(documents: Documents, config: TrainDomainsConfig, run: StageRun) -> None:
     """Train the classifier of knowledge types on documents that seed words label.
 
-    A lexicon of seed words in English, French, Spanish and German labels the documents in which words of one type clearly
-    prevail; a fastText classifier for each fold of documents learns from them. No human labelled anything: the types mean
-    what the lexicon says, and `agreement` (of seed labels and the classifier, out of fold) measures consistency, not truth.
-    Without documents that could have a type there is nothing to learn, and the classifier has no classes.
+    A lexicon of seed words in English, French, Spanish and German labels the documents in which words of one type clearly prevail; a
+    fastText classifier for each fold learns from them. `agreement` (of seed labels and the classifier, out of fold) measures consistency,
+    not truth. Without documents that could have a type the classifier has no classes.
     """
     examples = prepare(run, documents, config, config.code_sources, _seeds, config)
     labels = Counter({name: count for name, count in examples.of(NAME).items() if count >= config.min_labels})
@@ -162,10 +161,9 @@ class DomainsConfig(StageConfig):
 def domains(documents: Documents, classifier: Classifier, config: DomainsConfig, run: StageRun) -> None:
     """Give each document a knowledge type, by a classifier of `train_domains`.
 
-    The type (`domain`, `domain_score`) has the greatest product of the classifier's probability, by a model that did not
-    see the document, and the square of one plus the number of the type's seed words found; `domain_seed` is the label that
-    the seed words alone give. Documents in other languages than the lexicon's four are typed by the words they share with
-    these. Documents of code sources are `code`.
+    The type (`domain`, `domain_score`) has the greatest product of the probability, by a model that did not see the document, and the
+    square of one plus the number of its seed words; `domain_seed` is the label by seed words alone. Documents in other languages are typed
+    by the words they share with the lexicon's four. Documents of code sources are `code`.
     """
     counts: Counter[str] = Counter()
     for results in run.transform(_type, documents, classifier, columns=["id", "source", "text"]):

@@ -13,8 +13,7 @@ from pydantic import Field
 
 from puna.stages.contract import Classifier, Documents, External, Model, SeededConfig, Signals, StageConfig, StageRun, stage
 from puna.stages.curate.classifiers.classifier import counted, report_quality
-from puna.stages.curate.classifiers.device import Place, place_of
-from puna.stages.curate.classifiers.encoder import embedded
+from puna.stages.curate.classifiers.encoder import Place, embedded, place_of
 from puna.stages.curate.classifiers.trained import About, read_about
 from puna.stages.curate.quality import GOOD, OTHER, scores_of, write_scores
 from puna.stages.draws import folds
@@ -30,9 +29,7 @@ PURPOSE = "encoder_quality"
 class TrainEncoderQualityConfig(SeededConfig):
     """Labels of good documents, and settings of the training."""
 
-    positive_sources: tuple[str, ...] = Field(
-        ("wikipedia",), description="Sources of good quality, where no judgements are given: their documents are the positives"
-    )
+    positive_sources: tuple[str, ...] = Field(("wikipedia",), description="Sources whose documents are good, if no judgements are given")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither examples nor scored")
     judgement: str = Field("judgement", min_length=1, description="Signal that holds a judge's grade, where signals `labels` are given")
     min_judgement: float = Field(3.0, description="Minimum grade of a good document")
@@ -91,7 +88,6 @@ def train_encoder_quality(
 
 
 def _fitted(examples: Partition, config: TrainEncoderQualityConfig, labels: str) -> tuple[list[Head], NDArray[np.int64]]:
-    """Return the head of each fold, and the out-of-fold scores of all examples."""
     results = examples.read()
     positive = results["positive"].to_numpy() if results.num_rows else np.zeros(0, bool)
     of_fold = folds(results["id"].to_pylist(), config.seed, config.folds) if results.num_rows else np.zeros(0, np.int64)

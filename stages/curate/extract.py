@@ -27,6 +27,7 @@ MAX_ATTRIBUTES = 5000  # of one tag, or of many that cost as much; the parser co
 MAX_OPTIONS = 2000  # of a page; the parser looks for each through all before it
 TOGETHER = 1 << 18  # bytes of pages that are read together
 FAILURES = (ValueError, RuntimeError)  # of the parser and of numbers that do not fit
+DEEP = "the elements are nested too deep"
 OPTION = re.compile(r"<opt(?:ion|group)\b[^<>]*>[^<]*|</opt(?:ion|group)\s*>", re.IGNORECASE)
 
 
@@ -38,18 +39,14 @@ class ExtractConfig(StageConfig):
         description="Main content by the model that comes with Puna, by Resiliparse's rules, or all that either of them takes; "
         "union writes which words came from where into `scores`",
     )
-    headline: bool = Field(
-        False, description="Whether the model's texts and unions have the page's main heading (h1), which is left to the title otherwise"
-    )
+    headline: bool = Field(False, description="Keep the page's main heading (h1) in the text; else only the title has it")
     code_and_maths: bool = Field(
         True,
         description="Whether the markup of code and formulas is read before the main content is looked for: numbers of lines go, "
         "lines of code in tables and formulas on lines of their own become blocks of code, MathML becomes TeX",
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Larger HTML pages are dropped, bytes")
-    max_depth: int = Field(
-        1000, ge=16, le=10_000, description="Pages with deeper nested elements are dropped: parsing takes quadratic time in them"
-    )
+    max_depth: int = Field(1000, ge=16, le=10_000, description="Maximum depth of nested elements; parsing takes quadratic time in it")
     max_elements: int = Field(
         500_000,
         ge=1000,
@@ -63,14 +60,9 @@ class ExtractConfig(StageConfig):
         description="Pages with more blocks of text (paragraphs, cells, lines) are dropped by the model: a second each",
     )
     fallback_fraction: float = Field(
-        0.1,
-        ge=0,
-        le=1,
-        description="Where Resiliparse's main content is a smaller share of the page's whole text, the whole text is taken",
+        0.1, ge=0, le=1, description="Where Resiliparse's main content is a smaller share of the page's whole text, the whole text is taken"
     )
-    max_replacement_fraction: float = Field(
-        0.01, ge=0, le=1, description="Texts with a larger share of undecodable characters are dropped, fraction of characters"
-    )
+    max_replacement_fraction: float = Field(0.01, ge=0, le=1, description="Maximum fraction of undecodable characters in a kept text")
 
 
 class Unreadable(Exception):
@@ -193,8 +185,8 @@ def _of_text(body: bytes, media: str, charset: str | None, config: ExtractConfig
     if not media.startswith("text/"):
         raise Unreadable("extract_content_type", f"no text is known in {media}")
     wide = body.startswith(WIDE_MARKS) or (charset or "").startswith("utf-16")
-    if not wide and body.count(0) > len(body) // 1000:
-        raise Unreadable("extract_binary", "the file is not text", float(body.count(0)), float(len(body) // 1000))
+    if not wide:
+        _check_bound("extract_binary", "the file is not text", body.count(0), len(body) // 1000)
     text = plain(decode(body, charset, html=False).replace("\r\n", "\n").replace("\r", "\n"))
     return _Found(None, _readable(text, config))
 
@@ -202,9 +194,7 @@ def _of_text(body: bytes, media: str, charset: str | None, config: ExtractConfig
 def _readable(text: str, config: ExtractConfig) -> bytes:
     if not text.strip():
         raise Unreadable("extract_empty", "there is no text")
-    bad = text.count("\ufffd") / len(text)
-    if bad > config.max_replacement_fraction:
-        raise Unreadable("extract_encoding", "the text cannot be decoded", bad, config.max_replacement_fraction)
+    _check_bound("extract_encoding", "the text cannot be decoded", text.count("\ufffd") / len(text), config.max_replacement_fraction)
     return text.encode()
 
 
@@ -212,8 +202,7 @@ def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> _Parsed
     """Parse a page for the model, or take Resiliparse's text; raises Unreadable where the page is built to hang a parser."""
     from resiliparse.parse.html import HTMLParserException, HTMLTree
 
-    if len(body) > config.max_body_bytes:
-        raise Unreadable("extract_too_large", "the page is too large", float(len(body)), float(config.max_body_bytes))
+    _check_bound("extract_too_large", "the page is too large", len(body), config.max_body_bytes)
     html = utf8(body, charset)
     if _check_burden(html, config).options > MAX_OPTIONS:
         html = OPTION.sub("", html.decode()).encode()
@@ -244,7 +233,8 @@ def _by_model(parsed: list[_Parsed], config: ExtractConfig) -> list[_Found | Exc
     result: list[_Found | Exception] = []
     for number, (depth, blocks) in enumerate(measures.tolist()):
         try:
-            _check_measures(depth, blocks, config)
+            _check_bound("extract_too_deep", DEEP, depth, config.max_depth)
+            _check_bound("extract_too_many_blocks", "the page has too many blocks of text", blocks, config.max_blocks)
             text = texts[places[number] : places[number + 1]].tobytes()
             if doubts[number] & MISREAD:
                 text = cleaned(raw[ends[number] : ends[number + 1]].tobytes().decode("utf-8", "replace")).encode()
@@ -256,20 +246,15 @@ def _by_model(parsed: list[_Parsed], config: ExtractConfig) -> list[_Found | Exc
     return result
 
 
-def _check_measures(depth: int, blocks: int, config: ExtractConfig) -> None:
-    if depth > config.max_depth:
-        raise Unreadable("extract_too_deep", "the elements are nested too deep", float(depth), float(config.max_depth))
-    if blocks > config.max_blocks:
-        raise Unreadable("extract_too_many_blocks", "the page has too many blocks of text", float(blocks), float(config.max_blocks))
-
-
 def _check_burden(html: bytes, config: ExtractConfig) -> Burden:
     result = burden(html)
     tags, depth, attributes, copies, _ = result
-    if depth > config.max_depth:
-        raise Unreadable("extract_too_deep", "the elements are nested too deep", float(depth), float(config.max_depth))
-    if tags + copies > config.max_elements:
-        raise Unreadable("extract_too_many_elements", "the page has too many elements", float(tags + copies), float(config.max_elements))
-    if attributes > MAX_ATTRIBUTES:
-        raise Unreadable("extract_too_many_attributes", "tags have too many attributes", float(attributes), float(MAX_ATTRIBUTES))
+    _check_bound("extract_too_deep", DEEP, depth, config.max_depth)
+    _check_bound("extract_too_many_elements", "the page has too many elements", tags + copies, config.max_elements)
+    _check_bound("extract_too_many_attributes", "tags have too many attributes", attributes, MAX_ATTRIBUTES)
     return result
+
+
+def _check_bound(rule: str, detail: str, value: float, most: float) -> None:
+    if value > most:
+        raise Unreadable(rule, detail, float(value), float(most))

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from pydantic import Field
 
 from puna.stages.contract import Documents, Facts, StageConfig, StageRun, stage
-from puna.stages.reading.pages import repeated_id
+from puna.stages.reading.pages import repetitions
 from puna.storage import Part, PunaError
 from puna.storage.exchange import partitions
 from puna.storage.schemas import table_schema
@@ -20,9 +20,7 @@ from puna.storage.shards import count
 class GatherConfig(StageConfig):
     """Source name of the documents."""
 
-    sources: tuple[str, ...] = Field(
-        (), description="Source of the documents of each input, in their order; an empty name, or no list: they keep their own"
-    )
+    sources: tuple[str, ...] = Field((), description="New source of each input's documents, in order; empty: they keep their own")
 
 
 def _needs(config: GatherConfig, facts: Facts) -> list[str]:
@@ -60,13 +58,11 @@ def _named(given: tuple[Part, int, str]) -> tuple[pa.Table, int]:
 def _once(rows: pa.Table) -> tuple[dict[str, pa.Table], int]:
     rows = rows.sort_by([("id", "ascending"), ("fetched_at", "descending"), ("input", "ascending")])
     ids = rows["id"].to_pylist()
-    first = np.array([at == 0 or ids[at] != ids[at - 1] for at in range(len(ids))], bool)
+    first, repeated = repetitions(ids)
     dropped: list[dict[str, Any]] = []
-    number = 0
-    for at in np.flatnonzero(~first).tolist():
-        number = 1 if first[at - 1] else number + 1
+    for at, identity in repeated.items():
         example = f"{ids[at]}: {rows['url'][at].as_py()} of {rows['source'][at].as_py()} is there already"
-        dropped.append({"id": repeated_id(ids[at], number), "rule": "same_id", "detail": example})
+        dropped.append({"id": identity, "rule": "same_id", "detail": example})
     schema = table_schema("documents").schema
     kept = rows.filter(pa.array(first)).select(schema.names)
     return {"documents": kept, "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)}, len(dropped)

@@ -60,21 +60,15 @@ class HeuristicsConfig(SeededConfig):
     coverage_n: int = Field(5, ge=2, le=20, description="Length of the n-grams of ngram_coverage, words")
     line_coverage: float = Field(0.5, ge=0, le=1, description="Lines covered at least so much get a row in line_signals, fraction of words")
     c4_lines: bool = Field(False, description="Write the table c4_lines, a row for each line: what C4's rules on lines read")
-    min_language_words: int = Field(
-        50_000, ge=1, description="A language with fewer words is not compared with itself: token_kl is null, words"
-    )
+    min_language_words: int = Field(50_000, ge=1, description="Minimum words of a language for comparisons; else token_kl is null")
     max_text_bytes: int = Field(
         8 << 20,
         ge=1024,
         description="Longer documents are not measured, bytes of UTF-8: time and memory (some 70 bytes for each) grow with the text",
     )
     signals: tuple[str, ...] = Field((), description="Signals of your own that are measured too, by name")
-    signal_seconds: float = Field(
-        30.0, gt=0, le=3600, description="A document for which a signal of your own takes longer has failed, seconds; loading counts"
-    )
-    signal_memory_mb: int = Field(
-        4096, ge=64, le=1 << 20, description="Memory that a signal of your own may take, beyond what its process starts with, MiB (Linux)"
-    )
+    signal_seconds: float = Field(30.0, gt=0, le=3600, description="Maximum time of a signal of your own for one document, seconds")
+    signal_memory_mb: int = Field(4096, ge=64, le=1 << 20, description="Maximum memory of a signal of your own (Linux), MiB")
 
     @field_validator("signals")
     @classmethod
@@ -88,13 +82,11 @@ class HeuristicsConfig(SeededConfig):
         return tuple(dict.fromkeys(names))
 
     def reaches(self) -> list[tuple[str, str]]:
-        """Return the definitions of these signals."""
         results = [SIGNALS[name].definition for name in self.signals]
         return [(one.__module__, one.__qualname__) for one in results if one is not None]
 
 
 def table_columns(config: HeuristicsConfig) -> dict[str, tuple[str, ...]]:
-    """Return the columns of the tables that it writes."""
     results: dict[str, tuple[str, ...]] = {
         "signals": ("id", *NAMES, FAILURE, *config.signals, "token_kl", "token_kl_excess"),
         "line_signals": ("id", "line", "words", "ngram_coverage"),
@@ -106,14 +98,11 @@ def table_columns(config: HeuristicsConfig) -> dict[str, tuple[str, ...]]:
 def heuristics(documents: Documents, language: Signals | None, config: HeuristicsConfig, run: StageRun) -> None:
     """Measure documents with every number that Gopher's, C4's and FineWeb's rules ask for, and three of Llama 3's.
 
-    Gopher (arXiv 2112.11446), C4 (1910.10683) and FineWeb (2406.17557) as datatrove 0.10 defines them, on the words of
-    `puna.kernels.text.words`. Llama 3 (2407.21783, section 3.1.1): n-grams seen earlier in the document, per document and per line
-    (`line_signals`); adult vocabulary; Kullback-Leibler divergence of the document's words from the corpus's. With the signals of
-    `language`, a document is compared with its own language.
-    `puna.stages.curate.signals.definitions` says in plain Python what each signal is. Signals of your own (`signals`) are
-    measured by their definitions, in a process of their own; a document for which one raises an exception, or takes too long or too much
-    memory, has none, and the metric `failed_NAME` counts it. The signal `failure` says why a document is not measured, that or because it
-    is too long (`max_text_bytes`): `select` drops it as `failed`.
+    Gopher (arXiv 2112.11446), C4 (1910.10683) and FineWeb (2406.17557) as datatrove 0.10 defines them. Llama 3 (2407.21783, section
+    3.1.1): n-grams seen earlier, per document and per line (`line_signals`); adult vocabulary; Kullback-Leibler divergence of the
+    document's words from the corpus's, or from its language's with the signals of `language`. `signals.definitions` has each signal in
+    plain Python. `signals` of your own are measured in a separate process: a document for which one fails, or takes too long or too much
+    memory, has none, and `failed_NAME` counts it. `failure` says why a document is not measured; `select` drops it as `failed`.
     """
     own = [SIGNALS[name] for name in config.signals]
     columns = ["id", "text", *{name: None for signal in own for name in signal.columns if name != "text"}]
@@ -176,7 +165,6 @@ def _report(run: StageRun, quantiles: dict[str, dict[float, float]], words: dict
 
 
 def _measure_part(part: Part, language: Artifact | None, scratch: str, config: HeuristicsConfig, own: list[Signal]) -> dict[str, Any]:
-    """Measure a part into a scratch file; returns the word counts per language, and what failed."""
     documents = part.read()
     file = _scratch_file(scratch, documents["id"], "arrow")
     if not file.exists():
@@ -209,7 +197,6 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
 
 
 def _why(over: pa.ChunkedArray, failed: pa.ChunkedArray, config: HeuristicsConfig) -> pa.ChunkedArray:
-    """Return the reason why each document was not measured, or null: it is too long, or definitions of signals failed."""
     broken = pc.greater(pc.list_value_length(failed), 0)
     reasons = ["; ".join(f"signal {one}".replace("\t", ": ", 1) for one in own) for own in failed.filter(broken).to_pylist()]
     why = pc.replace_with_mask(pa.nulls(len(failed), pa.string()), broken.combine_chunks(), pa.array(reasons, pa.string()))
@@ -221,7 +208,6 @@ def _scratch_file(scratch: str, ids: pa.ChunkedArray, end: str) -> Path:
 
 
 def _quantiles(name: str, scratch: str) -> dict[float, float]:
-    """Return the quantiles of one signal over all parts; empty where it has no value."""
     pieces = [np.load(file, mmap_mode="r") for file in sorted(Path(scratch).glob("measured-*.npy"))]
     values = np.concatenate([np.empty(0), *(piece[CALIBRATED.index(name)] for piece in pieces)])
     values = values[~np.isnan(values)]

@@ -19,9 +19,9 @@ from pydantic import Field
 
 from puna.stages.contract import External, ExternalFile, StageConfig, StageRun, stage
 from puna.stages.reading import readers
-from puna.stages.reading.files import COMPRESSED, GZIP_MAGIC, ZSTD_MAGIC, suffix
-from puna.stages.reading.hub import Job, jobs_of
-from puna.stages.reading.pages import NO_PAGE, Page, Rejected, page_id, rejected_id, repeated_id
+from puna.stages.reading.files import COMPRESSED, GZIP_MAGIC, ZSTD_MAGIC, Job, jobs_of, suffix
+from puna.stages.reading.pages import NO_PAGE, Page, Rejected, page_id, rejected_id, repetitions
+from puna.stages.reading.rows import FORMATS as TABLES
 from puna.stages.reading.rows import SIDECARS
 from puna.stages.reading.warc import read_warc
 from puna.stages.reading.warc_frames import ZSTD_DICTIONARY_MAGIC
@@ -48,10 +48,7 @@ RECORD = pa.schema(
     ]
 )  # fmt: skip
 RECORD = pa.schema([field.with_nullable(True) for field in RECORD])
-FORMATS = {
-    ".warc": "warc", ".wet": "warc", ".wat": "warc", ".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
-    ".csv": "csv", ".tsv": "tsv", ".arrow": "dataset",
-}  # fmt: skip
+FORMATS = dict.fromkeys((".warc", ".wet", ".wat"), "warc") | {end: "jsonl" if kind == "json" else kind for end, kind in TABLES.items()}
 
 
 class InputColumns(StageConfig):
@@ -78,19 +75,16 @@ class IngestConfig(StageConfig):
     text_column: str = Field("text", min_length=1, description="Field of a row that holds plain text; a.b reaches into a structure")
     html_column: str | None = Field(None, min_length=1, description="Field of a row that holds HTML; it is then read instead of the text")
     url_column: str | None = Field(
-        None, min_length=1, description="Field that holds the address; by default `url` where there is one, else the row's place"
+        None, min_length=1, description="Field with the address; default: `url` if there is one, else the row's place"
     )
     date_column: str | None = Field(
-        None, min_length=1, description="Field that holds the time of fetching; by default the first usual one, else 1970-01-01"
+        None, min_length=1, description="Field with the time of fetching; default: the first usual one, else 1970"
     )
-    inputs: dict[str, InputColumns] = Field(
-        default_factory=dict, description="Name of an input → its own fields, where they are not those of the others"
-    )
+    inputs: dict[str, InputColumns] = Field(default_factory=dict, description="Name of an input → its own fields, if they differ")
     dataset_subset: str | None = Field(None, min_length=1, description="Configuration of a data set on the hub")
     dataset_split: str = Field("train", min_length=1, description="Split of a data set on the hub")
 
     def columns_of(self, source: str) -> readers.Columns:
-        """Return the fields of a row of an input that hold the page."""
         own = self.inputs.get(source, InputColumns())
         html = None if own.text else self.html_column
         return readers.Columns(own.text or self.text_column, own.html or html, own.url or self.url_column, own.date or self.date_column)
@@ -114,16 +108,15 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     shards = run.produce_shards(_sorted, read, count(table_schema("pages"), raw))
     without = sum((Counter(info["without_page"]) for info in read.infos), Counter[str]())
     examples = {ending: min(info["examples"][ending] for info in read.infos if ending in info["examples"]) for ending in without}
-    rules: Counter[str] = Counter()
-    for shard in shards:
-        rules.update(shard["rules"])
+    rules = sum((Counter(shard["rules"]) for shard in shards), Counter[str]())
     body_bytes = sum(shard["bytes"] for shard in shards)
     run.metric("body_bytes", body_bytes)
     if not body_bytes:
         inputs_named = ", ".join(dict.fromkeys(job.uri or (job.file.location if job.file else job.name) for job in jobs[:3]))
+        outcomes = f": {', '.join(f'{count} {rule}' for rule, count in rules.most_common())}{_hints(rules)}" if rules else ""
         raise PunaError(
             f"ingest: {inputs_named}{', …' if len(jobs) > 3 else ''}: no page is kept; files {len(jobs)}, records {came}"
-            f"{_why(rules)}{_kinds(without, examples) if 'not_a_page' in rules else ''}"
+            f"{outcomes}{_kinds(without, examples) if 'not_a_page' in rules else ''}"
         )
     run.metric("files", len(jobs))
     if without:
@@ -140,7 +133,6 @@ def _kinds(without: Counter[str], examples: dict[str, str]) -> str:
 
 
 def _batches(jobs: list[Job]) -> Iterator[list[Job]]:
-    """Yield files that are read together: many small ones, or a large one."""
     held: list[Job] = []
     size = 0
     for job in jobs:
@@ -156,17 +148,16 @@ def _batches(jobs: list[Job]) -> Iterator[list[Job]]:
 def _sorted(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
     """Return the pages and dropped rows of a range of ids, sorted by id, and their counts; a repeated id is dropped."""
     ids = rows["id"].to_pylist()
-    first = np.array([at == 0 or ids[at] != ids[at - 1] for at in range(len(ids))], bool)
+    first, repeated = repetitions(ids)
     is_page = np.asarray(pc.is_valid(rows["body"]), bool)
     pages = rows.select(table_schema("pages").schema.names)
     if not (first & is_page).all():
         pages = pages.filter(pa.array(first & is_page))
     schema = table_schema("dropped").schema
-    again, number = [], 0
-    for at in np.flatnonzero(~first).tolist():
-        number = 1 if first[at - 1] else number + 1
+    again = []
+    for at, identity in repeated.items():
         what = rows["url"][at].as_py() or rows["rule"][at].as_py()
-        again.append({"id": repeated_id(ids[at], number), "rule": "duplicate_record", "detail": f"{ids[at]}: {what}"})
+        again.append({"id": identity, "rule": "duplicate_record", "detail": f"{ids[at]}: {what}"})
     other = rows.select(schema.names).filter(pa.array(first & ~is_page)).cast(schema)
     dropped = pa.concat_tables([other, pa.Table.from_pylist(again, schema=schema)])
     size = pc.sum(pc.binary_length(pages["body"]).cast(pa.int64())).as_py() or 0
@@ -179,10 +170,6 @@ HINTS = {
     "not_a_response": "of an archive's records responses, resources and conversions (WET) are pages; metadata (WAT) and requests hold none",
 }
 """What a user needs to know about a rule that took every record."""
-
-
-def _why(rules: Counter[str]) -> str:
-    return f": {', '.join(f'{count} {rule}' for rule, count in rules.most_common())}{_hints(rules)}" if rules else ""
 
 
 def _hints(rules: Container[str]) -> str:
@@ -246,9 +233,6 @@ def _rows(job: Job, handle: BinaryIO, name: str, config: IngestConfig) -> Iterat
     return readers.read_table(handle, job.source, name, kind, config.columns_of(job.source), ROW_BYTES * config.max_body_bytes)
 
 
-# --- finding the work ------------------------------------------------------------------------------------
-
-
 def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
     """Yield one job per file; a file that can be refused is refused here, before any page is read."""
     saved = {external.name for external in inputs if any(file.name.endswith(".arrow") for file in external.files)}
@@ -266,7 +250,6 @@ def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
 
 
 def _format(file: ExternalFile) -> str:
-    """Return the format that a file's name tells, or else its first bytes."""
     known = FORMATS.get(suffix(file.name))
     if known is not None:
         return known
@@ -290,9 +273,6 @@ def _begins(head: bytes, magic: bytes) -> bool:
         with contextlib.suppress(zlib.error):
             head = zlib.decompressobj(31).decompress(head, len(magic))
     return head.startswith(magic)
-
-
-# --- reading, in a worker --------------------------------------------------------------------------------
 
 
 def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
@@ -325,7 +305,6 @@ def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
 
 
 def _table(held: list[tuple[Page | Rejected, str]]) -> pa.Table:
-    """Return records, each with its source, as rows: a page has a body, another one the rule that drops it."""
     columns = {name: [getattr(record, name, None) for record, _ in held] for name in RECORD.names}
     columns["id"] = [page_id(source, one) if isinstance(one, Page) else rejected_id(source, one) for one, source in held]
     columns["source"] = [source if isinstance(one, Page) else None for one, source in held]
@@ -334,8 +313,7 @@ def _table(held: list[tuple[Page | Rejected, str]]) -> pa.Table:
 
 def _records(job: Job, config: IngestConfig) -> Iterator[Page | Rejected]:
     if job.file is None:
-        rows = job.stream()
-        yield from readers.read_stream(rows, job.source, job.name, config.columns_of(job.source))
+        yield from readers.read_stream(job.stream(), job.source, job.name, config.columns_of(job.source))
         return
     try:
         with closing(job.file.open()) as handle:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
 from puna.stages.contract import Documents, External, Figure, Model, SeededConfig, Signals, StageRun, declare_signal, stage
-from puna.stages.curate.classifiers.device import Place, place_of, reading
-from puna.stages.curate.classifiers.questions import TEXT, TOP, Grade, Kind, Question, answers_of, built_in, check_prompt
+from puna.stages.curate.classifiers.encoder import Place, place_of, reading
 from puna.stages.curate.select import signals_of
 from puna.stages.draws import uniform
 from puna.stages.grading import mean_grades, tokens_apart
@@ -24,6 +23,79 @@ from puna.storage.work import write_array
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
+
+Kind = Literal["scale", "yes_no"]
+Grade = Literal["judgement", "code_judgement", "reasoning_judgement"]
+TEXT = "{text}"
+TOP = 5  # points of the built-in scales
+
+# What is graded, and what gives a point each: scales that add up are an idea of FineWeb-Edu (arXiv 2406.17557); the words are our own.
+SCALES: dict[Grade, tuple[str, tuple[str, ...]]] = {
+    "judgement": ("how much a reader can learn from the web page below", (
+        "It has a subject: it is more than menus, offers, notices or a list of links.",
+        "It informs about this subject, even if loosely or between advertisements.",
+        "Its main part hangs together, and a teacher could point pupils to it.",
+        "It explains rather than claims, in good order and good language, as a textbook or an encyclopedia does.",
+        "It is excellent: thorough, exact, complete in itself, without anything beside the point.",
+    )),
+    "code_judgement": ("how much the web page below teaches programming", (
+        "Software or computing is its subject.",
+        "It shows source code, commands or configuration.",
+        "Prose and code belong together: the text says what the code is for.",
+        "Someone could learn a language, a library or a technique from it.",
+        "It is excellent: the code is complete and correct, and each step is explained.",
+    )),
+    "reasoning_judgement": ("how much the web page below reasons", (
+        "Mathematics, a science or engineering is its subject.",
+        "It states facts, quantities or formulas exactly.",
+        "It draws conclusions: one statement follows from others.",
+        "It works through a deduction, a proof, a calculation or a solved problem.",
+        "It is excellent: every step is given and justified, so that a student could follow it alone.",
+    )),
+}  # fmt: skip
+
+YES_NO: dict[Grade, str] = {
+    "judgement": "Does the web page below inform and explain so well that an encyclopedia would cite it, or a teacher hand it out?",
+    "code_judgement": "Does the web page below teach programming, with source code and prose that explains it?",
+    "reasoning_judgement": "Does the web page below deduce something step by step in mathematics, a science or engineering?",
+}
+
+
+class Question(NamedTuple):
+    """A prompt with one place for the page, the possible answers and the grade that each stands for.
+
+    `start`: how the model's answer begins, before a space and one of `answers`. `chat`: ask in the model's chat format.
+    """
+
+    prompt: str
+    answers: tuple[str, ...]
+    values: tuple[float, ...]
+    start: str
+    chat: bool
+
+
+def built_in(signal: Grade, kind: Kind) -> str:
+    page = f"The page:\n<<<\n{TEXT}\n>>>"
+    if kind == "yes_no":
+        return f"{YES_NO[signal]}\n\n{page}\n\nReply with Yes or No alone."
+    subject, points = SCALES[signal]
+    listed = "\n".join(f"- {point}" for point in points)
+    start = f"Grade {subject}. Begin with 0 and add one point for each line that is true of it:\n{listed}"
+    return f"{start}\n\n{page}\n\nReply with the number of points alone, one digit from 0 to {len(points)}."
+
+
+def check_prompt(prompt: str) -> str:
+    """Return `prompt`; ValueError unless it has one place for the page."""
+    if (times := prompt.count(TEXT)) != 1:
+        raise ValueError(f"a prompt has the mark {TEXT} once, where the page goes; this one has it {times} times")
+    return prompt
+
+
+def answers_of(kind: Kind, top: int) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """Return the answers to a kind of question and their grades: 0 to `top` points, or No (0) and Yes (1)."""
+    if kind == "yes_no":
+        return ("No", "Yes"), (0.0, 1.0)
+    return tuple(map(str, range(top + 1))), tuple(map(float, range(top + 1)))
 
 
 MARK = "\ufdd0"  # stands for the page in a rendered dialogue; no text is meant to hold this code point
@@ -47,11 +119,11 @@ class Grader:
                             f"{most} that the model reads; give at most {max(most - asked + max_tokens, 0)}")  # fmt: skip
 
     def pages(self, texts: Sequence[str]) -> list[list[int]]:
-        """The first tokens of each page, at most `max_tokens`."""
+        """Return the first tokens of each page, at most `max_tokens`."""
         return [self._encode(text[: TOKEN_CHARACTERS * self.max_tokens])[: self.max_tokens] for text in texts]
 
     def __call__(self, texts: Sequence[str]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Grade of each page and probability that the model answers as asked, float64[n] each.
+        """Return the grade of each page and the probability that the model answers as asked, float64[n] each.
 
         One forward pass: the question's head is read once, every page with its tail is a branch of it.
         """
@@ -68,7 +140,7 @@ class Grader:
 
 
 def _framed(tokenizer: Tokenizer, question: Question) -> tuple[str, str]:
-    """The text before and after the page, up to where one of the answers follows after a space."""
+    """Return the text before and after the page, up to where one of the answers follows after a space."""
     prompt = question.prompt.replace(TEXT, MARK)
     if not question.chat:
         whole = f"{prompt}\n{question.start}"
@@ -83,7 +155,6 @@ def _framed(tokenizer: Tokenizer, question: Question) -> tuple[str, str]:
 
 @lru_cache(maxsize=1)
 def grader(place: Place, question: Question, max_tokens: int, device: str) -> Grader:
-    """The grader of this process, loaded once."""
     from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer
 
     try:
@@ -107,16 +178,12 @@ class JudgeConfig(SeededConfig):
     """The question to the model, and the documents that it is asked about."""
 
     signal: Grade = Field("judgement", description="Signal that is written; it chooses the built-in prompt: quality, code or reasoning")
-    question: Kind = Field(
-        "scale", description="scale: points from 0 to max_grade; yes_no: the grade is the probability of Yes against No, from 0 to 1"
-    )
+    question: Kind = Field("scale", description="scale: points from 0 to max_grade; yes_no: the probability of Yes against No, 0 to 1")
     prompt: str | None = Field(None, description="What is asked, with the mark {text} where the page goes; null: the built-in prompt")
     max_grade: int = Field(TOP, ge=1, le=9, description="Maximum grade that a prompt of your own gives, one digit")
     answer_start: str = Field("Answer:", description="How the model's answer begins, before a space and the grade")
     chat: bool = Field(True, description="Ask in the model's chat format; false: the model continues the prompt, as one without chat does")
-    sample: int = Field(
-        1000, ge=1, description="Documents graded of each source, and of each language in it where signals `language` are given"
-    )
+    sample: int = Field(1000, ge=1, description="Documents graded of each source, and of each language in it if `language` is given")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources of which no document is graded")
     max_tokens: int = Field(512, ge=8, le=32_768, description="Tokens of each document that the model reads, from its beginning")
     batch_documents: int = Field(8, ge=1, le=1024, description="Documents in one forward pass")
@@ -133,7 +200,6 @@ class JudgeConfig(SeededConfig):
         return self
 
     def asked(self) -> Question:
-        """The question."""
         answers, values = answers_of(self.question, self.max_grade)
         return Question(self.prompt or built_in(self.signal, self.question), answers, values, self.answer_start, self.chat)
 
@@ -144,21 +210,17 @@ def judge(
 ) -> None:
     """Grade a sample of documents by a language model's own probabilities of the grades.
 
-    The grade is the mean of all grades, each weighted by the probability that the model gives it as the next token after the
-    question and the document, as G-Eval does (Liu et al., arXiv 2303.16634, section 2): one forward pass, nothing generated
-    or drawn, and finer steps than the digits have. Null: not graded. The sample depends on ids and the seed alone. Llama 3
-    (arXiv 2407.21783, section 3.1.3) distils such judgements into small classifiers, which `encoder_quality` and
-    `code_reasoning` do with the signals written here as their `labels`: `code_judgement` and `reasoning_judgement` come from
-    the same stage by `signal`.
+    The grade is the mean of all grades, weighted by the probability of each as the next token after question and document, as in G-Eval
+    (Liu et al., arXiv 2303.16634, section 2): one forward pass, nothing is generated. Null: not graded. The sample depends on ids and
+    seed alone. `encoder_quality` and `code_reasoning` learn from these signals as their `labels`, as Llama 3 does (arXiv 2407.21783,
+    section 3.1.3).
 
-    `model` is a model of this pipeline, or `checkpoint` a local folder in Hugging Face's layout or a GGUF file, of the families
-    that `puna.models` computes. The metric `answer_probability` is the mean probability of all possible answers together: a
-    low one says that the model does not understand the question, and that its grades are worth little.
+    `model` is a model of this pipeline; `checkpoint` a local folder in Hugging Face's layout or a GGUF file. The metric
+    `answer_probability` is the mean probability of all answers together: if it is low, the model did not understand the question.
     """
     place = place_of("judge", "checkpoint", model, checkpoint, gguf=True)
-    head = documents.read(columns=["id", "source"]).to_pydict()
-    ids = head["id"]
-    chosen = _sample(ids, head["source"], language, config)
+    ids, sources = documents.read(columns=["id", "source"]).to_pydict().values()
+    chosen = _sample(ids, sources, language, config)
     grades, said = np.full(len(ids), np.nan), np.zeros(0)
     if len(chosen):
         grades[chosen], said = _graded(run, documents, chosen, place, config)
@@ -174,7 +236,7 @@ def judge(
 
 
 def _sample(ids: list[str], sources: list[str], language: Artifact | None, config: JudgeConfig) -> NDArray[np.int64]:
-    """Rows of the documents to grade, int64[n], ascending: of each group those with the smallest hashes."""
+    """Return rows of the documents to grade, int64[n], ascending: of each group those with the smallest hashes."""
     rows = np.flatnonzero(~np.isin(np.array(sources, dtype=object), config.exempt_sources))
     own = [ids[row] for row in rows]
     names = [""] * len(rows)
@@ -192,7 +254,7 @@ def _sample(ids: list[str], sources: list[str], language: Artifact | None, confi
 def _graded(
     run: StageRun, documents: Artifact, chosen: NDArray[np.int64], place: Place, config: JudgeConfig
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Grade of each chosen document and probability of a proper answer. A GPU is driven by this process, CPUs by the workers."""
+    """Return the grade of each chosen document and the probability of a proper answer. This process drives a GPU, workers drive CPUs."""
     import torch
 
     batches = enumerate(_batches(documents, chosen, config.batch_documents))
@@ -210,7 +272,7 @@ def _graded(
 
 
 def _batches(documents: Artifact, chosen: NDArray[np.int64], size: int) -> Iterator[list[str]]:
-    """The texts of the chosen rows, `size` at a time: the same together however the table is cut."""
+    """Yield the texts of the chosen rows, `size` at a time: the same together however the table is cut."""
     first = 0
     waiting: list[str] = []
     for batch in documents.batches(columns=["text"]):
@@ -225,7 +287,7 @@ def _batches(documents: Artifact, chosen: NDArray[np.int64], size: int) -> Itera
 
 
 def _grade(batch: tuple[int, list[str]], place: Place, config: JudgeConfig, device: str, scratch: str) -> NDArray[np.float64]:
-    """In a worker: grade and probability of a proper answer of each text, float64[2, n]; kept in a file should the run end early."""
+    """Return grade and probability of a proper answer for each text, float64[2, n]; a file keeps them should the run end early."""
     number, texts = batch
     file = Path(scratch) / f"grades-{number:09d}.npy"
     if not file.exists():

@@ -36,15 +36,9 @@ MIN_PROGRAM_LINES = 5
 class LanguageConfig(StageConfig):
     """Part of a document that the classifier reads, and rows of the table of languages."""
 
-    max_characters: int = Field(
-        10_000, ge=100, le=10_000_000, description="Characters looked at; of a longer document, windows spread over it"
-    )
-    code_sources: tuple[str, ...] = Field(
-        ("code",), description="Sources of program text: their documents get the language zxx (no linguistic content)"
-    )
-    rows: tuple[LanguageRow, ...] = Field(
-        (), description="Rows of your own for the table of languages: the path of a file of tab-separated columns, or the rows"
-    )
+    max_characters: int = Field(10_000, ge=100, le=10_000_000, description="Characters read; of a longer document, windows spread over it")
+    code_sources: tuple[str, ...] = Field(("code",), description="Sources of program text, whose language is zxx (no linguistic content)")
+    rows: tuple[LanguageRow, ...] = Field((), description="Rows of your own for the table of languages, or a tab-separated file's path")
 
     @field_validator("rows", mode="before")
     @classmethod
@@ -57,13 +51,11 @@ class LanguageConfig(StageConfig):
 def language(documents: Documents, classifier: Classifier | None, config: LanguageConfig, run: StageRun) -> None:
     """Identify the language and script (Llama 3, section 3.1.1), by `puna.models.languages.vote` or by `classifier`.
 
-    The classifier sees the lines that are prose (mostly letters and spaces) where there are enough of them, so that the
-    code in a manual does not decide. Program text and text without letters have the language zxx, with score 1. Languages that are
-    easily confused count together in the score. The classes of a `classifier` of one's own (of `import_classifier` with the
-    purpose `language`) are codes of ISO 639, with a script or without: `en`, `eng`, `eng_Latn`. The side table `languages` has what
-    is known of each language that was found: with it `heuristics` looks for that language's stop words, and `select` applies
-    thresholds that are the language's own. A document that an identifier fails on has the language und (ISO 639-2: undetermined) with
-    score 0, and the metric failed_language counts it.
+    The classifier reads the lines of prose where there are enough, so that the code in a manual does not decide. Program text and text
+    without letters have the language zxx, with score 1. Languages that are easily confused count together in the score. The classes of a
+    `classifier` (of `import_classifier` with the purpose `language`) are ISO 639 codes, perhaps with a script: `en`, `eng`, `eng_Latn`.
+    The table `languages` describes each language: `heuristics` takes its stop words, `select` its thresholds. If the identifier fails, the
+    language is und (undetermined) with score 0, and failed_language counts the document.
     """
     if classifier is not None:
         trained(classifier, "language")
@@ -164,7 +156,6 @@ def classifier_text(text: Callable[[], str], found: Prose, number: int, max_char
 
 
 def _sample(text: str, limit: int) -> str:
-    """Return the text, or windows of it that together have `limit` characters."""
     if len(text) <= limit:
         return text
     size = limit // WINDOWS

@@ -14,14 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.kernels.text.code_lines import looks_like_code
-from puna.kernels.text.line_pieces import (
-    bounds_of,
-    frequent_of,
-    gathered,
-    piece_hashes,
-    with_blank_lines,
-    without_pieces,
-)
+from puna.kernels.text.line_pieces import bounds_of, frequent_of, gathered, piece_hashes, with_blank_lines, without_pieces
 from puna.kernels.text.strings import buffers, strings
 from puna.stages.contract import Documents, Figure, StageConfig, StageRun, stage
 from puna.storage import Part
@@ -40,9 +33,7 @@ class LineDedupConfig(StageConfig):
 
     unit: Literal["line", "paragraph"] = Field("line", description="What is compared: lines, or paragraphs parted by an empty line")
     bucket_documents: int = Field(30_000_000, ge=1, description="Documents counted together, in the order of their ids")
-    max_per_million: float = Field(
-        0.2, ge=0, description="A line that occurs more often is removed, occurrences per million documents of the bucket; Llama 3: 6 in 30"
-    )
+    max_per_million: float = Field(0.2, ge=0, description="Maximum occurrences of a kept line, per million documents; Llama 3: 0.2")
     max_occurrences: int = Field(6, ge=1, description="Minimum of that limit, whatever the number of documents, occurrences")
     min_documents: int = Field(
         5_000,
@@ -51,12 +42,8 @@ class LineDedupConfig(StageConfig):
         "occurrences is more likely a term of theirs than boilerplate, documents",
     )
     policy: Literal["drop_all", "keep_first"] = Field("drop_all", description="Whether the first occurrence of such a line stays")
-    exempt_sources: tuple[str, ...] = Field(
-        ("code",), description="Sources whose lines are neither counted nor removed: a program needs its repeated lines"
-    )
-    protect_code: bool = Field(
-        False, description="Leave lines that look like code alone in all sources, so that the examples of manuals stay whole"
-    )
+    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose lines are neither counted nor removed, as programs")
+    protect_code: bool = Field(False, description="Keep lines that look like code in all sources, so that examples in manuals stay whole")
 
     def limit(self, documents: int) -> int:
         """Return the most occurrences of a line in a bucket of so many documents."""
@@ -72,13 +59,11 @@ class LineDedupConfig(StageConfig):
 def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> None:
     """Remove lines that occur too often in a bucket of documents (Llama 3, section 3.1.1: more than 6 times in 30 million).
 
-    The rule is a rate, with a minimum: see `max_per_million`, `max_occurrences` and `min_documents`. The table `examples` has the
-    most frequent of the lines that the rate takes, also of a bucket that is too small to lose them.
-    Lines are compared without the white space around them; blank ones do not count, and go with a line that goes where they
-    would pile up. They are told apart by 64-bit hashes: among a billion different lines about one pair in 40 such corpora is
-    expected to be mistaken for one line. Hashes are regrouped by value and counted, then the places of the frequent ones by shard,
-    so that memory is bounded. A document of which nothing is left is dropped. `removed_lines` holds every removed line, so that
-    the input can be rebuilt.
+    The rule is a rate with a minimum: see `max_per_million`, `max_occurrences` and `min_documents`. Lines are compared without white
+    space around them, by 64-bit hashes: among a billion lines, one pair in 40 such corpora is mistaken for one line. Blank lines do not
+    count, and go with a line where they would pile up. Hashes are regrouped by value and counted, then the places of frequent ones by
+    shard, so that memory is bounded. A document without any line left is dropped. `removed_lines` has every removed line, so that the
+    input can be rebuilt; `examples` has the most frequent lines, also of a bucket that is too small to lose them.
     """
     shards = documents.shards()
     sizes = _sizes(documents.rows(), config.bucket_documents)
@@ -121,7 +106,6 @@ def _shown(counts: Counter[int]) -> int:
 
 
 def _pieces(part: Part, config: LineDedupConfig) -> Iterator[pa.Table]:
-    """Hash, document and place in it of the pieces of a part's documents."""
     exempt = pa.array(config.exempt_sources, pa.string())
     for block in part.split():
         table = block.read()

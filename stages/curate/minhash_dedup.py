@@ -34,14 +34,12 @@ SHINGLE_BYTES = 2
 def minhash_dedup(documents: Documents, signals: Signals | None, config: MinhashDedupConfig, run: StageRun) -> None:
     """Remove near-duplicates (Broder 1997; Llama 3, section 3.1.1).
 
-    Documents that agree in one of `bands` bands of their MinHash signatures are candidates. They are taken in order of
-    preference (preferred sources; then the longest, latest or best; then by id); a document goes when a document kept before
-    it is verified to be its near-duplicate: enough shared word runs, and no long passage of its own. Each removed document is
-    so compared with its survivor itself, never along a chain. `duplicates` holds the evidence.
+    Candidates agree in one of `bands` bands of their MinHash signatures. They are taken in order of preference (preferred sources; then
+    the longest, latest or best; then by id). A document goes when one kept before it is verified to be its near-duplicate: enough shared
+    word runs, and no long passage of its own; it is compared with its survivor itself, never along a chain. `duplicates` has the evidence.
 
-    A small corpus is compared in memory. Of a larger one, keys of bands are regrouped by value, candidates by the component of
-    candidates that they belong to: memory is bounded by a worker's share, but for the edges between candidates, 16 bytes each,
-    which one worker holds.
+    A small corpus is compared in memory. Of a larger one, band keys are regrouped by value and candidates by component: memory is bounded
+    by a worker's share, but for the edges between candidates, 16 bytes each, in one worker.
     """
     if config.survivor == "best_score":
         check_score(signals, config)

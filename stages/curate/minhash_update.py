@@ -33,12 +33,11 @@ Decisions = Annotated[Documents, Reads((f"{INDEX}/", "duplicates.parquet", "revi
 def minhash_update(
     documents: Documents, previous: list[Decisions], signals: Signals | None, config: MinhashUpdateConfig, run: StageRun
 ) -> None:
-    """Remove near-duplicates among added documents, and tell which earlier decisions they change.
+    """Remove near-duplicates among added documents, and record which earlier decisions they change.
 
-    `previous`: the artifact of `minhash_dedup` with `keep_index`, then those of earlier updates in order. The result holds the
-    added documents that are kept, with evidence for those that are not; `revisions` holds the earlier documents whose fate
-    changes, because an added one is preferred to them or to their survivor. All together is what `minhash_dedup` gives for all
-    documents at once (`verdicts` puts it together): only the components that added documents touch are decided again.
+    `previous`: the artifact of `minhash_dedup` with `keep_index`, then its updates in order. The result holds the added documents that are
+    kept, with evidence for the others; `revisions` the earlier documents whose decision changes. Together they equal `minhash_dedup` of all
+    documents (`verdicts` puts it together): only components with added documents are decided again.
     """
     chosen = _configuration(previous)
     if chosen.survivor == "best_score":

@@ -30,9 +30,7 @@ class PiiConfig(StageConfig):
     )
     code_sources: tuple[str, ...] = Field(("code",), description="Sources of program text, where numbers are rarely personal")
     code_entities: tuple[Entity, ...] = Field(("email",), description="Kinds that are masked in those sources")
-    max_text_bytes: int = Field(
-        8 << 20, ge=1024, description="Longer documents are dropped, bytes of UTF-8: the time that a search takes grows with the text"
-    )
+    max_text_bytes: int = Field(8 << 20, ge=1024, description="Longer documents are dropped, as a search takes time, bytes of UTF-8")
 
 
 @stage(kind="documents", filters="documents")

@@ -50,16 +50,12 @@ def _lacking(config: QualityConfig, language: bool) -> list[str]:
 def quality(documents: Documents, classifier: Classifier | None, language: Signals | None, config: QualityConfig, run: StageRun) -> None:
     """Score documents with the model that comes with Puna, or with a classifier of `train_classifier` or `import_classifier`.
 
-    Puna's model (`puna.models.classifiers.grades`) knows the grades that a judge gave to English documents: `quality` is the
-    probability of a grade of 3 (sound text) or more, null for documents of other languages, about which it knows nothing.
+    Puna's model (`puna.models.classifiers.grades`) learned a judge's grades of English documents: `quality` is the probability of a grade
+    of 3 (sound text) or more, null for documents of other languages. A classifier, as in Llama 3 (arXiv 2407.21783, section 3.1.3) and
+    DCLM (2406.11794), learned from sources: `quality` is the probability of a good one, null for the sources that it leaves out; a model
+    scores only documents that it did not learn from. It also learns how the sources differ in subject or language.
 
-    Llama 3 (arXiv 2407.21783, section 3.1.3) and DCLM (2406.11794) score with classifiers that learned from sources: `quality` is
-    the probability of a good one. A document that the classifier learned from is scored by a model that did not see it; null for
-    documents of the sources that it leaves out. The score says how much a document reads like the good ones, no more: where they
-    differ from the others in subject or language, it learned that too.
-
-    `quality_rank` is the share of scored documents with a lower quality, within the document's language where the signals of
-    `language` are given.
+    `quality_rank` is the share of scored documents with a lower quality, within a language if the signals of `language` are given.
     """
     if classifier is None:
         if language is None or _lacking(config, True):

@@ -12,31 +12,9 @@ from pydantic import Field, SerializeAsAny, field_validator
 from puna.models.languages.registry import FACTOR
 from puna.stages import plugins
 from puna.stages.contract import FAILURE, SIGNALS, Documents, Facts, Signals, StageConfig, StageRun, did_you_mean, stage
-from puna.stages.curate.rules.decide import decide
-from puna.stages.curate.rules.expressions import SqlRule, check_columns, parsed
-from puna.stages.curate.rules.groups import (
-    RULE_GROUPS,
-    C4Rules,
-    CodeReasoningRules,
-    CodeRules,
-    CuratedRules,
-    DirtyWordRules,
-    DivergenceRules,
-    DomainRules,
-    Drop,
-    FineWebRules,
-    GopherQualityRules,
-    GopherRepetitionRules,
-    LanguageRules,
-    LineRules,
-    NgramCoverageRules,
-    NoticeRules,
-    QualityRules,
-    Rule,
-    RuleGroup,
-    active_rules,
-    check_signals,
-)
+from puna.stages.curate.rules import groups as rules
+from puna.stages.curate.rules.decide import SqlRule, check_columns, decide, parsed
+from puna.stages.curate.rules.groups import RULE_GROUPS, Drop, LineRules, Rule, RuleGroup, active_rules, check_signals
 from puna.storage import Artifact, PunaError
 from puna.storage.schemas import table_schema
 
@@ -52,31 +30,31 @@ LINE_TABLES = {
 class SelectConfig(StageConfig):
     """Groups of rules; null turns a group off, null in a group turns a rule off."""
 
-    language: LanguageRules | None = Field(None, description="Rules on language identification")
-    gopher_repetition: GopherRepetitionRules | None = Field(GopherRepetitionRules(), description="Gopher's repetition rules")
-    gopher_quality: GopherQualityRules | None = Field(GopherQualityRules(), description="Gopher's quality rules")
-    c4: C4Rules | None = Field(C4Rules(), description="C4's rules")
-    fineweb: FineWebRules | None = Field(FineWebRules(), description="FineWeb's rules")
-    dirty_words: DirtyWordRules | None = Field(DirtyWordRules(), description="Rules on the adult vocabulary")
-    divergence: DivergenceRules | None = Field(DivergenceRules(), description="Rules on the distance from the corpus")
-    ngram_coverage: NgramCoverageRules | None = Field(NgramCoverageRules(), description="Rules on repetition within the document")
-    notices: NoticeRules | None = Field(NoticeRules(), description="Rules on legal pages and on notices in place of a page")
-    curated: CuratedRules | None = Field(CuratedRules(), description="Rules on curated sources")
-    code: CodeRules | None = Field(CodeRules(), description="Rules on source code")
-    code_reasoning: CodeReasoningRules | None = Field(
-        CodeReasoningRules(),
+    language: rules.LanguageRules | None = Field(None, description="Rules on language identification")
+    gopher_repetition: rules.GopherRepetitionRules | None = Field(rules.GopherRepetitionRules(), description="Gopher's repetition rules")
+    gopher_quality: rules.GopherQualityRules | None = Field(rules.GopherQualityRules(), description="Gopher's quality rules")
+    c4: rules.C4Rules | None = Field(rules.C4Rules(), description="C4's rules")
+    fineweb: rules.FineWebRules | None = Field(rules.FineWebRules(), description="FineWeb's rules")
+    dirty_words: rules.DirtyWordRules | None = Field(rules.DirtyWordRules(), description="Rules on the adult vocabulary")
+    divergence: rules.DivergenceRules | None = Field(rules.DivergenceRules(), description="Rules on the distance from the corpus")
+    ngram_coverage: rules.NgramCoverageRules | None = Field(
+        rules.NgramCoverageRules(), description="Rules on repetition within the document"
+    )
+    notices: rules.NoticeRules | None = Field(rules.NoticeRules(), description="Rules on legal pages and on notices in place of a page")
+    curated: rules.CuratedRules | None = Field(rules.CuratedRules(), description="Rules on curated sources")
+    code: rules.CodeRules | None = Field(rules.CodeRules(), description="Rules on source code")
+    code_reasoning: rules.CodeReasoningRules | None = Field(
+        rules.CodeReasoningRules(),
         description="Settings for pages with code or reasoning: how they are recognised, which prose rules skip them, and their own rules",
     )
-    quality: QualityRules | None = Field(None, description="Rules on the quality classifier's score")
-    domains: DomainRules | None = Field(None, description="Rules on the knowledge classifier's category")
+    quality: rules.QualityRules | None = Field(None, description="Rules on the quality classifier's score")
+    domains: rules.DomainRules | None = Field(None, description="Rules on the knowledge classifier's category")
     lines: LineRules | None = Field(LineRules(), description="Removal of lines from documents that are kept")
     per_language: bool | None = Field(
         True, description="Whether thresholds are those of a document's language, where the signals of the stage language say which it is"
     )
     groups: dict[str, SerializeAsAny[RuleGroup]] = Field({}, description="Groups of rules of other packages or of your own module, by name")
-    sql: dict[str, str] = Field(
-        {}, description="Rules as conditions over signals and `source`, in DuckDB's SQL, by name: a document of which one is true goes"
-    )
+    sql: dict[str, str] = Field({}, description="Rules by name: conditions on signals and `source` in SQL that drop a document")
 
     @field_validator("groups", mode="before")
     @classmethod
@@ -106,11 +84,9 @@ class SelectConfig(StageConfig):
         return given or {}
 
     def reaches(self) -> list[tuple[str, str]]:
-        """Return the classes of the groups from outside."""
         return [(RULE_GROUPS[name].__module__, RULE_GROUPS[name].__qualname__) for name in self.groups]
 
     def expressions(self) -> list[SqlRule]:
-        """Return the rules that are conditions."""
         return [parsed(name, expression) for name, expression in self.sql.items()]
 
 
@@ -132,14 +108,12 @@ def needs(config: SelectConfig, facts: Facts) -> list[str]:
 def select(documents: Documents, signals: list[Signals], config: SelectConfig, run: StageRun) -> None:
     """Apply rules to signals: documents that no rule drops are kept.
 
-    `dropped` says for each other document the first rule that fired, with its value and threshold: thresholds in declared
-    order, then the groups of other packages (`groups`), then conditions (`sql`).
-    With the signals of the stage `language`, a threshold is English's times the factor of the document's language (its table
-    `languages`); where there is none, the rule abstains, and the metric abstained_RULE counts the documents that it did not judge.
-    Documents that could not be measured go first, as `failed` with the reason. A document without a signal that a rule reads is
-    an error; one whose signal is null (not measured) is dropped, except by rules on measures that do not exist for every document.
-    From kept documents, lines go whose words were nearly all said before, and where it is asked for those that C4 takes out
-    (`removed_lines`); a document of which C4's rules leave nothing is dropped.
+    `dropped` has the first rule that fired for each other document, with value and threshold: thresholds in declared order, then `groups`
+    of other packages, then `sql`. With the signals of the stage `language`, a threshold is English's times the factor of the document's
+    language (its table `languages`); without a factor the rule abstains, and abstained_RULE counts those documents. Documents that could
+    not be measured go first, as `failed`. A document without a signal that a rule reads is an error; one whose signal is null is dropped,
+    except by rules on measures that do not exist for every document. From kept documents, lines go that repeat earlier ones, and if asked
+    for those that C4 takes out (`removed_lines`); a document without any line left is dropped.
     """
     if not documents.rows():
         run.transform(_select, documents)  # signals of no documents have no columns that rules could ask for
@@ -177,7 +151,6 @@ def _tell_abstained(languages: pa.Table, rules: list[Rule], run: StageRun) -> No
 
 
 def _types(signals: list[Artifact]) -> dict[str, pa.DataType | None]:
-    """Return signal → type."""
     return {field.name: field.type for item in signals for field in item.schema() if field.name != "id"}
 
 
@@ -273,7 +246,6 @@ def _nothing_left(ids: pa.ChunkedArray, schema: pa.Schema) -> pa.Table:
 
 
 def _lines_that_go(covered: pa.Table | None, c4: pa.Table | None, rules: LineRules) -> dict[str, dict[int, tuple[str, float]]]:
-    """Return document → number of a line that goes → the rule and the line's value."""
     result: dict[str, dict[int, tuple[str, float]]] = {}
     if c4 is not None:
         short = pc.field("words") < rules.min_line_words

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, External, Model, SeededConfig, StageRun, stage
-from puna.stages.curate.classifiers.device import Place, place_of
-from puna.stages.curate.classifiers.encoder import embedded
+from puna.stages.curate.classifiers.encoder import Place, embedded, place_of
 from puna.stages.curate.removal import DECIDED, remove
 from puna.storage import Part
 from puna.storage.exchange import Exchange, Partition, partitions
@@ -38,11 +37,10 @@ class SemanticDedupConfig(SeededConfig):
 def semantic_dedup(documents: Documents, model: Model | None, encoder: External | None, config: SemanticDedupConfig, run: StageRun) -> None:
     """Remove documents whose vectors are nearly those of a kept one (Abbas et al. 2023, SemDeDup, with another choice of the kept).
 
-    Without an encoder vectors are TF-IDF over normal words, projected at random: they see through reordered and lightly edited
-    text, not through paraphrase in other words. With one, a model of this pipeline as `model` or the folder of any Hugging Face
-    encoder as `encoder`, they are its mean hidden states less their mean over all documents, which all have in common
-    (Mu and Viswanath 2018). Documents are clustered by spherical k-means; inside a cluster they are taken in order of
-    preference, and one goes when a kept one is similar enough. `duplicates` holds the pair and its cosine.
+    Vectors are TF-IDF over normal words, projected at random, which see through reordered and lightly edited text, not through
+    paraphrase. With `model`, a model of this pipeline, or `encoder`, the folder of any Hugging Face encoder, they are its mean hidden
+    states less their common mean (Mu and Viswanath 2018). Documents are clustered by spherical k-means; inside a cluster they are taken
+    in order of preference, and one goes when a kept one is similar enough. `duplicates` holds the pair and its cosine.
     """
     if not documents.rows():
         return

@@ -27,9 +27,7 @@ class TrainClassifierConfig(ClassifierConfig):
     """Labels that the classifier learns, and fastText's settings."""
 
     purpose: Purpose = Field("quality", description=PURPOSE)
-    positive_sources: tuple[str, ...] = Field(
-        ("wikipedia",), description="Sources of the class `good`, where no signals `labels` are given; the others are `other`"
-    )
+    positive_sources: tuple[str, ...] = Field(("wikipedia",), description="Sources of the class `good`, if no `labels` are given")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither examples nor scored")
     label: str = Field("judgement", min_length=1, description="Signal of `labels`: words are classes; a number is `good` or `other`")
     min_label: float = Field(3.0, description="Minimum of that number for the class `good`")

@@ -20,9 +20,7 @@ ROW_BYTES = 150
 class UrlDedupConfig(StageConfig):
     """Parts of an address that do not count."""
 
-    normalize: bool = Field(
-        True, description="Compare normalised addresses (scheme, www, tracking parameters, … do not count) instead of the written ones"
-    )
+    normalize: bool = Field(True, description="Ignore scheme, www, tracking parameters and the like when comparing addresses")
 
 
 @stage(kind="documents", filters="documents")

@@ -29,9 +29,7 @@ class UrlFilterConfig(StageConfig):
     adult: bool = Field(True, description="Drop sites of the list of sexual content")
     personal: bool = Field(True, description="Drop sites of the list of people-search and other pages full of personal data")
     harmful: bool = Field(True, description="Drop sites of the list of hate, extremism and gore")
-    adult_words: int = Field(
-        3, ge=0, le=10, description="Drop an address with so many different words of the adult vocabulary (0: never), words"
-    )
+    adult_words: int = Field(3, ge=0, le=10, description="Drop an address with so many different adult words (0: never), words")
     blocked: tuple[str, ...] = Field((), description="Further domains, or domain/path prefixes, to drop")
     allowed: tuple[str, ...] = Field((), description="Domains, or domain/path prefixes, that no rule drops")
 

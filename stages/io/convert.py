@@ -203,7 +203,6 @@ def _behind(context: list[Message], messages: list[Message], field: str) -> list
 
 
 def _margin(plan: Plan, row: Fields) -> Values:
-    """Return the row's level and margin, if any; the margin may be given as two scores."""
     level = plan.get(row, "level")
     if level is not None and level not in LEVELS:
         raise Refused(plan.name("level"), "unknown_level", f"holds {str(level)[:40]!r}; known are {', '.join(LEVELS)}")

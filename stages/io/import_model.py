@@ -130,7 +130,7 @@ def _check(network: Transformer, tokenizer: Tokenizer, uri: str) -> None:
         tokenizer.render(PROBE[:2])
     except ChatError as error:
         raise PunaError(
-            f"import_model: {uri}: the chat template does not fit the tokenizer: {error}; give another one as chat_template"
+            f"import_model: {uri}: the chat template does not fit the tokenizer: {error}; give another chat_template"
         ) from error
 
 

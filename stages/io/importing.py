@@ -6,13 +6,15 @@ taken is a row of `dropped` with file, row, field and reason."""
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field
@@ -22,12 +24,11 @@ from puna.stages.contract import External, ExternalFile, SeededConfig, StageRun
 from puna.stages.conversations import dump
 from puna.stages.draws import fraction, identifier
 from puna.stages.io import convert, layouts
-from puna.stages.io.files import look
 from puna.stages.io.layouts import Plan
 from puna.stages.io.turns import Refused
-from puna.stages.reading.files import address_of
-from puna.stages.reading.hub import Job, jobs_of
-from puna.stages.reading.rows import COLUMNAR, Fault, Row, read_rows, stream_rows
+from puna.stages.reading.files import Job, address_of, jobs_of, suffix
+from puna.stages.reading.pages import repetitions
+from puna.stages.reading.rows import COLUMNAR, SIDECARS, Fault, Row, format_of, read_rows, stream_rows
 from puna.stages.verifiers.python_function import PythonFunction
 from puna.stages.verifiers.registry import from_text
 from puna.storage import PunaError
@@ -35,6 +36,12 @@ from puna.storage.exchange import partitions
 from puna.storage.schemas import table_schema
 from puna.storage.shards import count, row_bytes
 
+BESIDE = (
+    "", ".md", ".rst", ".txt", ".pdf", ".html", ".py", ".ipynb", ".sh", ".yaml", ".yml", ".toml", ".cfg", ".bib", ".svg", ".png", ".jpg",
+    ".jpeg", ".gif",
+)  # fmt: skip
+"""Endings of what lies beside the rows of a repository: its description, licence, code and pictures."""
+SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 SNIFFED_ROWS = 200
 SHOWN = 4000
 """Characters of an example that are shown."""
@@ -42,18 +49,14 @@ CHUNK_BYTES = 32 << 20
 PACKED = 4
 """How much larger rows are than the files that hold them, about."""
 HUB_BYTES = 1 << 30
-HELDOUT = "Share of prompts held out, by a hash of prompt and seed, where rows have no split of their own"
+HELDOUT_SHARE = "Share of prompts held out, by a hash of prompt and seed, where rows have no split of their own"
 
 
 class ImportConfig(SeededConfig):
     """Settings of an import."""
 
-    columns: dict[str, str] = Field(
-        default_factory=dict, description="Field -> column that holds it, where it has not its usual name; a.b.0 reaches into structures"
-    )
-    bad_rows: Literal["drop", "refuse"] = Field(
-        "drop", description="What becomes of a row that cannot be taken: it goes to `dropped` with its reason, or ends the run"
-    )
+    columns: dict[str, str] = Field(default_factory=dict, description="Field → its column, if not usual; a.b.0 reaches into structures")
+    bad_rows: Literal["drop", "refuse"] = Field("drop", description="A row that cannot be taken goes to `dropped`, or ends the run")
     format: Literal["auto", "json", "parquet", "csv", "tsv", "dataset"] = Field(
         "auto", description="Format of every file (json: JSON lines or one array); auto goes by each file's name and first bytes"
     )
@@ -66,15 +69,13 @@ class ImportConfig(SeededConfig):
 class SplitConfig(ImportConfig):
     """Settings of an import of rows to train on or to hold out."""
 
-    heldout_fraction: float = Field(0.0, ge=0, lt=1, description=HELDOUT)
+    heldout_fraction: float = Field(0.0, ge=0, lt=1, description=HELDOUT_SHARE)
 
 
 class PromptRowsConfig(SplitConfig):
     """Settings of an import of prompts, whose rows may name verifiers."""
 
-    code_from: tuple[str, ...] = Field(
-        (), description="Modules whose functions rows may name in a verifier; `puna import --module` sets it. Other rows are dropped"
-    )
+    code_from: tuple[str, ...] = Field((), description="Modules whose functions a row's verifier may name; `puna import --module` sets it")
 
 
 def import_rows(kind: str, layout: str, inputs: Sequence[External], config: ImportConfig, run: StageRun) -> None:
@@ -108,6 +109,59 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
         run.metric("heldout", sum(found["heldout"] for found in counts))
     for rule, number in sorted(rules.items()):
         run.metric(f"dropped_{rule}", number)
+
+
+@dataclass
+class Files:
+    """Files of an input: format and split by name, and the names of those without rows.
+
+    Splits are known only of a data set whose files or folders are named by them, one of them `train`."""
+
+    formats: dict[str, str] = field(default_factory=dict)
+    splits: dict[str, str] = field(default_factory=dict)
+    beside: list[str] = field(default_factory=list)
+
+    def heldout(self, name: str) -> bool:
+        return self.splits.get(name, "") in convert.HELDOUT
+
+
+def look(external: External, format: str) -> Files:
+    """Inspect the files of an input. PunaError if none holds rows, or the format of one is unclear."""
+    results, whole = Files(), len(external.files) == 1
+    for file in external.files:
+        if PurePosixPath(file.name).name in SIDECARS or not file.bytes:
+            continue
+        aside = not whole and suffix(file.name) in BESIDE
+        kind = format_of(file.name, b"") or ("" if aside else format)
+        if kind and format != "auto":
+            kind = format
+        elif kind == "auto" or (aside and not suffix(file.name)):
+            kind = _by_content(file)
+        if kind:
+            results.formats[file.name] = kind
+        elif not aside:
+            raise PunaError(f"{file.location}: is not recognised as JSON, Parquet, CSV, TSV or a saved data set; say which with format")
+        else:
+            results.beside.append(file.name)
+    if results.beside and not results.formats:
+        raise PunaError(f"input {external.uri}: none of its {len(external.files)} files holds rows: {', '.join(results.beside[:5])}")
+    splits = {name: split for name in results.formats if (split := split_named(name))}
+    if not whole and "train" in splits.values():
+        results.splits = splits
+    return results
+
+
+def _by_content(file: ExternalFile) -> str:
+    with closing(file.open()) as handle:
+        return format_of(file.name, handle.read(4096)) or ""
+
+
+def split_named(name: str) -> str:
+    """Return the split named by a file or a folder above it: `train-00000-of-00002`, `hh_test.jsonl`, `validation/…`."""
+    path = PurePosixPath(name.lower())
+    stem = SHARD.sub("", path.name.partition(".")[0])
+    words = [word for part in (stem, *reversed(path.parts[:-1])) for word in re.split(r"[-._ ]+", part)]
+    return next((word for word in words if word in ("train", *convert.HELDOUT)), "")
 
 
 def _jobs(inputs: Sequence[External], kind: str, config: ImportConfig, run: StageRun) -> Iterator[Job]:
@@ -243,7 +297,6 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _about(plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig) -> dict[str, Any]:
-    """Return a row's task, and its split if it or its file names one."""
     task = plan.get(row, "task")
     if task is not None and (not isinstance(task, str) or not task.strip()):
         raise Refused(plan.name("task"), "wrong_type", "is no name of a task")
@@ -291,9 +344,8 @@ def _first_of_each_id(rows: pa.Table, kind: str, bad_rows: str) -> tuple[dict[st
     """Return the first row of each id in a range, the dropped rows, and counts of both."""
     rows = rows.sort_by([("id", "ascending"), ("order", "ascending")])
     ids, valid = rows["id"].to_pylist(), pc.is_valid(rows["place"])
-    first = np.array([at == 0 or ids[at] != ids[at - 1] for at in range(len(ids))], bool)
-    again = []
-    for at in np.flatnonzero(~first).tolist():
+    (first, repeated), again = repetitions(ids), []
+    for at in repeated:
         where = rows["place"][at].as_py()
         detail = f"{where}, field id: the row is there already, as {ids[at]}"
         if bad_rows == "refuse":

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from puna.stages.contract import External, StageRun, stage
-from puna.stages.io.importing import HELDOUT, ImportConfig, PromptRowsConfig, SplitConfig, import_rows
+from puna.stages.io.importing import HELDOUT_SHARE, ImportConfig, PromptRowsConfig, SplitConfig, import_rows
 
 LAYOUT = "Layout of the rows; auto looks for one and stops where several fit"
 
@@ -16,7 +16,7 @@ class ImportPreferencesConfig(SplitConfig):
     """Settings of an import of preferences."""
 
     layout: Literal["auto", "pairs", "kto", "ranked"] = Field("auto", description=LAYOUT)
-    heldout_fraction: float = Field(0.1, ge=0, lt=1, description=HELDOUT)
+    heldout_fraction: float = Field(0.1, ge=0, lt=1, description=HELDOUT_SHARE)
 
 
 @stage(kind="preferences")
@@ -68,7 +68,7 @@ class ImportPromptsConfig(PromptRowsConfig):
     """Settings of an import of prompts."""
 
     layout: Literal["auto", "messages", "prompt", "instruction"] = Field("auto", description=LAYOUT)
-    heldout_fraction: float = Field(0.1, ge=0, lt=1, description=HELDOUT)
+    heldout_fraction: float = Field(0.1, ge=0, lt=1, description=HELDOUT_SHARE)
 
 
 @stage(kind="prompts")

@@ -61,7 +61,6 @@ class Layout:
 
     @property
     def needed(self) -> list[str]:
-        """Return all fields of `needs`, in order."""
         return [field for need in self.needs for field in need]
 
 

@@ -107,7 +107,6 @@ def dialogue(text: str, field: str) -> list[Message]:
 
 
 def is_dialogue(value: Any) -> bool:
-    """True if a value is an HH dialogue."""
     return isinstance(value, str) and HUMAN.match(value) is not None
 
 

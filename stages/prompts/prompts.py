@@ -30,12 +30,8 @@ class Task(StageConfig):
         description="Name of the generator: Puna's own numbers, letters, sentence, scene and record, or one of reasoning-gym's",
     )
     name: str = Field("", description="What the task is called in tables and reports; empty: as its generator")
-    parameters: dict[str, JsonValue] = Field(
-        default_factory=dict, description="The generator's own parameters; those left out keep its defaults"
-    )
-    gold: bool = Field(
-        True, description="Give its gold answers; false: its questions have their verifiers alone, as where nobody wrote any"
-    )
+    parameters: dict[str, JsonValue] = Field(default_factory=dict, description="The generator's parameters; others keep its defaults")
+    gold: bool = Field(True, description="Give its gold answers; false: its questions have only their verifiers")
 
 
 class PromptsConfig(SeededConfig):
@@ -46,9 +42,7 @@ class PromptsConfig(SeededConfig):
     heldout: int = Field(100, ge=0, description="Held-out questions per task; the same ones whatever `train` and `skip` are")
     skip: int = Field(0, ge=0, description="Training questions per task to pass over, so that rounds take disjoint slices")
     draws: int = Field(10_000, ge=1, description="Draws from each generator; the different questions among them are what is chosen from")
-    heldout_fraction: float = Field(
-        0.2, gt=0, lt=1, description="Share of all structures (of reasoning-gym's: of questions) set aside for held-out use, fraction"
-    )
+    heldout_fraction: float = Field(0.2, gt=0, lt=1, description="Fraction of structures (reasoning-gym: of questions) that are held out")
     references: bool = Field(True, description="Give the gold answers; without them prompts have their verifiers alone")
 
     @model_validator(mode="after")
@@ -62,12 +56,10 @@ class PromptsConfig(SeededConfig):
 def prompts(config: PromptsConfig, run: StageRun) -> None:
     """Generate questions with gold answers by procedural generators, each with the generator's own verifier.
 
-    The generators repeat themselves at small sizes, so questions are counted by their text: no text occurs
-    twice, over all tasks. Those drawn are put in the order of a hash of their text; so the training questions
-    of all rounds are random samples of the same set, disjoint whichever sizes are asked for. (In the order of drawing, later
-    slices would hold only what small sub-spaces have not used up.) Held out are whole structures, which Puna's own generators
-    name: no training question has the structure of a held-out one, in any task. reasoning-gym's name none: there a
-    question is held out by its hash. PunaError when a task has too few different questions.
+    No text occurs twice, over all tasks. Questions are put in the order of a hash of their text, so that the training questions of all
+    rounds are disjoint random samples of one set, whatever sizes are asked for. Held out are whole structures, which Puna's generators
+    name: no training question has the structure of a held-out one. reasoning-gym's name none: a question is held out by its hash.
+    PunaError when a task has too few different questions.
     """
     taken: set[str] = set()
     for number, task in enumerate(config.tasks):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import string
 from random import Random
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -19,7 +19,6 @@ from puna.stages.verifiers.json_schema import JsonSchema
 from puna.stages.verifiers.lists import Items, Numbers
 from puna.stages.verifiers.texts import RegularExpression
 
-G = TypeVar("G", bound="Generator")
 _NOUNS = (
     "apple bridge candle desert engine feather garden hammer island jacket kettle ladder mirror needle ocean painter queen river saddle "
     "teacher umbrella valley window anchor basket camera doctor eagle farmer guitar helmet iron jungle kitchen lemon market nurse orchard "
@@ -63,23 +62,10 @@ class Generator(StageConfig):
         raise NotImplementedError(f"{type(self).__name__} has no method draw")
 
 
-GENERATORS: dict[str, type[Generator]] = {}
-
-
-def generator(kind: type[G]) -> type[G]:
-    """Make a generator known by its name; a decorator."""
-    if kind.name in GENERATORS and GENERATORS[kind.name].__qualname__ != kind.__qualname__:
-        raise TypeError(f"two generators have the name {kind.name!r}")
-    GENERATORS[kind.name] = kind
-    return kind
-
-
-@generator
 class NumbersTask(Generator):
     """Numbers of a kind between two bounds, in order. Structure: the lower bound's remainder by 5."""
 
     name: ClassVar[str] = "numbers"
-
     kind: Literal["parity", "ending"] = Field("parity", description="Even or odd numbers, or numbers that end in a digit")
     order: Literal["rising", "falling"] = Field("rising", description="From small to large, or from large to small")
     count: int = Field(4, ge=1, le=20, description="Numbers that are asked for")
@@ -97,7 +83,6 @@ class NumbersTask(Generator):
 
     @property
     def divisor(self) -> int:
-        """Return the divisor whose remainder defines the kind."""
         return 2 if self.kind == "parity" else 10
 
     def draw(self, random: Random) -> Drawn:
@@ -116,12 +101,10 @@ class NumbersTask(Generator):
         return Drawn(question, " ".join(map(str, chosen)), verifier, f"lower bound {lower % 5} by 5")
 
 
-@generator
 class LettersTask(Generator):
     """Some of the given letters, in their order. Structure: the first letter's place in the alphabet by 5."""
 
     name: ClassVar[str] = "letters"
-
     given: int = Field(8, ge=2, le=26, description="Letters to choose from")
     count: int = Field(4, ge=1, description="Letters that are asked for")
 
@@ -140,12 +123,10 @@ class LettersTask(Generator):
         return Drawn(question, " ".join(letters[i] for i in places), verifier, f"first letter {first % 5} by 5")
 
 
-@generator
 class SentenceTask(Generator):
     """One sentence that contains two nouns. Structure: the part of the nouns that both are of."""
 
     name: ClassVar[str] = "sentence"
-
     min_characters: int = Field(24, ge=1, le=200, description="Fewest characters of the sentence")
 
     def draw(self, random: Random) -> Drawn:
@@ -159,12 +140,10 @@ class SentenceTask(Generator):
         return Drawn(question, answer, _named(verifier), f"nouns {group} of {GROUPS}")
 
 
-@generator
 class SceneTask(Generator):
     """One sentence in which somebody of a given profession finds a noun. Structure: the part of the nouns that it is of."""
 
     name: ClassVar[str] = "scene"
-
     min_characters: int = Field(24, ge=1, le=200, description="Fewest characters of the sentence")
 
     def draw(self, random: Random) -> Drawn:
@@ -175,12 +154,10 @@ class SceneTask(Generator):
         return Drawn(f"Write one sentence in which a {job} finds a {noun}.", answer, _named(verifier), f"nouns {group} of {GROUPS}")
 
 
-@generator
 class RecordTask(Generator):
     """A person of a given profession as a JSON object with given fields. Structure: the part of the professions that it is of."""
 
     name: ClassVar[str] = "record"
-
     fields: int = Field(3, ge=1, le=len(FIELDS), description="Fields of the object")
 
     def draw(self, random: Random) -> Drawn:
@@ -204,6 +181,9 @@ def _sentence(characters: int) -> RegularExpression:
 def _named(verifier: Verifier) -> dict[str, Any]:
     own = to_json(verifier)
     return {**own, "of": [_named(part) for part in verifier.parts()]} if verifier.parts() else own
+
+
+GENERATORS: dict[str, type[Generator]] = {kind.name: kind for kind in (NumbersTask, LettersTask, SentenceTask, SceneTask, RecordTask)}
 
 
 def of(name: str, parameters: dict[str, JsonValue]) -> Generator | None:

@@ -1,4 +1,4 @@
-"""Files of rows and pages: kind by name, streaming decompression, fields of a row by path."""
+"""Files of rows and pages: kind by name, streaming decompression, fields of a row by path; shards of the hub's data sets."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import quote
 
 import zstandard
+
+from puna.stages.contract import External, ExternalFile
+from puna.storage import PunaError
 
 COMPRESSED = (".gz", ".zst", ".xz")
 GZIP_MAGIC = b"\x1f\x8b\x08"
@@ -116,3 +119,49 @@ def field_at(row: Any, path: str) -> Any:
         else:
             return None
     return value
+
+
+class Job(NamedTuple):
+    """One file, or one shard of a data set on the hub."""
+
+    source: str
+    format: str
+    name: str
+    file: ExternalFile | None
+    uri: str = ""
+    subset: str | None = None
+    split: str = ""
+    shard: int = 0
+    shards: int = 1
+
+    @property
+    def location(self) -> str:
+        return self.file.location if self.file is not None else f"{self.uri}/{self.name}"
+
+    def stream(self) -> Any:
+        return hub_stream(self.uri, self.subset, self.split).shard(self.shards, self.shard)
+
+
+def jobs_of(
+    inputs: Sequence[External], subset: str | None, split: str, format_of: Callable[[External, ExternalFile], str | None]
+) -> Iterator[Job]:
+    """Yield one job per file, or per shard of a data set (an input without files); skip files without a format."""
+    for external in inputs:
+        if not external.files:
+            shards = hub_stream(external.uri, subset, split).num_shards
+            for shard in range(shards):
+                yield Job(external.name, "hub", f"{split}/{shard}", None, external.uri, subset, split, shard, shards)
+        for file in external.files:
+            if (found := format_of(external, file)) is not None:
+                yield Job(external.name, found, file.name, file)
+
+
+def hub_stream(uri: str, subset: str | None, split: str) -> Any:
+    """Return a streaming data set of the hub, `hf://datasets/OWNER/NAME[@REVISION]` (or of a local folder in tests)."""
+    import datasets
+
+    name, _, revision = uri.removeprefix("hf://").removeprefix("datasets/").partition("@")
+    try:
+        return datasets.load_dataset(name, subset, split=split, streaming=True, revision=revision or None)
+    except (ValueError, OSError) as error:
+        raise PunaError(f"input {uri}: {error}") from error

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class Page(NamedTuple):
     """A record that holds a page. `fetched_at`: microseconds since 1970, UTC; `where`: file and place in it."""
@@ -45,6 +48,11 @@ def rejected_id(source: str, rejected: Rejected) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def repeated_id(identity: str, number: int) -> str:
-    """Return the id of the `number`-th repetition of a row; it lies in the same shard."""
-    return identity[:8] + hashlib.blake2b(f"repeated\0{identity}\0{number}".encode(), digest_size=12).hexdigest()
+def repetitions(ids: list[str]) -> tuple[NDArray[np.bool_], dict[int, str]]:
+    """Return a mask of the first row of each id in a sorted list, bool[n]; and place → id of each repetition, in the same shard."""
+    first = np.array([at == 0 or ids[at] != ids[at - 1] for at in range(len(ids))], bool)
+    others, number = {}, 0
+    for at in np.flatnonzero(~first).tolist():
+        number = 1 if first[at - 1] else number + 1
+        others[at] = ids[at][:8] + hashlib.blake2b(f"repeated\0{ids[at]}\0{number}".encode(), digest_size=12).hexdigest()
+    return first, others

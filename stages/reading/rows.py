@@ -149,7 +149,6 @@ class _Values:
             self._read_on()
 
     def go(self) -> None:
-        """Skip one character."""
         self._go(self._at + 1)
 
     def next(self, most: int) -> Any:

@@ -103,7 +103,6 @@ def _is_address(values: list[str | bytes]) -> bool:
 
 
 def flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested fields by their dotted names."""
     for name, value in row.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{name}.")

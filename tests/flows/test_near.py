@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from puna.flows.cli.main import app
 from puna.stages.contract import execute
-from puna.stages.curate.minhash.similar import resembling
+from puna.stages.curate.minhash.index import resembling
 from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
 from puna.stages.curate.minhash_update import MinhashUpdateConfig, minhash_update
 from puna.storage import Store

@@ -37,24 +37,26 @@ ENDS_WORD = re.compile(r"[\0\t-\r ]")  # for fastText
 Labels = dict[str, list[str | None]]
 """Classifier → the class of each document, or None."""
 
+DIMENSION = functools.partial(Field, ge=8, le=1000, description="Length of a word's vector")
+LEARNING_RATE = functools.partial(Field, gt=0, le=10, description="Learning rate at the start, decaying to 0")
+EPOCHS = functools.partial(Field, ge=1, le=1000, description="Passes over the training documents")
+MAX_CHARACTERS = functools.partial(Field, ge=1, description="Read of each document, characters")
+"""Settings that each use has its own default of."""
+
 
 class ClassifierConfig(SeededConfig):
     """fastText's settings; the defaults are DCLM's (Li et al. 2024): pairs of words, otherwise fastText's own."""
 
     folds: int = Field(3, ge=2, le=20, description="Parts the documents are cut into for out-of-fold scores")
     word_ngrams: int = Field(2, ge=1, le=5, description="Longest word n-gram, words")
-    dimension: int = Field(100, ge=8, le=1000, description="Length of a word's vector")
-    learning_rate: float = Field(0.1, gt=0, le=10, description="Learning rate at the start, decaying to 0")
-    epochs: int = Field(5, ge=1, le=1000, description="Passes over the training documents")
+    dimension: int = DIMENSION(100)
+    learning_rate: float = LEARNING_RATE(0.1)
+    epochs: int = EPOCHS(5)
     min_count: int = Field(1, ge=1, description="Rarer words are left out, occurrences")
-    buckets: int = Field(
-        200_000, ge=10_000, description="Hash buckets for word n-grams; fastText's default of 2,000,000 makes models of 0.8 GB"
-    )
-    max_characters: int = Field(4000, ge=1, description="Read of each document, characters")
+    buckets: int = Field(200_000, ge=10_000, description="Hash buckets for word n-grams; fastText's 2,000,000 make models of 0.8 GB")
+    max_characters: int = MAX_CHARACTERS(4000)
     max_class_documents: int = Field(100_000, ge=1, description="Training documents of one class, at most")
-    class_ratio: float = Field(
-        3.0, ge=1, description="Classes of more than so many times the median class are cut by hash; of fewer than its inverse, repeated"
-    )
+    class_ratio: float = Field(3.0, ge=1, description="Maximum size of a class by the median one; classes below its inverse are repeated")
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,6 @@ def out_of_fold(
     return Scores(classes, confusion, counted_.reshape(2, -1))
 
 
-# --- measuring -------------------------------------------------------------------------------------------
-
-
 def counted(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return positives (row 0) and negatives by their scores in [0, 1], in steps of a millionth: int64[2, FINEST + 1]."""
     return np.bincount(_places(scores, positive), minlength=2 * (FINEST + 1)).reshape(2, -1)
@@ -190,7 +189,6 @@ def report_calibration(run: StageRun, name: str, what: str, counts: NDArray[np.i
 
 
 def report_quality(run: StageRun, counts: NDArray[np.int64]) -> None:
-    """Report the out-of-fold quality of a classifier of good documents: area under the ROC curve, calibration, histogram."""
     run.metric("auc", auc(counts))
     positives, negatives = counts.sum(axis=1).tolist()
     run.metric("positives", positives)
@@ -203,9 +201,6 @@ def report_quality(run: StageRun, counts: NDArray[np.int64]) -> None:
         bars = np.bincount(at, side, BARS) / side.sum()
         histogram[name] = [(bar / BARS, share) for bar, share in enumerate(bars.tolist())]
     run.figure("scores", Figure("Quality scores, out of fold", "probability", "share of documents", histogram, kind="bar"))
-
-
-# --- in a worker -----------------------------------------------------------------------------------------
 
 
 def _quota(counts: dict[str, int], config: ClassifierConfig) -> dict[str, tuple[int, int]]:

@@ -1,19 +1,64 @@
-"""Documents as vectors: the mean of an encoder's last hidden states."""
+"""Networks that stages of curation read documents with: where they lie, how they compute, and documents as vectors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from puna.stages.curate.classifiers.device import Place, reading
+from puna.stages.contract import External
+from puna.storage import Artifact, PunaError
 
 Encode = Callable[[str], NDArray[np.float32]]
 
 
+class Place(NamedTuple):
+    """A network on the local disk: a folder, or a GGUF file; `own`: it is a model of this pipeline."""
+
+    path: str
+    own: bool = False
+
+
+def place_of(stage: str, name: str, model: Artifact | None, external: External | None, *, gguf: bool = False) -> Place:
+    """Return the place of the one network that `stage` was given: a model of this pipeline, or the folder that its input `name` names.
+
+    With `gguf` such an input may be a GGUF file, or a folder that holds one. PunaError where neither or both are given, or
+    nothing lies there.
+    """
+    if model is not None and external is None:
+        return Place(str(model.path()), own=True)
+    if external is None or model is not None:
+        raise PunaError(f"{stage}: give one {name}, an artifact of a model or the folder of a Hugging Face {name}")
+    path = Path(external.uri.removeprefix("file://"))
+    if (path / "config.json").is_file():
+        return Place(str(path))
+    files = ([path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))) if gguf else []
+    if len(files) == 1 and files[0].is_file():
+        return Place(str(files[0]))
+    more = f", and {len(files)} GGUF files" if gguf else ""
+    raise PunaError(f"{stage}.{name}: {external.uri} is no local folder of a Hugging Face model (it has no config.json{more})")
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Compute without gradients and on one thread: a document's vector must not depend on the number of documents."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def embedded(texts: Sequence[str], place: Place, max_tokens: int) -> NDArray[np.float32]:
-    """Mean hidden states of the first `max_tokens` tokens of each text, float32[n, D].
+    """Return the mean of the last hidden states of the first `max_tokens` tokens of each text, float32[n, D].
 
     One text at a time: a vector must not depend on its company.
     """

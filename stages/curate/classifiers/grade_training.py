@@ -35,7 +35,6 @@ class Text(NamedTuple):
 
     @property
     def fold(self) -> int:
-        """Return the fold of a site, one of FOLDS."""
         return int.from_bytes(hashlib.sha256(self.site.encode()).digest()[:4], "big") % FOLDS
 
 
@@ -94,7 +93,6 @@ def ridge(rows: NDArray[np.float32], grades: Grades) -> tuple[NDArray[np.float32
 
 
 def unseen_grades(rows: NDArray[np.float32], texts: list[Text]) -> Grades:
-    """Return the grade of each text by a model that did not see its site."""
     grades, fold = np.array([text.grade for text in texts]), np.array([text.fold for text in texts])
     result = np.zeros(len(texts))
     for one in range(FOLDS):
@@ -123,7 +121,6 @@ def train(texts: list[Text]) -> tuple[Model, Grades]:
 
 
 def main() -> None:
-    """See the module."""
     if len(sys.argv) < 3:
         sys.exit(__doc__)
     from safetensors.numpy import save_file

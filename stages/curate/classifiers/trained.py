@@ -30,10 +30,9 @@ ABOUT = "classifier.json"
 class About:
     """Description of a classifier, written beside its models.
 
-    `purpose`: the stage that applies it. `classes`: sorted names; none where there was nothing to learn. `exempt_sources`:
-    their documents are not scored. `split`: texts are split into words in lower case, as in training; else shown as they are.
-    `settings`: more that the stage needs. `max_tokens`, `encoder`: what an encoder reads of each document, and its digest, where the
-    classifier stands on one.
+    `purpose`: the stage that applies it. `classes`: sorted names, none if there was nothing to learn. `exempt_sources`: not scored.
+    `split`: texts are split into words in lower case, as in training; else shown as they are. `settings`: more that the stage needs.
+    `max_tokens`, `encoder`: what an encoder reads of each document, and its digest.
     """
 
     purpose: str
@@ -48,7 +47,6 @@ class About:
     encoder: str = ""
 
     def write(self, folder: Path) -> None:
-        """Write it to the folder of the models."""
         (folder / ABOUT).write_text(json.dumps(asdict(self), indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -60,7 +58,6 @@ class Trained:
 
     @property
     def classes(self) -> list[str]:
-        """Sorted names of the classes."""
         return list(self.about.classes)
 
     def scored(self, documents: pa.Table) -> list[int]:
@@ -90,7 +87,6 @@ class Trained:
 
 
 def read_about(folder: Path) -> About:
-    """Return the description of the classifier in a folder."""
     return TypeAdapter(About).validate_json((folder / ABOUT).read_bytes())
 
 

@@ -43,18 +43,14 @@ class SignatureConfig(StageConfig):
 class MinhashDedupConfig(SignatureConfig):
     """Search of candidates, bound of a duplicate, and choice of the surviving document."""
 
-    words: int = Field(
-        5, ge=1, le=50, description="Words per shingle, without case, punctuation and Latin accents; a shorter document is one shingle"
-    )
+    words: int = Field(5, ge=1, le=50, description="Words per shingle, without case, punctuation, accents; a shorter text is one shingle")
     bands: int = Field(18, ge=1, le=1000, description="Bands of the index; documents that agree in one are candidates")
     rows: int = Field(6, ge=1, le=64, description="Signature values per band")
     seed: int = Field(1, ge=0, le=2**32 - 1, description="Seed of the permutations, as in datasketch")
     scheme: Literal["affine32", "affine64", "legacy", "mersenne"] = Field(
         "affine32", description="Permutations: affine32 and affine64 of datasketch 2, legacy of datasketch 1, mersenne of datatrove"
     )
-    hash: Literal["xxh64", "sha1"] = Field(
-        "xxh64", description="Hash of a shingle before permutation; sha1 is datasketch's default and much slower"
-    )
+    hash: Literal["xxh64", "sha1"] = Field("xxh64", description="Hash of a shingle before permutation; sha1 as in datasketch, much slower")
     engine: Literal["puna", "datasketch"] = Field(
         "puna", description="Who computes signatures: Puna's loops, or datasketch's MinHash, a document at a time, with equal results"
     )
@@ -67,23 +63,15 @@ class MinhashDedupConfig(SignatureConfig):
         "jaccard", description="Verified similarity: shared shingles by those of either document, or by those of the removed one"
     )
     threshold: float = Field(0.8, gt=0, le=1, description="Candidates below this verified similarity are kept, fraction")
-    max_new_words: int = Field(
-        50, ge=0, description="A document with a longer passage that its survivor lacks is kept (shared templates), words"
-    )
-    max_new_fraction: float = Field(
-        0.05, ge=0, le=1, description="The same bound as a share of the document's words; the larger bound counts, fraction"
-    )
+    max_new_words: int = Field(50, ge=0, description="A document with a longer passage that its survivor lacks is kept (templates), words")
+    max_new_fraction: float = Field(0.05, ge=0, le=1, description="The same bound as a fraction of the document's words; the larger counts")
     survivor: Literal["longest", "latest", "best_score"] = Field(
         "longest", description="Which of several near-duplicates is kept; best_score takes the signal `score` of the given signals"
     )
     score: str = Field("quality", description="Signal that ranks documents for survivor: best_score, higher is better; missing is worst")
-    prefer_sources: tuple[str, ...] = Field(
-        ("code",), description="Sources whose documents survive those of others: a source file rather than a page that shows it"
-    )
+    prefer_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents survive others, as a file before a page")
 
-    keep_index: bool = Field(
-        False, description="Store signatures and normal texts (about as large as the documents) for `minhash_update`, which adds documents"
-    )
+    keep_index: bool = Field(False, description="Store signatures and normal texts, about as large as the documents, for `minhash_update`")
 
     @model_validator(mode="after")
     def _datasketch_has_the_permutations(self) -> Self:

@@ -1,4 +1,4 @@
-"""The index of deduplicated documents: what `minhash_update` needs of them to add others.
+"""The index of deduplicated documents, which `minhash_update` adds others to, and the documents that resemble a text.
 
 ids.npy         bytes[D]       ids, in order
 facts.npy       record[D]      fetched, preferred, words, shingles, score, place of the text in texts.bin
@@ -11,6 +11,7 @@ texts.bin                      normal texts, each compressed by itself, so that 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,13 +20,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.stages.curate.minhash.config import MinhashDedupConfig
-from puna.stages.curate.minhash.sketch import Shingles, of_words
+from puna.stages.curate.minhash.sketch import Shingles, of_words, shingled, signed
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
     from puna.kernels.text.hashing import I64, U64
 
 INDEX = "index"
+BLOCK_ROWS = 1024
 
 
 def write_index(folder: Path, sketches: list[str], config: MinhashDedupConfig) -> None:
@@ -141,3 +143,62 @@ def signature_table(documents: Artifact) -> pa.Table:
         "signature": pa.FixedSizeListArray.from_arrays(pa.array(signatures.ravel()), signatures.shape[1]),
     }
     return pa.table(columns).replace_schema_metadata(facts)
+
+
+class Resemblance(NamedTuple):
+    """A document beside a text, by their sets of shingles: `similarity` shared by those of either (Jaccard), `of_text` by those of
+    the text, `of_document` by those of the document."""
+
+    id: str
+    similarity: float
+    of_text: float
+    of_document: float
+
+
+def resembling(text: str, documents: Artifact, least: float = 0.1) -> list[Resemblance]:
+    """Return the documents of which `similarity` or one of the shares is at least `least`, the most similar first.
+
+    With an index (`minhash_dedup.keep_index`) only documents that share a band are looked at: those of little similarity may be
+    missed, as when deduplicating. PunaError: the text has no words.
+    """
+    at_hand = indexed(documents)
+    config = configuration(documents) if at_hand else MinhashDedupConfig()
+    own = shingled(pa.chunked_array([pa.array([text], pa.large_string())]), config)
+    if not len(own.hashes):
+        raise PunaError("near: the text has no words to compare")
+    wanted = np.unique(own.hashes)
+    results = _by_index(own, documents, config) if at_hand else _by_reading(documents, config)
+    rows = [_beside(wanted, identity, hashes) for identity, hashes in results]
+    rows = [row for row in rows if max(row.similarity, row.of_text, row.of_document) >= least]
+    return sorted(rows, key=lambda row: (-row.similarity, -row.of_text, row.id))
+
+
+def _beside(wanted: U64, identity: str, hashes: U64) -> Resemblance:
+    theirs = np.unique(hashes)
+    both = len(np.intersect1d(wanted, theirs, assume_unique=True))
+    return Resemblance(identity, both / (len(wanted) + len(theirs) - both), both / len(wanted), both / max(1, len(theirs)))
+
+
+def _by_index(own: Shingles, documents: Artifact, config: MinhashDedupConfig) -> Iterator[tuple[str, U64]]:
+    index = Index.of(documents)
+    rows = index.sharing(signed(own, config)[1])
+    shingles = index.shingles(rows, config)
+    for place, identity in enumerate(index.ids()[rows]):
+        yield identity.decode(), shingles.hashes[shingles.offsets[place] : shingles.offsets[place + 1]]
+
+
+def _by_reading(documents: Artifact, config: MinhashDedupConfig) -> Iterator[tuple[str, U64]]:
+    for batch in documents.batches(columns=["id", "text"], rows=BLOCK_ROWS):
+        table = pa.Table.from_batches([batch])
+        results = shingled(table["text"], config)
+        for place, identity in enumerate(table["id"].to_pylist()):
+            yield identity, results.hashes[results.offsets[place] : results.offsets[place + 1]]
+
+
+def described(rows: list[Resemblance], documents: Artifact) -> list[dict[str, Any]]:
+    """Return the same with `kept`, and address and title where that is so: an index knows removed documents too."""
+    matches = []
+    for row in rows:
+        here = documents.between(row.id, row.id, columns=["url", "title"]).to_pylist()
+        matches.append({**row._asdict(), "kept": bool(here), **(here[0] if here else {"url": None, "title": None})})
+    return matches

@@ -1,10 +1,7 @@
-"""Rules as configuration: thresholds on signals, in groups (`decide` applies them, `sql` replays them).
+"""Rules as configuration: thresholds on signals, in groups (`decide` applies them).
 
-A rule drops a document when its signal is below (`<`), above (`>`), in or not in the threshold. A rule whose
-threshold is null is off; a group that is null is off as a whole. Each group says which sources it judges, so that
-source code is not measured with the ruler of prose; pages with code and pages that reason are a kind of their own
-(`CodeReasoningRules`). Groups and rules apply in the order they are written here, and the first that fires is the one
-that is recorded.
+A rule drops a document when its signal is below, above, in or not in the threshold; a threshold or a group that is null is off. Each
+group says which sources it judges. Groups and rules apply in declared order, and the first that fires is recorded.
 """
 
 from __future__ import annotations
@@ -184,17 +181,11 @@ class C4Rules(WebRules):
         "c4_open_curly_bracket_lines", None, "Maximum number of lines with '{'; C4: 0, which also drops pages that show code or mathematics"
     )
     max_lorem_ipsum_lines: Count = above("c4_open_lorem_ipsum_lines", 0, "Maximum number of lines with 'lorem ipsum'")
-    max_terminated_curly_bracket_lines: Count = above(
-        "c4_curly_bracket_lines", None, "Maximum number of lines with '{' and terminal punctuation; C4: 0"
-    )
-    max_terminated_lorem_ipsum_lines: Count = above(
-        "c4_lorem_ipsum_lines", None, "Maximum number of lines with 'lorem ipsum' and terminal punctuation; C4: 0"
-    )
+    max_terminated_curly_bracket_lines: Count = above("c4_curly_bracket_lines", None, "Maximum number of terminated lines with '{'; C4: 0")
+    max_terminated_lorem_ipsum_lines: Count = above("c4_lorem_ipsum_lines", None, "Maximum of terminated lines with lorem ipsum; C4: 0")
     # Not measured for scripts written without spaces.
     min_sentences: Count = below("c4_open_sentences", 5, "Minimum number of sentences in the lines that C4 keeps", "keep")
-    min_terminated_sentences: Count = below(
-        "c4_sentences", None, "Minimum number of sentences in lines with terminal punctuation; C4: 5", "keep"
-    )
+    min_terminated_sentences: Count = below("c4_sentences", None, "Minimum number of sentences in terminated lines; C4: 5", "keep")
 
 
 class FineWebRules(WebRules):
@@ -238,12 +229,8 @@ class NoticeRules(WebRules):
     the others in English. Thresholds are Puna's own.
     """
 
-    max_legal: Share = above(
-        "legal_phrase_ratio", 0.04, "Maximum share of words in phrases of terms and policies, such as `we may disclose` and `by using`"
-    )
-    max_notice: Share = above(
-        "notice_ratio", 0.5, "Maximum share of words in lines that stand in place of a page, like `please enable javascript`"
-    )
+    max_legal: Share = above("legal_phrase_ratio", 0.04, "Maximum share of words in phrases of terms and policies, like `we may disclose`")
+    max_notice: Share = above("notice_ratio", 0.5, "Maximum share of words in lines in place of a page, like `please enable javascript`")
 
 
 class CuratedRules(RuleGroup):
@@ -274,16 +261,12 @@ class CodeReasoningRules(WebRules):
     Their words and lines are not those of prose: the groups `spared_by` leave them out, and the rules here are theirs alone.
     """
 
-    min_code_lines: int | None = Field(
-        8, ge=1, description="Minimum number of lines of code that make a page one with code, whatever its probability"
-    )
+    min_code_lines: int | None = Field(8, ge=1, description="Minimum number of lines of code that make a page one with code in any case")
     min_code: Fraction | None = Field(None, description="Minimum probability that makes a page one with code; null: none does")
     min_reasoning: Fraction | None = Field(None, description="Minimum probability that makes a page one that reasons; null: none does")
     spared_by: tuple[Prose, ...] = Field(get_args(Prose), description="Groups of rules that do not judge these pages")
     min_words: Count = below("words", 50, "Minimum number of words of such a page")
-    min_alphabetic_words: Share = below(
-        "alphabetic_word_fraction", 0.5, "Minimum share of words with a letter; operators and brackets count as words"
-    )
+    min_alphabetic_words: Share = below("alphabetic_word_fraction", 0.5, "Minimum share of words with a letter; operators are words too")
     max_repeated_line_characters: Share = above(
         "repeated_line_character_fraction",
         0.3,

@@ -1,12 +1,8 @@
 """Kullback-Leibler divergence of a document's words from the corpus's (Llama 3, section 3.1.1).
 
-Words are counted in lower case, numbers alike, hashed into `BINS` bins: counts of any corpus add up, in any order
-and within fixed memory. A document is compared with the rest of the corpus, without itself: a long document of
-gibberish would otherwise vouch for its own words. The mass of words not seen in the rest is Good and Turing's
-estimate: the share of words seen once.
-
-The divergence of a short text is large because it has few words, so `expected` gives what texts drawn from the
-corpus itself show at each length, and the excess over it is what rules judge.
+Words in lower case, numbers alike, are hashed into `BINS` bins, so that counts add up within fixed memory. A document is compared with
+the rest of the corpus; the mass of words not seen there is Good and Turing's estimate, the share of words seen once. A short text
+diverges because it is short: rules judge the excess over `expected`, what texts drawn from the corpus show at each length.
 """
 
 from __future__ import annotations

@@ -145,14 +145,11 @@ def sentences(codes: U32, flags: U16, start: I32, stop: I32, first: int, last: i
 
 @njit(cache=True)
 def c4_numbers(codes: U32, flags: U16, lower: U32, start: I32, stop: I32, line: U32, one: Any) -> None:
-    """Write C4's numbers to a document's record: sentences in kept lines, lines with "lorem ipsum", lines with a curly bracket
-    before any with "lorem ipsum"; first with the rule that a line must end in `.`, `?`, `!`, `"` or `'` but not in an
-    ellipsis, then without it (FineWeb's use).
+    """Write C4's numbers to a document's record: sentences in kept lines, lines with "lorem ipsum", lines with a curly bracket before
+    any of those; first for lines that end in `.`, `?`, `!`, `"` or `'` but not in an ellipsis, then for all (FineWeb's use).
 
-    A line counts for the last two when it passed the rules before: no word of more than 1000 characters, the terminal
-    punctuation, three words; for curly brackets no "javascript". A curly bracket costs C4 the page, not the line: the
-    sentences of such a line count. `line`: room for the longest line. Words of a line
-    with citation marks are found anew without the marks.
+    A line counts that passed the rules before: no word of more than 1000 characters, the terminal punctuation, three words; for curly
+    brackets no "javascript". A curly bracket costs C4 the page, not the line: its sentences count. `line`: room for the longest line.
     """
     at, total, word = 0, len(codes), 0
     results, lorem, curlies, open_found, open_lorem, open_curlies = 0, 0, 0, 0, 0, 0
@@ -264,9 +261,8 @@ def plain_words(codes: U32, start: I32, folded: U64, word_flags: U8, plain: Plai
 def ngram_coverage(plain: PlainWords, count: int, n: int, keys: U64, slots: I32, words: I32, covered: I32) -> None:
     """Write for each line (split at newlines) its non-symbol words, and those of them in an n-gram seen earlier.
 
-    N-grams are of the `count` non-symbol words, in lower case and with every number alike, and run across lines. One with
-    letters in fewer than half of its words does not count: tables of numbers are not repetition. `keys`, `slots`: room for hashes
-    and a table. `words`, `covered`: one element per line.
+    N-grams of the `count` words, in lower case with all numbers alike, run across lines. One with letters in fewer than half of its words
+    does not count. `keys`, `slots`: room for hashes and a table. `words`, `covered`: one element per line.
     """
     words[:] = 0
     covered[:] = 0

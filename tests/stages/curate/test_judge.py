@@ -13,10 +13,9 @@ from puna.models.tokens.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.contract import External, execute
 from puna.stages.contract.config import parse
-from puna.stages.curate.classifiers.questions import SCALES, TEXT, TOP, built_in
 from puna.stages.curate.code_reasoning import TrainCodeReasoningConfig, train_code_reasoning
 from puna.stages.curate.encoder_quality import EncoderQualityConfig, TrainEncoderQualityConfig, encoder_quality, train_encoder_quality
-from puna.stages.curate.judge import JudgeConfig, judge
+from puna.stages.curate.judge import SCALES, TEXT, TOP, JudgeConfig, built_in, judge
 from puna.stages.grading import tokens_apart
 from puna.storage import Identity, PunaError, Store
 

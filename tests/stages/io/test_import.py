@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from puna.stages.conversations import messages_of
-from puna.stages.io.files import split_named
+from puna.stages.io.importing import split_named
 from puna.storage import PunaError
 from tests.stages.io.samples import ASSISTANT, FAULTS, FORMATS, GOOD, HH, LAYOUTS, USER, made, misread, named_fault, written
 

@@ -59,40 +59,23 @@ def c4(text: str, need_end: bool) -> tuple[int, int, int]:
     return results, lorem, curly
 
 
-@signal(unit="sentences", optional=True, compiled="heuristics")
-def c4_sentences(text: str) -> int | None:
-    """Sentences in the lines that C4 keeps; null for scripts without spaces, whose lines have one word to C4."""
-    return None if unspaced(text) else c4(text, True)[0]
+def _of_c4(name: str, place: int, need_end: bool, meaning: str) -> None:
+    """Declare the signal of one number of `c4`; sentences are null for scripts without spaces, whose lines have one word to C4."""
+
+    def definition(text: str) -> int | None:
+        return None if place == 0 and unspaced(text) else c4(text, need_end)[place]
+
+    unit = "lines" if place else "sentences"
+    signal(unit=unit, name=name, meaning=meaning, optional=not place, compiled="heuristics")(definition)
 
 
-@signal(unit="lines", compiled="heuristics")
-def c4_lorem_ipsum_lines(text: str) -> int:
-    """Lines with 'lorem ipsum' that pass C4's earlier line rules."""
-    return c4(text, True)[1]
-
-
-@signal(unit="lines", compiled="heuristics")
-def c4_curly_bracket_lines(text: str) -> int:
-    """Lines with '{', before any with 'lorem ipsum', that pass C4's earlier line rules."""
-    return c4(text, True)[2]
-
-
-@signal(unit="sentences", optional=True, compiled="heuristics")
-def c4_open_sentences(text: str) -> int | None:
-    """Sentences as c4_sentences counts them, without the rule on terminal punctuation (FineWeb's order)."""
-    return None if unspaced(text) else c4(text, False)[0]
-
-
-@signal(unit="lines", compiled="heuristics")
-def c4_open_lorem_ipsum_lines(text: str) -> int:
-    """Lines as c4_lorem_ipsum_lines counts them, without the rule on terminal punctuation."""
-    return c4(text, False)[1]
-
-
-@signal(unit="lines", compiled="heuristics")
-def c4_open_curly_bracket_lines(text: str) -> int:
-    """Lines as c4_curly_bracket_lines counts them, without the rule on terminal punctuation."""
-    return c4(text, False)[2]
+for _prefix, _need_end, _rules in (
+    ("c4", True, "C4's earlier line rules"),
+    ("c4_open", False, "these but the one on terminal punctuation"),
+):
+    _of_c4(f"{_prefix}_sentences", 0, _need_end, f"sentences in the lines that pass {_rules}")
+    _of_c4(f"{_prefix}_lorem_ipsum_lines", 1, _need_end, f"lines with 'lorem ipsum' that pass {_rules}")
+    _of_c4(f"{_prefix}_curly_bracket_lines", 2, _need_end, f"lines with '{{', before any with 'lorem ipsum', that pass {_rules}")
 
 
 def inked_lines(text: str) -> list[str]:
