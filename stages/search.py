@@ -24,13 +24,11 @@ class SearchConfig(StageConfig):
     """Settings of the search for an answer."""
 
     method: Method = Field(
-        "best",
-        description="best: the answer of n with the highest score; majority: the most frequent final answer of n; tree: the best answer "
-        "in a tree of steps, of which always the most likely leaf is grown by n steps",
+        "best", description="best: the answer of n with the highest score; majority: the most frequent final one of n; tree: by steps"
     )
     n: int = Field(8, ge=2, description="Answers to each prompt, or steps from each leaf")
     verifier: dict[str, JsonValue] | None = Field(
-        None, description="A verifier, {name: …, …}, that scores whole answers for best and tree; null: the mean log-probability of a token"
+        None, description="Verifier {name: …, …} of whole answers for best and tree; null: mean log-probability of a token"
     )
     expansions: int = Field(16, ge=1, description="tree: leaves that are grown, of each prompt")
     step: str = Field("\n", description="tree: the text that ends a step; empty: only its length does")

@@ -32,17 +32,14 @@ class DecontaminateConfig(StageConfig):
     n: int = Field(13, ge=2, le=50, description="Length of the n-grams that are compared, words")
     min_characters: int = Field(25, ge=1, description="Minimum length of a question of fewer than n words, which is matched as a whole")
     fuzzy_overlap: float = Field(
-        0.8,
-        gt=0,
-        le=1,
-        description="Rarity-weighted share of a prompt's short n-grams that one passage may not reach; 1 only for whole prompts, fraction",
+        0.8, gt=0, le=1, description="Share of a prompt's short n-grams, weighted by rarity, that one passage may not reach"
     )
     fuzzy_n: int = Field(5, ge=2, le=50, description="Length of the short n-grams, words")
     fuzzy_step: int = Field(3, ge=1, le=50, description="Look up every n-th short n-gram of a document")
     fuzzy_misses: int = Field(10, ge=0, le=100, description="Foreign n-grams in a row that a passage may hold, n-grams")
     fuzzy_min_words: int = Field(20, ge=2, description="Shorter prompts are not matched this way, words")
     splits: tuple[Literal["heldout", "train"], ...] = Field(
-        ("heldout",), min_length=1, description="Which prompts are looked for; of a list without held-out ones all are"
+        ("heldout",), min_length=1, description="Prompts to look for; all of a list without held-out ones"
     )
     max_overlap: float = Field(0.0, ge=0, lt=1, description="Maximum fraction of one prompt's n-grams that a document may contain")
 
@@ -104,8 +101,7 @@ def decontaminate(
 
 
 def _report(held: dict[str, tuple[int, dict[str, Any]]], prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row per prompt that is the best match of a document: the prompt, the first such document's words, the number of
-    documents."""
+    """Return a row per prompt that is a document's best match: the prompt, the first document's words, the number of documents."""
     questions = {f"{row['task']} prompt {row['id']}": shown(messages_of(row)) for row in prompts}
     return [
         {
@@ -120,8 +116,7 @@ def _report(held: dict[str, tuple[int, dict[str, Any]]], prompts: list[dict[str,
 
 
 def prompts_of_splits(prompts: Artifact, splits: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the prompts of these splits; all of a list that has none held out: it is one of evaluations. PunaError where there is
-    nothing."""
+    """Return the prompts of these splits, or all of a list without held-out ones. PunaError if there is none."""
     rows = prompts.read(columns=["id", "task", "split", "messages", "reference"]).to_pylist()
     whole = all(row["split"] == "train" for row in rows)
     result = rows if whole else [row for row in rows if row["split"] in splits]
@@ -153,18 +148,11 @@ def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tupl
         totals[at] = len(grams)
         unmatchable[row["task"]] += not grams
     lengths = tuple(sorted(entries))
-    ordered = [sorted(entries[length]) for length in lengths]
-    return (
-        Index(
-            lengths,
-            tuple(np.array([value for value, _ in pairs], np.uint64) for pairs in ordered),
-            tuple(np.array([at for _, at in pairs], np.int64) for pairs in ordered),
-            tuple(table_of({value for value, _ in pairs}) for pairs in ordered),
-            totals,
-            [(row["task"], row["id"]) for row in rows],
-        ),
-        unmatchable,
-    )
+    pairs = [sorted(entries[length]) for length in lengths]
+    hashes = tuple(np.array([value for value, _ in own], np.uint64) for own in pairs)
+    owners = tuple(np.array([at for _, at in own], np.int64) for own in pairs)
+    tables = tuple(table_of({value for value, _ in own}) for own in pairs)
+    return Index(lengths, hashes, owners, tables, totals, [(row["task"], row["id"]) for row in rows]), unmatchable
 
 
 def _fuzzy(rows: list[dict[str, Any]], config: DecontaminateConfig) -> FuzzyIndex:
@@ -207,8 +195,7 @@ def match(text: Hashed, index: Index) -> Match | None:
 def _find(
     documents: pa.Table, index: Index, fuzzy: FuzzyIndex, grams: Sieve, config: DecontaminateConfig
 ) -> tuple[dict[str, Any], tuple[list[int], dict[str, tuple[int, dict[str, Any]]]]]:
-    """Return the kept documents and the rows of `dropped` of a part; the prompts found; and for each best matched prompt the number of
-    documents and the first one's row."""
+    """Return a part's kept documents and `dropped`; the prompts found; and per best match the number of documents and first row."""
     rows: list[dict[str, Any]] = []
     seen: set[int] = set()
     suspects = documents.filter(pa.array(may_hold(documents["text"], grams)))

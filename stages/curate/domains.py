@@ -40,9 +40,7 @@ class TrainDomainsConfig(fasttext.ClassifierConfig):
     max_characters: int = fasttext.MAX_CHARACTERS(1500)
     code_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are code, by source alone")
     min_seeds: int = Field(3, ge=1, description="Minimum number of different seed words of a type that label a document")
-    max_second: float = Field(
-        0.5, ge=0, lt=1, description="Maximum seed words of the second type, as a share of the best type's, for a label"
-    )
+    max_second: float = Field(0.5, ge=0, lt=1, description="Maximum seed words of the second type by the best type's, for a label")
     min_labels: int = Field(20, ge=2, description="A type with fewer labelled documents is left out, documents")
 
 
@@ -56,8 +54,7 @@ class Lexicon(NamedTuple):
 
 @lru_cache(maxsize=1)
 def seed_words() -> tuple[list[str], dict[str, int]]:
-    """Return the types, and the type that each seed word points to; one that is listed for two types (in any two languages) points to
-    none."""
+    """Return the types, and seed word → its type; a word that is listed for two types, in any two languages, has none."""
     types: list[str] = []
     owner: dict[str, int] = {}
     for line in SEEDS.read_text(encoding="utf-8").splitlines():

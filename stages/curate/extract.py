@@ -36,32 +36,15 @@ class ExtractConfig(StageConfig):
 
     extractor: Literal["model", "resiliparse", "union"] = Field(
         "model",
-        description="Main content by the model that comes with Puna, by Resiliparse's rules, or all that either of them takes; "
-        "union writes which words came from where into `scores`",
+        description="Main content by Puna's model, by Resiliparse's rules, or all that either takes (the table `scores` counts words)",
     )
     headline: bool = Field(False, description="Keep the page's main heading (h1) in the text; else only the title has it")
-    code_and_maths: bool = Field(
-        True,
-        description="Whether the markup of code and formulas is read before the main content is looked for: numbers of lines go, "
-        "lines of code in tables and formulas on lines of their own become blocks of code, MathML becomes TeX",
-    )
+    code_and_maths: bool = Field(True, description="Read markup of code and formulas first: code in tables becomes blocks, MathML TeX")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Larger HTML pages are dropped, bytes")
     max_depth: int = Field(1000, ge=16, le=10_000, description="Maximum depth of nested elements; parsing takes quadratic time in it")
-    max_elements: int = Field(
-        500_000,
-        ge=1000,
-        le=10_000_000,
-        description="Pages with more elements, those that unclosed formatting opens again included, are dropped",
-    )
-    max_blocks: int = Field(
-        30_000,
-        ge=1000,
-        le=1_000_000,
-        description="Pages with more blocks of text (paragraphs, cells, lines) are dropped by the model: a second each",
-    )
-    fallback_fraction: float = Field(
-        0.1, ge=0, le=1, description="Where Resiliparse's main content is a smaller share of the page's whole text, the whole text is taken"
-    )
+    max_elements: int = Field(500_000, ge=1000, le=10_000_000, description="Maximum elements of a page, with reopened ones")
+    max_blocks: int = Field(30_000, ge=1000, le=1_000_000, description="Maximum blocks of text (paragraphs, cells, lines) for the model")
+    fallback_fraction: float = Field(0.1, ge=0, le=1, description="Take the whole text if Resiliparse's content is a smaller share of it")
     max_replacement_fraction: float = Field(0.01, ge=0, le=1, description="Maximum fraction of undecodable characters in a kept text")
 
 

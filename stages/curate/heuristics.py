@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from puna.stages.contract import (
     did_you_mean,
     stage,
 )
+from puna.stages.curate.classifiers.classifier import read_table, write_table
 from puna.stages.curate.select import signals_of
 from puna.stages.curate.signals.divergence import BINS, LENGTHS, Corpus, Tally, expected_at
 from puna.stages.curate.signals.measure import (
@@ -61,11 +61,7 @@ class HeuristicsConfig(SeededConfig):
     line_coverage: float = Field(0.5, ge=0, le=1, description="Lines covered at least so much get a row in line_signals, fraction of words")
     c4_lines: bool = Field(False, description="Write the table c4_lines, a row for each line: what C4's rules on lines read")
     min_language_words: int = Field(50_000, ge=1, description="Minimum words of a language for comparisons; else token_kl is null")
-    max_text_bytes: int = Field(
-        8 << 20,
-        ge=1024,
-        description="Longer documents are not measured, bytes of UTF-8: time and memory (some 70 bytes for each) grow with the text",
-    )
+    max_text_bytes: int = Field(8 << 20, ge=1024, description="Longer documents are not measured, as each takes memory, bytes of UTF-8")
     signals: tuple[str, ...] = Field((), description="Signals of your own that are measured too, by name")
     signal_seconds: float = Field(30.0, gt=0, le=3600, description="Maximum time of a signal of your own for one document, seconds")
     signal_memory_mb: int = Field(4096, ge=64, le=1 << 20, description="Maximum memory of a signal of your own (Linux), MiB")
@@ -155,13 +151,8 @@ def _report(run: StageRun, quantiles: dict[str, dict[float, float]], words: dict
     if series:
         note = "Thresholds have no published value: choose them here"
         run.figure("calibration", Figure("Distribution of signals", "quantile", "value", series, note=note))
-    run.figure(
-        "expected_divergence",
-        Figure(
-            "Divergence of random text from the corpus", "log2 words", "nats",
-            {name or "all": list(zip(np.log2(LENGTHS).tolist(), e.tolist(), strict=True)) for name, (_, e) in sorted(expected.items())},
-        ),
-    )  # fmt: skip
+    curves = {name or "all": list(zip(np.log2(LENGTHS).tolist(), e.tolist(), strict=True)) for name, (_, e) in sorted(expected.items())}
+    run.figure("expected_divergence", Figure("Divergence of random text from the corpus", "log2 words", "nats", curves))
 
 
 def _measure_part(part: Part, language: Artifact | None, scratch: str, config: HeuristicsConfig, own: list[Signal]) -> dict[str, Any]:
@@ -188,11 +179,8 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
             value = pc.if_else(over, pa.scalar(None, signal.field.type), table[signal.name])
             table = table.set_column(table.schema.get_field_index(signal.name), signal.name, value)
         table = table.append_column(FAILURE, _why(over, table[FAILED], config))
-        temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table)
-        os.replace(temporary, file)
-    table = _read(file)
+        write_table(table, file)
+    table = read_table(file)
     return {"counts": _language_counts(table), "failed": failed_in(table), "measured": table.num_rows}
 
 
@@ -251,11 +239,6 @@ def _with_c4_lines(table: pa.Table, texts: pa.ChunkedArray) -> pa.Table:
     return table.append_column("_c4_words", pa.array(words, pa.list_(pa.int32())))
 
 
-def _read(file: str | Path) -> pa.Table:
-    with pa.memory_map(str(file)) as source:
-        return pa.ipc.open_file(source).read_all()
-
-
 def _language_counts(table: pa.Table) -> dict[str, tuple[NDArray[np.uint32], NDArray[np.int64]]]:
     names = np.array(table["_language"].to_pylist(), dtype="U")
     lengths = _lengths(table["_bins"])
@@ -290,7 +273,7 @@ def _of_lines(table: pa.Table, column: str) -> pa.ChunkedArray:
 
 
 def _diverge(documents: pa.Table, scratch: str, expected: dict[str, tuple[str, NDArray[np.float64]]]) -> dict[str, pa.Table]:
-    table = _read(_scratch_file(scratch, documents["id"], "arrow"))
+    table = read_table(_scratch_file(scratch, documents["id"], "arrow"))
     names = np.array(table["_language"].to_pylist(), dtype="U")
     offsets = np.r_[0, np.cumsum(_lengths(table["_bins"]))]
     bins, counts = _flat(table["_bins"]), _flat(table["_counts"])

@@ -74,12 +74,8 @@ class IngestConfig(StageConfig):
     max_body_bytes: int = Field(32 << 20, ge=1024, le=1 << 31, description="Maximum size of a page that is kept, bytes")
     text_column: str = Field("text", min_length=1, description="Field of a row that holds plain text; a.b reaches into a structure")
     html_column: str | None = Field(None, min_length=1, description="Field of a row that holds HTML; it is then read instead of the text")
-    url_column: str | None = Field(
-        None, min_length=1, description="Field with the address; default: `url` if there is one, else the row's place"
-    )
-    date_column: str | None = Field(
-        None, min_length=1, description="Field with the time of fetching; default: the first usual one, else 1970"
-    )
+    url_column: str | None = Field(None, min_length=1, description="Field with the address; default: `url`, else the row's place")
+    date_column: str | None = Field(None, min_length=1, description="Field with the time of fetching; default: a usual one, else 1970")
     inputs: dict[str, InputColumns] = Field(default_factory=dict, description="Name of an input → its own fields, if they differ")
     dataset_subset: str | None = Field(None, min_length=1, description="Configuration of a data set on the hub")
     dataset_split: str = Field("train", min_length=1, description="Split of a data set on the hub")

@@ -35,12 +35,7 @@ class LineDedupConfig(StageConfig):
     bucket_documents: int = Field(30_000_000, ge=1, description="Documents counted together, in the order of their ids")
     max_per_million: float = Field(0.2, ge=0, description="Maximum occurrences of a kept line, per million documents; Llama 3: 0.2")
     max_occurrences: int = Field(6, ge=1, description="Minimum of that limit, whatever the number of documents, occurrences")
-    min_documents: int = Field(
-        5_000,
-        ge=0,
-        description="A bucket of fewer documents loses no line, and what it would lose is shown: in few documents a line of seven "
-        "occurrences is more likely a term of theirs than boilerplate, documents",
-    )
+    min_documents: int = Field(5_000, ge=0, description="Minimum documents of a bucket that loses lines; a smaller one only shows them")
     policy: Literal["drop_all", "keep_first"] = Field("drop_all", description="Whether the first occurrence of such a line stays")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose lines are neither counted nor removed, as programs")
     protect_code: bool = Field(False, description="Keep lines that look like code in all sources, so that examples in manuals stay whole")
@@ -135,11 +130,9 @@ def _frequent(
 def _remove(
     documents: pa.Table, frequent: pa.Table, config: LineDedupConfig, sizes: dict[int, int], shown: dict[int, int]
 ) -> dict[str, pa.Table]:
-    row, place, bucket, hashes, occurrences, first = (
-        frequent[name].to_numpy() for name in ("row", "place", "bucket", "hash", "occurrences", "first")
-    )
-    order = np.argsort(row << 32 | place, kind="stable")
-    row, place, bucket, hashes, occurrences, first = (values[order] for values in (row, place, bucket, hashes, occurrences, first))
+    order = np.argsort(frequent["row"].to_numpy() << 32 | frequent["place"].to_numpy(), kind="stable")
+    names = ("row", "place", "bucket", "hash", "occurrences", "first")
+    row, place, bucket, hashes, occurrences, first = (frequent[name].to_numpy()[order] for name in names)
     data, offsets = buffers(documents["text"])
     begin, end, number = bounds_of(data, offsets, row, place, config.newlines)
     loses = np.array([size >= config.min_documents for size in sizes.values()])[bucket]

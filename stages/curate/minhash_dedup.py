@@ -18,8 +18,6 @@ from puna.stages.curate.removal import DECIDED, remove
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Exchange, Partition, partitions
 
-__all__ = ["MinhashDedupConfig", "minhash_dedup"]
-
 COLUMNS = ("id", "fetched_at", "source", "text")
 SHARD_ROWS = 1 << 17
 """Documents of one job at most: it writes one file of every exchange."""
@@ -125,8 +123,7 @@ def _gathered(
 
 
 def _candidates(item: tuple[Part, Partition], signals: Artifact | None, config: MinhashDedupConfig, device: Any) -> Iterator[pa.Table]:
-    """Yield candidates of one part: signatures and shingles of their texts, which are read a second time, because few documents are
-    candidates and the shingles of all need more room than the texts."""
+    """Yield candidates of one part; their texts are read again, as the shingles of all documents need more room."""
     part, members = item
     chosen = members.read()
     rows, component = (chosen[name].combine_chunks().to_numpy() for name in ("row", "component"))

@@ -63,8 +63,7 @@ def _revised(file: str) -> dict[str, pa.Table]:
 
 
 def _decide(sketches: list[str], previous: list[Artifact], folder: Path, files: list[str], config: MinhashDedupConfig) -> int:
-    """Write the index of the added documents, the removed ones, and the earlier decisions that change; return the number of documents
-    connected with an added one."""
+    """Write the index, the removed documents and the changed decisions; return the number of documents connected with an added one."""
     write_index(folder, sketches, config)
     indices = [*(Index.of(artifact) for artifact in previous), Index.open(folder)]
     members = _affected(indices, config)

@@ -25,8 +25,7 @@ class PiiConfig(StageConfig):
 
     entities: tuple[Entity, ...] = Field(ALL, description="Kinds of personal data that are masked")
     drop: dict[Entity, PositiveInt] = Field(
-        default_factory=dict,
-        description="Kind → number of pieces from which on the whole document is dropped, instead of masked: {ssn: 1, email: 50}",
+        default_factory=dict, description="Kind → number of pieces from which on a document is dropped, not masked: {ssn: 1, email: 50}"
     )
     code_sources: tuple[str, ...] = Field(("code",), description="Sources of program text, where numbers are rarely personal")
     code_entities: tuple[Entity, ...] = Field(("email",), description="Kinds that are masked in those sources")

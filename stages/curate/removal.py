@@ -19,15 +19,9 @@ MANY = 100_000
 
 
 def remove(
-    run: StageRun,
-    documents: Artifact,
-    decide: Callable[..., Any],
-    items: Sequence[Any],
-    *args: Any,
-    method: str,
-    rule: str,
+    run: StageRun, documents: Artifact, decide: Callable[..., Any], items: Sequence[Any], *args: Any, method: str, rule: str,
     threshold: float | None = None,
-) -> Sequence[Any]:
+) -> Sequence[Any]:  # fmt: skip
     """Remove the documents that `decide(item, *args)` names in tables of DECIDED, with evidence in `duplicates` and `dropped`.
 
     Gives what `decide` gives beside its tables, by item. `threshold` is that of the rule; None: it has no value either.

@@ -37,22 +37,17 @@ class SelectConfig(StageConfig):
     fineweb: rules.FineWebRules | None = Field(rules.FineWebRules(), description="FineWeb's rules")
     dirty_words: rules.DirtyWordRules | None = Field(rules.DirtyWordRules(), description="Rules on the adult vocabulary")
     divergence: rules.DivergenceRules | None = Field(rules.DivergenceRules(), description="Rules on the distance from the corpus")
-    ngram_coverage: rules.NgramCoverageRules | None = Field(
-        rules.NgramCoverageRules(), description="Rules on repetition within the document"
-    )
+    ngram_coverage: rules.NgramCoverageRules | None = Field(rules.NgramCoverageRules(), description="Rules on repetition within a document")
     notices: rules.NoticeRules | None = Field(rules.NoticeRules(), description="Rules on legal pages and on notices in place of a page")
     curated: rules.CuratedRules | None = Field(rules.CuratedRules(), description="Rules on curated sources")
     code: rules.CodeRules | None = Field(rules.CodeRules(), description="Rules on source code")
     code_reasoning: rules.CodeReasoningRules | None = Field(
-        rules.CodeReasoningRules(),
-        description="Settings for pages with code or reasoning: how they are recognised, which prose rules skip them, and their own rules",
+        rules.CodeReasoningRules(), description="Pages with code or reasoning: which these are, rules that skip them, rules of their own"
     )
     quality: rules.QualityRules | None = Field(None, description="Rules on the quality classifier's score")
     domains: rules.DomainRules | None = Field(None, description="Rules on the knowledge classifier's category")
     lines: LineRules | None = Field(LineRules(), description="Removal of lines from documents that are kept")
-    per_language: bool | None = Field(
-        True, description="Whether thresholds are those of a document's language, where the signals of the stage language say which it is"
-    )
+    per_language: bool | None = Field(True, description="Use thresholds of each document's language, if signals of `language` are given")
     groups: dict[str, SerializeAsAny[RuleGroup]] = Field({}, description="Groups of rules of other packages or of your own module, by name")
     sql: dict[str, str] = Field({}, description="Rules by name: conditions on signals and `source` in SQL that drop a document")
 
@@ -121,7 +116,7 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     thresholds, expressions = list(active_rules(config)), config.expressions()
     carried = carried_signals(signals)
     check_signals(thresholds, carried)
-    check_columns(expressions, _types(signals))
+    check_columns(expressions, {field.name: field.type for item in signals for field in item.schema() if field.name != "id"})
     rules: list[Rule | SqlRule] = [*([FAILED] if FAILURE in carried else []), *thresholds, *expressions]
     needed: dict[str, list[str]] = {}
     for name in dict.fromkeys(signal for rule in rules for signal in rule.signals):
@@ -135,7 +130,10 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
         _tell_abstained(known, thresholds, run)
     sources = [artifact for artifact in signals if artifact.id in needed]
     beside = [artifact.beside(["id", *needed[artifact.id]]) for artifact in sources]
-    lines = [artifact and artifact.beside(table=name) for name, artifact in _line_tables(signals, config.lines).items()]
+    if problems := _lines_lacking(config.lines, [artifact.tables for artifact in signals]):
+        raise PunaError(problems[0])
+    read = _lines_read(config.lines)
+    lines = [next(a for a in signals if name in a.tables).beside(table=name) if name in read else None for name in LINE_TABLES]
     run.metric("rules", len(thresholds) + len(expressions))
     run.transform(_select, documents, rules, known, config.lines, *lines, [_named(artifact) for artifact in sources], *beside)
 
@@ -144,14 +142,8 @@ def _tell_abstained(languages: pa.Table, rules: list[Rule], run: StageRun) -> No
     """Record how many documents each rule does not judge, because its language has no basis."""
     for rule in rules:
         column = rule.drop.signal + FACTOR
-        if column in languages.column_names:
-            count = pc.sum(languages["documents"].filter(pc.is_null(languages[column]))).as_py()
-            if count:
-                run.metric(f"abstained_{rule.name}", count)
-
-
-def _types(signals: list[Artifact]) -> dict[str, pa.DataType | None]:
-    return {field.name: field.type for item in signals for field in item.schema() if field.name != "id"}
+        if column in languages.column_names and (count := pc.sum(languages["documents"].filter(pc.is_null(languages[column]))).as_py()):
+            run.metric(f"abstained_{rule.name}", count)
 
 
 def carried_signals(signals: list[Artifact]) -> dict[str, str]:
@@ -159,11 +151,8 @@ def carried_signals(signals: list[Artifact]) -> dict[str, str]:
     carried: dict[str, str] = {}
     for artifact in signals:
         for name in artifact.columns("signals"):
-            if name == "id":
-                continue
-            if carried.get(name, artifact.id) != artifact.id:
+            if name != "id" and carried.setdefault(name, artifact.id) != artifact.id:
                 raise PunaError(f"signal {name!r} is in both {carried[name]} and {artifact.id}; give one of them")
-            carried[name] = artifact.id
     return carried
 
 
@@ -187,14 +176,6 @@ def _aligned(signals: pa.Table, ids: pa.ChunkedArray, name: str) -> pa.Table:
     return signals.take(where)
 
 
-def _line_tables(signals: list[Artifact], rules: LineRules | None) -> dict[str, Artifact | None]:
-    """Return the tables of lines that rules on lines read → the signals that carry them; None: no rule reads it."""
-    if problems := _lines_lacking(rules, [artifact.tables for artifact in signals]):
-        raise PunaError(problems[0])
-    read = _lines_read(rules)
-    return {name: next(a for a in signals if name in a.tables) if name in read else None for name in LINE_TABLES}
-
-
 def _lines_lacking(rules: LineRules | None, carried: Sequence[Collection[str]]) -> list[str]:
     """Return what is wrong where not exactly one input carries a table of lines that a rule reads; `carried`: the tables of each."""
     problems = []
@@ -214,15 +195,9 @@ def _lines_read(rules: LineRules | None) -> list[str]:
 
 
 def _select(
-    documents: pa.Table,
-    rules: list[Rule | SqlRule],
-    languages: pa.Table | None,
-    line_rules: LineRules | None,
-    covered: pa.Table | None,
-    c4: pa.Table | None,
-    named: list[str],
-    *signals: pa.Table,
-) -> dict[str, pa.Table]:
+    documents: pa.Table, rules: list[Rule | SqlRule], languages: pa.Table | None, line_rules: LineRules | None, covered: pa.Table | None,
+    c4: pa.Table | None, named: list[str], *signals: pa.Table,
+) -> dict[str, pa.Table]:  # fmt: skip
     table = documents.select(["id", "source"])
     for name, of in zip(named, signals, strict=True):
         results = _aligned(of, documents["id"], name)
@@ -235,14 +210,10 @@ def _select(
         shorter, tables["removed_lines"] = remove_lines(kept, _lines_that_go(covered, c4, line_rules), line_rules)
         left = pc.or_(pc.not_equal(shorter["text"], ""), pc.equal(kept["text"], ""))
         tables["documents"] = shorter.filter(left)
-        gone = _nothing_left(shorter.filter(pc.invert(left))["id"], dropped.schema)
-        tables["dropped"] = pa.concat_tables([dropped, gone]).sort_by("id")
+        empty = shorter.filter(pc.invert(left))["id"].to_pylist()
+        gone = [{"id": identity, "rule": "lines", "detail": "no line was left"} for identity in empty]
+        tables["dropped"] = pa.concat_tables([dropped, pa.Table.from_pylist(gone, schema=dropped.schema)]).sort_by("id")
     return tables
-
-
-def _nothing_left(ids: pa.ChunkedArray, schema: pa.Schema) -> pa.Table:
-    rows = [{"id": identity, "rule": "lines", "detail": "no line was left"} for identity in ids.to_pylist()]
-    return pa.Table.from_pylist(rows, schema=schema)
 
 
 def _lines_that_go(covered: pa.Table | None, c4: pa.Table | None, rules: LineRules) -> dict[str, dict[int, tuple[str, float]]]:

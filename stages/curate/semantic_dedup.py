@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -60,10 +60,8 @@ def semantic_dedup(documents: Documents, model: Model | None, encoder: External 
     centers = _centers(vectors, common, config, run)
     size = partitions(vectors.rows * (8 * config.dimensions if common is None else 8 * len(common)))
     clustered = run.exchange(_clustered, vectors.filled, common, centers, size, by="place", partitions=size)
-    results = remove(
-        run, documents, _decided, clustered.filled, config, method=method, rule="semantic_duplicate", threshold=config.threshold
-    )
-    run.metric("clusters", max(results, default=0))
+    rule: dict[str, Any] = {"method": method, "rule": "semantic_duplicate", "threshold": config.threshold}
+    run.metric("clusters", max(remove(run, documents, _decided, clustered.filled, config, **rule), default=0))
 
 
 def _words(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:

@@ -38,9 +38,7 @@ def needs(config: TrainClassifierConfig, facts: Facts) -> list[str]:
     named = {source for item in facts.inputs.get("documents", ()) for source in item.sources or ()} - set(config.exempt_sources)
     if facts.inputs.get("labels") or not named or (named & set(config.positive_sources) and named - set(config.positive_sources)):
         return []
-    what = (
-        "no input has such a name" if not named & set(config.positive_sources) else "all inputs have such a name, and others are needed too"
-    )
+    what = "all inputs have such a name, others are needed too" if named & set(config.positive_sources) else "no input has such a name"
     return [
         f"positive_sources={list(config.positive_sources)}: {what} (they are {', '.join(sorted(named))}). "
         "Name the good one, --input wikipedia=URI, or name its source with --set 'train_quality.positive_sources=[NAME]', "
@@ -70,9 +68,8 @@ def train_classifier(documents: Documents, labels: Signals | None, config: Train
         )
     quality = classes == [GOOD, OTHER]
     results = out_of_fold(run, examples, NAME, classes, config, run.folder, GOOD if quality else "")
-    About(
-        config.purpose, tuple(results.labels), config.folds, config.seed, config.max_characters, config.exempt_sources
-    ).write(run.folder)  # fmt: skip
+    about = About(config.purpose, tuple(results.labels), config.folds, config.seed, config.max_characters, config.exempt_sources)
+    about.write(run.folder)
     run.metric("labelled", known.total())
     run.metric("accuracy", int(results.confusion.trace()) / known.total())
     if quality:
@@ -113,10 +110,9 @@ def import_classifier(model: External, config: ImportClassifierConfig, run: Stag
     if not labels or not all(label.startswith("__label__") for label in labels):
         raise PunaError(f"import_classifier: {file} has no classes; give a supervised fastText model")
     shutil.copyfile(file, run.folder / FOLD.format(0))
-    classes = sorted(label.removeprefix("__label__") for label in labels)
-    About(
-        config.purpose, tuple(classes), max_characters=config.max_characters, exempt_sources=config.exempt_sources, split=config.split
-    ).write(run.folder)  # fmt: skip
+    classes = tuple(sorted(label.removeprefix("__label__") for label in labels))
+    about = About(config.purpose, classes, max_characters=config.max_characters, exempt_sources=config.exempt_sources, split=config.split)
+    about.write(run.folder)
     run.metric("classes", len(classes))
 
 

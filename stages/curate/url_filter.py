@@ -49,8 +49,13 @@ class Rules(NamedTuple):
     words: int
 
 
-Verdict = tuple[str, str, float | None, float | None]
-"""The rule that drops an address, what it saw, its value and threshold."""
+class Verdict(NamedTuple):
+    """The rule that drops an address, what it saw, its value and threshold."""
+
+    rule: str
+    detail: str
+    value: float | None = None
+    threshold: float | None = None
 
 
 @stage(kind="documents", filters="documents")
@@ -93,12 +98,8 @@ def _save(folder: Path, places: dict[str, str]) -> tuple[str, str, list[str]]:
 
 def _filter(documents: pa.Table, rules: Rules) -> dict[str, Any]:
     verdicts = judge(documents.column("url").to_pylist(), rules)
-    names = ("rule", "detail", "value", "threshold")
-    dropped: list[dict[str, Any]] = [
-        {"id": identity, **dict(zip(names, results, strict=True))}
-        for identity, results in zip(documents.column("id").to_pylist(), verdicts, strict=True)
-        if results is not None
-    ]
+    ids = documents.column("id").to_pylist()
+    dropped = [{"id": identity, **one._asdict()} for identity, one in zip(ids, verdicts, strict=True) if one is not None]
     return {
         "keep": [verdict is None for verdict in verdicts],
         "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema),
@@ -114,20 +115,19 @@ def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
     out: list[Verdict | None] = []
     for url, address, own, hit in zip(written, addresses, places, listed, strict=True):
         if address is None:
-            out.append(("url_invalid", f"{url}: no absolute address", None, None))
+            out.append(Verdict("url_invalid", f"{url}: no absolute address"))
         elif not address.host or not rules.allowed.isdisjoint(own):
             out.append(None)
         elif hit is not None:
-            out.append((hit[1], f"{url}: {hit[0]} is listed", None, None))
+            out.append(Verdict(hit[1], f"{url}: {hit[0]} is listed"))
         else:
             results = next(((pattern, rule) for pattern, rule in expressions if pattern.search(url)), None)
-            out.append((results[1], f"{url}: matches {results[0].pattern}", None, None) if results else _wordy(url, address, rules))
+            out.append(Verdict(results[1], f"{url}: matches {results[0].pattern}") if results else _wordy(url, address, rules))
     return out
 
 
 def _places(address: urls.Address) -> list[str]:
-    """Return the forms in which a list may name an address: the host and its parent domains, the folders below each, the page with its
-    query."""
+    """Return the names of an address in lists: host and parent domains, folders below each, the page with its query."""
     result = []
     for name in urls.names(address.host):
         result += [name, *_prefixes(name, address.path.lower())]
@@ -158,14 +158,14 @@ def _wordy(url: str, address: urls.Address, rules: Rules) -> Verdict | None:
     results = set(WORD.findall(f"{address.host}{address.path} {address.query}".lower()))
     if not rules.listed.keys().isdisjoint(results):
         word = min(results & rules.listed.keys())
-        return rules.listed[word], f"{url}: the word {word!r} is listed", None, None
+        return Verdict(rules.listed[word], f"{url}: the word {word!r} is listed")
     if rules.words:
         strong, whole, harmless = _vocabulary()
         match = strong.search("".join(WORD.findall(harmless.sub("", address.host))))
         if match and not address.host.endswith((".edu", ".gov")):
-            return "url_adult_words", f"{url}: the host holds {match[0]!r}", None, None
+            return Verdict("url_adult_words", f"{url}: the host holds {match[0]!r}")
         if len(seen := results & whole) >= rules.words:
-            return "url_adult_words", f"{url}: {', '.join(sorted(seen))}", float(len(seen)), float(rules.words)
+            return Verdict("url_adult_words", f"{url}: {', '.join(sorted(seen))}", float(len(seen)), float(rules.words))
     return None
 
 

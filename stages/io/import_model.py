@@ -56,12 +56,10 @@ class ImportModelConfig(StageConfig):
     """Number format and chat template of the imported model."""
 
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = Field(
-        "stored", description="Number format of the weights that are kept; stored: the checkpoint's own, float32 for packed GGUF blocks"
+        "stored", description="Number format of the kept weights; stored: the checkpoint's, float32 for GGUF blocks"
     )
     chat_template: str | None = Field(
-        None,
-        description="Chat template in place of the checkpoint's: a name (llama3, chatml), a Jinja file, or the template's text; "
-        "none: the checkpoint's own",
+        None, description="Chat template instead of the checkpoint's: a name (llama3, chatml), a Jinja file, or its text"
     )
 
     @field_validator("chat_template")
@@ -91,6 +89,7 @@ def import_model(model: External, config: ImportModelConfig, run: StageRun) -> N
     import torch
 
     from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer, save
+    from puna.models.tokens.tokenizer import TemplateError
 
     path = _local(model, run.scratch)
     try:
@@ -98,20 +97,14 @@ def import_model(model: External, config: ImportModelConfig, run: StageRun) -> N
     except CheckpointError as error:
         raise PunaError(f"import_model: {model.uri}: {error}") from error
     if config.chat_template is not None:
-        tokenizer = _with_template(tokenizer, config.chat_template)
+        try:
+            tokenizer = tokenizer.with_template(config.chat_template)
+        except TemplateError as error:
+            raise PunaError(f"import_model.chat_template: {error}") from error
     _check(network, tokenizer, model.uri)
     for name, value in _description(network, tokenizer, path).items():
         run.metric(name, value)
     save(network, run.folder, tokenizer)
-
-
-def _with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
-    from puna.models.tokens.tokenizer import TemplateError
-
-    try:
-        return tokenizer.with_template(source)
-    except TemplateError as error:
-        raise PunaError(f"import_model.chat_template: {error}") from error
 
 
 def _check(network: Transformer, tokenizer: Tokenizer, uri: str) -> None:

@@ -58,7 +58,7 @@ class ImportConfig(SeededConfig):
     columns: dict[str, str] = Field(default_factory=dict, description="Field → its column, if not usual; a.b.0 reaches into structures")
     bad_rows: Literal["drop", "refuse"] = Field("drop", description="A row that cannot be taken goes to `dropped`, or ends the run")
     format: Literal["auto", "json", "parquet", "csv", "tsv", "dataset"] = Field(
-        "auto", description="Format of every file (json: JSON lines or one array); auto goes by each file's name and first bytes"
+        "auto", description="Format of every file (json: lines or an array); auto: by its name and first bytes"
     )
     max_row_bytes: int = Field(16 << 20, ge=1024, le=1 << 30, description="Longest row of JSON or cell of CSV that is read, bytes")
     task: str = Field("", description="Task of the rows that name none; empty: the input's name")
@@ -113,9 +113,7 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
 
 @dataclass
 class Files:
-    """Files of an input: format and split by name, and the names of those without rows.
-
-    Splits are known only of a data set whose files or folders are named by them, one of them `train`."""
+    """Files of an input: format and, if one is named `train`, split by name; and the names of those without rows."""
 
     formats: dict[str, str] = field(default_factory=dict)
     splits: dict[str, str] = field(default_factory=dict)

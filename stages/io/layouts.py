@@ -17,35 +17,26 @@ from puna.storage import PunaError
 
 Fields = Mapping[str, Any]
 
+SINGLE_NAMED = (
+    "instruction", "input", "chosen", "rejected", "label", "edited", "others", "verifier", "split", "task", "level", "margin", "title",
+    "url",
+)  # fmt: skip
 NAMES: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation"),
     "prompt": ("prompt", "question", "query"),
     "completion": ("completion", "response", "answer", "output"),
-    "instruction": ("instruction",),
-    "input": ("input",),
     "output": ("output", "response", "answer", "completion"),
-    "chosen": ("chosen",),
-    "rejected": ("rejected",),
-    "label": ("label",),
     "answers": ("answers", "responses", "completions"),
     "scores": ("scores", "ratings", "ranks"),
-    "edited": ("edited",),
-    "others": ("others",),
     "system": ("system", "system_prompt"),
     "tools": ("tools", "functions"),
     "reference": ("reference", "answer", "solution", "completion", "response", "output"),
-    "verifier": ("verifier",),
-    "split": ("split",),
-    "task": ("task",),
-    "level": ("level",),
-    "margin": ("margin",),
     "chosen_score": ("chosen_score", "score_chosen", "chosen_rating"),
     "rejected_score": ("rejected_score", "score_rejected", "rejected_rating"),
     "text": ("text", "content"),
-    "title": ("title",),
-    "url": ("url",),
     "date": ("date", "timestamp", "fetched_at"),
     "id": (),
+    **{name: (name,) for name in SINGLE_NAMED},
 }
 """Usual names of each field's column, in the order of preference; a field without one has to be mapped."""
 
@@ -92,7 +83,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 UNSUPPORTED: dict[str, dict[str, str]] = {
     "prompts": {
         **dict.fromkeys(("choices", "options", "endings", "mc1_targets", "mc2_targets"), "the answers to choose from"),
-        **dict.fromkeys(("instruction_id_list",), "instructions that a checker tests"),
+        "instruction_id_list": "instructions that a checker tests",
         **dict.fromkeys(("test", "tests", "test_list", "test_cases"), "tests of a program"),
     }
 }
@@ -101,9 +92,7 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Reading plan of an input's rows.
-
-    `why`: reason for the layout. `declared`: the user named the layout, so that numbers may be labels."""
+    """Reading plan of an input's rows. `declared`: the user named the layout, so that numbers may be labels."""
 
     layout: str
     columns: dict[str, str]
@@ -139,7 +128,9 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
         raise PunaError(_unclear(kind, rows, where, layout, fits))
     (one,) = fits
     columns = _columns(one, rows, where, given)
-    found = Plan(one.name, columns, _why(one, columns, layout, given), layout != "auto")
+    needed = [columns[field] for field in one.needed if field in columns]
+    why = f"{one.why}: the rows have {' and '.join(needed)}" + (f"; mapped: {', '.join(sorted(given))}" if given else "")
+    found = Plan(one.name, columns, why if layout == "auto" else "declared", layout != "auto")
     _check_values(found, rows, where)
     _check_meaning(kind, found, rows, where)
     return found
@@ -201,14 +192,6 @@ def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str
         remedy = f"say which, for example --columns prompt={context[0]}"
         raise PunaError(f"{where}: the context may be {' or '.join(context)}; {remedy}")
     return columns
-
-
-def _why(one: Layout, columns: Mapping[str, str], layout: str, given: Mapping[str, str]) -> str:
-    if layout != "auto":
-        return "declared"
-    needed = [columns[field] for field in one.needed if field in columns]
-    mapped = f"; mapped: {', '.join(sorted(given))}" if given else ""
-    return f"{one.why}: the rows have {' and '.join(needed)}{mapped}"
 
 
 def _check_values(found: Plan, rows: Sequence[Fields], where: str) -> None:

@@ -25,10 +25,7 @@ ALONE = "question: "
 class Task(StageConfig):
     """One generator."""
 
-    task: str = Field(
-        min_length=1,
-        description="Name of the generator: Puna's own numbers, letters, sentence, scene and record, or one of reasoning-gym's",
-    )
+    task: str = Field(min_length=1, description="Generator: numbers, letters, sentence, scene, record, or one of reasoning-gym's")
     name: str = Field("", description="What the task is called in tables and reports; empty: as its generator")
     parameters: dict[str, JsonValue] = Field(default_factory=dict, description="The generator's parameters; others keep its defaults")
     gold: bool = Field(True, description="Give its gold answers; false: its questions have only their verifiers")

@@ -122,11 +122,7 @@ def _object(number: int, value: Any) -> Row | Fault:
 
 
 class _Broken(Exception):
-    """A value that is no complete JSON: the rule, and a message."""
-
-    def __init__(self, rule: str, reason: str) -> None:
-        super().__init__(reason)
-        self.rule, self.reason = rule, reason
+    """A value that is no complete JSON; its arguments are the rule and a message."""
 
 
 class _Values:
@@ -241,7 +237,7 @@ def _json(source: io.BufferedReader, max_row_bytes: int) -> Iterator[Row | Fault
                 number -= 1  # the broken record is where the file ends
                 break
             rest = "; the rest of the file is not read" if at_end else f"; {lines} lines are passed over" if lines > 1 else ""
-            yield Fault(number, "", error.rule, error.reason + rest)
+            yield Fault(number, "", error.args[0], error.args[1] + rest)
     if values.damage:
         yield Fault(number + 1, "", "truncated_file", f"the file cannot be read on from here: {values.damage}")
     elif inside and whole:

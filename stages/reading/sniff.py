@@ -82,7 +82,7 @@ def fields_of(rows: list[dict[str, Any]], where: str) -> Found:
     known = [name for usual in HTML for name in html if name.lower() == usual]
     known += [name for usual in TEXT for name in texts if name.lower().rpartition(".")[2] == usual]
     least = {name: HTML_CHARACTERS if name in html else TEXT_CHARACTERS for name in texts}
-    others = (name for name in texts if mean[name] >= least[name] and not _is_address(texts[name]))
+    others = (name for name in texts if mean[name] >= least[name] and not all("://" in _head(text)[:12] for text in texts[name]))
     known += sorted(others, key=lambda name: -mean[name])
     if not known:
         raise PunaError(
@@ -96,10 +96,6 @@ def fields_of(rows: list[dict[str, Any]], where: str) -> Found:
 def _head(value: str | bytes) -> str:
     head = value[:4000]
     return head.decode("utf-8", errors="replace") if isinstance(head, bytes) else head
-
-
-def _is_address(values: list[str | bytes]) -> bool:
-    return all("://" in _head(value)[:12] for value in values)
 
 
 def flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from datetime import datetime
 from functools import lru_cache
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
@@ -12,11 +11,10 @@ from urllib.parse import urlsplit
 from fastwarc.warc import WarcRecord
 
 from puna.stages.reading.bodies import decoded
-from puna.stages.reading.dates import microseconds
+from puna.stages.reading.dates import moment
 from puna.stages.reading.pages import Page, Rejected
 from puna.stages.reading.warc_frames import MAX_HEADER_BYTES, frames
 
-NANOSECONDS = re.compile(r"(\.\d{6})\d+")
 STATUS = re.compile(r"(?:HTTP/\d(?:\.\d)?|ICY) +(\d{3})(?!\d)", re.IGNORECASE)
 HEADER_END = re.compile(rb"\r?\n\r?\n")
 HEADER_LINE = re.compile(r"\r?\n(?![ \t])")  # a line that begins with a blank goes on with the one before
@@ -51,7 +49,8 @@ def _page(record: Any, where: str, said: str, limit: int) -> Page | Rejected:
     said = f"{said}: {kind or 'no type'} {url}".rstrip()
     if kind not in ("response", "resource", "conversion"):
         return Rejected("not_a_response", where, said)
-    fetched = _date(record.headers.get("WARC-Date"))
+    date = (record.headers.get("WARC-Date") or "").strip()  # W3C's profile of ISO 8601, up to nanoseconds
+    fetched = moment(date) if date else None
     if fetched is None or not url:
         return Rejected("malformed_record", where, f"{said}: no usable {'WARC-Target-URI' if not url else 'WARC-Date'}")
     if (why := _no_page(url)) is not None:
@@ -115,14 +114,3 @@ def media_type(header: str) -> tuple[str, str | None]:
         if key.strip().lower() == "charset":
             charset = value.strip().strip("\"'").lower() or None
     return media.strip().lower(), charset
-
-
-def _date(text: str | None) -> int | None:
-    """Return WARC-Date (W3C profile of ISO 8601, up to nanoseconds) in microseconds since 1970, or None."""
-    if not text:
-        return None
-    text = NANOSECONDS.sub(r"\1", text.strip())
-    try:
-        return microseconds(datetime.fromisoformat(text))
-    except ValueError:
-        return None

@@ -128,9 +128,7 @@ def prepare(
 def out_of_fold(
     run: StageRun, examples: Examples, name: str, classes: list[str], config: ClassifierConfig, folder: Path, positive: str = ""
 ) -> Scores:
-    """Train the classifier `name` on the documents that have one of the `classes`, keep the model of each fold in `folder`, and
-    score these documents.
-    """
+    """Train the classifier `name` on the documents of `classes`, keep the model of each fold in `folder`, and score the documents."""
     folder.mkdir(exist_ok=True)
     counts = {label: examples.counts[name][label] for label in classes}
     jobs = []
@@ -235,8 +233,8 @@ def _prepare(
             "fold": folds(ids, config.seed, config.folds),
             "draw": uniform(ids, config.seed, "training"),
         }
-        _keep(pa.table(examples | {"line": lines} | columns), file)
-    results = _read(str(file))
+        write_table(pa.table(examples | {"line": lines} | columns), file)
+    results = read_table(file)
     names = [name for name in results.column_names if name not in ("id", "fold", "draw", "line")]
     counts: Counter[tuple[str, str, int]] = Counter()
     for name in names:
@@ -246,8 +244,7 @@ def _prepare(
 
 
 def _train(job: _Job, files: list[str], config: ClassifierConfig) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Train and write one model; return its scores of the labelled documents of its fold: `confusion`, and the places and values in
-    `counted` that are not 0."""
+    """Train and write one model; return the scores of its fold: `confusion`, and places and values of `counted` that are not 0."""
     lines, places = _training_lines(job, files)
     c, labels = config, [label_of(name) for name in job.classes]
     settings = Settings(c.learning_rate, c.epochs, c.word_ngrams, c.dimension, c.min_count, c.buckets, c.seed)
@@ -267,23 +264,24 @@ def _train(job: _Job, files: list[str], config: ClassifierConfig) -> tuple[NDArr
     return confusion, *np.unique(np.concatenate(scores), return_counts=True)
 
 
-def _keep(examples: pa.Table, file: Path) -> None:
-    """Write examples so that they are there whole or not at all; as they are in memory, since every fold reads some columns of them."""
+def write_table(table: pa.Table, file: Path) -> None:
+    """Write a table as it is in memory, whole or not at all, so that `read_table` can map some of its columns."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, examples.schema) as writer:
-        writer.write_table(examples)
+    with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
     os.replace(temporary, file)
 
 
-def _read(file: str) -> pa.Table:
-    with pa.memory_map(file) as source:
+def read_table(file: str | Path) -> pa.Table:
+    """Return the table of a file that `write_table` wrote, mapped into memory."""
+    with pa.memory_map(str(file)) as source:
         return pa.ipc.open_file(source).read_all()
 
 
 def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool, chosen: pa.Array | None = None) -> Iterator[pa.Table]:
     """Yield the labelled documents of the job's fold (`inside`), or of the others, file by file; `chosen`: those with these ids alone."""
     for file in files:
-        table = _read(file).select(["fold", job.name, *columns])
+        table = read_table(file).select(["fold", job.name, *columns])
         here = pc.equal(table["fold"], job.fold)
         wanted = pc.and_(here if inside else pc.invert(here), pc.is_in(table[job.name], pa.array(job.classes)))
         yield table.filter(wanted if chosen is None else pc.and_(wanted, pc.is_in(table["id"], chosen)))

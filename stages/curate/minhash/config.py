@@ -25,9 +25,7 @@ class SignatureConfig(StageConfig):
     """Device on which signatures are computed. They do not depend on it: it is no part of the identity."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto",
-        description="Where signatures are computed, bit by bit the same: on a GPU, the CPU, or a GPU where there is one (auto)",
-        json_schema_extra=NO_RESULT,
+        "auto", description="Where signatures are computed, with equal results; auto: a GPU if there is one", json_schema_extra=NO_RESULT
     )
 
     def chosen_device(self) -> Device:
@@ -48,29 +46,26 @@ class MinhashDedupConfig(SignatureConfig):
     rows: int = Field(6, ge=1, le=64, description="Signature values per band")
     seed: int = Field(1, ge=0, le=2**32 - 1, description="Seed of the permutations, as in datasketch")
     scheme: Literal["affine32", "affine64", "legacy", "mersenne"] = Field(
-        "affine32", description="Permutations: affine32 and affine64 of datasketch 2, legacy of datasketch 1, mersenne of datatrove"
+        "affine32", description="Permutations of datasketch 2 (affine32, affine64), datasketch 1 (legacy) or datatrove (mersenne)"
     )
     hash: Literal["xxh64", "sha1"] = Field("xxh64", description="Hash of a shingle before permutation; sha1 as in datasketch, much slower")
     engine: Literal["puna", "datasketch"] = Field(
-        "puna", description="Who computes signatures: Puna's loops, or datasketch's MinHash, a document at a time, with equal results"
+        "puna", description="Signatures by Puna's loops or datasketch's MinHash, with equal results"
     )
     verify: bool = Field(
-        True,
-        description="Compare candidates exactly. Without it every chain of candidates shrinks to one document, as in other toolkits; "
-        "the recorded similarity is then the signatures' estimate",
+        True, description="Compare candidates exactly; else each chain shrinks to one document, with the signatures' estimated similarity"
     )
     similarity: Literal["jaccard", "containment"] = Field(
-        "jaccard", description="Verified similarity: shared shingles by those of either document, or by those of the removed one"
+        "jaccard", description="Shared shingles by those of either document, or of the removed one"
     )
     threshold: float = Field(0.8, gt=0, le=1, description="Candidates below this verified similarity are kept, fraction")
     max_new_words: int = Field(50, ge=0, description="A document with a longer passage that its survivor lacks is kept (templates), words")
     max_new_fraction: float = Field(0.05, ge=0, le=1, description="The same bound as a fraction of the document's words; the larger counts")
     survivor: Literal["longest", "latest", "best_score"] = Field(
-        "longest", description="Which of several near-duplicates is kept; best_score takes the signal `score` of the given signals"
+        "longest", description="Which near-duplicate is kept; best_score: by the signal `score`"
     )
     score: str = Field("quality", description="Signal that ranks documents for survivor: best_score, higher is better; missing is worst")
     prefer_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents survive others, as a file before a page")
-
     keep_index: bool = Field(False, description="Store signatures and normal texts, about as large as the documents, for `minhash_update`")
 
     @model_validator(mode="after")

@@ -45,8 +45,7 @@ class Found(NamedTuple):
 def preference(
     config: MinhashDedupConfig, rank: I64, words: I64, fetched: I64, preferred: NDArray[np.bool_], score: NDArray[np.float64] | None
 ) -> tuple[NDArray[Any], ...]:
-    """Sort keys of documents for lexsort, the last one first: which of several near-duplicates survives. `rank` by id decides
-    between documents that are alike in all else."""
+    """Return lexsort's keys, the last one first, for which near-duplicate survives; `rank` by id decides between equals."""
     if config.survivor == "latest":
         return rank, -words, -fetched, ~preferred
     if score is not None:
@@ -55,8 +54,7 @@ def preference(
 
 
 def together(component: I64, *order: NDArray[Any]) -> tuple[I64, I64]:
-    """Return the documents that share their component with another one, by component and then by `order` (as for lexsort), and the
-    bounds of the components among them."""
+    """Return documents that share their component, by component and then by `order` (as for lexsort), and the bounds of components."""
     members = np.flatnonzero(np.bincount(component, minlength=len(component))[component] > 1)
     members = members[np.lexsort((*(key[members] for key in order), component[members]))]
     return members, _bounds(component[members])

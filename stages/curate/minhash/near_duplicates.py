@@ -320,8 +320,7 @@ def _same_order(first: Any, own: Any, second: Any, other: Any, criteria: Any) ->
 
 @njit(cache=True, nogil=True)
 def _repetitive(sequence: Any, own: Any, width: Any, share: Any) -> Any:
-    """True if fewer than `share` of the shingles are distinct, and longer ones are far more varied: a few words in any order. (A text
-    that repeats its own passages has hardly more distinct long shingles than short ones.)"""
+    """True if fewer than `share` of the shingles are distinct, and longer ones are far more varied: a few words in any order."""
     if own >= share * len(sequence) or len(sequence) <= width:
         return False
     return len(distinct(_widened(sequence, width))) > GROWTH * own

@@ -16,8 +16,6 @@ from puna.stages.curate.minhash.config import MinhashDedupConfig
 from puna.storage import Artifact, Part
 
 if TYPE_CHECKING:
-    from datasketch import MinHash
-
     from puna.kernels.minhash import Device
     from puna.kernels.text.hashing import I64, U64
     from puna.kernels.text.normal_words import Words
@@ -36,12 +34,10 @@ class Shingles(NamedTuple):
 
 def shingled(texts: pa.ChunkedArray, config: MinhashDedupConfig) -> Shingles:
     """Return the shingles of a column of texts."""
+    from puna.kernels.text.shingles import normal
     from puna.kernels.text.strings import buffers
 
-    data, offsets = buffers(texts)
-    from puna.kernels.text.shingles import normal
-
-    return of_words(normal(data, offsets), config)
+    return of_words(normal(*buffers(texts)), config)
 
 
 def of_words(words: Words, config: MinhashDedupConfig) -> Shingles:
@@ -78,20 +74,16 @@ def signed(found: Shingles, config: MinhashDedupConfig, device: Device = "cpu") 
 
 def _datasketch_signatures(values: U64, offsets: I64, config: MinhashDedupConfig) -> NDArray[Any]:
     """Return the signatures [D, P] of documents by the values of their shingles, one `MinHash` each: those of `puna.kernels.minhash`."""
-    rows = [_minhash(config, values[a:b].tolist()).hashvalues for a, b in pairwise(offsets)]
-    kind = np.uint32 if config.scheme == "affine32" else np.uint64
-    return np.array(rows, kind).reshape(len(rows), config.bands * config.rows)
-
-
-def _minhash(config: MinhashDedupConfig, values: list[int]) -> MinHash:
     from datasketch import MinHash
 
-    mask = (1 << 64) - 1 if config.scheme == "affine64" else (1 << 32) - 1
-    size = config.bands * config.rows
-    result = MinHash(size, config.seed, hashfunc=lambda value: value & mask, scheme=config.scheme)
-    if values:
-        result.update_batch(values)
-    return result
+    size, mask = config.bands * config.rows, (1 << 64) - 1 if config.scheme == "affine64" else (1 << 32) - 1
+    rows = []
+    for start, stop in pairwise(offsets):
+        one = MinHash(size, config.seed, hashfunc=lambda value: value & mask, scheme=config.scheme)
+        if stop > start:
+            one.update_batch(values[start:stop].tolist())
+        rows.append(one.hashvalues)
+    return np.array(rows, np.uint32 if config.scheme == "affine32" else np.uint64).reshape(len(rows), size)
 
 
 FACTS = np.dtype(

@@ -194,14 +194,12 @@ def decide(table: pa.Table, rules: Sequence[Rule | SqlRule], languages: pa.Table
         rule, at = rules[index], np.flatnonzero(first == index)
         columns = rule.columns if isinstance(rule, SqlRule) else (rule.drop.signal,)
         rows = table.select(["id", *columns]).take(pa.array(at))
-        results.append(_by_condition(rule, rows) if isinstance(rule, SqlRule) else _by_threshold(rule, rows, factors, at))
+        if isinstance(rule, SqlRule):
+            results.append(pa.Table.from_pylist([sql_row(rule, row.pop("id"), row) for row in rows.to_pylist()], schema=DROPPED))
+        else:
+            results.append(_by_threshold(rule, rows, factors, at))
         places.append(at)
     return pa.concat_tables(results).take(pa.array(np.argsort(np.concatenate(places))))
-
-
-def _by_condition(rule: SqlRule, rows: pa.Table) -> pa.Table:
-    dropped = [sql_row(rule, row["id"], {name: row[name] for name in rule.columns}) for row in rows.to_pylist()]
-    return pa.Table.from_pylist(dropped, schema=DROPPED)
 
 
 def _by_threshold(rule: Rule, rows: pa.Table, factors: Factors, at: NDArray[np.int64]) -> pa.Table:

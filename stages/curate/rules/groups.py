@@ -156,30 +156,18 @@ class GopherQualityRules(WebRules):
     max_bullet_lines: Share = above("bullet_line_fraction", 0.9, "Maximum share of lines that start with a bullet")
     max_ellipsis_lines: Share = above("ellipsis_line_fraction", 0.3, "Maximum share of lines that end with an ellipsis")
     min_alphabetic_words: Share = below("alphabetic_word_fraction", 0.8, "Minimum share of words with a letter; punctuation is no word")
-    min_stop_words: Count = below(
-        "stop_words",
-        2,
-        "Minimum number of distinct stop words of the document's language, or of any one where it is not known",
-        missing="keep",
-    )
+    min_stop_words: Count = below("stop_words", 2, "Minimum number of distinct stop words of the language, or of any", missing="keep")
     # Not Gopher's.
     max_misread: Share = above("misread_fraction", 0.005, "Maximum share of characters that are UTF-8 read as cp1252, such as Ã© for é")
     # Words put together at random have few of them; measured with a language's own list alone.
-    min_stop_word_fraction: Share = below(
-        "stop_word_fraction",
-        0.1,
-        "Minimum share of words that are stop words of the document's language; each language has its own factor",
-        missing="keep",
-    )
+    min_stop_word_fraction: Share = below("stop_word_fraction", 0.1, "Minimum share of the language's stop words", missing="keep")
     min_english_stop_words: Count = below("english_stop_words", None, "Minimum number of distinct English stop words; Gopher: 2")
 
 
 class C4Rules(WebRules):
     """C4's rules (Raffel et al. 2020) without its terminal punctuation rule, as FineWeb uses them."""
 
-    max_curly_bracket_lines: Count = above(
-        "c4_open_curly_bracket_lines", None, "Maximum number of lines with '{'; C4: 0, which also drops pages that show code or mathematics"
-    )
+    max_curly_bracket_lines: Count = above("c4_open_curly_bracket_lines", None, "Maximum number of lines with '{'; C4: 0, no code")
     max_lorem_ipsum_lines: Count = above("c4_open_lorem_ipsum_lines", 0, "Maximum number of lines with 'lorem ipsum'")
     max_terminated_curly_bracket_lines: Count = above("c4_curly_bracket_lines", None, "Maximum number of terminated lines with '{'; C4: 0")
     max_terminated_lorem_ipsum_lines: Count = above("c4_lorem_ipsum_lines", None, "Maximum of terminated lines with lorem ipsum; C4: 0")
@@ -196,9 +184,7 @@ class FineWebRules(WebRules):
     # Not measured for scripts written without spaces.
     max_short_lines: Share = above("short_line_fraction", 0.67, "Maximum share of lines of at most 30 characters", "keep")
     max_repeated_line_characters: Share = above(
-        "repeated_line_character_fraction",
-        0.1,
-        "Maximum share of characters in lines seen earlier; FineWeb's paper: 0.1, its code and datatrove: 0.01",
+        "repeated_line_character_fraction", 0.1, "Maximum share of characters in lines seen earlier; datatrove: 0.01"
     )
     max_newline_ratio: Ratio = above("newline_ratio", 0.3, "Maximum number of newlines per word")
 
@@ -267,11 +253,7 @@ class CodeReasoningRules(WebRules):
     spared_by: tuple[Prose, ...] = Field(get_args(Prose), description="Groups of rules that do not judge these pages")
     min_words: Count = below("words", 50, "Minimum number of words of such a page")
     min_alphabetic_words: Share = below("alphabetic_word_fraction", 0.5, "Minimum share of words with a letter; operators are words too")
-    max_repeated_line_characters: Share = above(
-        "repeated_line_character_fraction",
-        0.3,
-        "Maximum share of characters in lines seen earlier: programs repeat some, generated listings most",
-    )
+    max_repeated_line_characters: Share = above("repeated_line_character_fraction", 0.3, "Maximum share of characters in repeated lines")
 
     @property
     def kinds(self) -> tuple[DocumentKind, ...]:
@@ -281,9 +263,7 @@ class CodeReasoningRules(WebRules):
 
 
 class QualityRules(WebRules):
-    """The quality of documents that the stage `quality` scored; those that it knows nothing about stay. `exempt_sources` should
-    name the sources that a classifier learned as good ones: of them it has nothing to say.
-    """
+    """Rules on the quality of documents. `exempt_sources` should name the sources that a classifier learned as good ones."""
 
     min_quality: Share = below("quality", None, "Minimum probability of good quality", "keep")
     min_rank: Share = below("quality_rank", 0.1, "Minimum rank of the quality: 0.1 drops the worst tenth", "keep")
@@ -297,12 +277,10 @@ class DomainRules(RuleGroup):
 
 
 class LineRules(StageConfig):
-    """Lines of kept documents that go: those that only repeat what the document said before, such as logs (Llama 3, section
-    3.1.1), and those that C4 takes out (Raffel et al. 2020): every line is judged, blank ones too.
-    """
+    """Lines of kept documents that go: repetitions (Llama 3, section 3.1.1), and those that C4 removes (Raffel et al. 2020)."""
 
     max_ngram_coverage: Annotated[float, Field(ge=0.5, le=1)] | None = Field(
-        0.9, description="Maximum fraction of a line's words inside n-grams seen earlier in the document; null: any"
+        0.9, description="Maximum fraction of a line's words in n-grams seen earlier; null: any"
     )
     min_words: int = Field(10, ge=1, description="Shorter lines are not judged by their n-grams, words")
     final_punctuation: bool = Field(False, description="Whether lines go that end in none of . ? ! and the double quote; C4: true")

@@ -323,8 +323,7 @@ def listed_phrases() -> Phrases:
 
 @njit(cache=True)
 def notice_numbers(words: U64, of_line: I32, listed: Phrases) -> tuple[float, float]:
-    """Return `legal_phrase_ratio` and `notice_ratio` of a text whose non-symbol words and their lines are given: phrases run across
-    signs and lines."""
+    """Return `legal_phrase_ratio` and `notice_ratio` from the non-symbol words and their lines; phrases run across lines."""
     count = len(words)
     seen = np.zeros(len(listed.keys), np.bool_)
     different, spoken, legal, legal_to, noticed_to = 0, 0, 0, 0, 0

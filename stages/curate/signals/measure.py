@@ -53,13 +53,6 @@ RECORD = np.dtype([(name, np.float64) for name, made in SIGNALS.items() if made.
 NAMES: tuple[str, ...] = RECORD.names or ()
 
 
-class Dirty(NamedTuple):
-    """Dirty words: `keys` a table of their folded hashes, `bits` the same as `bits_of`."""
-
-    keys: U64
-    bits: U64
-
-
 class Vocabulary(NamedTuple):
     """Tables that texts are measured with.
 
@@ -73,7 +66,8 @@ class Vocabulary(NamedTuple):
     breaks: NDArray[np.int8]
     stop_keys: U64
     stop_languages: U64
-    dirty: Dirty
+    dirty_keys: U64
+    dirty_bits: U64
     phrases: Phrases
 
 
@@ -89,9 +83,8 @@ def vocabulary() -> Vocabulary:
     for value, languages in bits.items():
         stop_languages[place(stop_keys, np.uint64(mix(np.uint64(value))))] = languages
     folded = folded_hashes([word for words in entries("dirty_words.txt") for word in words]).tolist()
-    dirty = Dirty(table_of(folded), bits_of(folded))
     flags, lower = tables()
-    return Vocabulary(flags, lower, weights(), stop_keys, stop_languages, dirty, listed_phrases())
+    return Vocabulary(flags, lower, weights(), stop_keys, stop_languages, table_of(folded), bits_of(folded), listed_phrases())
 
 
 class Space(NamedTuple):
@@ -236,7 +229,7 @@ def _measure(
         kept = plain_words(codes, start, room.folded, room.flags, room.plain)
         ngram_coverage(room.plain, kept, coverage_n, room.keys, room.slots, of_line, covered)
         one.ngram_coverage = covered.sum() / max(plain, 1)
-        results, dirty = _count_bins(room, room.plain.folded[:kept], about.dirty, bins[bin_offsets[d] :], counts[bin_offsets[d] :])
+        results, dirty = _count_bins(room, room.plain.folded[:kept], about, bins[bin_offsets[d] :], counts[bin_offsets[d] :])
         one.dirty_words, one.dirty_word_ratio = dirty, dirty / max(plain, 1)
         one.legal_phrase_ratio, one.notice_ratio = notice_numbers(room.plain.folded[:kept], room.plain.line[:kept], about.phrases)
         bin_offsets[d + 1] = bin_offsets[d] + results
@@ -284,16 +277,16 @@ def _own_stop_words(own: OwnWords, salt: np.uint64, folded: U64, space: U64) -> 
 
 
 @njit(cache=True, borrows=True)
-def _count_bins(room: Space, words: U64, dirty: Dirty, bins: U32, counts: U32) -> tuple[int, int]:
+def _count_bins(room: Space, words: U64, about: Vocabulary, bins: U32, counts: U32) -> tuple[int, int]:
     """Write the bins of the non-symbol words, given as folded hashes, in the order in which they first occur, and how often each does.
 
-    Returns how many bins, and how many of the words are in `dirty`.
+    Returns how many bins, and how many of the words are dirty.
     """
     slots, results, bad = room.slots, 0, 0
     mask = (1 << emptied(slots, len(words))) - 1
     for folded in words:
-        if perhaps(dirty.bits, folded):
-            bad += contains(dirty.keys, folded)
+        if perhaps(about.dirty_bits, folded):
+            bad += contains(about.dirty_keys, folded)
         bin = np.uint32(folded >> np.uint64(64 - BINS_BITS))
         at = np.int64(bin) & mask
         while slots[at] != 0 and bins[slots[at] - 1] != bin:

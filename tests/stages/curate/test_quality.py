@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from puna.stages.contract import execute
-from puna.stages.curate.classifiers.classifier import GOLDEN, _Job, _keep, _quota, _training_lines, auc, calibration, counted
+from puna.stages.curate.classifiers.classifier import GOLDEN, _Job, _quota, _training_lines, auc, calibration, counted, write_table
 from puna.stages.curate.classifiers.trained import trained
 from puna.stages.curate.quality import QualityConfig, quality, ranks_within
 from puna.stages.curate.train_classifier import TrainClassifierConfig, train_classifier
@@ -71,7 +71,7 @@ def test_what_is_trained_on_is_drawn_by_ids_from_all_files(tmp_path, seed):
     files = []
     for at in range(0, 60, 7):
         columns = zip(("id", "fold", "draw", "line", "class"), zip(*rows[at : at + 7], strict=True), strict=True)
-        _keep(pa.table({name: list(values) for name, values in columns}), tmp_path / f"{at}.arrow")
+        write_table(pa.table({name: list(values) for name, values in columns}), tmp_path / f"{at}.arrow")
         files.append(str(tmp_path / f"{at}.arrow"))
     job = _Job(1, "class", ("a", "b"), {"a": (5, 1), "b": (3, 2)}, "", "", "")
     lines, classes = _training_lines(job, files)

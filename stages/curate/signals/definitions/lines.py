@@ -18,8 +18,7 @@ POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "us
 
 
 def sentences(line: str) -> int:
-    """Return sentences as spaCy's sentencizer counts them: a new one begins with a word after a full stop, or its like, that is no
-    punctuation; white space other than one blank is a word."""
+    """Return sentences as spaCy's sentencizer counts them. A sentence begins with a word, not punctuation, after a full stop."""
     if not line:
         return 0
     words = split_codes(code_points(line))
