@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from puna.storage import PunaError
 
 Level = Literal["significantly_better", "better", "slightly_better", "marginally_better"]
-LEVELS: tuple[Level, ...] = ("significantly_better", "better", "slightly_better", "marginally_better")
-"""How much better the better answer of a pair is, the clearest first."""
+LEVELS: tuple[Level, ...] = ("significantly_better", "better", "slightly_better", "marginally_better")  # the clearest first
 
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
 
-Message = dict[str, Any]
-"""One turn."""
+Message = dict[str, Any]  # one turn
 
 
 class BadRow(PunaError):

@@ -16,8 +16,7 @@ from puna.stages.contract import External, ExternalFile, StageConfig, StageRun, 
 from puna.stages.reading.files import COMPRESSED, unpacked
 from puna.storage import PunaError
 
-KINDS = {"domains": "domain", "urls": "url", "words": "word", "expressions": "expression"}
-"""Names of files in a folder of the UT1 kind, and what their lines are."""
+KINDS = {"domains": "domain", "urls": "url", "words": "word", "expressions": "expression"}  # files of a UT1 folder, and their lines
 SIMPLE = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z]{2,24}")
 HOSTS = frozenset(("0.0.0.0", "127.0.0.1", "::", "::1"))
 WORD = re.compile(r"[a-z]+")

@@ -19,10 +19,7 @@ declare_signal("code_line_fraction", float, "fraction of lines", "lines, in the 
 declare_signal("formulas", int, "marks", "commands of TeX and characters of formulas in the characters read", optional=True)
 declare_signal("reasoning_words", int, "distinct words", "words of deduction and calculation in the characters read", optional=True)
 declare_signal("code_score", float, "probability", "probability of a page with code, by a model that did not see it", optional=True)
-declare_signal(
-    "reasoning_score", float, "probability", "probability that it reasons in mathematics or science, by a model that did not see it",
-    optional=True,
-)  # fmt: skip
+declare_signal("reasoning_score", float, "probability", "probability of reasoning, by a model that did not see it", optional=True)
 KINDS = ("code", "reasoning")
 OTHER = "other"
 JUDGEMENT = "{}_judgement"
@@ -116,7 +113,6 @@ def _score(documents: pa.Table, classifier: Artifact) -> pa.Table:
 
 
 def _labels(documents: pa.Table, graded: dict[str, Artifact] | None, config: TrainCodeReasoningConfig) -> Labels:
-    """Return for each kind the documents of it: by their grades, or by the counts of the text."""
     results: dict[str, list[bool | None]] = {}
     if graded is None:
         counts = measured(documents["text"], config.max_characters)

@@ -101,7 +101,6 @@ def decontaminate(
 
 
 def _report(held: dict[str, tuple[int, dict[str, Any]]], prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row per prompt that is a document's best match: the prompt, the first document's words, the number of documents."""
     questions = {f"{row['task']} prompt {row['id']}": shown(messages_of(row)) for row in prompts}
     return [
         {
@@ -126,7 +125,6 @@ def prompts_of_splits(prompts: Artifact, splits: Sequence[str]) -> list[dict[str
 
 
 def _as_prompts(texts: Artifact) -> list[dict[str, Any]]:
-    """Return documents as prompts without a reference; their task is their source."""
     rows = texts.read(columns=["id", "source", "text"]).to_pylist()
     return [{"id": row["id"], "task": row["source"], "messages": asking(row["text"]), "reference": None} for row in rows]
 
@@ -156,7 +154,6 @@ def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tupl
 
 
 def _fuzzy(rows: list[dict[str, Any]], config: DecontaminateConfig) -> FuzzyIndex:
-    """Return the fuzzy index of the same prompts in the same order as `build_index`."""
     ordered = sorted(rows, key=lambda row: (row["task"], row["id"]))
     texts = [text_of(messages_of(row)) for row in ordered]
     return build_fuzzy(texts, config.fuzzy_n, config.fuzzy_step, config.fuzzy_misses, config.fuzzy_min_words)

@@ -94,7 +94,6 @@ def seed_counts(texts: pa.Array | pa.ChunkedArray, characters: int) -> NDArray[n
 
 
 def seed_label(counts: NDArray[np.int64], min_seeds: int, max_second: float) -> str | None:
-    """Return the type that the seed words give with confidence, or None."""
     order = np.argsort(-counts, kind="stable")
     best, second = int(counts[order[0]]), int(counts[order[1]])
     return seed_words()[0][order[0]] if best >= min_seeds and second <= max_second * best else None

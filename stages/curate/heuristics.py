@@ -204,7 +204,6 @@ def _quantiles(name: str, scratch: str) -> dict[float, float]:
 
 
 def _own_words(language: Artifact, ids: pa.ChunkedArray) -> OwnWords | None:
-    """Return the stop words of each document's language; None for signals that have no table of languages."""
     if "languages" not in language.tables:
         return None
     rows = language.read("languages").to_pylist()
@@ -231,7 +230,6 @@ def _table(ids: pa.ChunkedArray, languages: list[str], found: Measurements) -> p
 
 
 def _with_c4_lines(table: pa.Table, texts: pa.ChunkedArray) -> pa.Table:
-    """Return `table` with lists of what C4's rules ask of each line: how it ends, and its words between white space."""
     lines = [text.split("\n") for text in texts.to_pylist()]
     ends = [[line.rstrip().endswith(FINAL_PUNCTUATION) for line in own] for own in lines]
     words = [[len(line.split()) for line in own] for own in lines]

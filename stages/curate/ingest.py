@@ -30,17 +30,12 @@ from puna.storage.exchange import partitions
 from puna.storage.schemas import table_schema
 from puna.storage.shards import count
 
-CHUNK_BYTES = 8 << 20
-"""Bodies that are held as objects: what is freed of them is taken for the next ones."""
-BATCH_BYTES = 8 << 20
-"""Files are read together up to this size."""
-PACKED = 4
-"""How much larger pages are than the archives that hold them, about."""
+CHUNK_BYTES = 8 << 20  # bytes of bodies that are held as objects at one time
+BATCH_BYTES = 8 << 20  # files are read together up to this size
+PACKED = 4  # size of pages by that of the archives that hold them, about
 HUB_BYTES = 1 << 30
-ROW_BYTES = 6
-"""Bytes of JSON that one byte of a page takes at most, about: it may be written as \\u0000."""
-ENDINGS_SHOWN = 5
-"""Endings of files without a page that a message names."""
+ROW_BYTES = 6  # bytes of JSON that one byte of a page takes at most, about: it may be written as \u0000
+ENDINGS_SHOWN = 5  # endings of files without a page that a message names
 RECORD = pa.schema(
     [
         ("id", pa.string()), *[f for f in table_schema("pages").schema if f.name != "id"],

@@ -84,20 +84,6 @@ def built_in(signal: Grade, kind: Kind) -> str:
     return f"{start}\n\n{page}\n\nReply with the number of points alone, one digit from 0 to {len(points)}."
 
 
-def check_prompt(prompt: str) -> str:
-    """Return `prompt`; ValueError unless it has one place for the page."""
-    if (times := prompt.count(TEXT)) != 1:
-        raise ValueError(f"a prompt has the mark {TEXT} once, where the page goes; this one has it {times} times")
-    return prompt
-
-
-def answers_of(kind: Kind, top: int) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """Return the answers to a kind of question and their grades: 0 to `top` points, or No (0) and Yes (1)."""
-    if kind == "yes_no":
-        return ("No", "Yes"), (0.0, 1.0)
-    return tuple(map(str, range(top + 1))), tuple(map(float, range(top + 1)))
-
-
 MARK = "\ufdd0"  # stands for the page in a rendered dialogue; no text is meant to hold this code point
 TOKEN_CHARACTERS = 16  # a page is cut to so many characters per token before it is encoded
 
@@ -140,7 +126,6 @@ class Grader:
 
 
 def _framed(tokenizer: Tokenizer, question: Question) -> tuple[str, str]:
-    """Return the text before and after the page, up to where one of the answers follows after a space."""
     prompt = question.prompt.replace(TEXT, MARK)
     if not question.chat:
         whole = f"{prompt}\n{question.start}"
@@ -191,7 +176,9 @@ class JudgeConfig(SeededConfig):
     @field_validator("prompt")
     @classmethod
     def _place_for_the_page(cls, prompt: str | None) -> str | None:
-        return None if prompt is None else check_prompt(prompt)
+        if prompt is not None and (times := prompt.count(TEXT)) != 1:
+            raise ValueError(f"a prompt has the mark {TEXT} once, where the page goes; this one has it {times} times")
+        return prompt
 
     @model_validator(mode="after")
     def _points_of_the_prompt(self) -> JudgeConfig:
@@ -200,8 +187,9 @@ class JudgeConfig(SeededConfig):
         return self
 
     def asked(self) -> Question:
-        answers, values = answers_of(self.question, self.max_grade)
-        return Question(self.prompt or built_in(self.signal, self.question), answers, values, self.answer_start, self.chat)
+        answers = ("No", "Yes") if self.question == "yes_no" else tuple(map(str, range(self.max_grade + 1)))
+        prompt, values = self.prompt or built_in(self.signal, self.question), tuple(map(float, range(len(answers))))
+        return Question(prompt, answers, values, self.answer_start, self.chat)
 
 
 @stage(kind="signals")

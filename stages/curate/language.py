@@ -43,7 +43,6 @@ class LanguageConfig(StageConfig):
     @field_validator("rows", mode="before")
     @classmethod
     def _of_file(cls, given: Any) -> Any:
-        """Return the rows of a file that is named: what counts is what they say."""
         return read_rows(given) if isinstance(given, str) else given
 
 

@@ -22,8 +22,7 @@ from puna.storage.exchange import Partition, partitions
 from puna.storage.schemas import table_schema
 
 JOB_ROWS = 1 << 17
-CHARACTERS_PER_BYTE = 2
-"""A line has about forty characters, and its hash and place take twenty bytes."""
+CHARACTERS_PER_BYTE = 2  # A line has about forty characters, and its hash and place take twenty bytes
 MOST_SHOWN = 60
 EXAMPLES = 50
 
@@ -91,7 +90,6 @@ def _sizes(rows: int, size: int) -> dict[int, int]:
 
 
 def _shown(counts: Counter[int]) -> int:
-    """Return the smallest count of a line that is shown among the examples."""
     left = EXAMPLES
     for often in sorted(counts, reverse=True):
         left -= counts[often]

@@ -19,13 +19,10 @@ from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Exchange, Partition, partitions
 
 COLUMNS = ("id", "fetched_at", "source", "text")
-SHARD_ROWS = 1 << 17
-"""Documents of one job at most: it writes one file of every exchange."""
-AT_ONCE = 1 << 25
-"""Characters of documents that one worker compares in memory, some 150 MB, in a fifth less time: none is read or shingled twice."""
+SHARD_ROWS = 1 << 17  # documents of one job at most: it writes one file of every exchange
+AT_ONCE = 1 << 25  # characters of documents that one worker compares in memory (150 MB), in a fifth less time
 KEY_BYTES = 16
-SHINGLE_BYTES = 2
-"""Shingles of a character of text take about so much room."""
+SHINGLE_BYTES = 2  # bytes of shingles per character of text, about
 
 
 @stage(kind="documents", filters="documents")
@@ -78,7 +75,6 @@ def check_score(signals: Artifact | None, config: MinhashDedupConfig) -> None:
 
 
 def _keys(part: Part, config: MinhashDedupConfig, device: Any) -> Iterator[pa.Table]:
-    """Yield the keys of all bands of a part's documents, each with the document's row."""
     for block in part.split():
         results = shingled(block.read()["text"], config)
         _, keys = signed(results, config, device)

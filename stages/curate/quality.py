@@ -107,7 +107,6 @@ def _signals(rows: pa.Table) -> pa.Table:
 
 
 def _score(part: Part, classifier: Artifact, positive: str) -> pa.Table:
-    """Return the quality of a part's documents: their probability of the class `positive`; null where they are not scored."""
     table = part.read()
     about: Trained = trained(classifier, "quality")
     rows = about.scored(table)
@@ -117,7 +116,6 @@ def _score(part: Part, classifier: Artifact, positive: str) -> pa.Table:
 
 
 def _graded(part: Part, language: Artifact) -> pa.Table:
-    """Return the quality of a part's English documents by Puna's own model; null of the others."""
     table = part.read()
     rows = pc.indices_nonzero(pc.equal(signals_of(language, table["id"], ["language"])["language"], grades.LANGUAGE)).to_numpy()
     results = grades.good_chances(table["text"].take(pa.array(rows, pa.int64())), grades.load())

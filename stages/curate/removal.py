@@ -14,8 +14,7 @@ from puna.storage.schemas import table_schema
 
 DECIDED = pa.schema([("id", pa.string()), ("kept_id", pa.string()), ("similarity", pa.float64()), ("detail", pa.string())])
 """A document that goes, the one that is kept instead, how similar they are, and what a reader needs to understand that."""
-MANY = 100_000
-"""Decisions that one partition holds, about, where every document goes."""
+MANY = 100_000  # decisions in one partition, about, if every document goes
 
 
 def remove(

@@ -18,8 +18,7 @@ from puna.stages.curate.rules.groups import RULE_GROUPS, Drop, LineRules, Rule, 
 from puna.storage import Artifact, PunaError
 from puna.storage.schemas import table_schema
 
-FAILED = Rule("failed", Drop(FAILURE, "not in", "keep"), ("",), (), ())
-"""Drops what no stage could measure, whatever the other rules are."""
+FAILED = Rule("failed", Drop(FAILURE, "not in", "keep"), ("",), (), ())  # drops documents that no stage could measure
 LINE_TABLES = {
     "line_signals": ("lines.max_ngram_coverage", "give the signals of one heuristics stage"),
     "c4_lines": ("lines.final_punctuation or min_line_words", "give the signals of one heuristics stage with c4_lines=true"),
@@ -177,7 +176,6 @@ def _aligned(signals: pa.Table, ids: pa.ChunkedArray, name: str) -> pa.Table:
 
 
 def _lines_lacking(rules: LineRules | None, carried: Sequence[Collection[str]]) -> list[str]:
-    """Return what is wrong where not exactly one input carries a table of lines that a rule reads; `carried`: the tables of each."""
     problems = []
     for name in _lines_read(rules):
         count = sum(name in tables for tables in carried)

@@ -16,8 +16,7 @@ from puna.stages.curate.removal import DECIDED, remove
 from puna.storage import Part
 from puna.storage.exchange import Exchange, Partition, partitions
 
-JOB_ROWS = 1 << 17
-"""Documents whose words, and whose vectors, one job counts or makes: sums of vectors must not depend on settings of the run."""
+JOB_ROWS = 1 << 17  # documents of one job; sums of vectors must not depend on settings of the run
 
 
 class SemanticDedupConfig(SeededConfig):

@@ -19,8 +19,7 @@ from puna.storage.parts import ShardRows
 from puna.storage.schemas import table_schema
 
 JOB_ROWS = 1 << 17
-WINDOW_BYTES = 4
-"""What a character of text takes, about: the hash and the place of a window for each word."""
+WINDOW_BYTES = 4  # bytes per character of text, about: the hash and the place of a window for each word
 
 
 class SubstringDedupConfig(StageConfig):

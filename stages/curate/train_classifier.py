@@ -77,7 +77,6 @@ def train_classifier(documents: Documents, labels: Signals | None, config: Train
 
 
 def _labels(documents: pa.Table, labels: Artifact | None, config: TrainClassifierConfig) -> Labels:
-    """Return the class of each document: by its source, or by the signal that labels it."""
     if labels is None:
         return {NAME: [GOOD if source in config.positive_sources else OTHER for source in documents["source"].to_pylist()]}
     results: list[str | None] = []

@@ -13,8 +13,7 @@ from puna.stages.curate.removal import DECIDED, remove
 from puna.storage import Part
 from puna.storage.exchange import Partition, partitions
 
-ROW_BYTES = 150
-"""What an address, an id and a time take, about."""
+ROW_BYTES = 150  # bytes of an address, an id and a time, about
 
 
 class UrlDedupConfig(StageConfig):

@@ -137,7 +137,6 @@ def _places(address: urls.Address) -> list[str]:
 
 
 def _listed(places: list[list[str]], rules: Rules) -> list[tuple[str, str] | None]:
-    """Return for each address the first of its places that is listed, and its rule."""
     hashes, numbers = np.load(rules.hashes, mmap_mode="r"), np.load(rules.numbers, mmap_mode="r")
     flat = [place for own in places for place in own]
     out: list[tuple[str, str] | None] = [None] * len(places)

@@ -115,7 +115,6 @@ def _context(plan: Plan, row: Fields) -> list[Message]:
 
 
 def _answered(value: Any, field: str) -> list[Message]:
-    """Return an answer as messages; text is one turn of the assistant."""
     if isinstance(value, list | dict):
         return turns.messages(value, field)
     return [{"role": "assistant", "content": turns.text(value, field)}]

@@ -22,8 +22,7 @@ from puna.storage.errors import DamagedArtifact
 Row = dict[str, Any]
 SIDES = ("chosen", "rejected", "edited")
 Format = Literal["hf", "gguf", "awq", "adapter"]
-LAYOUT = (".json", ".safetensors", ".jinja")
-"""Endings of a model's files that Hugging Face reads."""
+LAYOUT = (".json", ".safetensors", ".jinja")  # endings of a model's files that Hugging Face reads
 
 
 @contextlib.contextmanager
@@ -121,10 +120,8 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", 
         raise DamagedArtifact.of(artifact.id, damage)
     target = Path(folder)
     with new_folder(target) as part:
-        if format == "gguf":
-            _write_gguf(artifact, part / f"{target.absolute().name}.gguf")
-        elif text is not None:
-            _write_awq(artifact, part, text)
+        if format in ("gguf", "awq"):
+            _convert(artifact, part, f"{target.absolute().name}.gguf", text)
         elif format == "adapter":
             _copy_adapter(artifact, part)
         else:
@@ -142,27 +139,24 @@ def _copy_adapter(artifact: Artifact, part: Path) -> None:
         shutil.copyfile(artifact.path(name), part / Path(name).name)
 
 
-def _write_gguf(artifact: Artifact, file: Path) -> None:
+def _convert(artifact: Artifact, part: Path, name: str, text: Path | None) -> None:
+    """Write a GGUF file `name`, or, with the text that chooses scales, a folder in AWQ's format."""
+    from puna.models.formats import awq_search
     from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer
-    from puna.models.formats.gguf.files import write
+    from puna.models.formats.gguf import files as gguf
 
     try:
+        content = text.read_text(encoding="utf-8") if text is not None else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PunaError(f"export: {text} cannot be read as text: {error}") from error
+    try:
+        if content is not None:
+            model, tokenizer = load_with_tokenizer(artifact.path())
+            awq_search.write(model, tokenizer, awq_search.stretches(tokenizer.encode(content)), part)
+            return
         model, tokenizer = load_with_tokenizer(artifact.path(), dtype=None)
         if model.head != "lm":
             raise ValueError("it is a reward model; llama.cpp runs language models")
-        write(file, model.config, model.state_dict(), tokenizer)
-    except (CheckpointError, ValueError) as error:
-        raise PunaError(f"export: {artifact.id}: {error}") from error
-
-
-def _write_awq(artifact: Artifact, part: Path, text: Path) -> None:
-    from puna.models.formats.awq_search import stretches, write
-    from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer
-
-    try:
-        model, tokenizer = load_with_tokenizer(artifact.path())
-        write(model, tokenizer, stretches(tokenizer.encode(text.read_text(encoding="utf-8"))), part)
-    except (OSError, UnicodeDecodeError) as error:
-        raise PunaError(f"export: {text} cannot be read as text: {error}") from error
+        gguf.write(part / name, model.config, model.state_dict(), tokenizer)
     except (CheckpointError, ValueError) as error:
         raise PunaError(f"export: {artifact.id}: {error}") from error

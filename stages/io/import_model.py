@@ -48,8 +48,7 @@ def snapshot(stage: str, uri: str, target: Path, patterns: Callable[[list[str]],
         raise PunaError(f"{stage}: {uri}: the hub does not give the model ({reason})") from error
 
 
-NEEDED = ("*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*")
-"""What is fetched of a repository of the hub, with its GGUF files where it has no safetensors."""
+NEEDED = ("*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*")  # files fetched from the hub
 
 
 class ImportModelConfig(StageConfig):

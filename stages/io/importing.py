@@ -43,11 +43,9 @@ BESIDE = (
 """Endings of what lies beside the rows of a repository: its description, licence, code and pictures."""
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 SNIFFED_ROWS = 200
-SHOWN = 4000
-"""Characters of an example that are shown."""
+SHOWN = 4000  # characters of an example that are shown
 CHUNK_BYTES = 32 << 20
-PACKED = 4
-"""How much larger rows are than the files that hold them, about."""
+PACKED = 4  # size of rows by that of the files that hold them, about
 HUB_BYTES = 1 << 30
 HELDOUT_SHARE = "Share of prompts held out, by a hash of prompt and seed, where rows have no split of their own"
 

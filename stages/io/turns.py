@@ -13,8 +13,7 @@ ALIASES = {
     "observation": "tool", "function": "tool", "function_response": "tool", "ipython": "tool",
 }  # fmt: skip
 """Names of roles in data sets, and what they are here."""
-CALLS = ("function_call", "tool_call")
-"""Roles whose turn is the assistant's call of a tool, as JSON."""
+CALLS = ("function_call", "tool_call")  # roles whose turn is the assistant's call of a tool, as JSON
 HUMAN = re.compile(r"\n\n(Human|Assistant):")
 
 

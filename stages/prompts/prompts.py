@@ -18,8 +18,7 @@ from puna.stages.verifiers.reasoning_gym import generator
 from puna.stages.verifiers.registry import to_text
 from puna.storage import PunaError
 
-ALONE = "question: "
-"""Begins the structure of a question that shares it with no other."""
+ALONE = "question: "  # prefix of the structure of a question that shares it with no other
 
 
 class Task(StageConfig):

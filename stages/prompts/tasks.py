@@ -31,8 +31,7 @@ _JOBS = (
     "illustrator judge lawyer musician novelist pilot reporter singer teacher translator vet weaver astronomer butcher clockmaker driver"
 )
 NOUNS, JOBS = _NOUNS.split(), _JOBS.split()
-GROUPS = 5
-"""Parts of the nouns and of the jobs; held-out questions are of parts that no training question is of."""
+GROUPS = 5  # parts of the nouns and of the jobs; held-out questions are of parts that no training question is of
 PLACES = ("by the old road", "in the morning light", "near the quiet station", "on a cold evening")
 FIELDS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "name": ({"type": "string", "pattern": "^[A-Z][a-z]+"}, ("Anna Weber", "Omar Haddad", "Lucia Rossi", "John Miller", "Mei Tanaka")),

@@ -6,8 +6,7 @@ from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-YEARS = range(1678, 2262)
-"""Years whose times every reader of tables can hold: 64 bits of nanoseconds."""
+YEARS = range(1678, 2262)  # years whose times every reader of tables can hold: 64 bits of nanoseconds
 LOW, HIGH = ((datetime(year, 1, 1, tzinfo=UTC) - EPOCH) // timedelta(microseconds=1) for year in (YEARS.start, YEARS.stop))
 
 

@@ -21,10 +21,8 @@ COMPRESSED = (".gz", ".zst", ".xz")
 GZIP_MAGIC = b"\x1f\x8b\x08"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 CHUNK_BYTES = 1 << 20
-SLICE_BYTES = 512
-"""Of zstd that is unpacked at once: four bytes of it may stand for 128 KiB, and the library has no bound of its own."""
-DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)
-"""What reading a damaged or truncated file raises."""
+SLICE_BYTES = 512  # bytes of zstd unpacked at once: four may stand for 128 KiB, which the library does not bound
+DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # raised by reading a damaged or truncated file
 
 
 def suffix(name: str) -> str:

@@ -30,8 +30,7 @@ class Rejected(NamedTuple):
     threshold: float | None = None
 
 
-NO_PAGE = ("not_a_page", "not_a_response", "content_type")
-"""Rules of records that hold no page. They count apart from pages that are dropped."""
+NO_PAGE = ("not_a_page", "not_a_response", "content_type")  # rules of records that hold no page; they count apart
 
 
 def page_id(source: str, page: Page) -> str:

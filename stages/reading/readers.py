@@ -32,12 +32,10 @@ DATE_COLUMNS = (
 )  # fmt: skip
 """Fields that usually hold the time of a row, the best first."""
 BATCH_ROWS = 1024
-PACKED_ROOM = 1 << 16
-"""Packed bytes that are read of a page beyond twice those that it may unpack to."""
+PACKED_ROOM = 1 << 16  # packed bytes of a page that are read beyond twice its bound
 FAULTS = {"row_too_large": "record_too_large", "truncated_file": "truncated_record", "not_an_object": "not_a_page"}
 """Rules of `Rejected` by the rules of `Fault`; all others are malformed records."""
-FIELDS_SHOWN = 8
-"""Fields of a record that is no page that a message names."""
+FIELDS_SHOWN = 8  # fields of a record that is no page that a message names
 
 
 class Columns:

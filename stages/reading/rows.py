@@ -20,17 +20,14 @@ from puna.storage import PunaError
 BATCH_ROWS = 1024
 CHUNK_CHARACTERS = 1 << 18
 BLANK = re.compile(r"[\s\ufeff]*")
-BYTE_ORDER_MARKS = ("\udcff", "\udcfe")
-"""First bytes of UTF-16, which no UTF-8 has."""
+BYTE_ORDER_MARKS = ("\udcff", "\udcfe")  # first bytes of UTF-16, which no UTF-8 has
 LINE_OF_VALUE = re.compile(r"\n(?=[{\[])")
-LONGEST_TOKEN = 16
-"""Characters that the rest of a number, name or escape may have, behind the place where the decoder stops."""
+LONGEST_TOKEN = 16  # characters that the rest of a number, name or escape may have, behind the place where the decoder stops
 DECODER = json.JSONDecoder()
 FORMATS = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".arrow": "dataset",
 }  # fmt: skip
-COLUMNAR = ("parquet", "dataset", "hub")
-"""Formats that give every row every field, absent ones as null."""
+COLUMNAR = ("parquet", "dataset", "hub")  # formats that give every row every field, absent ones as null
 SIDECARS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 
 
@@ -57,8 +54,7 @@ class Unread(NamedTuple):
     reason: str
 
 
-UNREADABLE = (ValueError, OverflowError, KeyError)
-"""Of bytes that are no text; of a date that is out of range; of a time zone that nobody knows."""
+UNREADABLE = (ValueError, OverflowError, KeyError)  # bytes that are no text; a date out of range; an unknown time zone
 
 
 def format_of(name: str, head: bytes) -> str | None:

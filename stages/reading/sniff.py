@@ -19,12 +19,9 @@ TEXT = ("text", "content", "body", "raw_content", "document", "article", "mainte
 HTML = ("html", "raw_html", "page_html", "html_content", "content_html", "body_html")
 URL = ("url", "uri", "link", "source_url", "page_url", "warc_target_uri", "href")
 TAG = re.compile(r"<(?:!doctype|html|head|body|div|p|span|a|h[1-6]|li|td)\b", re.IGNORECASE)
-ROWS, FILES = 50, 50
-"""Rows and files that are looked at."""
-TEXT_CHARACTERS, HTML_CHARACTERS = 100, 40
-"""Mean lengths from which on a field without a usual name is taken for the page."""
-CELL_BYTES = 1 << 26
-"""Longest row that is looked at."""
+ROWS, FILES = 50, 50  # rows and files that are looked at
+TEXT_CHARACTERS, HTML_CHARACTERS = 100, 40  # minimum mean lengths of a page in a field without a usual name
+CELL_BYTES = 1 << 26  # longest row that is looked at
 
 
 @dataclass(frozen=True)

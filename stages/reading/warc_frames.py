@@ -21,8 +21,7 @@ from puna.stages.reading.files import GZIP_MAGIC, SLICE_BYTES, ZSTD_MAGIC
 CHUNK_BYTES = 1 << 20
 PACKED_BYTES = 1 << 14  # of gzip, unpacked at once: what stands behind a member is copied, and most are small
 OUTPUT_BYTES = 1 << 24
-OVERRUNS = 8
-"""Members that may run on over the next ones to the end of the file: for each the rest is read again, so there is an end to it."""
+OVERRUNS = 8  # members that may run on to the end of the file; for each, the rest is read again
 MAX_HEADER_BYTES = 1 << 16
 ZSTD_DICTIONARY_MAGIC = b"\x5d\x2a\x4d\x18"
 ANY_LENGTH = re.compile(rb"^[ \t]*content-length[ \t]*:[^\d\n]*(\d{1,4000})", re.IGNORECASE | re.MULTILINE)

@@ -30,12 +30,10 @@ from puna.storage import Artifact, Part, PunaError
 FOLD = "fold-{}.bin"
 MAX_REPEATS = 10
 GOLDEN = 0.6180339887498949
-FINEST = 1_000_000
-"""Scores have six digits: documents are counted by them, so that no number is kept for each document."""
+FINEST = 1_000_000  # scores have six digits: documents are counted by them, so that no number is kept for each document
 BARS = 20
 ENDS_WORD = re.compile(r"[\0\t-\r ]")  # for fastText
-Labels = dict[str, list[str | None]]
-"""Classifier → the class of each document, or None."""
+Labels = dict[str, list[str | None]]  # classifier → the class of each document, or None
 
 DIMENSION = functools.partial(Field, ge=8, le=1000, description="Length of a word's vector")
 LEARNING_RATE = functools.partial(Field, gt=0, le=10, description="Learning rate at the start, decaying to 0")
@@ -155,7 +153,6 @@ def counted(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray
 
 
 def _places(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the place of each score in the rows of `counted`, one behind the other."""
     return np.where(positive, 0, FINEST + 1) + np.rint(scores * FINEST).astype(np.int64)
 
 

@@ -21,8 +21,7 @@ from puna.stages.curate.classifiers.classifier import auc, counted
 from puna.storage import PunaError
 
 FOLDS = 5
-SHRINKAGE = 100.0
-"""Of weights to 0 (ridge regression); 50 and 200 do as well."""
+SHRINKAGE = 100.0  # of weights to 0 (ridge regression); 50 and 200 do as well
 Grades = NDArray[np.float64]
 
 

@@ -24,8 +24,7 @@ from puna.stages.curate.rules.groups import Rule
 from puna.storage import PunaError
 from puna.storage.schemas import table_schema
 
-Factors = Mapping[str, NDArray[np.float64]]
-"""Signal → what its thresholds are multiplied with for each document, float64[n]; NaN: the rule does not judge it."""
+Factors = Mapping[str, NDArray[np.float64]]  # signal → factors of its thresholds, float64[n]; NaN: the rule does not judge it
 
 DROPPED = table_schema("dropped").schema
 REFUSED = {"SUBQUERY": "a subquery", "WINDOW": "a window function", "STAR": "*", "PARAMETER": "a parameter"}

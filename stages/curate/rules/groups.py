@@ -90,8 +90,7 @@ class RuleGroup(StageConfig):
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents this group does not judge")
 
 
-RULE_GROUPS: dict[str, type[RuleGroup]] = {}
-"""Groups of rules of other packages and modules, by the name that `select.groups` gives them."""
+RULE_GROUPS: dict[str, type[RuleGroup]] = {}  # groups of rules of other packages and modules, by the name that `select.groups` gives them
 
 G = TypeVar("G", bound=type[RuleGroup])
 

@@ -18,10 +18,8 @@ from puna.stages.contract.signals import Definition
 from puna.stages.executors.subprocess_worker import Apart
 from puna.storage import PunaError
 
-FAILED = "_failed"
-"""Column of measured parts: per document the signals whose definition failed, and how."""
-IN_A_ROW = 16
-"""Documents, one after another, for which a definition takes too long: it does so for all of them, then, and the run is stopped."""
+FAILED = "_failed"  # column of measured parts: per document the signals whose definition failed, and how
+IN_A_ROW = 16  # documents, one after another, for which a definition takes too long, before the run is stopped
 
 
 class Budget(NamedTuple):

@@ -77,32 +77,6 @@ def stop_word_fraction(text: str) -> float | None:
     return None
 
 
-@signal(unit="fraction of lines", compiled="heuristics")
-def duplicate_line_fraction(text: str) -> float:
-    """Lines seen earlier in the document (Gopher)."""
-    results = re.split(r"\n+", text)
-    return seen_before(results)[0] / len(results)
-
-
-@signal(unit="fraction of characters", compiled="heuristics")
-def duplicate_line_character_fraction(text: str) -> float:
-    """Characters in lines seen earlier (Gopher)."""
-    return seen_before(re.split(r"\n+", text))[1] / max(len(text), 1)
-
-
-@signal(unit="fraction of paragraphs", compiled="heuristics")
-def duplicate_paragraph_fraction(text: str) -> float:
-    """Paragraphs seen earlier in the document (Gopher)."""
-    results = re.split(r"\n{2,}", text.strip())
-    return seen_before(results)[0] / len(results)
-
-
-@signal(unit="fraction of characters", compiled="heuristics")
-def duplicate_paragraph_character_fraction(text: str) -> float:
-    """Characters in paragraphs seen earlier (Gopher)."""
-    return seen_before(re.split(r"\n{2,}", text.strip()))[1] / max(len(text), 1)
-
-
 def top_gram(text: str, n: int) -> float:
     """Return characters of the most frequent n-gram times its count; what occurs once is no repetition."""
     results = words_of(text)
@@ -131,6 +105,21 @@ def _of_grams(found: Callable[[str, int], float], n: int, name: str, meaning: st
     signal(unit="fraction of characters", name=name, meaning=meaning, compiled="heuristics")(definition)
 
 
+def _of_pieces(name: str, pieces: Callable[[str], list[str]]) -> None:
+    def fraction(text: str) -> float:
+        return seen_before(pieces(text))[0] / len(pieces(text))
+
+    def characters(text: str) -> float:
+        return seen_before(pieces(text))[1] / max(len(text), 1)
+
+    for unit, middle, definition in ((f"{name}s", "", fraction), ("characters", "_character", characters)):
+        meaning = f"{unit} in {name}s seen earlier (Gopher)" if middle else f"{unit} seen earlier in the document (Gopher)"
+        called = f"duplicate_{name}{middle}_fraction"
+        signal(unit=f"fraction of {unit}", name=called, meaning=meaning, compiled="heuristics")(definition)
+
+
+_of_pieces("line", lambda text: re.split(r"\n+", text))
+_of_pieces("paragraph", lambda text: re.split(r"\n{2,}", text.strip()))
 for _n in TOP_N:
     _of_grams(top_gram, _n, f"top_{_n}gram_character_fraction", f"most frequent {_n}-gram (Gopher)")
 for _n in DUPLICATE_N:
