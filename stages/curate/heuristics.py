@@ -216,7 +216,6 @@ def _own_words(language: Artifact, ids: pa.ChunkedArray) -> OwnWords | None:
 
 
 def _table(ids: pa.ChunkedArray, languages: list[str], found: Measurements) -> pa.Table:
-    """Return one row per document: id, signals, language, and the lists that later steps need."""
     columns: dict[str, pa.Array] = {"id": ids.combine_chunks()}
     for name in NAMES:
         values = pa.array(np.ascontiguousarray(found.values[name]), from_pandas=True)  # NaN is null

@@ -134,7 +134,9 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", 
 def _copy_adapter(artifact: Artifact, part: Path) -> None:
     names = [name for name in artifact.manifest.files if name.startswith("adapter/")]
     if not names:
-        raise PunaError(f"export: {artifact.id}, made by {artifact.manifest.stage}, has no adapters: train with method=lora lora.keep=true")
+        raise PunaError(
+            f"export: {artifact.id}, made by {artifact.manifest.stage}, has no adapters: train it with method=lora and lora.keep=true"
+        )
     for name in names:
         shutil.copyfile(artifact.path(name), part / Path(name).name)
 
