@@ -25,7 +25,7 @@ SCHEMA = pa.schema([("kind", pa.string()), ("entry", pa.string()), ("rule", pa.s
 
 
 class BlockListsConfig(StageConfig):
-    """Settings of the reading of lists."""
+    """Categories of a UT1 tree to read."""
 
     categories: tuple[str, ...] = Field((), description="Folders of a UT1-style tree that are read (adult, phishing, …); none: all of them")
 

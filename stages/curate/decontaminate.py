@@ -130,7 +130,7 @@ def _as_prompts(texts: Artifact) -> list[dict[str, Any]]:
 
 
 def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tuple[Index, Counter[str]]:
-    """Return the index of held-out prompts, and per task how many are too short to be matched at all."""
+    """Return the index of held-out prompts, and task → number of prompts that are too short to match."""
     rows = sorted(rows, key=lambda row: (row["task"], row["id"]))
     unmatchable: Counter[str] = Counter()
     entries: dict[int, list[tuple[int, int]]] = {}

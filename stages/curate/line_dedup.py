@@ -110,7 +110,7 @@ def _pieces(part: Part, config: LineDedupConfig) -> Iterator[pa.Table]:
 def _frequent(
     pieces: Partition, config: LineDedupConfig, sizes: dict[int, int], starts: NDArray[np.int64]
 ) -> tuple[pa.Table, list[tuple[int, int, int]]]:
-    """Return the pieces that occur too often in their bucket, by shard; and of each bucket how many lines occur how often."""
+    """Return the pieces that occur too often in their bucket, by shard; and (bucket, occurrences, number of such lines)."""
     table = pieces.read()
     hashes, row, place = (table[name].to_numpy() for name in ("hash", "row", "place"))
     edges = np.searchsorted(row, [bucket * config.bucket_documents for bucket in [*sizes, len(sizes)]])

@@ -66,7 +66,7 @@ def prompts(config: PromptsConfig, run: StageRun) -> None:
 
 
 def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> list[dict[str, Any]]:
-    """Return rows of the prompts table for one task; add its questions to `taken`, those of the tasks before."""
+    """Return rows of the prompts table for one task; `taken`, the questions of earlier tasks, gets its own."""
     pool: dict[str, Drawn] = {}
     for drawn in _draws(task, config.draws, seed):
         pool.setdefault(drawn.question, drawn)

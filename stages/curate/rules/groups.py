@@ -96,7 +96,7 @@ G = TypeVar("G", bound=type[RuleGroup])
 
 
 def rule_group(name: str) -> Callable[[G], G]:
-    """Declare a class of rules, each a field marked with `Drop`, as a group that `select.groups` turns on by this name."""
+    """Declare a class of rules, fields marked with `Drop`, as a group; `select.groups` turns it on by this name."""
 
     def declare(group: G) -> G:
         before = RULE_GROUPS.get(name)
