@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import has_numba, numba_jit
+from puna.kernels.cpu.lazy import has_numba, strict_jit
 from puna.kernels.cpu.loops import parts, run_rows
 from puna.kernels.kv_append import append_head
 from puna.kernels.linear import PANEL, products
@@ -36,7 +36,7 @@ if has_numba():
     from puna.kernels.cpu.int8_products import AVAILABLE, products8, quantize_row, row_bytes
     from puna.kernels.cpu.vectors import LANES, add, load_first, store_first
 
-NUMERICS = {"DenseLayer": 1, "DenseLayers": 1}
+NUMERICS = {"DenseLayer": 2, "DenseLayers": 2}
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ Records = npt.NDArray[np.void]
 Arrays = tuple[Any, ...]
 
 
-@numba_jit
+@strict_jit
 def _multiply(T: int, N: int, D: int, first: int, x: int, x8: int, w: int, scales: int, sums: int, y: int, y_row: int) -> None:
     """y [T, N] = x w^T for the outputs from `first` on, in INT8 where there are scales: x8 is x by `quantize_row`."""
     if scales:
@@ -115,20 +115,20 @@ def _multiply(T: int, N: int, D: int, first: int, x: int, x8: int, w: int, scale
         products(T, N, D, x, 4 * D, w + 4 * first * D, y, y_row)
 
 
-@numba_jit
+@strict_jit
 def _to_int8(T: int, D: int, x: int, to: int) -> None:
     row = (D + 63) // 64 * 64 + 4 * LANES
     for t in range(T):
         quantize_row(D, x + 4 * t * D, to + t * row)
 
 
-@numba_jit
+@strict_jit
 def _add_row(width: int, to: int, other: int) -> None:
     for i in range(0, width, LANES):
         store_first(to + 4 * i, add(load_first(to + 4 * i, width - i), load_first(other + 4 * i, width - i)), width - i)
 
 
-@numba_jit
+@strict_jit
 def _finish_head(K: int, x: int, bias: int, norm: int, eps: float, cos: int, sin: int) -> None:
     """Add the bias, normalise and rotate one query or key, in place."""
     if bias:
@@ -138,7 +138,7 @@ def _finish_head(K: int, x: int, bias: int, norm: int, eps: float, cos: int, sin
     rotate_head(K // 2, x, cos, sin, 1.0, x)
 
 
-@numba_jit
+@strict_jit
 def _attention_loop(part: int, start: int, stop: int, number: int, step: Any, layers: Any, plan: Arrays, room: Arrays) -> None:
     """Compute the key-value heads start .. stop - 1 of layer `number` with their queries. `plan`: `PagedPlan.arrays`."""
     s, w = step[0], layers[number]
@@ -174,7 +174,7 @@ def _attention_loop(part: int, start: int, stop: int, number: int, step: Any, la
             )  # fmt: skip
 
 
-@numba_jit
+@strict_jit
 def _add_product(part: int, start: int, stop: int, s: Any, inputs: int, a: int, w: int, scale: int, sums: int, bias: int) -> None:
     """Compute the panels start .. stop - 1 of x += a w^T + bias."""
     N, outputs, a8 = s.N, s.D, s.small + part * s.small_part
@@ -190,21 +190,21 @@ def _add_product(part: int, start: int, stop: int, s: Any, inputs: int, a: int, 
             _add_row(width, x + 4 * (n * outputs + first), y + 4 * n * PANEL)
 
 
-@numba_jit
+@strict_jit
 def _output_loop(part: int, start: int, stop: int, number: int, step: Any, layers: Any) -> None:
     """Compute panels of the output projection and add them to x."""
     s, w = step[0], layers[number]
     _add_product(part, start, stop, s, s.G * s.R * s.K, s.seen, w.o, w.o_scale, w.o_sums, w.o_bias)
 
 
-@numba_jit
+@strict_jit
 def _down_loop(part: int, start: int, stop: int, number: int, step: Any, layers: Any) -> None:
     """Compute panels of the down projection and add them to x."""
     s, w = step[0], layers[number]
     _add_product(part, start, stop, s, s.F, s.inner, w.down, w.down_scale, w.down_sums, 0)
 
 
-@numba_jit
+@strict_jit
 def _swiglu_loop(part: int, start: int, stop: int, number: int, step: Any, layers: Any) -> None:
     """Compute the panels start .. stop - 1 of SwiGLU of the normed x."""
     s, w = step[0], layers[number]
@@ -222,13 +222,13 @@ def _swiglu_loop(part: int, start: int, stop: int, number: int, step: Any, layer
             swiglu_row(width, y + 8 * n * PANEL, y + (8 * n + 4) * PANEL, out + 4 * (n * F + first))
 
 
-@numba_jit
+@strict_jit
 def _norm_loop(part: int, start: int, stop: int, D: int, x: int, norm: int, eps: float) -> None:
     for n in range(start, stop):
         norm_row(D, x + 4 * n * D, 0, norm, eps, 0, x + 4 * n * D)
 
 
-@numba_jit
+@strict_jit
 def _layers_loop(step: Any, layers: Any, plan: Arrays, room: Arrays) -> None:
     """Compute all layers on one thread, for few tokens: a call of a loop from Python takes 4 us, a sixth of its work for one token.
 

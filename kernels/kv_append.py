@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import has_numba, numba_jit, triton_jit
+from puna.kernels.cpu.lazy import has_numba, strict_jit, triton_jit
 from puna.kernels.cpu.loops import run_rows
 from puna.kernels.operators import uses_triton
 from puna.kernels.paged_attention import PAGE, paged_for_loops, places
@@ -35,7 +35,7 @@ def kv_append_reference(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Te
 # --- CPU -------------------------------------------------------------------------------------------------
 
 
-@numba_jit
+@strict_jit
 def append_head(place: Any, K: Any, V: Any, k_pages: Any, v_pages: Any, k: Any, v: Any) -> None:
     """Write one head's key and value of one token, by address, into the head's pages of `new_pages`."""
     at, row, lanes = place // PAGE, place % PAGE, (V + PAGE - 1) // PAGE * PAGE
@@ -46,7 +46,7 @@ def append_head(place: Any, K: Any, V: Any, k_pages: Any, v_pages: Any, k: Any, 
         store_first(v_pages + 4 * ((at * PAGE + row) * lanes + c), load_first(v + 4 * c, V - c), V - c)
 
 
-@numba_jit
+@strict_jit
 def _append_loop(
     part: Any, start: Any, stop: Any, G: Any, K: Any, V: Any, k_pages: Any, v_pages: Any, k_head: Any, v_head: Any, k: Any, v: Any, to: Any
 ) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from puna.kernels.cpu.lazy import has_numba, numba_jit
+from puna.kernels.cpu.lazy import has_numba, strict_jit
 from puna.kernels.cpu.loops import run_rows
 from puna.kernels.exact import exact
 from puna.kernels.operators import alone
@@ -53,7 +53,7 @@ def _by_blas(x_TD: Tensor, w_ND: Tensor) -> Tensor:
     return x_TD @ w_ND.T
 
 
-@numba_jit
+@strict_jit
 def products(T: Any, N: Any, D: Any, x: Any, x_row: Any, w: Any, y: Any, y_row: Any) -> None:
     """Compute y [T, N] = x [T, D] times w [N, D] transposed, by address. Rows of x and y lie x_row and y_row bytes apart, w is dense.
 
@@ -87,7 +87,7 @@ def products(T: Any, N: Any, D: Any, x: Any, x_row: Any, w: Any, y: Any, y_row: 
                 coming += share
 
 
-@numba_jit
+@strict_jit
 def _linear_loop(part: Any, start: Any, stop: Any, T: Any, N: Any, D: Any, x: Any, w: Any, y: Any) -> None:
     """Compute the panels start .. stop - 1 of x w^T, by address."""
     first = start * PANEL

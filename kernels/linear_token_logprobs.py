@@ -21,7 +21,7 @@ from puna.kernels.token_draw import log_sum_exp, looped
 if TYPE_CHECKING:
     import triton.language as tl
 
-NUMERICS = {"linear_token_logprobs": 1}
+NUMERICS = {"linear_token_logprobs": 2}
 
 
 def linear_token_logprobs_reference(x_ND: Tensor, w_VD: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -23,41 +23,17 @@ import torch
 from torch import Tensor
 
 from puna.kernels import paged_attention_triton as blocks
-from puna.kernels.cpu.lazy import has_numba, numba_jit
+from puna.kernels.cpu.lazy import has_numba, strict_jit
 from puna.kernels.cpu.loops import run_rows
 from puna.kernels.operators import uses_triton, wide
 
 if has_numba():
-    from puna.kernels.cpu.vector_products import (
-        FEW_WIDTH,
-        TALL,
-        TALL_WIDTH,
-        scores_few,
-        scores_one,
-        scores_tall,
-        values_few,
-        values_one,
-        values_tall,
-    )
-    from puna.kernels.cpu.vectors import (
-        LANES,
-        add,
-        between,
-        exp,
-        fill,
-        fma,
-        higher,
-        load,
-        load_first,
-        minus,
-        peak,
-        store,
-        store_first,
-        times,
-        total,
-    )
+    from puna.kernels.cpu.vector_products import FEW_WIDTH, TALL, TALL_WIDTH
+    from puna.kernels.cpu.vector_products import scores_few, scores_one, scores_tall, values_few, values_one, values_tall
+    from puna.kernels.cpu.vectors import LANES, add, between, exp, fill, fma, higher, load, load_first, minus, peak, store, store_first
+    from puna.kernels.cpu.vectors import times, total
 
-NUMERICS = {"PAGE": 1, "PagedPlan": 1, "new_pages": 1, "paged_attention": 1}
+NUMERICS = {"PAGE": 1, "PagedPlan": 1, "new_pages": 2, "paged_attention": 1}
 PAGE = 16  # tokens of a page: one wide vector of scores
 TILE = 16  # neighbouring queries that are computed together
 KEPT = 8  # pages of values that stay in the first cache while a tile's queries take turns at them
@@ -169,7 +145,7 @@ def paged_attention_reference(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, pla
 # --- CPU -------------------------------------------------------------------------------------------------
 
 
-@numba_jit
+@strict_jit
 def _stretches(tables: Any, W: Any, sequence: Any, position: Any, stretches: Any, begins: Any) -> None:
     """Fill `stretches` and `begins`, see `PagedPlan.arrays`."""
     common, stack, count = np.empty(TILE, np.int32), np.empty((2 * TILE, 3), np.int32), 0
@@ -201,7 +177,7 @@ def _stretches(tables: Any, W: Any, sequence: Any, position: Any, stretches: Any
     begins[len(begins) - 1] = count
 
 
-@numba_jit
+@strict_jit
 def _scores(M: Any, K: Any, a: Any, table: Any, length: Any, pages: Any, out: Any, wide: Any) -> None:
     """Compute the scores of M queries with the keys of a table's pages, by address."""
     size, j = 4 * K * PAGE, 0
@@ -219,7 +195,7 @@ def _scores(M: Any, K: Any, a: Any, table: Any, length: Any, pages: Any, out: An
             j += FEW_WIDTH
 
 
-@numba_jit
+@strict_jit
 def _values(M: Any, lanes: Any, p: Any, wide: Any, table: Any, length: Any, pages: Any, out: Any) -> None:
     """Add the values of a table's pages, weighted by M rows of p, to M sums at `out`, by address."""
     size, many = 4 * PAGE * lanes, PAGE * (TALL_WIDTH if M >= TALL else FEW_WIDTH)
@@ -238,7 +214,7 @@ def _values(M: Any, lanes: Any, p: Any, wide: Any, table: Any, length: Any, page
                 d += PAGE * FEW_WIDTH
 
 
-@numba_jit
+@strict_jit
 def _powers(row: Any, low: Any, begin: Any, length: Any, scale: Any) -> Any:
     """Turn scores begin .. length - 1 at address `row` into e^((score - largest) scale), the rest of their pages from `low` on into 0.
     Returns their sum."""
@@ -268,7 +244,7 @@ def _powers(row: Any, low: Any, begin: Any, length: Any, scale: Any) -> Any:
     return total(sums)
 
 
-@numba_jit
+@strict_jit
 def attend_head(
     g: int, tile: int, shape: tuple[int, int, int, int], q: int, k: int, v: int, plan: tuple[Any, ...], window: int, scale: float,
     walk: Any, packed: int, scores: int, wide: int, out: int,
@@ -321,7 +297,7 @@ def attend_head(
                     store_first(to + 4 * d, times(load(packed + 4 * (m * lanes + d)), share), V - d)
 
 
-@numba_jit
+@strict_jit
 def _attend_loop(
     part: int, start: int, stop: int, shape: tuple[int, int, int, int], q: int, pages: tuple[int, int, int, int], plan: tuple[Any, ...],
     window: int, scale: float, room: tuple[Any, ...], out: int,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import has_numba, numba_jit, triton_jit
+from puna.kernels.cpu.lazy import has_numba, numba_jit, strict_jit, triton_jit
 from puna.kernels.cpu.loops import by_rows, parts, run_rows
 from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 
@@ -25,7 +25,7 @@ if has_numba():
     from puna.kernels.cpu.vectors import LANES, add, carray, fill, fma, lane, load_first, over, pointer, root, store_first, times
     from puna.kernels.cpu.vectors import total as total_of
 
-NUMERICS = {"rms_norm": 1, "add_rms_norm": 1}
+NUMERICS = {"rms_norm": 2, "add_rms_norm": 2}
 ELEMENTS = 2048  # that a program computes at once, in as many rows as they make: a narrow one (of qk-norm) leaves its threads idle
 PROGRAMS = 264  # programs of the backward, each with its own part of dweight: two for each multiprocessor of a large GPU
 
@@ -44,7 +44,7 @@ def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, 
 # --- CPU -------------------------------------------------------------------------------------------------
 
 
-@numba_jit
+@strict_jit
 def norm_row(width: Any, x: Any, residual: Any, weight: Any, eps: Any, total: Any, y: Any) -> Any:
     """Normalise one row, by address; return r. Where there is a residual (address 0: none), `total` gets its sum with x."""
     squares = fill(np.float32(0))
@@ -63,7 +63,7 @@ def norm_row(width: Any, x: Any, residual: Any, weight: Any, eps: Any, total: An
     return lane(r, 0)
 
 
-@numba_jit
+@strict_jit
 def _forward_loop(
     part: Any, start: Any, stop: Any, width: Any, x: Any, residual: Any, weight: Any, eps: Any, y: Any, total: Any, r: Any
 ) -> None:

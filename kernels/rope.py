@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import has_numba, numba_jit, triton_jit
+from puna.kernels.cpu.lazy import has_numba, strict_jit, triton_jit
 from puna.kernels.cpu.loops import run_rows
 from puna.kernels.exact import exact
 from puna.kernels.operators import differentiable, fused_on_cpu, operator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 if has_numba():
     from puna.kernels.cpu.vectors import LANES, add, fill, load_first, minus, store_first, times
 
-NUMERICS = {"rope": 1}
+NUMERICS = {"rope": 2}
 HEADS = 8  # heads turned at once by a Triton program
 
 
@@ -43,7 +43,7 @@ def rope_reference(x_TNK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # --- CPU -------------------------------------------------------------------------------------------------
 
 
-@numba_jit
+@strict_jit
 def rotate_head(half: Any, x: Any, cos: Any, sin: Any, sign: Any, out: Any) -> None:
     """Rotate one head of one token, by address; `out` may be x."""
     way = fill(np.float32(sign))
@@ -54,7 +54,7 @@ def rotate_head(half: Any, x: Any, cos: Any, sin: Any, sign: Any, out: Any) -> N
         store_first(out + 4 * (half + i), add(times(second, c), times(first, s)), half - i)
 
 
-@numba_jit
+@strict_jit
 def _rotate_loop(part: Any, start: Any, stop: Any, heads: Any, half: Any, x: Any, cos: Any, sin: Any, sign: Any, out: Any) -> None:
     """Rotate the heads of tokens, by address."""
     for t in range(start, stop):

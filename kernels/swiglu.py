@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import has_numba, numba_jit, triton_jit
+from puna.kernels.cpu.lazy import has_numba, numba_jit, strict_jit, triton_jit
 from puna.kernels.cpu.loops import by_rows, exp32, run_rows
 from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 if has_numba():
     from puna.kernels.cpu.vectors import LANES, add, exp, fill, load_first, minus, over, store_first, times
 
-NUMERICS = {"swiglu": 1}
+NUMERICS = {"swiglu": 2}
 BLOCK = 2048  # elements of one Triton program
 
 
@@ -38,7 +38,7 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 # indices, and so vectorises.
 
 
-@numba_jit
+@strict_jit
 def swiglu_row(width: Any, gate: Any, up: Any, y: Any) -> None:
     """Compute one row, by address."""
     zero, one = fill(np.float32(0)), fill(np.float32(1))
@@ -48,7 +48,7 @@ def swiglu_row(width: Any, gate: Any, up: Any, y: Any) -> None:
         store_first(y + 4 * i, times(silu, load_first(up + 4 * i, width - i)), width - i)
 
 
-@numba_jit
+@strict_jit
 def _forward_loop(part: Any, start: Any, stop: Any, width: Any, gate: Any, gate_row: Any, up: Any, up_row: Any, y: Any) -> None:
     """Compute rows, by address; rows of gate and up lie gate_row and up_row bytes apart."""
     for t in range(start, stop):

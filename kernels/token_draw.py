@@ -12,14 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import has_numba, numba_jit
+from puna.kernels.cpu.lazy import has_numba, strict_jit
 from puna.kernels.cpu.loops import run_rows
 from puna.kernels.operators import uses_triton
 
 if has_numba():
-    from puna.kernels.cpu.vectors import add, carray, exp, fill, fma, higher, lane, load, pointer
+    from puna.kernels.cpu.vectors import add, carray, exp, fill, fma, higher, load, pointer
+    from puna.kernels.cpu.vectors import peak as peak_of
+    from puna.kernels.cpu.vectors import total as total_of
 
-NUMERICS = {"token_draw": 1}
+NUMERICS = {"token_draw": 2}
 
 LANES, BLOCK = 16, 128  # probabilities are summed in blocks of this many tokens
 LIKELIEST = -1.0  # in place of a uniform number: take the likeliest token, the first of equals
@@ -35,7 +37,7 @@ def token_draw_reference(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor)
 # --- CPU -------------------------------------------------------------------------------------------------
 
 
-@numba_jit
+@strict_jit
 def _sum_loop(part: Any, start: Any, stop: Any, V: Any, logits: Any, scale: Any, peaks: Any, lse: Any, blocks: Any) -> None:
     """`peaks` [C] largest logits, `lse` [C], `blocks` [C, V / 128] sums of e^((z - peak) scale). `logits` is an address."""
     for row in range(start, stop):
@@ -44,9 +46,7 @@ def _sum_loop(part: Any, start: Any, stop: Any, V: Any, logits: Any, scale: Any,
         tops = fill(z[0])
         for i in range(0, whole, LANES):
             tops = higher(load(at + 4 * i), tops)
-        peak = lane(tops, 0)
-        for i in range(1, LANES):
-            peak = max(peak, lane(tops, i))
+        peak = peak_of(tops)
         for i in range(whole, V):
             peak = max(peak, z[i])
         steep, base, total = fill(turn), fill(-peak * turn), 0.0
@@ -55,9 +55,7 @@ def _sum_loop(part: Any, start: Any, stop: Any, V: Any, logits: Any, scale: Any,
             sums = fill(np.float32(0))
             for i in range(first, last - LANES + 1, LANES):
                 sums = add(exp(fma(load(at + 4 * i), steep, base)), sums)
-            inside: Any = np.float32(0)
-            for i in range(LANES):
-                inside += lane(sums, i)
+            inside = total_of(sums)
             for i in range(last // LANES * LANES, last):
                 inside += _power(z[i], peak, turn)
             blocks[row, block] = inside
@@ -65,13 +63,13 @@ def _sum_loop(part: Any, start: Any, stop: Any, V: Any, logits: Any, scale: Any,
         peaks[row], lse[row] = peak, peak * turn + np.float32(np.log(total))
 
 
-@numba_jit
+@strict_jit
 def _power(z: Any, peak: Any, scale: Any) -> Any:
     x = (z - peak) * scale
     return np.float32(0) if x < np.float32(-87) else np.float32(np.exp(x))
 
 
-@numba_jit
+@strict_jit
 def _draw_loop(
     part: Any, start: Any, stop: Any, V: Any, logits: Any, scale: Any, peaks: Any, lse: Any, blocks: Any, uniforms: Any, tokens: Any
 ) -> None:

@@ -1,6 +1,6 @@
 """Kernels that compile at their first launch: importing an operator's file needs neither triton nor numba.
 
-`@triton_jit`, `@numba_jit` and `@strict_jit` leave a placeholder. Its first use compiles it and puts the compiled function in
+`@triton_jit`, `@numba_jit`, `@strict_jit` and `@inline_jit` leave a placeholder. Its first use compiles it and puts the compiled function in
 its place in the file's globals, together with those that it calls, so that later uses cost nothing more.
 """
 
@@ -12,6 +12,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from puna.kernels.cpu.placeholder import Placeholder
+
+FAST = {"contract", "reassoc", "nsz", "arcp"}
+"""LLVM's flags for arithmetic whose order and rounding the compiler chooses."""
 
 
 def triton_jit(function: Callable[..., Any]) -> Any:
@@ -30,14 +33,23 @@ def triton_jit(function: Callable[..., Any]) -> Any:
 
 
 def numba_jit(function: Callable[..., Any]) -> Any:
-    """Make a CPU loop: no GIL, cached on disk, sums in any order, NaN and infinities as in IEEE 754."""
+    """Make a CPU loop that Python calls: no GIL, cached on disk, sums in any order, NaN and infinities as in IEEE 754.
 
-    return _loop(function, fastmath={"contract", "reassoc", "nsz", "arcp"})
+    A loop that other loops call is `strict_jit` or `inline_jit`. LLVM optimises it once for itself and again in every caller's object;
+    which copy runs depends on what the process loaded first, and with sums in any order the copies differ in bits.
+    """
+
+    return _loop(function, fastmath=FAST)
 
 
 def strict_jit(function: Callable[..., Any]) -> Any:
-    """Make a loop as `numba_jit` does, but keep the written order of operations: the same bits in every tile of a product."""
-    return _loop(function, fastmath=False)  # said, or a loop takes it over from the one that calls it
+    """Make a loop as `numba_jit` does, but keep the written order of operations: the same bits in every tile and every copy."""
+    return _loop(function, fastmath=False)  # without it, a loop inherits the option from its caller
+
+
+def inline_jit(function: Callable[..., Any]) -> Any:
+    """Make a function that becomes part of each loop that calls it: there it has sums in any order, and is vectorised."""
+    return _loop(function, fastmath=FAST, forceinline=True)
 
 
 def _loop(function: Callable[..., Any], **options: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import numba_jit
+from puna.kernels.cpu.lazy import inline_jit
 
 THREAD_ELEMENTS = 1 << 18  # fewer elements than this are not worth waking another thread
 
@@ -50,7 +50,7 @@ def run_rows(loop: Callable[..., None], rows: int, width: int, *args: Any) -> No
         done.result()
 
 
-@numba_jit
+@inline_jit
 def exp32(x: Any) -> Any:
     """Return e^x in fp32 to 2 ulp by arithmetic that vectorises; x outside [-87, 88] counts as the nearest bound.
 

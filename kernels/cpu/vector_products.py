@@ -17,6 +17,15 @@ from puna.kernels.cpu import vector_code as llvm
 TILE = (4, 4) if binding.get_host_cpu_features().get("avx512f") else (2, 2)
 
 
+def _store_sums(builder: Any, vectors: list[Any], columns: int, y: Any, y_row: Any) -> None:
+    """Write the sum of each vector's lanes at y, `columns` to a row."""
+    kind = ir.VectorType(llvm.FLOAT, columns).as_pointer()
+    for i in range(len(vectors) // columns):
+        to = builder.add(y, builder.mul(y_row, llvm.INT(i)))
+        row = llvm.sums(builder, vectors[i * columns : (i + 1) * columns])
+        builder.store(row, builder.inttoptr(to, kind), align=4)
+
+
 def _dots(rows: int, columns: int) -> Any:
     """Compile the products of `rows` rows at x with `columns` rows at w, sums over `depth` numbers, into y: by address and stride in bytes.
 
@@ -71,11 +80,7 @@ def _dots(rows: int, columns: int) -> Any:
                 result.add_incoming(each, after)
                 result.add_incoming(value, tail)
                 results.append(result)
-            kind = ir.VectorType(llvm.FLOAT, columns).as_pointer()
-            for i in range(rows):
-                to = builder.add(y, builder.mul(y_row, llvm.INT(i)))
-                found = llvm.sums(builder, results[i * columns : (i + 1) * columns])
-                builder.store(found, builder.inttoptr(to, kind), align=4)
+            _store_sums(builder, results, columns, y, y_row)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 7), code

@@ -15,7 +15,7 @@ from numba.core.extending import register_model
 from numba.extending import intrinsic
 
 from puna.kernels.cpu import vector_code as llvm
-from puna.kernels.cpu.lazy import numba_jit
+from puna.kernels.cpu.lazy import strict_jit
 
 LANES = llvm.LANES
 carray, types = numba.carray, numba.types
@@ -62,7 +62,7 @@ CACHE_LINE = 64
 """Bytes."""
 
 
-@numba_jit
+@strict_jit
 def prefetch_bytes(address: Any, size: Any) -> None:
     """Prefetch `size` bytes from an address on."""
     for offset in range(0, size, CACHE_LINE):

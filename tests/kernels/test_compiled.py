@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -247,6 +248,55 @@ def test_stages_that_ran_before_compile_nothing(monkeypatch):
     loaded = said[1][0]  # what loops call is loaded with them
     assert loaded > 10
     assert said[1:] == [[loaded, 0], [loaded, 0]]
+
+
+OPERATIONS = """
+import hashlib, sys, torch
+from puna.kernels.rms_norm import add_rms_norm, rms_norm
+from puna.kernels.rope import rope, rope_table
+from puna.kernels.swiglu import swiglu
+
+torch.manual_seed(5)
+torch.set_num_threads(1)
+x, z, w, heads = torch.randn(70, 96), torch.randn(70, 96), torch.randn(96), torch.randn(70, 4, 32)
+calls = {
+    "rms_norm": lambda: rms_norm(x, w, 1e-5),
+    "add_rms_norm": lambda: add_rms_norm(x, z, w, 1e-5)[0],
+    "rope": lambda: rope(heads, *rope_table(torch.arange(70), 32, 1e4, torch.float32)),
+    "swiglu": lambda: swiglu(x, z),
+}
+for name in sorted(calls, reverse=sys.argv[1] == "reversed"):
+    made = calls[name]()
+    tensors = made if isinstance(made, tuple) else (made,)
+    print(name, hashlib.sha256(b"".join(one.numpy().tobytes() for one in tensors)).hexdigest())
+"""
+
+
+def test_a_process_that_compiles_computes_the_bits_of_those_that_load(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(numba_cache.ROOT / ".pkg"))
+    bits = []
+    for order in ("sorted", "sorted", "reversed"):  # loops that several objects hold come from the one that is loaded first
+        done = subprocess.run([sys.executable, "-c", OPERATIONS, order], capture_output=True, text=True, check=True)
+        bits.append(sorted(done.stdout.splitlines()))
+    assert len(bits[0]) == 4
+    assert bits[0] == bits[1] == bits[2]
+
+
+def test_loops_that_other_loops_call_keep_their_order_or_become_part_of_them():
+    kinds: dict[str, str] = {}
+    called: set[str] = set()
+    for file in sorted((numba_cache.ROOT / "kernels").rglob("*.py")):
+        module = ".".join(("puna", *file.relative_to(numba_cache.ROOT).with_suffix("").parts))
+        body = ast.parse(file.read_text()).body
+        names = {alias.name: f"{one.module}.{alias.name}" for one in body if isinstance(one, ast.ImportFrom) for alias in one.names}
+        for loop in (one for one in body if isinstance(one, ast.FunctionDef)):
+            for kind in {ast.unparse(one) for one in loop.decorator_list} & {"numba_jit", "strict_jit", "inline_jit"}:
+                kinds[f"{module}.{loop.name}"] = kind
+                words = {one.func.id for one in ast.walk(loop) if isinstance(one, ast.Call) and isinstance(one.func, ast.Name)}
+                called |= {names.get(word, f"{module}.{word}") for word in words}
+    assert len(called & kinds.keys()) > 20
+    assert [loop for loop in sorted(called & kinds.keys()) if kinds[loop] == "numba_jit"] == []
 
 
 def test_every_loop_is_compiled_by_it():
