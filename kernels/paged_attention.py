@@ -28,10 +28,24 @@ from puna.kernels.cpu.loops import run_rows
 from puna.kernels.operators import uses_triton, wide
 
 if has_numba():
-    from puna.kernels.cpu.vector_products import FEW_WIDTH, TALL, TALL_WIDTH
-    from puna.kernels.cpu.vector_products import scores_few, scores_one, scores_tall, values_few, values_one, values_tall
-    from puna.kernels.cpu.vectors import LANES, add, between, exp, fill, fma, higher, load, load_first, minus, peak, store, store_first
-    from puna.kernels.cpu.vectors import times, total
+    from puna.kernels.cpu import vector_products as tiles
+    from puna.kernels.cpu.vectors import (
+        LANES,
+        add,
+        between,
+        exp,
+        fill,
+        fma,
+        higher,
+        load,
+        load_first,
+        minus,
+        peak,
+        store,
+        store_first,
+        times,
+        total,
+    )
 
 NUMERICS = {"PAGE": 1, "PagedPlan": 1, "new_pages": 2, "paged_attention": 1}
 PAGE = 16  # tokens of a page: one wide vector of scores
@@ -70,8 +84,8 @@ class PagedPlan:
         those of neighbours that go on together."""
         tables, sequence, position = (t.numpy() for t in (self.tables, self.sequence, self.position))
         flat = np.ascontiguousarray(tables).ravel()
-        tiles = -(-len(sequence) // TILE)
-        stretches, begins = np.empty((2 * TILE * tiles, 4), np.int32), np.empty(tiles + 1, np.int32)
+        tile_count = -(-len(sequence) // TILE)
+        stretches, begins = np.empty((2 * TILE * tile_count, 4), np.int32), np.empty(tile_count + 1, np.int32)
         _stretches(flat, tables.shape[1], sequence, position, stretches, begins)
         return flat, tables.shape[1], sequence, position, stretches, begins
 
@@ -181,37 +195,37 @@ def _stretches(tables: Any, W: Any, sequence: Any, position: Any, stretches: Any
 def _scores(M: Any, K: Any, a: Any, table: Any, length: Any, pages: Any, out: Any, wide: Any) -> None:
     """Compute the scores of M queries with the keys of a table's pages, by address."""
     size, j = 4 * K * PAGE, 0
-    many = TALL_WIDTH if M >= TALL else FEW_WIDTH
+    many = tiles.TALL_WIDTH if M >= tiles.TALL else tiles.FEW_WIDTH
     while j < length:
         at, to = table + 4 * j, out + 4 * PAGE * j
         if length - j < many:
-            scores_one(M, K, a, 4 * K, at, pages, size, to, wide)
+            tiles.scores_one(M, K, a, 4 * K, at, pages, size, to, wide)
             j += 1
-        elif M >= TALL:
-            scores_tall(M, K, a, 4 * K, at, pages, size, to, wide)
-            j += TALL_WIDTH
+        elif M >= tiles.TALL:
+            tiles.scores_tall(M, K, a, 4 * K, at, pages, size, to, wide)
+            j += tiles.TALL_WIDTH
         else:
-            scores_few(M, K, a, 4 * K, at, pages, size, to, wide)
-            j += FEW_WIDTH
+            tiles.scores_few(M, K, a, 4 * K, at, pages, size, to, wide)
+            j += tiles.FEW_WIDTH
 
 
 @strict_jit
 def _values(M: Any, lanes: Any, p: Any, wide: Any, table: Any, length: Any, pages: Any, out: Any) -> None:
     """Add the values of a table's pages, weighted by M rows of p, to M sums at `out`, by address."""
-    size, many = 4 * PAGE * lanes, PAGE * (TALL_WIDTH if M >= TALL else FEW_WIDTH)
+    size, many = 4 * PAGE * lanes, PAGE * (tiles.TALL_WIDTH if M >= tiles.TALL else tiles.FEW_WIDTH)
     for j in range(0, length, KEPT):
         at, some, row, d = table + 4 * j, min(KEPT, length - j), p + 4 * PAGE * j, 0
         while d < lanes:
             b, to = pages + 4 * d, out + 4 * d
             if lanes - d < many:
-                values_one(M, some, row, wide, at, b, size, 4 * lanes, to, 4 * lanes)
+                tiles.values_one(M, some, row, wide, at, b, size, 4 * lanes, to, 4 * lanes)
                 d += PAGE
-            elif M >= TALL:
-                values_tall(M, some, row, wide, at, b, size, 4 * lanes, to, 4 * lanes)
-                d += PAGE * TALL_WIDTH
+            elif M >= tiles.TALL:
+                tiles.values_tall(M, some, row, wide, at, b, size, 4 * lanes, to, 4 * lanes)
+                d += PAGE * tiles.TALL_WIDTH
             else:
-                values_few(M, some, row, wide, at, b, size, 4 * lanes, to, 4 * lanes)
-                d += PAGE * FEW_WIDTH
+                tiles.values_few(M, some, row, wide, at, b, size, 4 * lanes, to, 4 * lanes)
+                d += PAGE * tiles.FEW_WIDTH
 
 
 @strict_jit
