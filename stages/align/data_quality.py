@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field
 
+from puna.models.training.resumed import rows_of
 from puna.stages.contract import Facts, Figure, Instructions, Model, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import Message, answer_texts, content_of, dump, messages_of, shown
 from puna.stages.draws import uniform
@@ -136,7 +138,7 @@ def data_quality(instructions: Instructions, model: Model, judge: Model | None, 
     given = rows
     rows = _apply(_quality_rule(rows, agreement, grades, config, run), rows, dropped)
     if rows:
-        vectors = embed([examples[row["id"]] for row in rows], network, config.micro_batch_tokens)
+        vectors = embed([examples[row["id"]] for row in rows], network, config.micro_batch_tokens, run.scratch / "states")
         worth = _worth(rows, difficulty, grades)
         rows = _apply(_semantic_rule(rows, worth, vectors, config, run), rows, dropped)
         rows = _apply(_draw_rule(rows, worth, config), rows, dropped)
@@ -319,10 +321,10 @@ def _report_difficulty(given: Sequence[Row], kept: Sequence[Row], difficulty: di
     run.figure("difficulty", Figure(title="What is kept, by difficulty", x="difficulty", y="instructions", kind="bar", series=bars))
 
 
-def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: int) -> Vectors:
+def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: int, folder: Path | None = None) -> Vectors:
     """Return unit vectors [n, D]: the mean hidden state over a dialogue's tokens, less the mean of all dialogues.
 
-    Without that, hidden states of one model share a large common direction and every cosine is near 1.
+    Without that, hidden states of one model share a large common direction and every cosine is near 1. The states are saved in `folder`.
     """
     import torch
 
@@ -330,13 +332,17 @@ def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: i
     from puna.models.training.packing import pack
 
     place = next(model.parameters()).device
-    vectors = np.zeros((len(examples), model.config.hidden_size), np.float32)
-    with torch.no_grad():
-        for packed in pack([len(e) for e in examples], micro_batch_tokens):
-            documents = [examples[i].prompt + examples[i].answers[0] for i in packed]
+
+    def means(packed: list[int]) -> Vectors:
+        documents = [examples[i].prompt + examples[i].answers[0] for i in packed]
+        with torch.no_grad():
             hidden = model.hidden(Forest.pack(documents).to(place)).float().cpu()
-            for i, part in zip(packed, hidden.split([len(d) for d in documents]), strict=True):
-                vectors[i] = part.mean(0).numpy()
+        return np.stack([part.mean(0).numpy() for part in hidden.split([len(d) for d in documents])])
+
+    batches = pack([len(e) for e in examples], micro_batch_tokens)
+    vectors = np.zeros((len(examples), model.config.hidden_size), np.float32)
+    order = np.array([i for packed in batches for i in packed], np.int64)
+    vectors[order] = rows_of(means, batches, folder, "batch of hidden states")
     vectors -= vectors.mean(0)
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit: Vectors = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)

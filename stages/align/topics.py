@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from puna.models.training.resumed import iterate
 from puna.stages.align.data_quality import embed
 from puna.stages.contract import Figure, Instructions, Model, SeededConfig, StageRun, stage
 from puna.stages.conversations import messages_of, shown
@@ -23,6 +25,10 @@ from puna.storage import PunaError
 
 Vectors = NDArray[np.float32]
 WORD = re.compile(r"\w+")
+MOST, ITERATIONS = 500, 10
+"""Iterations of a fit, and of one call of L-BFGS, after which the fit can be saved."""
+LISTS, TENSORS, NUMBERS = ("old_dirs", "old_stps", "ro"), ("d", "prev_flat_grad"), ("n_iter", "func_evals", "t", "H_diag", "prev_loss")
+"""What torch's L-BFGS remembers between calls."""
 
 
 class TopicsConfig(BadRowsConfig, SeededConfig):
@@ -64,13 +70,13 @@ def topics(instructions: Instructions, labelled: list[Instructions], model: Mode
     taught = BadRows(config, "topics").examples(known, rendered, len, limit)
     bad = BadRows(config, "topics")
     given = bad.examples(rows, rendered, len, limit)
-    vectors = embed([example for _, example in (*taught, *given)], network, config.micro_batch_tokens)
+    vectors = embed([example for _, example in (*taught, *given)], network, config.micro_batch_tokens, run.scratch / "states")
     examples = [
         Labelled(row["task"], shown(messages_of(row)[:-1]), vector) for (row, _), vector in zip(taught, vectors[: len(taught)], strict=True)
     ]
     _measure(examples, folds([str(row["id"]) for row, _ in taught], config.seed, config.folds), config, run)
     classes = sorted({one.topic for one in examples})
-    shares = probabilities(fitted(examples, classes, config.penalty), vectors[len(taught) :])
+    shares = probabilities(fitted(examples, classes, config.penalty, run.scratch / "all"), vectors[len(taught) :])
     kept, found = [row for row, _ in given], {}
     for row, share in zip(kept, shares, strict=True):
         found[row["id"]] = {"fine": _best(dict(zip(classes, share.tolist(), strict=True))), "coarse": _best(_coarse(classes, share))}
@@ -97,16 +103,18 @@ def coarse(topic: str) -> str:
     return topic.partition("/")[0]
 
 
-def fitted(examples: Sequence[Labelled], classes: Sequence[str], penalty: float) -> NDArray[np.float64]:
+def fitted(examples: Sequence[Labelled], classes: Sequence[str], penalty: float, state: Path | None = None) -> NDArray[np.float64]:
     """Fit a softmax regression; return its coefficients and biases [D + 1, C].
 
-    The minimum of the mean loss plus `penalty` times the squared coefficients is unique up to a constant on all biases."""
+    The minimum of the mean loss plus `penalty` times the squared coefficients is unique up to a constant on all biases.
+    state: folder in which the fit is saved."""
     import torch
 
     x = torch.from_numpy(np.stack([one.vector for one in examples]).astype(np.float64)) * math.sqrt(examples[0].vector.size)
     y = torch.tensor([classes.index(one.topic) for one in examples])
     weights = torch.zeros(x.shape[1] + 1, len(classes), dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights], max_iter=500, tolerance_grad=1e-9, tolerance_change=1e-12, line_search_fn="strong_wolfe")
+    tolerances: dict[str, Any] = {"tolerance_grad": 1e-9, "tolerance_change": 1e-12}
+    optimizer = torch.optim.LBFGS([weights], max_iter=ITERATIONS, max_eval=MOST, line_search_fn="strong_wolfe", **tolerances)
 
     def loss() -> float:
         optimizer.zero_grad()
@@ -114,9 +122,28 @@ def fitted(examples: Sequence[Labelled], classes: Sequence[str], penalty: float)
         value.backward()
         return value.item()
 
-    optimizer.step(loss)
-    found: NDArray[np.float64] = weights.detach().numpy()
-    return found
+    values: NDArray[np.float64] = weights.detach().numpy()
+    memory: dict[str, Any] = optimizer.state[weights]
+
+    def descend() -> bool:
+        before = memory.get("n_iter", 0)
+        optimizer.step(loss)
+        return bool(memory["n_iter"] - before < ITERATIONS)
+
+    def arrays() -> dict[str, NDArray[Any]]:
+        """Return the weights and L-BFGS's memory."""
+        lists = {name: torch.stack(memory[name]).numpy() for name in LISTS if memory.get(name)}
+        tensors = {name: memory[name].numpy() for name in TENSORS if name in memory}
+        return {"weights": values, **lists, **tensors, **{name: np.array(float(memory[name])) for name in NUMBERS if name in memory}}
+
+    def take(saved: Mapping[str, NDArray[Any]]) -> None:
+        values[:] = saved["weights"]
+        memory.update({name: list(torch.tensor(saved[name])) if name in saved else [] for name in LISTS})
+        memory.update({name: torch.tensor(saved[name]) for name in TENSORS if name in saved})
+        memory.update({name: float(saved[name]) for name in NUMBERS if name in saved})
+
+    iterate(descend, MOST // ITERATIONS, arrays, take, state, {"examples": len(examples), "classes": list(classes), "penalty": penalty})
+    return values
 
 
 def probabilities(weights: NDArray[np.float64], vectors: Vectors) -> NDArray[np.float64]:
@@ -150,7 +177,8 @@ def _measure(examples: Sequence[Labelled], fold: NDArray[Any], config: TopicsCon
         classes = sorted({one.topic for one in rest})
         if len(classes) < 2:
             raise PunaError(f"topics: without one fold the labelled examples have one topic, {classes}; give more, or fewer folds")
-        shares = probabilities(fitted(rest, classes, config.penalty), np.stack([one.vector for one in out]))
+        weights = fitted(rest, classes, config.penalty, run.scratch / f"fold-{number}")
+        shares = probabilities(weights, np.stack([one.vector for one in out]))
         often = Counter(one.topic for one in rest)
         roughly = Counter(coarse(one.topic) for one in rest)
         words = by_words(rest, [one.text for one in out])

@@ -11,6 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field
 
+from puna.models.training.resumed import iterate
 from puna.stages.contract import Classifier, Documents, External, Model, SeededConfig, Signals, StageConfig, StageRun, stage
 from puna.stages.curate.classifiers.classifier import counted, report_quality
 from puna.stages.curate.classifiers.encoder import Place, embedded, place_of
@@ -76,7 +77,7 @@ def train_encoder_quality(
         raise PunaError(f"train_encoder_quality.judgement: {labels.id} has no signal {config.judgement!r}; it has {there}")
     parts = run.parts(documents, columns=["id", "source", "text"])
     examples = run.exchange(_examples, parts, labels, place, config, by="all", partitions=1)
-    ((heads, counts),) = run.map(_fitted, list(examples.parts), config, labels.id if labels is not None else "")
+    ((heads, counts),) = run.map(_fitted, list(examples.parts), config, labels.id if labels is not None else "", str(run.scratch))
     mean, scale, weights, bias = (np.stack([getattr(head, name) for head in heads]) for name in Head._fields)
     np.savez(run.folder / HEADS, mean=mean, scale=scale, weights=weights, bias=bias)
     About(
@@ -87,7 +88,8 @@ def train_encoder_quality(
     report_quality(run, counts)
 
 
-def _fitted(examples: Partition, config: TrainEncoderQualityConfig, labels: str) -> tuple[list[Head], NDArray[np.int64]]:
+def _fitted(examples: Partition, config: TrainEncoderQualityConfig, labels: str, scratch: str) -> tuple[list[Head], NDArray[np.int64]]:
+    """Return the head of each fold, and the out-of-fold scores of all examples; the fits are saved in the folder `scratch`."""
     results = examples.read()
     positive = results["positive"].to_numpy() if results.num_rows else np.zeros(0, bool)
     of_fold = folds(results["id"].to_pylist(), config.seed, config.folds) if results.num_rows else np.zeros(0, np.int64)
@@ -99,7 +101,10 @@ def _fitted(examples: Partition, config: TrainEncoderQualityConfig, labels: str)
                             f"{int(positive.sum())} good ones of {len(positive)}")  # fmt: skip
     column = results["vector"].combine_chunks()
     vectors = column.flatten().to_numpy().reshape(len(column), -1)
-    heads = [fit(vectors[of_fold != fold], positive[of_fold != fold], config.penalty) for fold in range(config.folds)]
+    heads = []
+    for fold in range(config.folds):
+        rest = of_fold != fold
+        heads.append(fit(vectors[rest], positive[rest], config.penalty, Path(scratch) / f"fold-{fold}"))
     return heads, counted(_probabilities(heads, of_fold, vectors), positive)
 
 
@@ -170,10 +175,11 @@ def _probabilities(heads: list[Head], of_fold: NDArray[np.int64], vectors: NDArr
     return np.round(values, DIGITS)
 
 
-def fit(vectors: NDArray[np.float32], positive: NDArray[np.bool_], penalty: float) -> Head:
+def fit(vectors: NDArray[np.float32], positive: NDArray[np.bool_], penalty: float, state: Path | None = None) -> Head:
     """Return the head that minimises the mean log-loss plus `penalty` / 2 times the squared weights, by Newton's method.
 
     vectors float32[n, D], positive bool[n]. The bias is not penalised, so that the mean probability is the share of positives.
+    state: folder in which the fit is saved.
     """
     x = vectors.astype(np.float64)
     mean, scale = x.mean(axis=0), np.maximum(x.std(axis=0), 1e-6)
@@ -181,13 +187,16 @@ def fit(vectors: NDArray[np.float32], positive: NDArray[np.bool_], penalty: floa
     ridge = np.append(np.full(x.shape[1], penalty), 0.0)
     weights = np.zeros(design.shape[1])
     target = positive.astype(np.float64)
-    for _ in range(STEPS):
+
+    def newton() -> bool:
         p = 1 / (1 + np.exp(-np.clip(design @ weights, -60, 60)))
         slope = design.T @ (p - target) / len(x) + ridge * weights
         curve = (design.T * (p * (1 - p))) @ design / len(x) + np.diag(ridge + 1e-9)
         step = np.linalg.solve(curve, slope)
         # A step as long as this may overshoot where the curve is flat.
-        weights -= step * min(1.0, 5.0 / max(float(np.abs(design @ step).max()), 1e-12))
-        if float(np.abs(step).max()) < TOLERANCE:
-            break
+        weights[:] -= step * min(1.0, 5.0 / max(float(np.abs(design @ step).max()), 1e-12))
+        return float(np.abs(step).max()) < TOLERANCE
+
+    identity = {"documents": len(x), "penalty": penalty}
+    iterate(newton, STEPS, lambda: {"weights": weights}, lambda arrays: np.copyto(weights, arrays["weights"]), state, identity)
     return Head(mean, scale, weights[:-1], float(weights[-1]))

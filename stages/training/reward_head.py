@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from puna.models.training.resumed import iterate, rows_of
 from puna.stages.contract import StageRun
+from puna.stages.training.proxy_runs import remembered
 from puna.stages.training.rankings import all_pairs, order
-from puna.stages.training.train import Example, by_answer
+from puna.stages.training.train import Example
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from puna.models.transformer import Transformer
@@ -39,7 +45,8 @@ def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens
     """
     import torch
 
-    states = [one.double() for one in answer_states(model, examples, micro_batch_tokens, run.progress)]
+    computed = answer_states(model, examples, micro_batch_tokens, run.progress, run.scratch / "states")
+    states = [one.double() for one in computed]
     scale = torch.cat(states).std(0, correction=0).clamp(min=1e-12)
     places = [(number, a, b) for number, example in enumerate(examples) for a, b in all_pairs(example)]
     prompts = torch.tensor([number for number, _, _ in places])
@@ -48,56 +55,82 @@ def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens
     pairs = Pairs(torch.stack([(states[n][a] - states[n][b]) / scale for n, a, b in places]), weight, folds[prompts])
     if len(examples) > FOLDS:
         longer = [order(len(examples[n].answers[a]) - len(examples[n].answers[b])) for n, a, b in places]
-        run.metric("cross_validated_accuracy", cross_validated(pairs))
+        run.metric("cross_validated_accuracy", cross_validated(pairs, run.scratch))
         run.metric("cross_validated_longer_accuracy", sum(longer) / len(longer))
-    penalty = best_penalty(pairs)
+    penalty = best_penalty(pairs, run.scratch)
     run.metric("penalty", penalty)
-    head = bradley_terry(pairs.differences, pairs.weight, penalty) / scale
+    head = _fitted(pairs, penalty, run.scratch) / scale
     with torch.no_grad():
         model.score.weight.copy_(head.to(model.score.weight)[None])
 
 
 def answer_states(
-    model: Transformer, examples: Sequence[Example], micro_batch_tokens: int, progress: Callable[[int, int, str], None] | None = None
+    model: Transformer, examples: Sequence[Example], micro_batch_tokens: int, progress: Callable[[int, int, str], None], folder: Path
 ) -> list[Tensor]:
-    """Return the final hidden states [answers, D] at the last token of each answer, where the scalar head reads."""
+    """Return the final hidden states [answers, D] at the last token of each answer, where the scalar head reads; saved in `folder`."""
     import torch
 
     from puna.models.training.objectives import Targets
+    from puna.models.training.packing import pack
 
     place = next(model.parameters()).device
+    batches = pack([len(example) for example in examples], micro_batch_tokens)
+    after = dict(zip(map(tuple, batches), itertools.accumulate(map(len, batches)), strict=True))
 
-    @torch.no_grad()
-    def compute(some: list[Example]) -> Tensor:
+    def last_states(batch: list[int]) -> NDArray[np.float32]:
+        some = [examples[i] for i in batch]
         targets = Targets.from_answers([e.prompt for e in some], [e.answers for e in some]).to(place)
-        return model.hidden(targets.forest)[targets.last].float().cpu()
+        with torch.no_grad():
+            states = model.hidden(targets.forest)[targets.last].float().cpu()
+        progress(after[tuple(batch)], len(examples), "hidden states")
+        return states.numpy()
 
-    return by_answer(examples, micro_batch_tokens, compute, progress and (lambda done, total: progress(done, total, "hidden states")))
+    places = [i for batch in batches for i in batch]
+    states = torch.from_numpy(rows_of(last_states, batches, folder, "batch of hidden states"))
+    by_example = dict(zip(places, states.split([len(examples[i].answers) for i in places]), strict=True))
+    return [by_example[i] for i in range(len(examples))]
 
 
-def best_penalty(pairs: Pairs) -> float:
-    """Return the penalty with the smallest cross-validated loss; the strongest for a single fold."""
+def best_penalty(pairs: Pairs, scratch: Path | None = None) -> float:
+    """Return the penalty with the smallest cross-validated loss; the strongest for a single fold. The fits are saved in `scratch`."""
     numbers = pairs.fold.unique().tolist()
     if len(numbers) < 2:
         return PENALTIES[-1]
 
     def loss(penalty: float) -> float:
         masks = [pairs.fold == number for number in numbers]
-        fits = [(pairs.of(out), bradley_terry(*pairs.of(~out)[:2], penalty)) for out in masks]
+        fits = [(pairs.of(out), _fitted(pairs.of(~out), penalty, scratch)) for out in masks]
         return sum(_loss(left.differences, left.weight, head) for left, head in fits)
 
     return min(PENALTIES, key=lambda penalty: (loss(penalty), -penalty))
 
 
-def cross_validated(pairs: Pairs) -> float:
-    """Return the share of left-out pairs in the right order, each judged by a fit (penalty included) to the other folds."""
+def cross_validated(pairs: Pairs, scratch: Path | None = None) -> float:
+    """Return the share of left-out pairs in the right order, each judged by a fit (penalty included) to the other folds.
+
+    scratch: folder in which the fits are saved.
+    """
     right = 0.0
     for number in pairs.fold.unique().tolist():
         out = pairs.fold == number
         rest = pairs.of(~out)
-        margins = pairs.of(out).differences @ bradley_terry(*rest[:2], best_penalty(rest))
-        right += sum(map(order, margins.tolist()))
+        margins = pairs.of(out).differences @ _fitted(rest, best_penalty(rest, scratch), scratch)
+        right += sum(map(_order, margins.tolist()))
     return right / len(pairs.fold)
+
+
+def _fitted(pairs: Pairs, penalty: float, scratch: Path | None) -> Tensor:
+    """Return the head of some folds' pairs and a penalty, from `scratch` where that fit is finished there."""
+    import torch
+
+    if scratch is None:
+        return bradley_terry(pairs.differences, pairs.weight, penalty)
+    folds = "-".join(map(str, pairs.fold.unique().tolist()))
+
+    def make(state: Path) -> dict[str, Any]:
+        return {"head": bradley_terry(pairs.differences, pairs.weight, penalty, state).tolist()}
+
+    return torch.tensor(remembered(scratch / f"fit-{folds}-{penalty:g}.json", make)["head"], dtype=torch.float64)
 
 
 def _loss(differences: Tensor, weight: Tensor, head: Tensor) -> float:
@@ -106,10 +139,11 @@ def _loss(differences: Tensor, weight: Tensor, head: Tensor) -> float:
     return -float(weight @ F.logsigmoid(differences @ head))
 
 
-def bradley_terry(differences: Tensor, weight: Tensor, penalty: float) -> Tensor:
+def bradley_terry(differences: Tensor, weight: Tensor, penalty: float, state: Path | None = None) -> Tensor:
     """Return the head [D] that minimises ``-weight . log sigmoid(differences @ head) / sum(weight) + penalty / 2 |head|^2``.
 
     differences [M, D] float64: better less worse; weight [M] float64. Newton's method with step halving; the minimum is unique.
+    state: folder in which the fit is saved.
     """
     import torch
 
@@ -119,15 +153,18 @@ def bradley_terry(differences: Tensor, weight: Tensor, penalty: float) -> Tensor
     def value(at: Tensor) -> float:
         return _loss(differences, share, at) + penalty / 2 * float(at @ at)
 
-    now = value(head)
-    for _ in range(100):
-        doubt = torch.sigmoid(-(differences @ head))
+    def newton() -> bool:
+        now, doubt = value(head), torch.sigmoid(-(differences @ head))
         gradient = penalty * head - differences.T @ (share * doubt)
         if float(gradient.abs().max()) < 1e-10:
-            break
+            return True
         curved = differences * (share * doubt * (1 - doubt))[:, None]
         step, length = torch.linalg.solve(differences.T @ curved + identity, gradient), 1.0
-        while (new := value(head - length * step)) > now and length > 1e-6:
+        while value(head - length * step) > now and length > 1e-6:
             length /= 2
-        head, now = head - length * step, new
+        head.sub_(length * step)
+        return False
+
+    about = {"pairs": len(share), "penalty": penalty}
+    iterate(newton, 100, lambda: {"head": head.numpy()}, lambda arrays: head.copy_(torch.tensor(arrays["head"])), state, about)
     return head

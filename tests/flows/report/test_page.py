@@ -303,7 +303,7 @@ def test_what_cannot_be_done_is_said(built: Any, tmp_path: Path) -> None:
 def test_a_damaged_table_is_no_page(built: Any, tmp_path: Path, step: str, table: str) -> None:
     shutil.copytree(built.store.root, tmp_path / "copy")
     damaged = Store.open(tmp_path / "copy")
-    file = damaged.folder("documents", built.at[step].key) / f"{table}.parquet"
+    file = damaged.root / "objects/documents" / built.at[step].key[:2] / built.at[step].key / f"{table}.parquet"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(PunaError, match="artifact documents/.* is damaged: .*puna verify"):
         write(damaged, "latest", tmp_path / "page.html")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 
 from puna.models.formats.checkpoint import load
+from puna.models.training import resumed
+from puna.models.transformer import Transformer
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.contract import execute
 from puna.stages.conversations import answering
@@ -75,3 +79,35 @@ def test_only_the_head_changes_and_it_orders_prompts_it_has_not_seen(tmp_path: P
 def test_what_trains_layers_is_refused(more: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="head_only trains no layer"):
         RewardModelConfig(head_only=True, **more)
+
+
+@pytest.mark.parametrize("stop", [1, 4, 40])
+def test_a_stopped_stage_goes_on_from_its_states_and_fits(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
+    """Ctrl-C in the first batch of hidden states, within a fit, and after some fits: the same artifact, and no work twice."""
+    monkeypatch.setattr(resumed, "REPEATED_SECONDS", 0.0)
+    calls, at = 0, stop
+
+    def interrupted(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*args: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                os.kill(os.getpid(), signal.SIGINT)
+            return plain(*args)
+
+        return call
+
+    monkeypatch.setattr(Transformer, "hidden", interrupted(Transformer.hidden))
+    monkeypatch.setattr(torch.linalg, "solve", interrupted(torch.linalg.solve))
+    config, made, counts = RewardModelConfig(head_only=True), [], []
+    for folder in ("stopped", "stopped", "whole"):
+        store = Store.open(tmp_path / folder)
+        given = {"model": tiny_model(store), "preferences": [table(store, "preferences", [*rows("train", range(30)), *rows("heldout", range(60, 70))])]}
+        if not counts:
+            with pytest.raises(KeyboardInterrupt):
+                execute(reward_model, config, given, store)
+        else:
+            made.append(execute(reward_model, config, given, store).data_digest)
+        counts.append(calls)
+        calls, at = 0, -1
+    assert made[0] == made[1] and counts[0] + counts[1] == counts[2]

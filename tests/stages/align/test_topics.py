@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from puna.models.training.state import load_record
 from puna.stages.align.topics import Labelled, TopicsConfig, by_words, coarse, fitted, probabilities, topics
 from puna.stages.contract import execute
 from puna.stages.conversations import dump
@@ -96,3 +99,34 @@ def test_one_topic_is_refused(tmp_path: Path, tiny_model: Tiny) -> None:
     given = {"instructions": asked(store, 2, "new "), "labelled": asked(store, 5, only=("talk",)), "model": tiny_model(store)}
     with pytest.raises(PunaError, match="the labelled examples have one topic, talk, in their column `task`; give two at least"):
         execute(topics, TopicsConfig(), given, store)
+
+
+def examples_of(seed: int) -> list[Labelled]:
+    random = np.random.default_rng(seed)
+    return [Labelled(f"t{i % 3}", "", random.normal(size=8).astype(np.float32) + (i % 3 == np.arange(8)) * 0.1) for i in range(60)]
+
+
+@pytest.mark.parametrize(("seed", "stop"), [(0, 1), (1, 15), (2, 20)])
+def test_a_stopped_fit_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, stop: int) -> None:
+    import torch
+
+    examples, classes = examples_of(seed), ["t0", "t1", "t2"]
+    whole, evaluations, at = fitted(examples, classes, 1e-5), 0, -1
+    plain = torch.nn.functional.cross_entropy
+
+    def watched(*args: torch.Tensor) -> torch.Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        if evaluations == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(*args)
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", watched)
+    fitted(examples, classes, 1e-5)
+    everything, evaluations, at = evaluations, 0, stop
+    with pytest.raises(KeyboardInterrupt):
+        fitted(examples, classes, 1e-5, tmp_path)
+    done, evaluations, at = evaluations, 0, -1
+    assert load_record(tmp_path)["done"] >= 1 and done < everything
+    assert np.array_equal(fitted(examples, classes, 1e-5, tmp_path), whole)
+    assert evaluations == everything - done, "what was done is not done again"

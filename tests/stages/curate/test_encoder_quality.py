@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 
+from puna.models.training.state import load_record
 from puna.stages.contract import External, execute
 from puna.stages.curate.encoder_quality import (
     EncoderQualityConfig,
@@ -116,3 +120,25 @@ def test_what_is_missing_is_named(tmp_path, make_documents, themed, small_model)
     model = small_model(store, [text for _, _, text in rows])
     with pytest.raises(PunaError, match="good and other documents are needed"):
         execute(train_encoder_quality, TrainEncoderQualityConfig(positive_sources=("none",)), {"documents": documents, "model": model}, store)
+
+
+def test_a_stopped_fit_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+    random = np.random.default_rng(5)
+    vectors = random.normal(size=(200, 6)).astype(np.float32)
+    positive = vectors[:, 0] + random.normal(size=200) > 0.5
+    plain, calls = np.linalg.solve, 0
+
+    def solve(*args):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(*args)
+
+    whole = fit(vectors, positive, 0.05)
+    monkeypatch.setattr(np.linalg, "solve", solve)
+    with pytest.raises(KeyboardInterrupt):
+        fit(vectors, positive, 0.05, tmp_path)
+    assert load_record(tmp_path)["done"] == calls == 3
+    head = fit(vectors, positive, 0.05, tmp_path)
+    assert all(np.array_equal(one, other) for one, other in zip(head, whole, strict=True)) and calls > 4

@@ -1,0 +1,98 @@
+"""Iterations and rows that are computed one after another, saved by time, and taken over by the next attempt."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.models.training.state import Saver, check_identity, load_arrays, save_state
+
+SAVE_SECONDS, REPEATED_SECONDS = 10.0, 0.5
+"""Seconds between two saves, and of work that is worth a file at its end."""
+ROWS = "rows.f32"
+Item = TypeVar("Item")
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def iterate(
+    step: Callable[[], bool], most: int, arrays: Callable[[], Arrays], take: Callable[[Arrays], object],
+    state: Path | None = None, identity: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Call `step` until it returns True, at most `most` times.
+
+    `arrays` returns the arrays that hold its state, and `take` sets them again. state: folder in which they are saved as `Saver` says,
+    after `REPEATED_SECONDS` of work also at the end. identity: values that must be the same in the attempt that goes on.
+    """
+    done, ended, seconds = 0, False, 0.0
+    own = dict(identity or {})
+    if state is not None and (saved := load_arrays(state)) is not None:
+        values, record = saved
+        check_identity(state, record, own)
+        take(values)
+        done, ended, seconds = record["done"], record["ended"], record["seconds"]
+
+    def save() -> None:
+        assert state is not None
+        save_state(state, done, arrays(), {**own, "unit": "step", "done": done, "of": most, "ended": ended, "seconds": seconds})
+
+    with Saver(SAVE_SECONDS, None if state is None else save) as saver:
+        while done < most and not ended:
+            started = time.perf_counter()
+            ended = step()
+            done, seconds = done + 1, seconds + time.perf_counter() - started
+            saver.stepped((ended or done == most) and seconds >= REPEATED_SECONDS)
+            saver.end_if_asked()
+
+
+def rows_of(
+    compute: Callable[[Item], NDArray[np.float32]], items: Sequence[Item], folder: Path | None = None, unit: str = "row"
+) -> NDArray[np.float32]:
+    """Return the rows [n, D] that `compute` gives for each item, float32[k, D], in the order of the items.
+
+    folder: where they are saved as `Saver` says: appended to one file, whose checksum a checkpoint holds. unit: name of an item.
+    """
+    rows, done, width, size, seconds, digest = bytearray(), 0, 0, 0, 0.0, hashlib.sha256()
+    if folder is not None and (saved := load_arrays(folder)) is not None:
+        record = saved[1]
+        check_identity(folder, record, {"of": len(items), "unit": unit})
+        rows += (folder / ROWS).read_bytes()[: record["bytes"]] if (folder / ROWS).exists() else b""
+        digest.update(rows)
+        if digest.hexdigest() == record["rows"]:
+            done, width, size, seconds = record["done"], record["width"], len(rows), record["seconds"]
+        else:
+            warnings.warn(f"{folder / ROWS}: the saved rows are damaged; they are computed again", stacklevel=2)
+            rows, digest = bytearray(), hashlib.sha256()
+
+    def save() -> None:
+        nonlocal size
+        assert folder is not None
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(os.open(folder / ROWS, os.O_RDWR | os.O_CREAT), "r+b") as file:
+            file.seek(size)
+            file.write(memoryview(rows)[size:])
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+        digest.update(memoryview(rows)[size:])
+        size = len(rows)
+        record = {"unit": unit, "done": done, "of": len(items), "seconds": seconds}
+        save_state(folder, done, {}, {**record, "width": width, "bytes": size, "rows": digest.hexdigest()})
+
+    with Saver(SAVE_SECONDS, None if folder is None else save) as saver:
+        for item in items[done:]:
+            started = time.perf_counter()
+            some = compute(item)
+            width = some.shape[1]
+            rows += np.ascontiguousarray(some, np.float32).tobytes()
+            done, seconds = done + 1, seconds + time.perf_counter() - started
+            saver.stepped(done == len(items) and seconds >= REPEATED_SECONDS)
+            saver.end_if_asked()
+    return np.frombuffer(rows, np.float32).reshape(-1, max(width, 1))
