@@ -32,6 +32,7 @@ from puna.flows.server.client import from_environment, server_of
 from puna.flows.server.reporter import Reporter
 from puna.models.training import state as training_state
 from puna.stages.contract import Outcome, Stage, StageConfig, Value, perform
+from puna.stages.contract.run import WHOLE
 from puna.stages.executors import PROCESSES, PartExecutor, connected
 from puna.stages.identity.libraries import installed
 from puna.storage import Artifact, Identity, PunaError, Store, database, runs
@@ -315,15 +316,16 @@ def message(store: Store, keys: Mapping[str, str], go_on: str) -> str:
 
 
 def saved(store: Store, key: str) -> str:
-    """Return what the next attempt to make an artifact takes over: the state of trainings, finished small runs, finished parts."""
+    """Return what the next attempt to make an artifact takes over: states of trainings, finished fits, small runs and parts."""
     scratch = store.files.scratch(f"work/{key}/scratch")
-    trials = sum(1 for _ in scratch.glob("trial-*.json"))
+    fits, trials = (sum(1 for _ in scratch.glob(f"{name}-*.json")) for name in ("fit", "trial"))
     parts = sum(name.endswith(".json") for name in store.files.list(f"work/{key}/parts"))
     trainings = _trainings(scratch)
-    phrases = [*trainings, *_counted(trials, "small run"), *_counted(parts, "finished part")]
+    phrases = [*trainings, *_counted(fits, "fit"), *_counted(trials, "small run"), *_counted(parts, "finished part")]
     if not phrases:
-        return "nothing is saved yet"
-    one = len(phrases) == 1 and (trainings or trials + parts == 1)
+        whole = scratch / WHOLE
+        return f"nothing is saved: {whole.read_text(encoding='utf-8')}" if whole.exists() else "nothing is saved yet"
+    one = len(phrases) == 1 and (trainings or fits + trials + parts == 1)
     return f"{', '.join(phrases)} {'is' if one else 'are'} saved"
 
 

@@ -42,6 +42,7 @@ def tokenizer(documents: Documents, mixture: Mixture | None, config: TokenizerCo
     if not sample:
         raise PunaError(f"{documents.id} has no training documents with text: there is nothing to learn a vocabulary from")
     size, last = sum(row[2] for row in sample), sample[-1][:2]
+    run.whole("the merges are learned in one piece")
     made = Tokenizer.train((row.text for part in parts for row in _sampled(part, mixture, seed, last)), config.vocab_size)
     made.save(run.folder)
     if made.vocab_size < config.vocab_size:

@@ -115,7 +115,7 @@ def cross_validated(pairs: Pairs, scratch: Path | None = None) -> float:
         out = pairs.fold == number
         rest = pairs.of(~out)
         margins = pairs.of(out).differences @ _fitted(rest, best_penalty(rest, scratch), scratch)
-        right += sum(map(_order, margins.tolist()))
+        right += sum(map(order, margins.tolist()))
     return right / len(pairs.fold)
 
 

@@ -112,3 +112,11 @@ def part(number: int, folder: str) -> pa.Table:
     if number == 2:
         stop(folder, os.getpid())
     return pa.table({"id": [f"{number:032x}"]})
+
+
+@stage(kind="evaluation", version="1")
+def stopped_whole(config: StoppedConfig, run: StageRun) -> None:
+    """Work in one piece, which stops the run."""
+    run.whole("the merges are learned in one piece")
+    stop(config.folder, os.getpid())
+    run.write_rows([])

@@ -30,6 +30,7 @@ SAVED = {
     ("stopped_training", 1): r"step 1,240 of 1,500 \([\d,]+ s of work\) is saved",
     ("stopped_trials", 2): r"step 2\d of 200 \(\d+ s of work\), 1 small run are saved",
     ("stopped_parts", 1): r"2 finished parts are saved",
+    ("stopped_whole", 1): r"nothing is saved: the merges are learned in one piece",
 }
 
 
