@@ -27,7 +27,7 @@ from puna.flows.engine.trace import load
 from puna.stages.contract import External
 from puna.stages.contract.declaration import LOOK
 from puna.stages.curate.domains import TrainDomainsConfig, looked_at, seed_label
-from puna.stages.curate.ingest import IngestConfig, check_inputs, ingest, peek
+from puna.stages.curate.ingest import IngestConfig, check_inputs, first_rejection, hints, ingest, peek
 from puna.stages.curate.language import identify
 from puna.stages.reading.dates import EPOCH
 from puna.stages.reading.pages import NO_PAGE
@@ -146,8 +146,10 @@ def look(files: list[External], imported: list[Artifact], named: Sequence[str], 
         names = ", ".join(f.uri for f in files) or imported[0].id
         if files:
             check_inputs(files, config)
+        rejected = first_rejection(files, config) if files else None
+        reason = f" ({rejected.rule}: {rejected.detail}{hints([rejected.rule])})" if rejected else ""
         raise PunaError(
-            f"clean: no page of {names} holds text. WARC, WET, HTML, text, Parquet, JSON and CSV are read; "
+            f"clean: no page of {names} holds text{reason}. WARC, WET, HTML, text, Parquet, JSON and CSV are read; "
             "`puna run ingest --input …` says what was dropped"
         )
     _tell_languages(texts, choices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import itertools
 import time
 import zlib
 from collections import Counter
@@ -104,7 +105,7 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     run.metric("body_bytes", body_bytes)
     if not body_bytes:
         inputs_named = ", ".join(dict.fromkeys(job.uri or (job.file.location if job.file else job.name) for job in jobs[:3]))
-        outcomes = f": {', '.join(f'{count} {rule}' for rule, count in rules.most_common())}{_hints(rules)}" if rules else ""
+        outcomes = f": {', '.join(f'{count} {rule}' for rule, count in rules.most_common())}{hints(rules)}" if rules else ""
         raise PunaError(
             f"ingest: {inputs_named}{', …' if len(jobs) > 3 else ''}: no page is kept; files {len(jobs)}, records {came}"
             f"{outcomes}{_kinds(without, examples) if 'not_a_page' in rules else ''}"
@@ -155,7 +156,10 @@ def _sorted(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
     return {"pages": pages, "dropped": dropped}, {"bytes": size, "rules": dict(Counter(dropped["rule"].to_pylist()))}
 
 
+LOOKED_AT = 100
+"""Records of a file that are looked at for a reason why none of it is a page."""
 HINTS = {
+    "body_too_large": "ingest.max_body_bytes is the limit",
     "not_a_page": "a row is a page where it has the field that ingest.text_column or ingest.html_column names",
     "content_type": "WARC, WET, Parquet, JSONL, HTML and text are read, other media by ingest.content_types",
     "not_a_response": "of an archive's records responses, resources and conversions (WET) are pages; metadata (WAT) and requests hold none",
@@ -163,7 +167,7 @@ HINTS = {
 """What a user needs to know about a rule that took every record."""
 
 
-def _hints(rules: Container[str]) -> str:
+def hints(rules: Container[str]) -> str:
     return "".join(f"; {hint}" for rule, hint in HINTS.items() if rule in rules)
 
 
@@ -175,7 +179,7 @@ def check_inputs(inputs: list[External], config: IngestConfig) -> None:
     results = [_first(job, config) for job in _jobs(inputs, config)]
     if not any(one is True for one in results):
         rejected = next((one for one in results if isinstance(one, Rejected)), None)
-        wrong = f" that can be read: {rejected.detail}{_hints([rejected.rule])}" if rejected else ": there is nothing to read"
+        wrong = f" that can be read: {rejected.detail}{hints([rejected.rule])}" if rejected else ": there is nothing to read"
         raise PunaError(f"the inputs {', '.join(external.uri for external in inputs)} have no rows{wrong}")
 
 
@@ -202,6 +206,13 @@ def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[
         else:
             read += job.file.bytes
     return pages, min(1.0, read / total) if total else 0.0
+
+
+def first_rejection(inputs: list[External], config: IngestConfig) -> Rejected | None:
+    """Return why a record is no page: the first of the first `LOOKED_AT` records of each file; None where all of them are pages."""
+    jobs = [job for job in _jobs(inputs, config) if job.file is not None]
+    judged = (_judged(record, config, {}) for job in jobs for record in itertools.islice(_records(job, config), LOOKED_AT))
+    return next((one for one in judged if isinstance(one, Rejected)), None)
 
 
 def _first(job: Job, config: IngestConfig) -> bool | Rejected:

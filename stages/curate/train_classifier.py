@@ -38,7 +38,7 @@ def needs(config: TrainClassifierConfig, facts: Facts) -> list[str]:
     named = {source for item in facts.inputs.get("documents", ()) for source in item.sources or ()} - set(config.exempt_sources)
     if facts.inputs.get("labels") or not named or (named & set(config.positive_sources) and named - set(config.positive_sources)):
         return []
-    what = "all inputs have such a name, others are needed too" if named & set(config.positive_sources) else "no input has such a name"
+    what = "all inputs have such a name, and others are needed too" if named & set(config.positive_sources) else "no input has such a name"
     return [
         f"positive_sources={list(config.positive_sources)}: {what} (they are {', '.join(sorted(named))}). "
         "Name the good one, --input wikipedia=URI, or name its source with --set 'train_quality.positive_sources=[NAME]', "

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageRun, stage
 from puna.stages.training.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, rank, smallest
 from puna.stages.training.vocabulary import loaded
 from puna.storage import Artifact, Part, PunaError
-
-if TYPE_CHECKING:
-    pass
 
 TRAIN_SPLIT = "train"
 

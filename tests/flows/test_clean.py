@@ -141,6 +141,14 @@ def test_wrong_places_and_inputs_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_page_beyond_the_limit_is_named_where_it_is_the_only_one(tmp_path: Path) -> None:
+    page = tmp_path / "large.html"
+    page.write_text("<html><body>" + "<p>A page of many words.</p>" * 100 + "</body></html>")
+    with pytest.raises(PunaError, match=r"holds text \(body_too_large: .*large\.html.*ingest\.max_body_bytes is the limit"):
+        clean([str(page)], tmp_path / "out", Store.open(tmp_path / "store"), changes=("ingest.max_body_bytes=1024",))
+
+
+
 def test_imported_documents_are_cleaned_beside_pages(tmp_path: Path) -> None:
     """Rows without addresses are documents of their own; NAME=ARTIFACT names their source."""
     store, said = Store.open(tmp_path / "store"), list[str]()
