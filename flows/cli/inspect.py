@@ -18,7 +18,7 @@ from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.flows.report.why import fate
 from puna.storage import Artifact, PunaError, Store, database, maintenance
 from puna.storage import explain as explaining
-from puna.storage.aliases import DEFAULT
+from puna.storage.aliases import DEFAULT, checked_project
 from puna.storage.runs import RunLog
 from puna.storage.schemas import known_kind
 
@@ -27,8 +27,20 @@ ModuleOption = Annotated[
     list[str] | None, typer.Option("--module", metavar="FILE|MODULE", help="Your own Python file or module: stages, rules, verifiers")
 ]
 StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Folder of the artifacts")]
+
+
+def _project(name: str | None) -> str | None:
+    return None if name is None else checked_project(name)
+
+
 ProjectOption = Annotated[
-    str | None, typer.Option("--project", metavar="NAME", help="Project of the store, whose aliases are meant (default: `default`)")
+    str | None,
+    typer.Option(
+        "--project",
+        metavar="NAME",
+        help="Project of the store, whose aliases are meant (default: `default`)",
+        callback=_project,
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output")]
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="kind/prefix, a prefix of the key, or NAME@VERSION")]
@@ -101,7 +113,10 @@ def list_(
     runs: Annotated[bool, typer.Option("--runs", help="List runs instead")] = False,
     store: StoreOption = DEFAULT_STORE,
     project: Annotated[
-        str | None, typer.Option("--project", metavar="NAME", help="Only what this project's runs made or its aliases name (default: all)")
+        str | None,
+        typer.Option(
+            "--project", metavar="NAME", callback=_project, help="Only what this project's runs made or its aliases name (default: all)"
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -103,6 +103,13 @@ def test_a_stage_reads_and_sets_the_aliases_of_its_project(corpora: tuple[Path, 
     assert len(store.runs()) == runs + 1 and store.log(store.runs()[-1]).made[0].reused
 
 
+@pytest.mark.parametrize("command", [["list"], ["run", "extract"], ["clean", "x", "-o", "out"], ["show", "documents@latest"]])
+def test_an_empty_name_of_a_project_is_refused(command: list[str]) -> None:
+    outcome = CliRunner().invoke(app, [*command, "--project", ""])
+    assert outcome.exit_code and "a project's name has letters, digits" in str(outcome.exception or outcome.output)
+
+
+
 def test_lists_show_all_aliases_or_those_of_one_project(corpora: tuple[Path, str]) -> None:
     rows = [json.loads(line) for line in puna("list", "documents", "--json", "--store", corpora[1]).splitlines()]
     assert sorted(alias for row in rows for alias in row["aliases"] if "documents@" in alias) == ["documents@latest", "law/documents@latest", "news/documents@latest"]
