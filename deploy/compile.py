@@ -31,8 +31,10 @@ from puna.storage import Store
 TEXT = "The quick brown fox jumps over the lazy dog while {0} others of its kind look on from the edge of the old wood."
 PAGE = (
     "<html><head><title>Page {0} à la carte</title></head><body><h1>Page {0}</h1><ul><li><a href='/'>Home</a></ul>"
-    "<p>{1}</p><pre>x = {0}</pre><table><tr><td>{0}<td>two</table><p>Contact: 12 Main Street, Springfield, IL 62704</p></body></html>"
+    "<p>{1}</p><pre>x = {0}</pre><table><tr><td>{0}<td>two</table><p>Contact: 12 Main Street, Springfield, IL 62704, "
+    "+1 650 253 0000, info@example.org, DE89 3704 0044 0532 0130 00, 192.168.7.11</p><p>我们在这里学习语言，也写程序。</p></body></html>"
 )
+"""A page with what has a loop of its own: a list, code, a table, personal data, a script without spaces."""
 
 
 def pages(count: int = 12) -> pa.Table:
