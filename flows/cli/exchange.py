@@ -32,6 +32,10 @@ def import_(
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field; `puna fields import_KIND` shows them")
     ] = None,
+    verifier: Annotated[
+        str | None,
+        typer.Option("--verifier", metavar="NAME|JSON", help='Of prompts: verifier of rows without one: numeric, exact or {"name": …}'),
+    ] = None,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
     modules: ModuleOption = None,
@@ -51,6 +55,10 @@ def import_(
     named = [f"columns={json.dumps(mapped(columns))}"] if columns else []
     if modules and kind == "prompts":
         named.append(f"code_from={json.dumps([module.__name__ for module in added])}")
+    if verifier is not None:
+        if kind != "prompts":
+            raise PunaError(f"--verifier: {kind} have no verifier; leave it out")
+        named.append(f"verifier={json.dumps(verifier)}")
     stages = load_stages()
     kinds = [name.removeprefix("import_") for name in stages if name.startswith("import_")]
     if kind not in kinds:

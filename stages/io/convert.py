@@ -9,6 +9,7 @@ from typing import Any
 
 from puna.stages.conversations import LEVELS, Message, dump
 from puna.stages.io import turns
+from puna.stages.io.benchmarks import BENCHMARKS
 from puna.stages.io.layouts import SCORES, Plan
 from puna.stages.io.turns import Refused
 from puna.stages.reading.dates import moment
@@ -32,6 +33,9 @@ def instructions(plan: Plan, row: Fields) -> Values:
 
 def prompts(plan: Plan, row: Fields) -> Values:
     """Return columns `messages`, `tools`, `reference` and `verifier` of the prompts table."""
+    if plan.layout in BENCHMARKS:
+        values = BENCHMARKS[plan.layout].build(plan, row)
+        return values | {"messages": dump(_with_system(plan, row, json.loads(values["messages"])))}
     reference = plan.get(row, "reference")
     if plan.layout == "messages":
         messages = turns.messages(plan.get(row, "messages"), plan.name("messages"))

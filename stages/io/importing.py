@@ -29,6 +29,7 @@ from puna.stages.io.turns import Refused
 from puna.stages.reading.files import Job, address_of, jobs_of, suffix
 from puna.stages.reading.pages import repetitions
 from puna.stages.reading.rows import COLUMNAR, SIDECARS, Fault, Row, format_of, read_rows, stream_rows
+from puna.stages.verifiers.base import Question
 from puna.stages.verifiers.python_function import PythonFunction
 from puna.stages.verifiers.registry import from_text
 from puna.storage import PunaError
@@ -47,6 +48,8 @@ SHOWN = 4000  # characters of an example that are shown
 CHUNK_BYTES = 32 << 20
 PACKED = 4  # size of rows by that of the files that hold them, about
 HUB_BYTES = 1 << 30
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+"""Values whose loss loses nothing."""
 HELDOUT_SHARE = "Share of prompts held out, by a hash of prompt and seed, where rows have no split of their own"
 
 
@@ -73,12 +76,17 @@ class SplitConfig(ImportConfig):
 class PromptRowsConfig(SplitConfig):
     """Settings of an import of prompts, whose rows may name verifiers."""
 
+    verifier: str = Field(
+        "", description="Verifier of rows without one of their own: a name (numeric, exact) or JSON; before a benchmark's"
+    )
     code_from: tuple[str, ...] = Field((), description="Modules whose functions a row's verifier may name; `puna import --module` sets it")
 
 
 def import_rows(kind: str, layout: str, inputs: Sequence[External], config: ImportConfig, run: StageRun) -> None:
     """Write the rows of the inputs as artifacts of `kind`. The table `examples` records the layout, its reason and an example."""
     jobs = list(_jobs(inputs, kind, config, run))
+    if isinstance(config, PromptRowsConfig) and config.verifier:
+        from_text(named_verifier(config.verifier))
     plans, shown = {}, []
     for name in dict.fromkeys(job.source for job in jobs):
         plan, example = _planned(kind, layout, name, [job for job in jobs if job.source == name], config)
@@ -93,6 +101,9 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
     arguments = (plans, kind, config.model_dump_json(), type(config))
     rows = run.exchange(_read, read, *arguments, by="id", partitions=partitions(given), rows=len(read))
     run.count_input(sum(info["rows"] for info in rows.infos))
+    for name in plans:
+        if left := sorted({column for info in rows.infos if info["source"] == name for column in info["left"]}):
+            run.metric(f"columns_not_taken_{name}", ", ".join(left))
     cut = count(table_schema(kind), sum(info["bytes"] for info in rows.infos))
     counts = run.produce_shards(_first_of_each_id, rows, cut, kind, config.bad_rows)
     rules = sum((Counter(found["rules"]) for found in counts), Counter[str]())
@@ -105,6 +116,8 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
     run.metric("rows", (run.input_rows or 0))
     if "split" in table_schema(kind).schema.names:
         run.metric("heldout", sum(found["heldout"] for found in counts))
+    if kind == "prompts":
+        run.metric("prompts_without_verifier", sum(found["bare"] for found in counts))
     for rule, number in sorted(rules.items()):
         run.metric(f"dropped_{rule}", number)
 
@@ -204,7 +217,8 @@ def _planned(kind: str, layout: str, name: str, jobs: Sequence[Job], config: Imp
         raise PunaError(f"input {name}: its first {SNIFFED_ROWS} records are no rows; row {fault.number} {fault.reason}")
     if not sample:
         return None, {}
-    plan = layouts.plan(kind, sample, f"input {name}", layout, config.columns)
+    verified = isinstance(config, PromptRowsConfig) and bool(config.verifier)
+    plan = layouts.plan(kind, sample, f"input {name}", layout, config.columns, verified)
     example = next((text for row in sample if (text := _example(kind, plan, row)) is not None), "no row of the first ones can be taken")
     about = {"layout": plan.layout, "why": plan.why, "columns": plan.columns, "format": jobs[0].format}
     texts = {"prompt": _json(sample[0]), "text": example, "detail": dump(about)}
@@ -231,6 +245,9 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
     columns = table_schema(kind).schema.names
     waiting: list[dict[str, Any]] = []
     size = rows = total = 0
+    paths = plans[job.source].columns.values()
+    taken = {*paths, *(path.partition(".")[0] for path in paths)}
+    left: set[str] = set()
 
     def flushed() -> pa.Table:
         nonlocal size, total
@@ -240,6 +257,8 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
         return table
 
     for row in _rows(job, config):
+        if isinstance(row, Row):
+            left.update(column for column, value in row.fields.items() if column not in taken and value not in EMPTY)
         values = _taken(row, job, plans[job.source], kind, config) if isinstance(row, Row) else row
         if isinstance(values, Fault):
             fault = f"{job.location}, row {values.number}{f', field {values.field}' if values.field else ''}: {values.reason}"
@@ -256,7 +275,7 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
         if size >= CHUNK_BYTES:
             yield flushed()
     yield flushed()
-    yield {"rows": rows, "bytes": total}
+    yield {"rows": rows, "bytes": total, "source": job.source, "left": sorted(left)}
 
 
 def _records(kind: str, rows: list[dict[str, Any]]) -> pa.Table:
@@ -276,6 +295,9 @@ def _taken(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -> d
         if kind == "documents":
             name = named or identifier("document", job.source, values["url"] or "", values["text"])
             return values | {"id": name, "source": job.source}
+        if isinstance(config, PromptRowsConfig) and config.verifier and plan.get(fields, "verifier") is None:
+            values["verifier"] = named_verifier(config.verifier)
+            _check_question(values)
         if values.get("verifier") is not None:
             assert isinstance(config, PromptRowsConfig)
             _check_verifier(plan.name("verifier"), values["verifier"], config.code_from)
@@ -283,6 +305,19 @@ def _taken(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -> d
         return _identified(kind, values | more | _about(plan, fields, job, config), named, config)
     except Refused as error:
         return Fault(row.number, error.field, error.rule, error.reason)
+
+
+def named_verifier(text: str) -> str:
+    """Return the JSON text of a verifier given as a bare name or as JSON."""
+    return text if text.lstrip().startswith("{") else dump({"name": text.strip()})
+
+
+def _check_question(values: dict[str, Any]) -> None:
+    """Refuse a row that does not suit the verifier named for all rows, such as one without a reference."""
+    try:
+        from_text(values["verifier"]).check(Question("of this row", "", "", values["reference"]))
+    except PunaError as error:
+        raise Refused("reference", "no_reference", str(error)) from error
 
 
 def _without_nulls(value: Any) -> Any:
@@ -354,4 +389,5 @@ def _first_of_each_id(rows: pa.Table, kind: str, bad_rows: str) -> tuple[dict[st
     shown = list(min(zip(other["order"].to_pylist(), other["detail"].to_pylist(), strict=True), default=()))
     rules = dict(Counter(dropped["rule"].to_pylist()))
     heldout = kept["split"].to_pylist().count("heldout") if "split" in kept.column_names else 0
-    return {kind: kept, "dropped": dropped}, {"kept": len(kept), "heldout": heldout, "rules": rules, "first": shown}
+    bare = kept["verifier"].null_count if "verifier" in kept.column_names else 0
+    return {kind: kept, "dropped": dropped}, {"kept": len(kept), "heldout": heldout, "bare": bare, "rules": rules, "first": shown}

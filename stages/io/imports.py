@@ -67,7 +67,10 @@ def import_documents(inputs: list[External], config: ImportDocumentsConfig, run:
 class ImportPromptsConfig(PromptRowsConfig):
     """Settings of an import of prompts."""
 
-    layout: Literal["auto", "messages", "prompt", "instruction"] = Field("auto", description=LAYOUT)
+    layout: Literal[
+        "auto", "messages", "prompt", "instruction", "ifeval", "humaneval", "mbpp", "gsm8k", "math", "arc", "hellaswag", "winogrande",
+        "boolq", "piqa", "blimp", "truthfulqa_mc", "mmlu_pro", "mmlu", "needle", "ruler",
+    ] = Field("auto", description=LAYOUT)  # fmt: skip
     heldout_fraction: float = Field(0.1, ge=0, lt=1, description=HELDOUT_SHARE)
 
 
@@ -75,7 +78,9 @@ class ImportPromptsConfig(PromptRowsConfig):
 def import_prompts(inputs: list[External], config: ImportPromptsConfig, run: StageRun) -> None:
     """Import prompts to be answered: conversations, questions or instructions, with a reference answer and a verifier where there is one.
 
-    Of a conversation that ends in an answer, that answer is the reference.
+    Of a conversation that ends in an answer, that answer is the reference. Rows of known benchmarks are recognised by their columns and
+    get the benchmark's question and verifier (`puna.stages.io.benchmarks`). The metrics `columns_not_taken_*` name columns that no field
+    takes; `prompts_without_verifier` counts rows without one.
 
     `examples` shows how each input was read; `dropped` names every row that could not be taken, with field and reason. Of equal
     rows one is kept. A verifier may name code only in modules that `--module` or an installed plugin names. A tenth of the prompts is

@@ -7,11 +7,11 @@ error lists the candidates and how to declare one (`layout`, `columns`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from puna.stages.io import turns
+from puna.stages.io import benchmarks, turns
 from puna.stages.reading.files import field_at
 from puna.storage import PunaError
 
@@ -108,18 +108,29 @@ class Plan:
         return self.columns.get(field, field)
 
 
-def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapping[str, str]) -> Plan:
+def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapping[str, str], verified: bool = False) -> Plan:
     """Return the layout of an input for a kind, recognised by its first rows. PunaError if it is not clear.
 
-    `layout` `auto` looks for one; `given` maps fields to columns and counts before the usual names.
+    `layout` `auto` looks for one; `given` maps fields to columns and counts before the usual names. `verified`: the user names the
+    verifier of rows without one. Known benchmarks come before the layouts of prompts, unless rows have a column `verifier`.
     """
-    known = sorted({field for one in LAYOUTS[kind] for field in (*one.needed, *one.may)})
+    usual = {field for one in LAYOUTS[kind] for field in (*one.needed, *one.may)}
+    of_benchmarks = {field for one in benchmarks.BENCHMARKS.values() for field in (*one.needs, *one.may)} if kind == "prompts" else set()
+    known = sorted(usual | of_benchmarks)
     if wrong := sorted(set(given) - set(known)):
         raise PunaError(f"columns: {wrong[0]!r} is no field of {kind}; the fields are {', '.join(known)}")
     for field, path in given.items():
         if all(field_at(row, path) is None for row in rows):
             there = ", ".join(dict.fromkeys(name for row in rows for name in row))
             raise PunaError(f"{where}: no row has the column {path!r} (columns.{field}); there are {there}")
+    own = "verifier" in given or any(row.get("verifier") is not None for row in rows)
+    recognised = benchmarks.find(rows, given, layout) if kind == "prompts" and not (own and layout == "auto") else None
+    if recognised is not None:
+        benchmark, columns = recognised
+        why = f"benchmark {benchmark.name}: the rows have {' and '.join(columns[field] for field in benchmark.needs)}"
+        return Plan(benchmark.name, columns, why if layout == "auto" else "declared", layout != "auto")
+    if layout in benchmarks.BENCHMARKS or (lost := sorted(set(given) - usual)):
+        raise PunaError(_no_benchmark(rows, where, layout, given if layout in benchmarks.BENCHMARKS else lost))
     fits = [one for one in LAYOUTS[kind] if layout in ("auto", one.name) and _fits(one, rows, given)]
     if len(fits) > 1 and given:  # what is mapped was meant: a layout that uses none of it was not
         used = [sum(field in given for field in one.needed) for one in fits]
@@ -132,8 +143,19 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
     why = f"{one.why}: the rows have {' and '.join(needed)}" + (f"; mapped: {', '.join(sorted(given))}" if given else "")
     found = Plan(one.name, columns, why if layout == "auto" else "declared", layout != "auto")
     _check_values(found, rows, where)
-    _check_meaning(kind, found, rows, where)
+    if not verified:
+        _check_meaning(kind, found, rows, where)
     return found
+
+
+def _no_benchmark(rows: Sequence[Fields], where: str, layout: str, given: Iterable[str]) -> str:
+    there = ", ".join(dict.fromkeys(name for row in rows for name in row))
+    if layout not in benchmarks.BENCHMARKS:
+        return f"{where}: its columns ({there}) with {', '.join(given)} mapped fit no benchmark; declare one: --set layout=mmlu"
+    needs = benchmarks.BENCHMARKS[layout].needs
+    wanted = ", ".join(f"{field} ({' or '.join(usual)})" for field, usual in needs.items())
+    remedy = f"map them with --columns {next(iter(needs))}=COLUMN"
+    return f"{where}: its columns ({there}) are not those of {layout}, which needs {wanted}; {remedy}"
 
 
 def _check_meaning(kind: str, plan: Plan, rows: Sequence[Fields], where: str) -> None:
@@ -144,8 +166,9 @@ def _check_meaning(kind: str, plan: Plan, rows: Sequence[Fields], where: str) ->
     for column, meaning in UNSUPPORTED.get(kind, {}).items():
         if column not in taken and any(row.get(column) is not None for row in rows):
             raise PunaError(
-                f"{where}: column {column!r} holds {meaning}, which are not imported yet; without them its rows would be other questions. "
-                "Give each row a column verifier, or take the column out"
+                f"{where}: column {column!r} holds {meaning}, and no known benchmark has these columns; without them its rows would be "
+                "other questions. Map it to a benchmark's fields (--set layout=mmlu --columns choices=…), give each row a column "
+                "verifier, or name one verifier for all rows: --verifier exact"
             )
 
 

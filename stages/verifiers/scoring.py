@@ -83,7 +83,10 @@ class Scorer:
         self._first = ""
         bare = [row["id"] for row in prompts if row["verifier"] is None]
         if needed and bare:
-            raise PunaError(f"{needed}: {len(bare)} of {len(prompts)} prompts have no verifier, for example {bare[0]}; give each one")
+            raise PunaError(
+                f"{needed}: {len(bare)} of {len(prompts)} prompts have no verifier, for example {bare[0]}; give each one, "
+                "or import them with --verifier"
+            )
         found = [_verifier(row) for row in prompts if row["verifier"] is not None]
         kinds: dict[type[Verifier], list[Verifier]] = {}
         for verifier in found:

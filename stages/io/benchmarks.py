@@ -1,0 +1,294 @@
+"""Known benchmarks as prompts: the fields by which each is recognised, its question, reference and verifier.
+
+Options whose right one always stands at the same place (BLiMP, TruthfulQA) are put in the order of a hash.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from puna.stages.conversations import asking
+from puna.stages.draws import identifier
+from puna.stages.io import turns
+from puna.stages.io.turns import Refused
+from puna.stages.reading.files import field_at
+from puna.stages.verifiers.choice import LETTERS
+from puna.stages.verifiers.extraction import HASHES, boxed
+from puna.stages.verifiers.numeric import numbers
+
+if TYPE_CHECKING:
+    from puna.stages.io.layouts import Plan
+
+Fields = Mapping[str, Any]
+Values = dict[str, Any]
+Build = Callable[["Plan", Fields], Values]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark's layout: field → its usual columns; `tells` decides by values of rows where the columns do not."""
+
+    name: str
+    build: Build
+    needs: dict[str, tuple[str, ...]]
+    may: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    tells: Callable[[Sequence[Fields], dict[str, str]], bool] = lambda rows, columns: True
+
+    def columns(self, rows: Sequence[Fields], given: Mapping[str, str]) -> dict[str, str] | None:
+        """Return field → column, None if the rows are not of this benchmark."""
+        known = self.needs | ASIDE | self.may
+        if set(given) - set(known):
+            return None
+        found = dict(given)
+        for name, usual in known.items():
+            there = [column for column in usual if any(field_at(row, column) is not None for row in rows)]
+            if there and name not in found:
+                found[name] = there[0]
+        return found if set(self.needs) <= set(found) and self.tells(rows, found) else None
+
+
+ASIDE: dict[str, tuple[str, ...]] = {"id": (), "split": ("split",), "task": ("task",), "system": ("system",)}
+
+
+def find(rows: Sequence[Fields], given: Mapping[str, str], layout: str) -> tuple[Benchmark, dict[str, str]] | None:
+    """Return the benchmark that rows are of, by their columns, and its field → column; None for other rows."""
+    for one in BENCHMARKS.values():
+        if layout in ("auto", one.name) and (columns := one.columns(rows, given)) is not None:
+            return one, columns
+    return None
+
+
+def _asked(question: str, reference: str | None, verifier: str, **settings: Any) -> Values:
+    text = json.dumps({"name": verifier, **settings}, sort_keys=True, ensure_ascii=False)
+    return {"messages": asking(question), "tools": None, "reference": reference, "verifier": text}
+
+
+def _text(plan: Plan, row: Fields, name: str) -> str:
+    return turns.text(plan.get(row, name), plan.name(name))
+
+
+def _list(plan: Plan, row: Fields, name: str) -> list[Any]:
+    """Return a list, also from its JSON text in a cell of CSV."""
+    value = plan.get(row, name)
+    value = turns.parsed(value, plan.name(name)) if isinstance(value, str) else value
+    if not isinstance(value, list) or not value:
+        raise Refused(plan.name(name), "wrong_type", f"holds {turns.kind_of(value)}, not a list with entries")
+    return value
+
+
+def _texts(plan: Plan, row: Fields, name: str) -> list[str]:
+    return [turns.text(value, f"{plan.name(name)}.{number}") for number, value in enumerate(_list(plan, row, name))]
+
+
+def _object(plan: Plan, row: Fields, name: str) -> dict[str, Any]:
+    value = plan.get(row, name)
+    value = turns.parsed(value, plan.name(name)) if isinstance(value, str) else value
+    if not isinstance(value, dict):
+        raise Refused(plan.name(name), "wrong_type", f"holds {turns.kind_of(value)}, not an object")
+    return value
+
+
+def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: Sequence[str] = LETTERS, start: int = 0) -> int:
+    """Return the index of the right option, given as a label, a number from `start`, or the option's text."""
+    value = plan.get(row, name)
+    text = str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
+    known = list(labels)[: len(options)]
+    if text in known:
+        return known.index(text)
+    if re.fullmatch(r"\d{1,2}", text):
+        if 0 <= int(text) - start < len(options):
+            return int(text) - start
+    elif text in options:
+        return list(options).index(text)
+    raise Refused(plan.name(name), "no_answer", f"holds {str(value)[:40]!r}, none of the {len(options)} options; a test split may hide it")
+
+
+def _chosen(question: str, options: Sequence[str], right: Sequence[int], mixed: bool = False) -> Values:
+    """Return a question with lettered options; `mixed`: in the order of a hash."""
+    if not 2 <= len(options) <= len(LETTERS):
+        raise Refused("options", "wrong_number", f"are {len(options)}; a question has 2 to {len(LETTERS)}")
+    order = sorted(range(len(options)), key=lambda i: identifier(question, options[i], i)) if mixed else list(range(len(options)))
+    shown = [options[i] for i in order]
+    places = sorted(order.index(i) for i in right)
+    lines = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, shown, strict=False))
+    text = f"{question}\n\n{lines}\n\nAnswer with the letter of the right option alone."
+    return _asked(text, LETTERS[places[0]], "choice", options=shown, right=places)
+
+
+def _gsm8k(plan: Plan, row: Fields) -> Values:
+    answer = _text(plan, row, "answer")
+    marked = HASHES.findall(answer)
+    if not marked or not list(numbers(marked[-1])):
+        raise Refused(plan.name("answer"), "no_answer", "has no line with #### and a number")
+    return _asked(_text(plan, row, "question"), answer, "numeric", answer=str(marked[-1]).strip())
+
+
+def _math(plan: Plan, row: Fields) -> Values:
+    solution = _text(plan, row, "solution")
+    short = plan.get(row, "answer")
+    answer = str(short).strip() if short is not None else (boxed(solution) or "").strip()
+    if not answer:
+        raise Refused(plan.name("solution"), "no_answer", "has no \\boxed{} with an answer")
+    found = list(numbers(answer.strip("$ ")))
+    question = f"{_text(plan, row, 'problem')}\n\nPut the final answer into \\boxed{{}}."
+    if len(found) == 1 and (found[0].start, found[0].end) == (0, len(answer.strip("$ "))):
+        return _asked(question, solution, "numeric", answer=answer.strip("$ "))
+    return _asked(question, solution, "exact", answer=answer, ignore_space=True)
+
+
+def _ifeval(plan: Plan, row: Fields) -> Values:
+    kwargs = [
+        {key: value for key, value in one.items() if value is not None} if isinstance(one, dict) else one
+        for one in _list(plan, row, "kwargs")
+    ]
+    instructions = _list(plan, row, "instruction_id_list")
+    return _asked(_text(plan, row, "prompt"), None, "constraints", instruction_id_list=instructions, kwargs=kwargs)
+
+
+def _humaneval(plan: Plan, row: Fields) -> Values:
+    prompt, name = _text(plan, row, "prompt"), _text(plan, row, "entry_point")
+    question = f"Complete this Python function. Answer with the whole function in a fenced block.\n\n```python\n{prompt.rstrip()}\n```"
+    tests = [f"{_text(plan, row, 'test')}\n\ncheck({name})\n"]
+    return _asked(question, plan.get(row, "solution"), "code", prefix=prompt, tests=tests)
+
+
+def _mbpp(plan: Plan, row: Fields) -> Values:
+    tests = _texts(plan, row, "tests")
+    imports = _list(plan, row, "imports") if plan.get(row, "imports") else []
+    setup = "\n".join([*map(str, imports), plan.get(row, "setup") or ""]).strip()
+    further = _texts(plan, row, "further") if plan.get(row, "further") else []
+    question = f"{_text(plan, row, 'prompt').strip()}\n\nAnswer with Python code that passes these tests:\n\n" + "\n".join(tests)
+    prefix = {"prefix": f"{setup}\n"} if setup else {}
+    return _asked(question, plan.get(row, "solution"), "code", tests=[*tests, *further], **prefix)
+
+
+def _arc(plan: Plan, row: Fields) -> Values:
+    choices = _object(plan, row, "choices")
+    options, labels = choices.get("text"), choices.get("label")
+    if not isinstance(options, list) or not isinstance(labels, list) or len(options) != len(labels):
+        raise Refused(plan.name("choices"), "wrong_type", "holds no lists text and label of one length")
+    right = _index(plan, row, "answer", options, [str(label) for label in labels])
+    return _chosen(_text(plan, row, "question"), [turns.text(option, plan.name("choices")) for option in options], [right])
+
+
+def _hellaswag(plan: Plan, row: Fields) -> Values:
+    endings = _texts(plan, row, "endings")
+    about = plan.get(row, "activity")
+    begun = f"{about}: {_text(plan, row, 'context')}" if about else _text(plan, row, "context")
+    return _chosen(f"Which ending continues this text?\n\n{begun}", endings, [_index(plan, row, "answer", endings)])
+
+
+def _mmlu(plan: Plan, row: Fields) -> Values:
+    options = _texts(plan, row, "choices")
+    return _chosen(_text(plan, row, "question"), options, [_index(plan, row, "answer", options)])
+
+
+def _winogrande(plan: Plan, row: Fields) -> Values:
+    options = [_text(plan, row, "option1"), _text(plan, row, "option2")]
+    question = f"Which option fills the blank _ in this sentence?\n\n{_text(plan, row, 'sentence')}"
+    return _chosen(question, options, [_index(plan, row, "answer", options, start=1)])
+
+
+def _boolq(plan: Plan, row: Fields) -> Values:
+    right = turns.truth(plan.get(row, "answer"), plan.name("answer"), numbers=True)
+    question = f"{_text(plan, row, 'passage')}\n\n{_text(plan, row, 'question').rstrip('?')}?\n\nAnswer yes or no."
+    words = ["yes", "no"]
+    return _asked(question, words[not right], "choice", options=words, labels=words, right=[int(not right)])
+
+
+def _piqa(plan: Plan, row: Fields) -> Values:
+    options = [_text(plan, row, "first"), _text(plan, row, "second")]
+    return _chosen(f"Which way reaches this goal?\n\n{_text(plan, row, 'goal')}", options, [_index(plan, row, "answer", options)])
+
+
+def _blimp(plan: Plan, row: Fields) -> Values:
+    options = [_text(plan, row, "good"), _text(plan, row, "bad")]
+    return _chosen("Which of these two sentences is acceptable English?", options, [0], mixed=True)
+
+
+def _truthfulqa(plan: Plan, row: Fields) -> Values:
+    targets = _object(plan, row, "targets")
+    choices, labels = (targets.get("choices"), targets.get("labels")) if "choices" in targets else (list(targets), list(targets.values()))
+    if not isinstance(choices, list) or not isinstance(labels, list) or len(choices) != len(labels):
+        raise Refused(plan.name("targets"), "wrong_type", "holds no lists choices and labels of one length")
+    right = [number for number, label in enumerate(labels) if label == 1]
+    if not right:
+        raise Refused(plan.name("targets"), "no_answer", "labels no choice with 1")
+    options = [turns.text(option, plan.name("targets")) for option in choices]
+    return _chosen(_text(plan, row, "question"), options, right, mixed=True)
+
+
+def _ruler(plan: Plan, row: Fields) -> Values:
+    """RULER's string_match_all: the share of the outputs that the answer contains, in any case."""
+    outputs = [str(value) for value in _list(plan, row, "outputs")]
+    return _contains(_text(plan, row, "input"), outputs)
+
+
+def _needle(plan: Plan, row: Fields) -> Values:
+    wanted = plan.get(row, "answer")
+    expected = _text(plan, row, "answer") if wanted is not None else _text(plan, row, "needle")
+    return _contains(f"{_text(plan, row, 'context')}\n\n{_text(plan, row, 'question')}", [expected])
+
+
+def _contains(question: str, outputs: Sequence[str]) -> Values:
+    checks = [{"name": "regex", "pattern": f"(?i){re.escape(text.strip())}"} for text in outputs]
+    reference = ", ".join(text.strip() for text in outputs)
+    if len(checks) == 1:
+        return _asked(question, reference, "regex", pattern=checks[0]["pattern"])
+    return _asked(question, reference, "weighted", of=checks, weights=[1.0] * len(checks))
+
+
+def _with_hashes(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
+    answers = [value for row in rows if (value := field_at(row, columns["answer"])) is not None]
+    return all(isinstance(value, str) and HASHES.search(value) for value in answers)
+
+
+def _listed(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
+    """True if outputs are lists, and no instruction stands beside the input."""
+    values = [field_at(row, columns["outputs"]) for row in rows]
+    return not any("instruction" in row for row in rows) and all(
+        isinstance(v, list) or str(v).startswith("[") for v in values if v is not None
+    )
+
+
+def _boolean(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
+    values = [value for row in rows if (value := field_at(row, columns["answer"])) is not None]
+    return all(str(value).strip().lower() in ("true", "false", "0", "1", "-1") for value in values)
+
+
+def _same(*names: str) -> dict[str, tuple[str, ...]]:
+    return {name: (name,) for name in names}
+
+
+QUESTION = _same("question")
+_ALL = (
+    Benchmark("ifeval", _ifeval, _same("prompt", "instruction_id_list", "kwargs"), {"id": ("key",)}),
+    Benchmark("humaneval", _humaneval, _same("prompt", "entry_point", "test"), {"solution": ("canonical_solution",), "id": ("task_id",)}),
+    Benchmark(
+        "mbpp", _mbpp, {"prompt": ("text", "prompt"), "tests": ("test_list",)},
+        {"solution": ("code",), "id": ("task_id",), "imports": ("test_imports",), "setup": ("test_setup_code",),
+         "further": ("challenge_test_list",)},
+    ),
+    Benchmark("gsm8k", _gsm8k, QUESTION | _same("answer"), tells=_with_hashes),
+    Benchmark("math", _math, _same("problem", "solution"), _same("answer") | {"id": ("unique_id",), "task": ("type", "subject")}),
+    Benchmark("arc", _arc, {"question": ("question", "question_stem"), "choices": ("choices",), "answer": ("answerKey",)}, {"id": ("id",)}),
+    Benchmark(
+        "hellaswag", _hellaswag, {"context": ("ctx",), "endings": ("endings",), "answer": ("label",)}, {"activity": ("activity_label",)}
+    ),
+    Benchmark("winogrande", _winogrande, _same("sentence", "option1", "option2", "answer")),
+    Benchmark("boolq", _boolq, QUESTION | {"passage": ("passage",), "answer": ("answer", "label")}, tells=_boolean),
+    Benchmark("piqa", _piqa, {"goal": ("goal",), "first": ("sol1",), "second": ("sol2",), "answer": ("label",)}),
+    Benchmark("blimp", _blimp, {"good": ("sentence_good",), "bad": ("sentence_bad",)}, {"task": ("UID",)}),
+    Benchmark("truthfulqa_mc", _truthfulqa, QUESTION | {"targets": ("mc1_targets", "mc2_targets")}),
+    Benchmark("mmlu_pro", _mmlu, QUESTION | {"choices": ("options",), "answer": ("answer", "answer_index")},
+              {"id": ("question_id",), "task": ("category",)}),
+    Benchmark("mmlu", _mmlu, QUESTION | _same("choices", "answer"), {"task": ("subject",)}),
+    Benchmark("needle", _needle, QUESTION | {"context": ("context", "haystack"), "needle": ("needle",)}, _same("answer")),
+    Benchmark("ruler", _ruler, _same("input", "outputs"), tells=_listed),
+)  # fmt: skip
+BENCHMARKS = {one.name: one for one in _ALL}
+"""Benchmarks in the order in which rows are compared with them."""
