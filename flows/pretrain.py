@@ -18,17 +18,29 @@ from puna.stages.prompts.prompts import prompts
 @flow
 def pretrain(
     documents: Annotated[Output, Kind("documents")],
-    domains: Annotated[Output, Kind("signals")],
+    domains: Annotated[Output, Kind("signals")] | None = None,
     weights: Annotated[Output, Kind("evaluation")] | None = None,
     deduplicated: list[Annotated[Output, Kind("documents")]] | None = None,
+    model: Annotated[Output, Kind("model")] | None = None,
 ) -> Output:
-    """Train a base model on documents with their knowledge types; `weights` come from `experiments`."""
+    """Train a base model on documents with their knowledge types; `weights` come from `experiments`.
+
+    It begins from nothing, or goes on from `model`, which may be any, with its tokenizer. Phases may read tokens of their own: those of
+    `tokenize_fresh`, `tokenize_long` and `tokenize_best`, with mixtures of their own.
+    """
     sides = step(split, documents=documents, signals=domains)
-    vocabulary = step(tokenizer, documents=documents, mixture=sides)
+    begun = {"model": model} if model else {}
+    vocabulary = step(tokenizer, documents=documents, mixture=sides, **begun)
     mixture = step(mix, documents=documents, split=sides, weights=weights, deduplicated=deduplicated)
     tokens = step(tokenize, documents=documents, mixture=mixture, tokenizer=vocabulary)
-    model = step(train, tokens=tokens, tokenizer=vocabulary)
-    step(evaluate, "evaluate_base", model=model, documents=documents, mixture=mixture, prompts=step(prompts))
+    further: dict[str, Output] = {}
+    for name in ("fresh", "long", "best"):
+        label = f"tokenize_{name}"
+        own = step(mix, f"mix_{name}", off=True, serves=label, documents=documents, split=sides, weights=weights, deduplicated=deduplicated)
+        if found := step(tokenize, label, off=True, documents=documents, mixture=own or mixture, tokenizer=vocabulary):
+            further[name] = found
+    base = step(train, tokens=tokens, tokenizer=vocabulary, **begun, **further)
+    step(evaluate, "evaluate_base", model=base, documents=documents, mixture=mixture, prompts=step(prompts))
     publish("tokenizer", vocabulary)
     publish("mixture", mixture)
-    return publish("base", model)
+    return publish("base", base)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from puna.models.machine import Machine
     from puna.stages.contract import Stage
     from puna.stages.pretrain.pretrain import PretrainConfig
+    from puna.stages.training.phase import Phase
 
 CPU_FLOPS = 1e20
 """Operations beyond which a plan is not for this CPU: a year at 3 TFLOP/s, which is a fast CPU's rate."""
@@ -99,7 +100,10 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int) -> dict[str, Any]:
     context = packing.sequence_length
     config = training.model.complete(vocab_size, context)
     parameters, machine = accounting.parameters(config), _machine(config, context, gpu)
-    phases = [_phase(training, number, (vocab_size, context), machine, gpu, gpus) for number in range(len(training.phases))]
+    phases, read = [], 0
+    for phase in training.phases:
+        phases.append(_phase(training, phase, read, (vocab_size, _context(recipe, phase, context)), machine, gpu, gpus))
+        read += phases[-1]["tokens"]
     return {
         "recipe": recipe.name,
         "parameters": parameters.total,
@@ -129,18 +133,29 @@ def _machine(config: ModelConfig, context: int, gpu: str | None) -> Machine:
     return measure(config, context)
 
 
-def _phase(training: PretrainConfig, number: int, sizes: tuple[int, int], machine: Machine, gpu: str | None, gpus: int) -> dict[str, Any]:
-    """Return the costs of one phase; `sizes`: vocabulary and tokens of a packed row."""
+def _context(recipe: Recipe, phase: Phase, context: int) -> int:
+    """Return the tokens of a packed row of the phase: those of its own tokenize step where the recipe has one."""
+    from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
+
+    label = f"tokenize_{phase.tokens}"
+    own = recipe.values.get(label) if phase.tokens != "initial" else None
+    return context if own is None else recipe.one(label, tokenize, TokenizeConfig).sequence_length
+
+
+def _phase(
+    training: PretrainConfig, phase: Phase, before: int, sizes: tuple[int, int], machine: Machine, gpu: str | None, gpus: int
+) -> dict[str, Any]:
+    """Return the costs of one phase; `before`: tokens of the run before it; `sizes`: vocabulary and tokens of a packed row."""
     from puna.models import accounting
 
-    phase = training.phases[number]
     precision: Precision = "bf16" if gpu else "fp32"
     row = sizes[1] * phase.join_rows
     config = training.model.complete(sizes[0], row)
-    step = [row] * phase.rows_per_step
+    phase = phase.counted(row, before)
+    step = [row] * phase.full_rows
     # Steps of the full size: a ramp's first ones count for the rows they read.
-    steps = phase.growth().before(phase.steps + 1) / phase.rows_per_step
-    at_once = max(1, min(phase.rows_per_step, training.compute.micro_batch_tokens // row)) * row
+    steps = phase.growth(row, before).before(phase.steps + 1) / phase.full_rows
+    at_once = max(1, min(phase.full_rows, training.compute.micro_batch_tokens // row)) * row
     time = accounting.step_time(config, step, machine, precision)
     flops = accounting.training_flops(config, step)
     # What is sharded is the state; every GPU holds the activations of its own rows.

@@ -41,12 +41,14 @@ def train(
     checkpoint_every: int = 0,
     on_step: Callable[[Row], None] | None = None,
     rate_scales: Mapping[str, float] | None = None,
+    state: Mapping[str, Tensor] | None = None,
 ) -> TrainLog:
     """Optimise `model` in place and return one row per step, as the table `training_log` holds it.
 
     batches: gives the batch of a step, counted from 1, or a list of micro-batches; the same step always has the same batch. Only
     parameters that require a gradient are trained and saved. rate_scales: factors of the learning rate by parameter name (LoRA+).
-    In bf16 the model has its fp32 weights back afterwards.
+    In bf16 the model has its fp32 weights back afterwards. state: of the optimisers (`Trainer.adopt`) to go on with; None: they begin
+    anew.
 
     checkpoint_dir: folder of the state, saved every `checkpoint_every` steps, by time, before Ctrl-C or SIGTERM ends the training
     (`Saver`), and at the end. A run that finds a state continues after it and calls `on_step` for new steps only; ValueError if the
@@ -58,12 +60,15 @@ def train(
         "seed": seed,
         "initial": weights_digest(model),
         "rate_scales": dict(rate_scales or {}),
+        **({} if state is None else {"state": tensors_digest(state)}),
     }
     was_training = model.training
     average: dict[str, Tensor] = {}
     with ExitStack() as stack:
         current = config.replace(compute=as_begun(config.compute, checkpoint_dir))
         trainer = stack.enter_context(Trainer(model, objective, current, rate_scales))
+        if state is not None:
+            trainer.adopt(state)
         first, log = _resume(checkpoint_dir, trainer, average, identity)
 
         def write() -> None:
@@ -100,8 +105,13 @@ def progress(unit: str, of: int, log: TrainLog) -> dict[str, Any]:
 
 def weights_digest(model: nn.Module) -> str:
     """Return a sha256 over the names, types, shapes and bytes of all parameters."""
+    return tensors_digest(dict(model.named_parameters()))
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a sha256 over the names, types, shapes and bytes of tensors."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted(tensors.items()):
         value = parameter.detach().cpu().contiguous()
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(value.flatten().view(torch.uint8).numpy().data)

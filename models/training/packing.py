@@ -26,7 +26,7 @@ def step_indices(step: int, count: int, batch_size: int | Ramp, seed: int) -> li
     Every example comes exactly once per epoch, also where a step spans two of them, so a resumed run
     neither skips nor repeats one.
     """
-    ramp = Ramp((batch_size,), 1) if isinstance(batch_size, int) else batch_size
+    ramp = Ramp((batch_size,)) if isinstance(batch_size, int) else batch_size
     if count < 1 or step < 1:
         raise ValueError(f"step and count must be positive: {step}, {count}")
     first, size = ramp.before(step), ramp.at(step)
@@ -101,7 +101,7 @@ class Sampler(Generic[ExampleT, BatchT]):
         if isinstance(self.batch_size, int):
             return max(1, int(np.ceil(total / self.batch_size)))
         ramp, step = self.batch_size, 1
-        last = ramp.steps * (len(ramp.values) - 1)  # steps before the ramp is at its top
+        last = ramp.starts[-1] - 1  # steps before the ramp is at its top
         while step <= last and ramp.before(step + 1) < total:
             step += 1
         if step <= last:

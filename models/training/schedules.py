@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, get_args
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """A size that grows in equal stretches of `steps` steps: `values[0]` first, the last one from then on.
+    """A size that grows over the steps: `values[i]` from step `starts[i]` (from 1) on.
 
     Batch sizes or sequence lengths; Llama 3 405B doubles both on the way (section 3.4.1).
     """
 
     values: tuple[int, ...]
-    steps: int
+    starts: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
-        if not self.values or min(self.values) < 1 or self.steps < 1:
-            raise ValueError(f"a ramp needs positive values and steps, not {self.values} and {self.steps}")
+        if not self.values or min(self.values) < 1 or len(self.values) != len(self.starts):
+            raise ValueError(f"a ramp needs a first step for each of its positive values, not {self.values} and {self.starts}")
+        if self.starts[0] != 1 or any(a >= b for a, b in pairwise(self.starts)):
+            raise ValueError(f"a ramp's first steps must rise from 1: {self.starts}")
         if list(self.values) != sorted(self.values):
             raise ValueError(f"a ramp's values must not fall: {self.values}")
 
     def at(self, step: int) -> int:
         """Return the size in a step, counted from 1."""
-        return self.values[min((step - 1) // self.steps, len(self.values) - 1)]
+        return self.values[bisect_right(self.starts, step) - 1]
 
     def before(self, step: int) -> int:
         """Return the sum of the sizes in all steps before this one."""
-        whole = min((step - 1) // self.steps, len(self.values) - 1)
-        return self.steps * sum(self.values[:whole]) + self.values[whole] * (step - 1 - whole * self.steps)
+        ends = (*self.starts[1:], step)
+        spans = (max(0, min(end, step) - start) for start, end in zip(self.starts, ends, strict=True))
+        return sum(value * span for value, span in zip(self.values, spans, strict=True))
 
 
 Schedule = Literal["cosine", "linear", "wsd", "constant"]

@@ -230,6 +230,12 @@ class Trainer:
         self._publish()
 
     @torch.no_grad()
+    def adopt(self, state: Mapping[str, Tensor]) -> None:
+        """Overwrite the optimisers' state with that of another training, the part of `tensors` named `state.`; ValueError if it is of
+        another optimiser or of other weights."""
+        self.restore({name: value for name, value in self.tensors().items() if name.startswith("weight.")} | dict(state))
+
+    @torch.no_grad()
     def assign(self, values: dict[str, Tensor]) -> None:
         """Overwrite weights, by name; those not named stay."""
         for name, value in values.items():

@@ -73,8 +73,14 @@ def shortened(phase: Phase, share: float, peak: float) -> Phase:
 
     Rows of a step shrink with the root of the share: the best batch grows with the run (McCandlish et al. 2018).
     """
-    rows = max(1, round(phase.rows_per_step * share**0.5))
-    share *= phase.rows_per_step / rows
+    whole = phase.full_rows
+    rows = max(1, round(whole * share**0.5))
+
+    def fewer(of: int) -> int:
+        return max(1, round(of * rows / whole))
+
+    growth = tuple(pair.replace(after_tokens=max(1, round(pair.after_tokens * share)), rows=fewer(pair.rows)) for pair in phase.ramp)
+    share *= whole / rows
     steps = max(2, round(phase.steps * share))
     schedule = phase.schedule
     # Each is rounded for itself: together they must not be longer than the run.
@@ -83,9 +89,8 @@ def shortened(phase: Phase, share: float, peak: float) -> Phase:
     decay = min(max(1, round(schedule.decay(phase.steps) * share)), steps - warmup) if schedule.decay_steps else 0
     return phase.replace(
         steps=steps,
-        rows_per_step=rows,
-        rows_ramp=tuple(max(1, round(r * rows / phase.rows_per_step)) for r in phase.rows_ramp),
-        ramp_steps=max(1, round(phase.ramp_steps * share)) if phase.ramp_steps else 0,
+        rows_per_step=fewer(phase.rows_per_step),
+        ramp=growth,
         schedule=schedule.replace(
             warmup_steps=warmup,
             anneal_steps=anneal,
@@ -125,7 +130,7 @@ def _reader(tokens: Artifact, config: ScalingLawConfig, phase: Phase, seed: int,
 
 
 def _positions(reader: Reader) -> int:
-    return int(np.diff(reader.packed.starts[reader.packed.rows]).max()) * reader.join
+    return reader.packed.row_length * reader.join
 
 
 def _target(tokens: Artifact, config: ScalingLawConfig, vocab_size: int, begin: int) -> dict[str, float]:
@@ -135,7 +140,7 @@ def _target(tokens: Artifact, config: ScalingLawConfig, vocab_size: int, begin: 
     reader = _reader(tokens, config, config.phase, 0, begin)
     shape = config.model.complete(vocab_size, _positions(reader))
     # The order of rows differs from that of the run itself; over many steps the cost does not.
-    steps = [reader.lengths(step) for step in range(1, config.phase.steps + 1)]
+    steps = [reader.lengths(step) for step in range(1, config.phase.counted(_positions(reader)).steps + 1)]
     return {
         "parameters": float(accounting.parameters(shape).total),
         "tokens": float(sum(map(sum, steps))),
@@ -153,7 +158,7 @@ def _trial(
     shape: ModelConfig = small.complete(vocab_size, positions)
     share = accounting.matrix_parameters(shape) / accounting.matrix_parameters(config.model.complete(vocab_size, positions))
     rate = config.phase.schedule.peak(config.optimizer) * (config.model.hidden_size / width) ** config.rate_exponent
-    phase = shortened(config.phase, share, rate)
+    phase = shortened(config.phase.counted(positions), share, rate)
     reader = _reader(tokens, config, phase, seed, begin)
     size, settings = config.compute.micro_batch_tokens, phase.train_config(config.optimizer, config.compute)
     what = f"a small run of width {width}"

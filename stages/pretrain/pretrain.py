@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,27 +16,29 @@ from puna.models.config import ModelShape
 from puna.models.parameters import parameters
 from puna.models.settings import NO_RESULT
 from puna.models.training.settings import ComputeSettings, OptimizerSettings
-from puna.stages.contract import Facts, Figure, SeededConfig, StageRun, Tokenizer, Tokens, stage
+from puna.stages.contract import Facts, Figure, Model, SeededConfig, StageRun, Tokenizer, Tokens, stage
+from puna.stages.training.moments import keep_moments, moments
 from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory
 from puna.stages.training.packed import Packed, Reader, mean_loss
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
-from puna.stages.training.train import device, divergence_named, on_threads, save_model
+from puna.stages.training.train import check_one_tokenizer, device, divergence_named, load_model, on_threads, save_model
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
-from puna.storage import PunaError
+from puna.storage import Artifact, PunaError
 from puna.storage.work import write_text
 
 if TYPE_CHECKING:
     import torch
 
+    from puna.models.tokens.tokenizer import Tokenizer as Vocabulary
     from puna.models.transformer import Transformer
 
 
 class PretrainConfig(SeededConfig):
     """The model and how it is trained."""
 
-    model: ModelShape = Field(SHAPE, description="Sizes and variations of the decoder")
+    model: ModelShape = Field(SHAPE, description="Sizes and variations of a decoder that begins from nothing; an input model has its own")
     phases: tuple[Phase, ...] = Field((Phase(),), min_length=1, description="Stretches of training, in order")
-    optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer of all phases, which starts anew with each")
+    optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer of all phases")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
     validation_share: float = Field(0.01, gt=0, lt=0.5, description="Maximum share of documents set aside to watch the loss on, fraction")
     validation_tokens: int = Field(40_000, ge=100, description="Tokens of those documents at most (the last one may go over)")
@@ -57,30 +60,81 @@ def needs(config: PretrainConfig, facts: Facts) -> list[str]:
 
 
 @stage(kind="model", device=True, needs=needs)
-def pretrain(tokens: Tokens, tokenizer: Tokenizer, config: PretrainConfig, run: StageRun) -> None:
-    """Train a Llama-family decoder from scratch on packed documents (Llama 3, sections 3.2 and 3.4).
+def pretrain(
+    tokens: Tokens,
+    tokenizer: Tokenizer,
+    fresh: Tokens | None,
+    long: Tokens | None,
+    best: Tokens | None,
+    model: Model | None,
+    config: PretrainConfig,
+    run: StageRun,
+) -> None:
+    """Train a Llama-family decoder on packed documents (Llama 3, sections 3.2 and 3.4), from nothing or from an input model.
 
-    Attention stays inside each document. Every row is read once per epoch, in a new order each time. Phases
-    follow each other: the first trains, later ones may lengthen the context; annealing takes the rate to 0 and
-    averages the checkpoints on the way. A few training documents are set aside: their loss is in the log, and
-    the metrics hold it before and after averaging. After a crash it goes on from the last checkpoint: bit by bit, on a
-    GPU with `compute.deterministic`.
+    Attention stays inside each document. Every row is read once per epoch, in a new order each time. Phases follow each other, each on
+    the tokens that it names (`tokens` are the initial ones): the first trains, later ones may lengthen the context; annealing takes the
+    rate to 0 and averages the checkpoints on the way. The optimizer's moments pass from phase to phase, and lie beside the model for a
+    training that goes on from it. A few documents of the initial tokens are set aside from all: their loss is in the log, and the
+    metrics hold it before and after averaging. After a crash it goes on from the last checkpoint: bit by bit, on a GPU with
+    `compute.deterministic`.
     """
-    check_tokens(tokens, tokenizer)
-    packed = Packed.read(tokens)
     vocabulary = tokenizer_of(tokenizer)
-    if int(packed.tokens.max()) >= vocabulary.vocab_size:
-        raise PunaError(f"{tokens.id} holds token {int(packed.tokens.max())}, but {tokenizer.id} has {vocabulary.vocab_size} tokens")
+    sources = _sources({"initial": tokens, "fresh": fresh, "long": long, "best": best}, config, tokenizer, vocabulary)
+    packed = sources["initial"]
     held = packed.validation(config.validation_share, config.validation_tokens)
-    watch = Watch(packed.validation_pieces(held), config, run)
-    row_length = int(np.diff(packed.starts[packed.rows]).max())
-    model = _initial(config, vocabulary.vocab_size, row_length, run.seed("weights"))
-    for number, phase in enumerate(config.phases):
-        model = _prepared(model, phase, row_length)
-        reader = phase.reader(packed, held, run.seed("rows", number), vocabulary.begin)
-        _train(model, phase, number, reader, watch, config, run)
-    _finish(model, watch, run)
-    save_model(model, vocabulary, run.folder)
+    aside = {packed.ids[owner] for owner in np.unique(packed.owners[held])}
+    phases, starts = _counted(config, sources)
+    watch = Watch(packed.validation_pieces(held), sum(phase.steps for phase in phases), config, run)
+    if model is None:
+        network, state = _initial(config, vocabulary.vocab_size, packed.row_length, run.seed("weights")), None
+    else:
+        network, state = _given(model, tokenizer), moments(model)
+    run.metric("optimizer_state_given", int(state is not None and phases[0].optimizer == "keep"))
+    for number, (phase, before) in enumerate(zip(phases, starts, strict=True)):
+        own = sources[phase.tokens]
+        network = _prepared(network, phase, own.row_length)
+        reader = phase.reader(own, own.of(aside), run.seed("rows", number), vocabulary.begin, before)
+        state = _train(network, phase, number, reader, watch, config, run, state if phase.optimizer == "keep" else None)
+    _finish(network, watch, run)
+    save_model(network, vocabulary, run.folder)
+    keep_moments(state, run.folder)
+
+
+def _sources(given: dict[str, Artifact | None], config: PretrainConfig, tokenizer: Artifact, vocabulary: Vocabulary) -> dict[str, Packed]:
+    """Return the tokens by their name; PunaError where a phase's are missing, no phase reads them, or they are another tokenizer's."""
+    read = {phase.tokens for phase in config.phases}
+    for phase in config.phases:
+        if given[phase.tokens] is None:
+            raise PunaError(f"phase {phase.name} reads the tokens {phase.tokens}, which are not given: name tokenize_{phase.tokens} in the "
+                            f"recipe, or give --input {phase.tokens}=tokens/ID to the stage")  # fmt: skip
+    found = {}
+    for name, artifact in given.items():
+        if artifact is None:
+            continue
+        if name not in read and name != "initial":
+            raise PunaError(f"no phase reads the tokens {name}: set tokens: {name} in one of pretrain.phases, or leave {artifact.id} out")
+        check_tokens(artifact, tokenizer)
+        found[name] = Packed.read(artifact)
+        if (largest := int(found[name].tokens.max())) >= vocabulary.vocab_size:
+            raise PunaError(f"{artifact.id} holds token {largest}, but {tokenizer.id} has {vocabulary.vocab_size} tokens")
+    return found
+
+
+def _counted(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[list[Phase], list[int]]:
+    """Return the phases with their steps, and the tokens of the run before each, every row counted as full."""
+    phases, starts, read = [], [], 0
+    for phase in config.phases:
+        row = sources[phase.tokens].row_length * phase.join_rows
+        phases.append(phase.counted(row, read))
+        starts.append(read)
+        read += row * phase.growth(row, read).before(phases[-1].steps + 1)
+    return phases, starts
+
+
+def _given(artifact: Artifact, tokenizer: Artifact) -> Transformer:
+    check_one_tokenizer([artifact, tokenizer], "tokenize with the model's own; the stage tokenizer takes it from the input model")
+    return load_model(artifact, "lm")[0]
 
 
 def _initial(config: PretrainConfig, vocab_size: int, positions: int, seed: int) -> Transformer:
@@ -115,9 +169,8 @@ def _prepared(model: Transformer, phase: Phase, row_length: int) -> Transformer:
 class Watch:
     """The log of a run over its phases, and the loss on the documents set aside."""
 
-    def __init__(self, pieces: Sequence[Any], config: PretrainConfig, run: StageRun) -> None:
-        self.pieces, self.config, self.run = pieces, config, run
-        self.total = sum(phase.steps for phase in config.phases)
+    def __init__(self, pieces: Sequence[Any], total: int, config: PretrainConfig, run: StageRun) -> None:
+        self.pieces, self.total, self.config, self.run = pieces, total, config, run
         self.log: list[dict[str, Any]] = []
         self.validation: list[tuple[float, float]] = []
         self.before = self.after = math.nan
@@ -137,7 +190,11 @@ class Watch:
         return self.run.scratch / f"validation-{number}.json"
 
 
-def _train(model: Transformer, phase: Phase, number: int, reader: Reader, watch: Watch, config: PretrainConfig, run: StageRun) -> None:
+def _train(
+    model: Transformer, phase: Phase, number: int, reader: Reader, watch: Watch, config: PretrainConfig, run: StageRun,
+    state: dict[str, torch.Tensor] | None,
+) -> dict[str, torch.Tensor]:
+    """Train a phase, from the optimizer's `state` on; return that after it."""
     from puna.models import accounting
     from puna.models.training.loop import train
     from puna.models.training.objectives import LanguageModeling
@@ -161,7 +218,7 @@ def _train(model: Transformer, phase: Phase, number: int, reader: Reader, watch:
     if found := load_state(folder):
         tensors, record = found
         measure(record["step"], lambda: _restored(model, tensors))
-    with divergence_named(f"{run.stage}, phase {phase.name},"):
+    with divergence_named(f"{run.stage}, phase {phase.name},"), _fitting_state(phase):
         log = train(
             model,
             LanguageModeling(),
@@ -171,6 +228,7 @@ def _train(model: Transformer, phase: Phase, number: int, reader: Reader, watch:
             checkpoint_dir=folder,
             checkpoint_every=config.checkpoint_every,
             on_step=on_step,
+            state=state,
         )
     watch.before = measured[str(phase.steps)]
     watch.after = watch.loss(model) if phase.schedule.average or phase.schedule.ema else watch.before
@@ -182,6 +240,20 @@ def _train(model: Transformer, phase: Phase, number: int, reader: Reader, watch:
         for row in log
     ]
     run.metric(f"epochs_{phase.name}", reader.rows_before(phase.steps + 1) / reader.epoch_rows)
+    after = load_state(folder)
+    assert after is not None
+    return {name: value for name, value in after[0].items() if name.startswith("state.")}
+
+
+@contextmanager
+def _fitting_state(phase: Phase) -> Iterator[None]:
+    """Raise PunaError with a remedy where the optimizer's state is of another optimizer."""
+    try:
+        yield
+    except ValueError as error:
+        if "does not fit" not in str(error) or phase.optimizer == "fresh":
+            raise
+        raise PunaError(f"phase {phase.name}: {error}; or set its optimizer to fresh") from error
 
 
 def _restored(model: Transformer, tensors: dict[str, torch.Tensor]) -> Transformer:

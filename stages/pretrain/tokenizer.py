@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pydantic import Field
 
-from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageRun, stage
+from puna.stages.contract import Documents, Figure, Mixture, Model, SeededConfig, StageRun, stage
 from puna.stages.training.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, rank, smallest
-from puna.stages.training.vocabulary import loaded
+from puna.stages.training.vocabulary import FILES, loaded
 from puna.storage import Artifact, Part, PunaError
 
 TRAIN_SPLIT = "train"
 
 
 class TokenizerConfig(SeededConfig):
-    """Size of the vocabulary, and of the text to learn it from."""
+    """Size of the vocabulary, and of the text to learn it from. An input model's tokenizer has a size of its own."""
 
     vocab_size: int = Field(4096, ge=262, le=1_000_000, description="Tokens, the 256 bytes and the special tokens included")
     max_bytes: int = Field(8_000_000, ge=1000, description="Text to learn from, bytes; documents are chosen by a hash of their id")
 
 
 @stage(kind="tokenizer")
-def tokenizer(documents: Documents, mixture: Mixture | None, config: TokenizerConfig, run: StageRun) -> None:
+def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None, config: TokenizerConfig, run: StageRun) -> None:
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016; Radford et al. 2019) with Llama 3's special tokens.
 
     Learns from training documents only where a mixture says which they are. The sample is the documents with
     the smallest hashes, until max_bytes is reached; the merges depend on how often each word occurs in it and
-    on nothing else. The result is checked to give every sampled text back, byte by byte.
+    on nothing else. The result is checked to give every sampled text back, byte by byte. With a model nothing is learned: its own
+    tokenizer, also an imported one, is taken as it is, for documents that the model is to go on with.
     """
-    from puna.models.tokens.tokenizer import Tokenizer
-
     if mixture is not None:
         check_mixture(run, documents, mixture)
     parts = run.parts(documents, columns=["id", "text"])
@@ -37,18 +38,30 @@ def tokenizer(documents: Documents, mixture: Mixture | None, config: TokenizerCo
     if not sample:
         raise PunaError(f"{documents.id} has no training documents with text: there is nothing to learn a vocabulary from")
     size, last = sum(row[2] for row in sample), sample[-1][:2]
+    if model is None:
+        _learn((row.text for part in parts for row in _sampled(part, mixture, seed, last)), size, config, run)
+    else:
+        for name in model.manifest.files:
+            if name in FILES or name.endswith(".jinja"):
+                run.folder.joinpath(name).write_bytes(model.path(name).read_bytes())
+    run.metric("vocab_size", loaded(str(run.folder)).vocab_size)
+    run.metric("sample_documents", len(sample))
+    run.metric("sample_bytes", size)
+    # A tokenizer from elsewhere may normalise texts: only one of ours promises them back.
+    _measure(list(run.map(_lengths, parts, mixture, seed, last, str(run.folder), model is None, rows=len(parts))), run)
+
+
+def _learn(texts: Iterable[str], size: int, config: TokenizerConfig, run: StageRun) -> None:
+    from puna.models.tokens.tokenizer import Tokenizer
+
     run.whole("the merges are learned in one piece")
-    made = Tokenizer.train((row.text for part in parts for row in _sampled(part, mixture, seed, last)), config.vocab_size)
+    made = Tokenizer.train(texts, config.vocab_size)
     made.save(run.folder)
     if made.vocab_size < config.vocab_size:
         raise PunaError(
             f"the sample of {size} bytes has words for {made.vocab_size} tokens only, not for vocab_size={config.vocab_size}; "
             "give more documents, raise max_bytes or ask for fewer tokens"
         )
-    run.metric("vocab_size", made.vocab_size)
-    run.metric("sample_documents", len(sample))
-    run.metric("sample_bytes", size)
-    _measure(list(run.map(_lengths, parts, mixture, seed, last, str(run.folder), rows=len(parts))), run)
 
 
 def _sizes(part: Part, mixture: Artifact | None, seed: int, max_bytes: int) -> list[Ranked]:
@@ -62,13 +75,15 @@ def _sampled(part: Part, mixture: Artifact | None, seed: int, last: tuple[int, s
     return [row for row in chosen_of(part, mixture, TRAIN_SPLIT) if row.text and (rank(seed, row.id), row.id) <= last]
 
 
-def _lengths(part: Part, mixture: Artifact | None, seed: int, last: tuple[int, str], folder: str) -> dict[str, tuple[int, int]]:
-    """Return bytes and tokens of a part's sampled documents by category; refuse a tokenizer that loses text."""
+def _lengths(
+    part: Part, mixture: Artifact | None, seed: int, last: tuple[int, str], folder: str, exact: bool
+) -> dict[str, tuple[int, int]]:
+    """Return bytes and tokens of a part's sampled documents by category; where it must be `exact`, refuse a tokenizer that loses text."""
     rows = _sampled(part, mixture, seed, last)
     tokenizer = loaded(folder)
     totals: dict[str, tuple[int, int]] = {}
     for row, ids in zip(rows, tokenizer.encode_batch([row.text for row in rows]), strict=True):
-        if tokenizer.decode(ids) != row.text:
+        if exact and tokenizer.decode(ids) != row.text:
             raise PunaError(f"document {row.id}: its tokens do not give its text back")
         size, tokens = totals.get(row.category, (0, 0))
         totals[row.category] = (size + len(row.text.encode()), tokens + len(ids))
@@ -92,6 +107,6 @@ def _measure(found: list[dict[str, tuple[int, int]]], run: StageRun) -> None:
             kind="bar",
             series={"sample": [(category, size / tokens) for category, (size, tokens) in sorted(totals.items())]},
             lines={"all": overall},
-            note="On the documents that the tokenizer was trained on.",
+            note="On a sample of the training documents.",
         ),
     )

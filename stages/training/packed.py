@@ -98,6 +98,11 @@ class Packed:
         """Return the tokens of each piece, [P]."""
         return np.diff(self.starts)
 
+    @property
+    def row_length(self) -> int:
+        """Return the tokens of the longest row."""
+        return int(np.diff(self.starts[self.rows]).max())
+
     def piece(self, index: int) -> npt.NDArray[np.int32]:
         return self.tokens[self.starts[index] : self.starts[index + 1]]
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from puna.models.config import ModelShape
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings, TrainConfig
 from puna.stages.contract import StageConfig
 from puna.stages.training.packed import Packed, Reader
+from puna.storage import PunaError
 
 if TYPE_CHECKING:
     from puna.models.training.schedules import Ramp
@@ -29,52 +33,115 @@ SHAPE = ModelShape(
 OPTIMIZER = OptimizerSettings(beta2=0.98)
 
 
+Source = Literal["initial", "fresh", "long", "best"]
+"""Tokens that a phase reads, by the step of the flow that makes them: `tokenize`, `tokenize_fresh`, `tokenize_long`, `tokenize_best`."""
+
+
+class Growth(StageConfig):
+    """A larger step, from a number of tokens on."""
+
+    after_tokens: int = Field(ge=1, description="Tokens of the run, every row counted as full, after which it begins")
+    rows: int = Field(ge=1, description="Rows of a step from then on")
+    length: int | None = Field(None, ge=2, description="Tokens to which rows are cut from then on; null: whole rows")
+
+
 class Phase(StageConfig):
-    """A phase of training with its own schedule. The optimizer starts anew with it."""
+    """A phase of training with its own schedule, on tokens of its own."""
 
     name: str = Field("initial", min_length=1, description="Name of the phase in the log")
-    steps: int = Field(1000, ge=1, description="Optimisation steps")
-    rows_per_step: int = Field(2, ge=1, description="Rows of a step, each of join_rows packed rows")
-    rows_ramp: tuple[int, ...] = Field(
-        (), description="Rows of a step in the first stretches of ramp_steps steps each, before rows_per_step (Llama 3, section 3.4.1)"
+    tokens: Source = Field(
+        "initial", description="Tokens that the phase reads: those of tokenize (initial), or of tokenize_fresh, tokenize_long, tokenize_best"
     )
-    length_ramp: tuple[int, ...] = Field(
-        (), description="Tokens to which rows are cut in the first stretches of ramp_steps steps each, before they stay whole"
+    steps: int = Field(1000, ge=0, description="Optimisation steps; 0 where `until` says when the phase ends")
+    until: int | None = Field(
+        None, ge=1, description="Tokens of the run, every row counted as full, after which the phase ends; null: after `steps`"
     )
-    ramp_steps: int = Field(0, ge=0, description="Steps of each stretch of rows_ramp and length_ramp")
+    rows_per_step: int = Field(2, ge=1, description="Rows of a step, each of join_rows packed rows, until `ramp` says otherwise")
+    length: int | None = Field(None, ge=2, description="Tokens to which rows are cut until `ramp` says otherwise; null: whole rows")
+    ramp: tuple[Growth, ...] = Field((), description="Larger steps, in order: pairs of rows and length (Llama 3, section 3.4.1)")
+    optimizer: Literal["keep", "fresh"] = Field(
+        "keep", description="keep: the optimizer goes on with its moments of the phase before, the first phase with those of the input "
+        "model where it has them; fresh: they begin at 0"
+    )  # fmt: skip
     join_rows: int = Field(1, ge=1, description="Packed rows that make one: the context grows by this factor (long context)")
     rope_theta: float | None = Field(None, gt=1, description="Base of the rotary frequencies from here on; null: as before")
     schedule: ScheduleSettings = Field(ScheduleSettings(learning_rate=6e-3), description="Learning rate over the phase")
 
     @model_validator(mode="after")
     def _schedule_holds(self) -> Phase:
-        TrainConfig(steps=self.steps, schedule=self.schedule)
-        if (self.ramp_steps > 0) != bool(self.rows_ramp or self.length_ramp):
-            raise ValueError("ramp_steps goes with rows_ramp or length_ramp: set both or neither")
-        for name in ("rows_ramp", "length_ramp"):
-            values = getattr(self, name)
-            if list(values) != sorted(values) or min(values, default=2) < (2 if name == "length_ramp" else 1):
-                raise ValueError(f"{name} must not fall and must begin with {2 if name == 'length_ramp' else 1} at least, not {values}")
-        if max(self.rows_ramp, default=0) > self.rows_per_step:
-            raise ValueError(f"rows_ramp {self.rows_ramp} must not exceed rows_per_step {self.rows_per_step}")
+        if (self.steps > 0) == (self.until is not None):
+            raise ValueError("the phase ends after `steps` or at `until` tokens: set one of the two, and steps to 0 beside until")
+        if self.steps:
+            TrainConfig(steps=self.steps, schedule=self.schedule)
+        after = [pair.after_tokens for pair in self.ramp]
+        if any(a >= b for a, b in pairwise(after)) or (self.until and self.ramp and after[-1] >= self.until):
+            raise ValueError(f"ramp: after_tokens must rise and lie before until, not {after}")
+        rows = [self.rows_per_step, *(pair.rows for pair in self.ramp)]
+        lengths = [self.length or math.inf, *(pair.length or math.inf for pair in self.ramp)]
+        if rows != sorted(rows) or lengths != sorted(lengths):
+            raise ValueError("ramp: rows and length must not fall, from rows_per_step and the phase's length on")
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _until_replaces_steps(cls, values: Any) -> Any:
+        """Set the default of `steps` aside where `until` is given alone."""
+        given = isinstance(values, Mapping) and values.get("until") is not None and "steps" not in values
+        return {**values, "steps": 0} if given else values
 
     def train_config(self, optimizer: OptimizerSettings, compute: ComputeSettings) -> TrainConfig:
         return TrainConfig(steps=self.steps, schedule=self.schedule, optimizer=optimizer, compute=compute)
 
-    def growth(self) -> Ramp:
+    @property
+    def full_rows(self) -> int:
+        """Return the rows of a step once it has grown."""
+        return self.ramp[-1].rows if self.ramp else self.rows_per_step
+
+    def _changes(self, row: int, before: int) -> tuple[list[tuple[int, int, int]], int, int]:
+        """Return (first step, rows, length) of every stretch, the tokens at the start of the last one, and that step."""
+        found, step, read, rows = [(1, self.rows_per_step, min(self.length or row, row))], 1, before, self.rows_per_step
+        for pair in self.ramp:
+            # A stretch begins with the first step that begins after that many tokens.
+            waited = max(0, -(-(pair.after_tokens - read) // (rows * row)))
+            step, read, rows = step + waited, read + waited * rows * row, pair.rows
+            if not waited:
+                found.pop()
+            found.append((step, rows, min(pair.length or row, row)))
+        return found, read, step
+
+    def counted(self, row: int, before: int = 0) -> Phase:
+        """Return the phase with `steps` in place of `until`. PunaError if it would end before it begins, or its schedule does not fit.
+
+        row: tokens of a whole row (of join_rows packed ones); before: tokens of the run before it."""
+        steps = self.steps
+        if self.until is not None:
+            _, read, step = self._changes(row, before)
+            steps = step - 1 - (read - self.until) // (self.full_rows * row)
+            if self.until <= before:
+                raise PunaError(f"phase {self.name}: the run has {before} tokens before it, which is not below its until {self.until}")
+        try:
+            return self.replace(steps=steps, until=None)
+        except ValidationError as error:
+            why = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise PunaError(f"phase {self.name} has {steps} steps: {why}") from error
+
+    def growth(self, row: int, before: int = 0) -> Ramp:
+        """Return the rows of each step; see `counted` for the arguments."""
         from puna.models.training.schedules import Ramp
 
-        return Ramp((*self.rows_ramp, self.rows_per_step), max(1, self.ramp_steps))
+        starts, rows, _ = zip(*self._changes(row, before)[0], strict=True)
+        return Ramp(rows, starts)
 
-    def reader(self, packed: Packed, excluded: NDArray[np.bool_], seed: int, begin: int) -> Reader:
+    def reader(self, packed: Packed, excluded: NDArray[np.bool_], seed: int, begin: int, before: int = 0) -> Reader:
+        """Return the reader of a phase that begins after `before` tokens of the run."""
         from puna.models.training.schedules import Ramp
 
-        row = int(np.diff(packed.starts[packed.rows]).max()) * self.join_rows
-        longest = Ramp((*(min(length, row) for length in self.length_ramp), row), self.ramp_steps) if self.length_ramp else None
-        return Reader(packed, excluded, self.rows_per_step, seed, begin, self.join_rows, self.growth(), longest)
+        row = packed.row_length * self.join_rows
+        starts, _, lengths = zip(*self._changes(row, before)[0], strict=True)
+        longest = Ramp(lengths, starts) if min(lengths) < row else None
+        return Reader(packed, excluded, self.rows_per_step, seed, begin, self.join_rows, self.growth(row, before), longest)
 
     def check_plain(self, why: str) -> None:
-        """Raise ValueError if rows are joined or ramped, which an experiment cannot do."""
-        if self.join_rows != 1 or self.ramp_steps:
-            raise ValueError(f"phase.join_rows must be 1 and phase.ramp_steps 0: {why}")
+        """Raise ValueError if the phase has tokens of its own or ends by tokens, or rows are joined, cut or ramped."""
+        if self.join_rows != 1 or self.ramp or self.length or self.until or self.tokens != "initial":
+            raise ValueError(f"phase.join_rows must be 1, phase.tokens initial, and phase.ramp, length and until unset: {why}")

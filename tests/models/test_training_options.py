@@ -426,7 +426,7 @@ def test_the_log_holds_speed_and_utilization():
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 12))
 @settings(max_examples=60, deadline=None)
 def test_a_ramp_neither_skips_nor_repeats_examples(values: list[int], steps: int, count: int):
-    ramp = Ramp(tuple(sorted(values)), steps)
+    ramp = Ramp(tuple(sorted(values)), tuple(1 + steps * i for i in range(len(values))))
     sizes = [ramp.at(step) for step in range(1, 25)]
     assert sizes == ([v for v in sorted(values) for _ in range(steps)] + [max(values)] * 24)[:24]
     assert [ramp.before(step) for step in range(1, 25)] == [sum(sizes[:k]) for k in range(24)]

@@ -20,6 +20,7 @@ from puna.stages.pretrain import pretrain as module
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
+from puna.stages.training.moments import FILE
 from puna.stages.training.packed import Packed, mean_loss
 from puna.stages.training.phase import SHAPE, Phase
 from puna.storage import PunaError
@@ -85,16 +86,18 @@ def test_resumes_bit_by_bit(tmp_path: Path, store, given, monkeypatch: pytest.Mo
 
     def crashing(self, step, micro_batch_tokens):
         calls.append(step)
-        if len(calls) in (25, 60, 72):
+        # Twice in the first phase; in the first step of the second, with the moments of the first; and after its own checkpoint.
+        if len(calls) in (25, 60, 72, 80):
             raise KeyboardInterrupt
         return original(self, step, micro_batch_tokens)
 
     monkeypatch.setattr(module.Reader, "batches", crashing)
-    for _ in range(3):
+    for _ in range(4):
         with pytest.raises(KeyboardInterrupt):
             execute(pretrain, settings, given, other)
     made = execute(pretrain, settings, given, other)
-    assert len(calls) < 69 + 3 * 8
+    assert len(calls) < 69 + 4 * 8
+    assert made.path(FILE).read_bytes() == whole.path(FILE).read_bytes()
     assert made.path("model.safetensors").read_bytes() == expected and made.data_digest == whole.data_digest
     for name in ("validation_loss", "validation_loss_before_averaging", "flops", "trained_tokens"):
         assert made.manifest.metrics[name] == whole.manifest.metrics[name]

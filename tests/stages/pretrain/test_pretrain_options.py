@@ -105,14 +105,16 @@ def test_layers_in_8_bits_give_another_model_of_the_same_quality(store, given, m
 
 
 def test_rows_of_a_step_grow_and_none_is_read_twice(store, given) -> None:
-    phase = config(rows_ramp=(1, 2), ramp_steps=3, steps=10).phases[0]
+    # Rows of 64: three steps of 1 row, three of 2, then 4.
+    growth = ({"after_tokens": 3 * 64 - 5, "rows": 2}, {"after_tokens": 9 * 64, "rows": 4})
+    phase = config(rows_per_step=1, ramp=growth, steps=10).phases[0]
     packed = Packed.read(given["tokens"])
     reader = phase.reader(packed, np.zeros(len(packed.owners), dtype=bool), 0, 0)
     assert [reader.rows_before(step) for step in range(1, 12)] == [0, 1, 2, 3, 5, 7, 9, 13, 17, 21, 25]
     starts = [start for step in range(1, 11) for start, _ in reader.pieces(step)]
     whole = config(steps=1, rows_per_step=25, schedule={"warmup_steps": 0}).phases[0].reader(packed, np.zeros(len(packed.owners), dtype=bool), 0, 0)
     assert starts == [start for start, _ in whole.pieces(1)] and len(set(starts)) == len(starts)
-    made = execute(pretrain, config(rows_ramp=(1, 2), ramp_steps=3, steps=10), given, store)
+    made = execute(pretrain, config(rows_per_step=1, ramp=growth, steps=10), given, store)
     tokens = [row["tokens"] for row in made.read("training_log").to_pylist()]
     assert all(t <= 64 for t in tokens[:3]) and all(64 < t <= 128 for t in tokens[3:6]) and all(128 < t <= 256 for t in tokens[6:])
     held = packed.validation(0.1, 40_000)
@@ -122,39 +124,43 @@ def test_rows_of_a_step_grow_and_none_is_read_twice(store, given) -> None:
 def test_sequences_grow_over_the_same_tokens(store, given) -> None:
     packed = Packed.read(given["tokens"])
     nothing = np.zeros(len(packed.owners), dtype=bool)
-    ramped = config(length_ramp=(8, 24), ramp_steps=2).phases[0].reader(packed, nothing, 0, 0)
+    growth = ({"after_tokens": 512, "rows": 4, "length": 24}, {"after_tokens": 1024, "rows": 4})
+    ramped = config(length=8, ramp=growth).phases[0].reader(packed, nothing, 0, 0)
     whole = config().phases[0].reader(packed, nothing, 0, 0)
     for step, longest in ((1, 8), (2, 8), (3, 24), (4, 24), (5, 64)):
         assert max(ramped.lengths(step)) <= longest and sum(ramped.lengths(step)) == sum(whole.lengths(step))
         cut, uncut = ({i for a, b in r.pieces(step) for i in range(a, b)} for r in (ramped, whole))
         assert cut == uncut
     assert ramped.pieces(5) == whole.pieces(5) and max(ramped.lengths(1)) == 8
-    made = execute(pretrain, config(length_ramp=(8,), ramp_steps=5), given, store)
+    made = execute(pretrain, config(length=8, ramp=({"after_tokens": 1280, "rows": 4},)), given, store)
     assert weights(made) != weights(execute(pretrain, config(), given, store))
 
 
 def test_wrong_options_are_refused() -> None:
     for wrong, message in (
-        ({"rows_ramp": (2, 1), "ramp_steps": 1}, "rows_ramp must not fall"),
-        ({"rows_ramp": (5,), "ramp_steps": 1}, "must not exceed rows_per_step 4"),
-        ({"rows_ramp": (1,)}, "set both or neither"),
-        ({"ramp_steps": 3}, "set both or neither"),
-        ({"length_ramp": (1,), "ramp_steps": 3}, "must begin with 2 at least"),
+        ({"ramp": ({"after_tokens": 9, "rows": 3},)}, "rows and length must not fall"),
+        ({"ramp": ({"after_tokens": 9, "rows": 5, "length": 8},)}, "rows and length must not fall"),
+        ({"ramp": ({"after_tokens": 9, "rows": 5}, {"after_tokens": 9, "rows": 6})}, "after_tokens must rise"),
+        ({"steps": 0, "until": 9, "ramp": ({"after_tokens": 9, "rows": 5},)}, "lie before until"),
+        ({"until": 9}, "set one of the two"),
+        ({"steps": 0}, "set one of the two"),
     ):
         with pytest.raises(ValidationError, match=message):
             config(**wrong)
     with pytest.raises(ValidationError, match="spike_window must be 0 or at least 8"):
         OptimizerSettings(spike_window=3)
-    ramped = Phase(rows_ramp=(1,), ramp_steps=5)
-    for experiment in (MixExperimentConfig, AnnealExperimentConfig):
-        with pytest.raises(ValidationError, match="ramp_steps 0"):
-            experiment(phase=ramped)
+    ramped = Phase(rows_per_step=1, ramp=({"after_tokens": 5, "rows": 2},))
+    for phase in (ramped, Phase(until=500), Phase(length=8), Phase(tokens="best")):
+        for experiment in (MixExperimentConfig, AnnealExperimentConfig):
+            with pytest.raises(ValidationError, match="phase.ramp, length and until unset"):
+                experiment(phase=phase)
 
 
 def test_small_runs_ramp_in_proportion() -> None:
-    phase = Phase(steps=1000, rows_per_step=16, rows_ramp=(4, 8), length_ramp=(64,), ramp_steps=100)
+    growth = ({"after_tokens": 400 * 10, "rows": 8, "length": 9}, {"after_tokens": 1200 * 10, "rows": 16})
+    phase = Phase(steps=1000, rows_per_step=4, length=5, ramp=growth)
     short = shortened(phase, 0.25, 1.0)
-    assert short.rows_per_step == 8 and short.rows_ramp == (2, 4) and short.length_ramp == (64,)
+    assert (short.rows_per_step, short.length) == (2, 5) and [(pair.rows, pair.length) for pair in short.ramp] == [(4, 9), (8, None)]
     # A quarter of the tokens in half as large steps.
-    assert short.steps == 500 and short.ramp_steps == 50
-    assert short.growth().before(501) / phase.growth().before(1001) == pytest.approx(0.25, rel=0.01)
+    assert short.steps == 500 and short.growth(10).starts == (1, 51, 101) and phase.growth(10).starts == (1, 101, 201)
+    assert short.growth(10).before(501) / phase.growth(10).before(1001) == pytest.approx(0.25, rel=0.01)

@@ -1,0 +1,120 @@
+"""Phases end by tokens, read tokens of their own, and hand the optimizer on; a training goes on from any model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from puna.flows.engine.trace import load
+from puna.models.formats.checkpoint import load as load_model
+from puna.stages.contract import execute
+from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
+from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
+from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
+from puna.stages.training.moments import FILE
+from puna.stages.training.phase import SHAPE, Phase
+from puna.storage import PunaError
+
+from .conftest import sentences
+
+SHAPE = SHAPE.replace(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+FLAT = {"learning_rate": 3e-3, "warmup_steps": 0, "shape": "constant"}
+
+
+def config(*phases: Phase, **changes) -> PretrainConfig:
+    return PretrainConfig(**{"model": SHAPE, "phases": phases, "validate_every": 50, "validation_share": 0.1} | changes)
+
+
+def phase(name: str, steps: int, **changes) -> Phase:
+    return Phase(**{"name": name, "steps": steps, "rows_per_step": 2, "schedule": FLAT} | changes)
+
+
+@pytest.fixture
+def docs(documents):
+    return documents([sentences(i, 30 + 7 * (i % 11)) for i in range(60)])
+
+
+@pytest.fixture
+def given(store, docs):
+    vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=290), {"documents": docs}, store)
+    return {"tokens": rows(store, docs, vocabulary, 32), "tokenizer": vocabulary}
+
+
+def rows(store, docs, vocabulary, length: int):
+    return execute(tokenize, TokenizeConfig(sequence_length=length), {"documents": docs, "tokenizer": vocabulary}, store)
+
+
+def weights(artifact) -> str:
+    return artifact.manifest.files["model.safetensors"].sha256
+
+
+def test_the_405b_grows_after_the_reports_tokens() -> None:
+    """252 million tokens in steps of 4 Mi, up to 2.87 trillion in steps of 8 Mi: the first steps that begin after them."""
+    first, second = PretrainConfig(**load("llama3-405b", flow="pretrain").values["pretrain"]).phases
+    small, middle, large = (2**22, 2**23, 2**24)
+    one = -(-252_000_000 // small)
+    two = one + -(-(2_870_000_000_000 - one * small) // middle)
+    growth = first.growth(8192)
+    assert growth.values == (512, 1024, 2048) and growth.starts == (1, one + 1, two + 1)
+    counted = first.counted(8192)
+    read = 8192 * growth.before(counted.steps + 1)
+    assert 0 <= read - 14_800_000_000_000 < large
+    whole = read + 128 * 131_072 * second.counted(131_072, read).steps
+    assert 0 <= whole - 15_600_000_000_000 < large
+
+
+def test_a_ramp_counts_from_the_beginning_of_the_run() -> None:
+    """A pair that earlier phases have passed holds from the first step on; the next one waits for its tokens."""
+    grown = phase("late", 9, ramp=({"after_tokens": 100, "rows": 3}, {"after_tokens": 200, "rows": 5}))
+    assert grown.growth(10, 110).values == (3, 5) and grown.growth(10, 110).starts == (1, 4)
+    assert grown.replace(steps=0, until=300).counted(10, 110).steps == 3 + 2
+    with pytest.raises(PunaError, match="phase late: the run has 400 tokens before it"):
+        grown.replace(steps=0, until=300).counted(10, 400)
+    with pytest.raises(PunaError, match="phase late has 1 steps: .*warmup_steps must lie in"):
+        Phase(name="late", until=5, rows_per_step=1, schedule={"warmup_steps": 3}).counted(10)
+
+
+def test_the_optimizer_goes_on_in_the_next_phase(store, given) -> None:
+    """Two phases of a constant rate with the moments kept make the updates of one phase: Adam has counted all steps."""
+    kept = execute(pretrain, config(phase("a", 4), phase("b", 3)), given, store)
+    fresh = execute(pretrain, config(phase("a", 4), phase("b", 3, optimizer="fresh")), given, store)
+    assert weights(kept) != weights(fresh)
+    counts = [{int(v) for k, v in load_file(made.path(FILE)).items() if k.startswith("state.step.")} for made in (kept, fresh)]
+    assert counts == [{7}, {3}]
+
+
+def test_a_training_goes_on_from_a_model_as_if_it_had_not_ended(store, given) -> None:
+    """The second phase alone, from the artifact of the first, sees other rows; with none to learn from a rate of nearly 0 keeps weights."""
+    first = execute(pretrain, config(phase("a", 4)), given, store)
+    still = phase("b", 2, schedule=FLAT | {"learning_rate": 1e-12})
+    on = execute(pretrain, config(still), {**given, "model": first}, store)
+    for (name, a), (_, b) in zip(load_model(first.path()).named_parameters(), load_model(on.path()).named_parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-8, rtol=0, msg=name)
+    assert {int(v) for k, v in load_file(on.path(FILE)).items() if k.startswith("state.step.")} == {6}
+    assert on.manifest.metrics["optimizer_state_given"] == 1
+    with pytest.raises(PunaError, match="phase b: the state of the training does not fit: .*; or set its optimizer to fresh"):
+        execute(pretrain, config(still, optimizer={"name": "muon"}), {**given, "model": first}, store)
+
+
+def test_a_model_brings_its_tokenizer(store, docs, given) -> None:
+    first = execute(pretrain, config(phase("a", 1)), given, store)
+    own = execute(tokenizer, TokenizerConfig(vocab_size=300), {"documents": docs, "model": first}, store)
+    assert own.manifest.files["tokenizer.json"].sha256 == first.manifest.files["tokenizer.json"].sha256
+    assert own.manifest.metrics["vocab_size"] == 290
+    execute(pretrain, config(phase("b", 1)), {"tokens": rows(store, docs, own, 32), "tokenizer": own, "model": first}, store)
+    other = execute(tokenizer, TokenizerConfig(vocab_size=280), {"documents": docs}, store)
+    with pytest.raises(PunaError, match="have different tokenizers: tokenize with the model's own"):
+        execute(pretrain, config(phase("b", 1)), {"tokens": rows(store, docs, other, 32), "tokenizer": other, "model": first}, store)
+
+
+def test_a_phase_reads_the_tokens_that_it_names(store, docs, given) -> None:
+    long = rows(store, docs, given["tokenizer"], 128)
+    made = execute(pretrain, config(phase("a", 2), phase("b", 2, tokens="long")), {**given, "long": long}, store)
+    counts = [row["tokens"] for row in made.read("training_log").to_pylist()]
+    assert all(count <= 64 for count in counts[:2]) and all(128 < count <= 256 for count in counts[2:])
+    assert load_model(made.path()).config.max_position_embeddings == 128
+    with pytest.raises(PunaError, match="phase b reads the tokens best, which are not given: name tokenize_best"):
+        execute(pretrain, config(phase("a", 2), phase("b", 2, tokens="best")), given, store)
+    with pytest.raises(PunaError, match="no phase reads the tokens long"):
+        execute(pretrain, config(phase("a", 2)), {**given, "long": long}, store)
