@@ -50,7 +50,7 @@ class Phase(StageConfig):
 
     name: str = Field("initial", min_length=1, description="Name of the phase in the log")
     tokens: Source = Field(
-        "initial", description="Tokens that the phase reads: those of tokenize (initial), or of tokenize_fresh, tokenize_long, tokenize_best"
+        "initial", description="Tokens that the phase reads: of the step tokenize (initial), tokenize_fresh, tokenize_long or tokenize_best"
     )
     steps: int = Field(1000, ge=0, description="Optimisation steps; 0 where `until` says when the phase ends")
     until: int | None = Field(
