@@ -13,6 +13,7 @@ from puna.stages.pretrain.split import split
 from puna.stages.pretrain.tokenize import tokenize
 from puna.stages.pretrain.tokenizer import tokenizer
 from puna.stages.prompts.prompts import prompts
+from puna.storage import PunaError
 
 
 @flow
@@ -29,17 +30,19 @@ def pretrain(
     `tokenize_fresh`, `tokenize_long` and `tokenize_best`, with mixtures of their own.
     """
     sides = step(split, documents=documents, signals=domains)
-    begun = {"model": model} if model else {}
-    vocabulary = step(tokenizer, documents=documents, mixture=sides, **begun)
+    vocabulary = step(tokenizer, documents=documents, mixture=sides, model=model)
     mixture = step(mix, documents=documents, split=sides, weights=weights, deduplicated=deduplicated)
     tokens = step(tokenize, documents=documents, mixture=mixture, tokenizer=vocabulary)
-    further: dict[str, Output] = {}
+    further: list[Output | None] = []
     for name in ("fresh", "long", "best"):
         label = f"tokenize_{name}"
         own = step(mix, f"mix_{name}", off=True, serves=label, documents=documents, split=sides, weights=weights, deduplicated=deduplicated)
-        if found := step(tokenize, label, off=True, documents=documents, mixture=own or mixture, tokenizer=vocabulary):
-            further[name] = found
-    base = step(train, tokens=tokens, tokenizer=vocabulary, **begun, **further)
+        found = step(tokenize, label, off=True, documents=documents, mixture=own or mixture, tokenizer=vocabulary)
+        if own and not found:
+            raise PunaError(f"mix_{name}: no step reads this mixture; name {label} in the recipe, too")
+        further.append(found or None)
+    fresh, long, best = further
+    base = step(train, tokens=tokens, tokenizer=vocabulary, fresh=fresh, long=long, best=best, model=model)
     step(evaluate, "evaluate_base", model=base, documents=documents, mixture=mixture, prompts=step(prompts))
     publish("tokenizer", vocabulary)
     publish("mixture", mixture)

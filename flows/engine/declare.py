@@ -296,7 +296,7 @@ class Walk(ABC):
         mean the same step.
         """
         by_input = {name: outputs(value) for name, value in inputs.items()}
-        labels = {name: tuple(label for output in items for label in output.labels) for name, items in by_input.items()}
+        labels = {name: tuple(label for output in items for label in output.labels) for name, items in by_input.items() if items}
         if step.label in self._done:
             before, output = self._done[step.label]
             if before != labels:

@@ -74,7 +74,7 @@ def shortened(phase: Phase, share: float, peak: float) -> Phase:
     Rows of a step shrink with the root of the share: the best batch grows with the run (McCandlish et al. 2018).
     """
     whole = phase.full_rows
-    rows = max(1, round(whole * share**0.5))
+    rows = max(1, round(whole * math.sqrt(share)))
 
     def fewer(of: int) -> int:
         return max(1, round(of * rows / whole))

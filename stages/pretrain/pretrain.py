@@ -98,6 +98,7 @@ def pretrain(
         state = _train(network, phase, number, reader, watch, config, run, state if phase.optimizer == "keep" else None)
     _finish(network, watch, run)
     save_model(network, vocabulary, run.folder)
+    assert state is not None
     keep_moments(state, run.folder)
 
 

@@ -448,7 +448,7 @@ def test_values_are_yaml() -> None:
 
 def test_every_shipped_recipe_loads() -> None:
     for name in shipped_recipes():
-        flow = "curate" if name == "clean" else "pipeline"
+        flow = {"clean": "curate", "continue": "pretrain"}.get(name, "pipeline")
         assert trace(flow_named(flow), load(name, flow=flow)).complaints == []
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from puna.flows.engine.trace import load
+from puna.flows.engine.trace import flow_named, load, trace
 from puna.models.formats.checkpoint import load as load_model
 from puna.stages.contract import execute
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
@@ -106,6 +106,21 @@ def test_a_model_brings_its_tokenizer(store, docs, given) -> None:
     other = execute(tokenizer, TokenizerConfig(vocab_size=280), {"documents": docs}, store)
     with pytest.raises(PunaError, match="have different tokenizers: tokenize with the model's own"):
         execute(pretrain, config(phase("b", 1)), {"tokens": rows(store, docs, other, 32), "tokenizer": other, "model": first}, store)
+
+
+def test_the_flow_makes_tokens_and_mixtures_that_the_recipe_names() -> None:
+    flow = flow_named("pretrain")
+
+    def inputs(*changes: str) -> dict[str, dict[str, tuple[str, ...]]]:
+        return {step.label: dict(step.inputs) for step in trace(flow, load("continue", list(changes), "pretrain")).steps}
+
+    plain, best = inputs(), inputs("tokenize_best={sequence_length: 64}", "mix_best={seed: 1}", "tokenize_long={}")
+    assert not {"mix_best", "tokenize_best", "tokenize_long"} & plain.keys() and plain["tokenizer"]["model"] == ("input model",)
+    assert best["tokenize_best"]["mixture"] == ("mix_best",) and best["tokenize_long"]["mixture"] == ("mix",)
+    assert best["pretrain"]["best"] == ("tokenize_best",) and best["pretrain"]["long"] == ("tokenize_long",)
+    assert best["pretrain"]["model"] == ("input model",) and not best["pretrain"].get("fresh")
+    with pytest.raises(PunaError, match="mix_best: no step reads this mixture; name tokenize_best"):
+        inputs("mix_best={}")
 
 
 def test_a_phase_reads_the_tokens_that_it_names(store, docs, given) -> None:
