@@ -90,6 +90,9 @@ def trial(number: int, folder: str, scratch: str, driver: int) -> dict[str, Any]
         nonlocal steps
         steps += 1
         if number == 1 and row["step"] == 20:
+            until = time.monotonic() + 60
+            while not Path(scratch, "trial-0.json").exists() and time.monotonic() < until:
+                time.sleep(0.05)  # the other model is trained first, however slow its worker
             stop(folder, driver)
         if number == 1 and not Path(folder, "again").exists():
             time.sleep(0.05)  # the driver has time to pass the signal on
