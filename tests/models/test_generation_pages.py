@@ -15,7 +15,7 @@ from puna.models.generation.sinks import Kept
 class Pages(RuleBasedStateMachine):
     """The scheduler without a model: each page remembers the tokens that were written to it, and by which position each is turned."""
 
-    @initialize(count=st.integers(7, 30), sequences=st.integers(1, 6), step_tokens=st.integers(1, 60), kept=st.sampled_from([None, None, Kept(16, 16), Kept(0, 32), Kept(16, 32)]))
+    @initialize(count=st.integers(8, 30), sequences=st.integers(1, 6), step_tokens=st.integers(1, 60), kept=st.sampled_from([None, None, Kept(16, 16), Kept(0, 32), Kept(16, 32)]))
     def begin(self, count, sequences, step_tokens, kept):
         self.scheduler = Scheduler(PagePool(count), sequences, step_tokens, kept=kept)
         self.held, self.turned = np.full((count, PAGE), -1), np.zeros((count, PAGE), int)
