@@ -181,3 +181,12 @@ def attention(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, mask: ForestMask) -> 
         )
     out, _ = _attention(q_THK, k_TGK, v_TGV, _layout(mask, q_THK, v_TGV.shape[2]), mask.window or 0)
     return out  # type: ignore[no-any-return]
+
+
+def attention_of_rows(q_nHK: Tensor, k_TGK: Tensor, v_TGV: Tensor, layout: list[Tensor]) -> Tensor:
+    """Attention of the queries of some rows over the keys of all, on a CPU. Returns [n, H, V].
+
+    `layout`: `ForestMask.some_tiles` of these rows, in which the window is already.
+    """
+    out, _ = _attention(q_nHK, k_TGK, v_TGV, layout, 0)
+    return out  # type: ignore[no-any-return]

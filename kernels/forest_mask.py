@@ -8,7 +8,7 @@ lists of the blocks to visit, each made once for a layout and shared by all laye
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -115,25 +115,17 @@ class ForestMask:
     @torch.inference_mode(False)
     def tile_layout(self) -> list[Tensor]:
         """The tiles as tensors, for `unpack_tiles`: a table on CPU, all key indices, all biases."""
-        table, keys, biases, key_at, bias_at = [], [], [], 0, 0
-        for tile in self.tiles:
-            indices = None if isinstance(tile.keys, slice) else tile.keys
-            first = tile.keys.start if isinstance(tile.keys, slice) else -1
-            count = tile.keys.stop - tile.keys.start if isinstance(tile.keys, slice) else len(tile.keys)
-            masked = 0 if tile.bias is None else tile.bias.shape[1]
-            table.append((tile.rows.start, tile.rows.stop, first, count, masked, key_at, bias_at))
-            if indices is not None:
-                keys.append(indices)
-                key_at += count
-            if tile.bias is not None:
-                biases.append(tile.bias.flatten())
-                bias_at += tile.bias.numel()
-        device = self.end.device
-        return [
-            torch.tensor(table, dtype=torch.int64).view(-1, 7),
-            torch.cat([torch.empty(0, dtype=torch.int64), *keys]).to(device),
-            torch.cat([torch.empty(0), *biases]).to(device),
-        ]
+        return _tile_layout(self.tiles, self.end.device)
+
+    @torch.inference_mode(False)
+    def some_tiles(self, cuts: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """The layout of some rows, (start, stop) each of at most `TILE_ROWS`, whose queries stand side by side; keys are all rows."""
+        end, depths, at, tiles = self.end.cpu(), self.depths.cpu(), 0, []
+        for start, stop in cuts:
+            tile = _tile(end, depths, self.window, start, stop)
+            tiles.append(Tile(slice(at, at + stop - start), tile.keys, tile.bias))
+            at += stop - start
+        return _tile_layout(tiles, self.end.device)
 
     @cached_property
     @torch.inference_mode(False)
@@ -258,6 +250,27 @@ def _tile(end: Tensor, depths: Tensor, window: int | None, start: int, stop: int
     where = slice(int(keys[0]), stop) if contiguous else keys
     bias = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf) if bool(hidden.any()) else None
     return Tile(slice(start, stop), where, bias)
+
+
+def _tile_layout(tiles: Sequence[Tile], device: torch.device) -> list[Tensor]:
+    table, keys, biases, key_at, bias_at = [], [], [], 0, 0
+    for tile in tiles:
+        indices = None if isinstance(tile.keys, slice) else tile.keys
+        first = tile.keys.start if isinstance(tile.keys, slice) else -1
+        count = tile.keys.stop - tile.keys.start if isinstance(tile.keys, slice) else len(tile.keys)
+        masked = 0 if tile.bias is None else tile.bias.shape[1]
+        table.append((tile.rows.start, tile.rows.stop, first, count, masked, key_at, bias_at))
+        if indices is not None:
+            keys.append(indices)
+            key_at += count
+        if tile.bias is not None:
+            biases.append(tile.bias.flatten())
+            bias_at += tile.bias.numel()
+    return [
+        torch.tensor(table, dtype=torch.int64).view(-1, 7),
+        torch.cat([torch.empty(0, dtype=torch.int64), *keys]).to(device),
+        torch.cat([torch.empty(0), *biases]).to(device),
+    ]
 
 
 def unpack_tiles(layout: list[Tensor]) -> Iterator[Tile]:

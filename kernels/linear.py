@@ -103,7 +103,7 @@ def _by_loop(x_TD: Tensor, w_ND: Tensor) -> Tensor:
 
 def looped(x_TD: Tensor, w_ND: Tensor) -> bool:
     """True if the loop serves this product: fp32 on CPU, dense weights, few rows or an exact pass."""
-    wanted = exact() or (len(x_TD) <= FEW_ROWS and alone(x_TD))
+    wanted = exact() or (len(x_TD) <= FEW_ROWS and alone(x_TD, w_ND))
     return wanted and x_TD.dtype == w_ND.dtype == torch.float32 and w_ND.is_cpu and w_ND.is_contiguous() and has_numba()
 
 

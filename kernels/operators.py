@@ -23,6 +23,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _LIBRARY = torch.library.Library("puna", "FRAGMENT")
 
 Function = Callable[..., Any]
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @contextmanager
@@ -52,23 +53,33 @@ def operator(schema: str, portable: Function, triton: Function, fake: Function) 
     dispatched = getattr(torch.ops.puna, name).default
 
     def call(*args: Any) -> Any:
-        return plain(*args) if alone(args[0]) else dispatched(*args)
+        return plain(*args) if alone(*args) else dispatched(*args)
 
     call.dispatched = dispatched  # type: ignore[attr-defined]
     return call
 
 
-def alone(first: Any) -> bool:
-    """True if autograd, tracing and modes are off. The dispatcher then costs 20 us a call and adds nothing."""
+def alone(first: Any, *others: Any) -> bool:
+    """True if autograd, tracing and modes are off, and all tensors are plain. The dispatcher then costs 20 us a call and adds nothing.
+
+    A tensor that is not plain may wait for a message: the dispatcher lets its class wait, a loop that reads its address does not.
+    """
     return (
         not torch.compiler.is_compiling()
         and not INTERPRETED
         and not torch.is_grad_enabled()
-        and type(first) in (Tensor, torch.nn.Parameter)
+        and type(first) in PLAIN
         and first.device.type == "cpu"
+        and all(_plain(other) for other in others)
         and not torch._C._len_torch_dispatch_stack()
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+def _plain(argument: Any) -> bool:
+    if isinstance(argument, list):
+        return all(map(_plain, argument))
+    return type(argument) in PLAIN or not isinstance(argument, Tensor)
 
 
 def _without_autocast(function: Function) -> Function:

@@ -14,7 +14,8 @@ from puna.flows.cli import annotate, exchange, inspect, model, plan, similar, sq
 from puna.flows.cli.inspect import ModuleOption, ProjectOption, StoreOption, import_modules, print_rows
 from puna.flows.engine.console import fail
 from puna.flows.engine.defaults import DEFAULT_STORE
-from puna.stages.executors import FORMS, PROCESSES
+from puna.stages.contract import following
+from puna.stages.executors import FORMS, PROCESSES, ranks
 from puna.storage import PunaError, Store
 from puna.storage.store import located
 
@@ -60,9 +61,18 @@ def run(
     executor: Annotated[str, typer.Option(metavar="ENGINE", help=f"What the work runs on: {FORMS}")] = PROCESSES,
     modules: ModuleOption = None,
     name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Of a stage: alias to set, NAME@latest")] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Processes of this machine that train together; a training without a layout copies its model")
+    ] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Run a flow or a single stage; what was made before is reused."""
+    if processes > 1 and ranks.count() == 1:
+        raise typer.Exit(ranks.start([sys.executable, "-m", "puna.flows.cli.main", *sys.argv[1:]], processes))
+    ranks.join()
+    if ranks.follows():
+        import_modules(modules)
+        return ranks.follow(following.do)
     from puna.flows.engine.defaults import prepare
 
     opened = Store.open(store)
@@ -76,6 +86,7 @@ def run(
     all_changes = (*fields, *(changes or ()))
     request = launch.Request(what, recipe, all_changes, tuple(inputs or ()), workers, executor, as_json, alias, project or "")
     launch.run(request, opened)
+    ranks.finish()
 
 
 @app.command()

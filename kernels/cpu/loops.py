@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from puna.kernels.cpu.lazy import inline_jit
 
+DTYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.int32: np.int32, torch.bool: np.bool_}
 THREAD_ELEMENTS = 1 << 18  # fewer elements than this are not worth waking another thread
 
 _pool: ThreadPoolExecutor | None = None
@@ -33,7 +36,19 @@ def parts(rows: int, width: int) -> int:
 
 def by_rows(loop: Callable[..., None], rows: int, width: int, *tensors: Tensor | None) -> None:
     """Call `loop(part, start, stop, *arrays)` for each part of the rows, in parallel; None passes as an empty array."""
-    run_rows(loop, rows, width, *(np.empty((0, 0), np.float32) if t is None else t.detach().numpy() for t in tensors))
+    run_rows(loop, rows, width, *(np.empty((0, 0), np.float32) if t is None else array(t) for t in tensors))
+
+
+def array(tensor: Tensor) -> npt.NDArray[Any]:
+    """Return a CPU tensor as an array by its address, valid while the tensor lives.
+
+    `Tensor.numpy` would fix the size of its storage for ever, which FSDP frees and fills again.
+    """
+    bytes_each, strides = tensor.element_size(), tensor.stride()
+    size = sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) + 1 if tensor.numel() else 0
+    memory = (ctypes.c_char * (size * bytes_each)).from_address(tensor.data_ptr())
+    steps = tuple(s * bytes_each for s in strides)
+    return np.ndarray(tuple(tensor.shape), DTYPES[tensor.dtype], memory, 0, steps)  # type: ignore[arg-type]
 
 
 def run_rows(loop: Callable[..., None], rows: int, width: int, *args: Any) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.settings import ComputeSettings, TrainConfig
 from puna.models.training.spikes import spike_limits
-from puna.models.training.state import Saver, check_identity, load_record, load_state, save_state
+from puna.models.training.state import Saver, check_identity, load_record
 from puna.models.training.trainer import Row, Trainer
 
 __all__ = ["Row", "TrainConfig", "TrainLog", "TrainingDiverged", "Trainer", "train", "weights_digest"]
@@ -42,13 +43,16 @@ def train(
     on_step: Callable[[Row], None] | None = None,
     rate_scales: Mapping[str, float] | None = None,
     state: Mapping[str, Tensor] | None = None,
+    watched: Callable[[int], bool] = lambda step: False,
+    mesh: Mesh | None = None,
 ) -> TrainLog:
     """Optimise `model` in place and return one row per step, as the table `training_log` holds it.
 
     batches: gives the batch of a step, counted from 1, or a list of micro-batches; the same step always has the same batch. Only
     parameters that require a gradient are trained and saved. rate_scales: factors of the learning rate by parameter name (LoRA+).
-    In bf16 the model has its fp32 weights back afterwards. state: of the optimisers (`Trainer.adopt`) to go on with; None: they begin
-    anew.
+    In bf16 the model has its fp32 weights back afterwards. Under a layout of several processes the model has whole weights afterwards,
+    and in `on_step` of the steps that are `watched`. state: of the optimisers (`Trainer.adopt`) to go on with; None: they begin anew.
+    mesh: the ranks of the layout; None: all processes.
 
     checkpoint_dir: folder of the state, saved every `checkpoint_every` steps, by time, before Ctrl-C or SIGTERM ends the training
     (`Saver`), and at the end. A run that finds a state continues after it and calls `on_step` for new steps only; ValueError if the
@@ -66,19 +70,22 @@ def train(
     average: dict[str, Tensor] = {}
     with ExitStack() as stack:
         current = config.replace(compute=as_begun(config.compute, checkpoint_dir))
-        trainer = stack.enter_context(Trainer(model, objective, current, rate_scales))
+        trainer = stack.enter_context(Trainer(model, objective, current, rate_scales, mesh))
         if state is not None:
             trainer.adopt(state)
         first, log = _resume(checkpoint_dir, trainer, average, identity)
+        if log:
+            trainer.publish_whole()
 
         def write() -> None:
             assert checkpoint_dir is not None
             tensors = trainer.tensors() | {f"average.{name}": value for name, value in average.items()}
             record = {**identity, "precision": trainer.precision, **progress("step", config.steps, log)}
-            save_state(checkpoint_dir, len(log), tensors, record)
+            trainer.parallel.save_state(checkpoint_dir, len(log), tensors, record)
 
         averaged_steps = config.averaged_steps()
-        saver = stack.enter_context(Saver(config.compute.save_seconds, write if checkpoint_dir is not None else None))
+        saved = write if checkpoint_dir is not None else None
+        saver = stack.enter_context(Saver(config.compute.save_seconds, saved, trainer.parallel.mesh.agree))
         model.train()
         for step in range(first, config.steps + 1):
             limits = spike_limits(log, settings.spike_window, settings.spike_limit)
@@ -90,6 +97,8 @@ def train(
             if ema and not row["skipped"]:
                 _include(average, trainer.weights, 1.0 - ema)
             saver.stepped(step == config.steps or bool(checkpoint_every and step % checkpoint_every == 0))
+            if watched(step):
+                trainer.publish_whole()
             if on_step is not None:
                 on_step(row)
             saver.end_if_asked()
@@ -132,7 +141,9 @@ def as_begun(compute: ComputeSettings, folder: Path | None) -> ComputeSettings:
 def _resume(
     folder: Path | None, trainer: Trainer, average: dict[str, Tensor], identity: dict[str, Any]
 ) -> tuple[int, TrainLog]:
-    state = None if folder is None else load_state(folder)
+    own = trainer.tensors()
+    averages = {f"average.{name}": weight for name, weight in trainer.weights.items()}
+    state = None if folder is None else trainer.parallel.load_state(folder, own, averages)
     if state is None:
         return 1, []
     tensors, record = state

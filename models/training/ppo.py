@@ -28,7 +28,7 @@ from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, group_adva
 from puna.models.training.packing import pack
 from puna.models.training.rollouts import Remember, Rollouts, Sampled, by_group
 from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
-from puna.models.training.state import Saver, check_identity, load_state, remembered, save_state
+from puna.models.training.state import Saver, check_identity, remembered
 from puna.models.transformer import Transformer
 
 Estimate = tuple[Tensor, Tensor, Tensor]
@@ -146,6 +146,8 @@ def _train(
         "seed": rollouts.seed,
         "initial": [weights_digest(m) for m in (*(trainer.model for trainer in trainers.values()), rollouts.reference)],
     }
+    ranks = trainers["policy"].parallel
+    ranks.beside = {who: trainer.parallel for who, trainer in trainers.items() if who != "policy"}
     numbers, log, begun = _resume(checkpoint_dir, trainers, identity, config)
     names = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
@@ -156,12 +158,12 @@ def _train(
         done = 0
         if begun is not None:
             tensors, record["begun"], done = tensors | begun.tensors(), begun.record(), len(begun.rows["policy"])
-        save_state(checkpoint_dir, len(log) * updates + done, tensors, record)
+        ranks.save_state(checkpoint_dir, len(log) * updates + done, tensors, record)
 
     with ExitStack() as stack:
         for trainer in trainers.values():
             stack.enter_context(trainer)
-        saver = stack.enter_context(Saver(config.compute.save_seconds, write if checkpoint_dir is not None else None))
+        saver = stack.enter_context(Saver(config.compute.save_seconds, write if checkpoint_dir is not None else None, ranks.mesh.agree))
         for rollout in range(len(log) + 1, config.rollouts + 1):
             waves = None if checkpoint_dir is None else checkpoint_dir / f"rollout-{rollout}-{names}"
 
@@ -170,6 +172,8 @@ def _train(
                 saver.end_if_asked()
                 return value
 
+            for trainer in trainers.values():
+                trainer.publish_whole()
             if begun is None:
                 begun = _begin(rollouts, trainers, estimate, numbers, rollout, remember)
             for update in range(len(begun.rows["policy"]), updates):
@@ -314,7 +318,8 @@ def _collate(groups: Sequence[Group], left_out: int) -> PpoBatch:
 def _resume(
     folder: Path | None, trainers: dict[str, Trainer], identity: dict[str, Any], config: RolloutSettings
 ) -> tuple[dict[str, float], TrainLog, Begun | None]:
-    state = None if folder is None else load_state(folder)
+    own = {f"{who}.{name}": tensor for who, trainer in trainers.items() for name, tensor in trainer.tensors().items()}
+    state = None if folder is None else trainers["policy"].parallel.load_state(folder, own, {})
     if state is None:
         return {"kl_coefficient": config.kl_coefficient, "score_mean": 0.0, "score_scale": 1.0}, [], None
     tensors, record = state

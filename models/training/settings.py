@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from puna.models.settings import NO_RESULT, Settings
 from puna.models.training.optimizers import OPTIMIZERS
+from puna.models.training.parallel.layout import Layout
 from puna.models.training.registry import own_parameters, parameters_help
 from puna.models.training.schedules import Schedule, learning_rate
 
@@ -148,6 +149,10 @@ class ComputeSettings(Settings):
     micro_batch_tokens: int = Field(
         8192, ge=16, description="Tokens of one forward and backward pass; a larger step is split, and its gradients are added up"
     )
+    layout: Layout = Field(
+        Layout(), description="Processes that train together, along each axis: one, or as many as torchrun or --processes starts",
+        json_schema_extra=NO_RESULT,
+    )  # fmt: skip
     save_seconds: float = Field(
         10.0,
         gt=0,

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from puna.models.training.boxes import TENSORS, read
+
 if TYPE_CHECKING:  # a classifier's training needs no torch
     from torch import Tensor
 
@@ -75,7 +77,6 @@ class Stop:
 
 
 Tensors = TypeVar("Tensors")
-TENSORS = "state.safetensors"
 RECORD = "state.json"
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """What reading a damaged checkpoint raises."""
@@ -88,11 +89,11 @@ class Saver:
     """The saving of a training's state: where a step asks for it, by time, and before a signal ends the training.
 
     seconds: time after which the state is saved. Where the last write was slow, the wait grows until writing takes at most `SAVE_SHARE`
-    of the time. write: writes the state; None: it is kept nowhere.
+    of the time. write: writes the state; None: it is kept nowhere. agree: whether any of the ranks that train together wishes it.
     """
 
-    def __init__(self, seconds: float, write: Callable[[], object] | None) -> None:
-        self._seconds, self._write = seconds, write
+    def __init__(self, seconds: float, write: Callable[[], object] | None, agree: Callable[[bool], bool] = bool) -> None:
+        self._seconds, self._write, self._agree = seconds, write, agree
         self._cost, self._since, self._saved = 0.0, time.monotonic(), False
         self._stop = Stop()
 
@@ -106,13 +107,15 @@ class Saver:
     def stepped(self, now: bool = False) -> None:
         """Save the state after a step where that is due, or where the step wants it (`now`)."""
         self._saved = False
-        if now or self._stop.asked or time.monotonic() - self._since >= max(self._seconds, self._cost / SAVE_SHARE):
+        if self._agree(now or self._stop.asked or time.monotonic() - self._since >= max(self._seconds, self._cost / SAVE_SHARE)):
             self._save()
 
     def end_if_asked(self) -> None:
         """End the training where a signal waits for that, with its state saved."""
-        if self._stop.asked:
+        if self._agree(self._stop.asked):
             self._save()
+            if not self._stop.asked:
+                raise SystemExit("another rank of the training was stopped")
             self._stop.act()
 
     def _save(self) -> None:
@@ -137,20 +140,24 @@ def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[A
     temporary.mkdir()
     _write(tensors, temporary / TENSORS)
     text = json.dumps({"step": step, **record})
-    checksums = {TENSORS: _checksum((temporary / TENSORS).read_bytes()), RECORD: _checksum(text.encode())}
+    checksums = {TENSORS: checksum((temporary / TENSORS).read_bytes()), RECORD: checksum(text.encode())}
     (temporary / RECORD).write_text(json.dumps({"record": text, "checksums": checksums}), encoding="utf-8")
     for name in (TENSORS, RECORD):
-        _fsync(temporary / name)
-    _fsync(temporary)
+        flush(temporary / name)
+    flush(temporary)
     if final.exists():
         shutil.rmtree(final)
     os.replace(temporary, final)
-    _fsync(folder)
-    for path in folder.iterdir():
-        # Other dot-folders are what a crash left behind.
-        if path != final and path.name.startswith(("step-", ".step-")):
-            shutil.rmtree(path)
+    flush(folder)
+    remove_older(folder, final)
     return final
+
+
+def remove_older(folder: Path, newest: Path) -> None:
+    """Remove all checkpoints but the newest, and what a crash left of others."""
+    for path in folder.iterdir():
+        if path != newest and path.name.startswith(("step-", ".step-")):
+            shutil.rmtree(path)
 
 
 def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -171,11 +178,13 @@ def load_arrays(folder: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]] 
 
 
 def _newest(folder: Path, load: Callable[[bytes], Tensors]) -> tuple[Tensors, dict[str, Any]] | None:
-    for path in _newest_first(folder):
+    for path in newest_first(folder):
         try:
-            text, checksum = _record(path)
+            text, checksums = read_record(path)
+            if TENSORS not in checksums:
+                return _of_ranks(path, text, checksums), json.loads(text)
             tensors = (path / TENSORS).read_bytes()
-            if checksum == _checksum(tensors):
+            if checksums[TENSORS] == checksum(tensors):
                 return load(tensors), json.loads(text)
         except DAMAGE:
             pass
@@ -186,9 +195,9 @@ def _newest(folder: Path, load: Callable[[bytes], Tensors]) -> tuple[Tensors, di
 
 def load_record(folder: Path) -> dict[str, Any] | None:
     """Return the record alone of the checkpoint that `load_state` would look at first; None if there is none, or it is damaged."""
-    for path in _newest_first(folder)[:1]:
+    for path in newest_first(folder)[:1]:
         try:
-            record: dict[str, Any] = json.loads(_record(path)[0])
+            record: dict[str, Any] = json.loads(read_record(path)[0])
             return record
         except DAMAGE:
             pass
@@ -198,15 +207,15 @@ def load_record(folder: Path) -> dict[str, Any] | None:
 def remembered(file: Path, make: Callable[[], Any]) -> Any:
     """Return the JSON value in `file`, made and written first where there is none or it is damaged."""
     try:
-        checksum, text = file.read_text(encoding="utf-8").split("\n", 1)
-        if checksum == _checksum(text.encode()):
+        own, text = file.read_text(encoding="utf-8").split("\n", 1)
+        if own == checksum(text.encode()):
             return json.loads(text)
     except DAMAGE:
         pass
     text = json.dumps(make())
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(f"{_checksum(text.encode())}\n{text}", encoding="utf-8")
+    temporary.write_text(f"{checksum(text.encode())}\n{text}", encoding="utf-8")
     os.replace(temporary, file)
     return json.loads(text)
 
@@ -232,24 +241,32 @@ def _write(tensors: Mapping[str, Any], file: Path) -> None:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
 
 
-def _newest_first(folder: Path) -> list[Path]:
+def newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
 
 
-def _record(path: Path) -> tuple[str, str]:
-    """Return a checkpoint's record as text, and the checksum of its tensors; ValueError if the record is damaged."""
+def read_record(path: Path) -> tuple[str, dict[str, str]]:
+    """Return a checkpoint's record as text, and the checksums of its files; ValueError if the record is damaged."""
     data = json.loads((path / RECORD).read_text(encoding="utf-8"))
     text, checksums = data["record"], data["checksums"]
-    if set(checksums) != {TENSORS, RECORD} or checksums[RECORD] != _checksum(text.encode()):
+    files = {TENSORS} if TENSORS in checksums else set(json.loads(text)["index"])
+    if set(checksums) != {*files, RECORD} or checksums[RECORD] != checksum(text.encode()):
         raise ValueError(f"{path}: the record's checksum is wrong")
-    return text, checksums[TENSORS]
+    return text, checksums
 
 
-def _checksum(data: bytes) -> str:
+def _of_ranks(path: Path, text: str, checksums: dict[str, str]) -> Any:
+    """Return the whole tensors of a checkpoint that several ranks wrote; ValueError if a file is damaged."""
+    if any(checksum((path / name).read_bytes()) != value for name, value in checksums.items() if name != RECORD):
+        raise ValueError(f"{path}: a file's checksum is wrong")
+    return read(path, json.loads(text)["index"])
+
+
+def checksum(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _fsync(path: Path) -> None:
+def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

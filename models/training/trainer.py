@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from puna.kernels.adamw import clipping_factor, gradient_norm
+from puna.kernels.adamw import clipping_factor
 from puna.kernels.operators import in_turn
 from puna.kernels.quantized_linear import Kind, require_products
 from puna.models import accounting
@@ -19,6 +19,9 @@ from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.machine import DTYPES, Precision
 from puna.models.training.optimizers import OPTIMIZERS, Group, Optimizer
+from puna.models.training.parallel.base import Part
+from puna.models.training.parallel.mesh import Mesh
+from puna.models.training.parallel.parallel import parallel
 from puna.models.training.settings import TrainConfig
 from puna.models.training.spikes import NO_LIMITS, Limits
 from puna.models.transformer import Decoder, Experts, Linear
@@ -57,22 +60,25 @@ class Trainer:
 
     def __init__(
         self, model: nn.Module, objective: Callable[..., tuple[Tensor, dict[str, Any]]], config: TrainConfig,
-        rate_scales: Mapping[str, float] | None = None,
+        rate_scales: Mapping[str, float] | None = None, mesh: Mesh | None = None,
     ) -> None:
-        self.model, self.objective, self.config = model, objective, config
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not self.parameters:
+        if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("the model has no parameter that requires a gradient")
-        self.device = next(iter(self.parameters.values())).device
+        self.device = next(p.device for p in model.parameters() if p.requires_grad)
+        self.parallel = parallel(model, config.compute.layout, mesh)
+        self.model, self.objective, self.config = self.parallel.model, objective, config
+        self.parameters = self.parallel.parameters
+        whole, model = model, self.model
         self.weights = self.parameters
         self._originals: list[tuple[nn.Parameter, Tensor]] = []
         self.precision = config.compute.precision_on(self.device.type)
+        self._check_layout()
         if self.precision == "bf16":
             self._originals = [(p, p.data) for p in model.parameters()]
             self.weights = {name: nn.Parameter(p.data) for name, p in self.parameters.items()}
             for parameter, data in self._originals:
                 parameter.data = rounded(data, torch.bfloat16)
-        self.optimizers = optimizers(model, self.weights, config, rate_scales or {})
+        self.optimizers = optimizers(whole, self.weights, config, rate_scales or {})
         self._decoders = [m for m in model.modules() if isinstance(m, Decoder)]
         for decoder in self._decoders:
             decoder.checkpointing = config.compute.activation_checkpointing
@@ -80,6 +86,16 @@ class Trainer:
         self._linears = [] if kind == "same" else eight_bit_linears(model, kind)
         for matrix in self._linears:
             matrix.eight_bits = None if kind == "same" else kind
+
+    def _check_layout(self) -> None:
+        """Raise ValueError for settings that no test proves under the layout."""
+        layout, compute, name = self.parallel.mesh.layout, self.config.compute, self.config.optimizer.name
+        if self.precision == "bf16" and layout.axes - {"data"}:
+            raise ValueError(f"the layout {layout} is proved in fp32 alone: set compute.precision to fp32")
+        if compute.linear_precision != "same" and layout.axes:
+            raise ValueError(f"the layout {layout} is proved without 8-bit products alone: set compute.linear_precision to same")
+        if OPTIMIZERS[name].whole_matrices and layout.axes & {"shard", "tensor"}:
+            raise ValueError(f"the optimizer {name} needs whole matrices, which the layout {layout} cuts: set optimizer.name to adamw")
 
     def __enter__(self) -> Trainer:
         return self
@@ -92,6 +108,13 @@ class Trainer:
         for parameter, data in self._originals:
             parameter.grad = None
             parameter.data = data
+        if error[0] is None:
+            self.publish_whole()
+
+    def publish_whole(self) -> None:
+        """Write the weights into the model that was given; where several ranks have pieces of it, steps leave it behind."""
+        if self.parallel.processes > 1:
+            self.parallel.publish(self.weights)
 
     def step(self, step: int, batch: Sized | Sequence[Sized], seed: int, limits: Limits = NO_LIMITS) -> Row:
         """Run a step on a batch or a list of micro-batches, and return its row. A step that is not finite, or whose loss or gradient
@@ -100,7 +123,8 @@ class Trainer:
         rate = self.config.rate(step)
         micro = list(batch) if isinstance(batch, list | tuple) else [batch]
         loss, metrics = self._accumulate(micro, _step_seed(seed, step))
-        norm = gradient_norm([w.grad for w in self.weights.values() if w.grad is not None]).to(self.device)
+        self.parallel.add_gradients(self.weights)
+        norm = self.parallel.norm(self.weights).to(self.device)
         names = list(metrics)
         # One transfer for everything that is logged.
         values = torch.stack([loss, norm, *metrics.values()]).tolist()
@@ -134,41 +158,37 @@ class Trainer:
         if not micro:
             raise ValueError("a step needs at least one batch")
         tokens = sum(len(part) for part in micro)
-        loss = torch.zeros((), device=self.device)
-        metrics: dict[str, Tensor] = {}
         with _seeded(seed, self.device), in_turn(True) if self.config.compute.deterministic else nullcontext():
-            options = self._totals(micro)
-            for part in micro:
-                share, values = self.objective(self.model, self._moved(part), **options)
-                share, values = self._balanced(share, values, len(part) / tokens)
-                share.backward()
-                self._collect()
-                loss = loss + share.detach().float()
-                for name, share_of in values.items():
-                    if name in RESERVED or name in TIMED:
-                        raise ValueError(f"metric {name!r} would hide a column of the training log")
-                    number = torch.as_tensor(share_of, dtype=torch.float32, device=self.device).detach()
-                    metrics[name] = metrics[name] + number if name in metrics else number
-        return loss, metrics
+            parts = self.parallel.deal(micro)
+            options = self._totals(parts, len(micro))
+
+            def compute(model: nn.Module, part: Sized) -> tuple[Tensor, dict[str, Tensor]]:
+                loss, values = self.objective(model, self._moved(part), **options)
+                loss, values = self._balanced(loss, values, len(part) / tokens)
+                if hidden := sorted(name for name in values if name in RESERVED or name in TIMED):
+                    raise ValueError(f"metric {hidden[0]!r} would hide a column of the training log")
+                return loss, {n: torch.as_tensor(v, dtype=torch.float32, device=self.device).detach() for n, v in values.items()}
+
+            return self.parallel.add_up(*self.parallel.forward_backward(parts, compute, self._collect))
 
     def _moved(self, part: Sized) -> Sized:
         return part.to(self.device) if hasattr(part, "to") else part
 
-    def _totals(self, micro: Sequence[Sized]) -> dict[str, dict[str, float]]:
-        """Return the objective's option `totals`: what its parts add up to over the step."""
+    def _totals(self, parts: Sequence[Part], count: int) -> dict[str, dict[str, float]]:
+        """Return the objective's option `totals`: what its parts, `count` on all ranks, add up to over the step."""
         if not hasattr(self.objective, "totals"):
-            if len(micro) > 1:
+            if count > 1 or self.parallel.processes > 1:
                 raise TypeError("only an objective with totals() can split a step into micro-batches")
             return {}
         measure = getattr(self.objective, "measure", None)
         totals: dict[str, float] = {}
-        for part in micro:
+        for part, counted in parts:
             values = dict(self.objective.totals(part))
             if measure is not None:
                 values |= measure(self.model, self._moved(part))
             for name, value in values.items():
-                totals[name] = totals.get(name, 0.0) + value
-        return {"totals": totals}
+                totals[name] = totals.get(name, 0.0) + value * counted
+        return {"totals": self.parallel.totals(totals)}
 
     def _balanced(self, loss: Tensor, metrics: dict[str, Any], part: float) -> tuple[Tensor, dict[str, Any]]:
         """Add the load-balancing loss of a model with experts, by this micro-batch's part of the step's tokens."""
@@ -184,14 +204,14 @@ class Trainer:
         config = getattr(self.model, "config", None)
         parts = [getattr(getattr(part, "targets", part), "forest", None) for part in micro]
         forests = [forest for forest in parts if isinstance(forest, Forest)]
-        whole = len(self.parameters) == sum(1 for _ in self.model.parameters())
+        whole = all(p.requires_grad for p in self.model.parameters())
         if not isinstance(config, ModelConfig) or not whole or len(forests) < len(micro):
             return {}
         peak = accounting.peak_flops(self.device.type, self.precision)
         if peak is None:
             return {}
         flops = sum(3 * accounting.forest_flops(config, forest) for forest in forests)
-        return {"model_flops_utilization": flops / seconds / peak}
+        return {"model_flops_utilization": flops / seconds / peak / self.parallel.processes}
 
     def _collect(self) -> None:
         """Add a bf16 model's gradients to those of the fp32 weights; in fp32 they are the same tensors."""

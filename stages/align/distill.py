@@ -49,7 +49,7 @@ def needs(config: DistillConfig, facts: Facts) -> list[str]:
     return [*one_tokenizer(facts, "student", "teacher"), *adaptable(facts, "student", config.training.optimizer, config)]
 
 
-@stage(kind="model", device=True, needs=needs)
+@stage(kind="model", device=True, ranks=True, needs=needs)
 def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillConfig, run: StageRun) -> None:
     """Distil `teacher` into `student` on the student's own answers to the training prompts (GKD, Agarwal et al. 2024, its data
     all on-policy; Lu and Thinking Machines 2025). Both must have one tokenizer.
@@ -72,7 +72,7 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
     batches = _sampled(network, [ids for _, ids in asked], tokenizer.stop_ids, config, run)
     objective = Distill(guide.requires_grad_(False), config.beta, config.temperature)
     with adapted(network, config, run) as scales:
-        log = fit(network, objective, batches, config.training.train_config(len(asked)), run, scales)
+        log = fit(network, objective, batches, config.training.train_config(len(asked)), run, scales, sampled=True)
     run.metric("prompts", len(asked))
     run.metric("first_loss", log[0]["loss"])
     save_model(network, tokenizer, run.folder)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 
-@stage(kind="model", device=True, needs=training_needs)
+@stage(kind="model", device=True, ranks=True, needs=training_needs)
 def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: StageRun) -> None:
     """Train by DPO, or another preference loss, with format tokens masked and an NLL term on the better answer (Llama 3, section 4.1.4).
 

@@ -62,7 +62,7 @@ class PpoConfig(PpoSettings, RolloutsConfig):
     """Settings of the optimization."""
 
 
-@stage(kind="model", device=True, needs=needs, named=verifiers_named)
+@stage(kind="model", device=True, ranks=True, needs=needs, named=verifiers_named)
 def ppo(
     policy: Model, reward_model: list[Model] | None, prompts: Prompts, judges: list[Model] | None, config: PpoConfig, run: StageRun
 ) -> None:
@@ -84,7 +84,7 @@ class GrpoConfig(GrpoSettings, RolloutsConfig):
     reward: Reward = Field("verifier", description=REWARDS)
 
 
-@stage(kind="model", device=True, needs=needs, named=verifiers_named)
+@stage(kind="model", device=True, ranks=True, needs=needs, named=verifiers_named)
 def grpo(
     policy: Model, reward_model: list[Model] | None, prompts: Prompts, judges: list[Model] | None, config: GrpoConfig, run: StageRun
 ) -> None:

@@ -27,7 +27,7 @@ MEASURED = 32
 """Training prompts that accuracy is measured on, where no more are held out."""
 
 
-@stage(kind="model", device=True, needs=training_needs)
+@stage(kind="model", device=True, ranks=True, needs=training_needs)
 def reward_model(model: Model, preferences: list[Preferences], config: RewardModelConfig, run: StageRun) -> None:
     """Train a reward model by Bradley-Terry without a margin over edited > chosen > rejected, all answers of a prompt in one row
     (Llama 3, section 4.1.2). A ranking of more answers is one group of as many tiers; equals make no pair. With `head_only` the

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 
-@stage(kind="model", device=True, needs=training_needs)
+@stage(kind="model", device=True, ranks=True, needs=training_needs)
 def sft(model: Model, instructions: list[Instructions], config: SftConfig, run: StageRun) -> None:
     """Fine-tune on the assistant's turns of instructions (Llama 3, section 4.1.3; LoRA: Hu et al. 2021).
 

@@ -146,6 +146,7 @@ class Stage:
     version: str | None = None
     needs: Needs | None = None
     device: bool = False
+    ranks: bool = False
     signals: tuple[str, ...] | Written = ()
     named: Named | None = None
     doc: str = field(default="", compare=False)
@@ -197,6 +198,7 @@ def stage(
     version: str | None = None,
     needs: Needs | None = None,
     device: bool = False,
+    ranks: bool = False,
     signals: tuple[str, ...] | Written = (),
     named: Named | None = None,
 ) -> Callable[[Callable[..., None]], Stage]:
@@ -204,10 +206,10 @@ def stage(
 
     `kind`: what it writes. `filters`: the input whose rows are all either kept or in `dropped`; checked at
     commit. `version`: replaces the hash of the reached code in the artifact's key. `needs(config, facts)`: the needs
-    that cannot be met, asked before anything runs. `device`: it computes on the accelerator in one process: on a cluster
-    it runs as a whole on one worker that has one. `signals`: those it writes, or, where that depends on its configuration,
-    a function from that to the columns of its tables, so that a rule on another one is refused before the run. `named(inputs)`:
-    functions and classes that the inputs' rows name; see `Named`.
+    that cannot be met, asked before anything runs. `device`: it computes on the accelerator in one process: on a cluster it runs as a
+    whole on one worker that has one. `ranks`: all processes that were started together run it. `signals`: those it writes, or, where
+    that depends on its configuration, a function from that to the columns of its tables, so that a rule on another one is refused
+    before the run. `named(inputs)`: functions and classes that the inputs' rows name; see `Named`.
     """
 
     def declare(function: Callable[..., None]) -> Stage:
@@ -228,7 +230,8 @@ def stage(
             raise TypeError(f"stage {name}: filters={filters!r} is no input")
         if name in REGISTRY and (other := REGISTRY[name].function.__module__) != function.__module__:
             raise TypeError(f"stage {name} is declared twice, in {other} and in {function.__module__}; rename one")
-        new = Stage(name, kind, function, config, specs, filters, version, needs, device, signals, named, inspect.getdoc(function) or "")
+        text = inspect.getdoc(function) or ""
+        new = Stage(name, kind, function, config, specs, filters, version, needs, device, ranks, signals, named, text)
         REGISTRY[name] = new
         return new
 

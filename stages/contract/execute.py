@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
+from puna.stages.contract import following
 from puna.stages.contract.config import StageConfig, parse
 from puna.stages.contract.declaration import REGISTRY, Stage, Value
 from puna.stages.contract.external import External
@@ -111,7 +112,7 @@ def perform(
                 work.cut = _cut(stage, inputs)
                 own = StageRun(stage.name, stage.kind, config, work, executor, listener, part_rows)
                 try:
-                    about = _make(stage, config, given, own, work, executor)
+                    about = _make(stage, config, given, own, work, executor, store)
                 except Exception as error:
                     _check_after(stage, inputs, store, work, error)
                     raise
@@ -215,14 +216,14 @@ def _cut(stage: Stage, inputs: dict[str, list[Artifact] | list[External]]) -> in
 
 
 def _make(
-    stage: Stage, config: StageConfig, given: dict[str, Value], run: StageRun, work: Work, executor: Executor | None
+    stage: Stage, config: StageConfig, given: dict[str, Value], run: StageRun, work: Work, executor: Executor | None, store: Store
 ) -> dict[str, Any]:
     arguments: list[Any] = []
     for spec in stage.inputs:
         items = stage.check(given)[spec.name]
         arguments.append(items if spec.many else (items[0] if items else None))
     with Meter(executor) as meter, _threads_kept():
-        stage.function(*arguments, config, run)
+        following.call(stage, arguments, config, given, run, store)
     try:
         code.check_unedited(stage, stage.reaches(config, given))
         for item in chain.from_iterable(stage.check(given).values()):

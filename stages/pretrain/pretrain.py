@@ -59,7 +59,7 @@ def needs(config: PretrainConfig, facts: Facts) -> list[str]:
     return memory(facts, count, HELD_BYTES + GRADIENT_BYTES + config.optimizer.state_bytes, remedy)
 
 
-@stage(kind="model", device=True, needs=needs)
+@stage(kind="model", device=True, ranks=True, needs=needs)
 def pretrain(
     tokens: Tokens,
     tokenizer: Tokenizer,
@@ -205,8 +205,11 @@ def _train(
     file = watch.file(number)
     measured: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
 
+    def watched(step: int) -> bool:
+        return step % config.validate_every == 0 or step == phase.steps
+
     def measure(step: int, weights: Callable[[], Transformer]) -> None:
-        if (step % config.validate_every == 0 or step == phase.steps) and str(step) not in measured:
+        if watched(step) and str(step) not in measured:
             measured[str(step)] = watch.loss(weights())
             write_text(file, json.dumps(measured))
 
@@ -230,6 +233,7 @@ def _train(
             checkpoint_every=config.checkpoint_every,
             on_step=on_step,
             state=state,
+            watched=watched,
         )
     watch.before = measured[str(phase.steps)]
     watch.after = watch.loss(model) if phase.schedule.average or phase.schedule.ema else watch.before

@@ -269,10 +269,11 @@ def fit(
     config: TrainConfig,
     run: StageRun,
     scales: Mapping[str, float] | None = None,
+    sampled: bool = False,
 ) -> list[dict[str, float]]:
     """Train with the one loop; the run's checkpoints lie in its scratch folder, the log in `training_log`.
 
-    `scales` multiplies the learning rate of the parameters that it names.
+    `scales` multiplies the learning rate of the parameters that it names. `sampled`: batches are made with the model as it is by then.
     """
     from puna.models.training.loop import train
 
@@ -284,6 +285,7 @@ def fit(
             config,
             run.seed("loop"),
             rate_scales=scales,
+            watched=lambda _: sampled,
             checkpoint_dir=run.scratch / CHECKPOINTS,
             checkpoint_every=CHECKPOINT_STEPS,
             on_step=lambda row: run.progress(row["step"], config.steps, f"loss {row['loss']:.3f}"),

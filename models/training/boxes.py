@@ -1,0 +1,79 @@
+"""The tensors of a checkpoint by boxes: (start, stop) along each dimension of a whole tensor, in one file or several."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TENSORS = "state.safetensors"
+"""The file of a checkpoint that one process wrote: all tensors, whole."""
+WHOLE = "rollout."
+"""Beginning of the names of tensors that every rank reads whole: numbers of a rollout in progress."""
+Box = tuple[tuple[int, int], ...]
+Index = dict[str, dict[str, Any]]
+"""By file: by tensor `shape` and `box`."""
+
+
+def names(path: Path, index: Index | None) -> set[str]:
+    """Return the names of the tensors of a checkpoint."""
+    from safetensors import safe_open
+
+    if index is not None:
+        return {name for tensors in index.values() for name in tensors}
+    with safe_open(path / TENSORS, "pt") as content:
+        return set(content.keys())
+
+
+def read(path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, ...], Box]] | None = None) -> dict[str, Tensor]:
+    """Return boxes of the tensors of a checkpoint, by (whole shape, box); None: all tensors, whole. Reads only what overlaps.
+
+    index: what the files hold; None: one file has all tensors whole.
+    """
+    import torch
+    from safetensors import safe_open
+
+    out: dict[str, Tensor] = {}
+    covered: dict[str, int] = {}
+    for file in [TENSORS] if index is None else sorted(index):
+        with safe_open(path / file, "pt") as content:
+            for name in content.keys():  # noqa: SIM118 (no dictionary)
+                piece = content.get_slice(name)
+                shape, box = _piece(index, file, name, piece.get_shape())
+                if wanted is None or name.startswith(WHOLE):
+                    own_shape, own = shape, tuple((0, size) for size in shape)
+                elif name in wanted:
+                    own_shape, own = wanted[name]
+                else:
+                    continue
+                if tuple(own_shape) != shape:
+                    raise ValueError(f"the state of the training does not fit: {name} is {shape} in it, {tuple(own_shape)} in this model")
+                shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, own, strict=True)]
+                if any(start >= stop for start, stop in shared):
+                    continue
+                there = tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(shared, box, strict=True))
+                values = piece[there] if there else content.get_tensor(name)
+                if name not in out:
+                    out[name] = torch.empty([stop - start for start, stop in own], dtype=values.dtype)
+                here = tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(shared, own, strict=True))
+                out[name][here] = values
+                covered[name] = covered.get(name, 0) + values.numel()
+    for name, (_, own) in (wanted or {}).items():
+        size = math.prod(stop - start for start, stop in own)
+        if size and covered.get(name, 0) != size:
+            raise ValueError(f"the state of the training does not fit: of {name} it has {covered.get(name, 0)} of {size} numbers")
+        if not size:
+            out[name] = torch.empty([stop - start for start, stop in own])
+    return out
+
+
+def _piece(index: Index | None, file: str, name: str, stored: list[int]) -> tuple[tuple[int, ...], Box]:
+    if index is None:
+        return tuple(stored), tuple((0, size) for size in stored)
+    entry = index[file][name]
+    return tuple(entry["shape"]), tuple(itertools.starmap(lambda a, b: (a, b), entry["box"]))

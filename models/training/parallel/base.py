@@ -1,0 +1,228 @@
+"""A model under a layout: what a rank computes, and the sums over ranks that make it equal to one process.
+
+A step's micro-batches are known to every rank, and dealt to the readers by their tokens. Losses and gradients are shares of the step's
+totals, so they add up over readers as over micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from puna.kernels.adamw import gradient_norm
+from puna.models.training.parallel.boxes import load, save
+from puna.models.training.parallel.mesh import Mesh
+from puna.models.training.state import load_state, save_state
+
+Part = tuple[Any, bool]
+"""A micro-batch, and whether it counts: a reader with fewer than others runs one again, which counts for nothing."""
+Values = dict[str, Tensor]
+Compute = Callable[[nn.Module, Any], tuple[Tensor, Values]]
+"""Gives loss and metrics of a model on a micro-batch, as shares of the step's."""
+BUCKET = 1 << 23
+"""Numbers of one sum over ranks at least: many small ones would wait for each other."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank has of a weight.
+
+    shape: the whole weight's. box: (start, stop) along each of its dimensions. cut: the axes along which ranks have different pieces.
+    sums: the axes along which ranks compute different parts of its gradient.
+    copy: True if another rank's piece is the one that counts, although the axes say that they differ.
+    """
+
+    shape: tuple[int, ...]
+    box: tuple[tuple[int, int], ...]
+    cut: frozenset[str] = frozenset()
+    sums: frozenset[str] = frozenset({"data", "shard"})
+    copy: bool = False
+
+    @staticmethod
+    def of(weight: Tensor, **own: Any) -> Piece:
+        """Return the piece that is all of a weight."""
+        return Piece(tuple(weight.shape), tuple((0, size) for size in weight.shape), **own)
+
+    def counts(self, at: Mapping[str, int]) -> bool:
+        """True if the rank at these places is the first of those that have this piece."""
+        return not self.copy and all(place == 0 or axis in self.cut for axis, place in at.items())
+
+    def slices(self) -> tuple[slice, ...]:
+        """Return the box as an index of the whole weight."""
+        return tuple(slice(start, stop) for start, stop in self.box)
+
+
+class Parallel:
+    """A model of which each rank has all, and computes some micro-batches: the layout `data`, and one process.
+
+    whole: the model that is trained. model: the one that computes, with the methods that objectives ask for. parameters: this rank's
+    trained parameters by name. pieces: what they are of the whole ones. beside: other models of the same state, by the first word of their
+    tensors' names in it.
+    """
+
+    def __init__(self, whole: nn.Module, mesh: Mesh) -> None:
+        self.whole, self.mesh = whole, mesh
+        self.beside: dict[str, Parallel] = {}
+        self.model: nn.Module = whole
+        self.parameters = {name: p for name, p in whole.named_parameters() if p.requires_grad}
+        self.pieces = {name: Piece.of(p) for name, p in self.parameters.items()}
+
+    @property
+    def processes(self) -> int:
+        """Number of processes."""
+        return self.mesh.layout.processes
+
+    # --- a step ---
+
+    def deal(self, micro: Sequence[Sized]) -> list[Part]:
+        """Return this rank's micro-batches in the order of the step, as many as every other reader's."""
+        readers = self.mesh.layout.readers
+        if readers == 1:
+            return [(part, True) for part in micro]
+        loads, shares = [0] * readers, [list[int]() for _ in range(readers)]
+        for i in sorted(range(len(micro)), key=lambda i: (-len(micro[i]), i)):
+            least = loads.index(min(loads))
+            loads[least] += len(micro[i])
+            shares[least].append(i)
+        own = [(micro[i], True) for i in sorted(shares[self.mesh.reader])]
+        spare = min(micro, key=len)
+        return own + [(spare, False)] * (max(map(len, shares)) - len(own))
+
+    def totals(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the sums over readers of what each counts in its micro-batches."""
+        if self.mesh.layout.readers == 1:
+            return dict(values)
+        numbers = torch.tensor(list(values.values()), dtype=torch.float64)
+        for axis in ("data", "shard"):
+            self.mesh.add(numbers, axis)
+        return dict(zip(values, numbers.tolist(), strict=True))
+
+    def forward_backward(self, parts: Sequence[Part], compute: Compute, collect: Callable[[], None]) -> tuple[Tensor | None, Values]:
+        """Return the sums of losses and metrics of this rank's micro-batches, whose gradients are added up. `collect` follows each."""
+        total: Tensor | None = None
+        metrics: Values = {}
+        for part, counted in parts:
+            loss, values = compute(self.model, part)
+            if not counted:
+                loss, values = loss * 0.0, {name: value * 0.0 for name, value in values.items()}
+            loss.backward()
+            collect()
+            loss = loss.detach().float()
+            total = loss if total is None else total + loss
+            for name, value in values.items():
+                metrics[name] = metrics[name] + value if name in metrics else value
+        return total, metrics
+
+    def add_up(self, loss: Tensor | None, metrics: Values) -> tuple[Tensor, Values]:
+        """Return loss and metrics of the step, the same bits on all ranks."""
+        if self.processes == 1:
+            assert loss is not None
+            return loss, metrics
+        names = [name for name in self.mesh.share_text("\n".join(metrics)).split("\n") if name]
+        values = torch.zeros(1 + len(names), dtype=torch.float64)
+        if self.mesh.counts:
+            assert loss is not None
+            values = torch.stack([loss, *(metrics[name] for name in names)]).double().cpu()
+        values = self.mesh.add_everywhere(values).float()
+        return values[0], dict(zip(names, values[1:], strict=True))
+
+    def add_gradients(self, weights: Mapping[str, Tensor]) -> None:
+        """Add the gradients of weights over the ranks that computed parts of them, in place."""
+        if self.processes == 1:
+            return
+        buckets: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
+        for name, weight in weights.items():
+            axes = tuple(axis for axis in sorted(self.pieces[name].sums) if self.mesh.size(axis) > 1)
+            if weight.grad is not None and axes:
+                buckets.setdefault((axes, weight.grad.dtype), []).append(weight.grad)
+        for (axes, _), gradients in buckets.items():
+            for some in _buckets(gradients):
+                flat = torch.cat([gradient.reshape(-1) for gradient in some])
+                for axis in axes:
+                    self.mesh.add(flat, axis)
+                for gradient, sums in zip(some, flat.split([gradient.numel() for gradient in some]), strict=True):
+                    gradient.copy_(sums.view(gradient.shape))
+
+    def norm(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Return the global norm of the gradients; each piece counts once, however many ranks have it."""
+        gradients = [w.grad for name, w in weights.items() if w.grad is not None and self.counts(name)]
+        norm = gradient_norm(gradients)
+        return norm if self.processes == 1 else self.mesh.add_everywhere(norm.double().square()).sqrt().float()
+
+    def counts(self, name: str) -> bool:
+        """True if this rank is the first of those with the same piece of a weight."""
+        return self.pieces[name].counts(self.mesh.at)
+
+    # --- whole weights ---
+
+    @torch.no_grad()
+    def gathered(self, name: str, piece: Tensor | None) -> Tensor:
+        """Return the whole of what ranks have pieces of, bit for bit; `piece` is None on a rank without one."""
+        return self.gather(self.pieces[name], piece)
+
+    def gather(self, own: Piece, piece: Tensor | None) -> Tensor:
+        """Return the whole of which `own` says what this rank has."""
+        if not own.cut and piece is not None:
+            return piece
+        out = torch.zeros(own.shape)
+        if piece is not None and own.counts(self.mesh.at):
+            out[own.slices()] = piece
+        # As whole numbers: a sum of floats would lose the sign of zeros.
+        self.mesh.add_everywhere(out.view(torch.int32))
+        return out
+
+    @torch.no_grad()
+    def publish(self, values: Mapping[str, Tensor]) -> None:
+        """Write weights, given as pieces, into the whole model."""
+        for name, parameter in self.whole.named_parameters():
+            if name in self.pieces and (self.model is not self.whole or values[name] is not parameter):
+                parameter.copy_(self.gathered(name, values.get(name)))
+
+    # --- the state of a training ---
+
+    def piece_of(self, name: str, tensor: Tensor) -> Piece:
+        """Return what a tensor of a state is of the whole one: `…NAME` of a weight's size is cut like the weight NAME."""
+        owner, _, rest = name.partition(".")
+        if owner in self.beside:
+            return self.beside[owner].piece_of(rest, tensor)
+        weight = name
+        while weight not in self.pieces:
+            _, found, weight = weight.partition(".")
+            if not found:
+                return Piece.of(tensor)
+        own = self.pieces[weight]
+        alike = tuple(tensor.shape) == tuple(stop - start for start, stop in own.box)
+        return own if alike else Piece.of(tensor, cut=own.cut & {"pipeline"}, copy=own.copy)
+
+    def save_state(self, folder: Path, step: int, tensors: Mapping[str, Tensor], record: dict[str, Any]) -> None:
+        """Write a checkpoint; `tensors` are this rank's."""
+        if self.processes == 1:
+            save_state(folder, step, tensors, record)
+        else:
+            save(folder, step, tensors, {name: self.piece_of(name, tensor) for name, tensor in tensors.items()}, record, self.mesh)
+
+    def load_state(
+        self, folder: Path, tensors: Mapping[str, Tensor], optional: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Return the newest checkpoint: this rank's pieces of what `tensors` names, and `optional` where it has them."""
+        if self.processes == 1:
+            return load_state(folder)
+        pieces, more = ({name: self.piece_of(name, tensor) for name, tensor in some.items()} for some in (tensors, optional))
+        return load(folder, pieces, more, self.mesh)
+
+
+def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+    buckets: list[list[Tensor]] = [[]]
+    size = 0
+    for gradient in gradients:
+        if size >= BUCKET:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(gradient)
+        size += gradient.numel()
+    return buckets

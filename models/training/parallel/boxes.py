@@ -1,0 +1,86 @@
+"""A training's state in pieces: one safetensors file a rank, and a JSON index of what each holds of which tensor.
+
+A piece is a box: (start, stop) along each dimension of the whole tensor. Ranks of any layout read the boxes that overlap theirs, so a
+state may be read by another layout than the one that wrote it, bit for bit. Torch's own checkpoints would hold a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from puna.models.training.boxes import names, read
+from puna.models.training.state import RECORD, checksum, flush, newest_first, read_record, remove_older
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from puna.models.training.parallel.base import Piece
+    from puna.models.training.parallel.mesh import Mesh
+
+
+def save(folder: Path, step: int, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece], record: dict[str, Any], mesh: Mesh) -> None:
+    """Write the checkpoint of `step` under `folder`, each rank the pieces that it is the first to hold; all ranks call it together.
+
+    As in `state.save_state`, the folder has its name once all of it is on the disk.
+    """
+    from safetensors.torch import save_file
+
+    final, temporary = folder / f"step-{step:09d}", folder / f".step-{step:09d}.ranks"
+    if mesh.index == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    mesh.wait()
+    file = f"rank-{mesh.index}.safetensors"
+    own = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if pieces[name].counts(mesh.at)}
+    save_file(own, temporary / file)
+    flush(temporary / file)
+    boxes = {name: {"shape": pieces[name].shape, "box": pieces[name].box} for name in own}
+    note = {"file": file, "checksum": checksum((temporary / file).read_bytes()), "boxes": boxes}
+    (temporary / f"{file}.json").write_text(json.dumps(note), encoding="utf-8")
+    mesh.wait()
+    if mesh.index == 0:
+        notes = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(temporary.glob("*.json"))]
+        text = json.dumps({"step": step, **record, "index": {one["file"]: one["boxes"] for one in notes}})
+        sums = {one["file"]: one["checksum"] for one in notes} | {RECORD: checksum(text.encode())}
+        for path in temporary.glob("*.json"):
+            path.unlink()
+        (temporary / RECORD).write_text(json.dumps({"record": text, "checksums": sums}), encoding="utf-8")
+        flush(temporary / RECORD)
+        flush(temporary)
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(temporary, final)
+        flush(folder)
+        remove_older(folder, final)
+    mesh.wait()
+
+
+def load(
+    folder: Path, pieces: Mapping[str, Piece], optional: Mapping[str, Piece], mesh: Mesh
+) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Return this rank's pieces of the newest checkpoint under `folder`, and its record; None if there is none.
+
+    Each rank compares its share of the files with their checksums, and reads of the others what it needs. ValueError, on all ranks, if
+    a file is damaged, or a tensor is missing or has another shape.
+    """
+    import torch
+
+    paths = newest_first(folder)
+    if not paths:
+        return None
+    text, checksums = read_record(paths[0])
+    record = json.loads(text)
+    damaged = torch.zeros(1)
+    for name in [name for name in sorted(checksums) if name != RECORD][mesh.index :: mesh.layout.processes]:
+        damaged += checksum((paths[0] / name).read_bytes()) != checksums[name]
+    if float(mesh.add_everywhere(damaged)):
+        raise ValueError(f"{paths[0]}: the state of the training is damaged; remove the folder to begin anew")
+    index = record.pop("index", None)
+    there = names(paths[0], index)
+    wanted = {**pieces, **{name: piece for name, piece in optional.items() if name in there}}
+    return read(paths[0], index, {name: (piece.shape, piece.box) for name, piece in wanted.items()}), record

@@ -1,0 +1,134 @@
+"""Exchanges between ranks as differentiable functions.
+
+Outside a parallel model all tensors are the same on each rank of its group, gradients too. So a function says for both directions
+whether what it gets is a part of a sum, a piece of rows, or the whole. Pieces of T rows over p ranks have `cut(T, p)` rows each;
+rows beyond T are padding, which nobody reads.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from puna.models.training.parallel.mesh import cut
+
+
+def _sum(x: Tensor, group: Any) -> Tensor:
+    x = x.contiguous().clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _gathered(x: Tensor, rows: int, group: Any) -> Tensor:
+    out = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out[:rows]
+
+
+def _padded(x: Tensor, p: int) -> Tensor:
+    rows = p * cut(len(x), p)
+    if rows == len(x):
+        return x.contiguous()
+    return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
+
+
+def _scattered(x: Tensor, group: Any) -> Tensor:
+    p = dist.get_world_size(group)
+    x = _padded(x, p)
+    out = x.new_empty(len(x) // p, *x.shape[1:])
+    dist.reduce_scatter_tensor(out, x, group=group)
+    return out
+
+
+def own_rows(x: Tensor, group: Any) -> Tensor:
+    """Return this rank's piece of rows [T, ...], padded with zeros."""
+    if group is None:
+        return x
+    p = dist.get_world_size(group)
+    return _padded(x, p).chunk(p)[dist.get_rank(group)].contiguous()
+
+
+class _AddParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _AddGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _sum(grad, ctx.group), None
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rows, group, partial):
+        ctx.group, ctx.partial, ctx.size = group, partial, len(x) * dist.get_world_size(group)
+        return _gathered(x, rows, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if len(grad) < ctx.size:
+            grad = torch.cat([grad, grad.new_zeros(ctx.size - len(grad), *grad.shape[1:])])
+        return (_scattered if ctx.partial else own_rows)(grad, ctx.group), None, None, None
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, ctx.rows = group, len(x)
+        return _scattered(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gathered(grad, ctx.rows, ctx.group), None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+def add_parts(x: Tensor, group: Any) -> Tensor:
+    """Return the sum of the ranks' parts; its gradient is the same on each rank."""
+    return x if group is None else _AddParts.apply(x, group)
+
+
+def add_gradients(x: Tensor, group: Any) -> Tensor:
+    """Return x, the same on each rank, of which each rank computes a part of the gradient."""
+    return x if group is None else _AddGradients.apply(x, group)
+
+
+def gather_rows(x: Tensor, rows: int, group: Any, *, partial: bool) -> Tensor:
+    """Return all `rows` of the ranks' pieces. partial: each rank computes a part of the gradient, and not all of it."""
+    return x if group is None else _GatherRows.apply(x, rows, group, partial)
+
+
+def scatter_rows(x: Tensor, group: Any) -> Tensor:
+    """Return this rank's piece of the sum of the ranks' parts [T, ...]."""
+    return x if group is None else _ScatterRows.apply(x, group)
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """Return x, whose gradient counts `factor` times."""
+    return x if factor == 1 else _ScaleGradient.apply(x, factor)

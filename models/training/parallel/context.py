@@ -1,0 +1,119 @@
+"""The rows of a micro-batch dealt over ranks by their cost: each has its queries, keys and values are gathered.
+
+A row's attention costs as many products as it sees keys: its depth in the forest, and one. Chunks of rows are dealt the dearest first,
+each to the rank with the least so far (longest processing time, Graham 1969), so documents of any length leave no rank waiting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from puna.kernels.attention import attention_of_rows
+from puna.kernels.forest_mask import TILE_ROWS
+from puna.kernels.linear_cross_entropy import linear_cross_entropy
+from puna.kernels.linear_token_logprobs import linear_token_logprobs
+from puna.models.forest import Forest
+from puna.models.training.parallel.collectives import add_parts, gather_rows, scale_gradient
+from puna.models.training.parallel.cut_model import CutTransformer
+from puna.models.training.parallel.mesh import Mesh
+from puna.models.transformer import Attend, Transformer
+
+CHUNKS = 16
+"""Chunks of rows per rank at least, where the rows are enough."""
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How rows are dealt: chunks (start, stop) by rank, in order; where each row lies when all ranks' rows stand side by side, padded."""
+
+    chunks: list[list[tuple[int, int]]]
+    size: int
+    place: Tensor
+
+    def rows(self, rank: int) -> Tensor:
+        """Return the rows of a rank."""
+        return torch.cat([torch.arange(start, stop) for start, stop in self.chunks[rank]] or [torch.arange(0)])
+
+
+def deal(depths: Tensor, ranks: int) -> Deal:
+    """Deal rows [T], whose depths are given, to ranks by cost."""
+    count = len(depths)
+    step = max(1, min(TILE_ROWS, count // (ranks * CHUNKS)))
+    cuts = [(start, min(start + step, count)) for start in range(0, count, step)]
+    costs = [int(depths[start:stop].sum()) + stop - start for start, stop in cuts]
+    loads, chunks = [0] * ranks, [list[tuple[int, int]]() for _ in range(ranks)]
+    for i in sorted(range(len(cuts)), key=lambda i: (-costs[i], i)):
+        least = loads.index(min(loads))
+        loads[least] += costs[i]
+        chunks[least].append(cuts[i])
+    chunks = [sorted(some) for some in chunks]
+    sizes = [sum(stop - start for start, stop in some) for some in chunks]
+    place = torch.empty(count, dtype=torch.int64)
+    for rank, some in enumerate(chunks):
+        at = rank * max(sizes)
+        for start, stop in some:
+            place[start:stop] = torch.arange(at, at + stop - start)
+            at += stop - start
+    return Deal(chunks, max(sizes), place)
+
+
+class ContextTransformer(CutTransformer):
+    """A model whose rank computes some rows of each forest; what objectives see is whole."""
+
+    def __init__(self, whole: Transformer, mesh: Mesh) -> None:
+        super().__init__(whole, mesh)
+        self.context, self.rank = mesh.group("context"), mesh.at["context"]
+
+    def _own_hidden(self, forest: Forest) -> tuple[Tensor, Deal]:
+        """Return the final hidden states of this rank's rows, and how rows are dealt."""
+        if forest.tokens.is_cuda:
+            raise ValueError("layout.context is proved on CPUs alone: the attention of a GPU does not take some rows of a forest yet")
+        dealt = deal(forest.mask.depths, self.mesh.size("context"))
+        own = dealt.rows(self.rank)
+        masks = {window: forest.mask.within(window).some_tiles(dealt.chunks[self.rank]) for window in set(self.config.windows)}
+
+        def attend(layer: int, q_nHK: Tensor, k_nGK: Tensor, v_nGV: Tensor) -> Tensor:
+            k_TGK, v_TGV = (self._all_rows_of(x, dealt, partial=True).contiguous() for x in (k_nGK, v_nGV))
+            return attention_of_rows(q_nHK, k_TGK, v_TGV, masks[self.config.windows[layer]])
+
+        attending: Attend = attend
+        x_nD = self.model(self.model.embed_tokens(forest.tokens[own]), forest.positions[own], attending)
+        return x_nD, dealt
+
+    def _all_rows_of(self, x: Tensor, dealt: Deal, *, partial: bool) -> Tensor:
+        """Return all rows, in the forest's order, of this rank's."""
+        padded = nn.functional.pad(x, (0, 0) * (x.ndim - 1) + (0, dealt.size - len(x)))
+        gathered = gather_rows(padded, dealt.size * len(dealt.chunks), self.context, partial=partial)
+        return gathered.index_select(0, dealt.place)
+
+    def hidden(self, forest: Forest) -> Tensor:
+        x_nD, dealt = self._own_hidden(forest)
+        return self._all_rows_of(x_nD, dealt, partial=False)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        # All ranks compute the same, and their gradients are added up.
+        return nn.functional.linear(hidden_ND, scale_gradient(self.lm_head.weight, 1 / self.mesh.size("context")))
+
+    def scalar(self, hidden_ND: Tensor) -> Tensor:
+        return nn.functional.linear(hidden_ND, scale_gradient(self.score.weight, 1 / self.mesh.size("context")))[:, 0]
+
+    def _own_places(self, dealt: Deal, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which of the asked positions [N] are this rank's, and their places among its rows."""
+        places = dealt.place[positions] - self.rank * dealt.size
+        mine = ((places >= 0) & (places < dealt.size)).nonzero()[:, 0]
+        return mine, places[mine]
+
+    def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        x_nD, dealt = self._own_hidden(forest)
+        mine, places = self._own_places(dealt, positions)
+        both = linear_token_logprobs(x_nD[places], self.lm_head.weight, targets[mine], temperature)
+        empty = x_nD.new_zeros(len(positions), 2)
+        return add_parts(empty.index_copy(0, mine, torch.stack(both, 1)), self.context).unbind(1)  # type: ignore[return-value]
+
+    def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        x_nD, dealt = self._own_hidden(forest)
+        mine, places = self._own_places(dealt, positions)
+        return add_parts(linear_cross_entropy(x_nD[places], self.lm_head.weight, targets[mine], weights[mine]), self.context)

@@ -1,0 +1,25 @@
+"""A model of which each rank has pieces, or some rows."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from puna.models.training.parallel.base import Parallel
+from puna.models.training.parallel.context import ContextTransformer
+from puna.models.training.parallel.cut_model import CutTransformer, piece_of, place
+from puna.models.training.parallel.mesh import Mesh
+from puna.models.transformer import Transformer
+
+
+class Cut(Parallel):
+    """A `Transformer` of which each rank has a piece: the layouts `tensor` and `context`."""
+
+    def __init__(self, whole: Transformer, mesh: Mesh) -> None:
+        super().__init__(whole, mesh)
+        self.pieces = {name: piece_of(name, p, mesh) for name, p in whole.named_parameters()}
+        self.model = model = (ContextTransformer if mesh.size("context") > 1 else CutTransformer)(whole, mesh)
+        for name, parameter in whole.named_parameters():
+            place(model, name, nn.Parameter(parameter.detach()[self.pieces[name].slices()].clone(), parameter.requires_grad))
+        if model.head == "lm" and model.config.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

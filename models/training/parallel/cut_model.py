@@ -1,0 +1,136 @@
+"""A `Transformer` of which a rank has a piece: of each matrix (tensor), of the rows (context).
+
+Between matrices each rank has a piece of the rows (sequence parallel, Korthikanti et al. 2022): before attention and feed-forward block
+they are gathered, behind them the ranks' parts are added up and dealt again. What objectives see is whole, and the same on each rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from puna.kernels.linear import linear
+from puna.models.forest import Forest
+from puna.models.training.parallel import vocabulary
+from puna.models.training.parallel.base import Piece
+from puna.models.training.parallel.collectives import add_gradients, gather_rows, scatter_rows
+from puna.models.training.parallel.mesh import Mesh, bounds, cut
+from puna.models.transformer import Attend, Block, Decoder, Embedding, Linear, Transformer, forest_attend
+
+OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+"""Modules whose weights tensor parallelism cuts by outputs, or by tokens."""
+INPUTS = ("o_proj", "down_proj")
+"""Modules whose weights it cuts by inputs."""
+READERS = frozenset({"data", "shard"})
+
+
+class RowParallel(Linear):
+    """A matrix cut by inputs: the ranks' parts are added up, each rank gets its piece of the rows. The bias is whole."""
+
+    group: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = scatter_rows(linear(x, self.weight), self.group)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabularyEmbedding(Embedding):
+    """Vectors of the tokens from `start` on; each rank gets its piece of the rows of the sum."""
+
+    group: Any = None
+    start = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        own = tokens - self.start
+        inside = (own >= 0) & (own < len(self.weight))
+        vectors = nn.functional.embedding(own.clamp(0, len(self.weight) - 1), self.weight)
+        return scatter_rows(torch.where(inside[:, None], vectors, 0.0), self.group)
+
+
+class CutTransformer(Transformer):
+    """This rank's piece of a model, with the methods that objectives ask for."""
+
+    def __init__(self, whole: Transformer, mesh: Mesh) -> None:
+        with torch.device("meta"):
+            super().__init__(whole.config, whole.head)
+        self.mesh, self.tensor = mesh, mesh.group("tensor")
+        self.first_token, _ = bounds(whole.config.vocab_size, mesh.size("tensor"), mesh.at["tensor"])
+        if self.tensor is not None:
+            self._cut_matrices(self.model)
+
+    def _cut_matrices(self, decoder: Decoder) -> None:
+        with torch.device("meta"):
+            embedding = VocabularyEmbedding(self.config.vocab_size, self.config.hidden_size)
+        embedding.group, embedding.start = self.tensor, self.first_token
+        decoder.embed_tokens = embedding
+        for block in decoder.layers:
+            assert isinstance(block, Block)
+            for half, name in ((block.self_attn, "o_proj"), (block.mlp, "down_proj")):
+                given = getattr(half, name)
+                with torch.device("meta"):
+                    matrix = RowParallel(given.in_features, given.out_features, given.bias is not None)
+                matrix.group = self.tensor
+                setattr(half, name, matrix)
+            block.self_attn.register_forward_pre_hook(lambda _, given: (self._all_rows(given[0], len(given[1])), *given[1:]))
+            block.mlp.register_forward_pre_hook(lambda _, given: (self._all_rows(given[0], len(given[0]) * self.mesh.size("tensor")),))
+
+    def _all_rows(self, x_TD: Tensor, rows: int) -> Tensor:
+        return gather_rows(x_TD, rows, self.tensor, partial=True)
+
+    def hidden(self, forest: Forest) -> Tensor:
+        x_TD = self.model(self.model.embed_tokens(forest.tokens), forest.positions, self._attend(forest))
+        return self._own(gather_rows(x_TD, len(forest), self.tensor, partial=False))
+
+    def scalar(self, hidden_ND: Tensor) -> Tensor:
+        return self._own(super().scalar(hidden_ND))
+
+    def _own(self, values: Tensor) -> Tensor:
+        """Return values that are no view: FSDP2 warns that one changed in place would lose its hook."""
+        return values.clone() if self.mesh.size("shard") > 1 else values
+
+    def _attend(self, forest: Forest) -> Attend:
+        return forest_attend(self.config, forest.mask)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        if self.tensor is None:
+            return super().logits(hidden_ND)
+        logits_VN = self.lm_head(add_gradients(hidden_ND, self.tensor)).T
+        short = cut(self.config.vocab_size, self.mesh.size("tensor")) - len(logits_VN)
+        padded_VN = nn.functional.pad(logits_VN, (0, 0, 0, short))
+        return gather_rows(padded_VN, self.config.vocab_size, self.tensor, partial=False).T
+
+    def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        if self.tensor is None:
+            return super().token_logprobs(forest, positions, targets, temperature)
+        hidden_ND = self.hidden(forest)[positions]
+        return vocabulary.token_logprobs(hidden_ND, self.lm_head.weight, self.first_token, targets, temperature, self.tensor)
+
+    def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        if self.tensor is None:
+            return super().cross_entropy(forest, positions, targets, weights)
+        hidden_ND = self.hidden(forest)[positions]
+        return vocabulary.cross_entropy(hidden_ND, self.lm_head.weight, self.first_token, targets, weights, self.tensor)
+
+
+def piece_of(name: str, weight: Tensor, mesh: Mesh) -> Piece:
+    """Return what a rank of tensor parallelism has of a weight."""
+    p, at = mesh.size("tensor"), mesh.at["tensor"]
+    # The rows of a micro-batch are dealt over `context`: so are the parts of a gradient.
+    whole = Piece.of(weight, sums=READERS | {"context"})
+    module, kind = name.split(".")[-2:]
+    if p == 1 or module == "score":
+        return whole
+    if module in OUTPUTS or (module in INPUTS and kind == "weight"):
+        axis = 0 if module in OUTPUTS else 1
+        box = tuple(bounds(size, p, at) if i == axis else (0, size) for i, size in enumerate(weight.shape))
+        return Piece(tuple(weight.shape), box, cut=frozenset({"tensor"}))
+    # Norms and biases behind a sum see a piece of the rows, norms of heads a piece of the heads.
+    return Piece.of(weight, sums=READERS | {"tensor"})
+
+
+def place(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Set a parameter of a model by its name."""
+    module, _, own = name.rpartition(".")
+    setattr(model.get_submodule(module), own, parameter)

@@ -1,0 +1,94 @@
+"""The layout of a training: over how many processes its batch, weights, layers and rows are dealt.
+
+Nothing here imports torch: forms and checks before a run read it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from pydantic import Field, model_validator
+
+from puna.models.settings import Settings
+
+if TYPE_CHECKING:
+    from puna.models.config import ModelConfig
+
+AXES = ("pipeline", "data", "shard", "context", "tensor")
+"""Axes of a layout, the outermost first: ranks that differ in the last one are neighbours."""
+PROVED = frozenset(
+    frozenset(axes.split()) for axes in (
+        "data", "shard", "tensor", "pipeline", "context",
+        "data shard", "data tensor", "data pipeline", "data context", "shard tensor", "shard context",
+    )
+)  # fmt: skip
+"""Sets of axes above 1 whose numbers `tests/parallel` compares with one process."""
+
+
+class Layout(Settings):
+    """Processes along each axis; their product is the number of processes. Results differ from one process's by rounding alone."""
+
+    data: int = Field(1, ge=1, le=65_536, description="Copies of the model, each with its own micro-batches of a step")
+    shard: int = Field(
+        1, ge=1, le=65_536, description="Processes over which weights, gradients and optimizer state are cut, each with own micro-batches"
+    )
+    tensor: int = Field(
+        1, ge=1, le=64, description="Processes over which each matrix, the vocabulary and the rows between them are cut"
+    )
+    pipeline: int = Field(1, ge=1, le=1024, description="Stages of consecutive layers, which micro-batches pass one after the other")
+    context: int = Field(1, ge=1, le=1024, description="Processes over which the rows of each micro-batch are dealt by their cost")
+
+    @property
+    def processes(self) -> int:
+        """Number of processes."""
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Names of the axes above 1."""
+        return frozenset(axis for axis in AXES if getattr(self, axis) > 1)
+
+    @property
+    def readers(self) -> int:
+        """Number of processes, or groups of them, with micro-batches of their own."""
+        return self.data * self.shard
+
+    @model_validator(mode="after")
+    def _is_proved(self) -> Layout:
+        if self.axes and self.axes not in PROVED:
+            able = "; ".join(sorted(" x ".join(sorted(some)) for some in PROVED))
+            raise ValueError(f"no test proves the layout {self} equal to one process; these are proved: {able}")
+        return self
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise ValueError where this layout does not fit a model."""
+        for axis in sorted(self.axes):
+            if axis in _PROBLEMS and (problem := _PROBLEMS[axis](config, getattr(self, axis))):
+                raise ValueError(f"layout.{axis} = {getattr(self, axis)}: {problem}")
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1) or "one process"
+
+
+def _tensor(config: ModelConfig, size: int) -> str | None:
+    if config.moe is not None or config.mla is not None:
+        return "a model with experts or latent attention is not cut by matrices"
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if (count := getattr(config, name)) % size:
+            return f"{name} is {count}, which it must divide"
+    step = -(-config.vocab_size // size)
+    return None if config.vocab_size > (size - 1) * step else f"the vocabulary has {config.vocab_size} tokens only"
+
+
+def _context(config: ModelConfig, size: int) -> str | None:
+    return "a model with experts has a loss over all rows of a micro-batch" if config.moe is not None else None
+
+
+def _pipeline(config: ModelConfig, size: int) -> str | None:
+    if config.moe is not None:
+        return "a model with experts has a loss in each layer, which stages do not add up"
+    return None if config.num_hidden_layers >= size else f"the model has {config.num_hidden_layers} layers only"
+
+
+_PROBLEMS = {"context": _context, "tensor": _tensor, "pipeline": _pipeline}

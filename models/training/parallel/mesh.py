@@ -1,0 +1,186 @@
+"""The ranks of a layout: where this process stands on each axis, and the groups that it exchanges with."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from puna.models.training.parallel.layout import AXES, Layout
+
+together = False
+"""True while all processes run the same training. Outside of it, each trains alone what it trains."""
+TIMEOUT = timedelta(minutes=10)
+"""Time after which a rank that waits for another one fails."""
+JOINING = timedelta(minutes=10)
+"""Time within which all processes have to be there."""
+MISSING = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+
+
+def started() -> bool:
+    """True if torchrun, or what sets the same variables, started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+_store: Any = None
+
+
+def store() -> Any:
+    """Return the store that all processes have joined at."""
+    return _store
+
+
+def join(device: str = "cpu") -> None:
+    """Join the processes that torchrun started, once.
+
+    After a restart the agent's store still holds keys of the attempt before: each attempt has a prefix of its own.
+    ValueError where a variable is missing; ConnectionError where rank 0 cannot be reached.
+    """
+    if dist.is_initialized():
+        return
+    if missing := [name for name in MISSING if name not in os.environ]:
+        raise ValueError(f"this process is not one of a layout: {', '.join(missing)} not set; start it with torchrun, or with --processes")
+    host, port, attempt = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        first = rank == 0 and not agent
+        store = dist.TCPStore(host, int(port), world, first, JOINING, wait_for_workers=False)  # type: ignore[attr-defined]
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise ConnectionError(f"rank {rank} of {world} cannot reach rank 0 at {host}:{port}: {str(error).splitlines()[0]}") from error
+    global _store
+    _store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=_store, rank=rank, world_size=world, timeout=TIMEOUT)
+
+
+class Mesh:
+    """A rank's place in a layout.
+
+    members: the processes, by their rank in the default group; None: all. `at` has this rank's place on each axis, `index` its place
+    among the members. One process has no groups, and every exchange returns at once.
+    """
+
+    def __init__(self, layout: Layout, members: Sequence[int] | None = None) -> None:
+        self.layout = layout
+        self._groups: dict[str, Any] = {}
+        self._ranks: dict[str, list[int]] = {}
+        if layout.processes == 1:
+            self.index, self.at, self.everyone = 0, dict.fromkeys(AXES, 0), None
+            return
+        if not dist.is_initialized():
+            raise ValueError(f"the layout {layout} needs {layout.processes} processes, and this one runs alone: start it with torchrun")
+        members = list(range(dist.get_world_size())) if members is None else list(members)
+        if len(members) != layout.processes:
+            raise ValueError(f"the layout {layout} needs {layout.processes} processes; {len(members)} were started")
+        sizes = [getattr(layout, axis) for axis in AXES]
+        places = list(itertools.product(*map(range, sizes)))
+        self.index = members.index(dist.get_rank())
+        self.at = dict(zip(AXES, places[self.index], strict=True))
+        self.everyone = group_of(members)
+        for number, axis in enumerate(AXES):
+            if sizes[number] == 1:
+                continue
+            lines: dict[tuple[int, ...], list[int]] = {}
+            for member, place in zip(members, places, strict=True):
+                lines.setdefault(place[:number] + place[number + 1 :], []).append(member)
+            for line in lines.values():  # all ranks make all groups, in one order
+                group = group_of(line)
+                if dist.get_rank() in line:
+                    self._ranks[axis], self._groups[axis] = line, group
+
+    def size(self, axis: str) -> int:
+        """Return the number of ranks along an axis."""
+        return int(getattr(self.layout, axis))
+
+    def group(self, axis: str) -> Any:
+        """Return the process group along an axis of this rank; None where it is alone."""
+        return self._groups.get(axis)
+
+    def rank(self, axis: str, place: int) -> int:
+        """Return the rank, in the default group, that stands at that place of an axis, and where this one does on all others."""
+        return self._ranks[axis][place]
+
+    @property
+    def reader(self) -> int:
+        """Number of this rank among those with micro-batches of their own."""
+        place = 0
+        for axis in ("data", "shard"):
+            place = place * self.size(axis) + self.at[axis]
+        return place
+
+    @property
+    def counts(self) -> bool:
+        """True if this rank's losses and metrics count: others compute the same ones, or parts of them."""
+        return self.at["context"] == self.at["tensor"] == 0 and self.at["pipeline"] == self.size("pipeline") - 1
+
+    def add(self, values: torch.Tensor, axis: str) -> torch.Tensor:
+        """Return the sum over the ranks of an axis, in place."""
+        if (group := self.group(axis)) is not None:
+            dist.all_reduce(values, group=group)
+        return values
+
+    def add_everywhere(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all ranks, in place; all of them get the same bits."""
+        if self.everyone is not None:
+            dist.all_reduce(values, group=self.everyone)
+        return values
+
+    def agree(self, wish: bool) -> bool:
+        """Return whether any rank wishes it."""
+        return wish if self.everyone is None else bool(self.add_everywhere(torch.tensor(float(wish))))
+
+    def wait(self) -> None:
+        """Wait for all ranks."""
+        if self.everyone is not None:
+            dist.barrier(group=self.everyone)
+
+    def share_text(self, text: str) -> str:
+        """Return the text of the last pipeline stage, on all stages."""
+        if (group := self.group("pipeline")) is None:
+            return text
+        source = self.rank("pipeline", self.size("pipeline") - 1)
+        data = text.encode()
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, source, group)
+        content = torch.zeros(int(size), dtype=torch.uint8)
+        if dist.get_rank() == source:
+            content = torch.tensor(list(data), dtype=torch.uint8)
+        dist.broadcast(content, source, group)
+        return bytes(content.tolist()).decode()
+
+
+def layout_of(layout: Layout) -> Layout:
+    """Return the layout of a training by all processes: as many copies as there are processes, where it asks for one process."""
+    if together and layout.processes == 1:
+        return Layout(data=dist.get_world_size())
+    return layout
+
+
+_GROUPS: dict[tuple[int, ...], Any] = {}
+
+
+def group_of(ranks: Sequence[int]) -> Any:
+    """Return the group of these ranks, made once; all processes make it together."""
+    if list(ranks) == list(range(dist.get_world_size())):
+        return dist.group.WORLD
+    if tuple(ranks) not in _GROUPS:
+        _GROUPS[tuple(ranks)] = dist.new_group(list(ranks), timeout=TIMEOUT)
+    return _GROUPS[tuple(ranks)]
+
+
+def cut(size: int, parts: int) -> int:
+    """Return the length of each part but the last ones, which may be shorter or empty."""
+    return math.ceil(size / parts)
+
+
+def bounds(size: int, parts: int, part: int) -> tuple[int, int]:
+    """Return where a part of `size` rows begins and ends."""
+    step = cut(size, parts)
+    return min(part * step, size), min((part + 1) * step, size)

@@ -1,0 +1,40 @@
+"""The entry to all layouts."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from puna.models.training.parallel.base import Parallel
+from puna.models.training.parallel.cut import Cut
+from puna.models.training.parallel.layout import Layout
+from puna.models.training.parallel.mesh import Mesh, layout_of
+from puna.models.training.parallel.pipeline import Pipelined
+from puna.models.transformer import Transformer
+
+
+def _check_draws(model: nn.Module) -> None:
+    """Raise ValueError if a model draws random numbers as it computes: each layout would draw others."""
+    for name, module in model.named_modules():
+        if (isinstance(module, nn.Dropout) and module.p) or (isinstance(module, nn.Embedding) and module._forward_hooks):
+            raise ValueError(f"{name} draws random numbers in each pass (dropout, NEFTune): set them to 0, or train in one process")
+
+
+def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None) -> Parallel:
+    """Return the model under a layout. `mesh`: the ranks; None: all processes. ValueError where the model does not fit the layout."""
+    layout = mesh.layout if mesh is not None else layout_of(layout)
+    mesh = mesh or Mesh(layout)
+    if layout.axes:
+        _check_draws(model)
+    if layout.axes <= {"data"}:
+        return Parallel(model, mesh)
+    if not isinstance(model, Transformer) or not all(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"the layout {layout} trains all weights of a model; adapters are trained with copies: set layout.data alone")
+    layout.check(model.config)
+    if layout.pipeline > 1:
+        return Pipelined(model, mesh)
+    if layout.shard == 1:
+        return Cut(model, mesh)
+    # FSDP takes a second to import, which a training in one process does not wait for.
+    from puna.models.training.parallel.shard import Sharded
+
+    return Sharded(model, mesh)

@@ -1,0 +1,147 @@
+"""Stages of consecutive layers, which a step's micro-batches pass one after the other (1F1B, Narayanan et al. 2021).
+
+Stage s of S runs S - 1 - s micro-batches forward, then one forward and one backward in turn: it never holds more than S - s. Micro-batches
+may have any length. The numbers are those of one process, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from puna.models.forest import Forest
+from puna.models.training.parallel.base import Compute, Parallel, Part, Piece, Values
+from puna.models.training.parallel.cut_model import place
+from puna.models.training.parallel.mesh import Mesh, bounds
+from puna.models.transformer import Transformer, forest_attend, rotary_table
+
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", ("lm_head.", "score."), "model.norm."
+
+
+class StageTransformer(Transformer):
+    """The layers first .. last - 1 of a model, on the first stage with the embedding, on the last one with norm and head."""
+
+    def __init__(self, whole: Transformer, first: int, last: int) -> None:
+        with torch.device("meta"):
+            super().__init__(whole.config, whole.head)
+        self.first, self.last = first, last
+        self.given: Tensor | None = None
+
+    def through(self, forest: Forest, x_TD: Tensor | None) -> Tensor:
+        """Return what the next stage is given, of the rows that this one is given; the first stage embeds the tokens."""
+        if x_TD is None:
+            x_TD = self.model.embed_tokens(forest.tokens)
+        attend = forest_attend(self.config, forest.mask)
+        cos, sin = rotary_table(self.config, forest.positions, x_TD.dtype)
+        for layer in self.model.layers[self.first : self.last]:
+            x_TD, _ = layer(x_TD, cos, sin, attend)
+        return x_TD
+
+    def hidden(self, forest: Forest) -> Tensor:
+        """Return the final hidden states [T, D] of the rows that the last stage was given; once for each micro-batch."""
+        given, self.given = self.given, None
+        if given is None:
+            raise ValueError("this objective asks the model more than once in a micro-batch (as kto does): set layout.pipeline to 1")
+        return self.model.norm(self.through(forest, given))
+
+
+class Pipelined(Parallel):
+    """A `Transformer` in stages of layers: the layout `pipeline`, with copies of each stage where there is `data`."""
+
+    def __init__(self, whole: Transformer, mesh: Mesh) -> None:
+        super().__init__(whole, mesh)
+        self._stage, self._stages = mesh.at["pipeline"], mesh.size("pipeline")
+        first, last = bounds(whole.config.num_hidden_layers, self._stages, self._stage)
+        self._tied = whole.head == "lm" and whole.config.tie_word_embeddings
+        self._held: StageTransformer
+        self.model = self._held = StageTransformer(whole, first, last)
+        copy = self._tied and self._is_last
+        self.pieces = {n: Piece.of(p, cut=frozenset({"pipeline"}), copy=copy and n == EMBEDDING) for n, p in whole.named_parameters()}
+        own = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in whole.named_parameters() if self._has(name)}
+        for name, parameter in own.items():
+            place(self.model, "lm_head.weight" if copy and name == EMBEDDING else name, parameter)
+        for module in [layer for i, layer in enumerate(self.model.model.layers) if not first <= i < last]:
+            module.to_empty(device="meta")
+        self.parameters = {name: p for name, p in own.items() if p.requires_grad}
+        self._sent: list[tuple[Any, Tensor]] = []
+
+    @property
+    def _is_last(self) -> bool:
+        return self._stage == self._stages - 1
+
+    def _has(self, name: str) -> bool:
+        if name == EMBEDDING:
+            return self._stage == 0 or (self._tied and self._is_last)
+        if name.startswith((*HEAD, NORM)):
+            return self._is_last
+        return self._held.first <= int(name.split(".")[2]) < self._held.last
+
+    def forward_backward(self, parts: Sequence[Part], compute: Compute, collect: Callable[[], None]) -> tuple[Tensor | None, Values]:
+        waiting: list[tuple[Tensor | None, Tensor]] = []
+        total: Tensor | None = None
+        metrics: Values = {}
+        ahead = min(self._stages - 1 - self._stage, len(parts))
+        for number in range(len(parts) + ahead):
+            if number < len(parts):
+                part, counted = parts[number]
+                given, out, values = self._forward(part, counted, compute)
+                waiting.append((given, out))
+                if self._is_last:
+                    total = out.detach().float() if total is None else total + out.detach().float()
+                    for name, value in values.items():
+                        metrics[name] = metrics[name] + value if name in metrics else value
+            if number >= ahead:
+                self._backward(*waiting.pop(0))
+                collect()
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+        if self._tied:
+            self._add_tied()
+        return total, metrics
+
+    def _forward(self, part: Any, counted: bool, compute: Compute) -> tuple[Tensor | None, Tensor, Values]:
+        """Return what the stage was given, what it made (on the last one the loss), and metrics."""
+        forest = getattr(part, "targets", part).forest
+        weight = next(iter(self.parameters.values()))
+        given = None
+        if self._stage:
+            given = torch.empty(len(forest), self._held.config.hidden_size, dtype=weight.dtype, device=weight.device)
+            dist.recv(given, self.mesh.rank("pipeline", self._stage - 1))
+            given.requires_grad_()
+        if not self._is_last:
+            out = self._held.through(forest.to(weight.device), given)
+            self._send(out.detach(), self._stage + 1)
+            return given, out, {}
+        self._held.given = given
+        loss, values = compute(self.model, part)
+        if not counted:
+            loss, values = loss * 0.0, {name: value * 0.0 for name, value in values.items()}
+        return given, loss, values
+
+    def _backward(self, given: Tensor | None, out: Tensor) -> None:
+        gradient = None
+        if not self._is_last:
+            gradient = torch.empty_like(out)
+            dist.recv(gradient, self.mesh.rank("pipeline", self._stage + 1))
+        torch.autograd.backward(out, gradient)
+        if given is not None:
+            assert given.grad is not None
+            self._send(given.grad, self._stage - 1)
+
+    def _send(self, values: Tensor, stage: int) -> None:
+        values = values.contiguous()
+        self._sent.append((dist.isend(values, self.mesh.rank("pipeline", stage)), values))
+
+    def _add_tied(self) -> None:
+        """Add the gradients of the embedding and of the output layer, which are one matrix on two stages."""
+        weight = self.parameters.get(EMBEDDING)
+        shape = self.pieces[EMBEDDING].shape
+        gradient = torch.zeros(shape) if weight is None or weight.grad is None else weight.grad
+        self.mesh.add(gradient, "pipeline")
+        if weight is not None:
+            weight.grad = gradient

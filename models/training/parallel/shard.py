@@ -1,0 +1,67 @@
+"""Weights, gradients and optimizer state cut over ranks by torch's FSDP2: each layer's are gathered where it computes.
+
+The optimizer works on this rank's rows of each weight, as plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from puna.models.training.parallel.base import Compute, Part, Piece, Values
+from puna.models.training.parallel.cut import Cut
+from puna.models.training.parallel.mesh import Mesh, bounds
+from puna.models.transformer import Transformer
+
+METHODS = ("hidden", "scalar", "logits", "token_logprobs", "cross_entropy")
+
+
+class Sharded(Cut):
+    """A `Transformer` whose weights are cut over ranks by rows: the layout `shard`."""
+
+    def __init__(self, whole: Transformer, mesh: Mesh) -> None:
+        super().__init__(whole, mesh)
+        model = self.model
+        assert isinstance(model, Transformer)
+        device = next(whole.parameters()).device.type
+        ranks = DeviceMesh.from_group(mesh.group("shard"), device)
+        for block in model.model.layers:
+            fully_shard(block, mesh=ranks)
+        # `cross_entropy` calls `hidden`, at whose end the output layer's weights would be freed.
+        fully_shard(model, mesh=ranks, reshard_after_forward=False)
+        for method in METHODS:
+            register_fsdp_forward_method(model, method)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # what the root is told does not reach its layers
+                module.set_gradient_divide_factor(1)
+                module.set_force_sum_reduction_for_comms(True)
+        self.pieces = {name: _rows(piece, mesh) for name, piece in self.pieces.items()}
+        self._shards = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = {name: nn.Parameter(_local(p).detach()) for name, p in self._shards.items()}
+
+    def forward_backward(self, parts: Sequence[Part], compute: Compute, collect: Callable[[], None]) -> tuple[Tensor | None, Values]:
+        numbers = super().forward_backward(parts, compute, collect)
+        for name, shard in self._shards.items():
+            if shard.grad is not None:
+                self.parameters[name].grad = _local(shard.grad)
+                shard.grad = None
+        return numbers
+
+
+def _local(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    local: Tensor = tensor.to_local()
+    return local
+
+
+def _rows(piece: Piece, mesh: Mesh) -> Piece:
+    """Return the rows that FSDP2 leaves this rank of a piece. It adds the gradients up, too."""
+    start, stop = piece.box[0]
+    first, last = bounds(stop - start, mesh.size("shard"), mesh.at["shard"])
+    box = ((start + first, start + last), *piece.box[1:])
+    return replace(piece, box=box, cut=piece.cut | {"shard"}, sums=piece.sums - {"shard"})

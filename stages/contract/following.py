@@ -1,0 +1,95 @@
+"""A stage that several processes run together: what rank 0 tells the others, and what they do."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+
+from puna.models.settings import Settings
+from puna.models.training.parallel.layout import Layout
+from puna.stages.contract.config import StageConfig, parse
+from puna.stages.contract.declaration import REGISTRY, Stage, Value
+from puna.stages.contract.run import Figure
+from puna.stages.contract.run import StageRun
+from puna.stages.executors import ranks
+from puna.storage import Artifact, PunaError, Store
+
+
+def call(stage: Stage, arguments: list[Any], config: StageConfig, given: dict[str, Value], run: StageRun, store: Store) -> None:
+    """Call the stage's function, in all processes where there are several and the stage trains in them. PunaError for a wrong layout."""
+    check(stage, config)
+    if not stage.ranks or ranks.count() == 1:
+        stage.function(*arguments, config, run)
+        return
+    inputs = {name: [(item.kind, item.key) for item in items if isinstance(item, Artifact)] for name, items in stage.check(given).items()}
+    job = {
+        "module": stage.function.__module__, "stage": stage.name, "config": config.model_dump(mode="json"), "inputs": inputs,
+        "store": store.uri, "project": store.project, "scratch": str(run.scratch),
+    }  # fmt: skip
+    with ranks.together(job):
+        stage.function(*arguments, config, run)
+
+
+def check(stage: Stage, config: StageConfig) -> None:
+    """Raise PunaError where a layout needs another number of processes than there are."""
+    for path, layout in layouts(config):
+        if layout.processes == 1 or (layout.processes == ranks.count() and stage.ranks):
+            continue
+        if not stage.ranks:
+            raise PunaError(f"{stage.name} trains in one process: {path} cannot be {layout}")
+        raise PunaError(
+            f"{stage.name}: {path} = {layout} needs {layout.processes} processes, and {ranks.count()} run; start with "
+            f"--processes {layout.processes}, or with torchrun"
+        )
+
+
+def layouts(settings: Settings, path: str = "") -> Iterator[tuple[str, Layout]]:
+    """Yield the layouts of settings, each with its path."""
+    for name in type(settings).model_fields:
+        value, own = getattr(settings, name), f"{path}{name}"
+        if isinstance(value, Layout):
+            yield own, value
+        elif isinstance(value, Settings):
+            yield from layouts(value, f"{own}.")
+
+
+class FollowerRun(StageRun):
+    """The surroundings of a stage in a process that follows rank 0: it reads what rank 0 reads, and what it writes is thrown away."""
+
+    def __init__(self, stage: Stage, config: StageConfig, scratch: Path, folder: Path) -> None:
+        super().__init__(stage.name, stage.kind, config, SimpleNamespace(output=folder, scratch=scratch))  # type: ignore[arg-type]
+
+    def write(self, table: pa.Table, name: str | None = None) -> None:
+        """Do nothing."""
+
+    def write_rows(self, rows: list[dict[str, Any]], name: str | None = None) -> None:
+        """Do nothing."""
+
+    def metric(self, name: str, value: float | int | str) -> None:
+        """Do nothing."""
+
+    def figure(self, name: str, figure: Figure) -> None:
+        """Do nothing."""
+
+
+def do(job: dict[str, Any]) -> None:
+    """Run a stage beside rank 0."""
+    importlib.import_module(job["module"])
+    stage, store = REGISTRY[job["stage"]], Store.open(job["store"], job["project"])
+    config = parse(stage.config, job["config"], stage.name)
+    arguments: list[Any] = []
+    for spec in stage.inputs:
+        items = [store.find(*item) for item in job["inputs"].get(spec.name, ())]
+        if None in items:
+            raise PunaError(f"{store.uri}, as this rank sees it, lacks an input of {stage.name}: give all ranks a folder that they share")
+        arguments.append(items if spec.many else items[0] if items else None)
+    with tempfile.TemporaryDirectory() as folder, ranks.together(None):
+        stage.function(*arguments, config, FollowerRun(stage, config, Path(job["scratch"]), Path(folder)))
+
+

@@ -1,0 +1,167 @@
+"""Processes that run a stage of training together: rank 0 runs the flow, the others wait for such stages and follow it.
+
+torchrun, or `start` on this machine, starts them all with one command line. A stage goes to the followers through the store that they
+have joined at; what they compute beside rank 0 they exchange in the training itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+from puna.storage import PunaError
+
+RESTARTS = 3
+"""Times that all processes are started again after one was killed; they go on from the last state."""
+PATIENCE = timedelta(seconds=20)
+LAST_WORDS = 5.0
+"""Seconds that a failed follower waits, so that rank 0, whose error says more, may end first."""
+END = "end"
+
+
+def count() -> int:
+    """Return the number of processes that were started together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def follows() -> bool:
+    """True in all processes but rank 0."""
+    return count() > 1 and os.environ.get("RANK") != "0"
+
+
+def join() -> None:
+    """Join the processes that were started together, if any; PunaError where a variable, or rank 0, is missing."""
+    if count() == 1:
+        return
+    import torch
+
+    from puna.models.training.parallel import mesh
+
+    try:
+        mesh.join("cuda" if torch.cuda.is_available() else "cpu")
+    except (ValueError, ConnectionError) as error:
+        raise PunaError(str(error)) from error
+
+
+@contextlib.contextmanager
+def together(job: dict[str, Any] | None) -> Iterator[None]:
+    """Let all processes train together inside. `job`: what rank 0 tells the followers, JSON; None: this is one of them."""
+    from puna.models.training.parallel import mesh
+
+    if job is not None:
+        _say(json.dumps(job))
+    mesh.together = True
+    try:
+        yield
+    finally:
+        mesh.together = False
+
+
+def follow(do: Callable[[dict[str, Any]], None]) -> None:
+    """Do the jobs that rank 0 tells, until it ends."""
+    import torch.distributed as dist
+
+    from puna.models.training.parallel import mesh
+
+    number = 0
+    while True:
+        with contextlib.suppress(dist.DistStoreError):
+            mesh.store().wait([f"job-{number}"], PATIENCE)
+            text = mesh.store().get(f"job-{number}").decode()
+            if text == END:
+                return
+            try:
+                do(json.loads(text))
+            except Exception as error:
+                print(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", file=sys.stderr)
+                time.sleep(LAST_WORDS)
+                raise SystemExit(1) from error
+            number += 1
+
+
+def finish() -> None:
+    """Let the followers end."""
+    if count() > 1:
+        _say(END)
+
+
+_told = 0
+
+
+def _say(text: str) -> None:
+    global _told
+    from puna.models.training.parallel import mesh
+
+    mesh.store().set(f"job-{_told}", text)
+    _told += 1
+
+
+def start(command: Sequence[str], processes: int) -> int:
+    """Run a command in so many processes on this machine, as torchrun would, and return rank 0's exit status.
+
+    A process that a signal killed ends all, and all start again, at most `RESTARTS` times. Ctrl-C and SIGTERM go to rank 0,
+    which has its training saved. Only rank 0 has the terminal; the others have the standard error.
+    """
+    for attempt in range(RESTARTS + 1):
+        status = _attempt(command, processes, attempt)
+        if status >= 0:
+            return status
+        print(f"a process was ended by {signal.Signals(-status).name}: all start again from the last state", file=sys.stderr)
+    return 1
+
+
+def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
+    """Return the exit status of the first process that failed, or 0; minus the signal that ended it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // processes)))
+    common = {
+        "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt), "OMP_NUM_THREADS": threads,
+    }  # fmt: skip
+    # Sessions of their own: a terminal's Ctrl-C would reach all at once, in the middle of different steps.
+    workers = []
+    for rank in range(processes):
+        own, environment = None if rank == 0 else subprocess.DEVNULL, os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        workers.append(subprocess.Popen(command, env=environment, start_new_session=True, stdin=own, stdout=own))
+    stopped = False
+
+    def stop(number: int, _: Any) -> None:
+        nonlocal stopped
+        stopped = True
+        workers[0].send_signal(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
+            time.sleep(0.2)
+        ended = [worker.poll() for worker in workers]
+        killed = next((status for status in ended if status is not None and status < 0), None)
+        if killed is None and workers[0].poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its error says more than a follower's
+                workers[0].wait(2 * LAST_WORDS)
+        status = workers[0].poll()
+        if killed is not None and not stopped:
+            return killed
+        return abs(status) if status else next((abs(one) for one in ended if one), 0)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.wait()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,115 @@
+"""Training in several processes against one: how equal, how fast, and what a killed rank costs.
+
+    PYTHONPATH=.pkg python tests/benchmarks/parallel.py --json [--kills 20]
+
+Ranks are gloo processes of this machine. `combinations_proved` counts layouts x objectives, and layouts x models, whose gradients and log
+are within 1e-5 of one process; `cp_imbalance` is the largest load over the mean of 32,768 rows in documents of about 1,024 tokens over
+16 ranks; `two_process_speedup` compares tokens a second of a model of 3.2 million parameters on two cores, which should be idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from puna.models.forest import Forest
+from puna.models.training.parallel.context import deal
+from puna.models.training.parallel.layout import PROVED
+from puna.stages.executors import ranks as processes
+from tests.parallel.cases import MODELS, OBJECTIVES
+from tests.parallel.pool import Pool
+
+EQUAL = 1e-5
+VARIANTS = {
+    "shard": ("tied", "biases", "window", "parallel_block", "moe", "mla"), "tensor": ("tied", "biases", "window", "parallel_block"),
+    "pipeline": ("tied", "biases", "window", "parallel_block", "mla"), "context": ("tied", "biases", "window", "parallel_block", "mla"),
+    "data": tuple(name for name in MODELS if name != "plain"),
+}  # fmt: skip
+STATES: tuple[dict[str, int], ...] = ({}, {"data": 2}, {"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"context": 2}, {"shard": 2, "tensor": 2})
+
+
+def size(layout: dict[str, int]) -> int:
+    return int(np.prod(list(layout.values()) or [1]))
+
+
+def equality(pool: Pool) -> dict[str, float]:
+    """Compare each layout and objective, and the models of one axis, with one process."""
+    layouts = [dict.fromkeys(sorted(axes), 2) for axes in PROVED]
+    jobs = [(layout, objective, "plain") for layout in layouts for objective in OBJECTIVES]
+    jobs += [({axis: 2}, "sft", variant) for axis, variants in VARIANTS.items() for variant in variants]
+    differences = []
+    for layout, objective, variant in jobs:
+        results = pool.run("compare", size(layout), layout=layout, objective=objective, variant=variant)
+        differences.append(max(max(one["gradients"], one["rows"]) for one in results))
+    return {"combinations_proved": sum(one <= EQUAL for one in differences), "worst_relative_difference": max(differences)}
+
+
+def reshard(pool: Pool) -> float:
+    """Return the share of pairs of layouts of which the second reads the first one's state bit for bit."""
+    same = []
+    with tempfile.TemporaryDirectory() as root:
+        for number, writer in enumerate(STATES):
+            folder = str(Path(root, str(number)))
+            pool.run("trained", size(writer), layout=writer, folder=folder, steps=3)
+            one = pool.run("restored", 1, layout={}, folder=folder)[0]
+            same += [all(a == one for a in pool.run("restored", size(reader), layout=reader, folder=folder)) for reader in STATES]
+    return sum(same) / len(same)
+
+
+def kills(pool: Pool, count: int) -> float:
+    """Return the share of trainings that end with the weights of one that nobody killed."""
+    same = []
+    with tempfile.TemporaryDirectory() as root:
+        whole = pool.run("trained", 2, layout={"data": 2}, folder=f"{root}/whole", steps=6)[0]
+        for number in range(count):
+            folder = Path(root, str(number))
+            folder.mkdir()
+            command = [sys.executable, "-m", "tests.parallel.killed", str(folder), json.dumps({"data": 2}), str(1 + number % 5)]
+            status = processes.start(command, 2)
+            same.append(status == 0 and json.loads((folder / "result.json").read_text()) == whole)
+    return sum(same) / len(same)
+
+
+def imbalance(rows: int = 32_768, tokens: int = 1024, ranks: int = 16) -> float:
+    """Return the largest load over the mean of rows that are dealt by cost."""
+    generator = np.random.default_rng(0)
+    lengths: list[int] = []
+    while sum(lengths) < rows:
+        lengths.append(int(min(max(1, generator.normal(tokens, tokens / 3)), rows - sum(lengths))))
+    depths = Forest.pack([[0] * n for n in lengths]).mask.depths
+    loads = [float((depths[deal(depths, ranks).rows(rank)] + 1).sum()) for rank in range(ranks)]
+    return max(loads) / (sum(loads) / ranks)
+
+
+def measure(count: int) -> dict[str, Any]:
+    pool = Pool()
+    try:
+        figures: dict[str, Any] = equality(pool)
+        figures["reshard_bitwise"] = reshard(pool)
+        figures["kills"], figures["kills_recovered"] = count, kills(pool, count)
+        figures["cp_imbalance"] = imbalance()
+        one, two = (min(pool.run("seconds", n, layout={"data": n})) for n in (1, 2))
+        figures["two_process_speedup"] = one / two
+    finally:
+        pool.close()
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--kills", type=int, default=20, help="trainings of which a rank is killed")
+    given = parser.parse_args()
+    figures = measure(given.kills)
+    print(json.dumps(figures) if given.json else "\n".join(f"{name}: {value}" for name, value in figures.items()))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    main()

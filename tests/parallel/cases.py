@@ -1,0 +1,237 @@
+"""Jobs of the ranks: a step of each objective under a layout, against the same step on one process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from puna.models.config import ModelConfig
+from puna.models.training import objectives as o
+from puna.models.training.loop import train, weights_digest
+from puna.models.training.objectives.base import Targets
+from puna.models.training.parallel.layout import Layout
+from puna.models.training.parallel.mesh import Mesh
+from puna.models.training.settings import LoraSettings, TrainConfig
+from puna.models.training.trainer import TIMED, Trainer
+from puna.models.transformer import Transformer
+from puna.stages.training.lora import inject
+
+PLAIN: dict[str, Any] = {
+    "vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}  # fmt: skip
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.1}
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"qkv_bias": True, "o_bias": True, "qk_norm": True},
+    "window": {"sliding_window": 5, "sliding_layers": (1, 2)},
+    "parallel_block": {"parallel_block": True},
+    "lora": {},
+    "moe": {"moe": MOE},
+    "mla": {"num_key_value_heads": 4, "mla": {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}},
+}
+OBJECTIVES = ("pretrain", "sft", "dpo", "reward", "distill", "ppo", "value", "grpo")
+SCALAR = ("reward", "value")
+
+
+def network(variant: str, objective: str = "pretrain", seed: int = 0) -> Transformer:
+    generator = torch.Generator().manual_seed(seed)
+    model = Transformer(ModelConfig(**PLAIN | MODELS[variant]), "scalar" if objective in SCALAR else "lm", generator)
+    with torch.no_grad():  # gains and biases away from one and zero, which would hide a mistake
+        for _, parameter in sorted(model.named_parameters()):
+            if parameter.ndim == 1:
+                parameter.add_(torch.empty_like(parameter).normal_(0, 0.3, generator=generator))
+    if variant == "lora":
+        inject(model, LoraSettings(rank=4), 0)
+    return model
+
+
+def _conversations(step: int, count: int) -> list[Targets]:
+    """Return micro-batches of unequal length, each with prompts of two or three answers with masks."""
+    rng = np.random.default_rng([3, step])
+    parts = []
+    for part in range(count):
+        prompts = [rng.integers(0, 37, rng.integers(3, 9)).tolist() for _ in range(1 + part % 3)]
+        answers = [[rng.integers(0, 37, rng.integers(2, 12)).tolist() for _ in range(2 + (part + i) % 2)] for i in range(len(prompts))]
+        masks = [[(rng.random(len(a)) < 0.8).tolist() for a in row] for row in answers]
+        parts.append(Targets.from_answers(prompts, answers, masks))
+    return parts
+
+
+def _dpo(t: Targets, rng: np.random.Generator) -> o.DpoBatch:
+    first = torch.tensor([int((t.prompt == p).nonzero()[0]) for p in range(int(t.prompt.max()) + 1)])
+    return o.DpoBatch(t, first, first + 1, torch.from_numpy(rng.normal(-20, 3, t.answers).astype(np.float32)))
+
+
+def _ppo(t: Targets, rng: np.random.Generator) -> o.PpoBatch:
+    numbers = [torch.from_numpy(rng.normal(m, 0.7, len(t.tokens)).astype(np.float32)) for m in (-4, 0, 0, 0)]
+    return o.PpoBatch(t, *numbers, left_out=3 if len(t) % 2 else 0)
+
+
+def micro_batches(objective: str, step: int, count: int = 5) -> list[Any]:
+    rng = np.random.default_rng([5, step])
+    if objective == "pretrain":
+        return [Targets.from_documents([rng.integers(0, 37, rng.integers(2, 14)).tolist() for _ in range(1 + i % 3)]) for i in range(count)]
+    parts = _conversations(step, count)
+    if objective == "dpo":
+        return [_dpo(t, rng) for t in parts]
+    if objective == "reward":
+        return [o.RewardBatch(t, torch.from_numpy(rng.permutation(t.answers))) for t in parts]
+    if objective in ("ppo", "value", "grpo"):
+        return [_ppo(t, rng) for t in parts]
+    return parts
+
+
+def loss_of(objective: str) -> Any:
+    made: dict[str, Callable[[], Any]] = {
+        "pretrain": o.LanguageModeling,
+        "sft": o.Sft,
+        "dpo": o.Dpo,
+        "reward": o.Reward,
+        "distill": lambda: o.Distill(network("plain", seed=9), beta=0.5, temperature=1.3),
+        "ppo": lambda: o.Ppo(entropy_weight=0.05, temperature=0.9),
+        "value": o.Value,
+        "grpo": lambda: o.Ppo(clip_high=0.3, dual_clip=3.0),
+    }
+    return made[objective]()
+
+
+def train_config(layout: Layout, optimizer: str = "adamw", **compute: Any) -> TrainConfig:
+    return TrainConfig(
+        steps=4,
+        schedule={"learning_rate": 0.01, "warmup_steps": 0, "shape": "constant"},
+        optimizer={"name": optimizer, "epsilon": 1e-3, "weight_decay": 0.1},
+        compute={"layout": layout, **compute},
+    )
+
+
+def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, micro: int = 5, **compute: Any) -> dict[str, Any]:
+    """Return the gradients of a step, its row's numbers, and the weights after two steps."""
+    model = network(variant, objective)
+    with Trainer(model, loss_of(objective), train_config(layout, **compute), mesh=mesh) as trainer:
+        trainer._accumulate(micro_batches(objective, 1, micro), 1)
+        trainer.parallel.add_gradients(trainer.weights)
+        gradients = {}
+        for name in trainer.parallel.pieces:
+            weight = trainer.weights.get(name)
+            gradients[name] = trainer.parallel.gathered(name, None if weight is None else weight.grad).clone()
+            if weight is not None:
+                weight.grad = None
+        rows = [trainer.step(step, micro_batches(objective, step, micro), seed=1) for step in (1, 2)]
+    return {
+        "gradients": gradients,
+        "rows": [{name: value for name, value in row.items() if name not in TIMED} for row in rows],
+        "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
+    }
+
+
+@functools.cache
+def one_process(objective: str, variant: str, micro: int, compute: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    return steps(objective, variant, Layout(), Mesh(Layout()), micro, **dict(compute))
+
+
+def difference(some: dict[str, Tensor], others: dict[str, Tensor], floor: float) -> float:
+    """Return the largest difference of a tensor relative to its own largest number, or `floor` times that of all tensors."""
+    assert some.keys() == others.keys()
+    top = max(float(x.abs().max()) for x in others.values())
+    return max(float((some[n] - others[n]).abs().max()) / max(float(others[n].abs().max()), floor * top) for n in others)
+
+
+def compare(
+    members: Sequence[int], layout: dict[str, int], objective: str, variant: str = "plain", micro: int = 5, **compute: Any
+) -> dict[str, float]:
+    """Return how far gradients, numbers of the log, and weights under a layout are from those of one process."""
+    chosen = Layout(**layout)
+    own = steps(objective, variant, chosen, Mesh(chosen, members), micro, **compute)
+    one = one_process(objective, variant, micro, tuple(sorted(compute.items())))
+    numbers = [abs(a[k] - b[k]) / max(abs(b[k]), 0.1) for a, b in zip(own["rows"], one["rows"], strict=True) for k in b]
+    assert all(a.keys() == b.keys() for a, b in zip(own["rows"], one["rows"], strict=True))
+    return {
+        "gradients": difference(own["gradients"], one["gradients"], 1e-2),
+        "rows": max(numbers),
+        "weights": difference(own["weights"], one["weights"], 1e-2),
+    }
+
+
+def trained(
+    members: Sequence[int], layout: dict[str, int], folder: str, steps: int, of: int = 6, variant: str = "plain", die: int = 0, **optimizer: Any
+) -> dict[str, Any]:
+    """Train up to a step of `of` with the state in a folder; return the log's losses and the digest of the whole weights.
+
+    die: the step after which rank 1 ends as by kill -9.
+    """
+    chosen = Layout(**layout)
+    model = network(variant)
+    config = TrainConfig(
+        steps=of,
+        schedule={"learning_rate": 0.01, "warmup_steps": 0, "ema": 0.5},
+        optimizer={"epsilon": 1e-3, **optimizer},
+        compute={"layout": chosen},
+    )
+
+    def on_step(row: dict[str, float]) -> None:
+        if row["step"] == die and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if row["step"] == steps < of:
+            raise KeyboardInterrupt
+
+    log: list[Any] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        log = train(
+            model, o.LanguageModeling(), lambda step: micro_batches("pretrain", step), config, 1, checkpoint_dir=Path(folder),
+            checkpoint_every=1, on_step=on_step, mesh=Mesh(chosen, members),
+        )  # fmt: skip
+    return {"losses": [row["loss"] for row in log], "digest": weights_digest(model)}
+
+
+def restored(members: Sequence[int], layout: dict[str, int], folder: str, variant: str = "plain") -> dict[str, Any]:
+    """Return a digest of the whole weights, moments and averages of a checkpoint as this layout reads them."""
+    chosen = Layout(**layout)
+    trainer = Trainer(network(variant), o.LanguageModeling(), TrainConfig(steps=6, compute={"layout": chosen}), mesh=Mesh(chosen, members))
+    averages = {f"average.{name}": weight for name, weight in trainer.weights.items()}
+    state = trainer.parallel.load_state(Path(folder), trainer.tensors(), averages)
+    assert state is not None
+    trainer.restore({name: tensor for name, tensor in state[0].items() if not name.startswith("average.")})
+    tensors = trainer.tensors() | {name: tensor for name, tensor in state[0].items() if name.startswith("average.")}
+    digest = hashlib.sha256()
+    for kind in ("weight", "state.exp_avg", "state.exp_avg_sq", "average"):
+        for name, piece in sorted(trainer.parallel.pieces.items()):
+            whole = trainer.parallel.gather(piece, tensors.get(f"{kind}.{name}"))
+            digest.update(f"{kind} {name} {tuple(whole.shape)}".encode() + whole.contiguous().numpy().tobytes())
+    assert all(float(tensor) == state[1]["step"] for name, tensor in tensors.items() if name.startswith("state.step."))
+    return {"digest": digest.hexdigest()}
+
+
+def refusal(members: Sequence[int], **given: Any) -> str:
+    """Return the message with which a layout is refused."""
+    try:
+        compare(members, **given)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def seconds(members: Sequence[int], layout: dict[str, int]) -> float:
+    """Return the least time of a step of 8 micro-batches of 512 tokens, after one to warm up."""
+    chosen = Layout(**layout)
+    shape = ModelConfig(vocab_size=4096, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=3)
+    model = Transformer(shape, "lm", torch.Generator().manual_seed(0))
+    rng = np.random.default_rng(0)
+    micro = [Targets.from_documents([rng.integers(0, 4096, 256).tolist() for _ in range(2)]) for _ in range(8)]
+    with Trainer(model, o.LanguageModeling(), train_config(chosen), mesh=Mesh(chosen, members)) as trainer:
+        return min([trainer.step(1 + step % 4, micro, 1)["seconds"] for step in range(6)][1:])
+
+
+JOBS: dict[str, Callable[..., Any]] = {"compare": compare, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds}

@@ -1,0 +1,111 @@
+"""Every layout and objective against one process: gradients, the log's numbers, weights after two steps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from .cases import OBJECTIVES
+from .conftest import Run
+
+EQUAL = 1e-5
+"""Largest relative difference in fp32."""
+
+
+def check(ranks: Run, layout: dict[str, int], objective: str, variant: str = "plain", **given: object) -> None:
+    for result in ranks("compare", math.prod(layout.values()), layout=layout, objective=objective, variant=variant, **given):
+        assert result["gradients"] <= EQUAL and result["rows"] <= EQUAL and result["weights"] <= 5 * EQUAL, result
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_data(ranks: Run, objective: str):
+    check(ranks, {"data": 2}, objective, "tied")
+
+
+@pytest.mark.parametrize("variant", ["lora", "moe", "mla"])
+def test_data_of_variants(ranks: Run, variant: str):
+    check(ranks, {"data": 2}, "sft", variant)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_shard(ranks: Run, objective: str):
+    check(ranks, {"shard": 2}, objective)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_tensor(ranks: Run, objective: str):
+    check(ranks, {"tensor": 2}, objective)
+
+
+@pytest.mark.parametrize("variant", ["tied", "biases", "window", "parallel_block", "moe", "mla"])
+def test_shard_of_variants(ranks: Run, variant: str):
+    check(ranks, {"shard": 2}, "sft", variant)
+
+
+@pytest.mark.parametrize("variant", ["tied", "biases", "window", "parallel_block"])
+def test_tensor_of_variants(ranks: Run, variant: str):
+    check(ranks, {"tensor": 2}, "sft", variant)
+
+
+@pytest.mark.parametrize("objective", ["pretrain", "dpo", "reward", "ppo"])
+@pytest.mark.parametrize("layout", [{"data": 2, "shard": 2}, {"data": 2, "tensor": 2}, {"shard": 2, "tensor": 2}], ids=str)
+def test_two_axes(ranks: Run, layout: dict[str, int], objective: str):
+    check(ranks, layout, objective, "tied")
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_gradients_of_a_pipeline_have_the_same_bits(ranks: Run, objective: str):
+    for result in ranks("compare", 2, layout={"pipeline": 2}, objective=objective):
+        # Clipping takes squares stage by stage, which rounds otherwise.
+        assert result["gradients"] == 0 and result["rows"] <= EQUAL and result["weights"] <= EQUAL, result
+
+
+@pytest.mark.parametrize("variant", ["tied", "biases", "window", "parallel_block", "mla"])
+def test_pipeline_of_variants(ranks: Run, variant: str):
+    check(ranks, {"pipeline": 4}, "sft", variant)
+
+
+@pytest.mark.parametrize("objective", ["pretrain", "dpo", "reward", "ppo"])
+def test_pipeline_with_copies(ranks: Run, objective: str):
+    check(ranks, {"data": 2, "pipeline": 2}, objective, "tied")
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_context(ranks: Run, objective: str):
+    check(ranks, {"context": 2}, objective)
+
+
+@pytest.mark.parametrize("variant", ["tied", "biases", "window", "parallel_block", "mla"])
+def test_context_of_variants(ranks: Run, variant: str):
+    check(ranks, {"context": 4}, "sft", variant)
+
+
+@pytest.mark.parametrize("objective", ["pretrain", "dpo", "reward", "ppo"])
+@pytest.mark.parametrize("layout", [{"data": 2, "context": 2}, {"shard": 2, "context": 2}], ids=str)
+def test_context_with_another_axis(ranks: Run, layout: dict[str, int], objective: str):
+    check(ranks, layout, objective, "tied")
+
+
+@pytest.mark.parametrize("layout", [{"data": 2}, {"pipeline": 2}], ids=str)
+def test_muon(ranks: Run, layout: dict[str, int]):
+    check(ranks, layout, "pretrain", optimizer="muon")
+
+
+def test_copies_in_bf16(ranks: Run):
+    """The same products, added up in another order."""
+    for result in ranks("compare", 2, layout={"data": 2}, objective="sft", precision="bf16"):
+        assert result["gradients"] <= EQUAL, result
+
+
+@pytest.mark.parametrize("given, problem", [
+    ({"layout": {"shard": 2}, "precision": "bf16"}, "proved in fp32 alone"),
+    ({"layout": {"tensor": 2}, "optimizer": "muon"}, "muon needs whole matrices"),
+    ({"layout": {"tensor": 2}, "variant": "moe"}, "a model with experts"),
+    ({"layout": {"shard": 2}, "variant": "lora"}, "trains all weights"),
+    ({"layout": {"tensor": 4}}, "num_key_value_heads is 2"),
+    ({"layout": {"pipeline": 2}, "variant": "moe"}, "a model with experts"),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_what_no_test_proves_is_refused_by_name(ranks: Run, given: dict[str, object], problem: str):
+    for message in ranks("refusal", math.prod(given["layout"].values()), objective="sft", **given):
+        assert problem in message

@@ -1,0 +1,62 @@
+"""Processes that are started together: one that is killed, one that fails, what is missing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from puna.models.training.parallel.mesh import join
+from puna.stages.contract.following import check
+from puna.stages.executors import ranks as processes
+from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
+from puna.storage import PunaError
+
+from .conftest import Run
+
+
+def test_a_killed_rank_starts_all_again_with_the_same_weights(ranks: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    layout, folder = {"shard": 2}, tmp_path / "killed"
+    folder.mkdir()
+    unkilled = ranks("trained", 2, layout=layout, folder=str(tmp_path / "whole"), steps=6)[0]
+    command = [sys.executable, "-m", "tests.parallel.killed", str(folder), json.dumps(layout), "3"]
+    assert processes.start(command, 2) == 0
+    assert json.loads((folder / "result.json").read_text()) == unkilled
+    assert "ended by SIGKILL: all start again" in capfd.readouterr().err
+
+
+def test_the_status_of_a_failure_is_handed_on_without_a_restart(capfd: pytest.CaptureFixture[str]):
+    program = "import os, sys, time; rank = int(os.environ['RANK']); print('rank', rank, file=sys.stderr); time.sleep(9 * (rank == 0)); sys.exit(3)"
+    assert processes.start([sys.executable, "-c", program], 2) == 3
+    assert capfd.readouterr().err.count("rank 1") == 1
+
+
+@pytest.mark.parametrize("name", ["MASTER_PORT", "WORLD_SIZE"])
+def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str):
+    for one in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):
+        monkeypatch.setenv(one, "1")
+    monkeypatch.delenv(name)
+    with pytest.raises(ValueError, match=f"{name} not set"):
+        join()
+
+
+def test_a_port_where_nobody_listens_is_named(monkeypatch: pytest.MonkeyPatch):
+    values = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "WORLD_SIZE": "2", "RANK": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("puna.models.training.parallel.mesh.JOINING", __import__("datetime").timedelta(seconds=1))
+    with pytest.raises(PunaError, match="rank 1 of 2 cannot reach rank 0 at 127.0.0.1:9"):
+        processes.join()
+
+
+def test_a_layout_of_other_processes_is_refused_by_name():
+    settings = PretrainConfig(compute={"layout": {"tensor": 2}})
+    with pytest.raises(PunaError, match=r"compute.layout = tensor 2 needs 2 processes, and 1 run; start with --processes 2"):
+        check(pretrain, settings)
+
+
+def test_a_layout_that_no_test_proves_is_refused():
+    with pytest.raises(ValueError, match="no test proves the layout data 2 x shard 2 x tensor 2"):
+        PretrainConfig(compute={"layout": {"data": 2, "tensor": 2, "shard": 2}})
