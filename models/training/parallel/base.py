@@ -30,7 +30,7 @@ BUCKET = 1 << 23
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank has of a weight.
+    """A rank's piece of a weight.
 
     shape: the whole weight's. box: (start, stop) along each of its dimensions. cut: the axes along which ranks have different pieces.
     sums: the axes along which ranks compute different parts of its gradient.
