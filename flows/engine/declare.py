@@ -6,8 +6,8 @@
         documents = step(extract, pages=step(ingest, inputs=inputs))
         publish("documents", step(url_dedup, documents=documents))
 
-What a step does with its configuration and inputs is decided by the `Walk` in progress: `trace.Tracer` notes the
-steps, `planned.Planner` looks for their artifacts, `adapter.Performer` makes them. So the steps of a flow are written down once.
+The `Walk` in progress decides what happens at a step: `trace.Tracer` records the steps, `plan.Planner` looks for their artifacts,
+`perform.Performer` makes them.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def described(spec: InputSpec) -> str:
 
 
 def example(spec: InputSpec) -> str:
-    """Return an example of how an input of a kind is given."""
+    """Return an example value of `--input` for an input."""
     return "[NAME=]URI" if spec.kind == "external" else f"{spec.kind}/ID or NAME@latest"
 
 
@@ -174,13 +174,13 @@ def step(
     serves: str = "",
     **inputs: Given,
 ) -> Output:
-    """Return a step of the flow in progress: `stage` on `inputs`, configured by the recipe's field of that name; returns its output.
+    """Return the output of a step of the current flow: `stage` on `inputs`, configured by the recipe's field of that name.
 
-    `field`: the recipe's field, where it is not the label. `default`: what the recipe's values are laid over. `off`: it is left
-    out unless the recipe names it. `through`: the input that stands for the output where the step is left out; documents pass
-    without being named. `number`: of a round, which adds it to the label and draws random numbers of its own. `adapt`: a last
-    change to the configuration. `serves`: the field of the one step that takes the output; where the recipe leaves that out and
-    does not name this one, this one is left out too. Asked for again with the same label and inputs, it is the same step.
+    `field`: the recipe's field, if not the label. `default`: base of the recipe's values. `off`: leave it out unless the recipe names
+    it. `through`: the input that replaces the output where the step is left out (of documents stages: the documents). `number`: of a
+    round; it joins the label and the seed. `adapt`: a last change to the configuration. `serves`: the field of the only step that
+    takes the output; where the recipe leaves that out and does not name this one, this one is left out too. The same label and inputs
+    mean the same step.
     """
     if through is None and stage.kind == "documents":
         through = next((spec.name for spec in stage.inputs if spec.kind == "documents" and not spec.many), None)
@@ -205,14 +205,14 @@ def together(*parts: Callable[[], None]) -> None:
 
 
 def publish(name: str, output: Output, version: str = "latest") -> Output:
-    """Point the alias `name@version` at what a step made; returns it."""
+    """Point the alias `name@version` at the output of a step, and return the output."""
     if output:
         current_walk().publish(f"{name}@{version}", output)
     return output
 
 
 def tell(text: str) -> None:
-    """Say what became of the flow, in one sentence for people."""
+    """Report the flow's outcome to people, in one sentence."""
     current_walk().tell(text)
 
 
@@ -227,7 +227,7 @@ def current_walk() -> Walk:
 
 
 class Walk(ABC):
-    """One passage through a flow with a recipe; subclasses decide what happens at a step."""
+    """A run through a flow with a recipe; subclasses decide what happens at a step."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -256,7 +256,7 @@ class Walk(ABC):
         """Name an output."""
 
     def together(self, parts: Sequence[Callable[[], None]]) -> None:
-        """Go through parts that do not need each other."""
+        """Run parts that do not need each other."""
         for part in parts:
             part()
 
@@ -271,8 +271,8 @@ class Walk(ABC):
         """Take an exclusive lock of the store by name; False where another run holds it."""
         return contextlib.nullcontext(True)
 
-    def tell(self, text: str) -> None:  # noqa: B027  only where it is performed somebody listens
-        """Say what became of the flow."""
+    def tell(self, text: str) -> None:  # noqa: B027  only a walk that performs has listeners
+        """Report the flow's outcome."""
 
     def wrong(self, message: str) -> None:
         """Record an unmet need."""
@@ -338,12 +338,10 @@ class Walk(ABC):
             there = list({output.labels: output for output in given.get(spec.name, []) if output}.values())
             gone = [output.left_out for output in given.get(spec.name, []) if not output]
             if not there and not spec.optional:
-                why = f", which comes from {gone[0]}, and the recipe leaves that out" if gone else ""
-                remedy = (
-                    f"keep {gone[0]}, or leave out {step.field} too: --set {step.field}=null"
-                    if gone
-                    else f"give it, --input {example(spec)}"
-                )
+                why, remedy = "", f"give it, --input {example(spec)}"
+                if gone:
+                    why = f", which comes from {gone[0]}, and the recipe leaves that out"
+                    remedy = f"keep {gone[0]}, or leave out {step.field} too: --set {step.field}=null"
                 self.wrong(f"{label} needs {spec.name} ({described(spec)}){why}; {remedy}")
             if not spec.many and sum(len(output.labels) for output in there) > 1:
                 self.wrong(f"{label}: takes one {spec.name}, but {there[0].labels[0]} is repeated; give it one configuration")

@@ -15,8 +15,7 @@ from puna.models.settings import Settings
 from puna.models.training.parallel.layout import Layout
 from puna.stages.contract.config import StageConfig, parse
 from puna.stages.contract.declaration import REGISTRY, Stage, Value
-from puna.stages.contract.run import Figure
-from puna.stages.contract.run import StageRun
+from puna.stages.contract.run import Figure, StageRun
 from puna.stages.executors import ranks
 from puna.storage import Artifact, PunaError, Store
 

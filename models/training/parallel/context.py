@@ -27,7 +27,7 @@ CHUNKS = 16
 
 @dataclass(frozen=True)
 class Deal:
-    """A deal of rows to ranks: chunks (start, stop) by rank, in order; where each row lies when all ranks' rows stand side by side, padded."""
+    """A deal of rows to ranks: chunks (start, stop) by rank, in order; where each row lies when all rows stand side by side, padded."""
 
     chunks: list[list[tuple[int, int]]]
     size: int
