@@ -251,9 +251,16 @@ class Trainer:
 
     @torch.no_grad()
     def adopt(self, state: Mapping[str, Tensor]) -> None:
-        """Overwrite the optimisers' state with that of another training, the part of `tensors` named `state.`; ValueError if it is of
-        another optimiser or of other weights."""
-        self.restore({name: value for name, value in self.tensors().items() if name.startswith("weight.")} | dict(state))
+        """Overwrite the optimisers' state with that of another training, the part of `tensors` named `state.`, of whole weights; this
+        rank takes its pieces. ValueError if it is of another optimiser or of other weights."""
+        own = self.tensors()
+        pieces = {name: self.parallel.piece_of(name, tensor) for name, tensor in own.items() if name in state}
+        # The pieces of a pipeline's other stages are other ranks'.
+        rest = {} if self.parallel.mesh.layout.pipeline > 1 else {name: value for name, value in state.items() if name not in own}
+        cut = {
+            name: state[name][piece.slices()] if tuple(state[name].shape) == piece.shape else state[name] for name, piece in pieces.items()
+        }
+        self.restore({name: value for name, value in own.items() if name.startswith("weight.")} | cut | rest)
 
     @torch.no_grad()
     def assign(self, values: dict[str, Tensor]) -> None:

@@ -23,6 +23,7 @@ from puna.models.training.objectives.base import Targets
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.settings import LoraSettings, TrainConfig
+from puna.models.training.state import load_state
 from puna.models.training.trainer import TIMED, Trainer
 from puna.models.transformer import Transformer
 from puna.stages.training.lora import inject
@@ -196,20 +197,27 @@ def trained(
     return {"losses": [row["loss"] for row in log], "digest": weights_digest(model)}
 
 
-def restored(members: Sequence[int], layout: dict[str, int], folder: str, variant: str = "plain") -> dict[str, Any]:
+def restored(members: Sequence[int], layout: dict[str, int], folder: str, variant: str = "plain", adopt: bool = False) -> dict[str, Any]:
     """Return a digest of the whole weights, moments and averages of a checkpoint as this layout reads them."""
     chosen = Layout(**layout)
     trainer = Trainer(network(variant), o.LanguageModeling(), TrainConfig(steps=6, compute={"layout": chosen}), mesh=Mesh(chosen, members))
     averages = {f"average.{name}": weight for name, weight in trainer.weights.items()}
     state = trainer.parallel.load_state(Path(folder), trainer.tensors(), averages)
     assert state is not None
-    trainer.restore({name: tensor for name, tensor in state[0].items() if not name.startswith("average.")})
+    tensors = {name: tensor for name, tensor in state[0].items() if not name.startswith("average.")}
+    if adopt:  # moments of whole weights, as a phase hands them to the next one
+        trainer.restore({name: torch.zeros_like(tensor) if name.startswith("state.") else tensor for name, tensor in tensors.items()})
+        whole = load_state(Path(folder))
+        assert whole is not None
+        trainer.adopt({name: tensor for name, tensor in whole[0].items() if name.startswith("state.")})
+    else:
+        trainer.restore(tensors)
     tensors = trainer.tensors() | {name: tensor for name, tensor in state[0].items() if name.startswith("average.")}
     digest = hashlib.sha256()
     for kind in ("weight", "state.exp_avg", "state.exp_avg_sq", "average"):
         for name, piece in sorted(trainer.parallel.pieces.items()):
-            whole = trainer.parallel.gather(piece, tensors.get(f"{kind}.{name}"))
-            digest.update(f"{kind} {name} {tuple(whole.shape)}".encode() + whole.contiguous().numpy().tobytes())
+            gathered = trainer.parallel.gather(piece, tensors.get(f"{kind}.{name}"))
+            digest.update(f"{kind} {name} {tuple(gathered.shape)}".encode() + gathered.contiguous().numpy().tobytes())
     assert all(float(tensor) == state[1]["step"] for name, tensor in tensors.items() if name.startswith("state.step."))
     return {"digest": digest.hexdigest()}
 

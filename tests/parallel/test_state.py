@@ -28,6 +28,14 @@ def test_every_layout_reads_the_same_bits(ranks: Run, tmp_path: Path):
         assert len(digests) == 1, (writer, digests)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_moments_of_whole_weights_are_taken_by_every_layout(ranks: Run, tmp_path: Path, layout: dict[str, int]):
+    ranks("trained", 1, layout={}, folder=str(tmp_path), steps=3)
+    one = ranks("restored", 1, layout={}, folder=str(tmp_path))[0]["digest"]
+    answers = ranks("restored", size(layout), layout=layout, folder=str(tmp_path), adopt=True)
+    assert {answer["digest"] for answer in answers} == {one}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
 def test_a_training_that_goes_on_ends_with_the_same_bits(ranks: Run, tmp_path: Path, layout: dict[str, int]):
     whole = ranks("trained", size(layout), layout=layout, folder=str(tmp_path / "whole"), steps=6)
