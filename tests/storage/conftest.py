@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import socket
+import subprocess
+import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +20,29 @@ KEY, SECRET = "AKIATESTONLYIDENT", "bm90LWEtcmVhbC1zZWNyZXQtYXQtYWxs"
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[int]:
-    """The port of a server that speaks the protocol of S3."""
-    server = pytest.importorskip("moto.server", reason="needs moto[server]").ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server.start()
-    yield server.get_host_and_port()[1]
-    server.stop()
+    """The port of a server that speaks the protocol of S3.
+
+    It is a process of its own: in a thread of this one, a collection of garbage that releases a lease would wait for its own answer.
+    """
+    pytest.importorskip("moto.server", reason="needs moto[server]")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            _wait_for(port, server)
+            yield port
+        finally:
+            server.kill()
+
+
+def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until and server.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"the S3 server does not listen on port {port}; exit status {server.poll()}")
 
 
 @pytest.fixture
