@@ -17,8 +17,7 @@ from puna.models.parameters import parameters
 from puna.models.settings import NO_RESULT
 from puna.models.training.settings import ComputeSettings, OptimizerSettings
 from puna.stages.contract import Facts, Figure, Model, SeededConfig, StageRun, Tokenizer, Tokens, stage
-from puna.stages.training.moments import keep_moments, moments
-from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory
+from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory, trained
 from puna.stages.training.packed import Packed, Reader, mean_loss
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
 from puna.stages.training.train import check_one_tokenizer, device, divergence_named, load_model, on_threads, save_model
@@ -31,6 +30,10 @@ if TYPE_CHECKING:
 
     from puna.models.tokens.tokenizer import Tokenizer as Vocabulary
     from puna.models.transformer import Transformer
+
+
+MOMENTS = "optimizer/state.safetensors"
+"""Side file of a model artifact with its optimizer's state; in a folder of its own, which exports leave out."""
 
 
 class PretrainConfig(SeededConfig):
@@ -53,7 +56,10 @@ class PretrainConfig(SeededConfig):
 
 
 def needs(config: PretrainConfig, facts: Facts) -> list[str]:
-    """Require memory for the layers. The vocabulary is not known yet and counts for nothing."""
+    """Require memory for the layers, or for the input model. The vocabulary is not known yet and counts for nothing."""
+    if facts.inputs.get("model"):
+        shape = [] if config.model == SHAPE else ["model: the input model has its own shape, which this cannot change; leave it out"]
+        return [*shape, *trained(facts, "model", config.optimizer)]
     count = parameters(config.model.complete(vocab_size=1, max_position_embeddings=2048)).total
     remedy = "make the model smaller (model.num_hidden_layers, …), or take another machine"
     return memory(facts, count, HELD_BYTES + GRADIENT_BYTES + config.optimizer.state_bytes, remedy)
@@ -89,7 +95,7 @@ def pretrain(
     if model is None:
         network, state = _initial(config, vocabulary.vocab_size, packed.row_length, run.seed("weights")), None
     else:
-        network, state = _given(model, tokenizer), moments(model)
+        network, state = _given(model, tokenizer), _moments(model)
     run.metric("optimizer_state_given", int(state is not None and phases[0].optimizer == "keep"))
     for number, (phase, before) in enumerate(zip(phases, starts, strict=True)):
         own = sources[phase.tokens]
@@ -99,7 +105,7 @@ def pretrain(
     _finish(network, watch, run)
     save_model(network, vocabulary, run.folder)
     assert state is not None
-    keep_moments(state, run.folder)
+    _keep_moments(state, run.folder)
 
 
 def _sources(given: dict[str, Artifact | None], config: PretrainConfig, tokenizer: Artifact, vocabulary: Vocabulary) -> dict[str, Packed]:
@@ -109,17 +115,17 @@ def _sources(given: dict[str, Artifact | None], config: PretrainConfig, tokenize
         if given[phase.tokens] is None:
             raise PunaError(f"phase {phase.name} reads the tokens {phase.tokens}, which are not given: name tokenize_{phase.tokens} in the "
                             f"recipe, or give --input {phase.tokens}=tokens/ID to the stage")  # fmt: skip
-    found = {}
+    packed = {}
     for name, artifact in given.items():
         if artifact is None:
             continue
         if name not in read and name != "initial":
             raise PunaError(f"no phase reads the tokens {name}: set tokens: {name} in one of pretrain.phases, or leave {artifact.id} out")
         check_tokens(artifact, tokenizer)
-        found[name] = Packed.read(artifact)
-        if (largest := int(found[name].tokens.max())) >= vocabulary.vocab_size:
+        packed[name] = Packed.read(artifact)
+        if (largest := int(packed[name].tokens.max())) >= vocabulary.vocab_size:
             raise PunaError(f"{artifact.id} holds token {largest}, but {tokenizer.id} has {vocabulary.vocab_size} tokens")
-    return found
+    return packed
 
 
 def _counted(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[list[Phase], list[int]]:
@@ -136,6 +142,21 @@ def _counted(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[list[P
 def _given(artifact: Artifact, tokenizer: Artifact) -> Transformer:
     check_one_tokenizer([artifact, tokenizer], "tokenize with the model's own; the stage tokenizer takes it from the input model")
     return load_model(artifact, "lm")[0]
+
+
+def _keep_moments(state: dict[str, torch.Tensor], folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    file = folder / MOMENTS
+    file.parent.mkdir(exist_ok=True)
+    save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, file)
+
+
+def _moments(model: Artifact) -> dict[str, torch.Tensor] | None:
+    """Return the optimizer's state beside a model; None where its training kept none, as with an imported one."""
+    from safetensors.torch import load_file
+
+    return load_file(model.path(MOMENTS)) if MOMENTS in model.manifest.files else None
 
 
 def _initial(config: PretrainConfig, vocab_size: int, positions: int, seed: int) -> Transformer:

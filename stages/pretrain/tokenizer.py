@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from pydantic import Field
 
-from puna.stages.contract import Documents, Figure, Mixture, Model, SeededConfig, StageRun, stage
+from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, SeededConfig, StageRun, stage
 from puna.stages.training.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, rank, smallest
 from puna.stages.training.vocabulary import FILES, loaded
 from puna.storage import Artifact, Part, PunaError
@@ -21,7 +21,13 @@ class TokenizerConfig(SeededConfig):
     max_bytes: int = Field(8_000_000, ge=1000, description="Text to learn from, bytes; documents are chosen by a hash of their id")
 
 
-@stage(kind="tokenizer")
+def needs(config: TokenizerConfig, facts: Facts) -> list[str]:
+    """Require the default size where an input model brings its own tokenizer."""
+    own = facts.inputs.get("model") and config.vocab_size != TokenizerConfig().vocab_size
+    return ["vocab_size is for a tokenizer that is learned, and the input model brings its own: leave it out"] if own else []
+
+
+@stage(kind="tokenizer", needs=needs)
 def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None, config: TokenizerConfig, run: StageRun) -> None:
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016; Radford et al. 2019) with Llama 3's special tokens.
 

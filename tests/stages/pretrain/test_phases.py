@@ -8,11 +8,11 @@ from safetensors.torch import load_file
 
 from puna.flows.engine.trace import flow_named, load, trace
 from puna.models.formats.checkpoint import load as load_model
-from puna.stages.contract import execute
-from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
+from puna.stages.contract import Facts, InputFacts, execute
+from puna.stages.pretrain.pretrain import MOMENTS as FILE
+from puna.stages.pretrain.pretrain import PretrainConfig, needs, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
-from puna.stages.training.moments import FILE
 from puna.stages.training.phase import SHAPE, Phase
 from puna.storage import PunaError
 
@@ -106,6 +106,15 @@ def test_a_model_brings_its_tokenizer(store, docs, given) -> None:
     other = execute(tokenizer, TokenizerConfig(vocab_size=280), {"documents": docs}, store)
     with pytest.raises(PunaError, match="have different tokenizers: tokenize with the model's own"):
         execute(pretrain, config(phase("b", 1)), {"tokens": rows(store, docs, other, 32), "tokenizer": other, "model": first}, store)
+
+
+def test_settings_that_an_input_model_overrides_are_refused() -> None:
+    facts = Facts({"model": (InputFacts("model"),)}, 0, None)
+    (shape,) = needs(config(phase("a", 1)), facts)
+    (size,) = tokenizer.needs(TokenizerConfig(vocab_size=300), facts)
+    assert "leave it out" in shape and "leave it out" in size
+    assert needs(PretrainConfig(), facts) == tokenizer.needs(TokenizerConfig(), facts) == []
+    assert needs(config(phase("a", 1)), Facts({}, 0, None)) == tokenizer.needs(TokenizerConfig(vocab_size=300), Facts({}, 0, None)) == []
 
 
 def test_the_flow_makes_tokens_and_mixtures_that_the_recipe_names() -> None:

@@ -17,10 +17,10 @@ from puna.models.tokens.tokenizer import Tokenizer
 from puna.stages.contract import execute
 from puna.stages.experiments.scaling_law import ScalingLawConfig, scaling_law
 from puna.stages.pretrain import pretrain as module
+from puna.stages.pretrain.pretrain import MOMENTS as FILE
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
-from puna.stages.training.moments import FILE
 from puna.stages.training.packed import Packed, mean_loss
 from puna.stages.training.phase import SHAPE, Phase
 from puna.storage import PunaError
