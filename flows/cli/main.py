@@ -71,6 +71,9 @@ def run(
         raise typer.Exit(ranks.start([sys.executable, "-m", "puna.flows.cli.main", *sys.argv[1:]], processes))
     ranks.join()
     if ranks.follows():
+        from puna.flows.engine.trace import load_stages
+
+        load_stages()
         import_modules(modules)
         return ranks.follow(following.do)
     from puna.flows.engine.defaults import prepare

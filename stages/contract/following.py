@@ -1,8 +1,7 @@
-"""A stage that several processes run together: what rank 0 tells the others, and what they do."""
+"""Stages that several processes run together: the job that rank 0 sends, and the run of a process that follows."""
 
 from __future__ import annotations
 
-import importlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ def call(stage: Stage, arguments: list[Any], config: StageConfig, given: dict[st
         return
     inputs = {name: [(item.kind, item.key) for item in items if isinstance(item, Artifact)] for name, items in stage.check(given).items()}
     job = {
-        "module": stage.function.__module__, "stage": stage.name, "config": config.model_dump(mode="json"), "inputs": inputs,
+        "stage": stage.name, "config": config.model_dump(mode="json"), "inputs": inputs,
         "store": store.uri, "project": store.project, "scratch": str(run.scratch),
     }  # fmt: skip
     with ranks.together(job):
@@ -78,8 +77,9 @@ class FollowerRun(StageRun):
 
 
 def do(job: dict[str, Any]) -> None:
-    """Run a stage beside rank 0."""
-    importlib.import_module(job["module"])
+    """Run a stage beside rank 0: one that this process has loaded, since what comes over the network names no code to import."""
+    if job["stage"] not in REGISTRY:
+        raise PunaError(f"rank 0 runs the stage {job['stage']}, which this rank has not loaded: give all ranks the same command line")
     stage, store = REGISTRY[job["stage"]], Store.open(job["store"], job["project"])
     config = parse(stage.config, job["config"], stage.name)
     arguments: list[Any] = []
