@@ -76,7 +76,7 @@ def test_without_a_critic_the_reward_rises_too(tmp_path: Path, tiny_model: Tiny,
     made = execute(grpo, config, {"policy": model, "prompts": asked(store)}, store)
     scores = made.read("training_log")["score"].to_pylist()
     # A rollout has 48 answers, with a standard error of .07: the later four together show the rise.
-    assert sum(scores[4:]) / 4 > scores[0] + 0.1, scores
+    assert sum(scores[4:]) / 4 > scores[0] + 0.15, scores
     assert "value_loss" not in made.read("training_log").column_names
     before, after = load(model.path()), load(made.path())
     assert torch.equal(before.model.embed_tokens.weight, after.model.embed_tokens.weight) == (method == "lora")
