@@ -287,14 +287,7 @@ class Walk(ABC):
         return list(self.recipe.configs(step))
 
     def step(self, step: Step, inputs: Mapping[str, Given]) -> Output:
-        """Return the output of a step of the current flow: `stage` on `inputs`, configured by the recipe's field of that name.
-
-        `field`: the recipe's field, if not the label. `default`: base of the recipe's values. `off`: leave it out unless the recipe names
-        it. `through`: the input that replaces the output where the step is left out (of documents stages: the documents). `number`: of a
-        round; it joins the label and the seed. `adapt`: a last change to the configuration. `serves`: the field of the only step that
-        takes the output; where the recipe leaves that out and does not name this one, this one is left out too. The same label and inputs
-        mean the same step.
-        """
+        """Return the output of a step of the current flow, see the function `step`. The same label and inputs mean the same step."""
         by_input = {name: outputs(value) for name, value in inputs.items()}
         labels = {name: tuple(label for output in items for label in output.labels) for name, items in by_input.items() if items}
         if step.label in self._done:

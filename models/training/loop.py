@@ -58,24 +58,14 @@ def train(
     (`Saver`), and at the end. A run that finds a state continues after it and calls `on_step` for new steps only; ValueError if the
     state has another configuration, seed or initial weights. `TrainingDiverged` after `max_skipped` refused steps in a row.
     """
-    settings, ema = config.optimizer, config.schedule.ema
-    identity = {
-        "config": config.identity(),
-        "seed": seed,
-        "initial": weights_digest(model),
-        "rate_scales": dict(rate_scales or {}),
-        **({} if state is None else {"state": tensors_digest(state)}),
-    }
+    identity = {"config": config.identity(), "seed": seed, "initial": weights_digest(model), "rate_scales": dict(rate_scales or {})}
+    identity |= {} if state is None else {"state": tensors_digest(state)}
     was_training = model.training
     average: dict[str, Tensor] = {}
     with ExitStack() as stack:
         current = config.replace(compute=as_begun(config.compute, checkpoint_dir))
         trainer = stack.enter_context(Trainer(model, objective, current, rate_scales, mesh))
-        if state is not None:
-            trainer.adopt(state)
-        first, log = _resume(checkpoint_dir, trainer, average, identity)
-        if log:
-            trainer.publish_whole()
+        first, log = _resume(checkpoint_dir, trainer, average, identity, state)
 
         def write() -> None:
             assert checkpoint_dir is not None
@@ -83,19 +73,15 @@ def train(
             record = {**identity, "precision": trainer.precision, **progress("step", config.steps, log)}
             trainer.parallel.save_state(checkpoint_dir, len(log), tensors, record)
 
-        averaged_steps = config.averaged_steps()
         saved = write if checkpoint_dir is not None else None
         saver = stack.enter_context(Saver(config.compute.save_seconds, saved, trainer.parallel.mesh.agree))
         model.train()
         for step in range(first, config.steps + 1):
-            limits = spike_limits(log, settings.spike_window, settings.spike_limit)
+            limits = spike_limits(log, config.optimizer.spike_window, config.optimizer.spike_limit)
             row = trainer.step(step, batches(step), seed, limits)
             log.append(row)
-            check_skips(log, settings.max_skipped)
-            if step in averaged_steps:
-                _include(average, trainer.weights, 1.0 / sum(s <= step for s in averaged_steps))
-            if ema and not row["skipped"]:
-                _include(average, trainer.weights, 1.0 - ema)
+            check_skips(log, config.optimizer.max_skipped)
+            _average(average, trainer.weights, config, row)
             saver.stepped(step == config.steps or bool(checkpoint_every and step % checkpoint_every == 0))
             if watched(step):
                 trainer.publish_whole()
@@ -139,8 +125,11 @@ def as_begun(compute: ComputeSettings, folder: Path | None) -> ComputeSettings:
 
 
 def _resume(
-    folder: Path | None, trainer: Trainer, average: dict[str, Tensor], identity: dict[str, Any]
+    folder: Path | None, trainer: Trainer, average: dict[str, Tensor], identity: dict[str, Any], begun: Mapping[str, Tensor] | None
 ) -> tuple[int, TrainLog]:
+    """Return the first step to compute and the rows of those before. `begun`: the optimisers' state of a training without a checkpoint."""
+    if begun is not None:
+        trainer.adopt(begun)
     own = trainer.tensors()
     averages = {f"average.{name}": weight for name, weight in trainer.weights.items()}
     state = None if folder is None else trainer.parallel.load_state(folder, own, averages)
@@ -151,7 +140,17 @@ def _resume(
     prefix = "average."
     average.update({n.removeprefix(prefix): t.clone() for n, t in tensors.items() if n.startswith(prefix)})
     trainer.restore({n: t for n, t in tensors.items() if not n.startswith(prefix)})
+    trainer.publish_whole()
     return record["step"] + 1, record["log"]
+
+
+def _average(average: dict[str, Tensor], weights: dict[str, nn.Parameter], config: TrainConfig, row: Row) -> None:
+    """Add the weights after a step to the running average, where its schedule has one."""
+    steps, step = config.averaged_steps(), int(row["step"])
+    if step in steps:
+        _include(average, weights, 1.0 / sum(one <= step for one in steps))
+    if config.schedule.ema and not row["skipped"]:
+        _include(average, weights, 1.0 - config.schedule.ema)
 
 
 def _include(average: dict[str, Tensor], weights: dict[str, nn.Parameter], share: float) -> None:

@@ -144,19 +144,19 @@ def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[A
     (temporary / RECORD).write_text(json.dumps({"record": text, "checksums": checksums}), encoding="utf-8")
     for name in (TENSORS, RECORD):
         flush(temporary / name)
+    publish(temporary, final)
+    return final
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give a checkpoint that is complete its name; then remove the older ones, and what a crash left of others."""
     flush(temporary)
     if final.exists():
         shutil.rmtree(final)
     os.replace(temporary, final)
-    flush(folder)
-    remove_older(folder, final)
-    return final
-
-
-def remove_older(folder: Path, newest: Path) -> None:
-    """Remove all checkpoints but the newest, and what a crash left of others."""
-    for path in folder.iterdir():
-        if path != newest and path.name.startswith(("step-", ".step-")):
+    flush(final.parent)
+    for path in final.parent.iterdir():
+        if path != final and path.name.startswith(("step-", ".step-")):
             shutil.rmtree(path)
 
 

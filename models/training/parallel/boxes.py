@@ -7,14 +7,13 @@ state may be read by another layout than the one that wrote it, bit for bit. Tor
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from puna.models.training.boxes import names, read
-from puna.models.training.state import RECORD, checksum, flush, newest_first, read_record, remove_older
+from puna.models.training.state import RECORD, checksum, flush, newest_first, publish, read_record
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,12 +50,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], pieces: Mapping
             path.unlink()
         (temporary / RECORD).write_text(json.dumps({"record": text, "checksums": sums}), encoding="utf-8")
         flush(temporary / RECORD)
-        flush(temporary)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(temporary, final)
-        flush(folder)
-        remove_older(folder, final)
+        publish(temporary, final)
     mesh.wait()
 
 
