@@ -43,12 +43,12 @@ class Benchmark:
         known = self.needs | ASIDE | self.may
         if set(given) - set(known):
             return None
-        found = dict(given)
+        columns = dict(given)
         for name, usual in known.items():
             there = [column for column in usual if any(field_at(row, column) is not None for row in rows)]
-            if there and name not in found:
-                found[name] = there[0]
-        return found if set(self.needs) <= set(found) and self.tells(rows, found) else None
+            if there and name not in columns:
+                columns[name] = there[0]
+        return columns if set(self.needs) <= set(columns) and self.tells(rows, columns) else None
 
 
 ASIDE: dict[str, tuple[str, ...]] = {"id": (), "split": ("split",), "task": ("task",), "system": ("system",)}
