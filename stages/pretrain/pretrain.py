@@ -58,7 +58,7 @@ class PretrainConfig(SeededConfig):
 def needs(config: PretrainConfig, facts: Facts) -> list[str]:
     """Require memory for the layers, or for the input model. The vocabulary is not known yet and counts for nothing."""
     if facts.inputs.get("model"):
-        shape = [] if config.model == SHAPE else ["model: the input model has its own shape, which this cannot change; leave it out"]
+        shape = [] if config.model == SHAPE else ["model: the input model has its own shape; leave it out, as the recipe continue does"]
         return [*shape, *trained(facts, "model", config.optimizer)]
     count = parameters(config.model.complete(vocab_size=1, max_position_embeddings=2048)).total
     remedy = "make the model smaller (model.num_hidden_layers, …), or take another machine"
