@@ -1,6 +1,6 @@
 """Training in several processes against one: how equal, how fast, and what a killed rank costs.
 
-    PYTHONPATH=.pkg python tests/benchmarks/parallel.py --json [--kills 20]
+    python tests/benchmarks/parallel.py --json [--kills 20]
 
 Ranks are gloo processes of this machine. `combinations_proved` counts layouts x objectives, and layouts x models, whose gradients and log
 are within 1e-5 of one process; `cp_imbalance` is the largest load over the mean of 32,768 rows in documents of about 1,024 tokens over
@@ -18,12 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from puna.models.forest import Forest
-from puna.models.training.parallel.context import deal
-from puna.models.training.parallel.layout import PROVED
-from puna.stages.executors import ranks as processes
-from tests.parallel.cases import MODELS, OBJECTIVES
-from tests.parallel.pool import Pool
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / ".pkg")]
+
+from puna.models.forest import Forest  # noqa: E402
+from puna.models.training.parallel.context import deal  # noqa: E402
+from puna.models.training.parallel.layout import PROVED  # noqa: E402
+from puna.stages.executors import ranks as processes  # noqa: E402
+from tests.parallel.cases import MODELS, OBJECTIVES  # noqa: E402
+from tests.parallel.pool import Pool  # noqa: E402
 
 EQUAL = 1e-5
 VARIANTS = {
