@@ -294,7 +294,7 @@ def unshared(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def overridden(values: dict[str, Any], change: str) -> None:
-    """Apply `a.b=value` (a YAML value) to nested values; a number names a member of a list."""
+    """Apply `a.b=value` (a YAML value) to nested values. A number names a member of a list; a group is laid on the one that is there."""
     path, sign, text = change.partition("=")
     if not sign or not path:
         raise PunaError(f"--set {change}: write FIELD=VALUE, for example select.gopher_quality.min_words=60")
@@ -314,7 +314,9 @@ def overridden(values: dict[str, Any], change: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise PunaError(f"--set {change}: {error}") from error
-    inside[_place(inside, last, change) if isinstance(inside, list) else last] = value
+    where: Any = _place(inside, last, change) if isinstance(inside, list) else last
+    before = inside[where] if isinstance(inside, list) else inside.get(where)
+    inside[where] = merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
 
 
 def _place(items: list[Any], text: str, change: str) -> int:

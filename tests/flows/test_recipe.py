@@ -446,6 +446,20 @@ def test_values_are_yaml() -> None:
     assert values == {"a": {"b": 1, "c": [1, 2]}, "d": None}
 
 
+def test_a_group_given_by_set_is_laid_on_the_recipes_own() -> None:
+    changed = config_of(load("clean", ["select={gopher_quality: {min_words: 60}}"]), "select").model_dump()
+    assert changed["gopher_quality"]["min_words"] == 60
+    expected = config_of(load("clean"), "select").model_dump()
+    assert expected["fineweb"]["max_repeated_line_characters"] == 0.1  # the base's own, which a replaced group would lose
+    assert changed == {**expected, "gopher_quality": {**expected["gopher_quality"], "min_words": 60}}
+
+
+def test_a_group_given_by_set_changes_one_member_of_a_list() -> None:
+    values: dict = {"runs": [{"steps": 1, "seed": 2}, {"steps": 3, "seed": 4}]}
+    overridden(values, "runs.1={steps: 5}")
+    assert values == {"runs": [{"steps": 1, "seed": 2}, {"steps": 5, "seed": 4}]}
+
+
 def test_every_shipped_recipe_loads() -> None:
     for name in shipped_recipes():
         flow = {"clean": "curate", "continue": "pretrain"}.get(name, "pipeline")
