@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from puna.models.training import resumed
 from puna.models.training.state import load_record
 
+ROOT = Path(__file__).parents[2]
 ITEMS = [(3, 0), (1, 1), (0, 2), (4, 3), (2, 4), (5, 5)]
 
 
@@ -98,3 +101,20 @@ def test_iterations_go_on_from_the_saved_step(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(resumed, "REPEATED_SECONDS", 0.0)
     assert halve(tmp_path) == (whole, 6)
     assert halve(tmp_path) == (whole, 0), "its end is saved, too"
+
+
+@pytest.mark.parametrize("loop", ["rows", "iterations"])
+def test_a_killed_loop_goes_on_from_its_last_save(loop: str, tmp_path: Path) -> None:
+    """Send kill -9 in the middle of the fourth item or step, with a save after each: three are kept, and the rest gives the same bits."""
+    words = ("import sys, pathlib, signal, test_resumed as t; from puna.models.training import resumed, state",
+             "resumed.SAVE_SECONDS, state.SAVE_SHARE = 0.0, float('inf')", "signal.SIGINT = signal.SIGKILL", "folder = pathlib.Path(sys.argv[1])",
+             "resumed.rows_of(t.Stopped(3), t.ITEMS, folder)" if loop == "rows" else "t.halve(folder, stop=4)")  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / ".pkg"), str(Path(__file__).parent))), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, "-c", "\n".join(words), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr[-2000:]
+    assert load_record(tmp_path)["done"] == 3
+    if loop == "rows":
+        rest = Stopped(None)
+        assert np.array_equal(resumed.rows_of(rest, ITEMS, tmp_path), resumed.rows_of(Stopped(None), ITEMS)) and rest.calls == 3
+    else:
+        assert halve(tmp_path) == (halve(None)[0], 7)
