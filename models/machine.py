@@ -17,16 +17,39 @@ from puna.kernels.linear import product
 Clock = Callable[[], float]
 Precision = Literal["fp32", "bf16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Dense bf16 operations and memory bytes per second of GPUs, from their makers' data sheets, by a part of the name.
-GPUS: dict[str, tuple[float, float]] = {
-    "B200": (2250e12, 8.0e12),
-    "H200": (989e12, 4.8e12),
-    "H100": (989e12, 3.35e12),
-    "A100": (312e12, 2.0e12),
-    "L40S": (362e12, 0.864e12),
-    "L4": (121e12, 0.3e12),
-    "RTX 4090": (165e12, 1.0e12),
+
+
+class DataSheet(NamedTuple):
+    """A GPU's data sheet: dense bf16 operations per second, memory's bytes per second, and bytes of memory.
+
+    within, between: bytes per second that one GPU sends to others of its machine, and to other machines, where it is usually built in.
+    """
+
+    flops: float
+    bandwidth: float
+    memory: float
+    within: float
+    between: float
+
+
+GPUS = {
+    "B200": DataSheet(2250e12, 8.0e12, 180e9, 900e9, 50e9),
+    "H200": DataSheet(989e12, 4.8e12, 141e9, 450e9, 50e9),
+    "H100": DataSheet(989e12, 3.35e12, 80e9, 450e9, 50e9),
+    "A100": DataSheet(312e12, 2.0e12, 80e9, 300e9, 25e9),
+    "L40S": DataSheet(362e12, 0.864e12, 48e9, 32e9, 12.5e9),
+    "L4": DataSheet(121e12, 0.3e12, 24e9, 32e9, 12.5e9),
+    "RTX 4090": DataSheet(165e12, 1.0e12, 24e9, 32e9, 12.5e9),
 }
+"""Data sheets by a part of the GPU's name."""
+
+
+def data_sheet(name: str) -> DataSheet:
+    """Return the data sheet of a GPU; ValueError for one that is not listed."""
+    for part, sheet in GPUS.items():
+        if part in name:
+            return sheet
+    raise ValueError(f"there are no rates of {name!r}; known are {', '.join(GPUS)}")
 
 
 @dataclass(frozen=True)
@@ -48,13 +71,15 @@ class Machine:
         return self.matrix_flops / self.bandwidth
 
     @staticmethod
+    def of(sheet: DataSheet) -> Machine:
+        """Return the rates of a GPU in bf16, at the shares of its data sheet that good kernels reach: 0.75 of the matrix rate, 0.5 in
+        attention, 0.85 of the bandwidth."""
+        return Machine(0.75 * sheet.flops, 0.5 * sheet.flops, 0.85 * sheet.bandwidth)
+
+    @staticmethod
     def gpu(name: str) -> Machine:
-        """Return the rates of a GPU of `GPUS` in bf16, at the shares of its data sheet that good kernels reach: 0.75 of the matrix
-        rate, 0.5 in attention, 0.85 of the bandwidth. ValueError for one that is not listed."""
-        for part, (flops, bandwidth) in GPUS.items():
-            if part in name:
-                return Machine(0.75 * flops, 0.5 * flops, 0.85 * bandwidth)
-        raise ValueError(f"there are no rates of {name!r}; known are {', '.join(GPUS)}")
+        """Return the rates of a GPU of `GPUS`; ValueError for one that is not listed."""
+        return Machine.of(data_sheet(name))
 
 
 def best_seconds(function: Callable[[], object], clock: Clock, tries: int = 5, seconds: float = 0.15) -> float:
@@ -94,7 +119,7 @@ def peak_flops(device: str, precision: Precision = "fp32") -> float | None:
     if device != "cuda" or precision != "bf16":
         return None
     name = torch.cuda.get_device_name()
-    return next((flops for part, (flops, _) in GPUS.items() if part in name), None)
+    return next((sheet.flops for part, sheet in GPUS.items() if part in name), None)
 
 
 class Room(NamedTuple):

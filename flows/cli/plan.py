@@ -32,15 +32,15 @@ def plan(
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
     gpu: Annotated[str | None, typer.Option(help="Plan for this GPU (H100, H200, A100, …) in bf16, not for this CPU")] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs that share the work evenly: a supposition, as Puna trains on one device")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs that train together; the fastest layouts that fit are listed")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
 ) -> None:
     """Show the steps that are reused or would run, with their cost; of pretraining also parameters, operations, memory and time.
 
     Time, disk and memory of a step are estimated from its earlier runs in the store. A step after one that runs is computed again only
     if that one's content is new. Pretraining is computed from the model's shape. Each row counts as one document, which costs the most
-    attention. The time is that of this CPU's measured rates, or of a GPU's data sheet. Puna trains on one device today: a time for
-    several GPUs supposes that they share the work evenly, and leaves out their communication.
+    attention. The time is that of this CPU's measured rates, or of a GPU's data sheet. For several GPUs the three fastest layouts
+    that fit are listed, of those that a test proves equal to one process.
     """
     from puna.flows.engine.cost import Total, costs, steps_of
     from puna.flows.engine.launch import Request
@@ -76,6 +76,8 @@ def _expected(expected: Expected | None) -> str:
 
 
 def _readable(name: str, value: Any) -> str:
+    if isinstance(value, list):
+        return f"\n  {'':26s} ".join(value)
     if isinstance(value, str):
         return value
     if name.startswith("share"):

@@ -4,7 +4,8 @@
 
 Ranks are gloo processes of this machine. `combinations_proved` counts layouts x objectives, and layouts x models, whose gradients and log
 are within 1e-5 of one process; `cp_imbalance` is the largest load over the mean of 32,768 rows in documents of about 1,024 tokens over
-16 ranks; `two_process_speedup` compares tokens a second of a model of 3.2 million parameters on two cores, which should be idle.
+16 ranks; `two_process_speedup` compares tokens a second of a model of 3.2 million parameters on two cores, which should be idle. `plan_error_published` is the median error of
+`puna plan` over published runs, see published_plans.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from puna.models.forest import Forest  # noqa: E402
 from puna.models.training.parallel.context import deal  # noqa: E402
 from puna.models.training.parallel.layout import PROVED  # noqa: E402
 from puna.stages.executors import ranks as processes  # noqa: E402
+from tests.benchmarks import published_plans  # noqa: E402
 from tests.parallel.cases import MODELS, OBJECTIVES  # noqa: E402
 from tests.parallel.pool import Pool  # noqa: E402
 
@@ -97,6 +99,7 @@ def measure(count: int) -> dict[str, Any]:
         figures["reshard_bitwise"] = reshard(pool)
         figures["kills"], figures["kills_recovered"] = count, kills(pool, count)
         figures["cp_imbalance"] = imbalance()
+        figures |= published_plans.compare()
         one, two = (min(pool.run("seconds", n, layout={"data": n})) for n in (1, 2))
         figures["two_process_speedup"] = one / two
     finally:

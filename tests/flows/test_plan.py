@@ -32,7 +32,7 @@ def test_the_plan_is_the_sum_of_its_phases():
     assert phase["flops"] == accounting.training_flops(config, step) * training.phases[0].steps
     assert found["seconds"] == sum(p["seconds"] for p in found["phases"])
     eight = costs(recipe, "H100", 8)
-    assert eight["seconds"] == pytest.approx(found["seconds"] / 8)
+    assert found["seconds"] / 8 < eight["seconds"]  # eight devices exchange what one need not
     assert eight["state_bytes"] == found["state_bytes"] // 8
     adamw = costs(load("demo", ["pretrain.optimizer.name=adamw"], "pretrain"), "H100", 1)  # Muon keeps 4 bytes less per parameter
     assert adamw["state_bytes"] - found["state_bytes"] == 4 * adamw["parameters"]
@@ -95,15 +95,25 @@ def test_a_plan_tells_what_is_reused_what_runs_and_why(tmp_path: Path, monkeypat
 def test_a_plan_too_large_for_a_cpu_names_a_device_that_can() -> None:
     """llama3-1b on a CPU came out as hundreds of millions of hours."""
     one = costs(load("llama3-1b", [], "pretrain"), None, 1)
-    assert str(one["device"]).startswith("32 x H100 (no --gpu given; this CPU would take years") and one["seconds"] <= 90 * 86_400
-    assert one["seconds"] == costs(load("llama3-1b", [], "pretrain"), "H100", 32)["seconds"]
+    assert str(one["device"]).startswith("64 x H100 (no --gpu given; this CPU would take years") and one["seconds"] <= 90 * 86_400
+    assert one["seconds"] == costs(load("llama3-1b", [], "pretrain"), "H100", 64)["seconds"]
     large = costs(load("llama3-405b", [], "pretrain"), None, 1)
     gpus = int(str(large["device"]).partition(" ")[0])
     assert gpus > 1 and large["state_bytes"] <= 40e9
     assert costs(load("demo", [], "pretrain"), None, 1)["device"] == "this CPU"
 
 
-def test_a_plan_for_several_devices_says_that_it_supposes_them() -> None:
-    said = " ".join(CliRunner().invoke(app, ["plan", "pretrain", "--recipe", "llama3-1b"]).output.split())
-    assert "Puna trains on one device today; the time supposes that 32 share the work evenly" in said
-    assert "supposes" not in costs(load("llama3-1b", [], "pretrain"), "H100", 1)
+def test_a_plan_for_several_devices_lists_the_layouts_that_fit() -> None:
+    said = CliRunner().invoke(app, ["plan", "pretrain", "--recipe", "llama3-1b", "--gpu", "H100", "--gpus", "8"]).output
+    assert said.count("s a step") >= 6 and "computed, not measured" in said
+    plan = costs(load("llama3-1b", [], "pretrain"), "H100", 8)
+    for phase in plan["phases"]:
+        assert len(phase["layouts"]) == 3 and f"{phase['seconds_per_step']:.3g} s a step" in phase["layouts"][0]
+    assert plan["seconds"] == pytest.approx(sum(phase["seconds_per_step"] * phase["steps"] for phase in plan["phases"]), rel=0.02)
+    (alone,) = costs(load("llama3-1b", [], "pretrain"), "H100", 1)["phases"][0]["layouts"]
+    assert alone.startswith("one process: ") and "computes each layer twice" in alone  # else 165 GB of rows
+
+
+def test_a_plan_that_no_layout_fits_says_so() -> None:
+    plan = costs(load("llama3-405b", [], "pretrain"), "H100", 16)
+    assert all("none that is proved fits into H100" in phase["layouts"][0] for phase in plan["phases"])

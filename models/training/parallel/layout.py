@@ -39,15 +39,19 @@ class Layout(Settings):
     pipeline: int = Field(1, ge=1, le=1024, description="Stages of consecutive layers, which micro-batches pass one after the other")
     context: int = Field(1, ge=1, le=1024, description="Processes over which the rows of each micro-batch are dealt by their cost")
 
+    def size(self, axis: str) -> int:
+        """Return the number of processes along an axis."""
+        return int(getattr(self, axis))
+
     @property
     def processes(self) -> int:
         """Number of processes."""
-        return math.prod(getattr(self, axis) for axis in AXES)
+        return math.prod(self.size(axis) for axis in AXES)
 
     @property
     def axes(self) -> frozenset[str]:
         """Names of the axes above 1."""
-        return frozenset(axis for axis in AXES if getattr(self, axis) > 1)
+        return frozenset(axis for axis in AXES if self.size(axis) > 1)
 
     @property
     def readers(self) -> int:
@@ -64,11 +68,11 @@ class Layout(Settings):
     def check(self, config: ModelConfig) -> None:
         """Raise ValueError where this layout does not fit a model."""
         for axis in sorted(self.axes):
-            if axis in _PROBLEMS and (problem := _PROBLEMS[axis](config, getattr(self, axis))):
-                raise ValueError(f"layout.{axis} = {getattr(self, axis)}: {problem}")
+            if axis in _PROBLEMS and (problem := _PROBLEMS[axis](config, self.size(axis))):
+                raise ValueError(f"layout.{axis} = {self.size(axis)}: {problem}")
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1) or "one process"
+        return " x ".join(f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1) or "one process"
 
 
 def _tensor(config: ModelConfig, size: int) -> str | None:

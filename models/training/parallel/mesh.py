@@ -79,7 +79,7 @@ class Mesh:
         members = list(range(dist.get_world_size())) if members is None else list(members)
         if len(members) != layout.processes:
             raise ValueError(f"the layout {layout} needs {layout.processes} processes; {len(members)} were started")
-        sizes = [getattr(layout, axis) for axis in AXES]
+        sizes = [layout.size(axis) for axis in AXES]
         places = list(itertools.product(*map(range, sizes)))
         self.index = members.index(dist.get_rank())
         self.at = dict(zip(AXES, places[self.index], strict=True))
@@ -97,7 +97,7 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis."""
-        return int(getattr(self.layout, axis))
+        return self.layout.size(axis)
 
     def group(self, axis: str) -> Any:
         """Return the process group along an axis of this rank; None where it is alone."""

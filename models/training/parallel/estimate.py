@@ -1,0 +1,185 @@
+"""An estimate of time and memory of a training step under a layout, and the search for layouts that N devices can run.
+
+Time is that of one device's matrices, attention and memory traffic (`puna.models.accounting`), cut over the layout, with the transfers
+that nothing hides, the pipeline's bubble, and `REACHED`, one factor fitted to one published run. Nothing here imports torch.distributed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from puna.models.accounting import Precision, activation_bytes, forward_flops, optimizer_bytes, state_bytes, step_time
+from puna.models.config import ModelConfig
+from puna.models.machine import DataSheet, Machine
+from puna.models.parameters import parameters
+from puna.models.training.parallel.layout import AXES, PROVED, Layout
+
+REACHED = 0.7
+"""Share of a device's rates that a whole step reaches beside what is modelled: fitted to the 43 % of Llama 3 405B on 8,192 H100."""
+HIDDEN = 0.9
+"""Share of the computing behind which the gathering of sharded weights hides."""
+FULL = 0.9
+"""Share of a device's memory that a plan fills."""
+NODE = 8
+"""Devices of a machine, between which the fast links are."""
+BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A training step: `rows` sequences of `length` tokens, `micro_tokens` of them at once on a reader.
+
+    checkpointing: each layer is computed again in the backward pass. moments: bytes per parameter of the optimizer's state.
+    interleaved: stages that a pipeline's rank has. matrix_factor: speed of the products in 8 bits over bf16's.
+    """
+
+    rows: int
+    length: int
+    micro_tokens: int
+    precision: Precision = "bf16"
+    checkpointing: bool = False
+    moments: int = 8
+    interleaved: int = 1
+    matrix_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a step by what they are spent on, and bytes of the fullest device."""
+
+    layout: Layout
+    work: Work
+    compute: float
+    transfers: float
+    bubble: float
+    update: float
+    bytes: float
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.compute + self.transfers + self.bubble + self.update
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of one device."""
+        return self.work.rows * self.work.length / self.seconds / self.layout.processes
+
+    @property
+    def reason(self) -> str:
+        """What the time beside the computing goes to."""
+        rest = {"transfers": self.transfers, "pipeline bubble": self.bubble, "update": self.update}
+        parts = [f"{name} {value / self.seconds:.0%}" for name, value in rest.items() if value / self.seconds >= 0.005]
+        return ", ".join(["computes each layer twice"] * self.work.checkpointing + parts) or "nothing but computing"
+
+
+def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, reached: float = REACHED, whole: bool = True) -> Estimate:
+    """Return time and memory of a step. `whole`: count the whole model that each process of Puna holds beside its part.
+
+    ValueError where a reader would have less than a row.
+    """
+    machine, readers = Machine.of(sheet), layout.readers
+    if work.rows < readers:
+        raise ValueError(f"{work.rows} rows a step are too few for {readers} readers")
+    own_rows = -(-work.rows // readers)
+    rows_at_once = max(1, min(own_rows, work.micro_tokens // work.length))
+    micro = -(-own_rows // rows_at_once)
+    tokens = rows_at_once * work.length
+    stages, cuts = layout.pipeline, layout.tensor * layout.context
+    one = step_time(config, [work.length] * rows_at_once, machine, work.precision, update=False)
+    again = 4 / 3 if work.checkpointing else 1.0
+    compute = again * (one.matrices / work.matrix_factor + one.attention + one.memory) / (cuts * stages * reached)
+    transfers = _transfers(config, work, layout, sheet, tokens) / stages
+    held = parameters(config).total / (layout.tensor * stages)
+    # A pipeline's stages keep their weights gathered for a step; else each micro-batch gathers twice and scatters its gradients.
+    gathered = 3 * BYTES[work.precision] * held * (1 - 1 / layout.shard) / _speed(layout, "shard", sheet) if layout.shard > 1 else 0.0
+    exposed = max(0.0, gathered * micro - HIDDEN * micro * compute) if stages == 1 else max(0.0, gathered - HIDDEN * micro * compute)
+    summed = 2 * (1 - 1 / layout.data) * 4 * held / layout.shard / _speed(layout, "data", sheet) if layout.data > 1 else 0.0
+    update = optimizer_bytes(config) / (layout.shard * layout.tensor * stages) / machine.bandwidth  # each rank's own boxes
+    bubble = (stages - 1) / work.interleaved * (compute + transfers)
+    needed = _bytes(config, work, layout, tokens, micro, whole)
+    transfers = micro * transfers + exposed + summed
+    return Estimate(layout, work, micro * compute, transfers, bubble, update, needed, needed <= FULL * sheet.memory)
+
+
+def _speed(layout: Layout, axis: str, sheet: DataSheet) -> float:
+    """Return the bytes per second of one rank in exchanges along an axis: its machine's links, or its share of the network."""
+    inner = math.prod(layout.size(one) for one in AXES[AXES.index(axis) + 1 :])
+    if inner * layout.size(axis) <= NODE:
+        return sheet.within
+    return min(sheet.within, sheet.between * max(1, NODE // inner))
+
+
+def _transfers(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, tokens: int) -> float:
+    """Return the seconds of one micro-batch's exchanges of rows, in all layers: nothing is computed meanwhile."""
+    element, seconds = BYTES[work.precision], 0.0
+    passes = 3 if work.checkpointing else 2
+    if layout.tensor > 1:  # two gatherings and two scatterings of the rows in each pass through a layer
+        moved = 4 * passes * element * tokens / layout.context * config.hidden_size * (1 - 1 / layout.tensor)
+        seconds += config.num_hidden_layers * moved / _speed(layout, "tensor", sheet)
+    if layout.context > 1:  # keys and values
+        width = config.num_key_value_heads * (config.head_dim + config.value_dim) / layout.tensor
+        moved = passes * element * tokens * width * (1 - 1 / layout.context)
+        seconds += config.num_hidden_layers * moved / _speed(layout, "context", sheet)
+    return seconds
+
+
+def _bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int, micro: int, whole: bool) -> float:
+    """Return the bytes of the fullest device: state of its boxes, rows of the micro-batches under way, gathered layers."""
+    counts, stages, element = parameters(config), layout.pipeline, BYTES[work.precision]
+    layers = -(-config.num_hidden_layers // stages)
+    body = (counts.layers + counts.norms) * layers / config.num_hidden_layers
+    held = (body + max(counts.embedding, counts.head) + (counts.head if stages == 1 else 0)) / layout.tensor
+    state = state_bytes(config, work.precision, work.moments) / counts.total
+    kept = activation_bytes(config, tokens, work.precision) / config.num_hidden_layers  # of one layer
+    if work.checkpointing:
+        first = element * tokens * config.hidden_size * layers
+        rows = first * min(micro, stages) + kept
+    else:
+        rows = kept * layers * min(micro, stages)
+    needed = state * held / layout.shard + rows / (layout.tensor * layout.context)
+    if layout.shard > 1:
+        needed += 2 * element * max(body / layers, counts.embedding) / layout.tensor
+    return needed + (4 * counts.total if whole and layout.axes - {"data"} else 0)
+
+
+def layouts(devices: int) -> Iterator[Layout]:
+    """Yield all layouts of so many devices that a test proves."""
+    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
+    for axes in sorted(PROVED, key=sorted):
+        names = sorted(axes)
+        for sizes in product(divisors[1:], repeat=len(names)):
+            if math.prod(sizes) == devices:
+                try:
+                    yield Layout(**dict(zip(names, sizes, strict=True)))
+                except ValueError:  # beyond the bounds of an axis
+                    continue
+
+
+def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet, most: int = 3) -> list[Estimate]:
+    """Return the fastest estimates that fit, each of another set of axes; where none fits, the one that needs least memory."""
+    fitting: dict[frozenset[str], Estimate] = {}
+    smallest: Estimate | None = None
+    for layout in [Layout()] if devices == 1 else layouts(devices):
+        try:
+            layout.check(config)
+            tried = [estimate(config, replace(work, checkpointing=less), layout, sheet) for less in (False, True)]
+        except ValueError:
+            continue
+        for one in tried:
+            if smallest is None or one.bytes < smallest.bytes:
+                smallest = one
+            if one.fits and (layout.axes not in fitting or one.seconds < fitting[layout.axes].seconds):
+                fitting[layout.axes] = one
+    ranked = sorted(fitting.values(), key=lambda one: one.seconds)[:most]
+    return ranked or ([smallest] if smallest is not None else [])
+
+
+def utilisation(config: ModelConfig, one: Estimate, sheet: DataSheet, lengths: tuple[int, ...] | None = None) -> float:
+    """Return the model's operations per second of a device over its data sheet's (MFU, 0 to 1). lengths: documents of a row, tokens."""
+    flops = 3 * forward_flops(config, lengths or (one.work.length,)) / one.work.length
+    return flops * one.tokens_per_second / sheet.flops

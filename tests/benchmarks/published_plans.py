@@ -1,0 +1,112 @@
+"""Published training runs beside the estimate of `puna plan`: tokens a second, or operations a second, of one GPU.
+
+Sources: Llama 3 report, table 4 (H100); Narayanan et al. 2021, table 1 (A100, recomputation counted); torchtitan's tables of December
+2024 (H100 of 500 W with 2.4 TB/s). `REACHED` is fitted to the first row of Llama 3 and used for the A100 rows as it is; torchtitan's rows
+have a factor and a speed of 8-bit products of their own, each fitted to one row. Fitted rows do not count.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from typing import Any
+
+from puna.models.accounting import forward_flops
+from puna.models.config import ModelConfig
+from puna.models.machine import GPUS
+from puna.models.training.parallel.estimate import REACHED, Estimate, Work, estimate, utilisation
+from puna.models.training.parallel.layout import AXES, Layout
+
+TITAN_REACHED, TITAN_FP8 = 0.55, 1.42
+TITAN = GPUS["H100"]._replace(memory=96e9, bandwidth=2.4e12)
+MEGATRON = (
+    (24, 2304, 1, 1, 32, 512, 137), (32, 3072, 2, 1, 64, 512, 138), (32, 4096, 4, 1, 128, 512, 142), (48, 6144, 8, 1, 256, 1024, 135),
+    (64, 8192, 8, 2, 512, 1536, 138), (80, 10240, 8, 4, 1024, 1792, 140), (96, 12288, 8, 8, 1536, 2304, 148),
+    (128, 16384, 8, 16, 1920, 2160, 155), (128, 20480, 8, 35, 2520, 2520, 163), (160, 25600, 8, 64, 3072, 3072, 163),
+)  # fmt: skip
+"""Layers, width, tensor, pipeline, GPUs, rows a step, TFLOP/s of a GPU."""
+
+
+def layout(**sizes: int) -> Layout:
+    """Return a layout that Puna need not be able to run."""
+    return Layout.model_construct(**{axis: sizes.get(axis, 1) for axis in AXES})
+
+
+def llama(width: int, inner: int, layers: int, heads: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=128_256, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=8, rope_theta=500_000.0, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+SMALL, MIDDLE, LARGE = llama(4096, 14336, 32, 32), llama(8192, 28672, 80, 64), llama(16384, 53248, 126, 128)
+
+
+def llama_rows() -> list[tuple[str, float, float, bool]]:
+    """Return name, estimate, published figure and whether it was fitted: utilisation of the 405B model, 16 stages of 8 parts each."""
+    rows = []
+    for data, context, length, rows_each, published in ((64, 1, 8192, 32, 0.43), (128, 1, 8192, 16, 0.41), (8, 16, 131_072, 16, 0.38)):
+        work = Work(rows_each * data, length, length, interleaved=8)
+        one = estimate(LARGE, work, layout(shard=data, tensor=8, context=context, pipeline=16), GPUS["H100"], whole=False)
+        rows.append((f"llama3 405B, data {data}, context {context}", utilisation(LARGE, one, GPUS["H100"]), published, not rows))
+    return rows
+
+
+def megatron_rows() -> list[tuple[str, float, float, bool]]:
+    """Return the same of GPT models of 1.7 to 1,008 billion parameters, in TFLOP/s with recomputation; micro-batches are guessed."""
+    rows = []
+    for layers, width, tensor, pipeline, gpus, batch, published in MEGATRON:
+        size = 128 if width % 128 == 0 else 96
+        config = ModelConfig(
+            vocab_size=51_200, hidden_size=width, intermediate_size=8 * width // 3, num_hidden_layers=layers,
+            num_attention_heads=width // size, num_key_value_heads=width // size, head_dim=size, tie_word_embeddings=True,
+        )  # fmt: skip
+        work = Work(batch, 2048, 2048 * (4 if pipeline == 1 else 1), checkpointing=True)
+        own = layout(data=gpus // (tensor * pipeline), tensor=tensor, pipeline=pipeline)
+        one = estimate(config, work, own, GPUS["A100"], whole=False)
+        reached = 4 * forward_flops(config, (2048,)) / 2048 * one.tokens_per_second / 1e12
+        rows.append((f"megatron {layers} x {width}", reached, published, False))
+    return rows
+
+
+def titan(config: ModelConfig, length: int, rows: int, micro: int, factor: float = TITAN_FP8, **more: Any) -> Estimate:
+    """Return the estimate of a row of torchtitan's; `rows` and `micro`: rows of a reader in a step, and at once."""
+    sizes = {axis: more.pop(axis) for axis in AXES if axis in more}
+    work = Work(rows * sizes.get("shard", 1), length, micro * length, checkpointing=True, matrix_factor=factor)
+    one = estimate(config, replace(work, **more), layout(**sizes), TITAN, TITAN_REACHED, whole=False)
+    return replace(one, transfers=0.0) if config is LARGE else one  # its AsyncTP hides them
+
+
+def titan_rows() -> list[tuple[str, float, float, bool]]:
+    """Return the same of torchtitan's runs with torch.compile, in tokens a second. Its pipelines have as many micro-batches as stages."""
+    plain = {"checkpointing": False}
+    rows = [
+        ("8B, shard 8, bf16", titan(SMALL, 8192, 2, 2, 1.0, shard=8, **plain), 6667, True),
+        ("8B, shard 128, bf16", titan(SMALL, 8192, 2, 2, 1.0, shard=128, **plain), 6514, False),
+        ("8B, shard 8", titan(SMALL, 8192, 2, 2, shard=8, **plain), 8532, True),
+        ("8B, shard 128", titan(SMALL, 8192, 2, 2, shard=128, **plain), 8380, False),
+        ("70B, shard 32, tensor 8", titan(MIDDLE, 8192, 16, 16, shard=32, tensor=8), 829, False),
+        ("405B, 1F1B", titan(LARGE, 8192, 32, 4, shard=8, tensor=8, pipeline=8), 100, False),
+        ("405B, interleaved", titan(LARGE, 8192, 32, 4, shard=8, tensor=8, pipeline=8, interleaved=2), 128, False),
+    ]
+    for context, small, large in ((1, 3890, 76), (2, 2540, 47), (4, 1071, 31), (8, 548, 16)):
+        own = {"shard": 8 // context, "context": context}
+        rows.append((f"8B, context {context}", titan(SMALL, 32_768 * context, 1, 1, **own), small, False))
+        rows.append((f"405B, context {context}", titan(LARGE, 32_768 * context, 8, 1, tensor=8, pipeline=8, **own), large, False))
+    return [(f"torchtitan {name}", one.tokens_per_second, published, fitted) for name, one, published, fitted in rows]
+
+
+def compare() -> dict[str, Any]:
+    """Return the median error over all rows that nothing was fitted to, their number, and each row's estimate over what was published."""
+    rows = [*llama_rows(), *megatron_rows(), *titan_rows()]
+    errors = [abs(value / published - 1) for _, value, published, fitted in rows if not fitted]
+    return {
+        "plan_error_published": statistics.median(errors), "plan_rows": len(errors), "plan_reached": REACHED,
+        "plan_ratios": {name: round(value / published, 3) for name, value, published, _ in rows},
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    import json
+
+    print(json.dumps(compare(), indent=1))

@@ -1,0 +1,93 @@
+"""The estimate of layouts: time and memory by derivation, and the search among those that a test proves."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from puna.models.accounting import optimizer_bytes, state_bytes, step_time
+from puna.models.config import ModelConfig
+from puna.models.machine import GPUS, Machine
+from puna.models.parameters import parameters
+from puna.models.training.parallel.estimate import NODE, REACHED, Work, best_layouts, estimate, layouts
+from puna.models.training.parallel.layout import AXES, PROVED, Layout
+
+SHEET, MACHINE = GPUS["H100"], Machine.gpu("H100")
+CONFIG = ModelConfig(
+    vocab_size=32_000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=8
+)
+WORK = Work(rows=64, length=4096, micro_tokens=16_384)
+
+
+def computing(rows: int) -> float:
+    """Return the seconds of one micro-batch on one device."""
+    return step_time(CONFIG, [4096] * rows, MACHINE, "bf16", update=False).total / REACHED
+
+
+def test_one_device_computes_its_micro_batches_and_the_update() -> None:
+    one = estimate(CONFIG, WORK, Layout(), SHEET)
+    assert one.compute == pytest.approx(16 * computing(4)) and one.transfers == one.bubble == 0
+    assert one.seconds == pytest.approx(16 * computing(4) + optimizer_bytes(CONFIG) / MACHINE.bandwidth)
+    assert one.tokens_per_second == pytest.approx(64 * 4096 / one.seconds)
+
+
+@pytest.mark.parametrize("copies", [2, 8, 32])
+def test_copies_share_the_rows_and_add_their_gradients(copies: int) -> None:
+    """A ring moves 2 (n - 1) / n of fp32 gradients; beyond a machine its 8 network cards share the way."""
+    one = estimate(CONFIG, WORK, Layout(data=copies), SHEET)
+    own = 64 // copies
+    assert one.compute == pytest.approx(-(-own // 4) * computing(min(4, own)))
+    speed = SHEET.within if copies <= NODE else min(SHEET.within, NODE * SHEET.between)
+    assert one.transfers == pytest.approx(2 * (copies - 1) / copies * 4 * parameters(CONFIG).total / speed)
+
+
+def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
+    """Of S stages each is idle for S - 1 parts of a micro-batch, of which a step has 16."""
+    one = estimate(CONFIG, WORK, Layout(pipeline=4), SHEET)
+    assert one.compute == pytest.approx(16 * computing(4) / 4) and one.bubble == pytest.approx(3 / 16 * one.compute)
+
+
+def test_a_layer_that_is_computed_twice_takes_a_third_more() -> None:
+    plain, twice = (estimate(CONFIG, Work(64, 4096, 16_384, checkpointing=on), Layout(), SHEET) for on in (False, True))
+    assert twice.compute == pytest.approx(4 / 3 * plain.compute) and twice.bytes < plain.bytes
+
+
+def test_the_state_is_cut_and_the_whole_model_beside_it_counted() -> None:
+    tiny = Work(rows=64, length=64, micro_tokens=64)
+    one, cut = (estimate(CONFIG, tiny, Layout(shard=size), SHEET, whole=False) for size in (1, 8))
+    element, layer = 2, (parameters(CONFIG).layers + parameters(CONFIG).norms) / 16
+    gathered = 2 * element * max(layer, parameters(CONFIG).embedding)
+    assert one.bytes - (cut.bytes - gathered) == pytest.approx(7 / 8 * state_bytes(CONFIG, "bf16"), rel=1e-6)
+    assert estimate(CONFIG, tiny, Layout(shard=8), SHEET).bytes - cut.bytes == 4 * parameters(CONFIG).total
+
+
+@pytest.mark.parametrize("devices", [2, 6, 8, 16, 128])
+def test_all_proved_layouts_of_so_many_devices_are_listed(devices: int) -> None:
+    """Compare with all products of five sizes, tried one by one."""
+    def products(left: int, axes: int) -> list[tuple[int, ...]]:
+        return [()] if axes == 0 and left == 1 else [
+            (size, *rest) for size in range(1, left + 1) if axes and left % size == 0 for rest in products(left // size, axes - 1)
+        ]  # fmt: skip
+
+    expected = {sizes for sizes in products(devices, len(AXES)) if frozenset(a for a, n in zip(AXES, sizes, strict=True) if n > 1) in PROVED}
+    expected = {sizes for sizes in expected if sizes[AXES.index("tensor")] <= 64}
+    assert {tuple(getattr(one, axis) for axis in AXES) for one in layouts(devices)} == expected
+
+
+def test_the_fastest_layouts_fit_the_memory_the_model_and_the_rows() -> None:
+    ranked = best_layouts(CONFIG, WORK, 8, SHEET)
+    assert len(ranked) == 3 and [one.seconds for one in ranked] == sorted(one.seconds for one in ranked)
+    assert all(one.fits and one.bytes <= 0.9 * SHEET.memory and math.prod(getattr(one.layout, a) for a in AXES) == 8 for one in ranked)
+    assert len({one.layout.axes for one in ranked}) == 3
+    few = best_layouts(CONFIG, Work(rows=2, length=4096, micro_tokens=4096), 8, SHEET)
+    assert few and all(one.layout.readers <= 2 for one in few)
+
+
+def test_where_nothing_fits_the_least_memory_is_given() -> None:
+    large = ModelConfig(
+        vocab_size=128_256, hidden_size=16_384, intermediate_size=53_248, num_hidden_layers=126, num_attention_heads=128,
+        num_key_value_heads=8, tie_word_embeddings=False,
+    )  # fmt: skip
+    (only,) = best_layouts(large, Work(rows=2048, length=8192, micro_tokens=8192), 16, SHEET)
+    assert not only.fits and only.bytes > 4 * parameters(large).total
