@@ -32,7 +32,7 @@ SMALL = [
     "pretrain.model={hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}",
     "pretrain.phases=[{name: initial, steps: 4, rows_per_step: 1, schedule: {warmup_steps: 1}}]", "pretrain.validation_tokens=100",
     "scaling_law.model={hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}",
-    "scaling_law.phase={name: initial, steps: 4, rows_per_step: 1, schedule: {warmup_steps: 1}}", "scaling_law.widths=[8, 12, 16, 24]",
+    "scaling_law.phase={name: initial, steps: 4, rows_per_step: 1, schedule: {warmup_steps: 1, anneal_steps: 0, average: 0}}", "scaling_law.widths=[8, 12, 16, 24]",
     "scaling_law.validation_tokens=100",
     "evaluate_base.pages={max_bytes: 4000, questions: 0, continuations: 0}",
     "prompts.train=1", "prompts.heldout=1", "prompts.draws=50",
