@@ -29,8 +29,8 @@ def annotate(
 
     import uvicorn
 
+    from puna.flows.server.guard import Bounded, OwnSite, Password, check_auth
     from puna.flows.web.annotate import LINKED, Desk, application, prompts_of
-    from puna.flows.web.guard import Bounded, OwnSite, Password, check_auth
     from puna.stages.align.judgements import ALIAS
 
     check_auth(host, auth)

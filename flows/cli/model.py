@@ -364,7 +364,7 @@ def api(
     import uvicorn
 
     from puna.flows.cli.openai import Limits, application
-    from puna.flows.web.guard import OwnSite, check_reach
+    from puna.flows.server.guard import OwnSite, check_reach
     from puna.stages.training.train import device
 
     check_reach(host, key, "give a key that requests must bring: --key KEY, or PUNA_API_KEY")

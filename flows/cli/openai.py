@@ -25,7 +25,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 
 from puna.flows.cli.openai_shapes import ApiError, ChatRequest, CompletionRequest, Reply, ResponseFormat, Sampled
-from puna.flows.web.guard import Bounded
+from puna.flows.server.guard import Bounded
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.engine import Event
 from puna.models.generation.grammar import Grammar, Mask

@@ -1,1 +1,1 @@
-"""Reports of runs to a Prefect server, over HTTP, without importing Prefect."""
+"""What goes over HTTP without importing Prefect: reports of runs to its server, and the checks of every request to ours."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
 
+from puna.flows.server.guard import Bounded, Password
 from puna.flows.web.bounded import Asker
 from puna.flows.web.frame import REGISTRY, Site, page, problem, style
-from puna.flows.web.guard import Bounded, Password
 from puna.storage import PunaError, Store
 
 HERE = Path(__file__).parent

@@ -16,10 +16,10 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from puna.flows.engine.declare import Flow
 from puna.flows.html.markup import Html
 from puna.flows.prefect.forms import Choices, picked, values_of
+from puna.flows.server.guard import own_page
 from puna.flows.web import start
 from puna.flows.web.bounded import Late
 from puna.flows.web.frame import STALE, Site, page, pages, problem, sent
-from puna.flows.web.guard import own_page
 from puna.storage import PunaError, Store
 
 

@@ -25,9 +25,9 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 
 from puna.flows.engine.defaults import ADDRESSES, ALLOWED, REFUSED, SERVED, prepare
+from puna.flows.server import guard
 from puna.flows.server.client import Server, read_note, remove_note, write_note
-from puna.flows.web import guard
-from puna.flows.web.guard import Bounded, OwnSite, check_auth
+from puna.flows.server.guard import Bounded, OwnSite, check_auth
 from puna.storage import PunaError, Store
 from puna.storage.store import explain_write_errors
 

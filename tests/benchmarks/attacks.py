@@ -26,8 +26,8 @@ from starlette.routing import Route
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)]
 
+from puna.flows.server.guard import PAGES, Bounded, OwnSite  # noqa: E402
 from puna.flows.web import application  # noqa: E402
-from puna.flows.web.guard import PAGES, Bounded, OwnSite  # noqa: E402
 from puna.stages import plugins  # noqa: E402
 from puna.stages.contract import execute  # noqa: E402
 from puna.stages.prompts.prompts import PromptsConfig, prompts  # noqa: E402

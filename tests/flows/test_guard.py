@@ -14,7 +14,7 @@ from starlette.websockets import WebSocketDisconnect
 from typer.testing import CliRunner
 
 from puna.flows.cli.main import app as cli
-from puna.flows.web.guard import Bounded, OwnSite, Password
+from puna.flows.server.guard import Bounded, OwnSite, Password
 from puna.storage import PunaError, Store
 
 HERE = "http://127.0.0.1:4200"

@@ -21,10 +21,10 @@ from puna.flows.cli.openai import Limits
 from puna.flows.cli.openai import application as api_application
 from puna.flows.engine import defaults, launch
 from puna.flows.prefect import deployments
+from puna.flows.server.guard import PAGES, Bounded, OwnSite
 from puna.flows.web import application, bounded
 from puna.flows.web.annotate import LINKED, Desk
 from puna.flows.web.annotate import application as desk_application
-from puna.flows.web.guard import PAGES, Bounded, OwnSite
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine
 from puna.models.tokens.tokenizer import Tokenizer
