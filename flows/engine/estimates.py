@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from puna.flows.html.markup import stored
 from puna.stages.contract import External
 from puna.storage import Artifact, Store
 
@@ -44,8 +45,7 @@ class Size:
         """Return the size of an artifact or of files."""
         if isinstance(item, External):
             return cls(0, sum(file.bytes for file in item.files))
-        stored = sum(record.bytes for record in item.manifest.files.values())
-        return cls(item.rows() if item.kind in item.tables else 0, stored)
+        return cls(item.rows() if item.kind in item.tables else 0, stored(item))
 
 
 @dataclass(frozen=True)

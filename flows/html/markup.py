@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from html import escape
 from typing import TypeAlias
 
+from puna.storage import Artifact
+
 # What XML and HTML forbid in text; such characters of raw pages are shown as the replacement character.
 FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 VOID = frozenset(("br", "hr", "meta", "link", "input", "col", "wbr"))
@@ -51,7 +53,24 @@ def tag(name: str, /, *content: Content, **attributes: object) -> Html:
     return Html(opened if name in VOID else f"{opened}{join(content)}</{name}>")
 
 
-def table(head: list[Content], rows: Iterable[list[Content]], *, numeric: Iterable[int] = (), caption: str = "") -> Html:
+THEME = tag("button", "Light / dark", type="button", id="theme")
+"""The button by which a reader chooses a page's colours."""
+
+
+def document(title: str, body: Html, *head: Content) -> Html:
+    """Return a whole page; `head`: what its head holds beside the title."""
+    first = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", title),
+        head,
+    )
+    return Html(f"<!doctype html>\n{tag('html', first, body, lang='en')}\n")
+
+
+def table(head: list[Content], rows: Iterable[list[Content]], *, numeric: Iterable[int] = ()) -> Html:
     """Return a table in a box that scrolls by itself; the columns `numeric` are set flush right."""
     right = set(numeric)
 
@@ -59,9 +78,8 @@ def table(head: list[Content], rows: Iterable[list[Content]], *, numeric: Iterab
         return [tag(kind, cell, class_="n" if i in right else None, scope=scope) for i, cell in enumerate(row)]
 
     body = [tag("tr", cells("td", row)) for row in rows]
-    titled = tag("caption", caption) if caption else None
     headed = tag("thead", tag("tr", cells("th", head, "col")))
-    return tag("div", tag("table", titled, headed, tag("tbody", body)), class_="scroll", tabindex=0)
+    return tag("div", tag("table", headed, tag("tbody", body)), class_="scroll", tabindex=0)
 
 
 def details(summary: Content, *content: Content, open_: bool = False, class_: str | None = None) -> Html:
@@ -150,3 +168,22 @@ def excerpt(value: str, characters: int = 420) -> str:
     whole = value.strip()
     squeezed = re.sub(r"\n\s*\n+", "\n\n", whole[: characters * 4])
     return squeezed if len(squeezed) <= characters and len(whole) <= characters * 4 else squeezed[:characters].rstrip() + " …"
+
+
+# --- artifacts for people ----------------------------------------------------------------------------
+
+
+def counted_rows(artifact: Artifact, table: str = "") -> str:
+    """Return the rows of a table (default: the main one) for people; empty where the artifact has no such table."""
+    name = table or artifact.kind
+    return f"{artifact.rows(name):,}" if name in artifact.tables else ""
+
+
+def stored(artifact: Artifact) -> int:
+    """Return the bytes of an artifact's files."""
+    return sum(record.bytes for record in artifact.manifest.files.values())
+
+
+def made_at(artifact: Artifact) -> str:
+    """Return date, hour and minute of an artifact's making, in UTC."""
+    return artifact.manifest.created_at[:16].replace("T", " ")

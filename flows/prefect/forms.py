@@ -13,6 +13,7 @@ from puna.flows.engine.defaults import DEFAULT_RECIPE
 from puna.flows.engine.launch import stage_config
 from puna.flows.engine.recipe import read_values, shipped_recipes
 from puna.flows.engine.trace import everything, fields, load_flows, load_stages
+from puna.flows.html.markup import made_at
 from puna.stages.contract import Stage, StageConfig
 from puna.stages.contract.declaration import InputSpec
 from puna.storage import Artifact, PunaError, Store
@@ -159,7 +160,7 @@ def label(artifact: Artifact) -> str:
     m = artifact.manifest
     measured = next((f"{name} {m.metrics[name]:,.4g}" for name in JUDGED if isinstance(m.metrics.get(name), (int, float))), "")
     size = f"{artifact.rows():,} rows" if artifact.kind in artifact.tables else measured
-    return " · ".join(word for word in (artifact.id, m.stage, size, m.created_at[:16].replace("T", " ")) if word)
+    return " · ".join(word for word in (artifact.id, m.stage, size, made_at(artifact)) if word)
 
 
 def picked(text: str) -> str:

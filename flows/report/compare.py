@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from puna.flows.html.markup import Content, Html, number, section, size, table, tag
+from puna.flows.html.markup import Content, Html, number, section, size, stored, table, tag
 from puna.flows.report.rerun import again_view
 from puna.flows.report.run import Run, Step
 from puna.storage import Artifact
@@ -77,7 +77,7 @@ def _output_text(step: Step | None, other: Step | None, link: Link) -> Content:
     if step is None:
         return "–"
     artifact = step.artifact
-    rows = f"{artifact.rows():,} rows" if artifact.kind in artifact.tables else size(sum(r.bytes for r in artifact.manifest.files.values()))
+    rows = f"{artifact.rows():,} rows" if artifact.kind in artifact.tables else size(stored(artifact))
     theirs = {} if other is None else other.metrics
     metrics = [
         [name.replace("_", " "), " ", tag("b", value if isinstance(value, str) else number(value)), Html("<br>")]

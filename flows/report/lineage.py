@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from puna.flows.html.layout import Layout, layered
-from puna.flows.html.markup import Content, Html, duration, join, number, short, size, table, tag
+from puna.flows.html.markup import Content, Html, duration, join, number, short, size, stored, table, tag
 from puna.flows.report.run import Run, Step
 
 NODE_WIDTH, NODE_HEIGHT, PITCH, MARGIN = 138.0, 38.0, 66.0, 8.0
@@ -141,14 +141,10 @@ def times_view(run: Run) -> Html:
         bar = tag("i", class_="again" if step.reused else "kept", style=f"width:{max(0.4, 100 * seconds / longest):.1f}%")
         state = tag("span", "reused", class_="tag") if step.reused else None
         memory = step.artifact.manifest.peak_memory_bytes
-        cells: list[Content] = [duration(seconds), size(memory) if memory else "–", size(_bytes(step))]
+        cells: list[Content] = [duration(seconds), size(memory) if memory else "–", size(stored(step.artifact))]
         rows.append([[step.label, " ", state], tag("span", bar, class_="bar", aria_hidden="true"), *cells, tag("code", step.artifact.id)])
     head: list[Content] = ["step", "", "time", "peak memory", "stored", "artifact"]
     chips = [tag("li", tag("i", class_="kept"), "made in this run")]
     if any(s.reused for s in run.steps):
         chips.append(tag("li", tag("i", class_="again"), "reused: the time it took when it was made"))
     return join([tag("ul", chips, class_="legend"), table(head, rows, numeric=(2, 3, 4))])
-
-
-def _bytes(step: Step) -> int:
-    return sum(record.bytes for record in step.artifact.manifest.files.values())

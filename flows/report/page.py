@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
-from puna.flows.html.markup import Content, Html, duration, join, number, part, percent, section, short, tag
+from puna.flows.html.markup import THEME, Content, Html, document, duration, join, number, part, percent, section, short, tag
 from puna.flows.report import alignment, arms, corpus, curate, lineage, measured_on, training
 from puna.flows.report.compare import compare_view
 from puna.flows.report.funnel import Level, characters_per_token, funnel, level
@@ -18,76 +19,51 @@ MAKER = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(HERE.glob("
 PREFERENCE_KINDS = ("preferences", "instructions")
 
 
-def page(run: Run) -> Html:
-    levels = funnel(run)
-    per_token = characters_per_token(run)
-    sections = [
-        _curation(run, levels, per_token), _corpus(run), _experiments(run), _pretraining(run), _alignment(run), _times(run), _lineage(run),
-    ]  # fmt: skip
-    names = {"top": "Run", **{name: title for name, title in NAVIGATION.items() if any(f' id="{name}"' in s for s in sections)}}
-    links = [tag("a", title, href=f"#{name}") for name, title in names.items()]
-    again = tag("code", f"puna report {run.log.name}")
-    body = tag(
-        "body",
-        tag("nav", tag("b", "Puna"), links, aria_label="Sections"),
-        tag("header", _head(run), _tiles(run, levels), _notices(run), again_view(run), id="top"),
-        tag("main", sections),
-        tag("footer", "Everything here was read from the store's artifacts. ", again, " makes it again."),
-        _script(),
-    )
-    return _document(f"Puna: {run.log.flow or 'run'} {run.log.name}", body)
-
-
-def comparison(first: Run, second: Run) -> Html:
-    """Return a page of two runs side by side."""
-    toggle = tag("button", "Light / dark", type="button", id="theme")
-    names = [tag("p", run.log.flow, " ", tag("code", run.log.name), " ", run.log.state) for run in (first, second)]
-    view = compare_view(first, second)
-    parts = {"top": "Runs", "begun": "How they were begun", "figures": "Figures", "steps": "Step by step"}
-    links = [tag("a", title, href=f"#{name}") for name, title in parts.items() if name == "top" or f' id="{name}"' in view]
-    body = tag(
-        "body",
-        tag("nav", tag("b", "Puna"), links, aria_label="Sections"),
-        tag("header", tag("div", tag("div", tag("h1", "Two runs"), names), toggle, class_="masthead"), id="top"),
-        tag("main", view),
-        tag("footer", tag("code", f"puna report {second.log.name} --compare {first.log.name}"), " makes it again."),
-        _script(),
-    )
-    return _document(f"Puna: {first.log.name} and {second.log.name}", body)
-
-
-def _script() -> Html:
-    return Html(f"<script>{(HERE / 'page.js').read_text(encoding='utf-8')}</script>")
-
-
-def _document(title: str, body: Html) -> Html:
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="generator", content=f"Puna {MAKER}"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", title),
-        Html(f"<style>{(HERE / 'page.css').read_text(encoding='utf-8')}</style>"),
-    )
-    return Html(f"<!doctype html>\n{tag('html', head, body, lang='en')}\n")
-
-
 NAVIGATION = {
     "curation": "Curation", "corpus": "Corpus", "experiments": "Experiments", "pretraining": "Pretraining", "alignment": "Alignment",
     "times": "Time and memory", "lineage": "Lineage",
 }  # fmt: skip
+COMPARED = {"begun": "How they were begun", "figures": "Figures", "steps": "Step by step"}
 
 
-def _head(run: Run) -> Html:
-    log = run.log
+def page(run: Run) -> Html:
+    """Return the page of a run."""
+    log, levels = run.log, funnel(run)
+    per_token = characters_per_token(run)
+    sections = join([
+        _curation(run, levels, per_token), _corpus(run), _experiments(run), _pretraining(run), _alignment(run), _times(run), _lineage(run),
+    ])  # fmt: skip
     when = log.opened.strftime("%-d %B %Y, %H:%M UTC") if log.opened else ""
-    kind = f"{log.flow} run" if log.flow else "run"
-    toggle = tag("button", "Light / dark", type="button", id="theme")
     reused, spent = sum(step.reused for step in run.steps), duration(sum(step.seconds for step in run.steps))
     summary = f"{len(run.steps)} artifacts, {reused} of them reused, {spent} in stages"
-    lines = [tag("p", when, " ", tag("code", log.name)), tag("p", summary) if run.steps else None]
-    return tag("div", tag("div", tag("h1", for_people(kind)), lines), toggle, class_="masthead")
+    title = tag("h1", for_people(f"{log.flow} run" if log.flow else "run"))
+    head = [title, tag("p", when, " ", tag("code", log.name)), tag("p", summary) if run.steps else None]
+    again = ["Everything here was read from the store's artifacts. ", tag("code", f"puna report {log.name}"), " makes it again."]
+    about = [_tiles(run, levels), _notices(run), again_view(run)]
+    return _whole(f"Puna: {log.flow or 'run'} {log.name}", {"top": "Run", **NAVIGATION}, head, about, sections, again)
+
+
+def comparison(first: Run, second: Run) -> Html:
+    """Return a page of two runs side by side."""
+    names = [tag("p", run.log.flow, " ", tag("code", run.log.name), " ", run.log.state) for run in (first, second)]
+    again = [tag("code", f"puna report {second.log.name} --compare {first.log.name}"), " makes it again."]
+    title = f"Puna: {first.log.name} and {second.log.name}"
+    return _whole(title, {"top": "Runs", **COMPARED}, [tag("h1", "Two runs"), names], None, compare_view(first, second), again)
+
+
+def _whole(title: str, parts: Mapping[str, str], head: Content, about: Content, main: Html, foot: Content) -> Html:
+    """Return a page that stands alone. `parts`: names of sections by their anchors; those that are there are linked."""
+    links = [tag("a", words, href=f"#{name}") for name, words in parts.items() if name == "top" or f' id="{name}"' in main]
+    style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    body = tag(
+        "body",
+        tag("nav", tag("b", "Puna"), links, aria_label="Sections"),
+        tag("header", tag("div", tag("div", head), THEME, class_="masthead"), about, id="top"),
+        tag("main", main),
+        tag("footer", foot),
+        Html(f"<script>{script}</script>"),
+    )
+    return document(title, body, tag("meta", name="generator", content=f"Puna {MAKER}"), Html(f"<style>{style}</style>"))
 
 
 def _notices(run: Run) -> Content:

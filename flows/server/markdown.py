@@ -6,7 +6,7 @@ import base64
 from collections.abc import Sequence
 from pathlib import Path
 
-from puna.flows.html.markup import duration, number, short, size
+from puna.flows.html.markup import counted_rows, duration, made_at, number, short, size, stored
 from puna.flows.html.plot import Plot
 from puna.flows.html.svg import draw
 from puna.stages.contract import Outcome
@@ -19,28 +19,25 @@ MOST_PLOTS = 4
 def headline(outcome: Outcome) -> str:
     """Return a step's output in a few words."""
     artifact = outcome.artifact
-    words = []
-    if artifact.kind in artifact.tables:
-        words.append(f"{artifact.rows():,} rows")
-    if "dropped" in artifact.tables:
-        words.append(f"{artifact.rows('dropped'):,} dropped")
+    tables = {artifact.kind: "rows", "dropped": "dropped"}
+    words = [f"{count} {name}" for table, name in tables.items() if (count := counted_rows(artifact, table))]
     if not words:
-        words = [f"{name.replace('_', ' ')} {value if isinstance(value, str) else number(value)}" for name, value in _metrics(artifact)[:2]]
+        metrics = list(artifact.manifest.metrics.items())
+        words = [f"{name.replace('_', ' ')} {value if isinstance(value, str) else number(value)}" for name, value in metrics[:2]]
     return ", ".join([*words, "reused" if outcome.reused else duration(outcome.seconds)])
 
 
 def markdown(outcome: Outcome) -> str:
     """Return a step's output: its place, its numbers, its plots."""
     artifact, m = outcome.artifact, outcome.artifact.manifest
-    before = f"reused, made {m.created_at[:16].replace('T', ' ')} UTC by run {m.run}"
-    state = before if outcome.reused else f"made in {duration(outcome.seconds)}"
-    stored = size(sum(record.bytes for record in m.files.values()))
-    parts = [f"[**{artifact.id}**]({page_of(artifact)}): {state}, {stored}, peak memory {size(m.peak_memory_bytes)}"]
+    state = f"reused, made {made_at(artifact)} UTC by run {m.run}" if outcome.reused else f"made in {duration(outcome.seconds)}"
+    parts = [f"[**{artifact.id}**]({page_of(artifact)}): {state}, {size(stored(artifact))}, peak memory {size(m.peak_memory_bytes)}"]
     if m.tables:
         rows = "\n".join(f"| {name} | {record.rows:,} |" for name, record in m.tables.items())
         parts.append(f"| table | rows |\n|---|---:|\n{rows}")
-    if metrics := _metrics(artifact):
-        shown = "\n".join(f"| {name.replace('_', ' ')} | {_plain(value)} |" for name, value in metrics[:MOST_METRICS])
+    if m.metrics:
+        metrics = list(m.metrics.items())[:MOST_METRICS]
+        shown = "\n".join(f"| {name.replace('_', ' ')} | {_plain(value)} |" for name, value in metrics)
         parts.append(f"| measured | |\n|---|---:|\n{shown}")
     plots = [Plot.of(figure) for _, figure in sorted(m.figures.items())]
     parts += [f"![{plot.title}]({picture(plot)})" for plot in plots[:MOST_PLOTS] if not plot.empty]
@@ -50,11 +47,11 @@ def markdown(outcome: Outcome) -> str:
 def run_markdown(run: str, outcomes: Sequence[tuple[str, Outcome]], report: str | None) -> str:
     head = f"[The run's page](/puna/run/{run}) · [its report](/puna/report/{run})"
     head += f" (`{report}`)" if report else ""
-    rows = [
-        f"| {label} | [{one.artifact.id}]({page_of(one.artifact)}) | {_rows(one.artifact)} | {_rows(one.artifact, 'dropped')} "
-        f"| {'reused' if one.reused else duration(one.seconds)} |"
-        for label, one in outcomes
-    ]
+    rows = []
+    for label, one in outcomes:
+        counts = f"{counted_rows(one.artifact)} | {counted_rows(one.artifact, 'dropped')}"
+        took = "reused" if one.reused else duration(one.seconds)
+        rows.append(f"| {label} | [{one.artifact.id}]({page_of(one.artifact)}) | {counts} | {took} |")
     return head + "\n\n| step | artifact | rows | dropped | |\n|---|---|---:|---:|---:|\n" + "\n".join(rows)
 
 
@@ -80,16 +77,7 @@ def style() -> str:
     return f"{colours} svg {{ background: var(--card); }} {plots}".replace("\n", " ")
 
 
-def _metrics(artifact: Artifact) -> list[tuple[str, bool | int | float | str]]:
-    return list(artifact.manifest.metrics.items())
-
-
 def _plain(value: bool | int | float | str) -> str:
     if isinstance(value, str):
         return value.replace("|", "\\|")
     return number(value) if abs(value) < 1e7 else short(value)
-
-
-def _rows(artifact: Artifact, table: str | None = None) -> str:
-    name = table or artifact.kind
-    return f"{artifact.rows(name):,}" if name in artifact.tables else ""

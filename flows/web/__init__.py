@@ -8,11 +8,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
 
 from puna.flows.server.guard import Bounded, Password
 from puna.flows.web.bounded import Asker
-from puna.flows.web.frame import REGISTRY, Site, page, problem, style
+from puna.flows.web.frame import REGISTRY, Site, invalid, problem, style
 from puna.storage import PunaError, Store
 
 HERE = Path(__file__).parent
@@ -28,14 +29,23 @@ def application(store: Store, *, prefect: str | None, auth: str, urls: bool = Fa
     """
     store = store.reading()
     app = FastAPI(openapi_url=None)
-    _guard(app)
+    site = app.state.site = Site(store, prefect, Asker(store, urls=urls))
+
+    @app.middleware("http")
+    async def guarded(request: Request, further: Next) -> Response:
+        """Add headers that restrict what a page may load."""
+        answer = await further(request)
+        answer.headers.setdefault("content-security-policy", POLICY)
+        answer.headers.setdefault("x-content-type-options", "nosniff")
+        return answer
+
+    app.add_exception_handler(RequestValidationError, invalid)
     app.add_middleware(Bounded)
     app.add_middleware(Password, auth=auth)
-    site = Site(app, store, prefect, Asker(store, urls=urls))
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     for entry in REGISTRY:
-        entry.routes(site)
+        app.include_router(entry.router)
 
     @app.get("/static/{name}")
     def static(name: str) -> Response:
@@ -50,7 +60,7 @@ def application(store: Store, *, prefect: str | None, auth: str, urls: bool = Fa
 
     @app.exception_handler(PunaError)
     def told(request: Request, error: PunaError) -> Response:
-        return HTMLResponse(page("This did not work", problem(str(error)), prefect=prefect), status_code=404)
+        return HTMLResponse(site.page("This did not work", problem(str(error))), status_code=404)
 
     @app.exception_handler(404)
     def missing(request: Request, error: Exception) -> Response:
@@ -59,17 +69,6 @@ def application(store: Store, *, prefect: str | None, auth: str, urls: bool = Fa
     @app.exception_handler(Exception)
     def broken(request: Request, error: Exception) -> Response:
         message = f"{type(error).__name__}: {error}. This is an error in Puna, told in full where it was started. Go back and try again."
-        return HTMLResponse(page("This did not work", problem(message), prefect=prefect), status_code=500)
+        return HTMLResponse(site.page("This did not work", problem(message)), status_code=500)
 
     return app
-
-
-def _guard(app: FastAPI) -> None:
-    """Add headers that restrict what a page may load."""
-
-    @app.middleware("http")
-    async def guarded(request: Request, further: Next) -> Response:
-        answer = await further(request)
-        answer.headers.setdefault("content-security-policy", POLICY)
-        answer.headers.setdefault("x-content-type-options", "nosniff")
-        return answer

@@ -6,21 +6,22 @@ import os
 import re
 import threading
 from collections import defaultdict
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-from starlette.concurrency import run_in_threadpool
-from starlette.responses import RedirectResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
 
-from puna.flows.web.frame import Site, pages
-from puna.stages.align.judgements import ALIAS
+from puna.flows.web.frame import invalid, pages
+from puna.stages.align.judgements import ALIAS, Judgement, JudgementsConfig, judgements, pairs_to_judge
+from puna.stages.align.sample import read_answers
+from puna.stages.contract import External, execute
+from puna.stages.conversations import messages_of, shown
+from puna.stages.draws import fraction
 from puna.storage import Artifact, PunaError, Store
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
-
-    from puna.stages.align.judgements import Judgement
 
 PAGE = Path(__file__).with_name("annotate.html")
 POLICY = "default-src 'self' 'unsafe-inline'; base-uri 'none'; frame-ancestors 'self'"
@@ -35,9 +36,6 @@ class Desk:
     """The pairs of an artifact of answers, each person's judgements, and their file: one line per judgement, never rewritten."""
 
     def __init__(self, store: Store, answers: Artifact, prompts: Artifact, pairs_per_prompt: int = 1) -> None:
-        from puna.stages.align.judgements import JudgementsConfig, pairs_to_judge
-        from puna.stages.align.sample import read_answers
-
         self.store, self.answers, self.prompts = store, answers, prompts
         self.config = JudgementsConfig(pairs_per_prompt=pairs_per_prompt)
         self.asked, answered = read_answers(answers, prompts)
@@ -48,11 +46,6 @@ class Desk:
         self.file = store.root / "judgements" / f"{answers.key}.jsonl"
         self._said: dict[str, dict[str, Judgement]] = defaultdict(dict)
         self._lock = threading.Lock()
-        self._read()
-
-    def _read(self) -> None:
-        from puna.stages.align.judgements import Judgement
-
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if self.file.exists():
             for line in self.file.read_text(encoding="utf-8").splitlines():
@@ -61,14 +54,10 @@ class Desk:
 
     def swapped(self, pair: str, by: str) -> bool:
         """True if a person sees the second answer on the left: random, but the same each time."""
-        from puna.stages.draws import fraction
-
         return fraction("side", pair, by) < 0.5
 
     def at(self, by: str, place: int | None) -> dict[str, Any]:
         """Return the pair at a place of the order (None: the first that this person has not judged), as a page shows it."""
-        from puna.stages.conversations import messages_of, shown
-
         own = self._said[by]
         if place is None:
             place = next((n for n, pair in enumerate(self.order) if pair not in own), len(self.order))
@@ -86,8 +75,6 @@ class Desk:
 
     def judge(self, pair: str, by: str, better: str | None, level: str | None, edited: str | None, prompt: str | None) -> None:
         """Save a judgement on disk before it is acknowledged. `better`: left or right, as this person sees the pair."""
-        from puna.stages.align.judgements import Judgement
-
         if pair not in self.pairs:
             raise PunaError(f"there is no pair {pair}")
         fields = {"pair": pair, "by": by, "better": self._side(better, pair, by), "level": level}
@@ -106,9 +93,6 @@ class Desk:
 
     def save(self) -> Artifact:
         """Return the judgements so far as preferences, which `judged@latest` then names; the flow `round` learns from them."""
-        from puna.stages.align.judgements import judgements
-        from puna.stages.contract import External, execute
-
         if not self.file.exists():
             raise PunaError("nothing was judged yet")
         with self._lock:
@@ -116,63 +100,6 @@ class Desk:
             preferences = execute(judgements, self.config, inputs, self.store)
         self.store.set_alias(ALIAS, preferences)
         return preferences
-
-
-def application(desk: Desk) -> FastAPI:
-    """Return the page and what it asks for."""
-    from fastapi import FastAPI, Request
-    from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import HTMLResponse, JSONResponse
-    from pydantic import BaseModel, ConfigDict, Field
-
-    class Said(BaseModel):
-        """A judgement as the page sends it."""
-
-        model_config = ConfigDict(extra="forbid")
-        pair: str
-        by: str = Field(min_length=1, max_length=100)
-        better: str | None = Field(None, pattern="^(left|right)$")
-        level: str | None = None
-        edited: str | None = Field(None, max_length=100_000)
-        prompt: str | None = Field(None, max_length=100_000)
-
-    app = FastAPI(title="Puna: annotate", docs_url=None, redoc_url=None, openapi_url=None)
-
-    @app.exception_handler(RequestValidationError)
-    def refused(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        return JSONResponse({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 422)
-
-    def health() -> JSONResponse:
-        return JSONResponse({"status": "ok"})
-
-    def page() -> HTMLResponse:
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": POLICY})
-
-    def pair(by: str, place: int | None = None) -> JSONResponse:
-        return JSONResponse(desk.at(by, place))
-
-    def judge(said: Said) -> JSONResponse:
-        try:
-            desk.judge(**said.model_dump())
-        except (PunaError, ValueError) as error:
-            return JSONResponse({"error": str(error)}, 400)
-        return JSONResponse({"ok": True})
-
-    def save() -> JSONResponse:
-        try:
-            artifact = desk.save()
-        except PunaError as error:
-            return JSONResponse({"error": str(error)}, 400)
-        return JSONResponse({"id": artifact.id, "alias": desk.store.full_name(ALIAS), "rows": artifact.rows(), **artifact.manifest.metrics})
-
-    judge.__annotations__["said"] = Said  # a class of this function, which its annotation as text cannot name
-    app.add_api_route("/health", health, methods=["GET"], response_model=None)
-    app.add_api_route("/", page, methods=["GET"], response_model=None)
-    app.add_api_route("/pair", pair, methods=["GET"], response_model=None)
-    app.add_api_route("/judge", judge, methods=["POST"], response_model=None)
-    app.add_api_route("/save", save, methods=["POST"], response_model=None)
-    return app
 
 
 def prompts_of(store: Store, answers: Artifact) -> Artifact:
@@ -185,33 +112,84 @@ def prompts_of(store: Store, answers: Artifact) -> Artifact:
     return prompts
 
 
-class Judging:
-    """An application that serves `/[PROJECT~]KEY/…` by the desk of those answers; its judgements are the project's."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._desks: dict[str, ASGIApp] = {}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on to its desk. Raise PunaError where there are no such answers, or no pair to compare."""
-        key, slash, _ = scope["path"].removeprefix(scope.get("root_path", "")).lstrip("/").partition("/")
-        if not slash:
-            return await RedirectResponse(f"{scope['path']}/")(scope, receive, send)
-        if key not in self._desks:
-            self._desks[key] = await run_in_threadpool(self._opened, key)
-            while len(self._desks) > DESKS:
-                del self._desks[next(iter(self._desks))]
-        await self._desks[key]({**scope, "root_path": f"{scope.get('root_path', '')}/{key}"}, receive, send)
-
-    def _opened(self, name: str) -> ASGIApp:
-        project, _, key = name.rpartition("~")
-        store = self._store.within(project)
-        answers = store.checked(store.resolve(f"answers/{key}"))
-        # Who may ask, and from which page, is the outer application's to say.
-        return application(Desk(store, answers, prompts_of(store, answers)))
+_lock = threading.Lock()
 
 
-@pages()
-def routes(site: Site) -> None:
-    """Add the desks on which people judge answers."""
-    site.app.mount("/judge", Judging(site.store))
+@lru_cache(DESKS)
+def _desk(store: Store, name: str) -> Desk:
+    project, _, key = name.rpartition("~")
+    store = store.within(project)
+    answers = store.checked(store.resolve(f"answers/{key}"))
+    return Desk(store, answers, prompts_of(store, answers))
+
+
+def _desk_of(request: Request) -> Desk:
+    """Return the desk of `/judge/[PROJECT~]KEY/…`, whose judgements are the project's; elsewhere the only desk."""
+    if (only := getattr(request.app.state, "desk", None)) is not None:
+        desk: Desk = only
+        return desk
+    with _lock:
+        return _desk(request.app.state.site.store, request.path_params["name"])
+
+
+DeskOfAddress = Annotated[Desk, Depends(_desk_of)]
+
+
+class Said(BaseModel):
+    """A judgement as the page sends it."""
+
+    model_config = ConfigDict(extra="forbid")
+    pair: str
+    by: str = Field(min_length=1, max_length=100)
+    better: str | None = Field(None, pattern="^(left|right)$")
+    level: str | None = None
+    edited: str | None = Field(None, max_length=100_000)
+    prompt: str | None = Field(None, max_length=100_000)
+
+
+desks = APIRouter()
+
+
+@desks.get("/", response_class=HTMLResponse)
+def page(desk: DeskOfAddress) -> Response:
+    return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": POLICY})
+
+
+@desks.get("/pair")
+def pair(desk: DeskOfAddress, by: str, place: int | None = None) -> dict[str, Any]:
+    return desk.at(by, place)
+
+
+@desks.post("/judge")
+def judge(desk: DeskOfAddress, said: Said) -> Response:
+    try:
+        desk.judge(**said.model_dump())
+    except (PunaError, ValueError) as error:
+        return JSONResponse({"error": str(error)}, 400)
+    return JSONResponse({"ok": True})
+
+
+@desks.post("/save")
+def save(desk: DeskOfAddress) -> Response:
+    try:
+        artifact = desk.save()
+    except PunaError as error:
+        return JSONResponse({"error": str(error)}, 400)
+    return JSONResponse({"id": artifact.id, "alias": desk.store.full_name(ALIAS), "rows": artifact.rows(), **artifact.manifest.metrics})
+
+
+def application(desk: Desk) -> FastAPI:
+    """Return the page of one desk, and what it asks for."""
+    app = FastAPI(title="Puna: annotate", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.desk = desk
+    app.include_router(desks)
+    app.add_exception_handler(RequestValidationError, invalid)
+
+    @app.get("/health")
+    def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    return app
+
+
+pages().include_router(desks, prefix="/judge/{name}")

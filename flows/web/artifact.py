@@ -8,15 +8,14 @@ from typing import Annotated
 from urllib.parse import quote
 
 from fastapi import Query
-from fastapi.responses import HTMLResponse
 
 from puna.flows.engine.declare import Flow
 from puna.flows.engine.trace import load_flows, load_stages
-from puna.flows.html.markup import Content, Html, details, duration, number, part, section, size, table, tag
+from puna.flows.html.markup import Content, Html, counted_rows, details, duration, made_at, number, part, section, size, stored, table, tag
 from puna.flows.html.plot import Plot
 from puna.flows.html.svg import draw, grid
 from puna.flows.prefect.forms import flow_name
-from puna.flows.web.frame import Site, artifact_link, page, pages, plain, problem, projects_nav, run_link
+from puna.flows.web.frame import Here, artifact_link, button, note, pages, plain, problem, projects_nav, run_link, tab
 from puna.stages.contract import Stage
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.explain import changes, explain, flat
@@ -26,46 +25,51 @@ SHOWN_ROWS = 20
 MOST_LISTED = 200
 MOST_USERS = 60
 COSTS = {"took": duration, "stored": size, "peak memory": size}
+router = pages("artifacts", "Artifacts", at=3)
 
 
-def list_page(store: Store, kind: str | None, prefect: str | None, project: str | None = None) -> Html:
+@router.get("/artifacts")
+def list_page(site: Here, kind: str | None = None, project: str | None = None) -> str:
     """Return the page of artifacts, newest first, of one kind or of all, of one project or of all."""
-    store = store.within(project).require_project()
+    store = site.store.within(project).require_project()
     entries = [one for one in reversed(store.entries(project)) if kind in (None, one["kind"])]
     artifacts = [Artifact(one["kind"], one["key"], store.files) for one in entries]
     names, suspects, more = store.names(project), store.suspects(), f"&project={project}" if project else ""
-    kinds = [tag("a", "all", href=f"/puna/artifacts?{more[1:]}".rstrip("?"), aria_current="page" if kind is None else None)]
-    kinds += [tag("a", k, href=f"/puna/artifacts?kind={k}{more}", aria_current="page" if k == kind else None) for k in KINDS]
+    kinds = [tab("all", f"/puna/artifacts?{more[1:]}".rstrip("?"), kind is None)]
+    kinds += [tab(k, f"/puna/artifacts?kind={k}{more}", k == kind) for k in KINDS]
     projects = projects_nav(store, project, f"/puna/artifacts?kind={kind}" if kind else "/puna/artifacts", every=True)
     rows: list[list[Content]] = []
     for artifact in artifacts[:MOST_LISTED]:
         m = artifact.manifest
-        count = number(artifact.rows()) if artifact.kind in artifact.tables else ""
-        stored = size(sum(record.bytes for record in m.files.values()))
         marks = [*names.get(artifact.key, []), *(["suspect"] if artifact.key in suspects else [])]
         aliases = [tag("span", name, class_="tag") for name in marks]
         box = tag("input", type="checkbox", name="artifact", value=artifact.id, aria_label=f"compare {artifact.id}")
-        rows.append([box, artifact_link(artifact), m.stage, count, stored, m.created_at[:16].replace("T", " "), aliases])
+        rows.append([box, artifact_link(artifact), m.stage, counted_rows(artifact), size(stored(artifact)), made_at(artifact), aliases])
     listed = table([tag("small", "pick"), "artifact", "made by", "rows", "stored", "made, UTC", "aliases"], rows, numeric=(3, 4))
     form = tag("form", listed, tag("p", tag("button", "Compare two")), action="/puna/artifacts/compare", method="get")
     left = len(artifacts) - MOST_LISTED
-    return page(
-        "Artifacts", projects, tag("nav", kinds, aria_label="Kinds"), form if rows else tag("p", "None of this kind yet.", class_="note"),
-        tag("p", f"{left:,} older ones; ask SQL: select * from artifacts", class_="note") if left > 0 else None,
-        here="artifacts", prefect=prefect,
+    return site.page(
+        "Artifacts", projects, tag("nav", kinds, aria_label="Kinds"), form if rows else note("None of this kind yet."),
+        note(f"{left:,} older ones; ask SQL: select * from artifacts") if left > 0 else None, here="artifacts",
     )  # fmt: skip
 
 
-def artifact_page(store: Store, artifact: Artifact, prefect: str | None, shown: str | None, start: int) -> Html:
+@router.get("/artifact/{kind}/{key}")
+def artifact_page(
+    site: Here, kind: str, key: str, shown: Annotated[str | None, Query(alias="table")] = None, start: Annotated[int, Query(ge=0)] = 0
+) -> str:
     """Return one artifact. `shown`, `start`: the table whose rows are shown, and from which."""
+    if kind not in KINDS:
+        raise PunaError(f"{kind}: is no kind of artifact; they are {', '.join(KINDS)}")
+    store = site.store
+    artifact = store.resolve(f"{kind}/{key}")
     m = artifact.manifest
     aliases = [tag("span", name, class_="tag") for name in store.names().get(artifact.key, [])]
     damage, suspect = artifact.damage(quick=True), store.suspects().get(artifact.key)
-    stored = size(sum(record.bytes for record in m.files.values()))
     facts = [
         ("Made by", [m.stage, " in run ", run_link(m.run) if m.run in store.runs() else m.run or "–"]),
-        ("Made", f"{m.created_at[:16].replace('T', ' ')} UTC in {duration(float(m.timings.get('seconds', 0.0)))}"),
-        ("Stored", f"{stored}; peak memory {size(m.peak_memory_bytes)}"),
+        ("Made", f"{made_at(artifact)} UTC in {duration(float(m.timings.get('seconds', 0.0)))}"),
+        ("Stored", f"{size(stored(artifact))}; peak memory {size(m.peak_memory_bytes)}"),
         ("Folder", tag("code", str(artifact.folder))),
     ]  # fmt: skip
     measured: list[list[Content]] = [[n.replace("_", " "), v if isinstance(v, str) else number(v)] for n, v in m.metrics.items()]
@@ -73,10 +77,10 @@ def artifact_page(store: Store, artifact: Artifact, prefect: str | None, shown: 
     before, differences = explain(store, artifact)
     why = None
     if before is not None and differences:
-        both = "/puna/artifacts/compare"
-        note = [artifact_link(before), " ", tag("a", "compare the two", href=f"{both}?artifact={before.id}&artifact={artifact.id}")]
-        why = part("Differs from the one before", tag("ul", [tag("li", str(change)) for change in differences[:12]]), note=note)
-    return page(
+        both = f"/puna/artifacts/compare?artifact={before.id}&artifact={artifact.id}"
+        links = [artifact_link(before), " ", tag("a", "compare the two", href=both)]
+        why = part("Differs from the one before", tag("ul", [tag("li", str(change)) for change in differences[:12]]), note=links)
+    return site.page(
         artifact.id,
         [problem(f"It is damaged: {'; '.join(damage)}. Run the stage again, or `puna verify --quarantine`")] if damage else None,
         [problem(f"It is suspect: {suspect}. A run that needs it makes it anew")] if suspect else None,
@@ -90,18 +94,19 @@ def artifact_page(store: Store, artifact: Artifact, prefect: str | None, shown: 
         section("settings", "Settings", None, why,
                 _folded("fields", ["field", "value"], settings, open_=len(settings) < 15),
                 _folded("files", ["file", "bytes"], [[name, record.bytes] for name, record in m.files.items()])),
-        here="artifacts", prefect=prefect,
+        here="artifacts",
     )  # fmt: skip
 
 
-def compare_page(store: Store, names: list[str], prefect: str | None) -> Html:
+@router.get("/artifacts/compare")
+def compare_page(site: Here, names: Annotated[list[str], Query(alias="artifact")] = []) -> str:  # noqa: B006
     """Return two artifacts side by side: what differs in how they were made, and in what they are."""
     if len(names) != 2:
         raise PunaError(f"compare: choose two artifacts, not {len(names)}")
-    first, second = (store.resolve(name) for name in names)
+    first, second = (site.store.resolve(name) for name in names)
     one, other = first.manifest, second.manifest
     rows: list[list[Content]] = [[c.what, tag("b", c.name), plain(c.before), plain(c.now)] for c in changes(one, other)]
-    facts = [(m.timings.get("seconds", 0.0), sum(r.bytes for r in m.files.values()), m.peak_memory_bytes) for m in (one, other)]
+    facts = [(a.manifest.timings.get("seconds", 0.0), stored(a), a.manifest.peak_memory_bytes) for a in (first, second)]
     gave: list[list[Content]] = [["made by", one.stage, other.stage, ""]]
     gave += [[f"rows of {name}", *_pair(*(float(a.rows(name)) if name in a.tables else None for a in (first, second)))]
              for name in dict.fromkeys([*first.tables, *second.tables])]  # fmt: skip
@@ -110,12 +115,12 @@ def compare_page(store: Store, names: list[str], prefect: str | None) -> Html:
         gave.append([name.replace("_", " "), *_pair(one.metrics.get(name), other.metrics.get(name))])
     head: list[Content] = [artifact_link(first), artifact_link(second)]
     same = "Their contents are the same." if one.data_digest == other.data_digest else "Their contents differ."
-    how = table(["", "field", *head], rows) if rows else tag("p", "In the same way.", class_="note")
-    return page(
+    how = table(["", "field", *head], rows) if rows else note("In the same way.")
+    return site.page(
         "Two artifacts",
         section("given", "How they were made", None, how),
         section("gave", "What they are", None, table(["", *head, "difference"], gave, numeric=(1, 2, 3))),
-        here="artifacts", prefect=prefect, lead=same,
+        here="artifacts", lead=same,
     )  # fmt: skip
 
 
@@ -136,10 +141,7 @@ def _rows(artifact: Artifact, shown: str | None, start: int) -> Html:
     name = shown or (artifact.kind if artifact.kind in artifact.tables else artifact.tables[0])
     record = artifact.record(name)
     here = f"/puna/artifact/{artifact.kind}/{artifact.key[:12]}"
-    tabs = [
-        tag("a", f"{other} ({artifact.rows(other):,})", href=f"{here}?table={other}#rows", aria_current="page" if other == name else None)
-        for other in artifact.tables
-    ]
+    tabs = [tab(f"{other} ({artifact.rows(other):,})", f"{here}?table={other}#rows", other == name) for other in artifact.tables]
     meanings = {field.name: (field.metadata or {}).get(b"meaning", b"").decode() for field in TABLES[name].schema}
     columns: list[list[Content]] = [[tag("b", column), kind, meanings.get(column, "")] for column, kind in record.columns.items()]
     rows: list[list[Content]] = [[plain(value, 240) for value in row.values()] for row in _some(artifact, name, start)]
@@ -154,7 +156,7 @@ def _rows(artifact: Artifact, shown: str | None, start: int) -> Html:
     return tag(
         "div", tag("nav", tabs, aria_label="Tables"), _folded("columns and what they mean", ["column", "type", "meaning"], columns),
         table(list(record.columns), rows) if rows else None,
-        tag("p", counted, " · ", [[step, " · "] for step in steps], tag("a", "ask SQL", href=f"/puna/sql?q={query}"), class_="note"),
+        note(counted, " · ", [[step, " · "] for step in steps], tag("a", "ask SQL", href=f"/puna/sql?q={query}")),
         class_="rows",
     )  # fmt: skip
 
@@ -180,11 +182,11 @@ def _lineage(store: Store, artifact: Artifact) -> Html:
         made_of.append([item.name, link, item.stage])
     users = (a for a in store.artifacts() if any(i.key == artifact.key for i in a.manifest.inputs))
     used = list(itertools.islice(users, MOST_USERS))
-    by: list[list[Content]] = [[artifact_link(a), a.manifest.stage, a.manifest.created_at[:16].replace("T", " ")] for a in used]
+    by: list[list[Content]] = [[artifact_link(a), a.manifest.stage, made_at(a)] for a in used]
     return tag(
         "div",
-        part("Made of", table(["as", "artifact", "made by"], made_of) if made_of else tag("p", "Nothing of this store.", class_="note")),
-        part("Used by", table(["artifact", "made by", "made, UTC"], by) if by else tag("p", "Nothing yet.", class_="note")),
+        part("Made of", table(["as", "artifact", "made by"], made_of) if made_of else note("Nothing of this store.")),
+        part("Used by", table(["artifact", "made by", "made, UTC"], by) if by else note("Nothing yet.")),
     )
 
 
@@ -192,9 +194,9 @@ def _uses(artifact: Artifact) -> list[Content]:
     """Return the possible uses of an artifact: chat, thresholds, a stage or a flow on it."""
     found: list[Content] = []
     if artifact.kind == "model":
-        found.append(tag("a", "Chat", href=f"/puna/chat?model={artifact.id}", class_="button"))
+        found.append(button("Chat", f"/puna/chat?model={artifact.id}"))
     if artifact.manifest.stage == "select":
-        found.append(tag("a", "Move its thresholds", href=f"/puna/rules?artifact={artifact.key[:12]}", class_="button"))
+        found.append(button("Move its thresholds", f"/puna/rules?artifact={artifact.key[:12]}"))
     links = []
     everything: list[Flow | Stage] = [*load_flows().values(), *load_stages().values()]
     for what in everything:
@@ -207,24 +209,3 @@ def _uses(artifact: Artifact) -> list[Content]:
     return found
 
 
-def resolved(store: Store, kind: str, key: str) -> Artifact:
-    if kind not in KINDS:
-        raise PunaError(f"{kind}: is no kind of artifact; they are {', '.join(KINDS)}")
-    return store.resolve(f"{kind}/{key}")
-
-
-@pages("artifacts", "Artifacts", at=3)
-def routes(site: Site) -> None:
-    """Add the pages of artifacts."""
-
-    @site.app.get("/artifacts", response_class=HTMLResponse)
-    def listed(kind: str | None = None, project: str | None = None) -> str:
-        return list_page(site.store, kind, site.prefect, project)
-
-    @site.app.get("/artifact/{kind}/{key}", response_class=HTMLResponse)
-    def one(kind: str, key: str, table: str | None = None, start: Annotated[int, Query(ge=0)] = 0) -> str:
-        return artifact_page(site.store, resolved(site.store, kind, key), site.prefect, table, start)
-
-    @site.app.get("/artifacts/compare", response_class=HTMLResponse)
-    def compared_artifacts(chosen: Annotated[list[str], Query(alias="artifact")] = []) -> str:  # noqa: B006
-        return compare_page(site.store, chosen, site.prefect)

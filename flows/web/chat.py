@@ -15,34 +15,37 @@ import urllib.request
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from fastapi import HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
-from puna.flows.html.markup import Html, tag
-from puna.flows.web.frame import Site, field, option, page, pages
+from puna.flows.html.markup import tag
+from puna.flows.web.frame import Here, field, option, pages
 from puna.storage import PunaError, Store
 
 START_SECONDS = 180.0
 MAX_TOKENS = 400
 MOST_MODELS = 40
+router = pages("chat", "Chat", at=8)
 
 
-def chat_page(store: Store, model: str, prefect: str | None) -> Html:
+@router.get("/chat")
+def chat_page(site: Here, model: str = "") -> str:
     """Return the page with a choice of models and the chat; the script sends and shows messages."""
-    models = [artifact for artifact in reversed(store.artifacts()) if artifact.kind == "model"]
+    models = [artifact for artifact in reversed(site.store.artifacts()) if artifact.kind == "model"]
     if not models:
         imported, trained = (tag("a", name, href=f"/puna/start/{name}") for name in ("import_model", "pretrain"))
         ways = [imported, " brings one, ", trained, " makes one."]
-        return page("Chat", tag("p", "The store holds no model yet: ", ways, class_="lead"), here="chat", prefect=prefect)
-    names = store.names()
+        return site.page("Chat", here="chat", lead=["The store holds no model yet: ", *ways])
+    names = site.store.names()
     aliases = {name: artifact for artifact in models for name in names.get(artifact.key, [])}
     chosen = model or next((name for name in ("policy@latest", *aliases) if name in aliases), models[0].id)
     options = [option(name, f"{name} · {artifact.id}", chosen=name == chosen) for name, artifact in aliases.items()]
     options += [option(one.id, f"{one.id} · {one.manifest.stage}", chosen=one.id == chosen) for one in models[:MOST_MODELS]]
-    return page(
+    return site.page(
         "Chat",
         tag("form",
             field("Model", tag("select", options, name="model")),
@@ -51,7 +54,7 @@ def chat_page(store: Store, model: str, prefect: str | None) -> Html:
             tag("p", tag("button", "Send", class_="main"), " ", tag("button", "New talk", type="button", id="new"),
                 tag("span", " Ctrl+Enter sends. A model takes some seconds to load.", class_="note")),
             id="chat"),
-        here="chat", prefect=prefect,
+        here="chat",
     )  # fmt: skip
 
 
@@ -63,6 +66,12 @@ class Talker:
     url: str
     secret: str
     process: subprocess.Popen[bytes]
+
+
+@lru_cache(1)
+def _chat(store: Store) -> Chat:
+    """Return the chat of a store; that of another store ends."""
+    return Chat(store)
 
 
 class Chat:
@@ -134,22 +143,13 @@ def _pieces(answer: Any) -> Iterator[str]:
                 yield choice.get("delta", {}).get("content") or ""
 
 
-@pages("chat", "Chat", at=8)
-def routes(site: Site) -> None:
-    """Add the chat with a model of the store."""
-    chat = Chat(site.store)
-
-    @site.app.get("/chat", response_class=HTMLResponse)
-    def talk(model: str = "") -> str:
-        return chat_page(site.store, model, site.prefect)
-
-    @site.app.post("/chat/say")
-    async def say(request: Request) -> Response:
-        try:
-            body = json.loads(await request.body())
-        except (ValueError, RecursionError) as error:
-            raise HTTPException(400, "the body is no JSON") from error
-        if not isinstance(body, dict):
-            raise HTTPException(400, "the body must be an object with model and messages")
-        answer = await run_in_threadpool(chat.say, str(body.get("model", "")), body.get("messages"))
-        return StreamingResponse(answer, media_type="text/plain; charset=utf-8")
+@router.post("/chat/say")
+async def say(site: Here, request: Request) -> Response:
+    try:
+        body = json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, "the body is no JSON") from error
+    if not isinstance(body, dict):
+        raise HTTPException(400, "the body must be an object with model and messages")
+    answer = await run_in_threadpool(_chat(site.store).say, str(body.get("model", "")), body.get("messages"))
+    return StreamingResponse(answer, media_type="text/plain; charset=utf-8")

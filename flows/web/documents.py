@@ -11,15 +11,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import HTMLResponse
 
 from puna.flows.html.markup import Content, Html, details, excerpt, number, percent, section, table, tag
 from puna.flows.report.why import fate
-from puna.flows.web.frame import Site, artifact_link, field, option, page, pages, plain, sent
+from puna.flows.web.frame import Here, Site, artifact_link, field, note, option, pages, plain, sent
 from puna.stages.curate.minhash.index import described, indexed, resembling
 from puna.storage import Artifact, PunaError, Store
 
 MOST_FOUND = 20
+MOST_HITS = 40
+SECONDS = 15.0
+"""Time for a search; what was not looked at by then is told."""
+ANY = "any rule"
+BEFORE, AFTER = 120, 200
+"""Characters shown around what was found."""
+router = pages("documents", "Documents", at=4)
 
 
 def near_form(offered: Sequence[tuple[Artifact, str]], chosen: Artifact, text: str = "") -> Html:
@@ -44,33 +50,31 @@ def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[
         name = tag("a", row["title"] or row["url"] or row["id"], href=f"/puna/document/{row['id']}")
         removed = None if row["kept"] else [" ", tag("span", "removed", class_="tag wrong")]
         rows.append([[name, removed], *(f"{row[share]:.3f}" for share in ("similarity", "of_text", "of_document"))])
-    note = "Shares of runs of words: those in common of all that either has, of the text's, and of the document's."
+    about = "Shares of runs of words: those in common of all that either has, of the text's, and of the document's."
     if indexed(artifact):
-        note += " Only documents that share a band of the index were looked at."
+        about += " Only documents that share a band of the index were looked at."
     head = f"{len(matches):,} documents resemble it" if matches else "Nothing resembles it"
     listing = table(["document", "of both", "of the text", "of the document"], rows, numeric=(1, 2, 3)) if rows else tag("p", "")
-    return artifact, text, section("near", head, [note, " ", artifact_link(artifact)], listing)
+    return artifact, text, section("near", head, [about, " ", artifact_link(artifact)], listing)
 
 
-MOST_HITS = 40
-SECONDS = 15.0
-"""Time for a search; what was not looked at by then is told."""
-ANY = "any rule"
-BEFORE, AFTER = 120, 200
-"""Characters shown around what was found."""
+@router.get("/documents")
+def search(site: Here, q: str = "", artifact: str = "", rule: str = "") -> str:
+    """Return the search and what it finds. `rule`: empty for documents that are kept, else those that this rule, or any, dropped."""
+    return _page(site, artifact, q, rule)
 
 
-def documents_page(
-    store: Store, name: str, words: str, rule: str, prefect: str | None, text: Mapping[str, Sequence[str]] | None = None
-) -> Html:
-    """Return the search and what it finds. `rule`: empty for documents that are kept, else those that this rule, or any, dropped.
+@router.post("/near")
+async def near(site: Here, request: Request) -> str:
+    """Return what a text resembles."""
+    return await run_in_threadpool(_page, site, "", "", "", await sent(request))
 
-    `text`: the form that asks what a text resembles, where that one was sent.
-    """
+
+def _page(site: Site, name: str, words: str, rule: str, text: Mapping[str, Sequence[str]] | None = None) -> Html:
+    store = site.store
     artifacts = [one for one in reversed(store.artifacts()) if one.kind == "documents"]
     if not artifacts:
-        nothing = tag("p", "The store holds no documents yet: run `curate`.", class_="lead")
-        return page("Documents", nothing, here="documents", prefect=prefect)
+        return site.page("Documents", here="documents", lead="The store holds no documents yet: run `curate`.")
     names = store.names()
     aliases = {alias: one for one in artifacts for alias in names.get(one.key, ())}
     near = similar_documents(store, text) if text else None
@@ -89,15 +93,16 @@ def documents_page(
         field("Which", tag("select", which, name="rule")),
         tag("p", tag("button", "Search", class_="main")),
         action="/puna/documents", method="get")  # fmt: skip
-    return page(
+    return site.page(
         "Documents", tag("div", form, tag("div", _dropped_by(chosen, rules)), class_="two"),
-        near_form(offered, chosen, near[1] if near else ""), near[2] if near else _results(store, chosen, words, rule),
-        here="documents", prefect=prefect,
+        near_form(offered, chosen, near[1] if near else ""), near[2] if near else _results(store, chosen, words, rule), here="documents",
     )  # fmt: skip
 
 
-def document_page(store: Store, identity: str, prefect: str | None) -> Html:
+@router.get("/document/{identity}")
+def document_page(site: Here, identity: str) -> str:
     """Return one document: its text where it last had one, and what every stage made of it."""
+    store = site.store
     rows = fate(store, identity)
     artifacts = [store.find("documents", row["artifact"]) for row in reversed(rows) if row["verb"] == "kept"]
     there = next((one for one in artifacts if one is not None), None)
@@ -108,10 +113,10 @@ def document_page(store: Store, identity: str, prefect: str | None) -> Html:
         detail = tag("small", row["what"].partition(": ")[2])
         steps.append([artifact.manifest.stage, tag("b", row["verb"]), detail, artifact_link(artifact)])
     title = (text or {}).get("title") or identity
-    return page(
+    return site.page(
         str(title), section("fate", "What became of it", None, table(["stage", "", "", "artifact"], steps)),
         section("text", "Text", f"as {there.manifest.stage} has it", tag("div", text["text"], class_="said")) if there and text else None,
-        here="documents", prefect=prefect, lead=tag("code", (text or {}).get("url", identity)),
+        here="documents", lead=tag("code", (text or {}).get("url", identity)),
     )  # fmt: skip
 
 
@@ -125,7 +130,7 @@ def _rules(artifact: Artifact) -> Counter[str]:
 
 def _dropped_by(artifact: Artifact, rules: Counter[str]) -> Content:
     if not rules:
-        return tag("p", artifact_link(artifact), " dropped nothing.", class_="note")
+        return note(artifact_link(artifact), " dropped nothing.")
     rows: list[list[Content]] = [
         [tag("a", rule, href=f"/puna/documents?artifact={artifact.id}&rule={rule}"), number(count), percent(count, rules.total())]
         for rule, count in rules.most_common(8)
@@ -187,7 +192,7 @@ def _card(row: dict[str, Any], words: str, why: dict[str, Any] | None) -> Html:
     reason = None
     if why is not None:
         facts = [f"{name} {plain(why[name])}" for name in ("value", "threshold", "detail") if why.get(name) not in (None, "")]
-        reason = tag("p", tag("span", why["rule"], class_="tag wrong"), " ", Html(", ".join(facts)), class_="note")
+        reason = note(tag("span", why["rule"], class_="tag wrong"), " ", Html(", ".join(facts)))
     head = tag("a", row.get("title") or row.get("url") or row["id"], href=f"/puna/document/{row['id']}")
     return tag("div", tag("p", head), tag("p", row.get("url") or "", class_="url"), reason,
                tag("blockquote", _marked(row.get("text") or "", words.strip())), class_="card")  # fmt: skip
@@ -209,20 +214,3 @@ def _row(artifact: Artifact, identity: str) -> dict[str, Any] | None:
             row: dict[str, Any] = rows[0]
             return row
     return None
-
-
-@pages("documents", "Documents", at=4)
-def routes(site: Site) -> None:
-    """Add the pages of documents, and of what a text resembles."""
-
-    @site.app.get("/documents", response_class=HTMLResponse)
-    def search(q: str = "", artifact: str = "", rule: str = "") -> str:
-        return documents_page(site.store, artifact, q, rule, site.prefect)
-
-    @site.app.post("/near", response_class=HTMLResponse)
-    async def near(request: Request) -> str:
-        return await run_in_threadpool(documents_page, site.store, "", "", "", site.prefect, await sent(request))
-
-    @site.app.get("/document/{identity}", response_class=HTMLResponse)
-    def document(identity: str) -> str:
-        return document_page(site.store, identity, site.prefect)

@@ -19,8 +19,10 @@ from puna.flows.prefect.forms import Choices, picked, values_of
 from puna.flows.server.guard import own_page
 from puna.flows.web import start
 from puna.flows.web.bounded import Late
-from puna.flows.web.frame import STALE, Site, page, pages, problem, sent
+from puna.flows.web.frame import STALE, Here, pages, problem, sent
 from puna.storage import PunaError, Store
+
+router = pages("start", "Start", at=2)
 
 
 def address(store: Store, prefect: str | None, name: str, query: Mapping[str, str]) -> str:
@@ -44,63 +46,65 @@ def address(store: Store, prefect: str | None, name: str, query: Mapping[str, st
     return f"/v2/deployments/deployment/{target['id']}/run" + (f"?parameters={quote(json.dumps(filled))}" if filled else "")
 
 
-@pages("start", "Start", at=2)
-def routes(site: Site) -> None:
-    """Add the forms that start runs, with their plans, and the way to Prefect's forms."""
+@router.get("/deployment/{name}")
+def schedules(site: Here, name: str) -> Response:
+    return RedirectResponse(f"/v2/deployments/deployment/{start.deployment(start.server_beside(site.store), name)['id']}")
 
-    @site.app.get("/deployment/{name}")
-    def schedules(name: str) -> Response:
-        return RedirectResponse(f"/v2/deployments/deployment/{start.deployment(start.server_beside(site.store), name)['id']}")
 
-    @site.app.get("/form/{name}")
-    def form(name: str, request: Request) -> Response:
-        return RedirectResponse(address(site.store, site.prefect, name, request.query_params))
+@router.get("/form/{name}")
+def form(site: Here, name: str, request: Request) -> Response:
+    return RedirectResponse(address(site.store, site.prefect, name, request.query_params))
 
-    @site.app.get("/start", response_class=HTMLResponse)
-    def all_forms(project: str | None = None) -> str:
-        return start.list_page(site.store, site.prefect, project)
 
-    @site.app.get("/start/{name}", response_class=HTMLResponse)
-    def own_form(name: str, request: Request) -> str:
-        query = parse_qs(request.url.query, keep_blank_values=True)
-        return start.start_page(site.store, name, query, site.prefect, token=site.token, own=own_page(request.headers))
+@router.get("/start")
+def list_page(site: Here, project: str | None = None) -> str:
+    return start.list_page(site, project)
 
-    @site.app.post("/start/{name}/plan")
-    @site.app.post("/plan/{name}")
-    async def plan(name: str, request: Request) -> Response:
-        form = await sent(request)
-        if not site.trusts(form):
-            return HTMLResponse(page("Not planned", problem(STALE), prefect=site.prefect), 403)
-        fields = {key: values for key, values in form.items() if key != "token"}
-        html = await run_in_threadpool(site.asker.ask, "plan", name=name, asked=fields)
-        if request.url.path.endswith("/plan"):
-            html = await run_in_threadpool(partial(start.start_page, site.store, name, form, site.prefect, token=site.token, plan=html))
-        return HTMLResponse(html)
 
-    @site.app.post("/start/{name}")
-    async def go(name: str, request: Request) -> Response:
-        form = await sent(request)
-        try:
-            # What cannot be told in time, of large inputs, the run itself tells first.
-            with suppress(Late):
-                await run_in_threadpool(site.asker.ask, "check", name=name, asked=form)
-            return RedirectResponse(await run_in_threadpool(start.start_run, site.store, name, form), 303)
-        except PunaError as error:
-            refused = partial(start.start_page, site.store, name, form, site.prefect, token=site.token, refused=str(error))
-            return HTMLResponse(await run_in_threadpool(refused), status_code=422)
+@router.get("/start/{name}")
+def start_page(site: Here, name: str, request: Request) -> str:
+    query = parse_qs(request.url.query, keep_blank_values=True)
+    return start.start_page(site, name, query, own=own_page(request.headers))
 
-    @site.app.post("/run/{name}/stop")
-    def stop(name: str) -> Response:
-        start.stop(site.store, name)
-        return RedirectResponse(f"/puna/run/{quote(name)}", 303)
 
-    @site.app.post("/run/{name}/again")
-    async def again(name: str, request: Request) -> Response:
-        return RedirectResponse(await run_in_threadpool(start.again, site.store, name, await sent(request)), 303)
+@router.post("/start/{name}/plan")
+@router.post("/plan/{name}")
+async def plan(site: Here, name: str, request: Request) -> Response:
+    form = await sent(request)
+    if not site.trusts(form):
+        return HTMLResponse(site.page("Not planned", problem(STALE)), 403)
+    fields = {key: values for key, values in form.items() if key != "token"}
+    html = await run_in_threadpool(site.asker.ask, "plan", name=name, asked=fields)
+    if request.url.path.endswith("/plan"):
+        html = await run_in_threadpool(partial(start.start_page, site, name, form, plan=html))
+    return HTMLResponse(html)
 
-    @site.app.get("/started/{flow_run}")
-    def follow(flow_run: str) -> Response:
-        answer = start.started_page(site.store, flow_run, site.prefect)
-        if isinstance(answer, Html):
-            return HTMLResponse(answer, headers={"refresh": "1"})
-        return RedirectResponse(answer)
+
+@router.post("/start/{name}")
+async def go(site: Here, name: str, request: Request) -> Response:
+    form = await sent(request)
+    try:
+        # What cannot be told in time, of large inputs, the run itself tells first.
+        with suppress(Late):
+            await run_in_threadpool(site.asker.ask, "check", name=name, asked=form)
+        return RedirectResponse(await run_in_threadpool(start.start_run, site.store, name, form), 303)
+    except PunaError as error:
+        refused = partial(start.start_page, site, name, form, refused=str(error))
+        return HTMLResponse(await run_in_threadpool(refused), status_code=422)
+
+
+@router.post("/run/{name}/stop")
+def stop(site: Here, name: str) -> Response:
+    start.stop(site.store, name)
+    return RedirectResponse(f"/puna/run/{quote(name)}", 303)
+
+
+@router.post("/run/{name}/again")
+async def again(site: Here, name: str, request: Request) -> Response:
+    return RedirectResponse(await run_in_threadpool(start.again, site.store, name, await sent(request)), 303)
+
+
+@router.get("/started/{flow_run}")
+def follow(site: Here, flow_run: str) -> Response:
+    answer = start.started_page(site, flow_run)
+    return HTMLResponse(answer, headers={"refresh": "1"}) if isinstance(answer, Html) else RedirectResponse(answer)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 from urllib.parse import parse_qs, quote
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from puna.flows.html.markup import Content, Html, duration, tag, text
+from puna.flows.html.markup import THEME, Content, Html, document, duration, tag, text
 from puna.storage import Artifact, Store
 from puna.storage.runs import RunLog
 
@@ -29,14 +31,32 @@ MOST_FIELDS = 2000
 STATES = {"finished": "right", "failed": "wrong", "stopped": "", "crashed": "wrong", "at work": "busy"}
 
 
+class Entry(NamedTuple):
+    """The pages of a module, and their link in the navigation if `name` is given, in order of `at`."""
+
+    at: int
+    place: str
+    name: str
+    router: APIRouter
+
+
+REGISTRY: list[Entry] = []
+
+
+def pages(place: str = "", name: str = "", *, at: int = 0) -> APIRouter:
+    """Return the router of a module's pages. With `name` the navigation links to `place`."""
+    router = APIRouter(default_response_class=HTMLResponse)
+    REGISTRY.append(Entry(at, place, name, router))
+    return router
+
+
 @dataclass(frozen=True)
 class Site:
-    """The application that a module adds its pages to.
+    """The pages of a store.
 
     `prefect`: the address of the server whose forms they link to; `token`: proves that a form comes from these pages.
     """
 
-    app: FastAPI
     store: Store
     prefect: str | None
     asker: Asker
@@ -46,27 +66,41 @@ class Site:
         """True if a form sends the token along, which only pages of this server hold."""
         return hmac.compare_digest(fields.get("token", [""])[0].encode(), self.token.encode())
 
+    def page(self, title: str, *content: Content, here: str = "", live: str | None = None, lead: Content = None) -> Html:
+        """Return a whole page. `here`: its place in the navigation; `live`: the address of events after which `main` is fetched anew."""
+        links = [
+            tag("a", name, href=f"/puna/{place}", aria_current="page" if place == here else None, accesskey=str(number))
+            for number, (_, place, name, _) in enumerate(sorted(entry for entry in REGISTRY if entry.name), 1)
+        ]
+        if self.prefect is not None:
+            links.append(tag("a", "Prefect ↗", href="/v2/deployments"))
+        sheet = tag("link", rel="stylesheet", href="/puna/static/style.css")
+        body = tag(
+            "body",
+            tag("a", "To the content", href="#content", class_="skip"),
+            tag("header",
+                tag("div", tag("a", "Puna", href="/puna/", class_="brand"), tag("nav", links, aria_label="Pages"), THEME, class_="top"),
+                tag("h1", title), tag("p", lead, class_="lead") if lead else None),
+            tag("main", content, id="content", data_live=live),
+            Html('<script src="/puna/static/web.js"></script>'),
+        )  # fmt: skip
+        return document(f"{title} · Puna", body, sheet, tag("link", rel="icon", href="data:,"))
 
-class Entry(NamedTuple):
-    """Pages of a module: the function that adds them, and their link in the navigation if `name` is given, in order of `at`."""
 
-    at: int
-    place: str
-    name: str
-    routes: Callable[[Site], None]
+def _site(request: Request) -> Site:
+    site: Site = request.app.state.site
+    return site
 
 
-REGISTRY: list[Entry] = []
+Here = Annotated[Site, Depends(_site)]
+"""The site that a page belongs to, as a parameter of its function."""
 
 
-def pages(place: str = "", name: str = "", *, at: int = 0) -> Callable[[Callable[[Site], None]], Callable[[Site], None]]:
-    """Register the decorated function: it adds a module's pages to a site. With `name` the navigation links to `place`."""
-
-    def register(routes: Callable[[Site], None]) -> Callable[[Site], None]:
-        REGISTRY.append(Entry(at, place, name, routes))
-        return routes
-
-    return register
+def invalid(_: Request, error: Exception) -> Response:
+    """Answer a request whose fields are wrong, without repeating what JSON may not hold."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    return JSONResponse({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 422)
 
 
 async def sent(request: Request) -> dict[str, list[str]]:
@@ -86,46 +120,33 @@ def style() -> str:
     return "\n".join((HERE / name).read_text(encoding="utf-8") for name in ("../report/page.css", "web.css"))
 
 
-def page(title: str, *content: Content, here: str = "", prefect: str | None = None, live: str | None = None, lead: Content = None) -> Html:
-    """Return a whole page. `here`: its place in the navigation; `live`: the address of events after which `main` is fetched anew."""
-    links = [
-        tag("a", name, href=f"/puna/{place}", aria_current="page" if place == here else None, accesskey=str(number))
-        for number, (_, place, name, _) in enumerate(sorted(entry for entry in REGISTRY if entry.name), 1)
-    ]
-    if prefect is not None:
-        links.append(tag("a", "Prefect ↗", href="/v2/deployments"))
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", f"{title} · Puna"),
-        tag("link", rel="stylesheet", href="/puna/static/style.css"),
-        tag("link", rel="icon", href="data:,"),
-    )
-    body = tag(
-        "body",
-        tag("a", "To the content", href="#content", class_="skip"),
-        tag(
-            "header",
-            tag("div", tag("a", "Puna", href="/puna/", class_="brand"), tag("nav", links, aria_label="Pages"),
-                tag("button", "Light / dark", type="button", id="theme"), class_="top"),
-            tag("h1", title), tag("p", lead, class_="lead") if lead else None,
-        ),
-        tag("main", content, id="content", data_live=live),
-        Html('<script src="/puna/static/web.js"></script>'),
-    )  # fmt: skip
-    return Html(f"<!doctype html>\n{tag('html', head, body, lang='en')}\n")
-
-
 def projects_nav(store: Store, chosen: str | None, address: str, *, every: bool = False) -> Html | None:
     """Return links to a page for each project of the store, None where there is one only. `every`: and for all of them together."""
     if len(names := store.projects()) < 2:
         return None
     sign = "&" if "?" in address else "?"
-    links = [tag("a", "all", href=address, aria_current="page" if chosen is None else None)] if every else []
-    links += [tag("a", name, href=f"{address}{sign}project={name}", aria_current="page" if name == chosen else None) for name in names]
+    links = [tab("all", address, chosen is None)] if every else []
+    links += [tab(name, f"{address}{sign}project={name}", name == chosen) for name in names]
     return tag("nav", "Project ", links, aria_label="Projects")
+
+
+def tab(words: Content, address: str, here: bool) -> Html:
+    """Return a link of a navigation; `here`: it leads to the page or choice that is shown."""
+    return tag("a", words, href=address, aria_current="page" if here else None)
+
+
+def button(words: Content, address: str) -> Html:
+    """Return a link that looks like a button."""
+    return tag("a", words, href=address, class_="button")
+
+
+def hidden(name: str, value: str) -> Html:
+    """Return a field of a form that people do not see."""
+    return tag("input", type="hidden", name=name, value=value)
+
+
+def note(*words: Content) -> Html:
+    return tag("p", words, class_="note")
 
 
 def artifact_link(artifact: Artifact, words: str | None = None) -> Html:

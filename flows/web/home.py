@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 from fastapi import Query, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
-from puna.flows.html.markup import Content, Html, duration, number, section, table, tag
+from puna.flows.html.markup import Content, Html, counted_rows, duration, number, section, table, tag
 from puna.flows.prefect.forms import offers
-from puna.flows.web.frame import Site, artifact_link, badge, bar, page, pages, projects_nav, run_link, spent, when
+from puna.flows.web.frame import Here, artifact_link, badge, bar, button, note, pages, projects_nav, run_link, spent, when
 from puna.storage import PunaError, Store
 from puna.storage.runs import RunLog
 
@@ -23,24 +23,27 @@ MOST_RUNS = 50
 LOOKED_SECONDS = 1.0
 """Time between two looks at the run of an open page."""
 FIRST = "Each opens with what is reused and what the rest may cost; nothing runs before it is started."
+router = pages("", "Runs", at=1)
 
 
-def home(store: Store, prefect: str | None, older: int = 0, project: str | None = None) -> Html:
+@router.get("/")
+def home(site: Here, older: Annotated[int, Query(ge=0)] = 0, project: str | None = None) -> str:
     """Return the page of runs and aliases, of all projects or of one. `older`: so many newer runs are left out."""
+    store = site.store
     since, names = state_digest(store, None), store.runs()[::-1]
     if project is not None:
         store = store.within(project).require_project()
         names = [name for name in names if store.log(name).project == project]
     logs = [store.log(name) for name in names[older : older + MOST_RUNS]]
     working = [log for log in logs if log.state == "at work"]
-    return page(
+    return site.page(
         "Puna's store",
         projects_nav(store, project, "/puna/", every=True),
         [working_view(store, log) for log in working],
         section("start", "Start", FIRST, starts()),
-        section("runs", "Runs", None, runs_view(logs), _pages(len(names), older, project)) if names else _nothing(prefect),
+        section("runs", "Runs", None, runs_view(logs), _pages(len(names), older, project)) if names else _nothing(site.prefect),
         section("aliases", "Aliases", "The newest of each name, as inputs take them.", aliases_view(store, project)),
-        here="", prefect=prefect, live=f"/puna/events?since={since}", lead=tag("code", store.uri),
+        here="", live=f"/puna/events?since={since}", lead=tag("code", store.uri),
     )  # fmt: skip
 
 
@@ -80,21 +83,21 @@ def working_view(store: Store, log: RunLog) -> Html:
     now = progress_of(store, log.name)
     count = f"{len(log.made)} steps done"
     if now is None:
-        inside: Content = tag("p", count, class_="note")
+        inside: Content = note(count)
     elif not now["total"]:
-        inside = [tag("p", tag("b", now["step"])), tag("p", count, class_="note")]
+        inside = [tag("p", tag("b", now["step"])), note(count)]
     else:
         share = now["done"] / max(now["total"], 1e-9)
         left = now["seconds"] * (1 - share) / share if share > 0.02 else None
         words = f"{now['step']}: {100 * share:.0f} %, {number(now['done'])} of {number(now['total'])} {now['note']}"
         after = f", about {duration(left)} left" if left is not None and share < 1 else ""
-        inside = [tag("p", tag("b", words), after), bar(share, words), tag("p", count, class_="note")]
+        inside = [tag("p", tag("b", words), after), bar(share, words), note(count)]
     return tag("section", tag("h2", run_link(log.name, f"{log.title} is at work")), inside, class_="working")
 
 
 def starts() -> Html:
-    links = [tag("a", offer.what.name, href=f"/puna/start/{offer.flow}", class_="button") for offer in offers() if offer.group == "flow"]
-    return tag("p", links, tag("a", "a stage …", href="/puna/start", class_="button"), class_="buttons")
+    links = [button(offer.what.name, f"/puna/start/{offer.flow}") for offer in offers() if offer.group == "flow"]
+    return tag("p", links, button("a stage …", "/puna/start"), class_="buttons")
 
 
 def aliases_view(store: Store, project: str | None = None) -> Html:
@@ -110,14 +113,14 @@ def aliases_view(store: Store, project: str | None = None) -> Html:
             continue
     rows: list[list[Content]] = []
     for created, name, artifact in sorted(entries, reverse=True, key=lambda item: item[:2]):
-        size = number(artifact.rows()) if artifact.kind in artifact.tables else "–"
         talk = f"/puna/chat?model={store.full_name(name)}"
         use = {"model": ("chat", talk), "documents": ("search", f"/puna/documents?artifact={artifact.id}")}
         words, address = use.get(artifact.kind, ("look", f"/puna/artifact/{artifact.kind}/{artifact.key[:12]}"))
         created_at = when(datetime.fromisoformat(created))
-        rows.append([tag("b", name), artifact_link(artifact), artifact.manifest.stage, size, created_at, tag("a", words, href=address)])
+        link, use_link = artifact_link(artifact), tag("a", words, href=address)
+        rows.append([tag("b", name), link, artifact.manifest.stage, counted_rows(artifact) or "–", created_at, use_link])
     if not rows:
-        return tag("p", "No alias is set yet.", class_="note")
+        return note("No alias is set yet.")
     return table(["alias", "artifact", "made by", "rows", "made", "use"], rows, numeric=(3,))
 
 
@@ -143,16 +146,9 @@ async def _events(store: Store, request: Request, name: str | None, since: str) 
         await asyncio.sleep(LOOKED_SECONDS)
 
 
-@pages("", "Runs", at=1)
-def routes(site: Site) -> None:
-    """Add the first page, and the events after which an open page is fetched anew."""
-
-    @site.app.get("/", response_class=HTMLResponse)
-    def first(older: Annotated[int, Query(ge=0)] = 0, project: str | None = None) -> str:
-        return home(site.store, site.prefect, older, project)
-
-    @site.app.get("/events")
-    @site.app.get("/events/{name}")
-    def events(request: Request, name: str | None = None, since: str = "") -> Response:
-        lines = _events(site.store, request, name, since)
-        return StreamingResponse(lines, media_type="text/event-stream", headers={"cache-control": "no-store"})
+@router.get("/events")
+@router.get("/events/{name}")
+def events(site: Here, request: Request, name: str | None = None, since: str = "") -> Response:
+    """Return the events after which an open page is fetched anew."""
+    lines = _events(site.store, request, name, since)
+    return StreamingResponse(lines, media_type="text/event-stream", headers={"cache-control": "no-store"})

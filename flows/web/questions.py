@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse, Response
 
 from puna.flows.html.markup import Content, Html, details, duration, part, table, tag
 from puna.flows.web.bounded import SECONDS
-from puna.flows.web.frame import STALE, Site, page, pages, plain, problem, sent
+from puna.flows.web.frame import STALE, Here, Site, hidden, note, pages, plain, problem, sent
 from puna.storage import PunaError, Store, catalog
 from puna.storage.schemas import TABLES
 from puna.storage.views import FACTS
@@ -33,28 +33,34 @@ EXAMPLES = {
 }
 
 
-def sql_page(question: str, answer: Content, prefect: str | None, token: str) -> Html:
-    """Return the box with a statement, and the answer where it was run. `token`: what the box must send along."""
+router = pages("sql", "SQL", at=7)
+
+
+@router.get("/sql")
+def box(site: Here, q: str = "") -> str:
+    return _page(site, q, None)
+
+
+def _page(site: Site, question: str, answer: Content) -> Html:
+    """Return the box with a statement, and the answer where it was run."""
     box = tag(
         "form",
         tag("textarea", question, name="q", id="q", rows=6, spellcheck="false", autofocus=not question, aria_label="SQL"),
         tag("p", tag("button", "Ask", class_="main"), tag("span", " Ctrl+Enter · read-only · ", LIMITS, class_="note")),
-        tag("input", type="hidden", name="token", value=token),
+        hidden("token", site.token),
         action="/puna/sql", method="post", id="ask", data_answered="" if answer else None,
     )  # fmt: skip
     examples = [tag("li", tag("a", words, href=f"/puna/sql?q={quote(query)}")) for words, query in EXAMPLES.items()]
     columns = {**FACTS, **{name: table_.schema for name, table_ in TABLES.items()}}
-    tables = [
-        details(tag("b", name), tag("p", ", ".join(schema.names), class_="note"), class_="more") for name, schema in columns.items()
-    ]
-    return page(
+    tables = [details(tag("b", name), note(", ".join(schema.names)), class_="more") for name, schema in columns.items()]
+    return site.page(
         "SQL", box, answer,
         tag("div",
             part("Examples", tag("ul", examples)),
             part("Asked before", tag("ul", id="asked"), note="Kept in this browser."),
             part("Tables", tables, note="Each has the column artifact, the key of the artifact that holds the row."),
             class_="three"),
-        here="sql", prefect=prefect, lead="One statement of DuckDB over every artifact.",
+        here="sql", lead="One statement of DuckDB over every artifact.",
     )  # fmt: skip
 
 
@@ -78,25 +84,17 @@ def answered(store: Store, question: str) -> Html:
     )  # fmt: skip
 
 
-@pages("sql", "SQL", at=7)
-def routes(site: Site) -> None:
-    """Add the page of SQL. An address only fills its box; the box sends the token that lets a question run."""
-
-    @site.app.get("/sql", response_class=HTMLResponse)
-    def box(q: str = "") -> str:
-        return sql_page(q, None, site.prefect, site.token)
-
-    @site.app.post("/sql")
-    async def sql(request: Request) -> Response:
-        form = await sent(request)
-        text = form.get("q", [""])[0]
-        answer: Html | None = None
-        status = 200
-        if not site.trusts(form):
-            answer, status = problem(STALE), 403
-        elif text.strip():
-            try:
-                answer = await run_in_threadpool(site.asker.ask, "sql", q=text)
-            except PunaError as error:
-                answer = problem(str(error))
-        return HTMLResponse(sql_page(text, answer, site.prefect, site.token), status)
+@router.post("/sql")
+async def ask(site: Here, request: Request) -> Response:
+    """Run the statement of the box, which sends the token; an address only fills it."""
+    form = await sent(request)
+    text = form.get("q", [""])[0]
+    answer: Html | None = None
+    if not site.trusts(form):
+        return HTMLResponse(_page(site, text, problem(STALE)), 403)
+    if text.strip():
+        try:
+            answer = await run_in_threadpool(site.asker.ask, "sql", q=text)
+        except PunaError as error:
+            answer = problem(str(error))
+    return HTMLResponse(_page(site, text, answer))

@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import HTMLResponse, RedirectResponse, Response
+from fastapi.responses import RedirectResponse, Response
 
 from puna.flows.engine.defaults import DEFAULT_RECIPE
 from puna.flows.engine.recipe import shipped_recipes
 from puna.flows.engine.rounds import POLICY, Round, rounds_of, settle, unsettled
-from puna.flows.html.markup import Content, Html, number, section, table, tag
+from puna.flows.html.markup import Content, Html, made_at, number, section, table, tag
 from puna.flows.html.plot import Plot
 from puna.flows.html.svg import draw, grid
 from puna.flows.prefect.trigger import Trigger, load_trigger, new_preferences, save_trigger
 from puna.flows.report.alignment import gate_basis, models_by_step
-from puna.flows.web.frame import Site, artifact_link, field, option, page, pages, projects_nav, sent
+from puna.flows.web.frame import Here, artifact_link, button, field, hidden, option, pages, projects_nav, sent
 from puna.stages.align.gate import ApprovalConfig, approval
 from puna.stages.contract import execute
 from puna.storage import Artifact, PunaError, Store
@@ -29,25 +29,27 @@ MOST = 40
 LONGEST = 9
 """Digits of a number of preferences."""
 JUDGE = "Judge pairs of answers, several people under their names; what is said becomes preferences."
+router = pages("rounds", "Rounds", at=6)
 
 
-def rounds_page(store: Store, prefect: str | None) -> Html:
-    """Return the page of the rounds of a store's project."""
+@router.get("/rounds")
+def rounds_page(site: Here, project: str | None = None) -> str:
+    """Return the page of the rounds of a project."""
+    store = site.store.within(project).require_project()
     history = rounds_of(store, store.alias(POLICY)) if POLICY in store.aliases() else _open_rounds(store)
     waiting = history[-1] if history and history[-1].verdict == "waits" else None
     gains = [draw(Plot.of(figure)) for one in history[-4:] for _, figure in sorted(one.gate.manifest.figures.items())]
     answers = [one for one in reversed(store.artifacts()) if one.kind == "answers"][:6]
     desk = "" if store.project == DEFAULT else f"{store.project}~"
     judge = [tag("li", tag("a", f"{one.id} · {one.rows():,} answers", href=f"/puna/judge/{desk}{one.key[:12]}/")) for one in answers]
-    return page(
+    return site.page(
         "Rounds",
         projects_nav(store, store.project, "/puna/rounds"),
         _waits(waiting, store.project) if waiting else None,
         section("rounds", "Gates", None, _gates(history), grid(gains)) if history else _none(store.project),
         section("leaderboard", "Leaderboard", "Every model that was evaluated, the best first.", _leaderboard(store)),
         section("judge", "Which answer is better?", JUDGE, tag("ul", judge)) if judge else None,
-        section("next", "The next round", None, _next(store, prefect)),
-        here="rounds", prefect=prefect,
+        section("next", "The next round", None, _next(store, site.prefect)), here="rounds",
     )  # fmt: skip
 
 
@@ -56,14 +58,26 @@ def _none(project: str) -> Html:
     return tag("p", "No round came to a gate yet: ", first, " trains a policy once more and asks whether it is better.", class_="lead")
 
 
-def project_of(form: Mapping[str, Sequence[str]]) -> str:
+def _project_of(form: Mapping[str, Sequence[str]]) -> str:
     """Return the project that a form of the page of rounds is about."""
     return form.get("project", [DEFAULT])[0]
 
 
+@router.post("/rounds/next")
+async def trigger(site: Here, request: Request) -> Response:
+    await run_in_threadpool(set_trigger, site.store, form := await sent(request))
+    return RedirectResponse(f"/puna/rounds?project={_project_of(form)}#next", 303)
+
+
+@router.post("/rounds/{gate}")
+async def decide(site: Here, gate: str, request: Request) -> Response:
+    await run_in_threadpool(decide_round, site.store, gate, form := await sent(request))
+    return RedirectResponse(f"/puna/rounds?project={_project_of(form)}", 303)
+
+
 def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> None:
     """Carry out a person's decision on a waiting round, once no round is at work. Raise PunaError where it cannot be."""
-    store = store.within(project_of(form))
+    store = store.within(_project_of(form))
     artifact = store.resolve(f"evaluation/{gate}")
     by = form.get("by", [""])[0].strip()
     if not by:
@@ -89,7 +103,7 @@ def set_trigger(store: Store, form: Mapping[str, Sequence[str]]) -> None:
     recipe = form.get("recipe", [DEFAULT_RECIPE])[0]
     if recipe not in shipped_recipes():
         raise PunaError(f"recipe {recipe}: not found; recipes are {', '.join(shipped_recipes())}")
-    save_trigger(store.within(project_of(form)), Trigger(int(text), recipe))
+    save_trigger(store.within(_project_of(form)), Trigger(int(text), recipe))
 
 
 def _open_rounds(store: Store) -> list[Round]:
@@ -99,10 +113,6 @@ def _open_rounds(store: Store) -> list[Round]:
     policy_record = next((i for one in gates[-1:] for i in one.manifest.inputs if i.name == "policy"), None)
     policy = policy_record and store.find(policy_record.kind, policy_record.key)
     return rounds_of(store, policy) if policy else []
-
-
-def _hidden(project: str) -> Html:
-    return tag("input", type="hidden", name="project", value=project)
 
 
 def _waits(one: Round, project: str) -> Html:
@@ -117,7 +127,7 @@ def _waits(one: Round, project: str) -> Html:
         table(["task", "policy", "candidate", "gain, 95 % interval"], measured, numeric=(1, 2, 3)),
         tag("p", "Policy ", artifact_link(one.policy), ", candidate ", artifact_link(one.candidate), " ",
             tag("a", "talk to it", href=f"/puna/chat?model={one.candidate.id}")),
-        tag("form", _hidden(project), field("Your name", tag("input", name="by", type="text", required=True)),
+        tag("form", hidden("project", project), field("Your name", tag("input", name="by", type="text", required=True)),
             field("Why", tag("input", name="reason", type="text")),
             tag("p", tag("button", "Approve", class_="main", name="verdict", value="approve"), " ",
                 tag("button", "Refuse", name="verdict", value="refuse"), class_="buttons"),
@@ -132,7 +142,7 @@ def _gates(history: Sequence[Round]) -> Html:
         gain = f"{m['gain']:+.3f} ({m['gain_low']:+.3f} to {m['gain_high']:+.3f})" if "gain" in m else ""
         badge = tag("span", one.verdict, class_=f"tag {VERDICTS.get(one.verdict, '')}")
         why = tag("small", str(one.deciding.manifest.metrics["reason"]))
-        rows.append([one.number, badge, tag("small", gate_basis(one.gate)), gain, artifact_link(one.candidate), why, _created(one.gate)])
+        rows.append([one.number, badge, tag("small", gate_basis(one.gate)), gain, artifact_link(one.candidate), why, made_at(one.gate)])
     return table(["round", "verdict", "compared", "gain, 95 % interval", "candidate", "because", "UTC"], rows, numeric=(0,))
 
 
@@ -159,44 +169,21 @@ def _leaderboard(store: Store) -> Html:
     for place, (model, values) in enumerate(ordered[:MOST], 1):
         aliases = [[tag("span", name, class_="tag"), " "] for name in names.get(model.key, [])]
         cells: list[Content] = [number(values[name]) if name in values else "–" for name in columns]
-        rows.append([place, [aliases, artifact_link(model, titles.get(model.key))], model.manifest.stage, *cells, _created(model)])
+        rows.append([place, [aliases, artifact_link(model, titles.get(model.key))], model.manifest.stage, *cells, made_at(model)])
     head: list[Content] = ["", "model", "made by", *(name.replace("_", " ") for name in columns), "UTC"]
     return table(head, rows, numeric=(0, *range(3, 3 + len(columns))))
-
-
-def _created(artifact: Artifact) -> str:
-    return artifact.manifest.created_at[:16].replace("T", " ")
 
 
 def _next(store: Store, prefect: str | None) -> Content:
     now, there = load_trigger(store), new_preferences(store)
     recipes = [option(name, name, chosen=name == now.recipe) for name in shipped_recipes()]
     state = f"{there:,} preferences are new{f'; a round is made at {now.preferences:,}' if now.preferences else ''}."
-    form = tag("form", _hidden(store.project),
+    form = tag("form", hidden("project", store.project),
         field("Start a round when so many preferences of people are new; 0: never",
               tag("input", type="number", name="preferences", min=0, value=now.preferences)),
         field("With the recipe", tag("select", recipes, name="recipe")),
         tag("p", tag("button", "Keep"), class_="buttons"), action="/puna/rounds/next", method="post")  # fmt: skip
-    started: Content = [tag("a", "Start one now", href=f"/puna/start/round?project={store.project}", class_="button")]
+    started: Content = [button("Start one now", f"/puna/start/round?project={store.project}")]
     if prefect:
-        started = [started, " ", tag("a", "Set a schedule, in Prefect", href="/puna/deployment/round", class_="button")]
+        started = [started, " ", button("Set a schedule, in Prefect", "/puna/deployment/round")]
     return tag("div", tag("p", state), form, tag("p", started, class_="buttons"))
-
-
-@pages("rounds", "Rounds", at=6)
-def routes(site: Site) -> None:
-    """Add the page of rounds, and its forms."""
-
-    @site.app.get("/rounds", response_class=HTMLResponse)
-    def all_rounds(project: str | None = None) -> str:
-        return rounds_page(site.store.within(project).require_project(), site.prefect)
-
-    @site.app.post("/rounds/next")
-    async def trigger(request: Request) -> Response:
-        await run_in_threadpool(set_trigger, site.store, form := await sent(request))
-        return RedirectResponse(f"/puna/rounds?project={project_of(form)}#next", 303)
-
-    @site.app.post("/rounds/{gate}")
-    async def decide(gate: str, request: Request) -> Response:
-        await run_in_threadpool(decide_round, site.store, gate, form := await sent(request))
-        return RedirectResponse(f"/puna/rounds?project={project_of(form)}", 303)

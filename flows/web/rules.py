@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from fastapi import Request
-from fastapi.responses import HTMLResponse
 
 from puna.flows.html.markup import Content, Html, excerpt, number, part, percent, section, table, tag
-from puna.flows.web.frame import Site, artifact_link, page, pages
+from puna.flows.web.frame import Here, artifact_link, hidden, note, pages, tab
 from puna.stages.contract import parse
 from puna.stages.curate.rules.decide import SqlRule, decide, numeric
 from puna.stages.curate.rules.groups import Rule, active_rules
@@ -26,6 +26,7 @@ BINS = 40
 EXAMPLES = 6
 MOST_SELECTIONS = 3
 """Selections whose signals are held in memory."""
+router = pages("rules", "Rules", at=5)
 
 
 @dataclass(frozen=True)
@@ -42,22 +43,12 @@ class Selection:
     """Id → rule of what the rules drop as they are."""
 
 
-_held: OrderedDict[str, Selection] = OrderedDict()
 _lock = threading.Lock()
 
 
-def selection(store: Store, artifact: Artifact) -> Selection:
-    """Return the data that a `select` decided on, cached. Raise PunaError for another stage, or where its inputs are gone."""
-    with _lock:
-        if artifact.key not in _held:
-            _held[artifact.key] = _read(store, artifact)
-            if len(_held) > MOST_SELECTIONS:
-                _held.popitem(last=False)
-        _held.move_to_end(artifact.key)
-        return _held[artifact.key]
-
-
-def _read(store: Store, artifact: Artifact) -> Selection:
+@lru_cache(MOST_SELECTIONS)
+def _selection(store: Store, artifact: Artifact) -> Selection:
+    """Return the data that a `select` decided on. Raise PunaError for another stage, or where its inputs are gone."""
     m = artifact.manifest
     if m.stage != "select":
         raise PunaError(f"{artifact.id}: was made by {m.stage}; thresholds are those of the stage select")
@@ -94,28 +85,35 @@ def _decided(whole: pa.Table, rules: list[Rule | SqlRule], languages: pa.Table |
     return dict(zip(dropped["id"].to_pylist(), dropped["rule"].to_pylist(), strict=True))
 
 
-def rules_page(store: Store, name: str | None, query: Mapping[str, str], prefect: str | None) -> Html:
+def selection(store: Store, artifact: Artifact) -> Selection:
+    """Return the data that a `select` decided on, read once however many ask at one time."""
+    with _lock:
+        return _selection(store, artifact)
+
+
+@router.get("/rules")
+def rules_page(site: Here, request: Request) -> str:
     """Return the selections to choose from, and the sliders of one."""
+    store, query = site.store, request.query_params
+    name = query.get("artifact")
     selections = [artifact for artifact in reversed(store.artifacts()) if artifact.manifest.stage == "select"]
     if not selections:
-        return page("Rules", tag("p", "No selection was made yet: run `curate`, or the stage `select`.", class_="lead"), here="rules",
-                    prefect=prefect)  # fmt: skip
+        return site.page("Rules", here="rules", lead="No selection was made yet: run `curate`, or the stage `select`.")
     chosen = store.resolve(name) if name else max(selections[:12], key=lambda artifact: artifact.rows("dropped"))
     of = selection(store, chosen)
     others = [
-        tag("a", f"{artifact.id} · {artifact.rows():,} rows", href=f"/puna/rules?artifact={artifact.key[:12]}",
-            aria_current="page" if artifact.key == chosen.key else None)
+        tab(f"{artifact.id} · {artifact.rows():,} rows", f"/puna/rules?artifact={artifact.key[:12]}", artifact.key == chosen.key)
         for artifact in selections[:12]
-    ]  # fmt: skip
+    ]
     moved = _moved(of, query)
     sliders = [_slider(of, rule, moved.get(rule.name)) for rule in of.rules if isinstance(rule, Rule) and rule.number is not None]
-    return page(
+    return site.page(
         "Rules", tag("nav", others, aria_label="Selections"),
-        tag("form", tag("div", replay(store, of, query), id="outcome", aria_live="polite"), tag("div", sliders, class_="sliders"),
+        tag("form", tag("div", replay(of, query), id="outcome", aria_live="polite"), tag("div", sliders, class_="sliders"),
             tag("p", tag("button", "Show"), " ", tag("button", "As they were", type="reset")),
-            tag("input", type="hidden", name="artifact", value=chosen.key[:12]), action="/puna/rules", id="rules",
+            hidden("artifact", chosen.key[:12]), action="/puna/rules", id="rules",
             data_from="/puna/rules/outcome"),
-        here="rules", prefect=prefect,
+        here="rules",
         lead=["Move a threshold of ", artifact_link(chosen), ": its own rules decide again from the stored signals. Nothing is changed."],
     )  # fmt: skip
 
@@ -134,7 +132,14 @@ def _moved(of: Selection, query: Mapping[str, str]) -> dict[str, float]:
     return moved
 
 
-def replay(store: Store, of: Selection, query: Mapping[str, str]) -> Html:
+@router.get("/rules/outcome")
+def outcome(site: Here, request: Request) -> str:
+    """Return what the rules drop with the thresholds of the query."""
+    query = request.query_params
+    return replay(selection(site.store, site.store.resolve(query.get("artifact", ""))), query)
+
+
+def replay(of: Selection, query: Mapping[str, str]) -> Html:
     """Return the drops with these thresholds beside the actual ones, and the recipe change that sets them."""
     moved = _moved(of, query)
     if not moved:
@@ -167,7 +172,7 @@ def _cards(of: Selection, ids: list[str]) -> Html:
     """Return some of the documents, by their beginnings."""
     chosen = sorted(ids)[:EXAMPLES]
     if not chosen:
-        return tag("p", "None.", class_="note")
+        return note("None.")
     cards = []
     for batch in of.documents.batches(columns=["id", "url", "text"], rows=1024):
         for row in batch.filter(pc.is_in(batch.column("id"), pa.array(chosen))).to_pylist():
@@ -206,17 +211,3 @@ def _span(finite: Any, threshold: float) -> tuple[float, float]:
     low, high = (float(q) for q in np.quantile(finite, (0.005, 0.995)))
     low, high = min(low, threshold), max(high, threshold)
     return (low, high) if high > low else (low, low + 1.0)
-
-
-@pages("rules", "Rules", at=5)
-def routes(site: Site) -> None:
-    """Add the page of thresholds, and their outcome as they move."""
-
-    @site.app.get("/rules", response_class=HTMLResponse)
-    def sliders(request: Request) -> str:
-        return rules_page(site.store, request.query_params.get("artifact"), request.query_params, site.prefect)
-
-    @site.app.get("/rules/outcome", response_class=HTMLResponse)
-    def outcome(request: Request) -> str:
-        chosen = selection(site.store, site.store.resolve(request.query_params.get("artifact", "")))
-        return replay(site.store, chosen, request.query_params)

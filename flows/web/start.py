@@ -18,7 +18,7 @@ from puna.flows.engine.recipe import shipped_recipes
 from puna.flows.html.markup import Content, Html, details, duration, section, size, table, tag
 from puna.flows.prefect.forms import Choices, Offer, defaults, offers, picked, set_by_recipes, settings_of, values_of
 from puna.flows.server.client import Server, Unreachable, read_note
-from puna.flows.web.frame import field, option, page, problem, projects_nav
+from puna.flows.web.frame import Site, button, field, hidden, note, option, problem, projects_nav, tab
 from puna.stages.contract import Stage, did_you_mean
 from puna.stages.contract.declaration import InputSpec
 from puna.storage import PunaError, Store, digest
@@ -34,42 +34,32 @@ MANY = 8
 """Fields that a stage may have of its own before those that are rarely changed are folded."""
 
 
-def start_page(
-    store: Store,
-    name: str,
-    form: Asked,
-    prefect: str | None,
-    *,
-    token: str,
-    plan: Html | None = None,
-    own: bool = False,
-    refused: str = "",
-) -> Html:
+def start_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, own: bool = False, refused: str = "") -> Html:
     """Return the form of the flow or stage, and its plan where that was asked for.
 
-    `asked`: what was filled in; `token`: what the form must send to be planned; `own`: a page of this site led here, so that the
-    script may ask for the plan by itself; `refused`: why it was not started.
+    `own`: a page of this site led here, so that the script may ask for the plan by itself; `refused`: why it was not started.
     """
+    store = site.store
     offer, project = offer_of(name), _project(form)
     what, choices = offer.what, Choices(store.within(project))
     settings: Content = _changes(form) if isinstance(what, Flow) else _settings(offer, form)
-    go = [once(), tag("button", "Start", class_="main")] if prefect else None
+    go = [once(), tag("button", "Start", class_="main")] if site.prefect else None
     missing = None if plan or refused else _missing(offer, form)
-    note = tag("p", missing or "Press Plan to see what is reused and what the rest may cost.", class_="note")
-    other = tag("a", "Prefect's form, with schedules", href=f"/puna/form/{name}", class_="button") if prefect else None
-    return page(
+    waiting = note(missing or "Press Plan to see what is reused and what the rest may cost.")
+    other = button("Prefect's form, with schedules", f"/puna/form/{name}") if site.prefect else None
+    return site.page(
         what.name,
         problem(refused) if refused else None,
         projects_nav(store, project or DEFAULT, f"/puna/start/{name}"),
         tag("form",
             tag("div", _recipe(offer, form), _project_field(store, project),
                 [_input(spec, choices, form) for spec in what.inputs], settings),
-            tag("div", plan or (None if refused else note), id="outcome", aria_live="polite"),
-            tag("input", type="hidden", name="token", value=token),
+            tag("div", plan or (None if refused else waiting), id="outcome", aria_live="polite"),
+            hidden("token", site.token),
             tag("p", go, " ", tag("button", "Plan", formaction=f"/puna/start/{name}/plan"), " ", other, class_="buttons"),
             action=f"/puna/start/{name}", method="post", class_="replayed", data_from=f"/puna/plan/{name}",
             data_now="" if own and not (plan or refused or missing) else None),
-        here="start", prefect=prefect, lead=_first(what.doc),
+        here="start", lead=_first(what.doc),
     )  # fmt: skip
 
 
@@ -93,8 +83,9 @@ def _project_field(store: Store, project: str) -> Content:
     return [field("Project, whose aliases are read and set; a new name begins a new one", box), choices]
 
 
-def list_page(store: Store, prefect: str | None, project: str | None = None) -> Html:
+def list_page(site: Site, project: str | None) -> Html:
     """Return the page of everything that can be started, in the order of the pipeline."""
+    store = site.store
     parts: list[Content] = [projects_nav(store, project or DEFAULT, "/puna/start")]
     more = f"?project={store.within(project).project}" if project else ""
     for group, several in groupby(offers(), key=lambda offer: offer.group):
@@ -103,7 +94,7 @@ def list_page(store: Store, prefect: str | None, project: str | None = None) -> 
         ]
         parts.append(section(group, {"flow": "flows", "io": "import and export"}.get(group, group), None, tag("ul", links)))
     lead = "Each opens with what is reused and what the rest may cost; nothing runs before it is started."
-    return page("Start", parts, here="start", prefect=prefect, lead=lead)
+    return site.page("Start", parts, here="start", lead=lead)
 
 
 def plan_view(store: Store, name: str, form: Asked) -> Html:
@@ -123,8 +114,8 @@ def plan_view(store: Store, name: str, form: Asked) -> Html:
         section("plan", total[0].upper() + total[1:], f"{counted}{f'; {size(free)} of disk are free' if free is not None else ''}",
             table(["step", *(COSTS if estimated else ()), "because"], rows, numeric=(1, 2, 3) if estimated else ()) if rows else None,
             details(f"{len(reused)} reused", table(["step", "artifact"], reused), class_="more") if reused else None,
-            None if steps else tag("p", "No step follows from what there is.", class_="note")),
-        tag("p", "On the command line: ", tag("code", request.command(store)), class_="note"),
+            None if steps else note("No step follows from what there is.")),
+        note("On the command line: ", tag("code", request.command(store))),
     )  # fmt: skip
 
 
@@ -154,7 +145,7 @@ def start_run(store: Store, name: str, form: Asked) -> str:
 
 def once() -> Html:
     """Return a hidden field that makes two clicks on one page start one run."""
-    return tag("input", type="hidden", name="once", value=uuid.uuid4().hex)
+    return hidden("once", uuid.uuid4().hex)
 
 
 def _create_run(server: Server, deployment_id: str, title: str, parameters: Mapping[str, Any], form: Asked) -> str:
@@ -165,8 +156,9 @@ def _create_run(server: Server, deployment_id: str, title: str, parameters: Mapp
     return f"/puna/started/{flow_run['id']}"
 
 
-def started_page(store: Store, flow_run: str, prefect: str | None) -> Html | str:
+def started_page(site: Site, flow_run: str) -> Html | str:
     """Return the address of a started run's page as soon as it exists; until then a page with its state."""
+    store = site.store
     for name in store.runs()[:-20:-1]:
         if any(event.get("flow_run") == flow_run for event in store.events(name)[:1]):
             return f"/puna/run/{quote(name)}"
@@ -179,8 +171,8 @@ def started_page(store: Store, flow_run: str, prefect: str | None) -> Html | str
     state = run["state"]
     ended = state.get("type") in ("FAILED", "CRASHED", "CANCELLED")
     message = problem(state.get("message") or state["name"]) if ended else tag("p", f"{state['name']} …", class_="lead")
-    link = tag("p", tag("a", "In Prefect", href=f"/v2/runs/flow-run/{flow_run}", class_="button"), class_="buttons")
-    return page(str(run["name"]), message, link, prefect=prefect)
+    link = tag("p", button("In Prefect", f"/v2/runs/flow-run/{flow_run}"), class_="buttons")
+    return site.page(str(run["name"]), message, link)
 
 
 def stop(store: Store, name: str) -> None:
@@ -272,15 +264,12 @@ def _recipe(offer: Offer, form: Asked) -> Content:
     if isinstance(offer.what, Flow):
         options = [option(name, name, chosen=name == now) for name in shipped_recipes()]
         return field("Recipe", tag("select", options, name="recipe"))
-    groups = settings_of(offer.what)
-    links = [
-        tag("a", recipe + ("" if step == offer.what.name else f": {step}"),
-            href=f"/puna/start/{offer.flow}?{urlencode({'recipe': f'{recipe}:{step}'})}",
-            aria_current="page" if now == f"{recipe}:{step}" else None)
-        for recipe, step in groups
-    ]  # fmt: skip
-    hidden = tag("input", type="hidden", name="recipe", value=now) if now else None
-    return [tag("nav", "Values of ", links, aria_label="Recipes") if links else None, hidden]
+    links = []
+    for recipe, step in settings_of(offer.what):
+        name = f"{recipe}:{step}"
+        words = recipe if step == offer.what.name else f"{recipe}: {step}"
+        links.append(tab(words, f"/puna/start/{offer.flow}?{urlencode({'recipe': name})}", now == name))
+    return [tag("nav", "Values of ", links, aria_label="Recipes") if links else None, hidden("recipe", now) if now else None]
 
 
 def _input(spec: InputSpec, choices: Choices, form: Asked) -> Html:

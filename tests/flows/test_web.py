@@ -251,13 +251,11 @@ def test_what_breaks_in_puna_is_a_page_that_says_so(store: Store, monkeypatch: p
 
 def test_one_file_adds_a_page_and_one_a_command(client: TestClient, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     (tmp_path / "greeting.py").write_text(
-        "from fastapi.responses import HTMLResponse\n"
-        "from puna.flows.web.frame import Site, page, pages\n"
-        "@pages('greeting', 'Greeting', at=9)\n"
-        "def routes(site):\n"
-        "    @site.app.get('/greeting', response_class=HTMLResponse)\n"
-        "    def greeting():\n"
-        "        return page('Good day', site.store.uri, here='greeting')\n"
+        "from puna.flows.web.frame import Here, pages\n"
+        "router = pages('greeting', 'Greeting', at=9)\n"
+        "@router.get('/greeting')\n"
+        "def greeting(site: Here) -> str:\n"
+        "    return site.page('Good day', site.store.uri, here='greeting')\n"
     )
     monkeypatch.setattr(web, "__path__", [*web.__path__, str(tmp_path)])
     request.addfinalizer(frame.REGISTRY.pop)

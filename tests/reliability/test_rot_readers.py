@@ -14,6 +14,8 @@ from puna.flows.report.run import Run
 from puna.flows.web import artifact as pages
 from puna.flows.web import documents as searching
 from puna.flows.web import questions
+from puna.flows.web.bounded import Asker
+from puna.flows.web.frame import Site
 from puna.models.serving import ServingSettings
 from puna.stages.contract import execute
 from puna.storage import Artifact, PunaError, Store, catalog, damage, runs
@@ -31,6 +33,7 @@ class World:
         for artifact in (self.documents, self.kept, self.signals):
             self.store.record("run", runs.Made(artifact.kind, "rot", artifact.kind, artifact.key, False, 1.0).event())
         self.readers = self.store.reading()
+        self.site = Site(self.readers, None, Asker(self.readers, urls=False))
 
     def query(self) -> None:
         catalog.query(self.store, "select count(distinct text) from newest.documents")
@@ -39,10 +42,10 @@ class World:
         questions.answered(Store.existing(self.store.uri), "select sum(rot_characters) from signals")
 
     def rows(self) -> None:
-        pages.artifact_page(self.readers, self.readers.resolve(self.signals.id), None, None, 0)
+        pages.artifact_page(self.site, "signals", self.signals.key, None, 0)
 
     def search(self) -> None:
-        searching.documents_page(self.readers, self.kept.id, "abc", "", None)
+        searching.search(self.site, "abc", self.kept.id)
 
     def report(self) -> None:
         Run.open(self.store, "run").steps[-1].artifact.read()
