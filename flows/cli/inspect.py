@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from datetime import datetime, timedelta
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from puna.flows.engine.console import summary
 from puna.flows.engine.defaults import DEFAULT_STORE
+from puna.flows.html.markup import size
 from puna.flows.report.why import fate
 from puna.storage import Artifact, PunaError, Store, database, maintenance
 from puna.storage import explain as explaining
@@ -35,16 +37,15 @@ def _project(name: str | None) -> str | None:
 
 ProjectOption = Annotated[
     str | None,
-    typer.Option(
-        "--project",
-        metavar="NAME",
-        help="Project of the store, whose aliases are meant (default: `default`)",
-        callback=_project,
-    ),
+    typer.Option("--project", metavar="NAME", help="Project of the store, whose aliases are meant (default: `default`)", callback=_project),
+]
+NameArgument = Annotated[
+    str, typer.Argument(metavar="FLOW|STAGE", help="A flow or a stage; `puna stages` lists them. stage:NAME where a flow has the name too")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output")]
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="kind/prefix, a prefix of the key, or NAME@VERSION")]
 MOST_ROWS = 200
+HTML = (".html", ".htm", ".xhtml")
 
 
 def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | None = None) -> None:
@@ -89,14 +90,6 @@ def _cell(value: Any) -> str:
     else:
         text = json.dumps(value, default=_text, ensure_ascii=False)
     return escape(text if len(text) <= 300 else text[:297] + "…")
-
-
-def _size(count: int) -> str:
-    """Return a number of bytes for people."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"
 
 
 def _counts(log: RunLog) -> dict[str, int]:
@@ -256,12 +249,64 @@ def why(
     as_json: JsonOption = False,
 ) -> None:
     """Tell what became of a document: each stage that kept, changed or dropped it, and by which rule."""
-    opened = Store.existing(store)
-    rows = fate(opened, document)
+    rows = fate(Store.existing(store), document)
     if as_json:
         return print_rows(rows, True)
     for row in rows:
         typer.echo(f"{row['stage']:20s} {row['artifact'][:12]}  {row['what']}")
+
+
+@app.command()
+def near(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A text, a page (.html), or - for standard input")],
+    documents: Annotated[str | None, typer.Argument(metavar="[ID]", help="Documents to look through; the newest by default")] = None,
+    least: Annotated[float, typer.Option(min=0, max=1, help="Least share of word runs in common, of either or of both")] = 0.1,
+    most: Annotated[int, typer.Option(min=1, help="Documents to show")] = 10,
+    store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the documents that resemble a text, with shared word runs as shares of both, of the text, and of the document."""
+    from puna.stages.curate.minhash.index import described, resembling
+
+    opened = Store.existing(store, project)
+    artifact = _documents(opened, documents)
+    rows = described(resembling(_text_of(file), artifact, least)[:most], artifact)
+    if as_json:
+        typer.echo(json.dumps({"documents": artifact.id, "found": rows}))
+        return
+    typer.echo(f"{artifact.id}, {artifact.rows():,} documents: {len(rows) or 'nothing'} like it")
+    if rows:
+        shares = ("similarity", "of_text", "of_document")
+        print_rows([{**row, **{name: f"{row[name]:.3f}" for name in shares}} for row in rows], False)
+
+
+def _documents(store: Store, name: str | None) -> Artifact:
+    if name is not None:
+        artifact = store.resolve(name)
+        if artifact.kind != "documents":
+            raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` shows those there are")
+        return artifact
+    entries = [entry for entry in store.entries() if entry["kind"] == "documents"]
+    if not entries:
+        raise PunaError(f"{store.uri} holds no documents to look through")
+    return Artifact("documents", entries[-1]["key"], store.files)
+
+
+def _text_of(file: str) -> str:
+    from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
+    from puna.stages.curate.ingest import sniffed
+
+    path = Path(file)
+    try:
+        body = sys.stdin.buffer.read() if file == "-" else path.read_bytes()
+    except OSError as error:
+        raise PunaError(f"{file} cannot be read: {error.strerror}") from error
+    media = sniffed(body) if file == "-" else "text/html" if path.suffix.lower() in HTML else ""
+    try:
+        return page_text(body, media or "text/plain", None, ExtractConfig()).text
+    except Unreadable as why:
+        raise PunaError(f"{file}: {why.detail}") from why
 
 
 @app.command()
@@ -319,7 +364,7 @@ def gc(
     if as_json:
         return print_rows([{"folder": g.place, "reason": g.reason, "bytes": g.bytes, "removed": yes} for g in garbage], True)
     for item in garbage:
-        typer.echo(f"{_size(item.bytes):>10s}  {item.place}  ({item.reason})")
-    total = _size(sum(g.bytes for g in garbage))
+        typer.echo(f"{size(item.bytes):>10s}  {item.place}  ({item.reason})")
+    total = size(sum(g.bytes for g in garbage))
     outcome = "" if not garbage else " removed" if yes else " would be removed; add --yes"
     typer.echo(f"{len(garbage)} folders, {total}{outcome}")

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from puna.flows.cli import annotate, exchange, inspect, model, plan, similar, sql
-from puna.flows.cli.inspect import ModuleOption, ProjectOption, StoreOption, import_modules, print_rows
+from puna.flows.cli import authoring, exchange, inspect, model, serving, sql
+from puna.flows.cli.inspect import JsonOption, ModuleOption, NameArgument, ProjectOption, StoreOption, import_modules, print_rows
 from puna.flows.engine.console import fail
-from puna.flows.engine.defaults import DEFAULT_STORE
+from puna.flows.engine.declare import Flow
+from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE, prepare
+from puna.flows.html.markup import duration, size
 from puna.stages.contract import following
 from puna.stages.executors import FORMS, PROCESSES, ranks
 from puna.storage import PunaError, Store
-from puna.storage.store import located
+
+if TYPE_CHECKING:
+    from puna.flows.engine.estimates import Expected
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Raw web pages to an aligned language model."
 )
-for group in (inspect, sql, plan, exchange, similar, model, annotate):
+for group in (inspect, sql, exchange, model, authoring, serving):
     app.add_typer(group.app)
 
-NameArgument = Annotated[
-    str, typer.Argument(metavar="FLOW|STAGE", help="A flow or a stage; `puna stages` lists them. stage:NAME where a flow has the name too")
+RecipeOption = Annotated[
+    str | None, typer.Option(help="Name of a recipe, or a YAML file (default: demo for a flow; a stage alone keeps its defaults)")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object per artifact on standard output")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field, for example select.gopher_quality.min_words=60")
 ]
@@ -40,24 +44,19 @@ InputOption = Annotated[
     list[str] | None,
     typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="Pages to read, or artifacts of a single stage; NAME: of the input"),
 ]
-
-HostOption = Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with --auth")]
-AuthOption = Annotated[str, typer.Option(metavar="USER:PASSWORD", envvar="PUNA_AUTH", help="What a browser must say to get in")]
-UrlsOption = Annotated[bool, typer.Option("--urls", help="Let forms name inputs by address (http, s3, hf, …), which are then fetched")]
+WorkersOption = Annotated[int | None, typer.Option(min=1, help="Processes of this machine (default: one per core)")]
 
 
 @app.command()
 def run(
     what: NameArgument,
-    recipe: Annotated[
-        str | None, typer.Option(help="Name of a recipe, or a YAML file (default: demo for a flow; a stage alone keeps its defaults)")
-    ] = None,
+    recipe: RecipeOption = None,
     changes: SetOption = None,
     inputs: InputOption = None,
     columns: ColumnsOption = None,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes of this machine (default: one per core)")] = None,
+    workers: WorkersOption = None,
     executor: Annotated[str, typer.Option(metavar="ENGINE", help=f"What the work runs on: {FORMS}")] = PROCESSES,
     modules: ModuleOption = None,
     name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Of a stage: alias to set, NAME@latest")] = None,
@@ -76,8 +75,6 @@ def run(
         load_stages()
         import_modules(modules)
         return ranks.follow(following.do)
-    from puna.flows.engine.defaults import prepare
-
     opened = Store.open(store)
     prepare(opened.root)
     from puna.flows.engine import launch
@@ -93,6 +90,73 @@ def run(
 
 
 @app.command()
+def plan(
+    what: NameArgument = "pipeline",
+    recipe: RecipeOption = None,
+    changes: SetOption = None,
+    inputs: InputOption = None,
+    store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
+    gpu: Annotated[str | None, typer.Option(help="Plan for this GPU (H100, H200, A100, …) in bf16, not for this CPU")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs that train together; the fastest layouts that fit are listed")] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the steps that are reused or would run, with their cost; of pretraining also parameters, operations, memory and time.
+
+    Time, disk and memory of a step are estimated from its earlier runs in the store. A step after one that runs is computed again only
+    if that one's content is new. Pretraining is computed from the model's shape. Each row counts as one document, which costs the most
+    attention. The time is that of this CPU's measured rates, or of a GPU's data sheet. For several GPUs the three fastest layouts
+    that fit are listed, of those that a test proves equal to one process.
+    """
+    from puna.flows.engine.cost import Total, costs, steps_of
+    from puna.flows.engine.launch import Request
+    from puna.flows.engine.plan import STATES
+    from puna.flows.engine.trace import load
+
+    chosen, steps = steps_of(Request(what, recipe, tuple(changes or ()), tuple(inputs or ()), project=project or ""), store)
+    trains = isinstance(chosen, Flow) and any(step.stage == "pretrain" for step in steps)
+    if gpu is not None and not trains:
+        raise PunaError(f"--gpu {gpu}: {what}{f' with recipe {recipe}' if recipe else ''} pretrains nothing")
+    estimate = costs(load(recipe or DEFAULT_RECIPE, changes, chosen.name), gpu, gpus) if trains else {}
+    if as_json:
+        typer.echo(json.dumps({**estimate, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))
+        return
+    for step in steps:
+        typer.echo(f"{step.label:24s} {step.state:7s} {step.why}{_expected(step.expected)}")
+    counts = Counter(step.state for step in steps)
+    typer.echo(", ".join(f"{counts[state]} {words}" for state, words in STATES.items() if counts[state]))
+    typer.echo(f"{Total.of(steps)}\n")
+    if not estimate:
+        return
+    for name, value in estimate.items():
+        if name != "phases":
+            typer.echo(f"{name:28s} {_readable(name, value)}")
+    for phase in estimate["phases"]:
+        typer.echo(f"\nphase {phase.pop('name')}")
+        for name, value in phase.items():
+            typer.echo(f"  {name:26s} {_readable(name, value)}")
+
+
+def _expected(expected: Expected | None) -> str:
+    return "" if expected is None else f" · about {duration(expected.seconds)}, {size(expected.bytes)}, {size(expected.memory)} of memory"
+
+
+def _readable(name: str, value: Any) -> str:
+    if isinstance(value, list):
+        return f"\n  {'':26s} ".join(value)
+    if isinstance(value, str):
+        return value
+    if name.startswith("share"):
+        return f"{value:.0%}"
+    if name.endswith("seconds"):
+        return f"{value:,.0f} s ({value / 3600:,.1f} h)" if value >= 10 else f"{value:.3g} s"
+    for unit, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(unit, 1e4):
+            return f"{value / unit:,.4g} {letter}{'B' if 'bytes' in name else ''}"
+    return f"{value:,.4g}"
+
+
+@app.command()
 def clean(
     paths: Annotated[
         list[str], typer.Argument(metavar="PATH…", help="Files or folders of pages, or documents of the store: [NAME=]URI|ARTIFACT each")
@@ -103,12 +167,10 @@ def clean(
     changes: SetOption = None,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Local processes (default: one per core)")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per artifact, and a last one for the files")] = False,
+    workers: WorkersOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Clean pages of your own: WARC, HTML, text, Parquet, JSON, CSV, or documents of the store, to clean documents and a report."""
-    from puna.flows.engine.defaults import prepare
-
     opened = Store.open(store)
     prepare(opened.root)
     from puna.flows.cli.clean import clean as run_clean
@@ -141,7 +203,7 @@ def fairness(
     changes: SetOption = None,
     reference: Annotated[str, typer.Option("--reference", help="Language that the others are compared with")] = "en",
     spoil: Annotated[bool, typer.Option("--spoil", help="Measure spoilt twins too: repeats, misread, menu, salad")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object: rows and figures")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure the share of labelled documents that curation keeps in each language, and name the rules that drop the rest."""
     from puna.flows.cli import fairness as measuring
@@ -156,126 +218,6 @@ def fairness(
     print_rows(rows_shown, as_json=False)
     for name, value in result.figures.items():
         typer.echo(f"{name:32} {value:g}")
-
-
-@app.command()
-def stages(modules: ModuleOption = None) -> None:
-    """List the flows and stages: what they take and what they write."""
-    from puna.flows.engine.declare import described, first_sentence
-    from puna.flows.engine.trace import load_flows, load_stages
-
-    import_modules(modules)
-    for flow in load_flows().values():
-        inputs = ", ".join(f"{described(s)}{'?' if s.optional else ''}" for s in flow.inputs)
-        typer.echo(f"{'flow:' + flow.name:20s} {inputs}\n    {first_sentence(flow.doc)}")
-    for stage in load_stages().values():
-        taken = ", ".join(f"{'list of ' if s.many else ''}{s.kind}{'?' if s.optional else ''}" for s in stage.inputs)
-        typer.echo(f"{stage.name:20s} {taken or 'nothing'} → {stage.kind}\n    {first_sentence(stage.doc)}")
-
-
-@app.command()
-def fields(name: NameArgument, modules: ModuleOption = None) -> None:
-    """Print the configuration of a stage or the recipe of a flow as JSON schema: every field with its default and meaning."""
-    from puna.flows.engine.declare import Flow
-    from puna.flows.engine.launch import chosen
-    from puna.flows.engine.trace import schema
-
-    import_modules(modules)
-    target = chosen(name)
-    typer.echo(json.dumps(schema(target) if isinstance(target, Flow) else target.config.model_json_schema(), indent=1))
-
-
-@app.command()
-def new(folder: Annotated[Path, typer.Argument(metavar="NAME", help="Folder to make; its name is the package's")]) -> None:
-    """Start a project of your own: a stage, a signal with a rule, a verifier, a recipe and their test."""
-    from puna.flows.cli.new import new as write
-
-    for file in write(folder):
-        typer.echo(str(file))
-
-
-@app.command("demo-pages")
-def demo_pages(
-    folder: Annotated[Path | None, typer.Argument(help="Where the WARC files go (default: sample in the store)")] = None,
-    store: StoreOption = DEFAULT_STORE,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
-) -> None:
-    """Fetch the sample of real pages: a few thousand documents, as WARC files."""
-    from puna.flows.engine.inputs import sample_folder
-    from puna.flows.engine.running import make_sample
-
-    sample = make_sample(folder or sample_folder(located(store)), quiet=as_json)
-    if as_json:
-        typer.echo(json.dumps(asdict(sample), default=str))
-    else:
-        for file in sample.files:
-            typer.echo(f"{sample.folder / file.name}: {file.pages:,} pages, {file.size / 1e6:.1f} MB")
-
-
-@app.command()
-def up(
-    store: StoreOption = DEFAULT_STORE,
-    host: HostOption = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free")] = 4200,
-    auth: AuthOption = "",
-    limit: Annotated[int, typer.Option(min=1, help="Runs at work at once; each uses every core")] = 2,
-    urls: UrlsOption = False,
-) -> None:
-    """Start Prefect with its UI, everything served, and Puna's own pages: one process, one address."""
-    from puna.flows.web import serve as serving
-
-    serving.up(store, host, port, limit, auth, urls)
-
-
-@app.command()
-def web(
-    store: StoreOption = DEFAULT_STORE,
-    host: HostOption = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free")] = 4300,
-    auth: AuthOption = "",
-    urls: UrlsOption = False,
-) -> None:
-    """Serve Puna's own pages without Prefect: runs, artifacts, documents, questions."""
-    opened = Store.existing(store)
-    from puna.flows.web import serve as serving
-
-    serving.pages(opened, host, port, auth, urls)
-
-
-@app.command()
-def serve(
-    store: StoreOption = DEFAULT_STORE,
-    cron: Annotated[
-        list[str] | None,
-        typer.Option(metavar="[PROJECT/]NAME=CRON", help="Run a flow or stage on a schedule (UTC), for example align='0 3 * * *'"),
-    ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Runs at work at once; each uses every core")] = 2,
-    supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
-) -> None:
-    """Offer every flow and stage to the Prefect server at PREFECT_API_URL, and run what is asked for."""
-    from puna.flows.engine.defaults import prepare
-    from puna.flows.server.client import end_with, from_environment, named_server
-
-    opened = Store.open(store)
-    prepare(opened.root, terminal="WARNING")
-    schedules: dict[str, str] = {}
-    for text in cron or []:
-        name, sign, schedule = text.partition("=")
-        if not sign:
-            raise PunaError(f"--cron {text}: write [PROJECT/]NAME=CRON, for example align='0 3 * * *'")
-        schedules[name] = schedule
-    if supervised:
-        end_with(sys.stdin.buffer)
-        server = from_environment()
-    else:
-        server = named_server()
-    if server is None:
-        raise PunaError("PREFECT_API_URL is not set; `puna up` needs none, or start `prefect server start` and set it to its address")
-    from puna.flows.prefect.deployments import serve_all
-
-    if supervised and (trouble := server.wait_until_ready(600.0)) is not None:
-        raise PunaError(f"{server.url} does not answer: {trouble}")
-    serve_all(opened, server, schedules, limit, supervised=supervised)
 
 
 @app.command()

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
@@ -27,9 +28,12 @@ from starlette.routing import Mount, Route
 from puna.flows.engine.defaults import ADDRESSES, ALLOWED, REFUSED, SERVED, prepare
 from puna.flows.server import guard
 from puna.flows.server.client import Server, read_note, remove_note, write_note
-from puna.flows.server.guard import Bounded, OwnSite, check_auth
+from puna.flows.server.guard import Bounded, OwnSite, Password, check_auth
 from puna.storage import PunaError, Store
 from puna.storage.store import explain_write_errors
+
+if TYPE_CHECKING:
+    from puna.flows.web.annotate import Desk
 
 STOP_SECONDS = 30.0
 """Time for runs in progress to say that they end."""
@@ -103,6 +107,16 @@ def pages(store: Store, host: str, port: int, auth: str, urls: bool = False) -> 
             asyncio.run(uvicorn.Server(_config(app, auth)).serve(sockets=[listening]))
         finally:
             _end_children()
+
+
+def judging(desk: Desk, host: str, port: int, auth: str) -> None:
+    """Serve the page of one desk alone, until stopped."""
+    from puna.flows.web.annotate import LINKED, application
+
+    with _listening(host, port) as listening:
+        print(f"{len(desk.order):,} pairs of {desk.answers.id}: {_address(host, listening)}; Ctrl-C ends and saves", flush=True)
+        door = OwnSite(Password(Bounded(application(desk)), auth), protected=bool(auth), pages=LINKED, asking=None)
+        uvicorn.Server(uvicorn.Config(door, log_level="warning", timeout_graceful_shutdown=2)).run(sockets=[listening])
 
 
 def _end_children() -> None:

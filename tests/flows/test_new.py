@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from puna.flows.cli.new import TEMPLATES, new
+from puna.flows.cli.authoring import TEMPLATES
+from puna.flows.cli.authoring import write_project as new
 from puna.storage import PunaError
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
 from puna.flows import web
-from puna.flows.cli import main, plan
+from puna.flows.cli import main, sql
 from puna.flows.engine.session import session
 from puna.flows.web import application, bounded, frame, home, start
 from puna.stages.contract import execute
@@ -259,13 +259,13 @@ def test_one_file_adds_a_page_and_one_a_command(client: TestClient, store: Store
     )
     monkeypatch.setattr(web, "__path__", [*web.__path__, str(tmp_path)])
     request.addfinalizer(frame.REGISTRY.pop)
-    monkeypatch.setattr(plan.app, "registered_commands", list(plan.app.registered_commands))
+    monkeypatch.setattr(sql.app, "registered_commands", list(sql.app.registered_commands))
     request.addfinalizer(lambda: sys.modules.pop("puna.flows.web.greeting"))
     client = TestClient(application(store, prefect=None, auth=""))
     assert "Good day" in (said := text(client.get("/greeting"))) and store.uri in said
     assert '<a href="/puna/greeting" accesskey="9">Greeting</a></nav>' in client.get("/rounds").text
 
-    @plan.app.command()
+    @sql.app.command()
     def greet(name: str) -> None:
         print(f"good day, {name}")
 

@@ -1,0 +1,107 @@
+"""Commands for authors of recipes and stages: the flows, stages and fields that there are, a sample, and a project of one's own."""
+
+from __future__ import annotations
+
+import json
+import keyword
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from puna.flows.cli.inspect import JsonOption, ModuleOption, NameArgument, StoreOption, import_modules
+from puna.flows.engine.defaults import DEFAULT_STORE
+from puna.storage import PunaError
+from puna.storage.store import located
+
+app = typer.Typer()
+TEMPLATES = Path(__file__).with_name("new_project")
+PLACES = {
+    "pyproject.toml.txt": "pyproject.toml",
+    "README.md.txt": "README.md",
+    "recipe.yaml.txt": "recipe.yaml",
+    "stages.py.txt": "PROJECT/stages.py",
+    "rules.py.txt": "PROJECT/rules.py",
+    "verifiers.py.txt": "PROJECT/verifiers.py",
+    "test_project.py.txt": "tests/test_PROJECT.py",
+}
+
+
+@app.command()
+def stages(modules: ModuleOption = None) -> None:
+    """List the flows and stages: what they take and what they write."""
+    from puna.flows.engine.declare import described, first_sentence
+    from puna.flows.engine.trace import load_flows, load_stages
+
+    import_modules(modules)
+    for flow in load_flows().values():
+        inputs = ", ".join(f"{described(s)}{'?' if s.optional else ''}" for s in flow.inputs)
+        typer.echo(f"{'flow:' + flow.name:20s} {inputs}\n    {first_sentence(flow.doc)}")
+    for stage in load_stages().values():
+        taken = ", ".join(f"{'list of ' if s.many else ''}{s.kind}{'?' if s.optional else ''}" for s in stage.inputs)
+        typer.echo(f"{stage.name:20s} {taken or 'nothing'} → {stage.kind}\n    {first_sentence(stage.doc)}")
+
+
+@app.command()
+def fields(name: NameArgument, modules: ModuleOption = None) -> None:
+    """Print the configuration of a stage or the recipe of a flow as JSON schema: every field with its default and meaning."""
+    from puna.flows.engine.declare import Flow
+    from puna.flows.engine.launch import chosen
+    from puna.flows.engine.trace import schema
+
+    import_modules(modules)
+    target = chosen(name)
+    typer.echo(json.dumps(schema(target) if isinstance(target, Flow) else target.config.model_json_schema(), indent=1))
+
+
+@app.command("demo-pages")
+def demo_pages(
+    folder: Annotated[Path | None, typer.Argument(help="Where the WARC files go (default: sample in the store)")] = None,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch the sample of real pages: a few thousand documents, as WARC files."""
+    from puna.flows.engine.inputs import sample_folder
+    from puna.flows.engine.running import make_sample
+
+    sample = make_sample(folder or sample_folder(located(store)), quiet=as_json)
+    if as_json:
+        typer.echo(json.dumps(asdict(sample), default=str))
+    else:
+        for file in sample.files:
+            typer.echo(f"{sample.folder / file.name}: {file.pages:,} pages, {file.size / 1e6:.1f} MB")
+
+
+@app.command()
+def new(folder: Annotated[Path, typer.Argument(metavar="NAME", help="Folder to make; its name is the package's")]) -> None:
+    """Start a project of your own: a stage, a signal with a rule, a verifier, a recipe and their test."""
+    for file in write_project(folder):
+        typer.echo(str(file))
+
+
+def write_project(folder: Path) -> list[Path]:
+    """Write a project to a new folder, whose name is the package's; return the files.
+
+    PunaError where the name is none that Python can import, or the folder is there.
+    """
+    name = folder.name
+    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or name == "puna":
+        raise PunaError(f"new {folder}: the name is the package's: lower-case letters, digits and _, for example my_rules")
+    if folder.exists():
+        raise PunaError(f"new {folder}: is there already; choose another name")
+    part = folder.with_name(f".{name}.{os.getpid()}")
+    try:
+        for template, place in PLACES.items():
+            file = part / place.replace("PROJECT", name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text((TEMPLATES / template).read_text(encoding="utf-8").replace("PROJECT", name), encoding="utf-8")
+        (part / name / "__init__.py").write_text(f'"""{name}: stages, rules and verifiers for Puna."""\n', encoding="utf-8")
+        os.replace(part, folder)
+    except OSError as error:
+        raise PunaError(f"new {folder}: cannot be written ({error}); choose another place") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return sorted(file for file in folder.rglob("*") if file.is_file())

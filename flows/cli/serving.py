@@ -1,0 +1,110 @@
+"""The commands that serve: `puna up`, `puna web`, `puna serve` and `puna annotate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from puna.flows.cli.inspect import ProjectOption, StoreOption
+from puna.flows.engine.defaults import DEFAULT_STORE, prepare
+from puna.flows.server.client import end_with, from_environment, named_server
+from puna.storage import PunaError, Store
+
+app = typer.Typer()
+HostOption = Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with --auth")]
+PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free")]
+AuthOption = Annotated[str, typer.Option(metavar="USER:PASSWORD", envvar="PUNA_AUTH", help="What a browser must say to get in")]
+UrlsOption = Annotated[bool, typer.Option("--urls", help="Let forms name inputs by address (http, s3, hf, …), which are then fetched")]
+LimitOption = Annotated[int, typer.Option(min=1, help="Runs at work at once; each uses every core")]
+
+
+@app.command()
+def up(
+    store: StoreOption = DEFAULT_STORE,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 4200,
+    auth: AuthOption = "",
+    limit: LimitOption = 2,
+    urls: UrlsOption = False,
+) -> None:
+    """Start Prefect with its UI, everything served, and Puna's own pages: one process, one address."""
+    from puna.flows.web import serve as serving
+
+    serving.up(store, host, port, limit, auth, urls)
+
+
+@app.command()
+def web(
+    store: StoreOption = DEFAULT_STORE,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 4300,
+    auth: AuthOption = "",
+    urls: UrlsOption = False,
+) -> None:
+    """Serve Puna's own pages without Prefect: runs, artifacts, documents, questions."""
+    opened = Store.existing(store)
+    from puna.flows.web import serve as serving
+
+    serving.pages(opened, host, port, auth, urls)
+
+
+@app.command()
+def serve(
+    store: StoreOption = DEFAULT_STORE,
+    cron: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[PROJECT/]NAME=CRON", help="Run a flow or stage on a schedule (UTC), for example align='0 3 * * *'"),
+    ] = None,
+    limit: LimitOption = 2,
+    supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
+) -> None:
+    """Offer every flow and stage to the Prefect server at PREFECT_API_URL, and run what is asked for."""
+    opened = Store.open(store)
+    prepare(opened.root, terminal="WARNING")
+    schedules: dict[str, str] = {}
+    for text in cron or []:
+        name, sign, schedule = text.partition("=")
+        if not sign:
+            raise PunaError(f"--cron {text}: write [PROJECT/]NAME=CRON, for example align='0 3 * * *'")
+        schedules[name] = schedule
+    if supervised:
+        end_with(sys.stdin.buffer)
+        server = from_environment()
+    else:
+        server = named_server()
+    if server is None:
+        raise PunaError("PREFECT_API_URL is not set; `puna up` needs none, or start `prefect server start` and set it to its address")
+    from puna.flows.prefect.deployments import serve_all
+
+    if supervised and (trouble := server.wait_until_ready(600.0)) is not None:
+        raise PunaError(f"{server.url} does not answer: {trouble}")
+    serve_all(opened, server, schedules, limit, supervised=supervised)
+
+
+@app.command()
+def annotate(
+    answers: Annotated[str, typer.Argument(metavar="ANSWERS", help="Answers to judge: ID or NAME@VERSION; `puna run sample` makes some")],
+    pairs: Annotated[int, typer.Option(min=1, help="Most pairs of a prompt")] = 1,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8765,
+    auth: AuthOption = "",
+    store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
+) -> None:
+    """Judge pairs of answers in a browser, keyboard first; several people can, each under their name. Ctrl-C ends it and saves."""
+    from puna.flows.server.guard import check_auth
+    from puna.flows.web import serve as serving
+    from puna.flows.web.annotate import Desk, prompts_of
+    from puna.stages.align.judgements import ALIAS
+
+    check_auth(host, auth)
+    opened = Store.existing(store, project)
+    artifact = opened.checked(opened.resolve(answers))
+    desk = Desk(opened, artifact, prompts_of(opened, artifact), pairs)
+    serving.judging(desk, host, port, auth)
+    if desk.file.exists():
+        result = desk.save()
+        typer.echo(f"{result.rows():,} preferences: {result.id} is {opened.full_name(ALIAS)}; {json.dumps(result.manifest.metrics)}")
