@@ -65,7 +65,7 @@ def demo_pages(
 ) -> None:
     """Fetch the sample of real pages: a few thousand documents, as WARC files."""
     from puna.flows.engine.inputs import sample_folder
-    from puna.flows.engine.running import make_sample
+    from puna.flows.engine.launch import make_sample
 
     sample = make_sample(folder or sample_folder(located(store)), quiet=as_json)
     if as_json:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from puna.flows.engine import launch, running
+from puna.flows.engine import launch
 from puna.flows.engine.declare import FLOWS, Flow, Item
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE
 from puna.flows.engine.inputs import parse_inputs
@@ -46,7 +46,7 @@ def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_
     assert isinstance(target, Stage)
     opened = store if isinstance(store, Store) else Store.open(store)
     parsed = parse_inputs([str(item) for item in inputs if isinstance(item, str | Path)], target.inputs, opened, target.name)
-    values = running.stage_inputs(target, _ready(inputs) + parsed.items, parsed.named)
+    values = launch.stage_inputs(target, _ready(inputs) + parsed.items, parsed.named)
     return perform(target, parse(target.config, settings, target.name), values, opened).artifact
 
 
@@ -63,7 +63,7 @@ def run_flow(
     opened = opened.within(loaded.project) if opened.project == DEFAULT else opened
     parsed = parse_inputs([str(item) for item in inputs if isinstance(item, str | Path)], target.inputs, opened, f"flow {target.name}")
     parsed = replace(parsed, items=_ready(inputs) + parsed.items)
-    values = running.flow_inputs(target, loaded, parsed, opened, quiet=True)
+    values = launch.flow_inputs(target, loaded, parsed, opened, quiet=True)
     request = {"recipe": recipe, "changes": list(changes), "inputs": [getattr(item, "id", None) or str(item) for item in inputs]}
     with session(opened, flow=target.name, parameters=request) as now:
         Performer(loaded).walk(target, values)

@@ -26,7 +26,7 @@ def closing_table(now: Session) -> None:
     compared = [table for arms_of_round in rounds for table in (_arms(arms_of_round), _claims(arms_of_round))]
     for table in (_funnel(artifacts), _compression(evaluations), _accuracy(evaluations), *compared, _rewards(artifacts)):
         if table.row_count:
-            now.console.show(table)
+            now.console.say(table)
             now.console.say("")
     reused = sum(outcome.reused for _, outcome in now.outcomes)
     seconds = sum(outcome.seconds for _, outcome in now.outcomes)

@@ -1,11 +1,14 @@
-"""Terminal output of a running flow: one line per stage, a progress bar for the current one."""
+"""Terminal output of a running flow: one line per stage, a progress bar for the current one; and what is said on standard error."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +22,9 @@ from puna.storage import Artifact
 from puna.storage.explain import Change
 
 EVERY_SECONDS = 15.0
+OURS = (" | Flow run ", " | Task run ")
+"""In lines that Prefect wrote itself, which its server has."""
+LAST_SECONDS = 1.0
 
 
 class Console:
@@ -50,16 +56,13 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
 
-    def say(self, text: str) -> None:
+    def say(self, text: str | Table) -> None:
         (self._bar.console if self._bar else self._terminal).print(text)
-
-    def show(self, table: Table) -> None:
-        (self._bar.console if self._bar else self._terminal).print(table)
 
     def started(self, step: str, why: list[Change] | None) -> None:
         """Announce a stage that begins to compute; `why`: the changes since its last run, None if it never ran."""
         if why:
-            self.say(f"[yellow]{step:24s}[/] [dim]runs again: {_plain(in_short(why))}[/]")
+            self.say(f"[yellow]{step:24s}[/] [dim]runs again: {escape(in_short(why))}[/]")
         if self._bar is not None:
             self._tasks[step] = self._bar.add_task(step, total=None, note="")
         self._step, self._said = step, time.monotonic()
@@ -70,7 +73,7 @@ class Console:
             self._bar.update(self._tasks[self._step], completed=done, total=total, note=note)
         elif time.monotonic() - self._said > EVERY_SECONDS:
             self._said = time.monotonic()
-            self.say(f"[dim]{self._step:24s} {100 * done / max(total, 1):3.0f} % {_plain(note)}[/]")
+            self.say(f"[dim]{self._step:24s} {100 * done / max(total, 1):3.0f} % {escape(note)}[/]")
 
     def remove_bar(self, step: str) -> None:
         if self._bar is not None and step in self._tasks:
@@ -101,16 +104,48 @@ def summary(artifact: Artifact, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _plain(text: str) -> str:
-    return escape(text)
-
-
 def fail(message: str) -> None:
     """Print an error on standard error and exit with status 1."""
-    Terminal(stderr=True, highlight=False, soft_wrap=True).print(f"[red]error:[/] {_plain(message)}")
+    Terminal(stderr=True, highlight=False, soft_wrap=True).print(f"[red]error:[/] {escape(message)}")
     sys.exit(1)
 
 
 def in_short(changes: Sequence[Change]) -> str:
     """Return the first three changes, and the number of the others."""
     return "; ".join(str(change) for change in changes[:3]) + (f"; and {len(changes) - 3} more" if len(changes) > 3 else "")
+
+
+@contextlib.contextmanager
+def tee_stderr(tell: Callable[[str], None]) -> Iterator[None]:
+    """Call `tell` with each line that this process or a child writes to standard error, and pass the line on.
+
+    A process that is still there afterwards is passed on, and no longer told of.
+    """
+    sys.stderr.flush()
+    before = os.dup(2)
+    out, into = os.pipe()
+    os.dup2(into, 2)
+    os.close(into)
+    listening = threading.Event()
+    listening.set()
+
+    def listen() -> None:
+        rest = b""
+        while data := os.read(out, 65536):
+            with contextlib.suppress(OSError):
+                os.write(before, data)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                text = line.decode("utf-8", "replace").rstrip()
+                if text and listening.is_set() and not any(word in text for word in OURS):
+                    tell(text)
+
+    thread = threading.Thread(target=listen, name="echo", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(before, 2)
+        thread.join(LAST_SECONDS)
+        listening.clear()

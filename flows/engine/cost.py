@@ -34,9 +34,8 @@ LONGEST = 90 * 86_400
 def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedStep]]:
     """Return the flow or stage of a request, and its steps as a run would find them. Raise PunaError as such a run would."""
     from puna.flows.engine.inputs import parse_inputs
-    from puna.flows.engine.launch import chosen, stage_config
+    from puna.flows.engine.launch import chosen, stage_config, stage_inputs
     from puna.flows.engine.plan import plan_flow, plan_stage
-    from puna.flows.engine.running import stage_inputs
 
     target = chosen(request.what)
     if isinstance(target, Flow):

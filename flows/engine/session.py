@@ -21,13 +21,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from rich.markup import escape
 
-from puna.flows.engine.console import Console
-from puna.flows.engine.declare import Given
-from puna.flows.engine.stderr_tee import tee_stderr
+from puna.flows.engine.console import Console, tee_stderr
 from puna.flows.server.client import from_environment, server_of
 from puna.flows.server.reporter import Reporter
 from puna.models.training import state as training_state
@@ -41,27 +39,10 @@ from puna.storage.explain import against
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class StepRunner(Protocol):
-    """A runner of a session's steps in a form of its own, such as Prefect tasks."""
-
-    def perform(
-        self, stage: Stage, config: StageConfig, inputs: dict[str, list[Artifact]], label: str, work: Callable[[str], Outcome]
-    ) -> Outcome:
-        """Return the outcome of `work`, called with the id under which the step is shown."""
-        ...
-
-
-def run_steps_by(runner: Callable[[], StepRunner | None]) -> None:
-    """Set the function that each session asks for its step runner; None runs steps directly."""
-    global _step_runner
-    _step_runner = runner
-
-
-def _no_runner() -> None:
-    return None
-
-
-_step_runner: Callable[[], StepRunner | None] = _no_runner
+StepRunner = Callable[[Stage, StageConfig, Mapping[str, list[Artifact]], str, Callable[[str], Outcome]], Outcome]
+"""A function that runs steps in a form of their own, such as Prefect tasks: it calls the last argument with the step's id there."""
+step_runners: list[Callable[[], StepRunner | None]] = []
+"""Functions that each session asks for its step runner; where none has one, steps run directly."""
 
 
 @dataclass
@@ -73,9 +54,8 @@ class Session:
     executor: Executor | None
     run: str
     reporter: Reporter
-    given: dict[str, Given] | None = None
     outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
-    step_runner: StepRunner | None = field(default_factory=lambda: _step_runner())
+    step_runner: StepRunner | None = field(default_factory=lambda: next((runner for one in step_runners if (runner := one())), None))
     unfinished: dict[str, str] = field(default_factory=dict)
     """Steps that were begun and have no artifact yet, each with the key of the one it makes."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -101,7 +81,7 @@ class Session:
         def work(task: str | None = None) -> Outcome:
             return self._perform(stage, config, given, step, inputs, task)
 
-        return work() if self.step_runner is None else self.step_runner.perform(stage, config, inputs, step, work)
+        return work() if self.step_runner is None else self.step_runner(stage, config, inputs, step, work)
 
     def _perform(
         self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str, inputs: dict[str, list[Artifact]], task: str | None
@@ -194,9 +174,8 @@ def session(
         if flow_run:  # nobody sits before its terminal
             listening.enter_context(tee_stderr(lambda line: reporter.log(line, logging.WARNING)))
         try:
-            about = provenance({**(parameters or {}), "title": title or flow, "project": store.project})
-            about |= {"flow_run": flow_run} if flow_run else {}
-            store.record(run, runs.started(flow, **about))
+            about = {**(parameters or {}), "title": title or flow, "project": store.project} | ({"flow_run": flow_run} if flow_run else {})
+            store.record(run, runs.started(flow, **about, commit=commit(), versions=dict(versions())))
             yield opened
             store.record(run, runs.finished())
             ending = ("COMPLETED", None)
@@ -245,8 +224,10 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 
 def _tell_saved(session: Session, in_server: bool) -> None:
     """Print the saved work of stopped steps, and the command that continues the run."""
-    given = command()
-    again = f"Go on with: {given}" if given else "Go on: start the same run again" if in_server else "Go on with the same call"
+    program, *words = sys.argv
+    again = "Go on: start the same run again" if in_server else "Go on with the same call"
+    if Path(program).name in ("puna", "main.py"):
+        again = f"Go on with: {shlex.join(['puna', *words])}"
     with contextlib.suppress(OSError, PunaError):
         text = message(session.store, session.unfinished, again)
         session.console.say(escape(text))
@@ -274,11 +255,6 @@ def _write_page(address: str, run: str) -> str:
     return place(run)
 
 
-def provenance(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request (command, recipe, changes, inputs) with the program's commit, version and libraries."""
-    return {**request, "commit": commit(), "versions": dict(versions())}
-
-
 @functools.cache
 def commit(root: Path = ROOT) -> str | None:
     """Return the commit of the checkout that the program runs from, with `-dirty` where files differ from it; None outside a checkout."""
@@ -301,12 +277,6 @@ def versions() -> tuple[tuple[str, str], ...]:
     except importlib.metadata.PackageNotFoundError:  # run from a checkout without an install
         own = {}
     return tuple({**own, "python": platform.python_version(), "system": platform.platform(terse=True), **installed()}.items())
-
-
-def command() -> str | None:
-    """Return the command line that this process was given; None where it is no `puna` of a terminal."""
-    program, *words = sys.argv
-    return shlex.join(["puna", *words]) if Path(program).name in ("puna", "main.py") else None
 
 
 def message(store: Store, keys: Mapping[str, str], go_on: str) -> str:

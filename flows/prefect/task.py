@@ -7,10 +7,10 @@ line needs no Prefect; `reporter.py` tells a server of its steps.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from puna.flows.engine.session import run_steps_by
+from puna.flows.engine.session import step_runners
 from puna.flows.server.markdown import headline
 from puna.stages.contract import Outcome, Stage, StageConfig
 from puna.storage import Artifact, PunaError
@@ -32,7 +32,7 @@ class Tasks:
         self._made: dict[str, State[Any]] = {}
 
     def perform(
-        self, stage: Stage, config: StageConfig, inputs: dict[str, list[Artifact]], label: str, work: Callable[[str], Outcome]
+        self, stage: Stage, config: StageConfig, inputs: Mapping[str, list[Artifact]], label: str, work: Callable[[str], Outcome]
     ) -> Outcome:
         """Run `work` as a Prefect task of the stage's name, after the tasks that made its inputs."""
         from prefect import Task
@@ -68,4 +68,4 @@ class Tasks:
         return outcomes[0]
 
 
-run_steps_by(lambda: Tasks() if in_prefect() else None)
+step_runners.append(lambda: Tasks().perform if in_prefect() else None)

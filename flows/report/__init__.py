@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 
 import duckdb
@@ -13,6 +11,7 @@ from puna.flows.report.page import MAKER, comparison, page
 from puna.flows.report.run import Run
 from puna.storage import PunaError, Store
 from puna.storage.errors import DamagedArtifact
+from puna.storage.files import write_bytes
 
 __all__ = ["place", "write", "written_before"]
 
@@ -43,17 +42,13 @@ def write(store: Store, run: str, output: Path | None, compare: str | None = Non
                 raise DamagedArtifact.of(artifact.id, damage) from error
         reason = str(error).partition("\n")[0]
         raise PunaError(f"report of run {name}: an artifact cannot be read ({reason}); `puna verify` names the damaged one") from error
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         if output is None:
             store.files.write(own, content)
             return store.files.local(own)
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        os.replace(temporary, target)
+        write_bytes(target, content, lasting=False)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise PunaError(f"report {target}: cannot be written ({error}); name another file with --output") from error
     return target
 

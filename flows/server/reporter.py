@@ -7,7 +7,6 @@ costs nothing, and one that returns catches up at once. No error here can fail o
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 import time
@@ -22,6 +21,7 @@ from puna.flows.server.client import Server, Unreachable
 from puna.flows.server.markdown import headline, markdown, run_markdown
 from puna.stages.contract import Outcome
 from puna.storage import Artifact, PunaError, Store
+from puna.storage.files import write_bytes
 
 EVERY_SECONDS = 3.0
 SOON_SECONDS = 0.1
@@ -70,11 +70,10 @@ class Reporter:
         flow_run: str | None = None,
         parameters: Mapping[str, Any] | None = None,
         title: str = "",
-        tags: Sequence[str] = (),
     ) -> None:
         self.store, self.run, self.flow, self.server = store, run, flow, server
         self.flow_run, self._own = flow_run, flow_run is None
-        self._parameters, self._title, self._tags = dict(parameters or {}), title or flow, list(tags)
+        self._parameters, self._title = dict(parameters or {}), title or flow
         self._steps: list[StepRecord] = []
         self._made: dict[str, str] = {}
         self._logs: deque[dict[str, Any]] = deque(maxlen=MAX_LOGS)
@@ -170,9 +169,7 @@ class Reporter:
         done, total, note = step.progress or (0.0, 0.0, "")
         data = {"step": step.label, "done": done, "total": total, "note": note, "seconds": time.monotonic() - step.began}
         self._file.parent.mkdir(exist_ok=True)
-        temporary = self._file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(data))
-        os.replace(temporary, self._file)
+        write_bytes(self._file, json.dumps(data).encode(), lasting=False)
 
     def _sync(self, server: Server) -> None:
         if not self._opened:
@@ -184,7 +181,7 @@ class Reporter:
             self._close(server, *self._ended)
 
     def _open(self, server: Server) -> None:
-        tags = ["puna", self.flow, *self._tags]
+        tags = ["puna", self.flow]
         if self._own:
             flow = server.ask("POST", "/flows/", {"name": self.flow})["id"]
             task_run = {

@@ -29,7 +29,7 @@ PLANTED = 1000
 RECIPES = {"demo": "pipeline", "clean": "curate"}
 CHECK = """
 import sys
-from puna.flows.engine import running
+from puna.flows.engine import launch
 from puna.flows.engine.defaults import prepare
 from puna.flows.engine.trace import flow_named, load, load_stages
 from puna.storage import Store
@@ -38,7 +38,7 @@ flow, recipe, place, *inputs = sys.argv[1:]
 store = Store.open(place)
 prepare(store.root)
 load_stages()
-running.checked_inputs(flow_named(flow), load(recipe, [], flow), inputs, store, quiet=True)
+launch.checked_inputs(flow_named(flow), load(recipe, [], flow), inputs, store, quiet=True)
 """
 
 

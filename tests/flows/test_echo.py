@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from puna.flows.engine.stderr_tee import tee_stderr
+from puna.flows.engine.console import tee_stderr
 
 
 def test_every_line_of_this_process_and_its_children_is_told_and_passed_on(capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from puna.flows.engine import running
+from puna.flows.engine import launch
 from puna.flows.engine.declare import Output, name_of
 from puna.flows.engine.inputs import parse_inputs
-from puna.flows.engine.running import stage_inputs
+from puna.flows.engine.launch import stage_inputs
 from puna.flows.engine.trace import flow_named, load, trace
 from puna.stages.align.reinforcement import ppo
 from puna.stages.align.sample import sample
@@ -64,7 +64,7 @@ def test_a_flow_takes_artifacts_by_the_names_of_its_inputs(tmp_path: Path) -> No
     align, recipe = flow_named("align"), load("demo", flow="align")
 
     def given(*texts: str) -> list[str]:
-        found = running.checked_inputs(align, recipe, texts, store, quiet=True)["model"]
+        found = launch.checked_inputs(align, recipe, texts, store, quiet=True)["model"]
         assert isinstance(found, Output)
         return [item.id for item in found.items]
 
@@ -87,7 +87,7 @@ def test_documents_are_given_a_source_by_name(tmp_path: Path) -> None:
     recipe = load("demo", ["domains=null"], "curate")
 
     def steps(*texts: str) -> dict[str, Any]:
-        given = running.checked_inputs(curate, recipe, texts, store, quiet=True)
+        given = launch.checked_inputs(curate, recipe, texts, store, quiet=True)
         return {step.label: step for step in trace(curate, recipe, given).steps}
 
     found = steps(f"wikipedia={first.key[:8]}", second.key[:8])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from puna.flows.engine import launch, running
+from puna.flows.engine import launch
 from puna.flows.engine.declare import FLOWS, Output, in_round
 from puna.flows.engine.inputs import is_artifact, latest
 from puna.flows.engine.recipe import Recipe, overridden, shipped_recipes
@@ -488,7 +488,7 @@ def test_a_source_that_quality_learns_from_must_be_there(tmp_path: Path) -> None
     flow = flow_named("curate")
 
     def ask(changes: list[str], *texts: str) -> dict[str, object]:
-        return running.checked_inputs(flow, load("demo", ["domains=null", *changes], "curate"), texts, store, quiet=True)
+        return launch.checked_inputs(flow, load("demo", ["domains=null", *changes], "curate"), texts, store, quiet=True)
 
     with pytest.raises(PunaError, match=r"positive_sources=\['wikipedia'\]: no input has such a name \(they are news\)"):
         ask([], str(page))
@@ -503,11 +503,11 @@ def test_every_unmet_need_is_told_before_the_first_stage(tmp_path: Path) -> None
     page.write_text("".join(f'{{"text": "The goal of the football team, number {n}, in the match of the league"}}\n' for n in range(40)))
     store = Store.open(tmp_path / "store")
     with pytest.raises(PunaError) as error:
-        running.checked_inputs(flow_named("curate"), load("demo", ["select.domains={}"], "curate"), [str(page)], store, quiet=True)
+        launch.checked_inputs(flow_named("curate"), load("demo", ["select.domains={}"], "curate"), [str(page)], store, quiet=True)
     said = str(error.value).splitlines()
     assert [line.partition(":")[0] for line in said] == ["train_domains", "train_quality"] and "--set domains=null" in said[0] and "of 40 pages" in said[0]
     with pytest.raises(PunaError, match=r"select_model: rule quality\.\w+ reads the signal 'quality.*', which no input carries"):
-        running.checked_inputs(flow_named("curate"), load("demo", ["quality=null", "domains=null"], "curate"), [str(page)], store, quiet=True)
+        launch.checked_inputs(flow_named("curate"), load("demo", ["quality=null", "domains=null"], "curate"), [str(page)], store, quiet=True)
     assert store.runs() == [] and store.artifacts() == []
 
 
