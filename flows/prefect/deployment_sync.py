@@ -14,7 +14,6 @@ from puna.flows.prefect.forms import Choices, Offer, defaults, description, sche
 from puna.flows.prefect.trigger import due, load_trigger
 from puna.flows.server.client import Server
 from puna.storage import Store
-from puna.storage.runs import RunLog
 
 TAG = "puna"
 PAGE = 200
@@ -165,7 +164,7 @@ class DeploymentSync:
             log = self._store.log(name)
             if log.state != "at work" and self._twice(run["id"], lost):
                 state, message = OUTCOMES["stopped" if run["state_type"] == "CANCELLING" else log.state]
-                self._end(f"/flow_runs/{run['id']}", state, message or _how(log))
+                self._end(f"/flow_runs/{run['id']}", state, message or log.error or f"run {name} {log.state}")
         open_steps = {
             "flow_runs": {"state": {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}, "tags": {"all_": [TAG]}},
             "task_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE,
@@ -185,7 +184,3 @@ class DeploymentSync:
 
 def _entrypoint(offer: Offer) -> str:
     return f"puna.flows.prefect.deployments.flow_{offer.flow}"
-
-
-def _how(log: RunLog) -> str:
-    return log.error or f"run {log.name} {log.state}"

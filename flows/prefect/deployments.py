@@ -51,39 +51,29 @@ FRESH_SECONDS = 5.0
 """How often the store is looked at for new artifacts to offer."""
 
 
-def _flow_form(flow: Flow) -> PrefectFlow[Any, Any]:
-    """Return the flow with parameters that a form can show."""
+def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:
+    """Return a flow or a stage as a Prefect flow with parameters that a form can show."""
+    what = offer.what
 
     def run(**values: Any) -> Any:
-        texts = [text for spec in flow.inputs for text in _texts(spec, values[spec.name])]
+        texts = tuple(text for spec in what.inputs for text in _texts(spec, values[spec.name]))
         how = {"executor": values["executor"], "project": values["project"]}
-        request = Request(f"flow:{flow.name}", picked(values["recipe"]), tuple(values["changes"]), tuple(texts), **how)
-        return _run_work(request, lambda: run_flow(flow, request, _opened(values)))
+        if isinstance(what, Flow):
+            request = Request(f"flow:{what.name}", picked(values["recipe"]), tuple(values["changes"]), texts, **how)
+            return _run_work(request, lambda: run_flow(what, request, _opened(values)))
+        request = Request(f"stage:{what.name}", None, changed(offer, values["config"]), texts, **how)
+        return _run_work(request, lambda: run_stage(what, request, _opened(values), values["config"]).id)
 
-    parameters = [
-        _parameter("recipe", str, "The values of all steps; a YAML file must be where the runs are started", DEFAULT_RECIPE),
-        *(_input(spec, needed=False) for spec in flow.inputs),
-        _parameter("changes", list[str], "Fields to change: select.gopher_quality.min_words=60; line_dedup=null leaves a step out", []),
-    ]
-    return _as_flow(flow.name, run, flow.doc, parameters)
-
-
-def _stage_form(stage: Stage, offer: Offer) -> PrefectFlow[Any, Any]:
-    """Return a flow of the stage alone: its inputs, and its configuration."""
-
-    def run(**values: Any) -> Any:
-        texts = [text for spec in stage.inputs for text in _texts(spec, values[spec.name])]
-        changes = changed(offer, values["config"])
-        how = {"executor": values["executor"], "project": values["project"]}
-        request = Request(f"stage:{stage.name}", None, changes, tuple(texts), **how)
-        return _run_work(request, lambda: run_stage(stage, request, _opened(values), values["config"]).id)
-
-    whole = not any(field.is_required() for field in stage.config.model_fields.values())
-    config = inspect.Parameter(
-        "config", inspect.Parameter.KEYWORD_ONLY, annotation=stage.config, default=stage.config() if whole else inspect.Parameter.empty
-    )
-    # Where a flow has the stage's name, the name is the flow's.
-    return _as_flow(offer.flow, run, stage.doc, [*(_input(spec, needed=not spec.optional) for spec in stage.inputs), config])
+    inputs = [_input(spec, needed=isinstance(what, Stage) and not spec.optional) for spec in what.inputs]
+    if isinstance(what, Flow):
+        changes = "Fields to change: select.gopher_quality.min_words=60; line_dedup=null leaves a step out"
+        recipe = "The values of all steps; a YAML file must be where the runs are started"
+        own = [_parameter("recipe", str, recipe, DEFAULT_RECIPE), *inputs, _parameter("changes", list[str], changes, [])]
+    else:
+        needed = any(field.is_required() for field in what.config.model_fields.values())
+        default = inspect.Parameter.empty if needed else what.config()
+        own = [*inputs, inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, annotation=what.config, default=default)]
+    return _as_flow(offer.flow, run, what.doc, own)
 
 
 def _texts(spec: InputSpec, value: str | list[str] | None) -> list[str]:
@@ -104,21 +94,21 @@ def _opened(values: Mapping[str, Any]) -> Store:
 
 def _run_work(request: Request, work: Callable[[], str]) -> Any:
     """Return the result of `work`. A `PunaError` fails the run with its message in log and state, without a traceback."""
+    context = FlowRunContext.get()
+    run = context.flow_run if context is not None else None
     try:
         return work()
     except PunaError as error:
-        run = FlowRunContext.get()
-        if run is not None and run.flow_run is not None and MADE_UP.fullmatch(run.flow_run.name):  # refused before it could name itself
+        if run is not None and MADE_UP.fullmatch(run.name):  # refused before it could name itself
             with get_client(sync_client=True) as client:
-                client.update_flow_run(run.flow_run.id, name=request.title)
+                client.update_flow_run(run.id, name=request.title)
         get_run_logger().error(str(error))
         return Failed(message=str(error))
     except TerminationSignal:
         # A training waits for its step and holds the signal's handler meanwhile, so Prefect took the cancellation for a crash.
-        run = FlowRunContext.get()
-        if run is not None and run.flow_run is not None:
+        if run is not None:
             with get_client(sync_client=True) as client:
-                if (state := client.read_flow_run(run.flow_run.id).state) is not None and state.is_cancelling():
+                if (state := client.read_flow_run(run.id).state) is not None and state.is_cancelling():
                     return Cancelled(message=STOPPED)
         raise
 
@@ -128,9 +118,7 @@ def _input(spec: InputSpec, *, needed: bool) -> inspect.Parameter:
     if spec.kind == "external":
         description = "Files or folders to read, [NAME=]URI each; none: the sample of real pages"
         return _parameter(spec.name, kind, description, [] if spec.many else "")
-    return _parameter(
-        spec.name, kind if needed else kind | None, f"Of kind {spec.kind}", inspect.Parameter.empty if needed else None
-    )  # fmt: skip
+    return _parameter(spec.name, kind if needed else kind | None, f"Of kind {spec.kind}", inspect.Parameter.empty if needed else None)
 
 
 def _parameter(name: str, kind: Any, about: str, default: Any) -> inspect.Parameter:
@@ -164,10 +152,6 @@ def _described(annotation: Any) -> str:
 
 
 OFFERS = {offer.flow: offer for offer in offers()}
-
-
-def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:
-    return _flow_form(offer.what) if isinstance(offer.what, Flow) else _stage_form(offer.what, offer)
 
 
 def __getattr__(name: str) -> PrefectFlow[Any, Any]:

@@ -18,7 +18,7 @@ from puna.flows.report.page import page as report_page
 from puna.flows.report.run import Run, Step
 from puna.flows.web.frame import Here, artifact_link, badge, bar, button, note, pages, problem, run_link, spent, when
 from puna.flows.web.home import state_digest, working_view
-from puna.flows.web.start import once
+from puna.flows.web.start import flow_run_of, once
 from puna.storage import PunaError
 
 MOST_PLOTS = 12
@@ -45,7 +45,7 @@ def run_page(site: Here, name: str) -> str:
         button("Funnel", f"/puna/run/{log.name}/funnel") if run.kind("pages", "documents") else None,
         button("Compare with the run before", f"/puna/compare?run={again[0]}&run={log.name}") if again else None,
     ]
-    mine = next((event.get("flow_run") for event in store.events(log.name)[:1]), None) if site.prefect else None
+    mine = flow_run_of(store, log.name) if site.prefect else None
     if mine:
         word, label = ("stop", "Stop") if log.state == "at work" else ("again", "Run again" if log.state == "finished" else "Go on")
         links.append(tag("form", once(), tag("button", label), action=f"/puna/run/{log.name}/{word}", method="post"))

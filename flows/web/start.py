@@ -160,7 +160,7 @@ def started_page(site: Site, flow_run: str) -> Html | str:
     """Return the address of a started run's page as soon as it exists; until then a page with its state."""
     store = site.store
     for name in store.runs()[:-20:-1]:
-        if any(event.get("flow_run") == flow_run for event in store.events(name)[:1]):
+        if flow_run_of(store, name) == flow_run:
             return f"/puna/run/{quote(name)}"
     try:
         run = server_beside(store).ask("GET", f"/flow_runs/{flow_run}")
@@ -178,22 +178,25 @@ def started_page(site: Site, flow_run: str) -> Html | str:
 def stop(store: Store, name: str) -> None:
     """Ask the worker to end a run that a form started; finished steps and the last checkpoint of a training stay."""
     body = {"state": {"type": "CANCELLING"}, "force": True}
-    server_beside(store).insist("POST", f"/flow_runs/{flow_run_of(store, name)}/set_state", body)
+    server_beside(store).insist("POST", f"/flow_runs/{_own(store, name)}/set_state", body)
 
 
 def again(store: Store, name: str, form: Asked) -> str:
     """Start the same run once more, which reuses what is there; return the page that follows it."""
     server = server_beside(store)
-    run = server.insist("GET", f"/flow_runs/{flow_run_of(store, name)}")
+    run = server.insist("GET", f"/flow_runs/{_own(store, name)}")
     return _create_run(server, run["deployment_id"], run["name"], run["parameters"], form)
 
 
-def flow_run_of(store: Store, name: str) -> str:
-    """Return the server's id of a run that a form started. Raise PunaError for any other run."""
-    flow_run = next((event["flow_run"] for event in store.events(name)[:1] if event.get("flow_run")), None)
-    if flow_run is None:
+def flow_run_of(store: Store, name: str) -> str | None:
+    """Return the server's id of a run that a form started; None of any other run."""
+    return next((str(event["flow_run"]) for event in store.events(name)[:1] if event.get("flow_run")), None)
+
+
+def _own(store: Store, name: str) -> str:
+    if (flow_run := flow_run_of(store, name)) is None:
         raise PunaError(f"run {name}: was started elsewhere; give its command again there")
-    return str(flow_run)
+    return flow_run
 
 
 def request_of(offer: Offer, form: Asked) -> Request:
