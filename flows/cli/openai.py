@@ -1,7 +1,6 @@
 """An HTTP server in the shape of OpenAI's: completions and chat, whole or as a stream of events.
 
-One thread runs the engine; requests reach it through a queue, tokens come back to the event loop. A client that goes away, or
-whose time is up, has its request cancelled at the next step.
+A client that goes away, or whose time is up, has its request cancelled at the next step of the engine (`openai_worker.py`).
 """
 
 from __future__ import annotations
@@ -9,12 +8,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import queue
-import threading
-import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,15 +20,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from puna.flows.cli.openai_shapes import ApiError, ChatRequest, CompletionRequest, Reply, ResponseFormat, Sampled
+from puna.flows.cli.openai_shapes import ApiError, ChatRequest, CompletionRequest, Reply, ResponseFormat, Sampled, whole
+from puna.flows.cli.openai_worker import Worker
 from puna.flows.server.guard import Bounded
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.engine import Event
 from puna.models.generation.grammar import Grammar, Mask
-from puna.models.generation.prefill import SplitEngine
-from puna.models.generation.schedule import Request as Asked
 from puna.models.tokens.tokenizer import TextStream, Tokenizer
 
+PROMPT_TOKENS = 1 << 16
+"""Tokens that the prompts of one request may have together."""
 CLIENT_GONE = 499  # as nginx logs it; nobody is told
 
 
@@ -45,106 +42,34 @@ class Limits:
     body: int = 1 << 20
 
 
-class Worker:
-    """The thread that runs the engine."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self._split = engine, engine if isinstance(engine, SplitEngine) else None
-        self.active = 0  # requests that wait or are answered
-        self.counts = {"requests": 0, "prompt_tokens": 0, "generated_tokens": 0, "cancelled": 0}
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._tell: dict[int, Callable[[Event | ApiError], object]] = {}
-        self._thread = threading.Thread(target=self._run, name="puna-engine", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._orders.put(None)
-        self._thread.join()
-        if self._split is not None:
-            self._split.close()
-
-    async def answer(self, ids: list[int], params: SamplingParams, seconds: float) -> AsyncGenerator[Event, None]:
-        """Yield the request's tokens as they come. ApiError where the engine refuses it or its time is up."""
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
-        submitted: list[Asked] = []
-        self.active += 1
-        self.counts["requests"] += 1
-        self.counts["prompt_tokens"] += len(ids)
-
-        def begin() -> None:
-            try:
-                submitted.append(self.engine.submit(ids, params))
-                self._tell[id(submitted[0])] = lambda event: loop.call_soon_threadsafe(events.put_nowait, event)
-            except ValueError as error:
-                refused = ApiError(400, "invalid_request_error", str(error))
-                loop.call_soon_threadsafe(events.put_nowait, refused)
-
-        def end() -> None:
-            if submitted and self._tell.pop(id(submitted[0]), None) is not None:
-                self.engine.cancel(submitted[0])
-                self.counts["cancelled"] += left > 0
-
-        self._orders.put(begin)
-        left, until = params.n, time.monotonic() + seconds
-        try:
-            while left:
-                event = await asyncio.wait_for(events.get(), until - time.monotonic())
-                if isinstance(event, ApiError):
-                    raise event
-                left -= event.completion is not None
-                self.counts["generated_tokens"] += 1
-                yield event
-        except TimeoutError:
-            raise ApiError(408, "timeout_error", f"the answer was not done in {seconds:g} seconds") from None
-        finally:
-            self.active -= 1
-            self._orders.put(end)
-
-    def _run(self) -> None:
-        while True:
-            while not self._orders.empty() or (self.engine.scheduler.idle and not (self._split and self._split.busy)):
-                order = self._orders.get()
-                if order is None:
-                    return
-                order()
-            try:
-                events = self.engine.step()
-            except Exception as error:  # noqa: BLE001  what breaks a step ends the requests that were in it, not the server
-                self._fail(error)
-                continue
-            for event in events:
-                if (tell := self._tell.get(id(event.request))) is not None:
-                    tell(event)
-            for request, failure in self.engine.failed():
-                if (tell := self._tell.pop(id(request), None)) is not None:
-                    status = (400, "invalid_request_error") if failure.asked else (500, "server_error")
-                    tell(ApiError(*status, str(failure)))
-
-    def _fail(self, error: Exception) -> None:
-        for tell in self._tell.values():
-            tell(ApiError(500, "server_error", f"the engine failed: {error}"))
-        self._tell.clear()
-        self.engine.clear()
-
-
 class Answerer:
     """Request handlers of one model; `speculate` and `branches` as in SamplingParams, for answers of free form."""
 
     SAMPLED = ("temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 
-    def __init__(self, worker: Worker, tokenizer: Tokenizer, name: str, seconds: float, speculate: int, branches: int) -> None:
-        self.worker, self.tokenizer, self.name, self.seconds = worker, tokenizer, name, seconds
+    def __init__(self, worker: Worker, tokenizer: Tokenizer, name: str, limits: Limits, speculate: int, branches: int) -> None:
+        self.worker, self.tokenizer, self.name, self.seconds, self.most = worker, tokenizer, name, limits.seconds, limits.queue
         self.speculate, self.branches = speculate, branches
         self.config = worker.engine.model.config
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
-        """Return the text that follows another."""
-        ids = await asyncio.to_thread(self._prompt, body.prompt) if isinstance(body.prompt, str) else body.prompt
-        scored = body.logprobs is not None and body.logprobs is not False
-        return await self._answered(body, request, ids, body.max_tokens, "text_completion", scored)
+        """Return the texts that follow others, or their log-probs."""
+        n, top = len(body.prompt), body.alternatives
+        if n * body.n > self.most:
+            raise _refusal("prompt", f"{n} prompts with {body.n} answers each; a request may have {self.most} answers")
+        if body.max_tokens == 0 and not body.echo:
+            raise _refusal("max_tokens", "0 draws nothing: ask for 1 at least, or for the prompt itself by echo")
+        for field in ("echo", "logprobs") if body.stream else ():
+            if (body.echo, (top or 0) > 0)[field == "logprobs"]:
+                raise _refusal(field, "a stream has neither the prompt nor alternatives: leave stream out")
+        if body.stream and n > 1:
+            raise _refusal("prompt", "a stream answers one prompt")
+        prompts = [await asyncio.to_thread(self._prompt, one) if isinstance(one, str) else one for one in body.prompt]
+        if n > 1 and sum(map(len, prompts)) > max(PROMPT_TOKENS, self.config.max_position_embeddings):
+            raise _refusal("prompt", f"the prompts have {sum(map(len, prompts))} tokens together, more than {PROMPT_TOKENS}")
+        if top is not None and self.worker.engine.kept is not None and (top or body.echo):
+            raise _refusal("logprobs", "this server keeps a window of the tokens alone (--window): it scores no prompts and alternatives")
+        return await self._answered(body, request, prompts, body.max_tokens, "text_completion", top)
 
     def _prompt(self, text: str) -> list[int]:
         """Return ids of a text to go on with. ApiError where the tokenizer's patterns take too long on it."""
@@ -163,27 +88,64 @@ class Answerer:
         except ValueError as error:
             raise ApiError(400, "invalid_request_error", str(error), "messages") from error
         longest = body.max_completion_tokens or body.max_tokens or max(1, self.worker.engine.room(len(ids), 1024))
-        return await self._answered(body, request, ids, longest, "chat.completion", body.logprobs)
+        return await self._answered(body, request, [ids], longest, "chat.completion", 0 if body.logprobs else None)
 
-    async def _answered(self, body: Sampled, request: Request, ids: list[int], longest: int, kind: str, logprobs: bool) -> Response:
-        texts = self._checked(body, ids, longest)
-        events = self.worker.answer(ids, await self._params(body, longest, texts), self.seconds)
-        streams = {number: TextStream(self.tokenizer, texts) for number in range(body.n)}
-        reply = Reply(kind, self.name, ids, streams, self.tokenizer if logprobs else None)
+    async def _answered(
+        self, body: Sampled, request: Request, prompts: list[list[int]], longest: int, kind: str, top: int | None
+    ) -> Response:
+        for ids in prompts:
+            texts = self._checked(body, ids, longest)
+        params = await self._params(body, max(1, longest), texts)
+        scored = None if top is None else self.tokenizer
+        replies = [Reply(kind, self.name, ids, {i: TextStream(self.tokenizer, texts) for i in range(body.n)}, scored) for ids in prompts]
         if not body.stream:
+            work = asyncio.ensure_future(self._all(body, replies, params, longest, top or 0))
             gone = asyncio.ensure_future(request.receive())  # behind the body comes nothing but word that the client has left
             try:
-                async for event in events:
-                    reply.add(event)
-                    if gone.done():
-                        await events.aclose()
-                        return Response(status_code=CLIENT_GONE)
+                await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+                return JSONResponse(whole(await work)) if work.done() else Response(status_code=CLIENT_GONE)
             finally:
                 gone.cancel()
-            return JSONResponse(reply.whole())
+                work.cancel()
+        events = self.worker.answer(prompts[0], params, self.seconds)
         first = await anext(events)  # what is refused is told as an error, not in a stream
         usage = body.stream_options is not None and body.stream_options.include_usage
-        return StreamingResponse(_lines(reply, first, events, usage), media_type="text/event-stream")
+        return StreamingResponse(_lines(replies[0], first, events, usage), media_type="text/event-stream")
+
+    async def _all(self, body: Sampled, replies: list[Reply], params: SamplingParams, longest: int, top: int) -> list[Reply]:
+        """Draw the answers to all prompts, then score what is asked for; the failure of one prompt ends its request."""
+        if longest:
+            drawing = [asyncio.ensure_future(self._draw(reply, params)) for reply in replies]
+            try:
+                await asyncio.gather(*drawing)
+            finally:
+                for one in drawing:
+                    one.cancel()
+        if isinstance(body, CompletionRequest) and body.echo:
+            for reply, prompt in zip(replies, body.prompt, strict=True):
+                reply.prompt = (prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt), [])
+            if body.alternatives is not None:
+                await self._score_prompts(replies, top)
+        if top and longest:
+            await self._score_answers(replies, top, params.temperature or 1.0)
+        return replies
+
+    async def _draw(self, reply: Reply, params: SamplingParams) -> None:
+        async with aclosing(self.worker.answer(reply.ids, params, self.seconds)) as events:
+            async for event in events:
+                reply.add(event)
+
+    async def _score_prompts(self, replies: list[Reply], top: int) -> None:
+        for reply, scores in zip(replies, await self.worker.score([one.ids for one in replies], top, 1.0, self.seconds), strict=True):
+            assert reply.prompt is not None
+            reply.prompt = (reply.prompt[0], scores)
+
+    async def _score_answers(self, replies: list[Reply], top: int, temperature: float) -> None:
+        """Replace the log-probs of drawn tokens by those that stand beside alternatives: the two agree to rounding."""
+        drawn = [(reply, number) for reply in replies for number in reply.drawn]
+        sequences = [[*reply.ids, *reply.drawn[number]] for reply, number in drawn]
+        for (reply, number), scores in zip(drawn, await self.worker.score(sequences, top, temperature, self.seconds), strict=True):
+            reply.scores[number] = scores[len(reply.ids) :]
 
     def check(self, model: str) -> None:
         """Raise ApiError where the request names another model."""
@@ -195,11 +157,12 @@ class Answerer:
         if body.model is not None:
             self.check(body.model)
         context, V = self.config.max_position_embeddings, self.config.vocab_size
-        if self.worker.engine.room(len(ids), longest) < longest:
+        if self.worker.engine.room(len(ids), longest) < longest or (longest == 0 and len(ids) > context):
             message = f"{len(ids)} tokens of the prompt and {longest} of the answer exceed the model's context of {context}"
             raise ApiError(400, "invalid_request_error", message, "max_tokens")
         if not all(0 <= token < V for token in (*ids, *body.logit_bias)):
-            raise ApiError(400, "invalid_request_error", f"token ids lie in 0 to {V - 1}")
+            field = "logit_bias" if all(0 <= token < V for token in ids) else "prompt"
+            raise ApiError(400, "invalid_request_error", f"token ids lie in 0 to {V - 1}", field)
         texts = [body.stop] if isinstance(body.stop, str) else body.stop or []
         if not all(texts):
             raise ApiError(400, "invalid_request_error", "a stop text must not be empty", "stop")
@@ -230,6 +193,10 @@ class Answerer:
         if format is None or format.type == "text":
             return None
         return self._grammar.schema(None if format.json_schema is None else format.json_schema.schema_)
+
+
+def _refusal(field: str, message: str) -> ApiError:
+    return ApiError(400, "invalid_request_error", f"{field}: {message}", field)
 
 
 async def _lines(reply: Reply, first: Event, events: AsyncGenerator[Event, None], usage: bool) -> AsyncIterator[str]:
@@ -282,7 +249,7 @@ def application(
     if tokenizer is None:
         raise ValueError("a server needs a model with its tokenizer")
     worker = Worker(engine)
-    answerer = Answerer(worker, tokenizer, name, limits.seconds, speculate, branches)
+    answerer = Answerer(worker, tokenizer, name, limits, speculate, branches)
 
     @asynccontextmanager
     async def running(_: FastAPI) -> AsyncIterator[None]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, model_validator
 
 from puna.models.generation.engine import Event
+from puna.models.generation.score import Score
 from puna.models.tokens.tokenizer import TextStream, Tokenizer
 
 
@@ -82,12 +85,26 @@ class Sampled(BaseModel):
         return {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
 
 
-class CompletionRequest(Sampled):
-    """A request to continue a text."""
+def _listed(prompt: Any) -> Any:
+    """Return prompts as a list, of one where the request has a text or token ids alone."""
+    alone = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and all(type(one) is int for one in prompt))
+    return [prompt] if alone else prompt
 
-    prompt: str | list[int] = Field(min_length=1)
-    max_tokens: int = Field(16, ge=1)
-    logprobs: bool | int | None = Field(None, description="Whether to tell the log-probs of the drawn tokens")
+
+class CompletionRequest(Sampled):
+    """A request to continue texts, or to score them."""
+
+    prompt: Annotated[list[Annotated[str | list[StrictInt], Field(min_length=1)]], Field(min_length=1), BeforeValidator(_listed)]
+    max_tokens: int = Field(16, ge=0, description="0: nothing is drawn; the prompts are told back (echo)")
+    echo: bool = Field(False, description="Whether the prompts stand before their answers")
+    logprobs: bool | int | None = Field(
+        None, ge=0, le=20, description="Likeliest tokens told at each place; 0 or true: the log-probs of the tokens themselves alone"
+    )
+
+    @property
+    def alternatives(self) -> int | None:
+        """Return how many of the likeliest tokens are told at each place; None without log-probs."""
+        return None if self.logprobs is None or self.logprobs is False else 0 if self.logprobs is True else self.logprobs
 
 
 class TextPart(BaseModel):
@@ -121,62 +138,124 @@ class ChatRequest(Sampled):
     tools: list[dict[str, Any]] | None = None
 
 
+@dataclass
+class Offsets:
+    """Where each token's text begins, in characters; tokens that are parts of one character begin with it."""
+
+    tokenizer: Tokenizer
+    places: list[int] = field(default_factory=list)
+    length: int = 0
+    parts: list[int] = field(default_factory=list)
+
+    def add(self, token: int) -> None:
+        """Take in the next token."""
+        self.places.append(self.length)
+        self.parts = [*self.parts, token]
+        text = self.tokenizer.decode(self.parts)
+        if not text.endswith("\ufffd") or len(self.parts) == 4:  # a character has four bytes at most
+            self.length, self.parts = self.length + len(text), []
+
+
 class Reply:
-    """An answer in OpenAI's shape, as a whole or in chunks."""
+    """The answers to one prompt in OpenAI's shape, as a whole or in chunks."""
 
     def __init__(self, kind: str, model: str, ids: list[int], texts: dict[int, TextStream], scored: Tokenizer | None) -> None:
         """`scored`: the tokenizer that spells tokens, where log-probs are asked for."""
-        self.kind, self.texts, self.scored, self.prompt_tokens = kind, texts, scored, len(ids)
+        self.kind, self.texts, self.scored, self.ids = kind, texts, scored, ids
         prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
         self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.said = dict.fromkeys(texts, "")
-        self.scores: dict[int, list[tuple[int, float]]] = {number: [] for number in texts}
-        self.reasons: dict[int, str] = {}
+        self.scores: dict[int, list[Score]] = {number: [] for number in texts}
+        self.drawn: dict[int, list[int]] = {number: [] for number in texts}
+        self.reasons = dict.fromkeys(texts, "length")
+        self.prompt: tuple[str, list[Score]] | None = None  # with echo: its text and scores, which come before each answer's
+        self.offsets: dict[int, Offsets] = {}
+        if scored is not None and not kind.startswith("chat"):
+            prompt = Offsets(scored)
+            for token in ids:
+                prompt.add(token)
+            self.offsets = {number: replace(prompt, places=[*prompt.places]) for number in texts}
 
     def add(self, event: Event) -> str:
         """Take in a token; return the text that it adds."""
         new = self.texts[event.number].add(event.token, event.completion is not None)
         self.said[event.number] += new
-        self.scores[event.number].append((event.token, event.logprob))
-        if event.completion is not None:
-            self.reasons[event.number] = "stop" if event.completion.finished else "length"
+        self.drawn[event.number].append(event.token)
+        self.scores[event.number].append(Score(event.logprob, []))
+        if self.offsets:
+            self.offsets[event.number].add(event.token)
+        if event.completion is not None and event.completion.finished:
+            self.reasons[event.number] = "stop"
         return new
 
     def _scores(self, number: int, start: int = 0) -> dict[str, Any] | None:
+        """Return the log-probs of an answer from its token `start` on; with echo the prompt's before them."""
         if self.scored is None:
             return None
-        tokens = [(self.scored.decode([token]), score) for token, score in self.scores[number][start:]]
+        tokens, scores = self.drawn[number], self.scores[number]
         if self.kind.startswith("chat"):
-            return {"content": [{"token": text, "logprob": score, "bytes": None, "top_logprobs": []} for text, score in tokens]}
-        return {"tokens": [text for text, _ in tokens], "token_logprobs": [score for _, score in tokens]}
+            spelled = [self.scored.decode([token]) for token in tokens[start:]]
+            each = zip(spelled, scores[start:], strict=True)
+            return {"content": [{"token": text, "logprob": score.logprob, "bytes": None, "top_logprobs": []} for text, score in each]}
+        if self.prompt is not None:
+            tokens, scores = [*self.ids, *tokens], [*self.prompt[1], *scores]
+        tokens, scores = tokens[start:], scores[start:]
+        return {
+            "tokens": [self.scored.decode([token]) for token in tokens],
+            "token_logprobs": [score.logprob for score in scores],
+            "top_logprobs": [self._top(*pair) for pair in zip(tokens, scores, strict=True)] if any(one.top for one in scores) else None,
+            "text_offset": self.offsets[number].places[-len(tokens) :],
+        }
 
-    def _usage(self) -> dict[str, int]:
-        completion = sum(map(len, self.scores.values()))
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion, "total_tokens": self.prompt_tokens + completion}
+    def _top(self, token: int, score: Score) -> dict[str, float] | None:
+        """Return the likeliest tokens and the token itself, by their text; of those that look alike the likeliest."""
+        if score.logprob is None or self.scored is None:
+            return None
+        top: dict[str, float] = {}
+        for other, logprob in [*score.top, (token, score.logprob)]:
+            top.setdefault(self.scored.decode([other]), logprob)
+        return top
 
-    def whole(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, int]:
+        """Return the counts of tokens."""
+        completion = sum(map(len, self.drawn.values()))
+        return {"prompt_tokens": len(self.ids), "completion_tokens": completion, "total_tokens": len(self.ids) + completion}
+
+    def choices(self, first: int = 0) -> list[dict[str, Any]]:
+        """Return the answers, numbered from `first`."""
         choices = []
         for number, text in self.said.items():
+            text = text if self.prompt is None else self.prompt[0] + text
             content = {"message": {"role": "assistant", "content": text}} if self.kind.startswith("chat") else {"text": text}
-            choices.append({"index": number, **content, "logprobs": self._scores(number), "finish_reason": self.reasons[number]})
-        return {**self.head, "object": self.kind, "choices": choices, "usage": self._usage()}
+            choices.append({"index": first + number, **content, "logprobs": self._scores(number), "finish_reason": self.reasons[number]})
+        return choices
 
     def line(self, event: Event) -> str:
-        first = not self.scores[event.number]
+        """Return a token as a chunk of a stream."""
+        first = not self.drawn[event.number]
         text = self.add(event)
         if self.kind.startswith("chat"):
             content: dict[str, Any] = {"delta": {**({"role": "assistant"} if first else {}), "content": text}}
         else:
             content = {"text": text}
-        choice = {"index": event.number, **content, "finish_reason": self.reasons.get(event.number)}
+        reason = None if event.completion is None else self.reasons[event.number]
+        choice = {"index": event.number, **content, "finish_reason": reason}
         if self.scored is not None:
-            choice["logprobs"] = self._scores(event.number, -1)
+            choice["logprobs"] = self._scores(event.number, len(self.drawn[event.number]) - 1)
         return self._chunk(choices=[choice])
 
     def last(self) -> str:
         """Return the usage as the last event of a stream."""
-        return self._chunk(choices=[], usage=self._usage())
+        return self._chunk(choices=[], usage=self.usage())
 
     def _chunk(self, **fields: Any) -> str:
         kind = "chat.completion.chunk" if self.kind.startswith("chat") else self.kind
         return f"data: {json.dumps({**self.head, 'object': kind, **fields}, ensure_ascii=False)}\n\n"
+
+
+def whole(replies: Sequence[Reply]) -> dict[str, Any]:
+    """Return the answers to all prompts of a request, prompt by prompt."""
+    choices = [choice for number, reply in enumerate(replies) for choice in reply.choices(number * len(reply.texts))]
+    usages = [reply.usage() for reply in replies]
+    usage = {name: sum(one[name] for one in usages) for name in usages[0]}
+    return {**replies[0].head, "object": replies[0].kind, "choices": choices, "usage": usage}

@@ -176,7 +176,7 @@ def test_null_is_as_good_as_nothing(client):
 def test_log_probs_are_told_where_no_others_are_asked_for(client):
     """OpenAI's 0 asks for those of the drawn tokens alone, false for none."""
     body = {"prompt": TOKENIZER.encode("to be"), "seed": 1, "max_tokens": 4}
-    found = [client.post("/v1/completions", json={**body, "logprobs": asked}).json()["choices"][0]["logprobs"] for asked in (0, 1, False, None)]
+    found = [client.post("/v1/completions", json={**body, "logprobs": asked}).json()["choices"][0]["logprobs"] for asked in (0, True, False, None)]
     assert found[0] == found[1] and len(found[0]["token_logprobs"]) == len(found[0]["tokens"]) > 0 and found[2:] == [None, None]
 
 

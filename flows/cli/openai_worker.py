@@ -1,0 +1,141 @@
+"""The thread of the HTTP server that runs the engine: requests reach it through a queue, tokens come back to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+
+from puna.flows.cli.openai_shapes import ApiError
+from puna.models.generation import Engine, SamplingParams
+from puna.models.generation.engine import Event
+from puna.models.generation.prefill import SplitEngine
+from puna.models.generation.schedule import Request as Asked
+from puna.models.generation.score import Score, Scoring
+
+
+class Worker:
+    """The thread that runs the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self._split = engine, engine if isinstance(engine, SplitEngine) else None
+        self.active = 0  # requests that wait or are answered
+        self.counts = {"requests": 0, "prompt_tokens": 0, "generated_tokens": 0, "cancelled": 0}
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tell: dict[int, Callable[[Event | ApiError], object]] = {}
+        self._scorings: deque[tuple[Scoring, Callable[[ApiError | None], object]]] = deque()
+        self._thread = threading.Thread(target=self._run, name="puna-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._orders.put(None)
+        self._thread.join()
+        if self._split is not None:
+            self._split.close()
+
+    async def answer(self, ids: list[int], params: SamplingParams, seconds: float) -> AsyncGenerator[Event, None]:
+        """Yield the request's tokens as they come. ApiError where the engine refuses it or its time is up."""
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
+        submitted: list[Asked] = []
+        self.active += 1
+        self.counts["requests"] += 1
+        self.counts["prompt_tokens"] += len(ids)
+
+        def begin() -> None:
+            try:
+                submitted.append(self.engine.submit(ids, params))
+                self._tell[id(submitted[0])] = lambda event: loop.call_soon_threadsafe(events.put_nowait, event)
+            except ValueError as error:
+                refused = ApiError(400, "invalid_request_error", str(error))
+                loop.call_soon_threadsafe(events.put_nowait, refused)
+
+        def end() -> None:
+            if submitted and self._tell.pop(id(submitted[0]), None) is not None:
+                self.engine.cancel(submitted[0])
+                self.counts["cancelled"] += left > 0
+
+        self._orders.put(begin)
+        left, until = params.n, time.monotonic() + seconds
+        try:
+            while left:
+                event = await asyncio.wait_for(events.get(), until - time.monotonic())
+                if isinstance(event, ApiError):
+                    raise event
+                left -= event.completion is not None
+                self.counts["generated_tokens"] += 1
+                yield event
+        except TimeoutError:
+            raise ApiError(408, "timeout_error", f"the answer was not done in {seconds:g} seconds") from None
+        finally:
+            self.active -= 1
+            self._orders.put(end)
+
+    async def score(self, prompts: list[list[int]], top: int, temperature: float, seconds: float) -> list[list[Score]]:
+        """Return the score of each prompt's tokens, computed pass by pass between the engine's steps."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[list[list[Score]]] = loop.create_future()
+        scoring = Scoring(self.engine, prompts, top, temperature)
+
+        def end(failure: ApiError | None) -> None:
+            if not result.done():
+                result.set_result(scoring.scores) if failure is None else result.set_exception(failure)
+
+        self.active += 1
+        self._orders.put(lambda: self._scorings.append((scoring, lambda failure: loop.call_soon_threadsafe(end, failure))))
+        try:
+            return await asyncio.wait_for(result, seconds)
+        except TimeoutError:
+            raise ApiError(408, "timeout_error", f"the prompts were not scored in {seconds:g} seconds") from None
+        finally:
+            self.active -= 1
+            self._orders.put(lambda: self._drop(scoring))
+
+    def _drop(self, scoring: Scoring) -> None:
+        self._scorings = deque(one for one in self._scorings if one[0] is not scoring)
+
+    def _score(self) -> None:
+        """Compute a pass of the scoring that has waited longest."""
+        scoring, tell = self._scorings.popleft()
+        try:
+            if scoring.step():
+                tell(None)
+            else:
+                self._scorings.append((scoring, tell))
+        except Exception as error:  # noqa: BLE001  ends its own request alone
+            tell(ApiError(500, "server_error", f"the prompts could not be scored: {error}"))
+
+    def _run(self) -> None:
+        while True:
+            idle = self.engine.scheduler.idle and not (self._split and self._split.busy)
+            while not self._orders.empty() or (idle and not self._scorings):
+                order = self._orders.get()
+                if order is None:
+                    return
+                order()
+                idle = self.engine.scheduler.idle and not (self._split and self._split.busy)
+            if self._scorings:
+                self._score()
+            try:
+                events = self.engine.step()
+            except Exception as error:  # noqa: BLE001  what breaks a step ends the requests that were in it, not the server
+                self._fail(error)
+                continue
+            for event in events:
+                if (tell := self._tell.get(id(event.request))) is not None:
+                    tell(event)
+            for request, failure in self.engine.failed():
+                if (tell := self._tell.pop(id(request), None)) is not None:
+                    status = (400, "invalid_request_error") if failure.asked else (500, "server_error")
+                    tell(ApiError(*status, str(failure)))
+
+    def _fail(self, error: Exception) -> None:
+        for tell in self._tell.values():
+            tell(ApiError(500, "server_error", f"the engine failed: {error}"))
+        self._tell.clear()
+        self.engine.clear()

@@ -1,0 +1,110 @@
+"""Log-probs of given tokens, in passes between the engine's steps.
+
+Prompts that begin alike share the computation of their common beginning: in sorted order each goes on from the cached keys and values of
+the one before it. Such a group is a lane; lanes run beside each other in one ragged pass of at most `step_tokens` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from puna.kernels.exact import exact_passes
+from puna.kernels.paged_attention import PAGE
+from puna.models.generation.dense import loops
+from puna.models.generation.engine import Engine
+from puna.models.generation.sampling import DIVERGED, RowError
+from puna.models.generation.step import Stretch, run
+from puna.models.generation.streamed_cache import cache_of
+
+Lane = list[tuple[int, int]]
+"""Numbers of prompts, each with the count of tokens that it shares with the one before it."""
+
+
+class Score(NamedTuple):
+    """A token's log-prob in nats given the tokens before it (None for the first), and the likeliest tokens with theirs."""
+
+    logprob: float | None
+    top: list[tuple[int, float]]
+
+
+class Scoring:
+    """Prompts to be scored; `scores[i]` holds a Score per token of prompt i after the last `step`.
+
+    top: likeliest tokens to list at each place. temperature: what logits are divided by. RowError from `step` where logits are not finite.
+    """
+
+    def __init__(self, engine: Engine, prompts: Sequence[list[int]], top: int = 0, temperature: float = 1.0) -> None:
+        self.engine, self.prompts, self.top, self.temperature = engine, prompts, top, temperature
+        self.scores: list[list[Score]] = [[Score(None, [])] for _ in prompts]
+        self._loops, self._passes = loops(engine.model), self._run()
+
+    def step(self) -> bool:
+        """Compute one pass; True when all prompts are scored."""
+        weight = self.engine.model.model.embed_tokens.weight
+        with torch.inference_mode(), exact_passes(weight.dtype, weight.device, self.engine.exact):
+            return next(self._passes, True)
+
+    def _run(self) -> Iterator[bool]:
+        """Yield False after each pass."""
+        longest, beside = self.engine.scheduler.step_tokens, list[Lane]()
+        for lane in self._lanes():
+            if beside and sum(self._length(one) for one in (*beside, lane)) > longest:
+                yield from self._run_lanes(beside, longest)
+                beside = []
+            beside.append(lane)
+        yield from self._run_lanes(beside, longest)
+
+    def _lanes(self) -> list[Lane]:
+        """Return the lanes: a prompt joins the lane before it where it shares half of its tokens."""
+        lanes: list[Lane] = []
+        before: list[int] = []
+        for number in sorted(range(len(self.prompts)), key=self.prompts.__getitem__):
+            prompt = self.prompts[number]
+            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, prompt, strict=False)))
+            if 2 * shared < len(prompt) or not lanes:
+                lanes.append([(number, 0)])
+            else:
+                lanes[-1].append((number, shared))
+            before = prompt
+        return lanes
+
+    def _length(self, lane: Lane) -> int:
+        return max(len(self.prompts[number]) for number, _ in lane)
+
+    def _run_lanes(self, lanes: Sequence[Lane], longest: int) -> Iterator[bool]:
+        """Run lanes prompt by prompt, a prompt of more than `longest` tokens in several passes."""
+        counts = [-(-self._length(lane) // PAGE) for lane in lanes]
+        pages = [range(sum(counts[:k]), sum(counts[: k + 1])) for k in range(len(lanes))]
+        cache, states = cache_of(self.engine.model, sum(counts)), dict[int, Tensor]()  # states [T, D] of each lane's tokens so far
+        for turn in range(max(map(len, lanes))):
+            due = {k: lane[turn] for k, lane in enumerate(lanes) if turn < len(lane)}
+            for k, (number, shared) in due.items():
+                if turn:
+                    self.scores[number] = self.scores[lanes[k][turn - 1][0]][:shared]
+            for first in range(0, max(len(self.prompts[number]) - shared for number, shared in due.values()), longest):
+                parts = {k: self.prompts[number][shared + first :][:longest] for k, (number, shared) in due.items()}
+                places = {k: due[k][1] + first for k, tokens in parts.items() if tokens}
+                work = [Stretch(pages[k][: -(-(at + len(parts[k])) // PAGE)], at, parts[k]) for k, at in places.items()]
+                hidden_ND = run(self.engine.model, cache, work, self._loops)
+                for (k, at), new_TD in zip(places.items(), hidden_ND.split([len(one.tokens) for one in work]), strict=True):
+                    states[k] = torch.cat([states[k][:at], new_TD]) if at else new_TD
+                    begin = max(at, 1)
+                    self.scores[due[k][0]] += self._scored(states[k][begin - 1 : -1], parts[k][begin - at :])
+                yield False
+
+    def _scored(self, hidden_ND: Tensor, tokens: list[int]) -> list[Score]:
+        """Return the scores of tokens [N] after hidden states [N, D]."""
+        if not tokens:
+            return []
+        logprobs_NV = torch.log_softmax(self.engine.model.logits(hidden_ND).float() / self.temperature, -1)
+        chosen_N = logprobs_NV.gather(1, torch.tensor(tokens, device=logprobs_NV.device)[:, None])[:, 0]
+        if not chosen_N.isfinite().all():
+            raise RowError(DIVERGED, asked=False)
+        values_NK, tokens_NK = logprobs_NV.topk(min(self.top, logprobs_NV.shape[1]))
+        tops = [list(zip(*row, strict=True)) for row in zip(tokens_NK.tolist(), values_NK.tolist(), strict=True)]
+        return [Score(*row) for row in zip(chosen_N.tolist(), tops, strict=True)]

@@ -1,0 +1,160 @@
+"""Log-probs of prompts over HTTP: the shapes that evaluation harnesses read, against transformers on the exported model."""
+
+import json
+
+import pytest
+import torch
+from fastapi.testclient import TestClient
+
+from puna.flows.cli import openai as server
+from puna.flows.cli.openai import Limits, application
+from puna.models.config import ModelConfig
+from puna.models.formats.checkpoint import save
+from puna.models.generation import Engine, SamplingParams
+from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.transformer import Transformer
+
+TOKENIZER = Tokenizer.train(["to be or not to be, that is the question"], 280)
+SHAPE = ModelConfig(vocab_size=TOKENIZER.vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=96, initializer_range=0.3)
+
+
+def encode(text):
+    return TOKENIZER.encode(text)
+
+
+def build():
+    return Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def client():
+    """A server whose passes take 24 tokens, so that long prompts and lists of prompts need several."""
+    with TestClient(application(Engine(build(), TOKENIZER, sequences=8, step_tokens=24), "tiny", Limits(queue=20, body=9000))) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory):
+    """transformers' log-probs [T, V] after each token of a sequence."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("export")
+    save(build(), folder, TOKENIZER)
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def logprobs(ids):
+        with torch.no_grad():
+            return network(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+    return logprobs
+
+
+def ask(client, **body):
+    reply = client.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def test_scores_equal_transformers(client, peer):
+    """Options of shared questions, one option twice, a prompt within another, a single token, a prompt of several passes."""
+    question, long = encode("to be or not to be, that"), [5 + i % 250 for i in range(90)]
+    prompts = [[*question, *encode(" is")], [*question, *encode(" the question")], [*question, *encode(" is")], question, [7], long, [*long[:80], 9]]
+    made = ask(client, model="tiny", prompt=prompts, temperature=0, max_tokens=1, logprobs=3, seed=1234, echo=True)
+    assert [choice["index"] for choice in made["choices"]] == list(range(len(prompts)))
+    for prompt, choice in zip(prompts, made["choices"], strict=True):
+        scores, expected = choice["logprobs"], peer(prompt)
+        assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
+        own = [expected[i - 1, prompt[i]].item() for i in range(1, len(prompt))] + [expected[-1].max().item()]
+        assert scores["token_logprobs"][1:] == pytest.approx(own, abs=1e-4)
+        for i, top in enumerate(scores["top_logprobs"][1:]):
+            assert max(top.values()) == pytest.approx(expected[i].max().item(), abs=1e-4) and 1 <= len(top) <= 4
+            assert scores["token_logprobs"][i + 1] in top.values() or "\ufffd" in top
+    assert made["usage"] == {"prompt_tokens": (size := sum(map(len, prompts))), "completion_tokens": len(prompts), "total_tokens": size + len(prompts)}
+
+
+def test_a_harness_reads_sums_and_greediness(client, peer):
+    """lm-eval's reading of an answer: sum over [context, -1), greedy where each token's score is the largest of the alternatives."""
+    context = encode("to be or")
+    greedy = Engine(build(), TOKENIZER).generate([context], SamplingParams(temperature=0, max_tokens=3, stop=()))[0][0].tokens
+    for option, is_greedy in ((greedy, True), (encode(" not"), False)):
+        (choice,) = ask(client, prompt=[[*context, *option]], temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True)["choices"]
+        scores = choice["logprobs"]["token_logprobs"][len(context) : -1]
+        tops = choice["logprobs"]["top_logprobs"][len(context) : -1]
+        expected = peer([*context, *option])[len(context) - 1 : -1]
+        assert sum(scores) == pytest.approx(expected.gather(1, torch.tensor(option)[:, None]).sum().item(), abs=1e-4)
+        assert all(score == max(top.values()) for score, top in zip(scores, tops, strict=True)) == is_greedy
+
+
+def test_scoring_alone_draws_nothing(client, peer):
+    made = ask(client, prompt="to be", max_tokens=0, echo=True, logprobs=0)
+    (choice,) = made["choices"]
+    ids = [TOKENIZER.bos, *encode("to be")]
+    assert choice["text"] == "to be" and choice["finish_reason"] == "length" and made["usage"]["completion_tokens"] == 0
+    assert choice["logprobs"]["tokens"] == [TOKENIZER.decode([token]) for token in ids] and choice["logprobs"]["top_logprobs"] is None
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx([peer(ids)[i - 1, ids[i]].item() for i in range(1, len(ids))], abs=1e-4)
+
+
+def test_alternatives_of_drawn_tokens_are_at_the_temperature_of_the_draw(client, peer):
+    ids = encode("to be")
+    (choice,) = ask(client, prompt=ids, max_tokens=4, seed=1, temperature=0.5, logprobs=2, logit_bias={str(TOKENIZER.eos): -100})["choices"]
+    (answer,) = Engine(build(), TOKENIZER).generate([ids], SamplingParams(temperature=0.5, seed=1, max_tokens=4, logit_bias={TOKENIZER.eos: -100}))[0]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(answer.logprobs, abs=1e-4)
+    expected = (2 * peer([*ids, *answer.tokens])[len(ids) - 1 : -1]).log_softmax(-1)
+    assert [max(top.values()) for top in choice["logprobs"]["top_logprobs"]] == pytest.approx(expected.max(1).values.tolist(), abs=1e-4)
+
+
+def test_prompts_of_a_list_answer_as_alone_and_echo_comes_first(client):
+    prompts = ["to be", "or not", "to be"]
+    together = ask(client, prompt=prompts, n=2, seed=3, max_tokens=5, echo=True)["choices"]
+    assert [choice["index"] for choice in together] == list(range(6))
+    for number, prompt in enumerate(prompts):
+        alone = [choice["text"] for choice in ask(client, prompt=prompt, n=2, seed=3, max_tokens=5)["choices"]]
+        assert [choice["text"] for choice in together[2 * number :][:2]] == [prompt + text for text in alone]
+
+
+def test_offsets_point_into_the_text(client):
+    (choice,) = ask(client, prompt=encode("to be é, not"), max_tokens=0, echo=True, logprobs=0)["choices"]
+    scores = choice["logprobs"]
+    for token, begin in zip(scores["tokens"], scores["text_offset"], strict=True):
+        assert ("\ufffd" in token and choice["text"][begin] == "é") or choice["text"][begin:].startswith(token)
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens", "0 draws nothing"),
+        ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({"logprobs": -1}, "logprobs", "greater than or equal to 0"),
+        ({"prompt": []}, "prompt", "at least 1 item"),
+        ({"prompt": [[1], []]}, "prompt", "at least 1"),
+        ({"prompt": [[1], [2, "a"]]}, "prompt", "prompt.1"),
+        ({"prompt": [[True]]}, "prompt", "prompt.0"),
+        ({"prompt": [[1], [99999]]}, "prompt", "token ids lie in"),
+        ({"prompt": [[1]] * 21}, "prompt", "a request may have 20 answers"),
+        ({"prompt": [[1]] * 11, "n": 2}, "prompt", "a request may have 20 answers"),
+        ({"prompt": [[1] * 60] * 2}, "prompt", "120 tokens together"),
+        ({"prompt": [1] * 97, "echo": True, "max_tokens": 0}, "max_tokens", "exceed the model's context of 96"),
+        ({"prompt": [[1], [2]], "stream": True}, "prompt", "a stream answers one prompt"),
+        ({"echo": True, "stream": True}, "echo", "leave stream out"),
+        ({"logprobs": 1, "stream": True}, "logprobs", "leave stream out"),
+        ({"echo": "always"}, "echo", "valid boolean"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_by_its_field(client, change, field, message, monkeypatch):
+    monkeypatch.setattr(server, "PROMPT_TOKENS", 100)
+    reply = client.post("/v1/completions", content=json.dumps({"prompt": [1, 2], **change}), headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400 and message in reply.json()["error"]["message"]
+    assert reply.json()["error"]["param"].split(".")[0] == field
+
+
+def test_a_prompt_that_breaks_its_scores_fails_its_request_alone():
+    """The embedding of token 9 is not finite: requests with it fail, those beside and after it do not."""
+    model = build()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[9] = float("nan")
+    with TestClient(application(Engine(model, TOKENIZER, sequences=8), "tiny")) as client:
+        good, bad = ({"prompt": [[5, 6], [token, 7]], "max_tokens": 0, "echo": True, "logprobs": 1} for token in (8, 9))
+        for _ in range(2):
+            reply = client.post("/v1/completions", json=bad)
+            assert reply.status_code == 500 and "not finite" in reply.json()["error"]["message"]
+            assert len(ask(client, **good)["choices"]) == 2
