@@ -92,7 +92,7 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
             "messages": asking(question),
             "tools": None,
             "reference": pool[question].answer if config.references and task.gold else None,
-            "verifier": _verifier(task, pool[question]),
+            "verifier": verifier_text(task, pool[question]),
         }
         for split, (start, stop) in wanted.items()
         for question in sides[split][start:stop]
@@ -117,14 +117,14 @@ def _draws(task: Task, count: int, seed: int) -> Iterator[Drawn]:
     # reasoning-gym draws entry i from seed + i with Python's generator, which takes any integer.
     dataset = generator(task.task, parameters, seed=seed, size=count)
     for draw in range(count):
-        entry = _draw(dataset, draw, task, parameters)
+        entry = draw_entry(dataset, draw, task, parameters)
         if entry is not None:
             question = str(entry["question"])
             verifier = {"name": "reasoning_gym", "generator": task.task, "parameters": task.parameters, "entry": entry}
             yield Drawn(question, str(entry["answer"]), verifier, ALONE + question)
 
 
-def _draw(dataset: Any, index: int, task: Task, parameters: str) -> dict[str, Any] | None:
+def draw_entry(dataset: Any, index: int, task: Task, parameters: str) -> dict[str, Any] | None:
     try:
         entry: dict[str, Any] = dataset[index]
     except ZeroDivisionError:
@@ -137,7 +137,7 @@ def _draw(dataset: Any, index: int, task: Task, parameters: str) -> dict[str, An
     return entry
 
 
-def _verifier(task: Task, drawn: Drawn) -> str:
+def verifier_text(task: Task, drawn: Drawn) -> str:
     """Return the generator's verifier as JSON. Tuples of reasoning-gym's entries become lists, which its scorers accept."""
     try:
         name = drawn.verifier["name"]

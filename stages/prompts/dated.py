@@ -1,0 +1,159 @@
+"""Questions of a month, and the comparison of two months: a set that renews itself shows what a model knows by heart."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import Any
+
+from pydantic import Field
+
+from puna.stages.contract import Evaluation, Figure, Prompts, StageConfig, StageRun, stage
+from puna.stages.conversations import asking
+from puna.stages.draws import hashed, identifier
+from puna.stages.prompts import tasks
+from puna.stages.prompts.prompts import Task, draw_entry, verifier_text
+from puna.stages.prompts.tasks import Drawn
+from puna.stages.training.intervals import Interval, evaluation_row, mean, wilson
+from puna.stages.verifiers.base import is_correct
+from puna.stages.verifiers.reasoning_gym import generator
+from puna.storage import PunaError
+
+CYCLE = 24
+"""Months after which a question may come again."""
+APART = 1_000_000
+"""Distance of the seeds of neighbouring entries: reasoning-gym's generators draw alike from neighbouring seeds."""
+
+
+class DatedPromptsConfig(StageConfig):
+    """Generators and months of the questions."""
+
+    tasks: tuple[Task, ...] = Field(description="Generators, each giving the same number of questions", min_length=1)
+    month: str = Field(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])$", description="Month of the questions, YYYY-MM")
+    before: int = Field(1, ge=0, lt=CYCLE, description="Earlier months whose questions stand beside them, months")
+    questions: int = Field(50, ge=2, description="Questions of each task and month")
+    draws: int = Field(
+        10_000, ge=1, le=20_000, description="Most draws from a generator for a month, of which one in 24 is of that month, draws"
+    )
+
+
+@stage(kind="prompts")
+def dated_prompts(config: DatedPromptsConfig, run: StageRun) -> None:
+    """Generate the held-out questions of a month, and of months before it, with the generators' own verifiers.
+
+    The month and the task decide all draws. A question belongs to the month whose number, modulo 24, is that of a hash of its text, so no
+    two of 24 months share a question, whatever the sizes. Tasks are named TASK@YYYY-MM; `dated_gap` compares the months of an evaluation.
+    """
+    months = [month_text(month_number(config.month) - back) for back in range(config.before + 1)]
+    for number, task in enumerate(config.tasks):
+        for month in months:
+            run.write_rows(dated_questions(task, month, config.questions, config.draws))
+        run.progress(number + 1, len(config.tasks), task.task)
+    run.metric("months", ", ".join(months))
+    run.metric("heldout_prompts", len(months) * len(config.tasks) * config.questions)
+
+
+def month_number(month: str) -> int:
+    """Return the months since the year 0 of YYYY-MM."""
+    year, number = map(int, month.split("-"))
+    return 12 * year + number - 1
+
+
+def month_text(number: int) -> str:
+    """Return YYYY-MM of a month's number."""
+    return f"{number // 12:04d}-{number % 12 + 1:02d}"
+
+
+def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict[str, Any]]:
+    """Return rows of the prompts table for one task and month. PunaError when the draws give too few different questions."""
+    own = month_number(month) % CYCLE
+    rows: dict[str, dict[str, Any]] = {}
+    for drawn in _draws(task, draws, hashed("dated", month, task.task, json.dumps(task.parameters, sort_keys=True))):
+        text = " ".join(drawn.question.split()).casefold()
+        if hashed("dated question", text) % CYCLE != own or text in rows:
+            continue
+        rows[text] = {
+            "id": identifier(drawn.question),
+            "task": f"{task.name or task.task}@{month}",
+            "split": "heldout",
+            "messages": asking(drawn.question),
+            "tools": None,
+            "reference": drawn.answer if task.gold else None,
+            "verifier": verifier_text(task, drawn),
+        }
+        if len(rows) == count:
+            return list(rows.values())
+    raise PunaError(
+        f"task {task.task}: {draws} draws give {len(rows)} different questions for {month}, one in {CYCLE} of all there are; {count} are "
+        "needed: draw more, widen the task's parameters or ask for fewer"
+    )
+
+
+def _draws(task: Task, count: int, seed: int) -> Iterator[Drawn]:
+    own = tasks.of(task.task, task.parameters)
+    if own is not None:
+        random = Random(seed)
+        yield from (own.draw(random) for _ in range(count))
+        return
+    parameters = json.dumps(task.parameters, sort_keys=True)
+    dataset = copy.copy(generator(task.task, parameters, seed=seed % 2**32, size=count))
+    for draw in range(count):
+        # The generator adds `draw` again. One of them seeds numpy, which takes 32 bits.
+        dataset.seed = (seed + draw * APART) % 2**32 - draw
+        if (entry := draw_entry(dataset, draw, task, parameters)) is not None:
+            verifier = {"name": "reasoning_gym", "generator": task.task, "parameters": task.parameters, "entry": entry}
+            yield Drawn(str(entry["question"]), str(entry["answer"]), verifier, "")
+
+
+class DatedGapConfig(StageConfig):
+    """Nothing to set."""
+
+
+@stage(kind="evaluation")
+def dated_gap(evaluation: Evaluation, prompts: Prompts, config: DatedGapConfig, run: StageRun) -> None:
+    """Compare the months of `dated_prompts` in one evaluation: the share right of the newest month beside the older ones.
+
+    A model that learned older questions by heart solves more of them. Rows hold, by task and for all, `newest` and `older` shares and
+    their `gap`, older less newest. The gap over all tasks is paired by task, with Student's interval; the metric `by_heart` is true where
+    that interval, or with one task the task's own, lies above 0.
+    """
+    scores = {row["id"]: is_correct(row["value"]) for row in evaluation.read("scores").to_pylist() if row["name"] == "score"}
+    shares: dict[str, dict[str, list[bool]]] = {}
+    for row in prompts.read(columns=["id", "task"]).to_pylist():
+        name, at, month = row["task"].rpartition("@")
+        if not at:
+            raise PunaError(f"dated_gap: prompt {row['id']} of {prompts.id} is of the task {row['task']}, without a month (TASK@YYYY-MM)")
+        if row["id"] in scores:
+            shares.setdefault(name, {}).setdefault(month, []).append(scores[row["id"]])
+    newest = max((month for months in shares.values() for month in months), default="")
+    compared: dict[str, tuple[list[bool], list[bool]]] = {}
+    for name, months in sorted(shares.items()):
+        older = [right for month, answers in months.items() if month != newest for right in answers]
+        if older and newest in months:
+            compared[name] = months[newest], older
+    if not compared:
+        raise PunaError(f"dated_gap: {evaluation.id} scores no task of {prompts.id} in two months; set `before` of dated_prompts above 0")
+    gaps = {name: difference(*pair) for name, pair in compared.items()}
+    whole = mean([gap.value for gap in gaps.values()]) if len(gaps) > 1 else next(iter(gaps.values()))
+    pooled = tuple([right for pair in compared.values() for right in pair[side]] for side in (0, 1))
+    for name, pair, gap in [("all", pooled, whole), *((name, pair, gaps[name]) for name, pair in compared.items())]:
+        for metric, answers in zip(("newest", "older"), pair, strict=True):
+            run.write_rows([evaluation_row(name, metric, wilson(sum(answers), len(answers)), len(answers))])
+        run.write_rows([evaluation_row(name, "gap", gap, sum(map(len, pair)))])
+    run.metric("newest_month", newest)
+    for metric, value in (("gap", whole.value), ("gap_low", whole.low), ("gap_high", whole.high)):
+        run.metric(metric, value)
+    run.metric("by_heart", whole.low > 0)
+    bars: list[tuple[Any, float]] = [(name, gap.value) for name, gap in gaps.items()]
+    run.figure("gap", Figure("Older questions solved more often", "task", "share right", {"older less newest": bars}, kind="bar"))
+
+
+def difference(newest: Sequence[bool], older: Sequence[bool]) -> Interval:
+    """Return share(older) - share(newest) of different questions, with Newcombe's interval (1998, method 10) of two Wilson intervals."""
+    new, old = wilson(sum(newest), len(newest)), wilson(sum(older), len(older))
+    value = old.value - new.value
+    low = ((old.value - old.low) ** 2 + (new.high - new.value) ** 2) ** 0.5
+    high = ((old.high - old.value) ** 2 + (new.value - new.low) ** 2) ** 0.5
+    return Interval(value, value - low, value + high)

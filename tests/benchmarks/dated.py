@@ -1,0 +1,71 @@
+"""Questions that two of 24 months share, over all generators: Puna's own and reasoning-gym's.
+
+    PYTHONPATH=.pkg python tests/benchmarks/dated.py --questions 2 --json
+
+Each generator has its default parameters. `dated_shared_questions`: questions of two months; 0 is the goal. `dated_refused`: generators that
+cannot fill every month, with the reason. `dated_answers_wrong`: generators whose own answer to a question is not right by their verifier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from puna.stages.conversations import messages_of, text_of  # noqa: E402
+from puna.stages.prompts.dated import CYCLE, dated_questions, month_number, month_text  # noqa: E402
+from puna.stages.prompts.prompts import Task  # noqa: E402
+from puna.stages.prompts.tasks import GENERATORS  # noqa: E402
+from puna.stages.verifiers.base import is_correct  # noqa: E402
+from puna.stages.verifiers.registry import from_text  # noqa: E402
+from puna.stages.verifiers.scoring import question_of  # noqa: E402
+from puna.storage import PunaError  # noqa: E402
+
+
+def measure(name: str, questions: int, seconds: float) -> dict[str, Any]:
+    """Return the shared questions of a generator's months, or the reason why it cannot fill them within `seconds` of CPU time."""
+    first, months, wrong, begin = month_number("2026-01"), [], 0, time.process_time()
+    for number in range(CYCLE):
+        try:
+            rows = dated_questions(Task(task=name), month_text(first + number), questions, 5000)
+        except PunaError as error:
+            return {"refused": str(error)}
+        months.append({text_of(messages_of(row)) for row in rows})
+        wrong += sum(not is_correct(from_text(row["verifier"]).score(question_of(row), row["reference"]).value) for row in rows)
+        if time.process_time() - begin > seconds:
+            return {"refused": f"only {number + 1} months in {seconds:g} CPU s"}
+    return {"shared": sum(len(one & other) for one, other in combinations(months, 2)), "wrong": wrong}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--questions", type=int, default=2, help="questions of a generator and month")
+    parser.add_argument("--seconds", type=float, default=30, help="longest CPU time of a generator")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    given = parser.parse_args()
+    from reasoning_gym.factory import DATASETS
+
+    found = {}
+    for name in [*GENERATORS, *sorted(DATASETS)]:
+        found[name] = measure(name, given.questions, given.seconds)
+        print(name, found[name], file=sys.stderr, flush=True)
+    filled = {name: one for name, one in found.items() if "shared" in one}
+    result = {
+        "dated_tasks": len(filled),
+        "dated_shared_questions": sum(one["shared"] for one in filled.values()),
+        "dated_answers_wrong": sorted(name for name, one in filled.items() if one["wrong"]),
+        "dated_refused": {name: one["refused"] for name, one in found.items() if "refused" in one},
+        "cpu_seconds": round(time.process_time(), 1),
+    }
+    print(json.dumps(result, indent=None if given.json else 1))
+
+
+if __name__ == "__main__":
+    main()
