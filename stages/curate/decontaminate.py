@@ -78,7 +78,7 @@ def decontaminate(
     rows_of_prompts = [row for artifact in prompts or () for row in prompts_of_splits(artifact, config.splits)]
     rows_of_prompts += [row for artifact in texts or () for row in _as_prompts(artifact)]
     index, unmatchable = build_index(rows_of_prompts, config)
-    fuzzy = _fuzzy(rows_of_prompts, config)
+    fuzzy = fuzzy_index(rows_of_prompts, config)
     grams = index.with_fuzzy(fuzzy)
     results: dict[str, set[str]] = {task: set() for task, _ in index.names}
     held: dict[str, tuple[int, dict[str, Any]]] = {}
@@ -120,7 +120,7 @@ def prompts_of_splits(prompts: Artifact, splits: Sequence[str]) -> list[dict[str
     whole = all(row["split"] == "train" for row in rows)
     result = rows if whole else [row for row in rows if row["split"] in splits]
     if not result:
-        raise PunaError(f"decontaminate: {prompts.id} has no prompt of the splits {', '.join(splits)}: there is nothing to look for")
+        raise PunaError(f"{prompts.id} has no prompt of the splits {', '.join(splits)}: there is nothing to look for")
     return result
 
 
@@ -153,7 +153,7 @@ def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tupl
     return Index(lengths, hashes, owners, tables, totals, [(row["task"], row["id"]) for row in rows]), unmatchable
 
 
-def _fuzzy(rows: list[dict[str, Any]], config: DecontaminateConfig) -> FuzzyIndex:
+def fuzzy_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> FuzzyIndex:
     ordered = sorted(rows, key=lambda row: (row["task"], row["id"]))
     texts = [text_of(messages_of(row)) for row in ordered]
     return build_fuzzy(texts, config.fuzzy_n, config.fuzzy_step, config.fuzzy_misses, config.fuzzy_min_words)
@@ -161,12 +161,12 @@ def _fuzzy(rows: list[dict[str, Any]], config: DecontaminateConfig) -> FuzzyInde
 
 @dataclass(frozen=True)
 class Match:
-    """The prompt of which a document holds most: `overlap` of its n-grams, `text` the first of them found; `seen` all prompts."""
+    """The prompt of which a document holds most: `overlap` of its n-grams, `text` the first of them found; `shares` of all prompts."""
 
     prompt: int
     overlap: float
     text: str
-    seen: set[int]
+    shares: dict[int, float]
 
 
 def match(text: Hashed, index: Index) -> Match | None:
@@ -186,7 +186,7 @@ def match(text: Hashed, index: Index) -> Match | None:
     # Prompts are numbered by task and id: ties go to the first, whatever the order of the inputs.
     best = min(share, key=lambda prompt: (-share[prompt], prompt))
     place, length = first[best]
-    return Match(best, share[best], text.lowered[text.start[place] : text.stop[place + length - 1]], set(hits))
+    return Match(best, share[best], text.lowered[text.start[place] : text.stop[place + length - 1]], share)
 
 
 def _find(
@@ -201,7 +201,7 @@ def _find(
         results = match(hashed, index)
         if results is not None and results.overlap > config.max_overlap:
             rows.append(_dropped(identity, RULE, results.overlap, config.max_overlap, index.names[results.prompt], results.text))
-            seen |= results.seen
+            seen |= results.shares.keys()
             continue
         near = fuzzy_match(hashed, fuzzy)
         if near is not None and near.share >= config.fuzzy_overlap:

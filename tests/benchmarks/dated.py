@@ -18,14 +18,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from puna.stages.conversations import messages_of, text_of  # noqa: E402
-from puna.stages.prompts.dated import CYCLE, dated_questions, month_number, month_text  # noqa: E402
-from puna.stages.prompts.prompts import Task  # noqa: E402
-from puna.stages.prompts.tasks import GENERATORS  # noqa: E402
-from puna.stages.verifiers.base import is_correct  # noqa: E402
-from puna.stages.verifiers.registry import from_text  # noqa: E402
-from puna.stages.verifiers.scoring import question_of  # noqa: E402
-from puna.storage import PunaError  # noqa: E402
+from puna.stages.conversations import messages_of, text_of
+from puna.stages.prompts.dated import CYCLE, dated_questions, month_number, month_text
+from puna.stages.prompts.prompts import Task
+from puna.stages.prompts.tasks import GENERATORS
+from puna.stages.verifiers.base import Item, attempt, is_correct
+from puna.stages.verifiers.registry import from_text
+from puna.stages.verifiers.scoring import leaves, question_of
+from puna.storage import PunaError
 
 
 def measure(name: str, questions: int, seconds: float) -> dict[str, Any]:
@@ -37,7 +37,9 @@ def measure(name: str, questions: int, seconds: float) -> dict[str, Any]:
         except PunaError as error:
             return {"refused": str(error)}
         months.append({text_of(messages_of(row)) for row in rows})
-        wrong += sum(not is_correct(from_text(row["verifier"]).score(question_of(row), row["reference"]).value) for row in rows)
+        for row in rows:
+            scores = [attempt(Item(leaf, question_of(row), row["reference"])).value for leaf in leaves(from_text(row["verifier"]))]
+            wrong += not all(map(is_correct, scores))
         if time.process_time() - begin > seconds:
             return {"refused": f"only {number + 1} months in {seconds:g} CPU s"}
     return {"shared": sum(len(one & other) for one, other in combinations(months, 2)), "wrong": wrong}

@@ -139,7 +139,7 @@ def test_against_plain_python(prompts, text):
         return
     assert found.overlap == max(shares)
     assert found.prompt == shares.index(max(shares))
-    assert found.seen == {i for i, share in enumerate(shares) if share}
+    assert found.shares == {i: share for i, share in enumerate(shares) if share}
     assert tuple(found.text.split()) in inside
 
 

@@ -1,0 +1,188 @@
+"""Contamination of an evaluation set: questions that a model's training data hold, and its scores without them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, NamedTuple
+
+from puna.kernels.text.fuzzy_match import FuzzyIndex, fuzzy_match
+from puna.kernels.text.grams import Sieve, may_hold, word_hashes
+from puna.stages.contract import Documents, Evaluation, Figure, Instructions, Kind, Preferences, Prompts, StageRun, stage
+from puna.stages.contract.declaration import Reads
+from puna.stages.conversations import content_of, messages_of, shown, text_of
+from puna.stages.curate.decontaminate import DecontaminateConfig, Index, build_index, fuzzy_index, match, prompts_of_splits
+from puna.stages.training.corpus import chosen_of
+from puna.stages.training.intervals import evaluation_row, mean, wilson
+from puna.storage import Artifact, Part, PunaError
+from puna.storage.manifest import NAME
+
+Trained = Annotated[Artifact, Kind("model"), Reads(("config.json",))]
+"""A model whose lineage is read."""
+COLUMNS = {
+    "documents": ["id", "text"],
+    "instructions": ["id", "split", "messages"],
+    "preferences": ["id", "split", "messages", "chosen", "rejected", "edited"],
+    "prompts": ["id", "split", "messages", "reference"],
+}
+"""Columns of the tables that models are trained on."""
+FOLLOWED = ("model", "tokens")
+UNLEARNED = ("judges", "reward_model")
+"""Models that score answers: what they were trained on is not what the model learned from."""
+
+
+class ContaminationConfig(DecontaminateConfig):
+    """Bounds of contamination, as decontamination has them."""
+
+
+class Source(NamedTuple):
+    """A table that a model was trained on, and the mixture that says which of its documents."""
+
+    artifact: Artifact
+    mixture: Artifact | None
+
+
+class Held(NamedTuple):
+    """A prompt in a training text: the share of its n-grams, the text's id, and the passage."""
+
+    share: float
+    place: str
+    text: str
+
+
+@stage(kind="evaluation")
+def contamination(
+    prompts: Prompts,
+    model: Trained | None,
+    documents: list[Documents] | None,
+    instructions: list[Instructions] | None,
+    preferences: list[Preferences] | None,
+    evaluation: Evaluation | None,
+    config: ContaminationConfig,
+    run: StageRun,
+) -> None:
+    """Measure how many questions stand in training data: those of a `model`, which its lineage knows, and those that are given.
+
+    A question is contaminated where `decontaminate` with these settings would drop a training text for it; held-out documents and rows
+    were not trained on. Rows: the share `contaminated` of each task; with an `evaluation` of the prompts also its mean `score` beside
+    `score_clean` and `score_contaminated`. The side table `scores` has the largest `overlap` of each such prompt, `examples` its place.
+    The metric `unknown_sources` counts what the lineage names and the store lacks, and imported models, whose data nobody knows.
+    """
+    sources = [Source(one, None) for given in (documents, instructions, preferences) for one in given or ()]
+    learned, unknown = trained_on(model) if model is not None else ([], 0)
+    sources += [one for one in learned if one.artifact.key not in {other.artifact.key for other in sources}]
+    if not sources:
+        missing = "no text is given" if model is None else f"the lineage of {model.id} names no text in this store"
+        raise PunaError(f"contamination: {missing}; give what it was trained on as documents, instructions or preferences")
+    rows = sorted(prompts_of_splits(prompts, config.splits), key=lambda row: (row["task"], row["id"]))
+    index, unmatchable = build_index(rows, config)
+    fuzzy = fuzzy_index(rows, config)
+    grams, held = index.with_fuzzy(fuzzy), dict[int, Held]()
+    for number, (source, mixture) in enumerate(sources):
+        parts = run.parts(source, columns=COLUMNS[source.kind])
+        for found in run.map(_find, parts, source.kind, mixture, index, fuzzy, grams, config):
+            for prompt, own in found.items():
+                one = own._replace(place=f"{source.id} {own.place}")
+                held[prompt] = max(held.get(prompt, one), one, key=lambda each: each.share)
+        run.progress(number + 1, len(sources), source.id)
+    _report(rows, held, _scores(evaluation), run)
+    run.metric("sources", ", ".join(source.id for source, _ in sources))
+    run.metric("unknown_sources", unknown)
+    run.metric("unmatchable_prompts", sum(unmatchable.values()))
+
+
+def trained_on(model: Artifact) -> tuple[list[Source], int]:
+    """Return the tables that a model and the models before it were trained on, and the number of sources that are not known."""
+    sources: dict[str, Source] = {}
+    waiting, seen, unknown = [model], {model.key}, 0
+    while waiting:
+        artifact = waiting.pop()
+        unknown += artifact.kind == "model" and any(record.kind == "external" for record in artifact.manifest.inputs)
+        inputs = [(record.name, Artifact(record.kind, record.key, model.files)) for record in artifact.manifest.inputs]
+        mixtures = [one for _, one in inputs if one.kind == "mixture" and _stored(one)]
+        for name, one in inputs:
+            if one.key in seen or name in UNLEARNED or one.kind not in (*COLUMNS, *FOLLOWED):
+                continue
+            seen.add(one.key)
+            if not _stored(one):
+                unknown += 1
+            elif one.kind in FOLLOWED:
+                waiting.append(one)
+            else:
+                sources[one.key] = Source(one, mixtures[0] if one.kind == "documents" and mixtures else None)
+    return sorted(sources.values(), key=lambda source: source.artifact.id), unknown
+
+
+def _stored(artifact: Artifact) -> bool:
+    return artifact.files.stat(f"{artifact.place}/{NAME}") is not None
+
+
+def _texts(part: Part, kind: str, mixture: Artifact | None) -> list[tuple[str, str]]:
+    """Return the texts of a part that were trained on, each with its id."""
+    if kind == "documents":
+        return [(row.id, row.text) for row in chosen_of(part, mixture, "train")]
+    texts = []
+    for row in part.read().to_pylist():
+        if row["split"] == "train":
+            answers = [content_of(json.loads(row[name])) for name in ("chosen", "rejected", "edited") if row.get(name)]
+            texts.append((row["id"], "\n".join([text_of(messages_of(row)), *answers, row.get("reference") or ""])))
+    return texts
+
+
+def _find(
+    part: Part, kind: str, mixture: Artifact | None, index: Index, fuzzy: FuzzyIndex, grams: Sieve, config: DecontaminateConfig
+) -> dict[int, Held]:
+    """Return the prompts in a part's texts, by number, each where most of it stands."""
+    import pyarrow as pa
+
+    texts, held = _texts(part, kind, mixture), dict[int, Held]()
+    suspects = may_hold(pa.array([text for _, text in texts], pa.string()), grams)
+    for identity, text in (texts[at] for at in suspects.nonzero()[0]):
+        hashed = word_hashes(text)
+        exact = match(hashed, index)
+        if exact is not None and exact.overlap > config.max_overlap:
+            over = {prompt: share for prompt, share in exact.shares.items() if share > config.max_overlap}
+            found = {prompt: Held(share, identity, exact.text if prompt == exact.prompt else "") for prompt, share in over.items()}
+        else:
+            near = fuzzy_match(hashed, fuzzy)
+            found = {} if near is None or near.share < config.fuzzy_overlap else {near.prompt: Held(near.share, identity, near.text)}
+        for prompt, one in found.items():
+            held[prompt] = max(held.get(prompt, one), one, key=lambda each: each.share)
+    return held
+
+
+def _scores(evaluation: Artifact | None) -> dict[str, float]:
+    """Return the score of each prompt in an evaluation. PunaError if it has none."""
+    if evaluation is None:
+        return {}
+    rows = evaluation.read("scores").to_pylist() if "scores" in evaluation.tables else []
+    scores = {row["id"]: float(row["value"]) for row in rows if row["name"] == "score"}
+    if not scores:
+        raise PunaError(f"contamination: {evaluation.id} holds no score of single prompts; `evaluate` on prompts makes some")
+    return scores
+
+
+def _report(rows: list[dict[str, Any]], held: dict[int, Held], scores: dict[str, float], run: StageRun) -> None:
+    found = {row["id"]: held[number] for number, row in enumerate(rows) if number in held}
+    tasks, bars = sorted({row["task"] for row in rows}), []
+    for task in ["all", *tasks]:
+        members = [row["id"] for row in rows if task in ("all", row["task"])]
+        spoilt = wilson(sum(name in found for name in members), len(members))
+        run.write_rows([evaluation_row(task, "contaminated", spoilt, len(members))])
+        bars.append((task, spoilt.value))
+        sides = {"score": members, "score_clean": [name for name in members if name not in found],
+                 "score_contaminated": [name for name in members if name in found]}  # fmt: skip
+        for metric, names in sides.items():
+            if values := [scores[name] for name in names if name in scores]:
+                run.write_rows([evaluation_row(task, metric, mean(values), len(values))])
+                if task == "all":
+                    run.metric(metric, sum(values) / len(values))
+    run.metric("prompts", len(rows))
+    run.metric("contaminated_prompts", len(found))
+    run.write_rows([{"id": name, "name": "overlap", "value": one.share} for name, one in found.items()], "scores")
+    for row in rows:
+        if (one := found.get(row["id"])) is not None:
+            detail = f"task {row['task']}: {one.share:.2f} of it in {one.place}"
+            example = {"id": row["id"], "kind": "contaminated prompt", "prompt": shown(messages_of(row)), "detail": detail}
+            run.write_rows([{**example, "text": " ".join(one.text.split())}], "examples")
+    figure = Figure("Questions that stand in training data", "task", "share of questions", {"contaminated": bars}, kind="bar")
+    run.figure("contamination", figure)
