@@ -123,7 +123,7 @@ class Answerer:
                     one.cancel()
         if isinstance(body, CompletionRequest) and body.echo:
             for reply, prompt in zip(replies, body.prompt, strict=True):
-                reply.prompt = (prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt), [])
+                reply.prompt = (prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special_tokens=True), [])
             if body.alternatives is not None:
                 await self._score_prompts(replies, top)
         if top and longest:

@@ -140,7 +140,7 @@ class ChatRequest(Sampled):
 
 @dataclass
 class Offsets:
-    """Where each token's text begins, in characters; tokens that are parts of one character begin with it."""
+    """Where each token's text begins, in characters; parts of one character begin with it, and special tokens have no text."""
 
     tokenizer: Tokenizer
     places: list[int] = field(default_factory=list)
@@ -151,7 +151,7 @@ class Offsets:
         """Take in the next token."""
         self.places.append(self.length)
         self.parts = [*self.parts, token]
-        text = self.tokenizer.decode(self.parts)
+        text = self.tokenizer.decode(self.parts, skip_special_tokens=True)
         if not text.endswith("\ufffd") or len(self.parts) == 4:  # a character has four bytes at most
             self.length, self.parts = self.length + len(text), []
 
