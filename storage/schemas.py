@@ -200,6 +200,14 @@ TABLES: dict[str, TableSchema] = {
             column("verifier", pa.string(), "how answers are scored: {\"name\": …, …parameters}", "JSON", nullable=True),
         ),
         _table(
+            "exchanges", ID,
+            column("endpoint", pa.string(), "address of the server that was asked"),
+            column("request", pa.string(), "what was asked", "JSON"),
+            column("answer", pa.string(), "text of the answer"),
+            column("finished", pa.bool_(), "ended by itself rather than at the length limit"),
+            column("refused", pa.string(), "why the server did not take the request; empty where it did"),
+        ),
+        _table(
             "answers", ID, PROMPT_ID,
             column("sample", pa.int32(), "number of the answer among those of its prompt and model", "from 0"),
             column("model", pa.string(), "data digest of the model that wrote it"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,8 +12,9 @@ from pydantic import Field
 from puna.models.memory.workload import Work
 from puna.models.serving import ServingSettings, Weights, engine_of, guesses, vllm_engine
 from puna.stages.contract import Facts, Model, Prompts, SeededConfig, StageRun, stage
-from puna.stages.conversations import answer_text, prompt_ids
+from puna.stages.conversations import answer_text, messages_of, prompt_ids, tools_of
 from puna.stages.draws import identifier
+from puna.stages.endpoint import Endpoint, EndpointConfig, Reply
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import chat_template
 from puna.stages.training.train import load_model, load_served
@@ -55,6 +57,7 @@ class SampleConfig(BadRowsConfig, SeededConfig):
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
     split: Literal["train", "heldout"] = Field("train", description="Which prompts are answered")
     serving: ServingSettings = Field(ServingSettings(), description="How the models compute their answers")
+    endpoints: tuple[EndpointConfig, ...] = Field((), description="Models elsewhere that answer, too, without token ids and log-probs")
     draft_weights: Weights = Field("same", description="A draft's matrices: as they are, or in 8 bits, in which a model guesses for itself")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
@@ -69,12 +72,15 @@ def needs(config: SampleConfig, facts: Facts) -> list[str]:
         refused.append("serving.window: a draft needs all tokens; leave the draft out, or window")
     if config.draft_weights != "same" and "draft" not in facts.inputs:
         refused.append("draft_weights: there is no draft; give one as --input draft=…, or leave this out")
+    if not config.endpoints and "models" not in facts.inputs:
+        refused.append("models: none answers; give one as --input models=…, or endpoints to ask")
+    refused += [line for endpoint in config.endpoints for line in endpoint.unmet("endpoints")]
     return [*chat_template(facts, "models"), *config.serving.unmet("serving"), *refused]
 
 
 @stage(kind="answers", device=True, needs=needs, named=verifiers_named)
 def sample(
-    models: list[Model], prompts: Prompts, judges: list[Model] | None, draft: Model | None, config: SampleConfig, run: StageRun
+    models: list[Model] | None, prompts: Prompts, judges: list[Model] | None, draft: Model | None, config: SampleConfig, run: StageRun
 ) -> None:
     """Draw K answers per prompt from each model, with log-probabilities and gold scores (Llama 3, section 4.2.2).
 
@@ -87,8 +93,14 @@ def sample(
     name and model (`temperature_DIGEST`). Prompts that a model's chat template refuses are in `dropped`; see `bad_rows`.
 
     Rows name a model by its data digest, and its draws follow from that: like this artifact's own key, they depend on what
-    the model is, not on how or in which order it was given.
+    the model is, not on how or in which order it was given. `endpoints` are named by model and host; the side table `exchanges` holds
+    what they were asked and answered, and prompts that one refuses are in `dropped` (`refused`).
     """
+    models = models or []
+    if not models and not config.endpoints:
+        raise PunaError("sample: give models to answer, or endpoints to ask")
+    if len({endpoint.name for endpoint in config.endpoints}) < len(config.endpoints):
+        raise PunaError("sample: the same endpoint is given twice; preferences need answers of different models")
     rows = [row for row in prompts.read().to_pylist() if row["split"] == config.split]
     if not rows:
         raise PunaError(f"{prompts.id} has no prompts of the split {config.split!r}")
@@ -100,8 +112,12 @@ def sample(
         asked = list(bad.rendered(rows, partial(prompt_ids, tokenizer_of(model))))
         bad.check_left(len(asked), f"{len(rows)} prompts")
         _answer(model, asked, scorer, config, run, number, len(models), draft)
+    for endpoint in config.endpoints:
+        _ask(Endpoint(endpoint, run), rows, scorer, bad, config, run)
     bad.write(run)
     scorer.report()
+    if config.endpoints and config.scoring.endpoint is None:  # a table of all that this run asked, which the scorer has written else
+        Endpoint(config.endpoints[0], run).write()
     run.metric("prompts", len(rows))
 
 
@@ -155,6 +171,48 @@ def _answer(
     if scored:
         run.metric(f"accuracy_{artifact.data_digest[:12]}", right / scored)
     run.metric(f"finished_{artifact.data_digest[:12]}", finished / total)
+
+
+def _ask(endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad: BadRows, config: SampleConfig, run: StageRun) -> None:
+    """Write the answers of a model elsewhere."""
+    from puna.models.generation import Completion
+
+    name, slug = endpoint.config.name, re.sub(r"\W+", "_", endpoint.config.name)
+    options = {key: getattr(config, key) for key in SAMPLING}
+    answered = replies_of(endpoint, rows, bad, config.answers, {**options, "max_tokens": config.max_tokens}, run.seed("sample", name))
+    bad.check_left(len(answered), f"{len(rows)} prompts")
+    gold: list[float | None] = []
+    for start in range(0, len(answered), STRETCH):
+        drawn = [(row, i, reply) for row, some in answered[start : start + STRETCH] for i, reply in enumerate(some)]
+
+        def make(drawn: list[tuple[dict[str, Any], int, Reply]] = drawn) -> list[dict[str, Any]]:
+            scores = scorer.scores([(row, reply.final) for row, _, reply in drawn])
+            return [
+                _answer_row(row, name, index, Completion([], [], reply.finished), reply.final, score)
+                for (row, index, reply), score in zip(drawn, scores, strict=True)
+            ]
+
+        made = run.once(f"{slug}-{start:09d}", make, ["gold", "finished"])
+        gold += map(ended, made["gold"].to_pylist(), made["finished"].to_pylist())
+    if scored := [value for value in gold if value is not None]:
+        run.metric(f"accuracy_{slug}", sum(map(is_correct, scored)) / len(scored))
+    run.metric(f"finished_{slug}", sum(reply.finished for _, some in answered for reply in some) / (len(answered) * config.answers))
+
+
+def replies_of(
+    endpoint: Endpoint, rows: Sequence[dict[str, Any]], bad: BadRows, count: int, fields: dict[str, Any], seed: int
+) -> list[tuple[dict[str, Any], list[Reply]]]:
+    """Return `count` replies to each row of prompts that the endpoint takes; `fields` are those of each request."""
+    asked = list(bad.rendered(rows, lambda row: {"messages": messages_of(row), "tools": tools_of(row)}))
+    each = iter(endpoint.ask([{**body, **fields, "seed": seed % 2**31 + i} for _, body in asked for i in range(count)]))
+    answered = []
+    for row, _ in asked:
+        replies = [next(each) for _ in range(count)]
+        if refused := next((reply.refused for reply in replies if reply.refused), ""):
+            bad.drop(row, "refused", f"row {row['id']}: {endpoint.config.name} refuses it: {refused}")
+        else:
+            answered.append((row, replies))
+    return answered
 
 
 def _params(tokenizer: Tokenizer, config: SampleConfig, name: str, run: StageRun, speculate: int) -> SamplingParams:

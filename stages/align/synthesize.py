@@ -9,16 +9,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from pydantic import Field
 
 from puna.stages.align.instructions import answer_message, instruction
-from puna.stages.contract import Model, Prompts, SeededConfig, StageRun, stage
+from puna.stages.align.sample import replies_of
+from puna.stages.contract import Facts, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import answer_text, asking, dump, messages_of, prompt_ids, shown
 from puna.stages.draws import hashed, identifier
+from puna.stages.endpoint import Endpoint, EndpointConfig
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
-from puna.stages.training.needs import model_template
+from puna.stages.training.needs import chat_template
 from puna.stages.training.train import context_limit, load_model
 from puna.stages.verifiers.base import Score, ScoringConfig, is_correct
 from puna.stages.verifiers.extraction import final_answer
@@ -62,6 +64,14 @@ class SynthesizeConfig(BadRowsConfig, SeededConfig):
     )
     source: str = Field("synthetic", min_length=1, description="Name of the source in the instructions table")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which answers are checked")
+    endpoint: EndpointConfig | None = Field(None, description="Model elsewhere that writes; null: the input model does")
+
+
+def needs(config: SynthesizeConfig, facts: Facts) -> list[str]:
+    """Require a model with a chat template, or an endpoint with its key."""
+    if (config.endpoint is None) == ("model" not in facts.inputs):
+        return ["model: give one as --input model=…, or an endpoint to ask, and not both"]
+    return chat_template(facts, "model") if config.endpoint is None else config.endpoint.unmet("endpoint")
 
 
 class Text(NamedTuple):
@@ -71,8 +81,8 @@ class Text(NamedTuple):
     finished: bool
 
 
-@stage(kind="instructions", device=True, needs=model_template, named=verifiers_named)
-def synthesize(model: Model, prompts: Prompts, judges: list[Model] | None, config: SynthesizeConfig, run: StageRun) -> None:
+@stage(kind="instructions", device=True, needs=needs, named=verifiers_named)
+def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None, config: SynthesizeConfig, run: StageRun) -> None:
     """Write one checked answer of the model for each problem that has one; see `problems`.
 
     A problem and its answer are kept without the failed tries before it; the side table `scores` holds the share of right answers
@@ -80,17 +90,27 @@ def synthesize(model: Model, prompts: Prompts, judges: list[Model] | None, confi
     (`empty`), resemble a prompt, held-out ones among them, or another one (`copied`), or have too few tests that tell a solution from
     none (`tests`); problems to which no answer is right (`none_right`), and those that cannot be asked, see `bad_rows`. The metrics
     `right_after_1`, `right_after_2`, … count the problems with an answer after so many tries. `judges` are models that verifiers name.
+    With `endpoint` a model elsewhere writes; the side table `exchanges` holds what it was asked and answered.
     """
     rows = prompts.read().to_pylist()
     train = sorted((row for row in rows if row["split"] == "train"), key=lambda row: str(row["id"]))
     if not train:
         raise PunaError(f"synthesize: {prompts.id} has no training prompts")
     dropped: list[Row] = []
-    writer = Writer(*load_model(model, "lm", frozen=True), config, run, dropped)
+    endpoint = None if config.endpoint is None else Endpoint(config.endpoint, run)
+    writer: Writer
+    if endpoint is not None:
+        writer = RemoteWriter(endpoint, config, run, dropped)
+    elif model is not None:
+        writer = OwnWriter(*load_model(model, "lm", frozen=True), config, run, dropped)
+    else:
+        raise PunaError("synthesize: give a model, or an endpoint to ask")
     problems = train if config.problems == "given" else _new_problems(train, rows, writer, config, run, dropped)
     run.metric("problems", len(problems))
     kept = _answered(problems, writer, Check(problems, judges or (), config, run), config, run) if problems else {}
     _save(problems, kept, dropped, config, run)
+    if endpoint is not None and (config.scoring.endpoint is None or config.problems == "maths"):  # else the scorer wrote all of it
+        endpoint.write()
 
 
 class Kept(NamedTuple):
@@ -122,8 +142,38 @@ def _answered(problems: Sequence[Row], writer: Writer, check: Check, config: Syn
     return kept
 
 
-class Writer:
+class Writer(Protocol):
     """A model that answers rows of prompts."""
+
+    def write(self, rows: Sequence[Row], count: int, purpose: str) -> list[list[Text]]:
+        """Sample `count` texts for each row, none for a row that is refused or too long. `purpose` seeds the draws."""
+        ...
+
+
+class RemoteWriter(Writer):
+    """A model elsewhere."""
+
+    def __init__(self, endpoint: Endpoint, config: SynthesizeConfig, run: StageRun, dropped: list[Row]) -> None:
+        self._endpoint, self._config, self._run, self._dropped = endpoint, config, run, dropped
+
+    def write(self, rows: Sequence[Row], count: int, purpose: str) -> list[list[Text]]:
+        """Ask for `count` texts for each row, none for a row that is refused."""
+        fields = {"temperature": self._config.temperature, "max_tokens": self._config.max_tokens}
+        bad = BadRows(self._config, "synthesize")
+        answered = replies_of(self._endpoint, rows, bad, count, fields, self._run.seed(purpose))
+        _note_dropped(bad, self._dropped)
+        texts = {row["id"]: [Text(reply.final, reply.finished) for reply in some] for row, some in answered}
+        return [texts.get(row["id"], []) for row in rows]
+
+
+def _note_dropped(bad: BadRows, dropped: list[Row]) -> None:
+    """Add the rows that cannot be asked, each once."""
+    before = {row["id"] for row in dropped}
+    dropped += [row for row in bad.dropped if row["id"] not in before]
+
+
+class OwnWriter(Writer):
+    """A model of the store."""
 
     def __init__(
         self, network: Transformer, tokenizer: Tokenizer, config: SynthesizeConfig, run: StageRun, dropped: list[Row]
@@ -138,8 +188,7 @@ class Writer:
 
         config, bad = self._config, BadRows(self._config, "synthesize")
         asked = bad.examples(rows, lambda row: prompt_ids(self._tokenizer, row), lambda ids: len(ids) + config.max_tokens, self._within)
-        before = {row["id"] for row in self._dropped}
-        self._dropped += [row for row in bad.dropped if row["id"] not in before]
+        _note_dropped(bad, self._dropped)
         stop, seed = self._tokenizer.stop_ids, self._run.seed(purpose)
         params = SamplingParams(n=count, temperature=config.temperature, max_tokens=config.max_tokens, stop=stop, seed=seed)
 

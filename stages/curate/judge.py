@@ -12,10 +12,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
-from puna.stages.contract import Documents, External, Figure, Model, SeededConfig, Signals, StageRun, declare_signal, stage
+from puna.stages.contract import Documents, External, Facts, Figure, Model, SeededConfig, Signals, StageRun, declare_signal, stage
 from puna.stages.curate.classifiers.encoder import Place, place_of, reading
 from puna.stages.curate.select import signals_of
 from puna.stages.draws import uniform
+from puna.stages.endpoint import Endpoint, EndpointConfig, grade_of
 from puna.stages.grading import mean_grades, tokens_apart
 from puna.storage import Artifact, PunaError
 from puna.storage.work import write_array
@@ -172,6 +173,10 @@ class JudgeConfig(SeededConfig):
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources of which no document is graded")
     max_tokens: int = Field(512, ge=8, le=32_768, description="Tokens of each document that the model reads, from its beginning")
     batch_documents: int = Field(8, ge=1, le=1024, description="Documents in one forward pass")
+    endpoint: EndpointConfig | None = Field(
+        None, description="Model elsewhere that writes the grades, read to max_tokens of 4 characters; null: the input model or checkpoint"
+    )
+    reply_tokens: int = Field(256, ge=1, le=65_536, description="Longest reply of that model, its thoughts included, tokens")
 
     @field_validator("prompt")
     @classmethod
@@ -184,6 +189,8 @@ class JudgeConfig(SeededConfig):
     def _points_of_the_prompt(self) -> JudgeConfig:
         if self.prompt is None and self.max_grade != TOP:
             raise ValueError(f"max_grade={self.max_grade}: the built-in prompts give {TOP} points; give a prompt too")
+        if self.endpoint is not None and not self.chat:
+            raise ValueError("chat=false: an endpoint is asked by chat; leave chat or the endpoint out")
         return self
 
     def asked(self) -> Question:
@@ -192,7 +199,15 @@ class JudgeConfig(SeededConfig):
         return Question(prompt, answers, values, self.answer_start, self.chat)
 
 
-@stage(kind="signals")
+def needs(config: JudgeConfig, facts: Facts) -> list[str]:
+    """Require an endpoint's key, and either an endpoint or a model."""
+    if config.endpoint is None:
+        return []
+    both = bool({"model", "checkpoint"} & set(facts.inputs))
+    return [*config.endpoint.unmet("endpoint"), *(["endpoint: it grades in the place of a model; leave one of them out"] if both else [])]
+
+
+@stage(kind="signals", needs=needs)
 def judge(
     documents: Documents, model: Model | None, checkpoint: External | None, language: Signals | None, config: JudgeConfig, run: StageRun
 ) -> None:
@@ -205,20 +220,25 @@ def judge(
 
     `model` is a model of this pipeline; `checkpoint` a local folder in Hugging Face's layout or a GGUF file. The metric
     `answer_probability` is the mean probability of all answers together: if it is low, the model did not understand the question.
+    With `endpoint` a model elsewhere writes its grades, and `answer_probability` is the share of replies that are one.
     """
-    place = place_of("judge", "checkpoint", model, checkpoint, gguf=True)
+    place = None if config.endpoint is not None else place_of("judge", "checkpoint", model, checkpoint, gguf=True)
     ids, sources = documents.read(columns=["id", "source"]).to_pydict().values()
     chosen = _sample(ids, sources, language, config)
     grades, said = np.full(len(ids), np.nan), np.zeros(0)
     if len(chosen):
-        grades[chosen], said = _graded(run, documents, chosen, place, config)
+        if place is None:
+            grades[chosen], said = _asked(run, documents, chosen, config)
+        else:
+            grades[chosen], said = _graded(run, documents, chosen, place, config)
     column = pa.array(np.round(grades, DIGITS), pa.float64(), from_pandas=True)
     run.write(pa.table({"id": pa.array(ids, pa.string()), config.signal: column}))
     run.metric("graded", len(chosen))
     if len(chosen):
-        run.metric("mean_grade", round(float(grades[chosen].mean()), DIGITS))
+        if not np.isnan(grades[chosen]).all():
+            run.metric("mean_grade", round(float(np.nanmean(grades[chosen])), DIGITS))
         run.metric("answer_probability", round(float(said.mean()), DIGITS))
-        counts, edges = np.histogram(np.round(grades[chosen], DIGITS), BINS, (0.0, max(config.asked().values)))
+        counts, edges = np.histogram(np.round(grades[chosen][~np.isnan(grades[chosen])], DIGITS), BINS, (0.0, max(config.asked().values)))
         bars = [(float(edge), float(count)) for edge, count in zip(edges[:-1], counts, strict=True)]
         run.figure("grades", Figure("Grades of the judge", "grade", "documents", {"documents": bars}, kind="bar"))
 
@@ -257,6 +277,30 @@ def _graded(
     grader.cache_clear()
     both = np.concatenate(results, axis=1)
     return both[0], both[1]
+
+
+def _asked(
+    run: StageRun, documents: Artifact, chosen: NDArray[np.int64], config: JudgeConfig
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the grades that a model elsewhere writes, NaN where its reply is none, and whether it is one."""
+    assert config.endpoint is not None
+    endpoint, question = Endpoint(config.endpoint, run), config.asked()
+    grades: list[float] = []
+    for texts in _batches(documents, chosen, 100 * config.endpoint.at_once):
+        prompts = [question.prompt.replace(TEXT, text[: 4 * config.max_tokens]) for text in texts]
+        bodies = [{"messages": [{"role": "user", "content": one}], "temperature": 0, "max_tokens": config.reply_tokens} for one in prompts]
+        grades += [_written(reply.final if reply.finished else "", question) for reply in endpoint.ask(bodies, "grades")]
+    endpoint.write()
+    return np.array(grades), (~np.isnan(grades)).astype(np.float64)
+
+
+def _written(text: str, question: Question) -> float:
+    """Return the grade that a reply begins with, NaN without one."""
+    if question.answers == ("No", "Yes"):
+        word = text.casefold().lstrip("*\"'")
+        return 1.0 if word.startswith("yes") else 0.0 if word.startswith("no") else float("nan")
+    grade = grade_of(text, len(question.answers) - 1)
+    return float("nan") if grade is None else grade
 
 
 def _batches(documents: Artifact, chosen: NDArray[np.int64], size: int) -> Iterator[list[str]]:

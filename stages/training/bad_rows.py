@@ -61,7 +61,7 @@ class BadRows:
             else:
                 tokens, bound = over
                 reason = f"{bound.what} has {tokens} tokens, but {bound.field}={bound.tokens}; {bound.remedy} to keep the row"
-                self._drop(row, "too_long", f"row {row['id']}: {reason}", tokens, bound.tokens)
+                self.drop(row, "too_long", f"row {row['id']}: {reason}", tokens, bound.tokens)
         return found
 
     def rendered(self, rows: Iterable[Row], make: Callable[[Row], T]) -> Iterator[tuple[Row, T]]:
@@ -70,11 +70,12 @@ class BadRows:
             try:
                 made = make(row)
             except BadRow as error:
-                self._drop(row, error.rule, str(error), None, None)
+                self.drop(row, error.rule, str(error))
             else:
                 yield row, made
 
-    def _drop(self, row: Row, rule: str, detail: str, value: float | None, threshold: float | None) -> None:
+    def drop(self, row: Row, rule: str, detail: str, value: float | None = None, threshold: float | None = None) -> None:
+        """Drop a row for another reason, or refuse the run for it."""
         if self._refuse:
             raise PunaError(f"{self._stage}: {detail} (bad_rows=drop leaves such rows out)")
         self.dropped.append({"id": row["id"], "rule": rule, "value": value, "threshold": threshold, "detail": detail})

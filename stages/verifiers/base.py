@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from puna.stages.contract import StageConfig
+from puna.stages.endpoint import EndpointConfig
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
@@ -152,3 +153,7 @@ class ScoringConfig(StageConfig):
     memory_mb: int = Field(512, ge=64, le=1 << 20, description="Memory of a program, all its processes together, MiB")
     disk_mb: int = Field(64, ge=1, le=1 << 20, description="Files of a program, MiB")
     processes: int = Field(32, ge=1, le=10_000, description="Maximum number of a program's processes and threads")
+    endpoint: EndpointConfig | None = Field(
+        None, description="Model elsewhere that grades for the verifiers `judge` that name no model; null: one of the input `judges` does"
+    )
+    reply_tokens: int = Field(256, ge=1, le=65_536, description="Longest reply of that model, its thoughts included, tokens")

@@ -10,6 +10,7 @@ from pydantic import Field
 from puna.models.training.packing import batched
 from puna.stages.contract import StageConfig, StageRun
 from puna.stages.conversations import messages_of, shown
+from puna.stages.endpoint import Endpoint, grade_of
 from puna.stages.grading import mean_grades, tokens_apart
 from puna.stages.verifiers.base import Item, Question, Score, Verifier
 from puna.stages.verifiers.judges import BATCH_TOKENS, DIGEST, Loaded, Tools
@@ -24,6 +25,7 @@ class Judge(Verifier):
     """Score by the mean grade, as a share of the highest: each grade weighted by its probability.
 
     One forward pass without sampling, as in G-Eval (Liu et al., arXiv 2303.16634, section 2), with finer steps than the digits.
+    A model behind `scoring.endpoint` writes its grade instead.
     """
 
     name: ClassVar[str] = "judge"
@@ -39,6 +41,8 @@ class Judge(Verifier):
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
         """Raise PunaError if the model is missing or does not distinguish the grades."""
         for model, top in {(v.model, v.max_grade) for v in verifiers if isinstance(v, Judge)}:
+            if model is None and tools.endpoint is not None:
+                continue
             _grades_of(tools.judges.find(cls.name, "lm", model).tokenizer, top)
 
     @classmethod
@@ -48,8 +52,12 @@ class Judge(Verifier):
         for kind in sorted(set(kinds), key=str):
             numbers = [number for number, one in enumerate(kinds) if one == kind]
             requests = [verifier.request(items[n]) for n in numbers if isinstance(verifier := items[n].verifier, Judge)]
-            made = grades(tools.judges.find(cls.name, "lm", kind[0]), requests, kind[1])
-            found |= zip(numbers, [grade.score(kind[1]) for grade in made], strict=True)
+            if kind[0] is None and tools.endpoint is not None:
+                scores = asked(tools.endpoint, requests, kind[1], tools.config.reply_tokens)
+            else:
+                made = grades(tools.judges.find(cls.name, "lm", kind[0]), requests, kind[1])
+                scores = [grade.score(kind[1]) for grade in made]
+            found |= zip(numbers, scores, strict=True)
         return [found[number] for number in range(len(items))]
 
     def request(self, item: Item) -> str:
@@ -60,6 +68,17 @@ class Judge(Verifier):
             f"The answer to grade:\n<<<\n{item.answer}\n>>>", f"Reply with the grade alone, one digit from 0 to {self.max_grade}.",
         ]  # fmt: skip
         return "\n\n".join(parts)
+
+
+def asked(endpoint: Endpoint, requests: Sequence[str], top: int, tokens: int) -> list[Score]:
+    """Return scores by the grades that a model elsewhere writes: one reply each, its likeliest, since probabilities are not told."""
+    bodies = [{"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": tokens} for text in requests]
+    scores = []
+    for reply in endpoint.ask(bodies, "grades"):
+        grade = grade_of(reply.final, top) if reply.finished else None
+        said = reply.refused or f"{endpoint.config.name} gives no grade from 0 to {top}: {reply.final[:80]!r}"
+        scores.append(Score(None, said) if grade is None else Score(round(grade / top, 4), f"grade {grade:g} of {top}"))
+    return scores
 
 
 class Grade(NamedTuple):

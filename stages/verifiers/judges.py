@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from puna.stages.contract import StageRun
+from puna.stages.endpoint import Endpoint
 from puna.stages.verifiers.base import ScoringConfig
 from puna.storage import Artifact, PunaError
 
@@ -75,6 +76,7 @@ class Tools:
         self.config = config
         self.run = run
         self.judges = Judges(judges)
+        self.endpoint = None if config.endpoint is None else Endpoint(config.endpoint, run)
 
 
 def chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:

@@ -110,6 +110,8 @@ class Scorer:
     def report(self) -> None:
         """Record the metrics of the stage: the number of answers that could not be scored, and the first reason."""
         self._run.metric("unscored_answers", self._failed)
+        if self._tools.endpoint is not None:
+            self._tools.endpoint.write()
         if self._first:
             self._run.metric("unscored_example", self._first[:500])
 

@@ -1,0 +1,190 @@
+"""Models behind OpenAI's interface, of any home: bounded requests with retries, each answer kept with what was asked."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import random
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from pydantic import Field, JsonValue
+
+from puna.models.settings import NO_RESULT
+from puna.stages.contract import StageConfig, StageRun
+from puna.storage import PunaError
+
+EXCHANGES = "exchanges"
+REFUSED = frozenset((400, 413, 422))
+"""Statuses by which a server refuses one request for its content."""
+PASSING = frozenset((408, 409, 425, 429))
+"""Statuses, beside those of the server's own failures, after which a request is tried again."""
+LONGEST_WAIT = 120.0  # seconds between two tries
+REPLY_BYTES = 16 << 20
+THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
+
+
+class EndpointConfig(StageConfig):
+    """A model that is asked over HTTP, by OpenAI's chat completions."""
+
+    base_url: str = Field(pattern=r"^https?://[^\s?#@]+$", description="Address of the server, up to /v1")
+    model: str = Field(min_length=1, description="Name of the model there")
+    key: str | None = Field(
+        None, pattern="^[A-Z][A-Z0-9_]*$", description="NAME of the environment variable that holds the key; null: no key is sent",
+        json_schema_extra=NO_RESULT,
+    )  # fmt: skip
+    fields: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Further fields of each request, by the server's names; null leaves a field out"
+    )
+    seconds: float = Field(120.0, gt=0, le=3600, description="Longest wait for one answer, seconds", json_schema_extra=NO_RESULT)
+    retries: int = Field(6, ge=0, le=100, description="Tries after a failed one", json_schema_extra=NO_RESULT)
+    pause: float = Field(
+        1.0, gt=0, le=60, description="Wait before the second try, doubled for each further one, seconds", json_schema_extra=NO_RESULT
+    )
+    at_once: int = Field(4, ge=1, le=256, description="Requests at one time", json_schema_extra=NO_RESULT)
+
+    @property
+    def name(self) -> str:
+        """Return the model's name with its host, for tables."""
+        return f"{self.model} at {urlsplit(self.base_url).netloc}"
+
+    def unmet(self, where: str) -> list[str]:
+        """Return what is missing on this machine."""
+        missing = self.key is not None and not os.environ.get(self.key)
+        return [f"{where}.key: the environment has no variable {self.key}; set it to the key of {self.base_url}"] if missing else []
+
+
+class Reply(NamedTuple):
+    """An answer; `refused`: the reason why the server does not take the request, with an empty text."""
+
+    text: str
+    finished: bool
+    refused: str = ""
+
+    @property
+    def final(self) -> str:
+        """Return the text behind a model's written thoughts."""
+        return THOUGHT.sub("", self.text).strip()
+
+
+class _Unmoved(urllib.request.HTTPRedirectHandler):
+    """A refusal to follow redirects, which would carry the key to another host."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+class Endpoint:
+    """A client of one endpoint within a stage. What was asked and answered lies in the run's scratch folder, so that a run that was
+    stopped asks only for the rest, and goes into the side table `exchanges`."""
+
+    def __init__(self, config: EndpointConfig, run: StageRun) -> None:
+        if unmet := config.unmet("endpoint"):
+            raise PunaError(unmet[0])
+        self.config, self._run, self._lock = config, run, threading.Lock()
+        self._key = "" if config.key is None else os.environ[config.key]
+        self._file = run.scratch / "exchanges.jsonl"
+        self._opener = urllib.request.build_opener(_Unmoved)
+
+    def ask(self, bodies: Sequence[Mapping[str, Any]], note: str = "answers") -> list[Reply]:
+        """Return a reply to each request (`messages` and OpenAI's other fields). PunaError where the endpoint cannot be used."""
+        requests = [self._whole(body) for body in bodies]
+        replies = {id_: Reply(row["answer"], row["finished"], row["refused"]) for id_, row in self._exchanges().items()}
+        missing = {id_: request for request in requests if (id_ := self._id(request)) not in replies}
+        pool = ThreadPoolExecutor(self.config.at_once, thread_name_prefix="puna-endpoint")
+        try:
+            futures = {pool.submit(self._kept, id_, request): id_ for id_, request in missing.items()}
+            for done, future in enumerate(as_completed(futures), 1):
+                id_ = futures[future]
+                replies[id_] = future.result()
+                self._run.progress(done, len(missing), f"{note} of {self.config.name}")
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return [replies[self._id(request)] for request in requests]
+
+    def _whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        fields = {"model": self.config.model, **body, **self.config.fields}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def _id(self, request: Mapping[str, Any]) -> str:
+        return hashlib.sha256(json.dumps([self.config.base_url, request], sort_keys=True).encode()).hexdigest()[:32]
+
+    def _answer(self, request: dict[str, Any]) -> Reply:
+        """Ask until there is an answer or no try is left."""
+        failure = ""
+        for number in range(self.config.retries + 1):
+            wait = min(LONGEST_WAIT, self.config.pause * 2**number) * random.uniform(0.5, 1.0)
+            try:
+                return self._once(request)
+            except urllib.error.HTTPError as error:
+                failure = f"status {error.code}: {self._safe(error.read(2000).decode(errors='replace'))}"
+                if error.code in REFUSED:
+                    return Reply("", False, failure)
+                if error.code not in PASSING and error.code < 500:
+                    break
+                after = error.headers.get("retry-after", "")
+                wait = min(LONGEST_WAIT, float(after)) if after.isdigit() else wait
+            except (OSError, http.client.HTTPException) as error:
+                failure = self._safe(f"{type(error).__name__}: {error}")
+            if number < self.config.retries:
+                time.sleep(wait)
+        raise PunaError(f"endpoint {self.config.base_url}: {self.config.model} gives no answer ({failure})")
+
+    def _once(self, request: dict[str, Any]) -> Reply:
+        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self._key}"} if self._key else {})}
+        url = f"{self.config.base_url.rstrip('/')}/chat/completions"
+        sent = urllib.request.Request(url, json.dumps(request).encode(), headers)
+        with self._opener.open(sent, timeout=self.config.seconds) as reply:
+            data = reply.read(REPLY_BYTES)
+        try:
+            choice = json.loads(data)["choices"][0]
+            return Reply(str(choice["message"].get("content") or ""), choice.get("finish_reason") != "length")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            said = self._safe(data[:200].decode(errors="replace"))
+            raise PunaError(f"endpoint {self.config.base_url}: its answer is not OpenAI's ({error!r}): {said}") from error
+
+    def _safe(self, text: str) -> str:
+        """Return a message without the key."""
+        return " ".join((text.replace(self._key, "…") if self._key else text).split())[:500]
+
+    def _kept(self, id_: str, request: dict[str, Any]) -> Reply:
+        """Return the answer to a request when it is on disk."""
+        reply = self._answer(request)
+        row = {"id": id_, "endpoint": self.config.base_url, "request": json.dumps(request, ensure_ascii=False, sort_keys=True),
+               "answer": reply.text, "finished": reply.finished, "refused": reply.refused}  # fmt: skip
+        with self._lock, self._file.open("a", encoding="utf-8") as file:
+            file.write("\n" + json.dumps(row))  # a line break first: the line before may have been cut off
+        return reply
+
+    def _exchanges(self) -> dict[str, dict[str, Any]]:
+        """Return what was asked so far, by id; a line that was cut off is asked for again."""
+        rows: dict[str, dict[str, Any]] = {}
+        for line in self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else ():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            rows[row["id"]] = row
+        return rows
+
+    def write(self) -> None:
+        """Write the table of what this run asked and was answered; the metric counts it."""
+        rows = list(self._exchanges().values())
+        if rows:
+            self._run.write_rows(rows, EXCHANGES)
+        self._run.metric("exchanges", len(rows))
+
+
+def grade_of(text: str, top: int) -> float | None:
+    """Return the first number in a judge's reply; None where there is none, or where it is not from 0 to `top`."""
+    number = re.search(r"\d+(?:\.\d+)?", text)
+    return None if number is None or float(number.group()) > top else float(number.group())
