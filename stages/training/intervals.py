@@ -27,11 +27,11 @@ def student(freedom: int) -> float:
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < 0.95 else (low, middle)
+        low, high = (middle, high) if within(middle, freedom) < 0.95 else (low, middle)
     return math.sqrt(freedom) * math.tan(low)
 
 
-def _within(angle: float, freedom: int) -> float:
+def within(angle: float, freedom: int) -> float:
     """Return P(|t| < sqrt(freedom) tan(angle))."""
     cosine = math.cos(angle)
     odd = freedom % 2

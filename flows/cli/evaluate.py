@@ -1,0 +1,178 @@
+"""The commands `puna evaluate` and `puna compare`: benchmarks of a model, and two models side by side."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from puna.flows.cli.inspect import JsonOption, ProjectOption, StoreOption, print_rows
+from puna.flows.cli.load_engine import serving_options
+from puna.flows.cli.model import SERVING, ModelArgument
+from puna.flows.engine.defaults import DEFAULT_STORE
+from puna.models.serving import ServingSettings
+from puna.stages.contract import External, Facts, parse
+from puna.storage import Artifact, PunaError, Store
+
+app = typer.Typer()
+
+
+@app.command()
+@serving_options
+def evaluate(
+    model: ModelArgument,
+    tasks: Annotated[
+        list[str], typer.Option("--tasks", metavar="FILE,…", help="Task files (lm-evaluation-harness's YAML), or folders of them and data")
+    ],
+    harness: Annotated[
+        bool, typer.Option("--harness", help="Let lm-evaluation-harness ask, on Puna's engine; --tasks may name its own tasks then")
+    ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="First questions of each task")] = None,
+    shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question (default: the task file's)")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask in the model's chat template (default: plain text)")] = False,
+    options: Annotated[
+        Literal["task", "letters", "best"], typer.Option(help="Multiple choice: options as the task has them, letters, or the better")
+    ] = "task",
+    answers: Annotated[int | None, typer.Option("--n", min=1, help="Answers to each question, for pass@k and majority")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, max=10, help="Sampling temperature (default: the task file's)")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="What the draws follow from")] = 0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the results in lm-evaluation-harness's JSON")] = None,
+    serving: ServingSettings = SERVING,
+    store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Score a model on benchmarks: multiple choice, perplexity, and answers by verifiers, with intervals."""
+    from puna.flows.engine.defaults import prepare
+    from puna.stages.evaluation.benchmark import RESULTS, BenchmarkConfig
+
+    opened = Store.open(store, project)
+    prepare(opened.root)
+    values = {
+        "limit": limit, "shots": shots, "prompts": "chat" if chat else "plain", "options": options, "answers": answers,
+        "temperature": temperature, "seed": seed, "serving": serving,
+    }  # fmt: skip
+    names = [name.strip() for text in tasks for name in text.split(",") if name.strip()]
+    inputs, own = _task_inputs(names, harness)
+    config = parse(BenchmarkConfig, values, "evaluate")
+    evaluation = _run(opened, model, inputs, config, as_json, own if harness else None)
+    text = evaluation.path(RESULTS).read_text(encoding="utf-8")
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(json.loads(text)))
+        return
+    rows = [
+        {"task": row["task"], "metric": row["metric"], "value": f"{row['value']:.4f}", "95 %": _interval(row["low"], row["high"]),
+         "questions": row["n"], "examples": row["shots"], "asked": row["format"], "CPU s": f"{row['seconds']:.1f}"}
+        for row in evaluation.read("task_scores").to_pylist()
+    ]  # fmt: skip
+    print_rows(rows, False)
+    typer.echo(f"answers and results: {evaluation.folder}")
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"{low:.4f} to {high:.4f}"
+
+
+def _task_inputs(names: Sequence[str], harness: bool) -> tuple[list[External], tuple[str, ...]]:
+    """Return task files and folders as inputs, and the names of tasks that the harness brings."""
+    inputs: list[External] = []
+    own = []
+    for name in names:
+        if Path(name).is_dir():
+            inputs += External.resolve(name)
+        elif Path(name).is_file():
+            inputs.append(_task_input(Path(name)))
+        elif harness and not name.endswith((".yaml", ".yml")):
+            own.append(name)
+        else:
+            raise PunaError(f"--tasks {name}: there is no such task file or folder{'' if harness else '; tasks by name need --harness'}")
+    if not inputs and not own:
+        raise PunaError("--tasks: name at least one task file")
+    return inputs, tuple(own)
+
+
+def _task_input(path: Path) -> External:
+    """Return a task file with the data files that it names, from its own folder or, as the harness has it, from here."""
+    from puna.stages.evaluation.task_file import read_task
+
+    (own,) = External.resolve(str(path))
+    spec = read_task(path.read_bytes(), str(path))
+    files = list(own.files)
+    for name in dict.fromkeys(name for names in spec.files.values() for name in names):
+        place = next((place for place in (path.parent / name, Path(name)) if place.is_file()), None)
+        if place is None:
+            raise PunaError(f"{path}: data_files: {name} is not there, neither beside the task file nor here")
+        ((data,),) = (external.files for external in External.resolve(str(place)))
+        files.append(replace(data, name=name))
+    digest = hashlib.sha256("".join(f"{file.name}\0{file.digest}\0" for file in files).encode()).hexdigest()
+    return External(own.name, own.uri, tuple(files), digest)
+
+
+def _run(store: Store, model: str, inputs: list[External], config: Any, as_json: bool, own: tuple[str, ...] | None) -> Artifact:
+    """Run the stage on a model, which is imported first where it is a folder or file. `own`: the harness runs, with its tasks so named."""
+    from puna.flows.engine import preflight
+    from puna.flows.engine.session import session
+    from puna.stages.evaluation.benchmark import benchmark
+    from puna.stages.io.import_model import ImportModelConfig, import_model
+
+    given: dict[str, Any] = {"tasks": inputs}
+    stage = benchmark
+    if own is not None:
+        from puna.stages.evaluation.harness import HarnessConfig, harness, needs
+
+        stage, config = harness, HarnessConfig(**dict(config), names=own)
+        if problems := needs(config, Facts({}, 0, None)):
+            raise PunaError("; ".join(problems))
+        given["tasks"] = inputs or None
+    title = f"{stage.name} {model} {' '.join([*(one.name for one in inputs), *(own or ())])}"[:200]
+    with session(store, flow=stage.name, json=as_json, title=title) as now:
+        if Path(model).exists():
+            (files,) = External.resolve(f"model={model}")
+            given["model"] = now.perform(import_model, ImportModelConfig(), {"model": files}, "import_model").artifact
+        else:
+            given["model"] = store.checked(store.resolve(model), whole=True)
+        preflight.check_stage(stage, config, given, store)
+        evaluation = now.perform(stage, config, given, stage.name).artifact
+    now.refresh()
+    return evaluation
+
+
+@app.command()
+def compare(
+    one: Annotated[str, typer.Argument(metavar="A", help="A model, or an evaluation of `puna evaluate`")],
+    other: Annotated[str, typer.Argument(metavar="B", help="The model or evaluation beside it")],
+    every: Annotated[bool, typer.Option("--all", help="All metrics of a task (default: one)")] = False,
+    store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two models question by question on the tasks that both were asked: B less A, with 95 % intervals and Holm's correction."""
+    from puna.stages.evaluation.comparison import differences, evaluations_of
+
+    opened = Store.existing(store, project)
+    artifacts = [Artifact(entry["kind"], entry["key"], opened.files) for entry in opened.entries() if entry["kind"] == "evaluation"]
+    first, second = (evaluations_of(opened.checked(opened.resolve(name)), artifacts) for name in (one, other))
+    rows, remarks = differences(first, second, every)
+    for remark in remarks:
+        typer.echo(f"not compared: {remark}", err=True)
+    if not rows:
+        raise PunaError(f"{one} and {other} have no task in common that can be compared")
+    if as_json:
+        return print_rows([asdict(row) | {"difference": row.difference._asdict()} for row in rows], True)
+    print_rows(
+        [
+            {"task": row.task, "metric": row.metric, "A": f"{row.one:.4f}", "B": f"{row.other:.4f}",
+             "B - A": f"{row.difference.value:+.4f}",
+             "95 %": f"{row.difference.low:+.4f} to {row.difference.high:+.4f}", "questions": row.n, "p": f"{row.p:.3g}",
+             "p (Holm)": f"{row.holm:.3g}"}
+            for row in rows
+        ],
+        False,
+    )  # fmt: skip

@@ -1,0 +1,235 @@
+"""A task's questions as a model is asked them, and what its likelihoods and answers are worth."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from puna.stages.conversations import answer_text
+from puna.stages.evaluation.likelihood import Encoder, Likelihood, Request
+from puna.stages.evaluation.task_file import Document, Task
+from puna.stages.evaluation.task_programs import filtered, matching
+from puna.stages.training.intervals import Interval, mean, ratio, wilson
+from puna.stages.verifiers.choice import LETTERS
+from puna.stages.verifiers.extraction import final_answer
+from puna.storage import PunaError
+
+if TYPE_CHECKING:
+    from puna.models.generation import Completion
+    from puna.models.tokens.tokenizer import Tokenizer
+
+Prompts = Literal["plain", "chat"]
+Options = Literal["cloze", "letters"]
+
+
+@dataclass
+class Column:
+    """A metric of a task, document by document. `weights`: words or bytes that the values (nats) are shared among, for perplexities.
+    `given`: the number itself where single documents have none."""
+
+    metric: str
+    values: list[float]
+    filter: str = "none"
+    weights: list[float] = field(default_factory=list)
+    given: Interval | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the metric's name, with the filter that the answers went through."""
+        return self.metric if self.filter == "none" else f"{self.metric},{self.filter}"
+
+    def interval(self) -> Interval:
+        """Return the metric with its 95 % interval; its value is the harness's to the last digit."""
+        if self.given is not None:
+            return self.given
+        if not self.weights:
+            whole = all(value in (0.0, 1.0) for value in self.values)
+            return wilson(int(sum(self.values)), len(self.values)) if whole else mean(self.values)
+        nats = ratio(self.values, self.weights)
+        if self.metric == "bits_per_byte":
+            return Interval(*(end / math.log(2) for end in nats))
+        return Interval(*(math.exp(min(end, 700.0)) for end in nats))
+
+
+def has_letters(task: Task) -> bool:
+    """True if a task's options are letters already, or stand in its question."""
+    return any(isinstance(one.text, int) or all(len(choice) == 1 for choice in one.choices) for one in task.documents)
+
+
+def lettered(text: str, choices: Sequence[str]) -> str:
+    """Return a question with its options behind letters, before its last line where that ends in a colon (`Answer:`)."""
+    if len(choices) > len(LETTERS):
+        raise PunaError(f"a question has {len(choices)} options, more than there are letters")
+    lines = "\n".join(f" {letter}. {choice.strip()}" for letter, choice in zip(LETTERS, choices, strict=False))
+    head, _, last = text.rstrip().rpartition("\n")
+    return f"{head}\n{lines}\n{last}" if head and last.endswith(":") else f"{text.rstrip()}\n{lines}\nAnswer:"
+
+
+def right(task: Task, document: Document) -> tuple[int, ...]:
+    """Return the indices of the right options. PunaError where the target is none of them."""
+    target = document.text if isinstance(document.text, int) else document.target
+    indices = []
+    for one in target if isinstance(target, list) else [target]:
+        index = document.choices.index(one) if isinstance(one, str) and one in document.choices else one
+        if not isinstance(index, int) or not 0 <= index < len(document.choices):
+            raise PunaError(f"{task.where}: doc_to_target: {str(one)[:40]!r} is none of the options of {str(document.text)[:60]!r}")
+        indices.append(index)
+    return tuple(indices)
+
+
+def _question(task: Task, document: Document, options: Options) -> str:
+    if isinstance(document.text, int):
+        return document.choices[document.text]
+    return lettered(document.text, document.choices) if options == "letters" else document.text
+
+
+def _answer(task: Task, document: Document, options: Options) -> str:
+    """Return the answer of an example."""
+    target = document.target[0] if isinstance(document.target, list) and document.target else document.target
+    if options == "letters":
+        return LETTERS[right(task, document)[0]]
+    if isinstance(target, int) and document.choices and not isinstance(document.text, int):
+        return document.choices[target]
+    return "" if target is None else str(target)
+
+
+@dataclass(frozen=True)
+class Asker:
+    """A tokenizer that writes questions as prompts: as plain text, or as a conversation by the chat template, each example a turn."""
+
+    encoder: Encoder
+    prompts: Prompts = "plain"
+    options: Options = "cloze"
+
+    def _context(self, task: Task, document: Document, question: str) -> tuple[str, str | None]:
+        """Return description, examples and question as text, and in a conversation the mark of `Vocabulary.guard`."""
+        own, spec = task.file.fewshot_config, task.file
+        between = spec.target_delimiter if own.target_delimiter is None else own.target_delimiter
+        behind = spec.fewshot_delimiter if own.fewshot_delimiter is None else own.fewshot_delimiter
+        shots = [(_question(task, shot, self.options), _answer(task, shot, self.options)) for shot in task.examples(document)]
+        if self.prompts == "plain":
+            examples = "".join(asked + (f"{between}{answer}{behind}" if answer else "") for asked, answer in shots)
+            return f"{document.description}{examples}{question}", None
+        turns = [("system", document.description)] if document.description else []
+        for asked, answer in shots:
+            turns += [("user", asked), ("assistant", answer)]
+        tokenizer: Tokenizer = self.encoder.tokenizer
+        messages, mark = tokenizer.guard([{"role": role, "content": text} for role, text in (*turns, ("user", question))])
+        if tokenizer.template is None:
+            raise PunaError("the model has no chat template: ask in plain text (prompts=plain), or import it with one")
+        try:
+            return tokenizer.template.render(messages, add_generation_prompt=True), mark
+        except ValueError as error:
+            raise PunaError(f"{task.where}: the chat template refuses a question: {error}") from error
+
+    def prompt(self, task: Task, document: Document) -> list[int]:
+        """Return the ids of a question that is answered freely."""
+        text, mark = self._context(task, document, _question(task, document, self.options))
+        ids = self.encoder.encode(text) if self.prompts == "plain" else self.encoder.encode_chat(text, mark)
+        return ids or [self.encoder.prefix]
+
+    def shown(self, task: Task, document: Document) -> str:
+        """Return the question for a reader."""
+        return "\n".join(document.choices) if isinstance(document.text, int) else _question(task, document, self.options)
+
+    def requests(self, task: Task, document: Document) -> list[Request]:
+        """Return a request for each option of a question."""
+        delimiter = "" if self.prompts == "chat" else task.file.target_delimiter
+        if isinstance(document.text, int):
+            pairs = [(choice, f"{delimiter}{document.target}") for choice in document.choices]
+        else:
+            question = _question(task, document, self.options)
+            pairs = [(question, f"{delimiter}{choice}") for choice in self.choices(document)]
+        requests: list[Request] = []
+        before: tuple[str, str, str | None] = ("", "", None)
+        for question, ending in pairs:
+            if not requests or before[0] != question:
+                before = (question, *self._context(task, document, question))
+            _, text, mark = before
+            encode = self.encoder.encode if self.prompts == "plain" else partial(self.encoder.encode_chat, mark=mark)
+            requests.append(self.encoder.pair(text, ending, encode))
+        return requests
+
+    def choices(self, document: Document) -> Sequence[str]:
+        return LETTERS[: len(document.choices)] if self.options == "letters" else document.choices
+
+
+def choice_columns(task: Task, asker: Asker, scored: Sequence[Sequence[Likelihood]]) -> list[Column]:
+    """Return the metrics of multiple choice. `acc_norm` divides by characters, `acc_bytes` by bytes, without the delimiter."""
+    lengths: dict[str, Callable[[str], int]] = {"acc": lambda _: 1, "acc_norm": len, "acc_bytes": lambda text: len(text.encode())}
+    columns = [Column(one.metric, []) for one in task.file.metrics]
+    for document, likelihoods in zip(task.documents, scored, strict=True):
+        answers = right(task, document)
+        for column in columns:
+            if column.metric == "exact_match":
+                column.values.append(float(any(likelihoods[index].greedy for index in answers)))
+                continue
+            pairs = zip(likelihoods, asker.choices(document), strict=True)
+            sums = [one.sum / lengths[column.metric](choice) for one, choice in pairs]
+            column.values.append(float(sums.index(max(sums)) in answers))
+    return columns
+
+
+def document_columns(task: Task, texts: Sequence[str], nats: Iterable[float]) -> list[Column]:
+    """Return the perplexities of whole texts; words are what white space separates."""
+    sizes = {"word_perplexity": [float(len(re.split(r"\s+", text))) for text in texts]}
+    size_bytes = [float(len(text.encode())) for text in texts]
+    values = list(nats)
+    return [Column(one.metric, values, weights=sizes.get(one.metric, size_bytes)) for one in task.file.metrics]
+
+
+def answer_columns(task: Task, answers: Sequence[Sequence[str]]) -> list[Column]:
+    """Return the metrics of answers, filter by filter."""
+    columns = []
+    for one in task.file.filters:
+        texts = [several[0] for several in filtered(answers, one.filter, f"{task.where}: filter {one.name}")]
+        for metric in task.file.metrics:
+            pairs, owners = [], []
+            for number, (document, text) in enumerate(zip(task.documents, texts, strict=True)):
+                expected = _expected(document)
+                pairs += [(text, wanted) for wanted in expected]
+                owners += [number] * len(expected)
+            values = [0.0] * len(texts)
+            for owner, equal in zip(owners, matching(pairs, metric.matching, f"{task.where}: {metric.metric}"), strict=True):
+                values[owner] = max(values[owner], float(equal))
+            columns.append(Column(metric.metric, values, one.name))
+    return columns
+
+
+def _expected(document: Document) -> list[str]:
+    """Return the texts of which an answer must equal one."""
+    if document.choices and isinstance(document.target, int):
+        return [document.choices[document.target]]
+    return [str(one) for one in document.target] if isinstance(document.target, list) else [str(document.target)]
+
+
+def verified_columns(scores: Sequence[Sequence[float]], answers: Sequence[Sequence[str]]) -> list[Column]:
+    """Return what a verifier says: the mean score, and of several answers pass@k and the score of the most frequent final one.
+
+    pass@k is the chance that one of k answers is right (Chen et al. 2021): 1 - C(n - c, k) / C(n, k) with c of n right."""
+    n = len(scores[0])
+    columns = [Column("verified", [sum(several) / n for several in scores])]
+    for k in [*(2**power for power in range(1, n.bit_length()) if 2**power < n), *([n] if n > 1 else [])]:
+        wrong = [sum(score < 1 - 1e-6 for score in several) for several in scores]
+        columns.append(Column(f"pass@{k}", [1 - math.comb(count, k) / math.comb(n, k) for count in wrong]))
+    if n > 1:
+        columns.append(Column(f"majority@{n}", [_majority(*pair) for pair in zip(scores, answers, strict=True)]))
+    return columns
+
+
+def _majority(scores: Sequence[float], answers: Sequence[str]) -> float:
+    finals = [final_answer(text) or text.strip() for text in answers]
+    return scores[finals.index(Counter(finals).most_common(1)[0][0])]
+
+
+def cut(completion: Completion, tokenizer: Tokenizer, until: Sequence[str]) -> str:
+    """Return an answer's text up to the first of the texts that end it."""
+    text = answer_text(completion.tokens, tokenizer)
+    for stop in until:
+        text = text.split(stop)[0] if stop else text
+    return text

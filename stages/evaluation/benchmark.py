@@ -1,0 +1,345 @@
+"""Benchmarks in lm-evaluation-harness's task files, by its conventions, on Puna's engine."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, field_validator
+
+from puna.models.memory.workload import Work
+from puna.models.serving import ServingSettings, engine_of, prepared
+from puna.stages.contract import External, Model, SeededConfig, StageRun, stage
+from puna.stages.evaluation.asking import (
+    Asker,
+    Column,
+    Options,
+    Prompts,
+    answer_columns,
+    choice_columns,
+    cut,
+    document_columns,
+    has_letters,
+    verified_columns,
+)
+from puna.stages.evaluation.likelihood import Encoder, likelihoods
+from puna.stages.evaluation.task_file import LOWER, Document, Generation, Task, load_task, task_files
+from puna.stages.training import intervals
+from puna.stages.training.train import load_served
+from puna.stages.verifiers.base import ScoringConfig, ended
+from puna.stages.verifiers.registry import kind_of
+from puna.stages.verifiers.scoring import Scorer
+from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    from puna.models.generation import AnswerEngine, Completion
+    from puna.models.transformer import Transformer
+
+RESULTS = "results.json"
+"""File of an artifact with its results as lm-evaluation-harness writes them."""
+
+
+class BenchmarkConfig(SeededConfig):
+    """How the questions of task files are asked."""
+
+    limit: int | None = Field(None, ge=1, description="First questions of each task; null: all")
+    shots: int | None = Field(None, ge=0, le=1000, description="Examples before each question; null: as the task file says")
+    prompts: Prompts = Field("plain", description="plain: text as it is, as base models read it; chat: one message of the chat template")
+    options: Literal["task", "letters", "best"] = Field(
+        "task", description="Multiple choice: options as the task file has them, behind letters, or the better of both, which is named"
+    )
+    answers: int | None = Field(None, ge=1, le=1000, description="Answers to each question; null: the task file's repeats")
+    temperature: float | None = Field(None, ge=0, le=10, description="Sampling temperature of answers; null: the task file's")
+    examples: int = Field(20, ge=0, description="Questions of each task kept with their answers for a reader")
+    micro_batch_tokens: int = Field(8192, ge=16, description="Tokens of one forward pass")
+    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which verifiers score answers")
+    serving: ServingSettings = Field(ServingSettings(), description="How the model computes; the engine is Puna's")
+
+    @field_validator("serving")
+    @classmethod
+    def _own_engine(cls, serving: ServingSettings) -> ServingSettings:
+        if serving.engine != "puna":
+            raise ValueError(f"engine {serving.engine}: likelihoods are computed by Puna's engine alone; set it to puna")
+        return serving
+
+
+@dataclass
+class Result:
+    """What was measured of a task, by the ids of its questions. `about`: its version, content, shots and format; `settings`: its file."""
+
+    name: str
+    about: dict[str, Any]
+    ids: Sequence[str]
+    columns: list[Column]
+    examples: list[dict[str, Any]]
+    seconds: float
+    tokens: int
+    settings: dict[str, Any]
+
+    @staticmethod
+    def of(task: Task, name: str, format: str, columns: list[Column], examples: list[Any], started: float, tokens: int) -> Result:
+        """Return the result of a task that was begun when this process had computed for `started` seconds."""
+        spec = task.file
+        about = {"version": str(spec.metadata.get("version", "")), "content": task.digest, "shots": spec.num_fewshot, "format": format}
+        settings = spec.model_dump(mode="json", exclude_defaults=True)
+        ids = [document.id for document in task.documents]
+        return Result(name, about, ids, columns, examples, time.process_time() - started, tokens, settings)
+
+
+def verifiers_of_tasks(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
+    """Return the code (module, symbol) of the verifiers that task files name."""
+    names: set[str] = set()
+
+    def collect(value: Any) -> None:
+        if isinstance(value, dict):
+            names.update([value["name"]] if isinstance(value.get("name"), str) else [])
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            collect(item)
+
+    for external in inputs["tasks"]:
+        assert isinstance(external, External)
+        for _, spec in task_files(external):
+            collect({"name": spec.verifier} if isinstance(spec.verifier, str) else spec.verifier)
+    return sorted({symbol for name in names for symbol in kind_of(name).of_class()})
+
+
+@stage(kind="evaluation", named=verifiers_of_tasks)
+def benchmark(model: Model, tasks: list[External], judges: list[Model] | None, config: BenchmarkConfig, run: StageRun) -> None:
+    """Score a model on task files in lm-evaluation-harness's YAML, over local data; each number has its 95 % interval.
+
+    `tasks`: task files beside their data. Multiple choice: context and option are encoded as one, and the options of all questions
+    share what they begin with. `acc_norm` divides by characters, `acc_bytes` by bytes. Whole texts: `word_perplexity`,
+    `byte_perplexity` and `bits_per_byte`, the tokenizer's BOS scored behind a prefix as the harness does. Answers: `exact_match` behind
+    each filter; by a `verifier` of the task file `verified`, and of several answers `pass@k` and `majority@n`. An answer that was
+    cut off by its length is not right by a verifier, for which `judges` are models that it may name.
+
+    `task_scores` has each number with version, examples, format, seed and cost; `scores` that of each question, so that two models can be
+    compared; the file results.json all in the harness's layout.
+    """
+    loaded = [load_task(one, file, spec, config.limit, config.shots) for one in tasks for file, spec in task_files(one)]
+    check_names(loaded)
+    bench = Bench.of(model, judges or (), config, run)
+    results: list[Result] = []
+    for number, task in enumerate(loaded):
+        run.progress(number, len(loaded), task.name)
+        results += bench.measured(task)
+    write(results, config, run)
+
+
+def format_of(task: Task, prompts: Prompts, options: Options = "cloze") -> str:
+    """Return how the questions of a task are asked, in words."""
+    return prompts if task.file.output_type != "multiple_choice" or has_letters(task) else f"{prompts}, {options}"
+
+
+def check_names(tasks: Sequence[Task]) -> None:
+    """Raise PunaError where two task files have one name."""
+    places: dict[str, str] = {}
+    for task in tasks:
+        if task.name in places:
+            raise PunaError(f"{task.where} and {places[task.name]} are both named {task.name!r}; rename one (`task:`)")
+        places[task.name] = task.where
+
+
+@dataclass
+class Bench:
+    """A model with its settings, which tasks are measured with."""
+
+    model: Transformer
+    engine: AnswerEngine
+    encoder: Encoder
+    judges: Sequence[Artifact]
+    config: BenchmarkConfig
+    run: StageRun
+
+    @staticmethod
+    def of(model: Artifact, judges: Sequence[Artifact], config: BenchmarkConfig, run: StageRun) -> Bench:
+        network, tokenizer, limits = load_served(model, config.serving, Work(), run, config.micro_batch_tokens)
+        try:
+            prepared(network, config.serving.weights)
+        except ValueError as error:
+            raise PunaError(f"{run.stage}: {model.id}: {error}") from error
+        return Bench(network, engine_of(network, tokenizer, **limits), Encoder(tokenizer), judges, config, run)
+
+    @property
+    def longest(self) -> int:
+        return self.model.config.max_position_embeddings
+
+    def measured(self, task: Task) -> Iterator[Result]:
+        """Yield the results of a task; both formats and the better of them where that is asked for."""
+        kind, wanted = task.file.output_type, self.config.options
+        if kind != "multiple_choice":
+            yield self._texts(task) if kind == "loglikelihood_rolling" else self._answers(task)
+        elif has_letters(task) or wanted == "task":
+            yield self._choices(task, "cloze", task.name)
+        elif wanted == "letters":
+            yield self._choices(task, "letters", task.name)
+        else:
+            formats: tuple[Options, ...] = ("cloze", "letters")
+            both = [self._choices(task, options, f"{task.name}:{options}") for options in formats]
+            best = max(both, key=lambda result: result.columns[0].interval().value)
+            yield replace(best, name=task.name, examples=[], seconds=sum(one.seconds for one in both))
+            yield from both
+
+    def _choices(self, task: Task, options: Options, name: str) -> Result:
+        started = time.process_time()
+        asker = Asker(self.encoder, self.config.prompts, options)
+        requests = [asker.requests(task, document) for document in task.documents]
+        flat = [request for several in requests for request in several]
+        scored = iter(self._likelihoods(flat, task))
+        grouped = [[next(scored) for _ in several] for several in requests]
+        columns = choice_columns(task, asker, grouped)
+        examples = []
+        for number, document in enumerate(task.documents[: self.config.examples]):
+            pairs = {choice: round(one.sum, 4) for choice, one in zip(asker.choices(document), grouped[number], strict=True)}
+            best = max(pairs, key=lambda choice: pairs[choice])
+            more = {column.name: column.values[number] for column in columns}
+            examples.append(_example(name, task, document, asker, best, nats=pairs, **more))
+        tokens = sum(len(one.context) + len(one.continuation) for one in flat)
+        return Result.of(task, name, format_of(task, self.config.prompts, options), columns, examples, started, tokens)
+
+    def _likelihoods(self, requests: Sequence[Any], task: Task) -> list[Any]:
+        try:
+            told = functools.partial(self.run.progress, note=task.name)
+            return likelihoods(self.model, requests, self.longest, self.config.micro_batch_tokens, told)
+        except PunaError as error:
+            raise PunaError(f"{task.where}: {error}") from error
+
+    def _texts(self, task: Task) -> Result:
+        started = time.process_time()
+        if wrong := [str(one.target)[:40] for one in task.documents if not isinstance(one.target, str) or not one.target]:
+            raise PunaError(f"{task.where}: doc_to_target gives {wrong[0]!r}, no text")
+        texts = [str(document.target) for document in task.documents]
+        windows = [self.encoder.document(text, self.longest) for text in texts]
+        scored = iter(self._likelihoods([one for several in windows for one in several], task))
+        nats = [-sum(next(scored).sum for _ in several) for several in windows]
+        columns = document_columns(task, texts, nats)
+        tokens = sum(len(one.continuation) for several in windows for one in several)
+        return Result.of(task, task.name, "plain", columns, [], started, tokens)
+
+    def _answers(self, task: Task) -> Result:
+        started = time.process_time()
+        asker, own = Asker(self.encoder, self.config.prompts), task.file.generation_kwargs
+        n = self.config.answers or task.file.repeats
+        temperature = self.config.temperature
+        if temperature is None:
+            temperature = 0.0 if own.do_sample is False else own.temperature
+        if n > 1 and not temperature:
+            raise PunaError(f"{task.where}: {n} answers at temperature 0 are all alike: set temperature, here or in generation_kwargs")
+        until = (task.file.fewshot_delimiter,) if own.until is None else own.until
+        prompts = [asker.prompt(task, document) for document in task.documents]
+        drawn = self.generated(prompts, own.replace(temperature=temperature, do_sample=None), until, n, task.where)
+        tokenizer = self.encoder.tokenizer
+        texts = [[cut(one, tokenizer, until) for one in several] for several in drawn]
+        columns = answer_columns(task, texts)
+        more: list[list[str]] = [[] for _ in texts]
+        if task.file.verifier is not None:
+            finished = [[one.finished for one in several] for several in drawn]
+            scores, more = self._verified(task, asker, texts, finished)
+            columns = [*verified_columns(scores, texts), *columns]
+        examples = []
+        for number, document in enumerate(task.documents[: self.config.examples]):
+            values = {column.name: column.values[number] for column in columns}
+            examples.append(_example(task.name, task, document, asker, texts[number][0], said=more[number], **values))
+        tokens = sum(map(len, prompts)) + sum(len(one.tokens) for several in drawn for one in several)
+        return Result.of(task, task.name, self.config.prompts, columns, examples, started, tokens)
+
+    def generated(self, prompts: Sequence[list[int]], how: Generation, until: Sequence[str], n: int, where: str) -> list[list[Completion]]:
+        """Return `n` answers to each prompt; one that does not fit into the context with its answer loses its beginning."""
+        from puna.models.generation import SamplingParams
+
+        room = self.longest - how.max_gen_toks
+        if room < 1:
+            raise PunaError(f"{where}: max_gen_toks {how.max_gen_toks} leaves no room for a question in {self.longest} tokens")
+        drawn, serving = how.do_sample is not False and how.temperature > 0, self.config.serving
+        params = SamplingParams(
+            n=n, temperature=how.temperature if drawn else 0.0, top_p=how.top_p if drawn else 1.0, top_k=how.top_k if drawn else 0,
+            max_tokens=how.max_gen_toks, stop=(*self.encoder.tokenizer.stop_ids, *(text for text in until if text)),
+            seed=self.run.seed("answers"), speculate=serving.speculate, branches=serving.branches,
+        )  # fmt: skip
+        told = functools.partial(self.run.progress, note=where)
+        return self.engine.generate([ids[-room:] for ids in prompts], params, progress=told)
+
+    def _verified(
+        self, task: Task, asker: Asker, texts: Sequence[Sequence[str]], finished: Sequence[Sequence[bool]]
+    ) -> tuple[list[list[float]], list[list[str]]]:
+        """Return the verifier's scores of answers and its details; an answer that cannot be scored is wrong, and counted."""
+        rows = []
+        for document, verifier in zip(task.documents, task.verifiers, strict=True):
+            messages = json.dumps([{"role": "user", "content": asker.shown(task, document)}], ensure_ascii=False)
+            target = document.target if isinstance(document.target, str) else json.dumps(document.target)
+            about = {"id": document.id, "task": task.name, "tools": None}
+            rows.append({**about, "messages": messages, "reference": target, "verifier": verifier})
+        scorer = Scorer(rows, self.config.scoring, self.run, self.judges, needed=task.where)
+        flat = iter(scorer.scores([(row, text) for row, several in zip(rows, texts, strict=True) for text in several]))
+        scores = [[next(flat) for _ in several] for several in texts]
+        self.run.metric(f"unscored_answers_{task.name}", sum(one.value is None for several in scores for one in several))
+        values = [
+            [ended(one.value, whole) or 0.0 for one, whole in zip(several, wholes, strict=True)]
+            for several, wholes in zip(scores, finished, strict=True)
+        ]
+        return values, [[one.detail for one in several] for several in scores]
+
+
+def _example(name: str, task: Task, document: Document, asker: Asker, text: str, **more: Any) -> dict[str, Any]:
+    """Return a question with its answer as a row of `examples`."""
+    about = json.dumps({"task": name, "target": document.target, **more}, ensure_ascii=False, default=str)
+    return {"id": f"{name}-{document.id}", "kind": "answer", "prompt": asker.shown(task, document), "text": text, "detail": about}
+
+
+def write(results: Sequence[Result], config: BenchmarkConfig, run: StageRun, layout: dict[str, Any] | None = None) -> None:
+    """Write the tables of an evaluation, and its results as the harness writes them (`layout`: those that it wrote itself)."""
+    rows: list[dict[str, Any]] = []
+    more: list[dict[str, Any]] = []
+    single: list[dict[str, Any]] = []
+    for one in results:
+        for column in one.columns:
+            value = column.interval()
+            row = intervals.evaluation_row(one.name, column.name, value, len(one.ids))
+            rows.append(row)
+            more.append({**row, **one.about, "seed": config.seed, "seconds": one.seconds, "tokens": one.tokens})
+            single += _single(one, column)
+            run.metric(f"{one.name}_{column.name}", value.value)
+    run.write_rows(rows)
+    run.write_rows(more, "task_scores")
+    run.write_rows(single, "scores")
+    run.write_rows([example for one in results for example in one.examples], "examples")
+    text = json.dumps(layout or harness_layout(results, config), indent=1, ensure_ascii=False, default=str, sort_keys=True)
+    (run.folder / RESULTS).write_text(text + "\n", encoding="utf-8")
+
+
+def _single(result: Result, column: Column) -> Iterator[dict[str, Any]]:
+    """Yield the scores of single questions; of texts the nats and, under NAME:weight, the words or bytes."""
+    name = f"{result.name}/{column.name}"
+    for key, value in zip(result.ids, column.values, strict=False):
+        yield {"id": key, "name": name, "value": value}
+    for key, weight in zip(result.ids, column.weights, strict=False):
+        yield {"id": key, "name": f"{name}:weight", "value": weight}
+
+
+def harness_layout(results: Sequence[Result], config: BenchmarkConfig) -> dict[str, Any]:
+    """Return results in the layout of lm-evaluation-harness: results, configs, versions, n-shot, n-samples, higher_is_better."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in results:
+        found[one.name] = {"alias": one.name}
+        for column in one.columns:
+            value = column.interval()
+            error: float | str = "N/A" if column.weights or len(column.values) < 2 else _standard_error(column.values)
+            found[one.name] |= {f"{column.metric},{column.filter}": value.value, f"{column.metric}_stderr,{column.filter}": error}
+    return {
+        "results": found,
+        "configs": {one.name: one.settings for one in results},
+        "versions": {one.name: one.about["version"] for one in results},
+        "n-shot": {one.name: one.about["shots"] for one in results},
+        "n-samples": {one.name: {"effective": len(one.ids)} for one in results},
+        "higher_is_better": {one.name: {column.metric: column.metric not in LOWER for column in one.columns} for one in results},
+        "config": {"model": "puna", "limit": config.limit, "random_seed": config.seed},
+    }
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    middle = sum(values) / len(values)
+    return float((sum((value - middle) ** 2 for value in values) / (len(values) - 1) / len(values)) ** 0.5)

@@ -1,0 +1,116 @@
+"""Two models compared question by question, with intervals and Holm's correction over the tasks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from puna.stages.training.intervals import Interval, ratio, student, within
+from puna.storage import Artifact, PunaError
+
+MAIN = ("verified", "acc", "bits_per_byte")
+"""Metrics that stand for a task, the first that it has; else its first by name."""
+TABLE = "task_scores"
+SAME = ("content", "shots", "format")
+"""What must be alike for two numbers to be compared."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A metric of two models over the `n` questions that both were asked. `p` is that of Student's t, two-sided; `holm` is corrected for
+    the number of rows (Holm 1979). Perplexities are compared by their logarithms."""
+
+    task: str
+    metric: str
+    one: float
+    other: float
+    difference: Interval
+    n: int
+    p: float
+    holm: float = 1.0
+
+
+def evaluations_of(artifact: Artifact, artifacts: Iterable[Artifact]) -> list[Artifact]:
+    """Return the benchmarks among `artifacts` of a model, the newest first, or the artifact itself if it is one."""
+    if artifact.kind == "evaluation" and TABLE in artifact.tables:
+        return [artifact]
+    if artifact.kind != "model":
+        raise PunaError(f"{artifact.id} is neither a model nor a benchmark's evaluation")
+    own = [
+        one for one in artifacts
+        if one.kind == "evaluation" and TABLE in one.tables
+        and any(i.kind == "model" and i.name == "model" and i.data_digest == artifact.data_digest for i in one.manifest.inputs)
+    ]  # fmt: skip
+    if not own:
+        raise PunaError(f"{artifact.id} was not asked any task; `puna evaluate {artifact.id} --tasks FILE` does that")
+    return sorted(own, key=lambda one: one.manifest.created_at, reverse=True)
+
+
+def differences(one: Sequence[Artifact], other: Sequence[Artifact], every: bool = False) -> tuple[list[Difference], list[str]]:
+    """Return what differs between the benchmarks of two models, the newest of each task, and what cannot be compared and why.
+
+    `every`: all metrics, else one of each task."""
+    first, second = _measured(one), _measured(other)
+    tasks = sorted({task for task, _ in first} & {task for task, _ in second})
+    rows: list[Difference] = []
+    remarks: list[str] = []
+    for task in tasks:
+        metrics = sorted({metric for name, metric in first if name == task} & {metric for name, metric in second if name == task})
+        chosen = metrics if every else [next((name for name in MAIN if name in metrics), metrics[0])]
+        for metric in chosen:
+            (about, values), (about_other, others) = first[task, metric], second[task, metric]
+            unlike = [f"{name} {about[name]} and {about_other[name]}" for name in SAME if about[name] != about_other[name]]
+            if unlike or len(values.keys() & others.keys()) < 2:
+                remarks.append(f"{task}: {'; '.join(unlike) or 'fewer than two questions in common'}")
+                break
+            rows.append(_difference(task, metric, values, others))
+    lonely = sorted({task for task, _ in [*first, *second]} - set(tasks))
+    if lonely:
+        remarks.append(f"only one of the two was asked {', '.join(lonely)}")
+    return holm(rows), remarks
+
+
+Values = dict[str, tuple[float, float]]
+
+
+def _measured(evaluations: Sequence[Artifact]) -> dict[tuple[str, str], tuple[dict[str, Any], Values]]:
+    """Return what was measured by task and metric: the row of `task_scores`, and each question's value and weight."""
+    measured: dict[tuple[str, str], tuple[dict[str, Any], Values]] = {}
+    for evaluation in evaluations:
+        single: dict[str, dict[str, float]] = {}
+        for row in evaluation.read("scores").to_pylist():
+            single.setdefault(row["name"], {})[row["id"]] = row["value"]
+        rows = evaluation.read(TABLE).to_pylist()
+        for row in rows:
+            name, halves = f"{row['task']}/{row['metric']}", row["task"].rpartition(":")
+            if halves[0] and any(another["task"] == halves[0] for another in rows):
+                continue  # one of two formats, of which the better is there under the task's own name
+            weights = single.get(f"{name}:weight", {})
+            scale = 1 / math.log(2) if row["metric"] == "bits_per_byte" else 1.0
+            values = {key: (value * scale, weights.get(key, 1.0)) for key, value in single[name].items()}
+            measured.setdefault((row["task"], row["metric"]), (row, values))
+    return measured
+
+
+def _difference(task: str, metric: str, values: Values, others: Values) -> Difference:
+    both = sorted(values.keys() & others.keys())
+    weights = [values[key][1] for key in both]
+    interval = ratio([others[key][0] - values[key][0] for key in both], weights)
+    half, freedom = interval.high - interval.value, len(both) - 1
+    if half > 0:
+        p = 1 - within(math.atan(abs(interval.value) / half * student(freedom) / math.sqrt(freedom)), freedom)
+    else:
+        p = float(interval.value == 0)
+    means = [sum(some[key][0] for key in both) / sum(weights) for some in (values, others)]
+    return Difference(task, metric, means[0], means[1], interval, len(both), max(0.0, p))
+
+
+def holm(rows: Sequence[Difference]) -> list[Difference]:
+    """Return the rows with `holm`: the least level at which a row's difference counts among all of them."""
+    least, corrected = 0.0, {}
+    for place, number in enumerate(sorted(range(len(rows)), key=lambda i: rows[i].p)):
+        least = max(least, min(1.0, (len(rows) - place) * rows[number].p))
+        corrected[number] = least
+    return [replace(row, holm=corrected[number]) for number, row in enumerate(rows)]

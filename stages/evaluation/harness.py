@@ -1,0 +1,188 @@
+"""lm-evaluation-harness itself, with Puna's engine as its model. It is an extra: `pip install 'puna[harness]'`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field
+
+from puna.stages.contract import External, ExternalFile, Facts, Model, StageRun, parse, stage
+from puna.stages.draws import identifier
+from puna.stages.evaluation.asking import Column, cut
+from puna.stages.evaluation.benchmark import Bench, BenchmarkConfig, Result, check_names, format_of, write
+from puna.stages.evaluation.likelihood import Request, likelihoods
+from puna.stages.evaluation.task_file import Generation, TaskFile, load_task, task_files
+from puna.stages.training.intervals import Z95, Interval
+from puna.storage import PunaError
+
+SECTIONS = ("results", "configs", "versions", "n-shot", "n-samples", "higher_is_better", "group_subtasks", "groups")
+MISSING = "lm-evaluation-harness is not installed: pip install 'puna[harness]', or leave --harness out"
+
+
+class HarnessConfig(BenchmarkConfig):
+    """How the harness asks."""
+
+    names: tuple[str, ...] = Field((), description="Tasks that the harness brings, by name; their data come from the hub")
+
+
+def needs(config: HarnessConfig, facts: Facts) -> list[str]:
+    problems = [] if find_spec("lm_eval") else [MISSING]
+    if config.options != "task" or config.answers is not None or config.temperature is not None:
+        problems.append("options, answers and temperature are the task file's where the harness asks: leave them out")
+    return problems
+
+
+@stage(kind="evaluation", needs=needs)
+def harness(model: Model, tasks: list[External] | None, config: HarnessConfig, run: StageRun) -> None:
+    """Let lm-evaluation-harness ask a model: task files over local data, or tasks of its own by name.
+
+    Prompts, filters and metrics are the harness's; likelihoods and answers are Puna's, the options of questions on shared prompts. The
+    tables are those of `benchmark`, whose own numbers are the same on the task files that both read.
+    """
+    if problems := needs(config, Facts({}, 0, None)):
+        raise PunaError(f"harness: {'; '.join(problems)}")
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    folder = run.scratch / "tasks"
+    folder.mkdir(exist_ok=True)
+    own = [load_task(one, file, spec, config.limit, config.shots) for one in tasks or () for file, spec in task_files(one)]
+    check_names(own)
+    for external in tasks or ():
+        for file, spec in task_files(external):
+            content = yaml.safe_dump(_content(external, file, spec), allow_unicode=True)
+            (folder / f"{spec.task}.yaml").write_text(content, encoding="utf-8")
+    bridge = _bridge(Bench.of(model, (), config, run))
+    manager = TaskManager(include_path=str(folder), include_defaults=bool(config.names))
+    known = {task.name: task for task in own}
+    results: list[Result] = []
+    layout: dict[str, Any] = {section: {} for section in SECTIONS}
+    for name in [*known, *config.names]:
+        started = time.process_time()
+        output = simple_evaluate(
+            bridge, tasks=[name], num_fewshot=config.shots, limit=config.limit, bootstrap_iters=0, log_samples=True,
+            task_manager=manager, apply_chat_template=config.prompts == "chat",
+        )  # fmt: skip
+        for section in SECTIONS:
+            layout[section] |= output.get(section) or {}
+        for task, samples in output["samples"].items():
+            results.append(_result(task, samples, output, config, started))
+            if task in known:  # the same questions as those of `benchmark`, which it can be compared with
+                results[-1].ids = [document.id for document in known[task].documents]
+                results[-1].about |= {"content": known[task].digest, "format": format_of(known[task], config.prompts)}
+    layout["config"] = {"model": "puna", "limit": config.limit, "random_seed": config.seed}
+    write(results, config, run, layout)
+
+
+def _content(external: External, file: ExternalFile, spec: TaskFile) -> dict[str, Any]:
+    """Return a task as the harness reads it: the data by their paths on this machine, without Puna's own keys."""
+    content = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True, exclude={"verifier"})
+    places = {one.name: one.local() for one in external.files}
+    names = {one: str(place) for one in places if (place := places[one]) is not None}
+    base = Path(file.name).parent
+    files = {split: [names.get(str(base / name), names.get(name)) for name in several] for split, several in spec.files.items()}
+    if None in [place for several in files.values() for place in several]:
+        raise PunaError(f"{file.location}: the harness reads files of this machine alone; copy its data here")
+    return {**content, "dataset_kwargs": {"data_files": files}}
+
+
+def _result(task: str, samples: Sequence[Mapping[str, Any]], output: Any, config: HarnessConfig, started: float) -> Result:
+    """Return what the harness measured of a task."""
+    columns: dict[tuple[str, str], Column] = {}
+    ids: dict[int, str] = {}
+    examples: list[dict[str, Any]] = []
+    for sample in samples:
+        ids.setdefault(sample["doc_id"], identifier("question", task, sample["doc_hash"], sample["doc_id"]))
+        for metric in sample["metrics"]:
+            column = columns.setdefault((metric, sample["filter"]), Column(metric, [], sample["filter"]))
+            value = sample[metric]
+            if isinstance(value, tuple) and len(value) == 2 and metric.endswith(("_perplexity", "bits_per_byte")):
+                column.values.append(-value[0])
+                column.weights.append(value[1])
+            elif isinstance(value, int | float):
+                column.values.append(float(value))
+        if len(ids) > len(examples) < config.examples:
+            detail = json.dumps({"task": task, "target": sample["target"], "answers": sample["filtered_resps"]}, default=str)
+            prompt, answer = str(sample["arguments"][0][0]), str(sample["resps"][0][0])
+            examples.append({"id": f"{task}-{len(ids)}", "kind": "answer", "prompt": prompt, "text": answer, "detail": detail})
+    numbers = output["results"][task]
+    for (metric, name), column in columns.items():
+        value, error = numbers.get(f"{metric},{name}"), numbers.get(f"{metric}_stderr,{name}")
+        if len(column.values) != len(ids) and isinstance(value, int | float):
+            half = Z95 * error if isinstance(error, int | float) else 0.0
+            column.values, column.given = [], Interval(float(value), value - half, value + half)
+    version, shots = str(output["versions"].get(task, "")), output["n-shot"].get(task) or 0
+    about = {"version": version, "content": "", "shots": shots, "format": config.prompts}
+    settings = output["configs"].get(task, {})
+    return Result(task, about, list(ids.values()), list(columns.values()), examples, time.process_time() - started, 0, settings)
+
+
+def _bridge(bench: Bench) -> Any:
+    """Return a model of the harness that computes on Puna's engine."""
+    from lm_eval.api.model import TemplateLM
+
+    encoder, tokenizer = bench.encoder, bench.encoder.tokenizer
+
+    class Bridge(TemplateLM):
+        tokenizer_name = "puna"
+        chat = False
+
+        @property
+        def eot_token_id(self) -> int:
+            return tokenizer.end[0] if tokenizer.end else encoder.prefix
+
+        @property
+        def prefix_token_id(self) -> int:
+            return encoder.prefix
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **more: Any) -> list[int]:
+            if add_special_tokens is False:
+                return tokenizer.encode(string)
+            return encoder.encode_chat(string, None) if self.chat else encoder.encode(string)
+
+        def chat_template(self, chat_template: bool | str = False) -> str:
+            self.chat = bool(chat_template)
+            return str(tokenizer.template.source) if self.chat and tokenizer.template is not None else ""
+
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            if tokenizer.template is None:
+                raise PunaError("the model has no chat template: leave --chat out")
+            return tokenizer.template.render(chat_history, add_generation_prompt=add_generation_prompt)
+
+        def _loglikelihood_tokens(self, requests: Any, **more: Any) -> list[tuple[float, bool]]:
+            pairs = [Request(list(context), list(continuation)) for _, context, continuation in requests]
+            return [(one.sum, one.greedy) for one in likelihoods(bench.model, pairs, bench.longest, bench.config.micro_batch_tokens)]
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+            windows = [encoder.document(request.args[0], bench.longest) for request in requests]
+            scored = iter(self._loglikelihood_tokens([(None, *one) for several in windows for one in several]))
+            return [sum(next(scored)[0] for _ in several) for several in windows]
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            texts = [""] * len(requests)
+            for settings, numbers in _by_settings(requests):
+                how = parse(Generation, settings, "generation_kwargs")
+                prompts = [self.tok_encode(requests[number].args[0]) or [encoder.prefix] for number in numbers]
+                drawn = bench.generated(prompts, how, how.until or (), 1, "generation_kwargs")
+                for number, (answer,) in zip(numbers, drawn, strict=True):
+                    texts[number] = cut(answer, tokenizer, how.until or ())
+            return texts
+
+    return Bridge()
+
+
+def _by_settings(requests: Any) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """Yield generation settings and the numbers of the requests that have them."""
+    groups: dict[str, list[int]] = {}
+    for number, request in enumerate(requests):
+        groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+    for text, numbers in groups.items():
+        yield json.loads(text), numbers

@@ -1,0 +1,176 @@
+"""Log-likelihoods of continuations by the conventions of lm-evaluation-harness 0.4.13.
+
+A context and its continuation are encoded as one and split behind the tokens of the context alone. Token sequences that begin alike
+are computed once: the options of a question share their prompt, the questions of a task their examples.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from puna.storage import PunaError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from puna.models.forest import Forest
+    from puna.models.tokens.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
+
+LOGITS = 1 << 24
+"""Logits that are held at once."""
+
+
+class Request(NamedTuple):
+    """Token ids of a context and of the continuation that is scored."""
+
+    context: list[int]
+    continuation: list[int]
+
+
+class Likelihood(NamedTuple):
+    """The sum of log p of a continuation's tokens in nats, and whether each of them was the likeliest."""
+
+    sum: float
+    greedy: bool
+
+
+class Encoder:
+    """A tokenizer as the harness uses it. `lead`: the tokens that it puts before every text of its own accord (BOS, or none). `prefix`:
+    the token that an empty context stands for: BOS, or the end of text where there is no BOS."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        plain, whole = tokenizer.encode("a"), tokenizer.backend.encode("a").ids
+        start = next(at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+        self.lead: list[int] = whole[:start]
+        self.prefix = tokenizer.begin
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text with the tokenizer's own tokens before it."""
+        return [*self.lead, *self.tokenizer.encode(text)]
+
+    def encode_chat(self, text: str, mark: str | None) -> list[int]:
+        """Return the ids of what a chat template wrote, with the tokenizer's own tokens before it unless the template wrote them."""
+        ids = self.tokenizer.encode_markup(text, mark)[0]
+        return ids if ids[: len(self.lead)] == self.lead else [*self.lead, *ids]
+
+    def pair(self, context: str, continuation: str, encode: Callable[[str], list[int]] | None = None) -> Request:
+        """Return a context and its continuation, encoded as one. Blanks at the end of the context are the continuation's."""
+        if not context:
+            ids = self.tokenizer.encode(continuation)
+            return Request([self.prefix], ids) if ids[:1] != [self.prefix] else Request(ids[:1], ids[1:])
+        encode = encode or self.encode
+        before = encode(context.rstrip())
+        return Request(before or [self.prefix], encode(context + continuation)[len(before) :])
+
+    def document(self, text: str, longest: int) -> list[Request]:
+        """Return windows of at most `longest` tokens in which each token of a text is scored once, its own BOS included.
+
+        Each window but the first sees one scored token less than it could, so that its first token has all the context there is."""
+        ids = self.encode(text)
+        windows = [Request([self.prefix], ids[:longest])] if ids else []
+        for start in range(longest, len(ids), longest):
+            stop = min(start + longest, len(ids))
+            windows.append(Request(ids[stop - longest - 1 : start], ids[start:stop]))
+        return windows
+
+
+def likelihoods(
+    model: Transformer,
+    requests: Sequence[Request],
+    longest: int,
+    micro_batch_tokens: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Likelihood]:
+    """Return the likelihood of each continuation, in order. Contexts that do not fit into `longest` tokens lose their beginning."""
+    import torch
+
+    results = [Likelihood(0.0, True)] * len(requests)
+    done = 0
+    for batch in _batches(requests, longest, micro_batch_tokens):
+        forest, nodes = shared([ids for _, ids in batch])
+        counts = [len(requests[number].continuation) for number, _ in batch]
+        positions = torch.tensor([node for path, count in zip(nodes, counts, strict=True) for node in path[len(path) - count :]])
+        targets = torch.tensor([token for number, _ in batch for token in requests[number].continuation])
+        with torch.no_grad():
+            logprobs, top = _scored(model, forest, positions, targets)
+        parts = zip(logprobs.double().split(counts), top.split(counts), strict=True)
+        for (number, _), (values, likeliest) in zip(batch, parts, strict=True):
+            results[number] = Likelihood(float(values.sum()), bool(likeliest.all()))
+        done += len(batch)
+        if progress:
+            progress(done, len(requests))
+    return results
+
+
+def _batches(requests: Sequence[Request], longest: int, limit: int) -> Iterator[list[tuple[int, list[int]]]]:
+    """Yield (number, input ids) of requests whose shared tokens are at most `limit`, those that begin alike side by side."""
+    inputs = []
+    for number, (context, continuation) in enumerate(requests):
+        if not continuation or len(continuation) > longest:
+            problem = f"has {len(continuation):,} tokens" if continuation else "has no token of its own"
+            raise PunaError(f"continuation {number} {problem}; the model's context allows 1 to {longest:,}")
+        inputs.append((number, [*context, *continuation][-(longest + 1) :][:-1]))
+    inputs.sort(key=lambda pair: pair[1])
+    group: list[tuple[int, list[int]]] = []
+    size = 0
+    for number, ids in inputs:
+        new = len(ids) - (_common(group[-1][1], ids) if group else 0)
+        if group and size + new > limit:
+            yield group
+            group, size, new = [], 0, len(ids)
+        group.append((number, ids))
+        size += new
+    if group:
+        yield group
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two sequences begin with alike."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def shared(sequences: Sequence[Sequence[int]]) -> tuple[Forest, list[list[int]]]:
+    """Return a forest in which sorted sequences share their beginnings, and for each sequence the places of its tokens in the row."""
+    import torch
+
+    from puna.models.forest import Forest
+
+    tokens: list[int] = []
+    ends: list[int] = []
+    depths: list[int] = []
+    paths: list[list[int]] = []
+    path: list[int] = []
+    for before, ids in itertools.pairwise([(), *sequences]):
+        kept = _common(before, ids)
+        for node in path[kept:]:
+            ends[node] = len(tokens)
+        path = [*path[:kept], *range(len(tokens), len(tokens) + len(ids) - kept)]
+        tokens += ids[kept:]
+        depths += range(kept, len(ids))
+        ends += [0] * (len(ids) - kept)
+        paths.append(path)
+    for node in path:
+        ends[node] = len(tokens)
+    return Forest(torch.tensor(tokens), torch.tensor(ends, dtype=torch.int32), torch.tensor(depths)), paths
+
+
+def _scored(model: Transformer, forest: Forest, positions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log p of each target behind its position, and whether it is the likeliest token there, on the CPU."""
+    import torch
+
+    device = next(model.parameters()).device
+    hidden = model.hidden(forest.to(device))
+    places, at = torch.unique(positions, return_inverse=True)
+    logprobs, top = torch.empty(len(targets)), torch.empty(len(targets), dtype=torch.bool)
+    size = max(1, LOGITS // model.config.vocab_size)
+    for start in range(0, len(places), size):
+        logits = model.logits(hidden[places[start : start + size].to(device)]).float()
+        chosen = ((at >= start) & (at < start + size)).nonzero()[:, 0]
+        rows, tokens = (at[chosen] - start).to(device), targets[chosen].to(device)
+        logprobs[chosen] = (logits[rows, tokens] - logits.logsumexp(-1)[rows]).cpu()
+        top[chosen] = (logits.argmax(-1)[rows] == tokens).cpu()
+    return logprobs, top

@@ -1,0 +1,354 @@
+"""Task files: the YAML of lm-evaluation-harness, over local data, without code of its own.
+
+What is read is `TaskFile`; another key is refused by its name. Keys that change no score are read over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from posixpath import normpath
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from puna.stages.contract import External, ExternalFile, StageConfig, parse
+from puna.stages.draws import identifier
+from puna.stages.evaluation.task_programs import FILTER_SETTINGS, FILTERS, MATCH_SETTINGS, Row, rendered
+from puna.stages.reading.rows import Fault, read_rows
+from puna.storage import PunaError
+
+Output = Literal["multiple_choice", "generate_until", "loglikelihood_rolling"]
+METRICS: dict[str, tuple[str, ...]] = {
+    "multiple_choice": ("acc", "acc_norm", "acc_bytes", "exact_match"),
+    "generate_until": ("exact_match",),
+    "loglikelihood_rolling": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
+}
+DEFAULTS = {"multiple_choice": ("acc", "acc_norm"), "generate_until": ("exact_match",)}
+LOWER = ("word_perplexity", "byte_perplexity", "bits_per_byte")
+"""Metrics of which less is better."""
+AGGREGATIONS = {"word_perplexity": "weighted_perplexity", "byte_perplexity": "weighted_perplexity", "bits_per_byte": "bits_per_byte"}
+UNUSED = ("tag", "group", "task_alias", "should_decontaminate", "doc_to_decontamination_query", "dataset_name")
+"""Keys that change no score of local data."""
+FILE_BYTES = 1 << 20
+ROW_BYTES = 16 << 20
+FORMATS = {"json": "json", "parquet": "parquet", "csv": "csv"}
+
+
+class Metric(StageConfig):
+    """An entry of metric_list."""
+
+    metric: str = Field(description="Name of the metric")
+    aggregation: str = Field("", description="The metric's own aggregation, or nothing")
+    higher_is_better: bool | None = Field(None, description="Whether more is better, for readers")
+    ignore_case: bool = Field(False, description="exact_match: compare in lower case")
+    ignore_punctuation: bool = Field(False, description="exact_match: compare without ASCII punctuation")
+    ignore_numbers: bool = Field(False, description="exact_match: compare without digits")
+    regexes_to_ignore: tuple[str, ...] = Field((), description="exact_match: patterns whose matches are removed first")
+
+    @property
+    def matching(self) -> dict[str, Any]:
+        """Return the settings of exact_match."""
+        return {name: getattr(self, name) for name in MATCH_SETTINGS}
+
+
+class Filter(StageConfig):
+    """An entry of filter_list: steps that an answer goes through before its metrics."""
+
+    name: str = Field(min_length=1, description="Name of the filter, behind the metric's")
+    filter: tuple[dict[str, JsonValue], ...] = Field(min_length=1, description="Steps, each {function: regex, …}")
+
+    @field_validator("filter")
+    @classmethod
+    def _steps(cls, steps: tuple[dict[str, JsonValue], ...]) -> tuple[dict[str, JsonValue], ...]:
+        for step in steps:
+            if (name := step.get("function")) not in FILTERS:
+                raise ValueError(f"the function {name!r} is not supported; there are {', '.join(FILTERS)}")
+            if unknown := sorted(set(step) - {"function", *FILTER_SETTINGS.get(str(name), ())}):
+                raise ValueError(f"{name}: the setting {unknown[0]!r} is not supported")
+        return steps
+
+
+class Shots(StageConfig):
+    """fewshot_config: the fixed examples."""
+
+    sampler: Literal["first_n"] = Field("first_n", description="Which examples: the first; drawn ones are refused")
+    split: str | None = Field(None, description="Split of the examples; null: fewshot_split")
+    samples: tuple[dict[str, JsonValue], ...] | None = Field(None, description="The examples themselves, as rows")
+    doc_to_text: str | None = Field(None, description="The examples' question, if not as the task's")
+    doc_to_target: str | int | None = Field(None, description="The examples' answer, if not as the task's")
+    fewshot_delimiter: str | None = Field(None, description="Text behind each example, if not as the task's")
+    target_delimiter: str | None = Field(None, description="Text between question and answer, if not as the task's")
+
+
+class Generation(StageConfig):
+    """generation_kwargs."""
+
+    until: tuple[str, ...] | None = Field(None, description="Texts that end an answer; null: fewshot_delimiter")
+    max_gen_toks: int = Field(256, ge=1, description="Longest answer, tokens")
+    temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 takes the likeliest token")
+    do_sample: bool | None = Field(None, description="False: temperature 0")
+    top_p: float = Field(1.0, gt=0, le=1, description="Smallest set of likeliest tokens that is drawn from, probability")
+    top_k: int = Field(0, ge=0, description="Tokens that are drawn from; 0: all")
+
+    @field_validator("until", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, values: Any) -> Any:
+        """Take the other names of the longest answer."""
+        if isinstance(values, dict) and "max_gen_toks" not in values:
+            values = {{"max_new_tokens": "max_gen_toks", "max_tokens": "max_gen_toks"}.get(name, name): v for name, v in values.items()}
+        return values
+
+
+class TaskFile(StageConfig):
+    """A task. A template is Jinja over a row's fields, or the name of a field."""
+
+    task: str = Field(min_length=1, pattern=r"^[\w.:-]+$", description="Name of the task")
+    dataset_path: Literal["json", "parquet", "csv"] = Field(description="Format of the data files")
+    dataset_kwargs: dict[str, JsonValue] = Field(description="data_files: a file, several, or {split: files}, from the task file's folder")
+    training_split: str | None = Field(None, description="Split to train on; it is not read")
+    validation_split: str | None = Field(None, description="Split that is asked where there is no test_split")
+    test_split: str | None = Field(None, description="Split that is asked")
+    fewshot_split: str | None = Field(None, description="Split of the examples")
+    output_type: Output = Field("generate_until", description="What the model does")
+    doc_to_text: str | int = Field("", description="Question; multiple_choice: digits are the index of the right one among doc_to_choice")
+    doc_to_target: str | int = Field(description="Answer; multiple_choice: index or text of the right choice")
+    doc_to_choice: str | tuple[str, ...] | None = Field(None, description="Options: a template of a list, a field, or the list")
+    description: str = Field("", description="Text before everything else")
+    target_delimiter: str = Field(" ", description="Text between question and answer")
+    fewshot_delimiter: str = Field("\n\n", description="Text behind each example")
+    fewshot_config: Shots = Field(Shots(), description="The examples")
+    num_fewshot: int = Field(0, ge=0, le=1000, description="Examples before each question")
+    metric_list: tuple[Metric, ...] = Field((), description="Metrics; none: acc and acc_norm, exact_match, or the perplexities")
+    generation_kwargs: Generation = Field(Generation(), description="How answers are drawn")
+    repeats: int = Field(1, ge=1, le=10_000, description="Answers to each question")
+    filter_list: tuple[Filter, ...] = Field((), description="What answers go through before metrics; none: take_first")
+    verifier: str | dict[str, JsonValue] | None = Field(
+        None, description="Puna's own: a verifier that scores answers too, by name or {name: …}; its texts are templates or fields"
+    )
+    metadata: dict[str, JsonValue] = Field(default_factory=dict, description="version, and anything else")
+
+    @field_validator("num_fewshot", mode="before")
+    @classmethod
+    def _none(cls, value: Any) -> Any:
+        return value or 0
+
+    @model_validator(mode="after")
+    def _fits(self) -> TaskFile:
+        known = METRICS[self.output_type]
+        for entry in self.metric_list:
+            if entry.metric not in known:
+                raise ValueError(f"metric_list: {entry.metric!r} is not supported for {self.output_type}; there are {', '.join(known)}")
+            if entry.aggregation not in ("", wanted := AGGREGATIONS.get(entry.metric, "mean")):
+                raise ValueError(f"metric_list: {entry.metric}: the aggregation {entry.aggregation!r} is not supported, only {wanted}")
+        if self.output_type != "generate_until" and (self.filter_list or self.verifier is not None or self.repeats > 1):
+            raise ValueError("filter_list, repeats and verifier are for answers: output_type generate_until")
+        if self.output_type == "multiple_choice" and self.doc_to_choice is None:
+            raise ValueError("multiple_choice needs doc_to_choice")
+        if "data_files" not in self.dataset_kwargs or len(self.dataset_kwargs) > 1:
+            raise ValueError("dataset_kwargs: give data_files alone")
+        return self
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Return the metrics, the output type's own where the file names none."""
+        return self.metric_list or tuple(Metric(metric=name) for name in DEFAULTS.get(self.output_type, METRICS[self.output_type]))
+
+    @property
+    def filters(self) -> tuple[Filter, ...]:
+        return self.filter_list or (Filter(name="none", filter=({"function": "take_first"},)),)
+
+    @property
+    def files(self) -> dict[str, tuple[str, ...]]:
+        """Return the data files of each split, as the file names them; without splits all are `train`."""
+        given = self.dataset_kwargs["data_files"]
+        named = given if isinstance(given, dict) else {"train": given}
+        return {split: tuple(map(str, files)) if isinstance(files, list) else (str(files),) for split, files in named.items()}
+
+    def split(self, where: str) -> str:
+        """Return the split that is asked."""
+        split = self.test_split or self.validation_split
+        if split is None or split not in self.files:
+            named = "test_split or validation_split" if split is None else f"the split {split!r}"
+            raise PunaError(f"{where}: {named} is missing; its data files are of {', '.join(self.files)}")
+        return split
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without Python."""
+
+
+def _code(loader: _Loader, node: yaml.Node) -> None:
+    raise PunaError(f"{node.tag} {node.value} names a function of Python, which is not run; write a template")
+
+
+_Loader.add_constructor("!function", _code)
+
+
+def read_task(text: bytes, where: str) -> TaskFile:
+    """Return the task of a YAML text. PunaError, which begins with `where`, for what is not supported."""
+    try:
+        content = yaml.load(text[: FILE_BYTES + 1], _Loader)  # noqa: S506  a loader without Python
+    except PunaError as error:
+        raise PunaError(f"{where}: {error}") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise PunaError(f"{where} is not YAML: {error}") from error
+    if len(text) > FILE_BYTES or not isinstance(content, dict):
+        raise PunaError(f"{where} is no task file: it holds {'more than a MB' if len(text) > FILE_BYTES else 'no keys'}")
+    if unknown := sorted(str(key) for key in content if key not in TaskFile.model_fields and key not in UNUSED):
+        raise PunaError(f"{where}: the key {unknown[0]!r} is not supported; supported are {', '.join(TaskFile.model_fields)}")
+    return parse(TaskFile, {key: value for key, value in content.items() if key not in UNUSED}, where)
+
+
+def task_files(external: External) -> Iterator[tuple[ExternalFile, TaskFile]]:
+    """Yield the task files of an input with their tasks."""
+    found = False
+    for file in external.files:
+        if PurePosixPath(file.name).suffix in (".yaml", ".yml"):
+            found = True
+            with closing(file.open()) as handle:
+                yield file, read_task(handle.read(FILE_BYTES + 1), file.location)
+    if not found:
+        raise PunaError(f"{external.uri}: there is no task file, whose name ends in .yaml")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A row as a question: `text` (the right option's index where options stand before one ending), `target`, `choices`."""
+
+    id: str
+    row: Row
+    text: str | int
+    target: Any
+    choices: tuple[str, ...]
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task with its documents and its fixed examples. `where`: the task file. `digest`: of the file and its data."""
+
+    file: TaskFile
+    where: str
+    digest: str
+    documents: tuple[Document, ...]
+    shots: tuple[Document, ...]
+    verifiers: tuple[str | None, ...]
+
+    @property
+    def name(self) -> str:
+        return self.file.task
+
+    def examples(self, document: Document) -> Sequence[Document]:
+        """Return the examples before a document, never itself where both are of one split."""
+        own = self.file.fewshot_config.split or self.file.fewshot_split
+        pool = [shot for shot in self.shots if own != self.file.test_split or shot.row != document.row]
+        if len(pool) < self.file.num_fewshot:
+            raise PunaError(f"{self.where}: num_fewshot is {self.file.num_fewshot}, but there are {len(pool)} examples")
+        return pool[: self.file.num_fewshot]
+
+
+def load_task(external: External, file: ExternalFile, spec: TaskFile, limit: int | None, shots: int | None) -> Task:
+    """Return a task with its first `limit` documents. `shots`: in place of the file's num_fewshot."""
+    spec = spec if shots is None else spec.replace(num_fewshot=shots)
+    where = file.location
+    split = spec.split(where)
+    rows = _rows(external, file, spec, split)
+    documents = _documents(spec, rows[:limit], where)
+    verifiers = [None] * len(documents) if spec.verifier is None else _verifiers(spec, rows[:limit], where)
+    digest = identifier(*(one.digest for one in external.files))
+    return Task(spec, where, digest, tuple(documents), tuple(_shots(external, file, spec, where)), tuple(verifiers))
+
+
+def _shots(external: External, file: ExternalFile, spec: TaskFile, where: str) -> list[Document]:
+    if not spec.num_fewshot:
+        return []
+    own, split = spec.fewshot_config, spec.fewshot_config.split or spec.fewshot_split
+    if split is not None and split in spec.files:
+        rows: Sequence[Row] = _rows(external, file, spec, split)[: spec.num_fewshot + 1]
+    elif split is None and own.samples is not None:
+        rows = own.samples
+    else:
+        raise PunaError(f"{where}: num_fewshot is {spec.num_fewshot}: give fewshot_config samples, or a fewshot_split of the data files")
+    changes = {name: value for name in ("doc_to_text", "doc_to_target") if (value := getattr(own, name)) is not None}
+    return _documents(spec.replace(**changes), rows, where)
+
+
+def _rows(external: External, file: ExternalFile, spec: TaskFile, split: str) -> list[dict[str, Any]]:
+    """Return the rows of a split, each with every column of it."""
+    rows: list[dict[str, Any]] = []
+    by_name = {normpath(one.name): one for one in external.files}
+    for name in spec.files[split]:
+        data = by_name.get(normpath(str(PurePosixPath(file.name).parent / name)), by_name.get(normpath(name)))
+        if data is None:
+            raise PunaError(f"{file.location}: data_files: {name} is not there; paths start at the task file's folder")
+        with closing(data.open()) as handle:
+            for row in read_rows(handle, data.location, FORMATS[spec.dataset_path], ROW_BYTES):
+                if isinstance(row, Fault):
+                    raise PunaError(f"{data.location}, row {row.number}{f', field {row.field}' if row.field else ''}: {row.reason}")
+                rows.append(row.fields)
+    if not rows:
+        raise PunaError(f"{file.location}: the split {split!r} has no rows")
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return [{column: row.get(column) for column in columns} for row in rows]
+
+
+def _documents(spec: TaskFile, rows: Sequence[Row], where: str) -> list[Document]:
+    templates = {name: text for name in ("doc_to_text", "doc_to_target", "doc_to_choice") if isinstance(text := getattr(spec, name), str)}
+    if spec.output_type == "loglikelihood_rolling":
+        templates.pop("doc_to_text", None)
+    if spec.description:
+        templates["description"] = spec.description
+    documents = []
+    seen: dict[str, int] = {}
+    for number, (row, values) in enumerate(zip(rows, rendered(templates, rows, spec.doc_to_choice is not None, where), strict=True), 1):
+        choices = values.get("doc_to_choice", spec.doc_to_choice or ())
+        choices = tuple(choices.values()) if isinstance(choices, dict) else choices
+        text = values.get("doc_to_text", spec.doc_to_text)
+        if not isinstance(choices, list | tuple) or not all(isinstance(one, str) and one for one in choices):
+            raise PunaError(f"{where}: doc_to_choice, row {number}: is no list of texts: {str(choices)[:80]}")
+        if not isinstance(text, str | int) or (isinstance(text, int) and spec.output_type != "multiple_choice"):
+            raise PunaError(f"{where}: doc_to_text, row {number}: is no text: {str(text)[:80]}")
+        content = identifier("question", spec.task, json.dumps(dict(row), sort_keys=True, default=str, ensure_ascii=False))
+        seen[content] = seen.get(content, 0) + 1
+        own = content if seen[content] == 1 else identifier(content, seen[content])
+        target = values.get("doc_to_target", spec.doc_to_target)
+        documents.append(Document(own, row, text, target, tuple(choices), str(values.get("description", ""))))
+    return documents
+
+
+def _verifiers(spec: TaskFile, rows: Sequence[Row], where: str) -> list[str]:
+    """Return each row's verifier as JSON: the texts of the task's, but names, are templates or columns."""
+    given = {"name": spec.verifier} if isinstance(spec.verifier, str) else spec.verifier
+    texts: dict[str, str] = {}
+
+    def collect(value: Any, path: str) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                if key != "name":
+                    collect(item, f"{path}.{key}")
+        elif isinstance(value, list):
+            for number, item in enumerate(value):
+                collect(item, f"{path}.{number}")
+        elif isinstance(value, str):
+            texts[path] = value
+
+    def filled(value: Any, path: str, values: Mapping[str, Any]) -> Any:
+        if isinstance(value, dict):
+            return {key: item if key == "name" else filled(item, f"{path}.{key}", values) for key, item in value.items()}
+        if isinstance(value, list):
+            return [filled(item, f"{path}.{number}", values) for number, item in enumerate(value)]
+        return values.get(path, value)
+
+    collect(given, "verifier")
+    rows_of_values = rendered(texts, rows, False, where)
+    return [json.dumps(filled(given, "verifier", values), sort_keys=True, ensure_ascii=False) for values in rows_of_values]

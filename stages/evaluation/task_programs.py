@@ -1,0 +1,160 @@
+"""The programs in a task file: Jinja templates and regular expressions. They run in a process of its own, within bounds.
+
+Templates read a row as lm-evaluation-harness renders them: an unknown name is an error, line ends stay, `regex_replace` is a filter.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+
+from puna.models import bounded_process
+from puna.models.bounded_process import LimitError, Process
+from puna.storage import PunaError
+
+Row = Mapping[str, Any]
+ROWS = 32  # rows of one request
+SECONDS = 5.0  # seconds of computing for one request
+FAULTS = (
+    jinja2.TemplateError, re.error, TypeError, ValueError, SyntaxError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+
+
+def rendered(templates: Mapping[str, str], rows: Sequence[Row], choices: bool, where: str) -> list[dict[str, Any]]:
+    """Return each row's values of the templates. A template that is a column's name gives the column as it is.
+
+    `choices`: targets and texts that are digits are indices of choices. PunaError, which begins with `where`, for a row that fails."""
+    values: list[dict[str, Any]] = []
+    for start in range(0, len(rows), ROWS):
+        part = [dict(row) for row in rows[start : start + ROWS]]
+        values += _ask(("render", dict(templates), part, choices, start), where)
+    return values
+
+
+def filtered(answers: Sequence[Sequence[str]], steps: Sequence[Mapping[str, Any]], where: str) -> list[list[str]]:
+    """Return the answers to each question after the steps of a filter (`FILTERS`)."""
+    results: list[list[str]] = []
+    for start in range(0, len(answers), ROWS):
+        part = [list(several) for several in answers[start : start + ROWS]]
+        results += _ask(("filter", part, [dict(step) for step in steps]), where)
+    return results
+
+
+def matching(pairs: Sequence[tuple[str, str]], settings: Mapping[str, Any], where: str) -> list[bool]:
+    """Return whether each answer equals its expected text, as the metric exact_match with these settings has it."""
+    results: list[bool] = []
+    for start in range(0, len(pairs), ROWS):
+        results += _ask(("match", list(pairs[start : start + ROWS]), dict(settings)), where)
+    return results
+
+
+_process = Process(__name__)
+
+
+def _ask(request: tuple[Any, ...], where: str) -> Any:
+    try:
+        answer = _process.ask(request, b"", None, SECONDS)
+    except LimitError as error:
+        raise PunaError(f"{where}: its templates or patterns are stopped: {error}") from error
+    if (message := answer.get("error")) is not None:
+        raise PunaError(f"{where}: {message}")
+    return answer["values"]
+
+
+def serve() -> None:
+    """Answer the requests on standard input (`bounded_process.py`)."""
+    work: dict[str, Callable[..., Any]] = {"render": _render, "filter": _filter, "match": _match}
+
+    def answer(key: bytes, context: Any, request: Any) -> dict[str, Any]:
+        try:
+            return {"values": work[request[0]](*request[1:])}
+        except FAULTS as error:
+            return {"error": str(error) or type(error).__name__}
+
+    bounded_process.serve(answer)
+
+
+@lru_cache(maxsize=256)
+def _program(text: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    environment.filters["regex_replace"] = lambda text, pattern, repl, count=0: re.sub(pattern, repl, text, count=count)
+    return environment.from_string(text)
+
+
+def _render(templates: dict[str, str], rows: list[dict[str, Any]], choices: bool, start: int) -> list[dict[str, Any]]:
+    results = []
+    for number, row in enumerate(rows, start + 1):
+        values = {}
+        for name, text in templates.items():
+            try:
+                values[name] = row[text] if text in row else _value(name, _program(text).render(**row), choices)
+                if not isinstance(values[name], str | int | float | list | dict | None):
+                    raise TypeError(f"is {type(values[name]).__name__}, no text, number or list")
+            except FAULTS as error:
+                raise ValueError(f"{name}, row {number}: {error}") from error
+        results.append(values)
+    return results
+
+
+def _value(name: str, text: str, choices: bool) -> Any:
+    """Return a rendered field: choices are a Python list, targets may be one, digits of choices are a number."""
+    if name == "doc_to_choice":
+        return ast.literal_eval(text)
+    if name in ("doc_to_text", "doc_to_target") and choices and text.isdigit():
+        return int(text)
+    if name == "doc_to_target" and text[:1] == "[" and text[-1:] == "]":
+        try:
+            return ast.literal_eval(text)
+        except (SyntaxError, ValueError):
+            return text
+    return text
+
+
+def _filter(answers: list[list[str]], steps: list[dict[str, Any]]) -> list[list[str]]:
+    for step in steps:
+        settings = dict(step)
+        answers = [FILTERS[settings["function"]](several, settings) for several in answers]
+    return answers
+
+
+def _regex(answers: list[str], settings: dict[str, Any]) -> list[str]:
+    pattern = re.compile(settings.get("regex_pattern", r"#### (\-?[0-9\.\,]+)"))
+    fallback = settings.get("fallback", "[invalid]")
+    results = []
+    for text in answers:
+        found = pattern.findall(text)
+        match = found[settings.get("group_select", 0)] if found else fallback
+        if isinstance(match, tuple):
+            match = next((group for group in match if group), fallback)
+        results.append(match.strip() if found else match)
+    return results
+
+
+FILTERS: dict[str, Callable[[list[str], dict[str, Any]], list[str]]] = {
+    "regex": _regex,
+    "remove_whitespace": lambda answers, settings: [text.strip() for text in answers],
+    "majority_vote": lambda answers, settings: [Counter(answers).most_common(1)[0][0]],
+    "take_first": lambda answers, settings: answers[:1],
+}
+FILTER_SETTINGS = {"regex": ("regex_pattern", "group_select", "fallback")}
+MATCH_SETTINGS = ("ignore_case", "ignore_punctuation", "ignore_numbers", "regexes_to_ignore")
+
+
+def _match(pairs: list[tuple[str, str]], settings: dict[str, Any]) -> list[bool]:
+    gone = [string.punctuation] * bool(settings.get("ignore_punctuation")) + [string.digits] * bool(settings.get("ignore_numbers"))
+    table = str.maketrans("", "", "".join(gone))
+
+    def plain(text: str) -> str:
+        for pattern in settings.get("regexes_to_ignore") or ():
+            text = re.sub(pattern, "", text)
+        return (text.lower() if settings.get("ignore_case") else text).translate(table)
+
+    return [plain(answer) == plain(expected) for answer, expected in pairs]
