@@ -25,7 +25,7 @@ from puna.stages.contract import Stage
 from puna.stages.contract.declaration import InputSpec
 from puna.stages.contract.signals import SIGNALS
 from puna.storage.schemas import TABLES
-from puna.storage.views import FACTS, MACROS
+from puna.storage.views import DERIVED, FACTS, MACROS
 
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
@@ -139,12 +139,13 @@ def signals() -> str:
 
 
 def tables() -> str:
-    """Return the page of tables with their columns, and of SQL macros."""
+    """Return the page of tables with their columns, and of SQL views and macros."""
     parts = ["# Tables", "Each has the column `artifact`, the key of the artifact that holds the row, in [SQL](../questions.md)."]
     for name, schema in (*((n, t.schema) for n, t in TABLES.items()), *FACTS.items()):
         more = "" if name not in TABLES or not TABLES[name].open else " It takes further columns."
         parts += [f"## {name}", f"Sorted by `{', '.join(TABLES[name].key)}`.{more}" if name in TABLES else "Of the catalog."]
         parts.append(table(["column", "type", "meaning", "unit"], [_column(field) for field in schema]))
+    parts += ["## Views", table(["view", "shows"], [[f"`{name}`", meaning] for name, (_, _, meaning) in DERIVED.items()])]
     parts += ["## Macros", table(["macro", "gives"], [[f"`{d.partition(' as ')[0]}`", meaning] for _, d, meaning in MACROS.values()])]
     return "\n\n".join(parts) + "\n"
 

@@ -20,7 +20,7 @@ from puna.storage.errors import PunaError
 from puna.storage.schemas import KINDS
 from puna.storage.store import Store
 from puna.storage.tables import literal, pattern
-from puna.storage.views import FACTS, MACROS, NEWEST, Views, duck_type, facts
+from puna.storage.views import DERIVED, FACTS, MACROS, NEWEST, Views, duck_type, facts
 
 MOST_COMPARED = 4 << 30
 """Bytes of a view that are compared with their checksums: about 3 s on one core."""
@@ -78,6 +78,7 @@ class Catalog:
             elif name in FACTS:
                 create_facts(self.connection, name, facts(name, self._store, self._views.entries))
             else:
+                self.view(*DERIVED[name][0] if name in DERIVED else ())
                 create_view(self.connection, name, self._views)
 
     def _compare(self, names: list[str]) -> None:

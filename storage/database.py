@@ -25,7 +25,7 @@ from puna.storage.views import FACTS, MACROS, NEWEST, Views, facts
 
 FILE = "puna.duckdb"
 RUNS = ("runs", "steps")
-VERSION = 4
+VERSION = 5
 """Counts up when the text of the views changes, so that files of before are written anew."""
 
 

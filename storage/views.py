@@ -118,12 +118,15 @@ class Views:
 
     def names(self) -> list[str]:
         """Return the names of all views, as SQL writes them; the tables' own first."""
-        return [*TABLES, ADDRESSES, *(f"{NEWEST}.{name}" for name in TABLES), *(f'"{alias}"' for alias in self._aliased())]
+        newest, aliased = (f"{NEWEST}.{name}" for name in TABLES), (f'"{alias}"' for alias in self._aliased())
+        return [*TABLES, ADDRESSES, *newest, *aliased, *DERIVED]
 
     def query(self, name: str) -> str:
         """Return the query of a view."""
         if name == ADDRESSES:
             return self._addresses()
+        if name in DERIVED:
+            return DERIVED[name][1]
         if name in TABLES:
             return self._rows(name, [one for one in self.entries if name in one["tables"]])
         table = name.removeprefix(f"{NEWEST}.")
@@ -192,6 +195,28 @@ def _number(table: str, names: list[str]) -> str:
     return f"list_position([{', '.join(map(literal, names))}], {name})"
 
 
+DERIVED = {
+    "leaderboard": (
+        ("task_scores", "scores", "artifacts", "lineage", "aliases"),
+        """with newest as (
+    select t.*, l.input as model_key, coalesce((select min(alias) from aliases n where n.artifact = l.input), left(l.input, 12)) as model,
+      t.metric in ('word_perplexity', 'byte_perplexity', 'bits_per_byte') as lower
+    from task_scores t join lineage l on l.artifact = t.artifact and l.name = 'model' join artifacts a on a.artifact = t.artifact
+    qualify row_number() over (
+      partition by l.input, t.task, t.metric, t.content, t.shots, t.format, t.seed, t.n order by a.created_at desc, t.artifact) = 1),
+  ranked as (
+    select *, rank() over same as rank, first(artifact) over same as best from newest
+    window same as (partition by task, metric, content, shots, format order by case when lower then -value else value end desc)),
+  behind as (
+    select r.artifact, r.task, r.metric, avg(x.value - y.value) as behind, stddev_samp(x.value - y.value) / sqrt(count(*)) as error
+    from ranked r join scores x on x.artifact = r.artifact and x.name = r.task || '/' || r.metric
+    join scores y on y.artifact = r.best and y.name = x.name and y.id = x.id where not r.lower group by all)
+  select task, metric, rank, model, value, low, high, b.behind, b.error, n, shots, format, version, seed, seconds, model_key, artifact
+  from ranked left join behind b using (artifact, task, metric) order by task, metric, content, shots, format, rank, model""",
+        "models by task and metric, best first; `behind`: mean difference from the best on the same questions, `error` its standard error",
+    ),
+}
+"""By name: the tables that a view needs, its query, and what it shows."""
 MACROS = {
     "key_of()": (
         ("artifacts", "aliases"),

@@ -16,7 +16,7 @@ from puna.flows.cli.inspect import JsonOption, ProjectOption, StoreOption, print
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.storage import PunaError, Store, catalog, database
 from puna.storage.schemas import TABLES
-from puna.storage.views import FACTS, MACROS, NEWEST
+from puna.storage.views import DERIVED, FACTS, MACROS, NEWEST
 
 app = typer.Typer()
 LEAVING = (".exit", ".quit", "exit", "quit")
@@ -98,7 +98,7 @@ def _prompt(store: Store, as_json: bool) -> None:
         if interactive:
             stack.enter_context(_typing(connection))
             typer.echo(
-                f"DuckDB over {store.uri}\ntables: {', '.join([*FACTS, *TABLES])}\n"
+                f"DuckDB over {store.uri}\ntables: {', '.join([*FACTS, *TABLES, *DERIVED])}\n"
                 f"the newest artifact's alone: {NEWEST}.documents, …; an alias's: \"documents@latest\", …\nmacros: {', '.join(MACROS)}\n"
                 "end a statement with ;  Tab completes  leave with .exit"
             )

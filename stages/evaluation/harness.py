@@ -18,7 +18,7 @@ from puna.stages.draws import identifier
 from puna.stages.evaluation.asking import Column, cut
 from puna.stages.evaluation.benchmark import Bench, BenchmarkConfig, Result, check_names, format_of, write
 from puna.stages.evaluation.likelihood import Request, likelihoods
-from puna.stages.evaluation.task_file import Generation, TaskFile, load_task, task_files
+from puna.stages.evaluation.task_file import Generation, TaskFile, generation, load_task, task_files
 from puna.stages.training.intervals import Z95, Interval
 from puna.storage import PunaError
 
@@ -169,7 +169,7 @@ def _bridge(bench: Bench) -> Any:
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             texts = [""] * len(requests)
             for settings, numbers in _by_settings(requests):
-                how = parse(Generation, settings, "generation_kwargs")
+                how = parse(Generation, generation(settings), "generation_kwargs")
                 prompts = [self.tok_encode(requests[number].args[0]) or [encoder.prefix] for number in numbers]
                 drawn = bench.generated(prompts, how, how.until or (), 1, "generation_kwargs")
                 for number, (answer,) in zip(numbers, drawn, strict=True):

@@ -100,14 +100,6 @@ class Generation(StageConfig):
     def _listed(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
-    @model_validator(mode="before")
-    @classmethod
-    def _named(cls, values: Any) -> Any:
-        """Take the other names of the longest answer."""
-        if isinstance(values, dict) and "max_gen_toks" not in values:
-            values = {{"max_new_tokens": "max_gen_toks", "max_tokens": "max_gen_toks"}.get(name, name): v for name, v in values.items()}
-        return values
-
 
 class TaskFile(StageConfig):
     """A task. A template is Jinja over a row's fields, or the name of a field."""
@@ -206,7 +198,15 @@ def read_task(text: bytes, where: str) -> TaskFile:
         raise PunaError(f"{where} is no task file: it holds {'more than a MB' if len(text) > FILE_BYTES else 'no keys'}")
     if unknown := sorted(str(key) for key in content if key not in TaskFile.model_fields and key not in UNUSED):
         raise PunaError(f"{where}: the key {unknown[0]!r} is not supported; supported are {', '.join(TaskFile.model_fields)}")
-    return parse(TaskFile, {key: value for key, value in content.items() if key not in UNUSED}, where)
+    values = {key: value for key, value in content.items() if key not in UNUSED}
+    if isinstance(given := values.get("generation_kwargs"), dict):
+        values["generation_kwargs"] = generation(given)
+    return parse(TaskFile, values, where)
+
+
+def generation(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return generation_kwargs with the longest answer under one name."""
+    return {("max_gen_toks" if name in ("max_new_tokens", "max_tokens") else name): value for name, value in values.items()}
 
 
 def task_files(external: External) -> Iterator[tuple[ExternalFile, TaskFile]]:

@@ -1,0 +1,89 @@
+"""Likelihoods on shared beginnings equal those of each sequence alone; encoding and windows are the harness's."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import processors
+
+from puna.models.config import ModelConfig
+from puna.models.forest import Forest
+from puna.models.formats.checkpoint import load_with_tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.transformer import Transformer
+from puna.stages.evaluation.likelihood import Encoder, Request, likelihoods, shared
+from puna.storage import PunaError
+from tests.stages.evaluation.conftest import saved
+
+
+def alone(model: Transformer, request: Request, longest: int) -> tuple[float, bool]:
+    """The sum and the greedy flag of one sequence by itself, in float64."""
+    ids, n = [*request.context, *request.continuation][-(longest + 1) :], len(request.continuation)
+    logprobs = torch.log_softmax(model.logits(model.hidden(Forest.pack([ids[:-1]]))).double(), -1).detach()[-n:]
+    tokens = torch.tensor(request.continuation)
+    return float(logprobs[torch.arange(n), tokens].sum()), bool((logprobs.argmax(-1) == tokens).all())
+
+
+@pytest.mark.parametrize("limit", [16, 64, 10_000])
+def test_shared_sequences_score_as_each_alone(limit: int) -> None:
+    shape = ModelConfig(
+        vocab_size=4, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3
+    )
+    model = Transformer(shape, generator=torch.Generator().manual_seed(0))
+    draw = random.Random(0)
+    base = [draw.randrange(3) for _ in range(20)]
+    requests = [
+        Request([*base[: draw.randrange(1, 20)], *(draw.randrange(3) for _ in range(draw.randrange(3)))], [draw.randrange(3) for _ in range(draw.randrange(1, 4))])
+        for _ in range(40)
+    ]
+    found = likelihoods(model, requests, 12, limit)
+    assert any(one.greedy for one in found) and not all(one.greedy for one in found)
+    for request, (value, greedy) in zip(requests, found, strict=True):
+        expected, likeliest = alone(model, request, 12)  # contexts of more than 12 tokens lose their beginning
+        assert value == pytest.approx(expected, abs=1e-4) and greedy == likeliest
+
+
+def test_equal_beginnings_are_one_node() -> None:
+    forest, paths = shared([[1, 2, 3], [1, 2, 3, 4], [1, 2, 5], [6]])
+    assert forest.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert forest.end.tolist() == [5, 5, 4, 4, 5, 6]
+    assert forest.positions.tolist() == [0, 1, 2, 3, 2, 0]
+    assert paths == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 4], [5]]
+
+
+def test_context_and_continuation_are_encoded_as_one(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(saved(tmp_path / "m"))
+    encoder = Encoder(tokenizer)
+    assert encoder.lead == [tokenizer.bos]  # the tokenizers that are trained here add BOS
+    request = encoder.pair("Question: what is 1", " and 2?")
+    whole = [tokenizer.bos, *tokenizer.encode("Question: what is 1 and 2?")]
+    assert [*request.context, *request.continuation] == whole and request.context[0] == tokenizer.bos
+    # A blank at the context's end is the continuation's; an empty context is BOS.
+    assert encoder.pair("Question: ", "what") == encoder.pair("Question:", " what")
+    assert encoder.pair("", "what") == Request([tokenizer.bos], tokenizer.encode("what"))
+    tokenizer.backend.post_processor = processors.Sequence([])
+    assert Encoder(tokenizer).lead == [] and Encoder(tokenizer).prefix == tokenizer.bos
+
+
+def test_windows_score_each_token_once_with_bos_scored(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(saved(tmp_path / "m"))
+    encoder, text = Encoder(tokenizer), "grass stones cars cat dog fish"
+    ids = [tokenizer.bos, *tokenizer.encode(text)]
+    first, *others = encoder.document(text, 4)
+    assert first == Request([tokenizer.bos], ids[:4])  # BOS behind the prefix is scored, too
+    assert [token for one in (first, *others) for token in one.continuation] == ids
+    for one in others:
+        # As the harness has it, the last window's first token sees four tokens: input and scored tokens are five at most.
+        assert len(one.context) + len(one.continuation) == 5
+        start = len(ids) if one is others[-1] else ids.index(one.continuation[0], 4) + len(one.continuation)
+        assert start and one.context[-1] == ids[ids.index(one.continuation[0], 4) - 1]
+    assert encoder.document(text, 100) == [Request([tokenizer.bos], ids)]
+
+
+def test_a_continuation_longer_than_the_context_is_refused(tmp_path: Path) -> None:
+    model, _ = load_with_tokenizer(saved(tmp_path / "m"))
+    with pytest.raises(PunaError, match="continuation 0 has 5 tokens; the model's context allows 1 to 4"):
+        likelihoods(model, [Request([1], [1, 2, 3, 4, 5])], 4, 100)
