@@ -11,7 +11,7 @@ from puna.flows.report import arms
 from puna.storage import Artifact
 
 BITS = {
-    "bits_per_byte": "bits per byte",
+    "document_bits_per_byte": "bits per byte",
     "ngram_bits_per_byte": "n-grams",
     "ngram_page_bits_per_byte": "with the page's",
     "dictionary_bits_per_byte": "zstd, dictionary",
@@ -64,7 +64,7 @@ def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, An
     """Return bits per byte of held-out documents, beside those of a count-based model of as much text."""
     table = _table("held-out pages", *BITS.values(), "documents")
     for step, rows in evaluations:
-        if bits := rows.get(("pages", "bits_per_byte")):
+        if bits := rows.get(("pages", "document_bits_per_byte")):
             measurements = [rows.get(("pages", metric)) for metric in BITS]
             table.add_row(step, *(f"{row['value']:.3f}" if row else "" for row in measurements), f"{bits['n']:,}")
     return table

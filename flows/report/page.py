@@ -108,7 +108,7 @@ def _model_tiles(run: Run) -> list[Html]:
     # All pages come as "pages", their categories as "pages/…".
     by_length = sorted(alignment.measurements(run).items(), key=lambda item: -len(item[0][0]))
     measured = {metric: values[0] for (_, metric), values in by_length}
-    if bits := measured.get("bits_per_byte"):
+    if bits := measured.get("document_bits_per_byte"):
         names = (("ngram_bits_per_byte", "n-grams"), ("ngram_page_bits_per_byte", "with the page's"), ("dictionary_bits_per_byte", "zstd"))
         baselines = [f"{label} {measured[metric].value:.3f}" for metric, label in names if metric in measured]
         against = f"of as much text: {', '.join(baselines)}" if baselines else None

@@ -23,7 +23,7 @@ from puna.storage import Artifact, PunaError, Store
 from puna.storage.aliases import DEFAULT
 
 VERDICTS = {"passed": "right", "refused": "wrong", "waits": "busy"}
-MEASURED = ("accuracy", "score", "liked", "win_rate", "loss", "bits_per_byte")
+MEASURED = ("accuracy", "score", "liked", "win_rate", "loss", "document_bits_per_byte")
 """Metrics of an evaluation that tell policies apart, in this order."""
 MOST = 40
 LONGEST = 9
@@ -162,7 +162,7 @@ def _leaderboard(store: Store) -> Html:
     columns = [name for name in MEASURED if any(name in values for _, values in best.values())]
     if not columns:
         return Html("")
-    lower = columns[0] in ("loss", "bits_per_byte")
+    lower = columns[0] in ("loss", "document_bits_per_byte")
     worst = float("inf") if lower else float("-inf")
     ordered = sorted(best.values(), key=lambda pair: pair[1].get(columns[0], worst), reverse=not lower)
     rows: list[list[Content]] = []

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 ALL = "all"
+OWN_BITS = "document_bits_per_byte"
+"""Bits per byte with the end of each page scored, in half-overlapping windows: not the harness's `bits_per_byte` (stage `benchmark`)."""
 
 
 class PagesConfig(StageConfig):
@@ -182,7 +184,7 @@ def _bits(
         model, encoded, context, config.micro_batch_tokens, progress=lambda done, total: run.progress(done, total, "bits per byte")
     )
     sizes = [float(len(page.text.encode())) for page in pages]
-    found = {"bits_per_byte": [bits_per_byte.bits(n) for n in nats]}
+    found = {OWN_BITS: [bits_per_byte.bits(n) for n in nats]}
     if read:
         counted = NGrams(read, config.pages.ngram_order, tokenizer.vocab_size)
         for name, page in (("ngram", False), ("ngram_page", True)):
@@ -203,7 +205,7 @@ def _bits(
         run.metric(metric, sum(values) / sum(sizes))
     run.metric("page_bytes", int(sum(sizes)))
     series: dict[str, list[tuple[Any, float]]] = {
-        metric.removesuffix("_bits_per_byte") if metric != "bits_per_byte" else "model": [
+        metric.removesuffix("_bits_per_byte") if metric != OWN_BITS else "model": [
             (task.removeprefix("pages/") if "/" in task else ALL, sum(values[i] for i in members) / sum(sizes[i] for i in members))
             for task, members in _by_category(pages)
         ]
@@ -230,7 +232,7 @@ def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer
         model, tokenizer, items, config.micro_batch_tokens, progress=lambda done, total: run.progress(done, total, "multiple choice")
     )
     rows = []
-    for metric, normalised in (("accuracy", False), ("accuracy_normalized", True)):
+    for metric, normalised in (("accuracy", False), ("accuracy_per_byte", True)):
         right = [multiple_choice.chosen(item, values, normalised) == item.answer for item, values in zip(items, found, strict=True)]
         run.metric(f"choice_{metric}", sum(right) / len(right))
         for task, members in _by_category(items):

@@ -41,7 +41,7 @@ def needs(config: HarnessConfig, facts: Facts) -> list[str]:
 
 @stage(kind="evaluation", needs=needs)
 def harness(model: Model, tasks: list[External] | None, config: HarnessConfig, run: StageRun) -> None:
-    """Let lm-evaluation-harness ask a model: task files over local data, or tasks of its own by name.
+    """Measure a model by lm-evaluation-harness: task files over local data, or tasks of its own by name.
 
     Prompts, filters and metrics are the harness's; likelihoods and answers are Puna's, the options of questions on shared prompts. The
     tables are those of `benchmark`, whose own numbers are the same on the task files that both read.

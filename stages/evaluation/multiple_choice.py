@@ -1,6 +1,7 @@
 """Multiple choice from held-out pages: several continuations, of which one is the page's own.
 
-Scored like HellaSwag: the option with the highest log-likelihood, as it stands (`acc`) or divided by its length in bytes."""
+The option with the highest log-likelihood counts: as it stands, or divided by its length in bytes (`acc` and `acc_bytes` of
+lm-evaluation-harness, whose `acc_norm` divides by characters)."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from puna.models.training.packing import batched
 from puna.stages.contract import StageRun
 from puna.stages.draws import place
+from puna.stages.evaluation.likelihood import Encoder
+from puna.stages.evaluation.likelihood import likelihoods as scores
 from puna.stages.training.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, rank, smallest
 from puna.storage import Artifact, Part, PunaError
 
@@ -120,26 +122,11 @@ def likelihoods(
     micro_batch_tokens: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[list[float]]:
-    """Return log p(option | prompt) in nats for every option of every item. A prompt is computed once."""
-    import torch
-
-    from puna.models.training.objectives.base import Targets, target_logprobs
-
-    device = next(model.parameters()).device
-    encoded = []
-    for item in items:
-        encoded.append(([*tokenizer.lead, *tokenizer.encode(item.prompt)], [tokenizer.encode(option) for option in item.options]))
-    found: list[list[float]] = []
-    for batch in batched(encoded, lambda pair: len(pair[0]) + sum(map(len, pair[1])), micro_batch_tokens):
-        targets = Targets.from_answers([prompt for prompt, _ in batch], [options for _, options in batch]).to(device)
-        with torch.no_grad():
-            sums = targets.sum_by_answer(target_logprobs(model, targets)).tolist()
-        for _, options in batch:
-            found.append(sums[: len(options)])
-            sums = sums[len(options) :]
-        if progress:
-            progress(len(found), len(items))
-    return found
+    """Return log p(option | prompt) in nats for every option of every item, by the conventions of `likelihood.py`."""
+    encoder = Encoder(tokenizer)
+    requests = [encoder.pair(item.prompt, option) for item in items for option in item.options]
+    scored = iter(scores(model, requests, model.config.max_position_embeddings, micro_batch_tokens, progress))
+    return [[next(scored).sum for _ in item.options] for item in items]
 
 
 def chosen(item: Item, likelihood: Sequence[float], normalised: bool) -> int:

@@ -52,8 +52,8 @@ def run(seed: int, store: Path, recipe: str) -> dict[str, Any]:
                 if row["task"] == "all" and row["metric"] == "accuracy":
                     found["accuracy"][made["step"]] = row["value"]
                     found["interval"][made["step"]] = (row["low"], row["high"])
-                if row["task"] == "pages" and row["metric"] in ("bits_per_byte", "ngram_bits_per_byte"):
-                    found[row["metric"]] = row["value"]
+                if row["task"] == "pages" and row["metric"] in ("document_bits_per_byte", "ngram_bits_per_byte"):
+                    found[row["metric"].removeprefix("document_")] = row["value"]
         if made["stage"] == "reward_model":
             found.setdefault("reward_accuracy", []).append(made["metrics"]["heldout_accuracy"])
     return found

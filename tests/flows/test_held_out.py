@@ -97,7 +97,7 @@ def test_nothing_trained_depends_on_held_out_text(tmp_path: Path) -> None:
     assert set(one) == {"prompts", "split", "tokenizer", "mix_experiment", "mix", "tokenize", "scaling_law", "pretrain", "evaluate_base"}
     for name in set(one) - {"evaluate_base"}:
         assert one[name].data_digest == two[name].data_digest, name
-    bits = [steps["evaluate_base"].manifest.metrics["bits_per_byte"] for steps in made]
+    bits = [steps["evaluate_base"].manifest.metrics["document_bits_per_byte"] for steps in made]
     assert bits[0] != pytest.approx(bits[1], rel=0.01)
     # The pages measured are the ones that the split holds out, and no row of training tokens is of them.
     sides = {row["id"]: row["split"] for row in one["mix"].read().to_pylist()}

@@ -213,7 +213,7 @@ def judge(b: Built, step: str, model: Artifact, accuracy: float, more: dict[str,
         for task, bits in (("pages", 1.9), ("pages/code", 1.5)):
             found += [
                 (task, metric, value, value - 0.05, value + 0.05, 40)
-                for metric, value in (("bits_per_byte", bits), ("ngram_bits_per_byte", 2.7))
+                for metric, value in (("document_bits_per_byte", bits), ("ngram_bits_per_byte", 2.7))
             ]
         shown.append(("page-1", "continuation", "On the puna", EVIL, json.dumps({"category": "news", "page": "lived a llama"})))
     tables = {"evaluation": rows("task metric value low high n", found), "examples": rows("id kind prompt text detail", shown)}

@@ -124,7 +124,7 @@ def test_pages_and_answers_are_evaluated(world: World) -> None:
     found = {(row["task"], row["metric"]): row["value"] for row in made_.read().to_pylist()}
     # One of three answers is right whichever it gives.
     assert found["all", "finished"] == 1 and 0.25 < found["all", "accuracy"] <= 1
-    assert math.isfinite(found["pages", "bits_per_byte"]) and found["choice", "accuracy"] >= 0
+    assert math.isfinite(found["pages", "document_bits_per_byte"]) and found["choice", "accuracy"] >= 0
 
 
 def test_trl_learns_the_same_tokens(world: World) -> None:

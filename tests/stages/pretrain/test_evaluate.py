@@ -63,7 +63,7 @@ def test_pages(store, documents, mixture, model, monkeypatch: pytest.MonkeyPatch
     given = {"model": model, "documents": documents(texts), "mixture": mixture(rows)}
     made = execute(evaluate, SETTINGS, given, store)
     found = table(made)
-    assert found["pages", "bits_per_byte"]["n"] == 12
+    assert found["pages", "document_bits_per_byte"]["n"] == 12
     held = {"pages": texts[8:], "pages/dry": texts[9::2], "pages/wet": texts[8::2]}
     network, tokenizer = load(model.path()), Tokenizer.load(model.path())
     # All of the training side, which is shorter than the model's training, and nothing else.
@@ -76,12 +76,12 @@ def test_pages(store, documents, mixture, model, monkeypatch: pytest.MonkeyPatch
             assert found[task, f"{name}_bits_per_byte"]["value"] == pytest.approx(expected)
         assert 0 < found[task, "dictionary_bits_per_byte"]["value"] < 8
         nats = bits_per_byte.document_nats(network, [tokenizer.document(t) for t in own], 32, 50)
-        assert found[task, "bits_per_byte"]["value"] == pytest.approx(bits_per_byte.bits(sum(nats)) / size, rel=1e-5)
+        assert found[task, "document_bits_per_byte"]["value"] == pytest.approx(bits_per_byte.bits(sum(nats)) / size, rel=1e-5)
         targets = sum(len(tokenizer.document(t)) - 1 for t in own)
         assert found[task, "nats_per_token"]["value"] == pytest.approx(sum(nats) / targets, rel=1e-5)
-        row = found[task, "bits_per_byte"]
+        row = found[task, "document_bits_per_byte"]
         assert row["low"] < row["value"] < row["high"]
-    choice = found["choice", "accuracy_normalized"]
+    choice = found["choice", "accuracy_per_byte"]
     assert choice["n"] == 8 == found["choice/dry", "accuracy"]["n"] + found["choice/wet", "accuracy"]["n"]
     assert intervals.wilson(round(8 * choice["value"]), 8) == pytest.approx((choice["value"], choice["low"], choice["high"]))
     examples = made.read("examples").to_pylist()
@@ -122,14 +122,14 @@ def test_pages_are_limited_and_chosen_by_hash(store, documents, model) -> None:
     small = SETTINGS.model_copy(update={"pages": SETTINGS.pages.model_copy(update={"max_bytes": 1500, "max_page_bytes": 400})})
     made = execute(evaluate, small, {"model": model, "documents": documents(texts)}, store)
     assert made.manifest.metrics["page_bytes"] <= 1500 and found_pages(made) >= 3
-    assert ("pages/all", "bits_per_byte") not in table(made)  # one category only: no row of its own
+    assert ("pages/all", "document_bits_per_byte") not in table(made)  # one category only: no row of its own
     with pytest.raises(PunaError, match="no held-out page of at most 100 bytes"):
         tight = SETTINGS.model_copy(update={"pages": SETTINGS.pages.model_copy(update={"max_page_bytes": 100})})
         execute(evaluate, tight, {"model": model, "documents": documents(texts)}, store)
 
 
 def found_pages(artifact) -> int:
-    return table(artifact)["pages", "bits_per_byte"]["n"]
+    return table(artifact)["pages", "document_bits_per_byte"]["n"]
 
 
 def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.MonkeyPatch) -> None:
