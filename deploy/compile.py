@@ -77,7 +77,7 @@ def main() -> None:
         clean = execute(pii, PiiConfig(), {"documents": made}, store)
         unique = execute(minhash_dedup, MinhashDedupConfig(), {"documents": clean}, store)
         lines = execute(line_dedup, LineDedupConfig(), {"documents": unique}, store)
-        asked = execute(prompts, PromptsConfig(tasks=[Task(task="numbers")], train=2, heldout=2), {}, store)
+        asked = execute(prompts, PromptsConfig(tasks=[Task(task="digits")], train=2, heldout=2), {}, store)
         execute(quality, QualityConfig(), {"documents": lines, "language": found}, store)
         examples = TrainClassifierConfig(dimension=8, epochs=1, buckets=10_000, positive_sources=("wikipedia",))
         trained = execute(train_classifier, examples, {"documents": made}, store)

@@ -81,7 +81,7 @@ def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict
             "messages": asking(drawn.question),
             "tools": None,
             "reference": drawn.answer if task.gold else None,
-            "verifier": verifier_text(task, drawn),
+            "verifier": verifier_text(drawn),
         }
         if len(rows) == count:
             return list(rows.values())

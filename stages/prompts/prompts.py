@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from fractions import Fraction
 from random import Random
 from typing import Any
 
@@ -24,7 +25,7 @@ ALONE = "question: "  # prefix of the structure of a question that shares it wit
 class Task(StageConfig):
     """One generator."""
 
-    task: str = Field(min_length=1, description="Generator: numbers, letters, sentence, scene, record, or one of reasoning-gym's")
+    task: str = Field(min_length=1, description="Generator: digits, letters, sentence, scene, record, or one of reasoning-gym's")
     name: str = Field("", description="What the task is called in tables and reports; empty: as its generator")
     parameters: dict[str, JsonValue] = Field(default_factory=dict, description="The generator's parameters; others keep its defaults")
     gold: bool = Field(True, description="Give its gold answers; false: its questions have only their verifiers")
@@ -92,7 +93,7 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
             "messages": asking(question),
             "tools": None,
             "reference": pool[question].answer if config.references and task.gold else None,
-            "verifier": verifier_text(task, pool[question]),
+            "verifier": verifier_text(pool[question]),
         }
         for split, (start, stop) in wanted.items()
         for question in sides[split][start:stop]
@@ -134,13 +135,20 @@ def draw_entry(dataset: Any, index: int, task: Task, parameters: str) -> dict[st
         raise PunaError(f"task {task.task}: drawing with the parameters {parameters} failed: {error!r}") from error
     if entry["answer"] is None:
         raise PunaError(f"task {task.task}: gives no reference answers; choose another task")
-    return entry
-
-
-def verifier_text(task: Task, drawn: Drawn) -> str:
-    """Return the generator's verifier as JSON. Tuples of reasoning-gym's entries become lists, which its scorers accept."""
     try:
-        name = drawn.verifier["name"]
-        return to_text(name, **{key: value for key, value in drawn.verifier.items() if key != "name"})
+        # Tuples become lists, which its scorers accept, fractions text, which none reads.
+        as_json: dict[str, Any] = json.loads(json.dumps(entry, default=_fraction))
+        return as_json
     except TypeError as error:
         raise PunaError(f"task {task.task}: its entries hold what JSON cannot ({error}); choose another task") from error
+
+
+def _fraction(value: object) -> str:
+    if isinstance(value, Fraction):
+        return str(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def verifier_text(drawn: Drawn) -> str:
+    """Return a question's verifier as JSON."""
+    return to_text(drawn.verifier["name"], **{key: value for key, value in drawn.verifier.items() if key != "name"})

@@ -31,7 +31,7 @@ _JOBS = (
     "illustrator judge lawyer musician novelist pilot reporter singer teacher translator vet weaver astronomer butcher clockmaker driver"
 )
 NOUNS, JOBS = _NOUNS.split(), _JOBS.split()
-GROUPS = 5  # parts of the nouns and of the jobs; held-out questions are of parts that no training question is of
+GROUPS = 5  # parts of the nouns; held-out questions are of parts that no training question is of
 PLACES = ("by the old road", "in the morning light", "near the quiet station", "on a cold evening")
 FIELDS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "name": ({"type": "string", "pattern": "^[A-Z][a-z]+"}, ("Anna Weber", "Omar Haddad", "Lucia Rossi", "John Miller", "Mei Tanaka")),
@@ -61,43 +61,37 @@ class Generator(StageConfig):
         raise NotImplementedError(f"{type(self).__name__} has no method draw")
 
 
-class NumbersTask(Generator):
-    """Numbers of a kind between two bounds, in order. Structure: the lower bound's remainder by 5."""
+class DigitsTask(Generator):
+    """Numbers of two digits with given digits first or last, in order. Structure: the sum of the given digits by 5.
 
-    name: ClassVar[str] = "numbers"
-    kind: Literal["parity", "ending"] = Field("parity", description="Even or odd numbers, or numbers that end in a digit")
+    So no training question has the digits of a held-out one, and no answer to a training question is right for a held-out one.
+    """
+
+    name: ClassVar[str] = "digits"
+    place: Literal["first", "last"] = Field("first", description="Where each number has its given digit; the other digit is free")
     order: Literal["rising", "falling"] = Field("rising", description="From small to large, or from large to small")
-    count: int = Field(4, ge=1, le=20, description="Numbers that are asked for")
-    lowest: int = Field(10, ge=0, description="Smallest lower bound")
-    highest: int = Field(98, description="Largest upper bound")
-    room: int = Field(8, ge=1, description="Fewest numbers of the kind between the bounds")
-
-    @model_validator(mode="after")
-    def _has_room(self) -> NumbersTask:
-        if self.count > self.room:
-            raise ValueError(f"count {self.count} must not exceed room {self.room}")
-        if self.highest - self.lowest < self.divisor * (self.room + 1):
-            raise ValueError(f"highest must be at least {self.lowest + self.divisor * (self.room + 1)} for room {self.room}")
-        return self
-
-    @property
-    def divisor(self) -> int:
-        return 2 if self.kind == "parity" else 10
+    count: int = Field(3, ge=2, le=4, description="Numbers that are asked for")
 
     def draw(self, random: Random) -> Drawn:
-        divisor = self.divisor
-        span = divisor * (self.room + 1)
-        lower = random.randint(self.lowest, self.highest - span)
-        upper = random.randint(lower + span, self.highest)
-        remainder = random.randrange(divisor)
-        fitting = range(lower + (remainder - lower) % divisor, upper + 1, divisor)
-        chosen = sorted(random.sample(fitting, self.count), reverse=self.order == "falling")
-        what = f"{('even', 'odd')[remainder]} numbers" if self.kind == "parity" else f"numbers that end in {remainder}"
+        """Return one question: with first digits the numbers are even or odd, with last digits they lie between two bounds."""
+        digits = random.sample(range(1 if self.place == "first" else 0, 10), self.count)
+        named = f"{', '.join(map(str, digits[:-1]))} and {digits[-1]}"
         way = "from small to large" if self.order == "rising" else "from large to small"
-        bounds = {"lower": lower, "upper": upper, "divisor": divisor, "remainder": remainder}
-        verifier = {"name": Numbers.name, "count": self.count, "order": self.order, **bounds}
-        question = f"Write {self.count} {what} between {lower} and {upper}, {way}."
-        return Drawn(question, " ".join(map(str, chosen)), verifier, f"lower bound {lower % 5} by 5")
+        verifier = {"name": Numbers.name, "count": self.count, "order": self.order, "digits": digits, "place": self.place}
+        if self.place == "first":
+            remainder = random.randrange(2)
+            numbers = [10 * digit + random.randrange(remainder, 10, 2) for digit in digits]
+            verifier |= {"lower": 10, "upper": 99, "divisor": 2, "remainder": remainder}
+            question = f"Write {self.count} {('even', 'odd')[remainder]} numbers of two digits, {way}, that begin with {named}."
+        else:
+            lower, upper = random.randint(10, 29), random.randint(70, 99)
+            # Whole tens lie between the bounds, more than numbers are asked for.
+            tens = sorted(random.sample(range(lower // 10 + 1, upper // 10), self.count), reverse=self.order == "falling")
+            numbers = [10 * ten + digit for ten, digit in zip(tens, digits, strict=True)]
+            verifier |= {"lower": lower, "upper": upper}
+            question = f"Write {self.count} numbers between {lower} and {upper}, {way}, that end in {named}."
+        chosen = sorted(numbers, reverse=self.order == "falling")
+        return Drawn(question, " ".join(map(str, chosen)), verifier, f"digit sum {sum(digits) % 5} by 5")
 
 
 class LettersTask(Generator):
@@ -154,19 +148,18 @@ class SceneTask(Generator):
 
 
 class RecordTask(Generator):
-    """A person of a given profession as a JSON object with given fields. Structure: the part of the professions that it is of."""
+    """A person of a given profession as a JSON object with given fields. Structure: the fields, for they are what is checked."""
 
     name: ClassVar[str] = "record"
-    fields: int = Field(3, ge=1, le=len(FIELDS), description="Fields of the object")
+    fields: int = Field(3, ge=1, lt=len(FIELDS), description="Fields of the object")
 
     def draw(self, random: Random) -> Drawn:
-        group = random.randrange(GROUPS)
-        job, chosen = random.choice(JOBS[group::GROUPS]), random.sample(sorted(FIELDS), self.fields)
+        job, chosen = random.choice(JOBS), random.sample(sorted(FIELDS), self.fields)
         properties = {key: FIELDS[key][0] for key in chosen}
         schema = {"type": "object", "required": chosen, "additionalProperties": False, "properties": properties}
         answer = json.dumps({key: random.choice(FIELDS[key][1]) for key in chosen})
         question = f"Describe a made-up {job} as a JSON object with the keys {', '.join(chosen)}."
-        return Drawn(question, answer, _named(JsonSchema(json_schema=schema)), f"professions {group} of {GROUPS}")
+        return Drawn(question, answer, _named(JsonSchema(json_schema=schema)), f"fields {', '.join(sorted(chosen))}")
 
 
 def _has(noun: str) -> RegularExpression:
@@ -182,7 +175,7 @@ def _named(verifier: Verifier) -> dict[str, Any]:
     return {**own, "of": [_named(part) for part in verifier.parts()]} if verifier.parts() else own
 
 
-GENERATORS: dict[str, type[Generator]] = {kind.name: kind for kind in (NumbersTask, LettersTask, SentenceTask, SceneTask, RecordTask)}
+GENERATORS: dict[str, type[Generator]] = {kind.name: kind for kind in (DigitsTask, LettersTask, SentenceTask, SceneTask, RecordTask)}
 
 
 def of(name: str, parameters: dict[str, JsonValue]) -> Generator | None:

@@ -16,7 +16,7 @@ LONGEST = 10_000
 
 @register
 class Numbers(BoundedVerifier):
-    """Score 1 if the answer is this many whole numbers with the required bounds, order and remainder, else 0.
+    """Score 1 if the answer is this many whole numbers with the required bounds, order, remainder and digits, else 0.
 
     Numbers are separated by blanks or commas, with nothing else in the answer. An order allows no repetition.
     """
@@ -29,9 +29,13 @@ class Numbers(BoundedVerifier):
     divisor: int = Field(1, ge=1, description="What the numbers are divided by")
     remainder: int = Field(0, ge=0, description="What each number leaves when divided by `divisor`")
     order: Literal["rising", "falling", "any"] = Field("any", description="From small to large, from large to small, or any order")
+    digits: tuple[int, ...] = Field((), description="Digits, one for each number, in any order; none: any digits")
+    place: Literal["first", "last"] = Field("first", description="Where each number has its digit of `digits`")
 
     @model_validator(mode="after")
     def _can_be_answered(self) -> Numbers:
+        if self.digits and (len(self.digits) != self.count or not all(0 <= digit <= 9 for digit in self.digits)):
+            raise ValueError(f"digits must be {self.count} of 0 to 9, not {list(self.digits)}")
         allowed = sum(n % self.divisor == self.remainder for n in range(self.lower, min(self.upper, self.lower + 1000 * self.divisor) + 1))
         if allowed < (1 if self.order == "any" else self.count):
             raise ValueError(f"{allowed} numbers from {self.lower} to {self.upper} leave {self.remainder} by {self.divisor}: too few")
@@ -46,6 +50,9 @@ class Numbers(BoundedVerifier):
             return Score(0.0, f"{wrong[0]} is out of bounds")
         if wrong := [n for n in found if n % self.divisor != self.remainder]:
             return Score(0.0, f"{wrong[0]} leaves {wrong[0] % self.divisor} by {self.divisor}")
+        own = sorted(int(word[0 if self.place == "first" else -1]) for word in words)
+        if self.digits and own != sorted(self.digits):
+            return Score(0.0, f"the {self.place} digits are {', '.join(map(str, own))}")
         sign = {"rising": 1, "falling": -1, "any": 0}[self.order]
         if sign and any(sign * (b - a) <= 0 for a, b in pairwise(found)):
             return Score(0.0, f"not {self.order}")

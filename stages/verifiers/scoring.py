@@ -156,15 +156,15 @@ def score_items(items: Sequence[Item], tools: Tools) -> list[Score]:
         made = kind.score_many(given, tools)
         found |= zip(numbers, in_children(given, tools) if made is None else made, strict=True)
     ordered = iter([found[number] for number in range(len(jobs))])
-    return [_combined(item.verifier, lambda: next(ordered)) for item in items]
+    return [combined(item.verifier, lambda: next(ordered)) for item in items]
 
 
-def _combined(verifier: Verifier, following: Callable[[], Score]) -> Score:
+def combined(verifier: Verifier, following: Callable[[], Score]) -> Score:
     """Return the score of a verifier from the scores of its leaves, in their order."""
     parts = verifier.parts()
     if not parts:
         return following()
-    scores = [_combined(part, following) for part in parts]
+    scores = [combined(part, following) for part in parts]
     if missing := [score.detail for score in scores if score.value is None]:
         return Score(None, missing[0])
     return checked(verifier.combine(scores), verifier.name)

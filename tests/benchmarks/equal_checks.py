@@ -24,11 +24,11 @@ sys.path.insert(0, str(ROOT / ".pkg"))
 
 from puna.flows.engine.trace import load_stages  # noqa: E402
 from puna.flows.report.arms import rounds  # noqa: E402
-from puna.flows.report.measured_on import lookup  # noqa: E402
 from puna.flows.report.run import Run, Step  # noqa: E402
 from puna.stages.contract import execute  # noqa: E402
 from puna.stages.conversations import dump, messages_of  # noqa: E402
 from puna.stages.draws import identifier  # noqa: E402
+from puna.stages.prompts.lookups import answers_without_model  # noqa: E402
 from puna.stages.training.intervals import paired  # noqa: E402
 from puna.stages.verifiers.base import is_correct  # noqa: E402
 from puna.storage import Artifact, Store  # noqa: E402
@@ -70,24 +70,24 @@ def measured(store: Store, name: str, number: int = 1) -> dict[str, Any]:
     prompts = {row["id"]: row for row in at[f"prompts_{number}"].artifact.read().to_pylist()}
     checks = sampled.rows() + learned["rollouts"] * learned["prompts"] * learned["answers"]
     answers = again(run, at[f"sample_{number}"], {}, answers=-(-checks // len(prompts)))
-    rows = checked_answers(answers, prompts)
-    own = store.import_table("instructions", pa.Table.from_pylist([{k: v for k, v in row.items() if k != "text"} for row in rows]))
+    instructions = checked_answers(answers, prompts)
+    own = store.import_table("instructions", pa.Table.from_pylist([{k: v for k, v in row.items() if k != "text"} for row in instructions]))
     arm = made = own
     before = at[f"pick_verifier_{number}"].artifact
     for step in (f"sft_pick_verifier_{number}", f"average_pick_verifier_{number}", f"control_pick_verifier_{number}"):
         arm, made, before = made, again(run, at[step], {before.key: made}), at[step].artifact
     gold = at["prompts"].artifact.read().to_pylist()
-    first = {row["prompt_id"]: row["text"] for row in reversed(rows)}
+    first = {row["prompt_id"]: row["text"] for row in reversed(instructions)}
     known = [{**prompts[asked], "id": asked, "split": "train", "reference": text} for asked, text in first.items()]
     found = {one.number: one for one in rounds((s.name, s.artifact) for s in run.kind("evaluation"))}[number]
     (equal,) = rounds([(f"control_equal_{number}", made)])
-    nearest = lookup([*gold, *known])
+    rows = answers_without_model([*gold, *known])
     return {
-        "checks": answers.rows(), "checks_of_the_round": checks, "distinct_right_answers": len(rows), "model": arm.id,
+        "checks": answers.rows(), "checks_of_the_round": checks, "distinct_right_answers": len(instructions), "model": arm.id,
         "right": equal.share("equal", "accuracy").value, "of_the_round": found.share("round", "accuracy").value,
         "round_over_it": list(paired(found.scores["round"]["accuracy"], equal.scores["equal"]["accuracy"])),
         "liked": equal.share("equal", "liked").value, "liked_of_the_round": found.share("round", "liked").value,
-        "lookup": list(nearest) if nearest else None,
+        "without_model": {name: sum(right.values()) / len(right) for name, right in rows.items()},
     }  # fmt: skip
 
 

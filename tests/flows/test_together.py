@@ -19,7 +19,7 @@ from puna.stages.executors.worker import compute
 from puna.stages.prompts.prompts import prompts
 from puna.storage import PunaError, Store
 
-RECIPE = {"prompts": {"tasks": [{"task": "numbers"}], "train": 5, "heldout": 2, "draws": 300}}
+RECIPE = {"prompts": {"tasks": [{"task": "digits"}], "train": 5, "heldout": 2, "draws": 300}}
 
 
 class Threads(PartExecutor):

@@ -24,8 +24,8 @@ from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 
 TASKS: list[dict[str, Any]] = [
-    {"task": "numbers", "name": "rising"},
-    {"task": "numbers", "name": "ending", "parameters": {"kind": "ending", "order": "falling", "count": 3, "room": 4}},
+    {"task": "digits", "name": "rising"},
+    {"task": "digits", "name": "ending", "parameters": {"place": "last", "order": "falling", "count": 4}},
     {"task": "letters", "parameters": {"given": 6, "count": 3}},
 ]
 NOTHING = Question("", "", "", None)
@@ -92,7 +92,8 @@ def test_a_record_has_the_fields_asked_for_and_no_other() -> None:
         drawn = generator.draw(random)
         job, keys = re.findall(r"made-up (\w+) as a JSON object with the keys (.+)\.", drawn.question)[0]
         right = json.loads(drawn.answer)
-        assert list(right) == keys.split(", ") and drawn.structure == f"professions {tasks.JOBS.index(job) % tasks.GROUPS} of {tasks.GROUPS}"
+        assert list(right) == keys.split(", ") and job in tasks.JOBS
+        assert drawn.structure == f"fields {', '.join(sorted(right))}"
         assert score(drawn.verifier, drawn.answer) == score(drawn.verifier, f"Here it is:\n```json\n{drawn.answer}\n```") == 1
         for wrong in ({**right, "more": 1}, {key: right[key] for key in list(right)[1:]}, {**right, keys.split(", ")[0]: None}, [right]):
             assert score(drawn.verifier, json.dumps(wrong)) == 0
@@ -109,6 +110,19 @@ def test_numbers_by_their_definition() -> None:
             assert score({**verifier, "order": "falling"}, f"{b} {a}") == right
     with pytest.raises(PunaError, match="3 numbers from 3 to 8 leave 1 by 2: too few"):
         from_json({**verifier, "count": 4, "upper": 8})
+
+
+def test_given_digits_by_their_definition() -> None:
+    """Every pair of numbers below 100, against the sentence that a person would check by."""
+    first = {"name": "numbers", "count": 2, "lower": 10, "upper": 99, "digits": [7, 2], "order": "rising"}
+    last = {**first, "place": "last", "lower": 20, "upper": 50, "order": "falling"}
+    for a in range(100):
+        for b in range(100):
+            assert score(first, f"{a} {b}") == (10 <= a < b and sorted((a // 10, b // 10)) == [2, 7])
+            assert score(last, f"{a} {b}") == (50 >= a > b >= 20 and sorted((a % 10, b % 10)) == [2, 7])
+    for wrong in ([7], [7, 12]):
+        with pytest.raises(PunaError, match="digits must be 2 of 0 to 9"):
+            from_json({**first, "digits": wrong})
 
 
 def test_items_by_their_definition() -> None:
@@ -129,16 +143,17 @@ def asked(store: Store, **values: Any) -> Artifact:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_no_training_question_has_the_structure_of_a_held_out_one(tmp_path: Path, seed: int) -> None:
-    """Lower bounds by 5, and the first letter's place by 5; in every task and every slice."""
+    """The sum of the digits by 5, and the first letter's place by 5; in every task and every slice."""
     store = Store.open(tmp_path)
     found: dict[str, dict[str, set[int]]] = {"heldout": {}, "train": {}}
     for skip in (0, 60):
         for row in asked(store, seed=seed, skip=skip).read().to_pylist():
             text = text_of(messages_of(row))
-            bound = re.search(r"between (\d+)", text)
-            kind, structure = ("numbers", int(bound[1]) % 5) if bound else ("letters", (ord(text.split(": ")[1][0]) - ord("a")) % 5)
+            given = re.search(r"that (?:begin with|end in) (.*)\.", text)
+            digits = sum(map(int, re.findall(r"\d", given[1]))) % 5 if given else 0
+            kind, structure = ("digits", digits) if given else ("letters", (ord(text.split(": ")[1][0]) - ord("a")) % 5)
             found[row["split"]].setdefault(kind, set()).add(structure)
-    for kind in ("numbers", "letters"):
+    for kind in ("digits", "letters"):
         assert len(found["heldout"][kind]) == 1 and len(found["train"][kind]) == 4
         assert not found["heldout"][kind] & found["train"][kind]
 
