@@ -1,10 +1,9 @@
 """README's figures and its picture, from the run that made them.
 
     make demo
-    python tests/benchmarks/equal_checks.py --store .puna --json > equal_checks.json
-    python docs/figures.py --store .puna --equal-checks equal_checks.json
+    python docs/figures.py --store .puna
 
-Writes docs/figures.json from the store and the benchmark, README's passage between its two markers from docs/figures.json, and
+Writes docs/figures.json from the store, README's passage between its two markers from docs/figures.json, and
 docs/pictures/report.png: the first screen of the run's report, by a browser without a window. Without `--store`: the passage alone.
 """
 
@@ -26,6 +25,8 @@ sys.path.insert(0, str(ROOT / ".pkg"))
 
 from puna.flows.report import arms, write  # noqa: E402
 from puna.flows.report.run import Run  # noqa: E402
+from puna.stages.prompts.lookups import REPEATED, answers_without_model  # noqa: E402
+from puna.stages.training.intervals import wilson  # noqa: E402
 from puna.storage import PunaError, Store  # noqa: E402
 
 FIGURES, README, PICTURE = ROOT / "docs/figures.json", ROOT / "README.md", ROOT / "docs/pictures/report.png"
@@ -49,6 +50,18 @@ def measured(run: Run) -> dict[str, Any]:
         "cpu_minutes": round(sum(spent.values()) / 60, 1),
         "heldout": len(rounds[0].scores["round"]["accuracy"]),
         "rounds": [_round(one) for one in rounds],
+        **({"equal_checks": _equal_checks(run, rounds[0])} if "checked" in rounds[0].scores else {}),
+    }
+
+
+def _equal_checks(run: Run, one: arms.Arms) -> dict[str, Any]:
+    """Return the right answers of finetuning on as many checked answers, the round's over that, and the most by a repeated gold answer."""
+    rows = answers_without_model(run.kind("prompts")[0].artifact.read().to_pylist())
+    right, asked = max((int(sum(rows[name].values())), len(rows[name])) for name in REPEATED)
+    return {
+        "right": round(one.share("checked", "accuracy").value, 3),
+        "round_over_it": [round(value, 3) for value in one.gain("round", "checked", "accuracy")],
+        "lookup": [round(value, 3) for value in wilson(right, asked)],
     }
 
 
@@ -78,7 +91,9 @@ def passage(figures: dict[str, Any]) -> str:
     for one in rounds:
         claim = one["over_strongest_control"]["accuracy"]
         gain, low, high = claim["gain"]
-        verdict = {"earned": "more than", "cost": "a loss against", "earned nothing": "no gain over"}[claim["verdict"]]
+        verdict = {"earned": "more than", "cost": "a loss against", "earned nothing": "no gain over"}.get(
+            claim["verdict"], "more, for a larger budget, than"
+        )
         told.append(
             f"Round {one['number']} reaches {share(one['after']['accuracy'])}: {verdict} its strongest control "
             f"({share(gain)}; {share(low)} to {share(high)})."
@@ -122,15 +137,11 @@ def main() -> None:
     parser.add_argument("--store", type=Path, help="store of a whole run of the recipe demo")
     parser.add_argument("--run", default="latest", help="the run, where it is not the newest")
     parser.add_argument("--chromium", default="chromium", help="the browser that takes the picture")
-    parser.add_argument("--equal-checks", type=Path, help="what tests/benchmarks/equal_checks.py --json printed of that run")
     given = parser.parse_args()
-    if (given.store is None) != (given.equal_checks is None):
-        parser.error("give --store and --equal-checks together, or neither")
     if given.store:
         store = Store.open(given.store)
         photographed(write(store, given.run, None).absolute(), given.chromium, PICTURE)
-        beside = json.loads(given.equal_checks.read_text(encoding="utf-8"))
-        figures = {**measured(Run.open(store, given.run)), "equal_checks": beside, "picture": digest(PICTURE)}
+        figures = {**measured(Run.open(store, given.run)), "picture": digest(PICTURE)}
         FIGURES.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     figures = json.loads(FIGURES.read_text(encoding="utf-8"))
     README.write_text(written(README.read_text(encoding="utf-8"), figures), encoding="utf-8")

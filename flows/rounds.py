@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 from puna.flows.engine.declare import Output, current_walk, publish, setting, step
 from puna.flows.engine.recipe import Step
@@ -30,6 +30,10 @@ from puna.stages.prompts.prompts import PromptsConfig, prompts
 from puna.stages.training.rewards import Reward
 from puna.storage import Artifact, PunaError
 
+RANKED = 4
+"""Right answers to a prompt, those that the reward model ranks highest, that an arm is finetuned on."""
+ITERATIONS = 3
+"""Times that an arm samples and is finetuned, with a part of the checks and updates each."""
 DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
 """The prompts on which the weights of the average are searched."""
 
@@ -136,20 +140,19 @@ def controls(
 ) -> list[Callable[[], None]]:
     """Return the control arms of round `number`, each a model and its evaluation: the same labels and updates without a part of the round.
 
-    Finetuning alone, from the round's start and with as many updates as its finetuning and RL together: on demonstrations; with chosen
-    answers; with synthetic ones, where there are any; and with one more answer per prompt, drawn by each way to pick. DPO in place of RL,
-    where the recipe names `dpo_instead`; with `sample_instead` also on pairs of the finetuned model's own answers. Their checks are more
-    labels, so another arm is finetuned on one checked answer of either model per prompt. And the round without one part: DPO, RL, the
-    reward model in RL. Each arm is averaged with the policy that the round begins with, as the round is.
+    In place of RL, what `_equal` says. Finetuning alone, from the round's start, with as many updates as its finetuning and RL: on
+    demonstrations, with chosen answers, with synthetic ones, with one more answer per prompt by each way to pick. DPO in place of RL,
+    where the recipe names `dpo_instead`; with `sample_instead` also on pairs of the finetuned model's own answers, whose checks another
+    arm is finetuned on. The round without DPO, RL, or the reward model in RL. Each arm is averaged with the round's start, as the round is.
     """
-    made, start = after.made, before.start or before.policy
+    made, start, gold = after.made, before.start or before.policy, list(before.instructions)
     updates = replaced("more_steps", _updates_of_rl())
-    gold = list(before.instructions)
     base = [*gold, made["chosen"]] if made["chosen"] else gold
 
-    def arm(name: str, trained: Output) -> None:
+    def arm(name: str, trained: Output) -> Output:
         model = _averaged(f"average_{name}", number, before, trained, made["reward_model"], development)
         step(evaluate, f"control_{name}_{number}", field="evaluate", model=model, prompts=heldout)
+        return model
 
     def tuned(name: str, data: list[Output]) -> None:
         label = f"sft_{name}_{number}"
@@ -177,20 +180,89 @@ def controls(
             tuned("pick_instead", [*base, checked, more])
 
     def rewarded(name: str, policy: Output, reward: Reward | None = None) -> None:
-        arm(name, _by_rl(number, tasks, made["reward_model"], name, policy, reward))
+        arm(name, policy if name == "no_rl" else _by_rl(number, tasks, made["reward_model"], name, policy, reward))
 
     # Made at once, for two arms that may be made at one time learn from it.
     checked = chosen_by("verifier", made["sample"], "pick_verifier")
-    arms: list[Callable[[], None]] = [partial(tuned, "gold", gold), *([partial(tuned, "chosen", base)] if made["chosen"] else [])]
+    arms = _equal(number, made, gold, tasks, heldout, arm) if made["policy"].labels != made["dpo"].labels else []
+    arms += [partial(tuned, "gold", gold), *([partial(tuned, "chosen", base)] if made["chosen"] else [])]
     arms += [partial(tuned, "synthetic", [*base, made["synthesize"]])] if made["synthesize"] else []
     arms += [partial(picked, pick) for pick in get_args(Pick) if pick != "reward_model" or made["reward_model"]] + [instead]
     if made["policy"].labels != made["dpo"].labels:
-        arms.append(partial(arm, "no_rl", made["dpo"]))
+        arms.append(partial(rewarded, "no_rl", made["dpo"]))
         if made["dpo"].labels != made["sft"].labels:
             arms.append(partial(rewarded, "no_dpo", made["sft"]))
         if any(config.reward != "verifier" for config in _of_rl()):
             arms.append(partial(rewarded, "no_reward_model", made["dpo"], "verifier"))
     return arms
+
+
+def _equal(
+    number: int, made: Mapping[str, Output], gold: list[Output], tasks: Output, heldout: Output, arm: Callable[[str, Output], Output]
+) -> list[Callable[[], None]]:
+    """Return the arms that are given in place of RL as much as RL is, where the recipe names `sft_equal` and `sample_equal`.
+
+    The policy that RL starts from answers the round's prompts, the checker judges each answer once, and it is finetuned, beside gold
+    answers, on: all distinct right answers; those that the reward model ranks highest; the same in `ITERATIONS` parts, each sampled from
+    what the last one trained; all right ones of half as many, then half of RL. The first arm's model also answers held-out prompts by
+    the reward model's best of n, where the recipe names `evaluate_best`.
+    """
+    if not current_walk().configs(Step("sft_equal", "sft_equal", sft, off=True)):
+        return []
+    reward = made["reward_model"]
+
+    def tuned(name: str, model: Output, *, ranked: bool = False, parts: int = 1, samples: str = "") -> Output:
+        """Finetune a model on its own checked answers, with a part of the checks and updates."""
+        asked = f"sample_{samples or name}_{number}"
+        fewer = partial(_divided, "answers", parts)
+        answers = step(sample, asked, field="sample_equal", number=number, off=True, adapt=fewer, models=[model], prompts=tasks)
+        ways = {"pick": "reward_model", "correct": True, "most": RANKED} if ranked else {"pick": "verifier", "most": 1000}
+        picked = step(
+            rejection_sample, f"pick_{name}_{number}", field="pick_equal", number=number, answers=answers, prompts=tasks,
+            default=RejectionSampleConfig(), adapt=lambda config: config.model_copy(update=ways), reward_model=reward if ranked else None,
+        )  # fmt: skip
+        label, shorter = f"sft_{name}_{number}", partial(_divided, "steps", parts)
+        data = [*gold, picked]
+        return step(sft, label, field="sft_equal", number=number, off=True, through="model", adapt=shorter, model=model, instructions=data)
+
+    def checked() -> None:
+        model = arm("checked", tuned("checked", made["dpo"], samples="equal"))
+        step(
+            evaluate, f"control_best_of_n_{number}", field="evaluate_best", off=True, model=model, prompts=heldout,
+            judges=[reward] if reward else [],
+        )  # fmt: skip
+
+    def iterated() -> None:
+        model = made["dpo"]
+        for part in range(1, ITERATIONS + 1):
+            model = tuned(f"iterated_{part}", model, ranked=True, parts=ITERATIONS)
+        arm("iterated", model)
+
+    def half() -> None:
+        model = tuned("half", made["dpo"], parts=2)
+        shorter = partial(_divided, "rollouts", 2)
+        arm("half", step(grpo, f"grpo_half_{number}", field="grpo", number=number, off=True, through="policy", policy=model,
+                         reward_model=reward, prompts=tasks, adapt=shorter))  # fmt: skip
+
+    def ranked() -> None:
+        arm("ranked", tuned("ranked", made["dpo"], ranked=True, samples="equal"))
+
+    def first() -> None:
+        # In turn, for both learn from the same samples.
+        checked()
+        if reward:
+            ranked()
+
+    return [first, *([iterated] if reward else []), half]
+
+
+def _divided(name: str, parts: int, config: Any) -> Any:
+    """Return a configuration with a part of its answers, steps or rollouts, rounded up."""
+    if name == "steps":
+        training = config.training
+        shorter = {"steps": -(-training.steps // parts)} if training.steps else {"epochs": training.epochs / parts}
+        return config.model_copy(update={"training": training.replace(**shorter)})
+    return config.model_copy(update={name: -(-getattr(config, name) // parts)})
 
 
 def _chosen_by(number: int, tasks: Output, reward_model: Output, pick: Pick, answers: Output, label: str) -> Output:

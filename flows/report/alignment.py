@@ -195,13 +195,25 @@ def arms_view(run: Run) -> Html:
             for claim in arms_of_round.claims()
         ]
         beside = table(["what", "its strongest control", "of answers", "gain", "verdict"], claims, numeric=[3])
-        parts.append(part(f"Round {arms_of_round.number} and its controls", table(head, rows, numeric=range(1, len(head))), beside))
+        views = [table(head, rows, numeric=range(1, len(head))), beside, _budgets(arms_of_round)]
+        parts.append(part(f"Round {arms_of_round.number} and its controls", *views))
     note = (
-        "Control arms are trained on the same answers and labels; those of finetuning with as many updates as finetuning and RL of the "
-        "round have together. Gains are differences on the same held-out prompts, "
-        "with 95 % intervals; where that holds 0, a part has earned nothing."
+        "A part has earned its gain over a control with as many checker calls, labels, sampled tokens, updates and trained answers, or "
+        "more. Gains are differences on the same held-out prompts, with 95 % intervals; where that holds 0, a part has earned nothing."
     )
     return join([tag("p", note, class_="note"), *parts]) if parts else Html("")
+
+
+def _budgets(arms_of_round: arms.Arms) -> Html:
+    """Show what each arm was given beyond what the round begins with."""
+    counted = ("checker calls", "labels", "sampled tokens", "updates", "answers an update", "trained tokens")
+    head: list[Content] = ["arm", *counted, "CPU seconds"]
+    rows: list[list[Content]] = []
+    for arm in arms_of_round.scores:
+        if one := arms_of_round.budgets[arm]:
+            counts = (one.checker_calls, one.labels, one.sampled_tokens, one.updates, one.answers_per_update, one.trained_tokens)
+            rows.append([arms.NAMES.get(arm, arm), *(f"{count:,.0f}" for count in counts), f"{one.cpu_seconds:.1f}"])
+    return details("What each arm was given", table(head, rows, numeric=range(1, len(head)))) if rows else Html("")
 
 
 def _gain(gain: Interval) -> Content:

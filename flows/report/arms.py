@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from puna.stages.training.intervals import Interval, paired, wilson
 from puna.stages.verifiers.base import is_correct
-from puna.storage import Artifact
+from puna.storage import Artifact, PunaError
 
 CONTROL = re.compile(r"control_(\w+)_(\d+)")
 METRICS = {"accuracy": "right", "liked": "right and liked"}
@@ -22,6 +23,11 @@ NAMES = {
     "pick_majority": "gold + chosen + majority",
     "pick_verifier": "gold + chosen + checked answers",
     "pick_instead": "and checked answers of the finetuned model",
+    "checked": "all distinct checked answers in place of RL",
+    "ranked": "checked answers that the reward model ranks highest, in place of RL",
+    "iterated": "the same, sampled again as it learns",
+    "half": "half checked answers, half RL",
+    "best_of_n": "checked answers, and best of n when asked",
     "dpo_instead": "DPO in place of RL",
     "no_rl": "the round without RL",
     "no_dpo": "the round without DPO",
@@ -29,45 +35,120 @@ NAMES = {
     "round": "the round",
 }
 """Arms in the order of the table."""
-FINETUNED = (
+WITHOUT_RL = (
     "before", "gold", "chosen", "synthetic", "pick_random", "pick_majority", "pick_verifier", "pick_instead", "pick_reward_model",
+    "checked", "ranked", "iterated", "best_of_n", "dpo_instead", "no_rl",
 )  # fmt: skip
-WITHOUT_RL = (*FINETUNED, "dpo_instead", "no_rl")
 CLAIMS = {
-    "the round over its strongest control": ("round", WITHOUT_RL),
-    "RL on the taste over its strongest control": ("round", (*WITHOUT_RL, "no_reward_model")),
+    "the round over its strongest control": ("round", (*WITHOUT_RL, "half")),
+    "RL on the taste over its strongest control": ("round", (*WITHOUT_RL, "half", "no_reward_model")),
     "RL": ("round", ("no_rl",)),
     "the reward model in RL": ("round", ("no_reward_model",)),
     "DPO before RL": ("round", ("no_dpo",)),
-    "DPO in place of RL over its strongest control": ("dpo_instead", (*FINETUNED, "no_rl")),
+    "DPO in place of RL over its strongest control": ("dpo_instead", (*WITHOUT_RL[:-2], "no_rl")),
     "synthetic data": ("synthetic", ("chosen", "gold", "pick_random")),
     "the reward model's pick over a random one": ("pick_reward_model", ("pick_random",)),
 }  # fmt: skip
-"""What is claimed: an arm, and the controls of which the strongest counts."""
+"""What is claimed: an arm, and the controls of which the strongest with as large a budget counts."""
+POLICY_STAGES = ("sft", "dpo", "grpo", "ppo", "distill")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What an arm was given beyond what the round begins with, summed over the artifacts that its evaluation is made of.
+
+    `labels` are preferences, `trained_answers` those of all updates of the policy together.
+    """
+
+    checker_calls: float = 0.0
+    labels: float = 0.0
+    sampled_tokens: float = 0.0
+    updates: float = 0.0
+    trained_answers: float = 0.0
+    trained_tokens: float = 0.0
+    cpu_seconds: float = 0.0
+
+    @property
+    def answers_per_update(self) -> float:
+        return self.trained_answers / self.updates if self.updates else 0.0
+
+    def ratio(self, other: Budget) -> float:
+        """Return the smallest share of another arm's budget that this one has; tokens and seconds are shown, and do not count.
+
+        They say how an implementation lays answers out, on which machine; `cpu_ratio` compares them.
+        """
+        return min((getattr(self, name) / wanted for name in LAW if (wanted := getattr(other, name))), default=math.inf)
+
+
+LAW = ("checker_calls", "labels", "sampled_tokens", "updates", "trained_answers")
+"""What a control must have as much of, at least, as the arm that is claimed to be better."""
+
+
+def budget(evaluation: Artifact, before: Artifact | None) -> Budget | None:
+    """Return the budget of an evaluation's arm beyond `before`; None where a stage recorded none, or an ancestor is gone."""
+    try:
+        spent = _ancestors(evaluation)
+        own = [spent[key] for key in spent.keys() - (_ancestors(before).keys() if before else set()) - {evaluation.key}]
+        return Budget(*map(sum, zip(*map(_spent, own), strict=True)))
+    except (PunaError, OSError, KeyError):
+        return None
+
+
+def _ancestors(artifact: Artifact) -> dict[str, Artifact]:
+    """Return an artifact and all that it was made of, by key."""
+    every, left = {artifact.key: artifact}, [artifact]
+    while left:
+        for record in left.pop().manifest.inputs:
+            if record.kind != "external" and record.key not in every:
+                every[record.key] = Artifact(record.kind, record.key, artifact.files)
+                left.append(every[record.key])
+    return every
+
+
+def _spent(artifact: Artifact) -> tuple[float, ...]:
+    """Return what one artifact took, in the order of `Budget`; KeyError where its stage should have recorded more than it did."""
+    manifest, metrics = artifact.manifest, artifact.manifest.metrics
+    trains, samples = manifest.stage in POLICY_STAGES, manifest.stage in ("sample", "grpo", "ppo")
+    return (
+        float(metrics["checker_calls"] if samples else metrics.get("checker_calls", 0.0)),
+        float(artifact.rows() if artifact.kind == "preferences" else 0.0),
+        float(metrics["sampled_tokens"] if samples else metrics.get("sampled_tokens", 0.0)),
+        float(metrics.get("updates", metrics["steps"]) if trains else 0.0),
+        float(metrics["trained_answers"] if trains and manifest.stage != "distill" else 0.0),
+        float(metrics.get("trained_tokens", 0.0)),
+        float(manifest.timings.get("cpu_seconds", 0.0)),
+    )
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A gain: the arm's mean less that of the strongest control on the same prompts, with its 95 % interval."""
+    """A gain: the arm's mean less that of the strongest control on the same prompts, with its 95 % interval.
+
+    `budget_ratio`: the control's budget over the arm's, see `Budget.ratio`; None where one of the two is unknown.
+    """
 
     name: str
     arm: str
     control: str
     metric: str
     gain: Interval
+    budget_ratio: float | None
 
     @property
     def verdict(self) -> str:
-        """Return the verdict in words: no gain where the interval holds 0."""
-        return "earned" if self.gain.low > 0 else "cost" if self.gain.high < 0 else "earned nothing"
+        """Return the verdict in words: no gain where the interval holds 0, and none earned over a control with a smaller budget."""
+        if self.gain.low <= 0:
+            return "cost" if self.gain.high < 0 else "earned nothing"
+        return "earned" if (self.budget_ratio or 0) >= 1 else "more, for a larger budget" if self.budget_ratio else "more, budgets unknown"
 
 
 @dataclass(frozen=True)
 class Arms:
-    """The arms of a round; `scores` by arm and metric: 1 or 0 per prompt."""
+    """The arms of a round; `scores` by arm and metric: 1 or 0 per prompt. `budgets` by arm, None where one is unknown."""
 
     number: int
     scores: Mapping[str, Mapping[str, Mapping[str, float]]]
+    budgets: Mapping[str, Budget | None]
 
     @property
     def metrics(self) -> list[str]:
@@ -84,16 +165,22 @@ class Arms:
         return paired(self.scores[arm][metric], self.scores[control][metric])
 
     def claims(self) -> list[Claim]:
-        """Return the claims whose arms exist, for each metric."""
+        """Return the claims whose arms exist, for each metric: over controls with as large a budget, or over all where there is none."""
         claims = []
         for name, (arm, controls) in CLAIMS.items():
             there = [control for control in controls if control in self.scores]
             if arm not in self.scores or not there:
                 continue
+            equal = [control for control in there if (self.ratio(control, arm) or 0) >= 1]
             for metric in self.metrics:
-                strongest = max(there, key=lambda one: self.share(one, metric).value)
-                claims.append(Claim(name, arm, strongest, metric, self.gain(arm, strongest, metric)))
+                strongest = max(equal or there, key=lambda one: self.share(one, metric).value)
+                claims.append(Claim(name, arm, strongest, metric, self.gain(arm, strongest, metric), self.ratio(strongest, arm)))
         return claims
+
+    def ratio(self, control: str, arm: str) -> float | None:
+        """Return the control's budget over the arm's; None where one of the two is unknown."""
+        one, other = self.budgets.get(control), self.budgets.get(arm)
+        return one.ratio(other) if one and other else None
 
 
 def rounds(evaluations: Iterable[tuple[str, Artifact]]) -> list[Arms]:
@@ -107,7 +194,11 @@ def rounds(evaluations: Iterable[tuple[str, Artifact]]) -> list[Arms]:
         beside = {"round": f"evaluate_round_{number}", "before": f"evaluate_round_{number - 1}" if number > 1 else "evaluate_sft"}
         arms.update({arm: by_step[step] for arm, step in beside.items() if step in by_step})
     return [
-        Arms(number, {arm: _scores(arms[arm]) for arm in [*NAMES, *sorted(set(arms) - set(NAMES))] if arm in arms})
+        Arms(
+            number,
+            {arm: _scores(arms[arm]) for arm in [*NAMES, *sorted(set(arms) - set(NAMES))] if arm in arms},
+            {arm: budget(one, arms.get("before")) for arm, one in arms.items()},
+        )
         for number, arms in sorted(by_number.items())
     ]
 

@@ -110,8 +110,11 @@ class Sampler(Generic[ExampleT, BatchT]):
 
     def visited(self, steps: int) -> list[int]:
         """Return the indices of the examples that the first `steps` steps see, in ascending order."""
-        total = self.batch_size * steps if isinstance(self.batch_size, int) else self.batch_size.before(steps + 1)
-        return sorted(epoch_order(len(self.examples), 0, self.seed)[:total].tolist())
+        return sorted(epoch_order(len(self.examples), 0, self.seed)[: self.drawn(steps)].tolist())
+
+    def drawn(self, steps: int) -> int:
+        """Return the number of examples that the first `steps` steps take, each as often as it is taken."""
+        return self.batch_size * steps if isinstance(self.batch_size, int) else self.batch_size.before(steps + 1)
 
     def __call__(self, step: int) -> list[BatchT]:
         chosen = step_indices(step, len(self.examples), self.batch_size, self.seed)

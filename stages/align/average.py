@@ -141,6 +141,8 @@ def _searched(
         run.progress(number + 1, len(trials), "weights")
     best = max(range(len(trials)), key=lambda number: (scores[number], -number))
     run.metric("development_prompts", len(answering.rows))
+    run.metric("checker_calls", answering.answers * (config.search.reward != "reward_model"))
+    run.metric("sampled_tokens", answering.tokens)
     run.metric("development_score", scores[best])
     run.metric("development_score_of_equal_weights", scores[0])
     points: list[tuple[Any, float]] = [(" ".join(f"{w:.2f}" for w in t), s) for t, s in sorted(zip(trials, scores, strict=True))]
@@ -179,6 +181,7 @@ class _Development:
         numbers = [load_model(one, "scalar", frozen=True)[0] for one in used]
         self._rewards = rewards_of(scorer, numbers, self.rows, self._ids, tokenizer, SCORED_TOKENS, search.floor, search.ensemble)
         stop, seed = tokenizer.stop_ids, run.seed("development")
+        self.answers = self.tokens = 0
         self._params = SamplingParams(temperature=search.temperature, max_tokens=search.max_tokens, stop=stop, seed=seed)
 
     def center(self, network: Transformer) -> float:
@@ -194,4 +197,7 @@ class _Development:
     def _answers(self, network: Transformer) -> list[list[Completion]]:
         from puna.models.generation import Engine
 
-        return Engine(network, self._tokenizer).generate(self._ids, self._params)
+        found = Engine(network, self._tokenizer).generate(self._ids, self._params)
+        self.answers += sum(map(len, found))
+        self.tokens += sum(len(one.tokens) for some in found for one in some)
+        return found

@@ -151,6 +151,8 @@ def _fit(
         length=lambda i: max(map(len, rows[i])), micro_batch_tokens=training.compute.micro_batch_tokens, seed=run.seed("order"),
     )  # fmt: skip
     settings = training.train_config(len(rows))
+    answers = sum(len(example.answers) for row in rows for example in row)
+    run.metric("trained_answers", sampler.drawn(settings.steps) * answers / len(rows))
     visited = sampler.visited(settings.steps)
     examples = [example for column in zip(*(rows[i] for i in visited), strict=True) for example in column]
     values = reference.of(model, examples)

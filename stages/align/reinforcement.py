@@ -150,9 +150,24 @@ def _optimize(
     if scorer is not None:
         scorer.report()
     write_log(log, run)
+    _budget(log, config, run)
     _against_kl(log, run)
     report_ends(log, ("score", "gold", "kl", "entropy", "explained_variance"), run)
     save_model(model, tokenizer, run.folder)
+
+
+def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageRun) -> None:
+    """Record the updates and what they were given; answers that are asked for again count as if that happened each time."""
+    each = config.prompts * config.answers
+    drawn = each * (1 + getattr(config, "resample", 0))
+    center = config.reward == "product" and config.center == "start"
+    # Scores that are only watched are checks, too.
+    watched = config.scored and config.reward == "reward_model"
+    checks = drawn * len(log) * (config.reward != "reward_model") + each * center + each * sum("gold" in row for row in log) * watched
+    run.metric("checker_calls", checks)
+    run.metric("sampled_tokens", sum(row["answer_tokens"] for row in log) * drawn)
+    run.metric("updates", len(log) * config.epochs * config.minibatches)
+    run.metric("trained_answers", len(log) * config.epochs * each)
 
 
 def _centered(rewards: Rewards, policy: Transformer, asked: Ids, stop: Sequence[int], config: RolloutsConfig, run: StageRun) -> Rewards:

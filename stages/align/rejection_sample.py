@@ -37,6 +37,8 @@ class RejectionSampleConfig(BadRowsConfig, SeededConfig):
         "prompt's verifier calls right, and none where there is none",
     )
 
+    correct: bool = Field(False, description="The reward model chooses among the answers alone that the prompt's verifier calls right")
+    most: int = Field(1, ge=1, description="Different answers to take for each prompt, the first choice first")
     ensemble: Ensemble = Field("mean", description=ENSEMBLE)
     models: int = Field(0, ge=0, description="Use the answers of this many of the models only, best mean reward first; 0: all")
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
@@ -52,7 +54,7 @@ def needs(config: RejectionSampleConfig, facts: Facts) -> list[str]:
 def rejection_sample(
     answers: Answers, reward_model: list[Model] | None, prompts: Prompts, config: RejectionSampleConfig, run: StageRun
 ) -> None:
-    """Choose one finished answer for each prompt: the one with the highest reward (Llama 3, section 4.2.2), or see `pick`.
+    """Choose one finished answer for each prompt, or several: the one with the highest reward (Llama 3, section 4.2.2), or see `pick`.
 
     Side tables: `scores` holds, per instruction, `agreement` (the share of the prompt's answers with the same text) and, where the
     reward model picks, `reward`, which each answer has, too; `dropped` the prompts whose answers were all cut off
@@ -69,10 +71,12 @@ def rejection_sample(
             raise PunaError(f"rejection_sample: {NO_REWARD_MODEL}")
         candidates = _scored(candidates, asked, reward_model, config, bad, run)
         candidates = _best_models(candidates, config.models)
-    picked = {key: best for key, group in candidates.items() if (best := _picked(key, group, config)) is not None}
-    rows, scores = [], []
-    for key, best in picked.items():
-        name, answer = identifier(config.source, key), answer_message(best["text"].strip())
+    picked = {key: some for key, group in candidates.items() if (some := _picked(key, group, config))}
+    rows: list[Row] = []
+    scores: list[Row] = []
+    for key, best in ((key, one) for key, some in picked.items() for one in some):
+        text = best["text"].strip()
+        name, answer = identifier(config.source, key, *([text] if config.most > 1 else [])), answer_message(text)
         row = instruction(name, key, asked[key], answer, config.source, best.get("reward"))
         texts = Counter(a["text"].strip() for a in candidates[key])
         agreement = texts[best["text"].strip()] / len(candidates[key])
@@ -80,30 +84,37 @@ def rejection_sample(
         scores.append({"id": row["id"], "name": "agreement", "value": agreement})
         if config.pick == "reward_model":
             scores.append({"id": row["id"], "name": "reward", "value": best["reward"]})
-            scores += [{"id": a["id"], "name": "reward", "value": a["reward"]} for a in candidates[key]]
+    if config.pick == "reward_model":
+        scores += [{"id": a["id"], "name": "reward", "value": a["reward"]} for key in picked for a in candidates[key]]
     dropped = bad.dropped
     for key in sorted(set(groups) - set(picked) - {row["id"] for row in dropped}):
         # No answer came to its end; or some did, but none of them is right, or of the models that were chosen.
         left = "none_right" if key in candidates else "unselected_models"
         rule, count = (left, len(finished[key])) if finished[key] else ("unfinished", len(groups[key]))
         dropped.append({"id": key, "rule": rule, "value": float(count), "threshold": None, "detail": shown(messages_of(asked[key]))})
-    run.count_input(len(groups))
+    # Of a prompt with several answers to learn, each counts.
+    run.count_input(len(rows) + len(dropped))
     run.write_rows(rows)
     run.write_rows(scores, "scores")
     run.write_rows(dropped, "dropped")
-    _report(candidates, picked, run)
+    _report(candidates, {key: some[0] for key, some in picked.items()}, run)
 
 
-def _picked(key: str, group: list[Row], config: RejectionSampleConfig) -> Row | None:
-    """Return the chosen answer of a prompt, None if no answer is right."""
-    if config.pick == "reward_model":
-        return max(group, key=lambda a: (a["reward"], a["id"]))
-    if config.pick == "verifier":
+def _picked(key: str, group: list[Row], config: RejectionSampleConfig) -> list[Row]:
+    """Return the chosen answers of a prompt, each text once; none if no answer is right."""
+    if config.pick == "verifier" or config.correct:
         group = [a for a in group if is_correct(a["gold"])]
-    elif config.pick == "majority":
+    if config.pick == "majority":
         texts = Counter(a["text"].strip() for a in group)
         group = [a for a in group if texts[a["text"].strip()] == max(texts.values())]
-    return min(group, key=lambda a: hashed(config.seed, "pick", key, a["id"]), default=None)
+    if config.pick == "reward_model":
+        ranked = sorted(group, key=lambda a: (a["reward"], a["id"]), reverse=True)
+    else:
+        ranked = sorted(group, key=lambda a: hashed(config.seed, "pick", key, a["id"]))
+    by_text: dict[str, Row] = {}
+    for answer in ranked:
+        by_text.setdefault(answer["text"].strip(), answer)
+    return list(by_text.values())[: config.most]
 
 
 def _scored(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import pyarrow.compute as pc
 from pydantic import Field
 
 from puna.models.memory.workload import Work
@@ -107,17 +109,20 @@ def sample(
     if len({model.data_digest for model in models}) < len(models):
         raise PunaError("sample: the same model is given twice; preferences need answers of different models")
     scorer = Scorer(rows, config.scoring, run, judges or ())
-    bad = BadRows(config, "sample")
+    bad, spent = BadRows(config, "sample"), Counter[str]()
     for number, model in enumerate(models):
         asked = list(bad.rendered(rows, partial(prompt_ids, tokenizer_of(model))))
         bad.check_left(len(asked), f"{len(rows)} prompts")
-        _answer(model, asked, scorer, config, run, number, len(models), draft)
+        spent.update(_answer(model, asked, scorer, config, run, number, len(models), draft))
     for endpoint in config.endpoints:
-        _ask(Endpoint(endpoint, run), rows, scorer, bad, config, run)
+        spent["checker_calls"] += _ask(Endpoint(endpoint, run), rows, scorer, bad, config, run)
     bad.write(run)
     scorer.report()
     if config.endpoints and config.scoring.endpoint is None:  # a table of all that this run asked, which the scorer has written else
         Endpoint(config.endpoints[0], run).write()
+    run.metric("checker_calls", spent["checker_calls"])
+    if not config.endpoints:  # models elsewhere do not say how their texts are cut
+        run.metric("sampled_tokens", spent["sampled_tokens"])
     run.metric("prompts", len(rows))
 
 
@@ -128,8 +133,9 @@ Asked = tuple[dict[str, Any], list[int]]
 def _answer(
     artifact: Artifact, asked: Sequence[Asked], scorer: Scorer, config: SampleConfig, run: StageRun, number: int, models: int,
     draft: Artifact | None,
-) -> None:  # fmt: skip
-    """Write a model's answers, STRETCH prompts at a time."""
+) -> Counter[str]:  # fmt: skip
+    """Write a model's answers, STRETCH prompts at a time; return the answers that were checked, and the tokens."""
+    spent: Counter[str] = Counter()
     total = len(asked) * config.answers
     params = _params(tokenizer_of(artifact), config, artifact.data_digest, run, guesses(config.serving.speculate, draft))
     right = scored = finished = 0
@@ -163,7 +169,9 @@ def _answer(
         def make(stretch: Sequence[Asked] = asked[start : start + STRETCH], progress: Progress = progress) -> list[dict[str, Any]]:
             return _generate(artifact.data_digest, engine(), stretch, scorer, params, run, progress)
 
-        made = run.once(f"{artifact.data_digest}-{start:09d}", make, ["gold", "finished"])
+        made = run.once(f"{artifact.data_digest}-{start:09d}", make, ["gold", "finished", "tokens"])
+        spent["checker_calls"] += len(made) - made["gold"].null_count
+        spent["sampled_tokens"] += pc.sum(pc.list_value_length(made["tokens"])).as_py() or 0
         gold, whole = made["gold"].to_pylist(), made["finished"].to_pylist()
         right += sum(map(is_correct, map(ended, gold, whole)))
         scored += len(made) - made["gold"].null_count
@@ -171,10 +179,11 @@ def _answer(
     if scored:
         run.metric(f"accuracy_{artifact.data_digest[:12]}", right / scored)
     run.metric(f"finished_{artifact.data_digest[:12]}", finished / total)
+    return spent
 
 
-def _ask(endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad: BadRows, config: SampleConfig, run: StageRun) -> None:
-    """Write the answers of a model elsewhere."""
+def _ask(endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad: BadRows, config: SampleConfig, run: StageRun) -> int:
+    """Write the answers of a model elsewhere. Return how many of them were scored."""
     from puna.models.generation import Completion
 
     name, slug = endpoint.config.name, re.sub(r"\W+", "_", endpoint.config.name)
@@ -197,6 +206,7 @@ def _ask(endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad
     if scored := [value for value in gold if value is not None]:
         run.metric(f"accuracy_{slug}", sum(map(is_correct, scored)) / len(scored))
     run.metric(f"finished_{slug}", sum(reply.finished for _, some in answered for reply in some) / (len(answered) * config.answers))
+    return len(scored)
 
 
 def replies_of(

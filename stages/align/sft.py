@@ -35,6 +35,7 @@ def sft(model: Model, instructions: list[Instructions], config: SftConfig, run: 
     bad.check_left(len(examples), f"{len(rows)} training instructions")
     bad.write(run)
     run.metric("instructions", len(rows) - len(bad.dropped))
+    examples = joined(examples, config.answers_together, config.training.compute.micro_batch_tokens)
     config = config.lengthened(len(examples))
     if config.engine == "trl":
         from puna.stages.training.trl_engine import hub_tokenizer, train_sft
@@ -69,12 +70,28 @@ def render_rows(tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], config: Sf
     return [example for _, examples in rendered for example in examples]
 
 
+def joined(examples: Sequence[Example], most: int, tokens: int) -> list[Example]:
+    """Return the examples with at most `most` answers to one prompt in each, and at most so many tokens."""
+    whole: list[Example] = []
+    last: dict[tuple[int, ...], int] = {}
+    for one in examples:
+        at = last.get(tuple(one.prompt))
+        if at is None or len(whole[at].answers) >= most or len(whole[at]) + sum(map(len, one.answers)) > tokens:
+            last[tuple(one.prompt)] = len(whole)
+            whole.append(one)
+        else:
+            whole[at] = Example(one.prompt, [*whole[at].answers, *one.answers], [*whole[at].masks, *one.masks], [])
+    return whole
+
+
 def _train(model: Transformer, examples: list[Example], config: SftConfig, run: StageRun) -> None:
     from puna.models.training.objectives import Sft
     from puna.models.training.packing import Sampler
 
     training, size = config.training, config.training.compute.micro_batch_tokens
     sampler = Sampler(examples, training.batch_size, collate, length=len, micro_batch_tokens=size, seed=run.seed("order"))
+    steps = training.train_config(len(examples)).steps
+    run.metric("trained_answers", sampler.drawn(steps) * sum(len(one.answers) for one in examples) / len(examples))
     with adapted(model, config, run) as scales, noised(model, config.neftune_alpha, sum(map(len, examples)) / len(examples)):
         fit(model, Sft(), sampler, training.train_config(len(examples)), run, scales)
 

@@ -72,7 +72,12 @@ class AdaptableConfig(AdapterConfig):
 class SftConfig(AdaptableConfig):
     """Settings of fine-tuning."""
 
-    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one instruction")
+    training: TrainingSettings = Field(
+        TrainingSettings(), description="Optimisation; an example is one instruction, or several to one prompt, see `answers_together`"
+    )
+    answers_together: int = Field(
+        1, ge=1, le=1024, description="Most answers to one prompt that make one example, in which the prompt is computed once"
+    )
     neftune_alpha: float = Field(
         0.0,
         ge=0,
@@ -88,6 +93,8 @@ class SftConfig(AdaptableConfig):
     def _noise_has_an_engine(self) -> Self:
         if self.engine == "trl" and self.neftune_alpha:
             raise ValueError("neftune_alpha needs engine puna: TRL's trainer is not given it")
+        if self.engine == "trl" and self.answers_together > 1:
+            raise ValueError("answers_together needs engine puna: TRL's trainer reads each answer with a prompt of its own")
         return self
 
     def lengthened(self, examples: int) -> Self:

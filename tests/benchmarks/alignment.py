@@ -1,117 +1,144 @@
-"""The demo's alignment beside its control arms, over several seeds: what each round and each part of it earns.
+"""The demo's alignment beside its control arms on seeds drawn from the date: what a round earns over arms with as large a budget.
 
     puna run pipeline --recipe demo --store STORE --set rounds=0        # a base model, once
-    python tests/benchmarks/alignment.py --store STORE --model base@latest --seeds 1 2 3 --json
+    python tests/benchmarks/alignment.py --store STORE --model base@latest --seeds 5 --json
 
-Each figure is of right answers (`accuracy`) and of those that are right and liked (`liked`), which the recipe is for.
+Each seed draws other prompts, other held-out digits and other answers; the base model is one. Every seed that is run is reported. Gains
+are paired differences over the held-out questions of all seeds, with their 95 % interval over questions, and by seed: seeds differ more
+than questions do. A control has as many checker calls, labels, sampled tokens, updates and trained answers as the round, or more.
 
-Each seed draws other prompts, other held-out structures and other answers; the base model is one. With --json: the smallest gains
-over the seeds, their means and standard errors over seeds, and every arm's share by seed. Runs are resumed; CPU seconds are those that
-the stages took when they were made.
+`lookup_right_max`: most right answers of a gold answer that is repeated, no model. `budget_ratio_min`: smallest budget of an arm that
+is called a control over the round's. `round_over_before`, `round_over_equal_checks`, `round_over_equal_cpu`: right answers of the round
+over the policy that it begins with, the strongest control, and the strongest arm with as many CPU seconds. `taste_over_equal_checks`:
+answers right and liked, over the strongest finetuning on checked answers, ranked by the same reward model or not. `second_round_gain`:
+of the second round over the first, right, and right and liked.
+
+Runs are resumed. CPU seconds are those that the stages took when their artifacts were written: compare arms of one machine and load.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
-import statistics
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / ".pkg"))
 
 from puna.flows.report import arms  # noqa: E402
-from puna.flows.report.arms import METRICS  # noqa: E402
+from puna.flows.report.arms import Arms  # noqa: E402
+from puna.stages.prompts.lookups import REPEATED, answers_without_model  # noqa: E402
 from puna.stages.training.intervals import paired  # noqa: E402
 from puna.storage import Artifact, Store  # noqa: E402
 
-ROUND, TASTE = "the round over its strongest control", "RL on the taste over its strongest control"
-PICK = "the reward model's pick over a random one"
+FINETUNED = ("checked", "ranked", "iterated", "best_of_n")
+CONTROLS = (*FINETUNED, "half")
+Choice = Callable[[Arms], str | None]
 
 
-def run(seed: int, store: Path, model: str, recipe: str) -> dict[str, Any]:
-    """The arms of one seed's rounds, their claims, and the CPU seconds of its stages."""
+def drawn(day: datetime.date, count: int) -> list[int]:
+    """Return the first `count` seeds of a day."""
+    random = Random(day.isoformat())
+    return [random.randrange(1_000_000) for _ in range(count)]
+
+
+def run(seed: int, store: Path, model: str, changes: Sequence[str]) -> dict[str, Artifact]:
+    """Run the flow `align` of the demo with a seed; return its artifacts by step."""
     command = [
-        sys.executable, "-m", "puna.flows.cli.main", "run", "align", "--recipe", recipe, "--store", str(store), "--input", model, "--json",
-        "--set", f"seed={seed}",
+        sys.executable, "-m", "puna.flows.cli.main", "run", "align", "--recipe", "demo", "--store", str(store), "--input", model, "--json",
+        "--workers", "1", *(word for change in (f"seed={seed}", *changes) for word in ("--set", change)),
     ]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / ".pkg")}, stdout=subprocess.PIPE, text=True, check=True
-    )
-    opened = Store.open(store)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / ".pkg")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    made = {line["step"]: opened.resolve(line["id"]) for line in lines if "step" in line}
-    return measured(seed, made)
+    opened = Store.open(store)
+    return {line["step"]: opened.resolve(line["id"]) for line in lines if "step" in line}
 
 
-def measured(seed: int, made: dict[str, Artifact]) -> dict[str, Any]:
-    """The figures of one seed, of its artifacts by step."""
-    rounds = arms.rounds((step, artifact) for step, artifact in made.items() if artifact.kind == "evaluation")
-    found: dict[str, Any] = {"seed": seed, "rounds": []}
-    for one in rounds:
-        shares = {arm: {metric: round(one.share(arm, metric).value, 4) for metric in one.metrics} for arm in one.scores}
-        claims = [{"what": c.name, "metric": c.metric, "control": c.control, "gain": c.gain, "verdict": c.verdict} for c in one.claims()]
-        found["rounds"].append({"number": one.number, "arms": shares, "claims": claims})
-    if len(rounds) > 1:
-        first, second = rounds[0].scores["round"], rounds[1].scores["round"]
-        found["second_round"] = {metric: paired(second[metric], first[metric]) for metric in rounds[1].metrics}
-    spent = {artifact.key: (step, float(artifact.manifest.timings.get("cpu_seconds", 0.0))) for step, artifact in made.items()}
-    found["cpu_seconds"] = sum(seconds for _, seconds in spent.values())
-    found["cpu_seconds_by_step"] = {step: round(seconds, 1) for step, seconds in spent.values()}
-    return found
+def strongest(metric: str, names: Sequence[str], fits: Callable[[Arms, str], bool]) -> Choice:
+    """Return a function that names a round's strongest of the arms that fit; None where there is none."""
+
+    def chosen(one: Arms) -> str | None:
+        there = [name for name in names if name in one.scores and fits(one, name)]
+        return max(there, key=lambda name: one.share(name, metric).value, default=None)
+
+    return chosen
 
 
-def gains(results: list[dict[str, Any]], what: str, number: int) -> dict[str, Any]:
-    """A claim's gain in round `number` by metric: the smallest over seeds, the mean, its standard error over seeds, all of them."""
-    claims = [claim for result in results for one in result["rounds"] if one["number"] == number for claim in one["claims"]]
-    return {metric: summary([c["gain"][0] for c in claims if c["what"] == what and c["metric"] == metric]) for metric in METRICS}
+def gain(rounds: Mapping[int, Arms], metric: str, choice: Choice) -> dict[str, Any] | None:
+    """Return the round's gain over the chosen arms, over the questions of all seeds and by seed; None where no arm fits."""
+    chosen = {seed: (one, name) for seed, one in rounds.items() if (name := choice(one)) is not None}
+    if not chosen:
+        return None
+    ours = {f"{seed}/{key}": value for seed, (one, _) in chosen.items() for key, value in one.scores["round"][metric].items()}
+    theirs = {f"{seed}/{key}": value for seed, (one, name) in chosen.items() for key, value in one.scores[name][metric].items()}
+    by_seed = {seed: {"over": name, "gain": list(one.gain("round", name, metric))} for seed, (one, name) in chosen.items()}
+    return dict(zip(("value", "low", "high"), paired(ours, theirs), strict=True)) | {"seeds": by_seed}
 
 
-def summary(values: list[float]) -> dict[str, Any]:
-    """Smallest, mean and standard error of values."""
-    if not values:
-        return {}
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-    return {"smallest": min(values), "mean": statistics.fmean(values), "standard_error": error, "seeds": values}
+def equal(one: Arms, name: str) -> bool:
+    return (one.ratio(name, "round") or 0) >= 1
+
+
+def as_many_seconds(one: Arms, name: str) -> bool:
+    other, own = one.budgets[name], one.budgets["round"]
+    return other is not None and own is not None and other.cpu_seconds >= own.cpu_seconds
+
+
+def figures(made: Mapping[int, Mapping[str, Artifact]]) -> dict[str, Any]:
+    """Return the figures of all seeds' artifacts by step."""
+    rounds = {seed: arms.rounds((s, a) for s, a in steps.items() if a.kind == "evaluation") for seed, steps in made.items()}
+    first = {seed: found[0] for seed, found in rounds.items()}
+    without = {seed: answers_without_model(steps["prompts"].read().to_pylist()) for seed, steps in made.items()}
+    ratios = [one.ratio(name, "round") or 0.0 for one in first.values() for name in CONTROLS if name in one.scores]
+    others = [name for name in arms.NAMES if name not in ("round", "before")]
+    second = {
+        seed: Arms(2, {"round": both[1].scores["round"], "first": both[0].scores["round"]}, {})
+        for seed, both in rounds.items() if len(both) > 1
+    }  # fmt: skip
+    return {
+        "lookup_right_max": max(sum(rows[name].values()) / len(rows[name]) for rows in without.values() for name in REPEATED),
+        "budget_ratio_min": min(ratios, default=None),
+        "round_over_before": gain(first, "accuracy", lambda _: "before"),
+        "round_over_equal_cpu": gain(first, "accuracy", strongest("accuracy", others, as_many_seconds)),
+        "round_over_equal_checks": gain(first, "accuracy", strongest("accuracy", CONTROLS, equal)),
+        "taste_over_equal_checks": gain(first, "liked", strongest("liked", FINETUNED, equal)),
+        "second_round_gain": {metric: gain(second, metric, lambda _: "first") for metric in arms.METRICS} if second else None,
+        "seeds_reported": list(made),
+        "without_model": {seed: {name: sum(row.values()) / len(row) for name, row in rows.items()} for seed, rows in without.items()},
+        "arms": {seed: [table(one) for one in found] for seed, found in rounds.items()},
+        "load": os.getloadavg()[0],
+    }
+
+
+def table(one: Arms) -> dict[str, Any]:
+    """Return each arm's shares and budget."""
+    return {
+        name: {metric: round(one.share(name, metric).value, 4) for metric in one.metrics}
+        | ({"budget": vars(budget) | {"answers_per_update": budget.answers_per_update}} if (budget := one.budgets.get(name)) else {})
+        for name in one.scores
+    }
 
 
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--seeds", type=int, default=5, help="how many seeds of the day")
+    parser.add_argument("--day", type=datetime.date.fromisoformat, default=datetime.date.today(), help="YYYY-MM-DD; default: today")
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--model", default="base@latest")
-    parser.add_argument("--recipe", default="demo")
+    parser.add_argument("--set", action="append", default=[], help="FIELD=VALUE of the recipe, for a search of rates on seeds of its own")
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    results = [run(seed, arguments.store, arguments.model, arguments.recipe) for seed in arguments.seeds]
-    second = [result["second_round"] for result in results if "second_round" in result]
-    figures = {
-        "round_gain_over_best_control": gains(results, ROUND, 1),
-        "second_round_over_best_control": gains(results, ROUND, 2),
-        "preference_stage_gain": {number: gains(results, TASTE, number) for number in (1, 2)},
-        "second_round_gain": {metric: summary([one[metric].value for one in second]) for metric in METRICS if second},
-        "rm_pick_over_random_pick": {number: gains(results, PICK, number) for number in (1, 2)},
-        "cpu_seconds": max(result["cpu_seconds"] for result in results),
-        "seeds": results,
-    }
-    if arguments.json:
-        print(json.dumps(figures))
-        return
-    for result in results:
-        for one in result["rounds"]:
-            print(f"seed {result['seed']}, round {one['number']}")
-            for arm, shares in one["arms"].items():
-                print(f"  {arms.NAMES.get(arm, arm):40s}" + "".join(f"  {metric} {value:.3f}" for metric, value in shares.items()))
-            for claim in one["claims"]:
-                value, low, high = claim["gain"]
-                said = f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
-                print(f"  {claim['what']}, {claim['metric']}: {said} over {claim['control']}: {claim['verdict']}")
-    print(json.dumps({name: value for name, value in figures.items() if name != "seeds"}, indent=1))
+    given = parser.parse_args()
+    result = figures({seed: run(seed, given.store, given.model, given.set) for seed in drawn(given.day, given.seeds)})
+    print(json.dumps(result, indent=None if given.json else 1))
 
 
 if __name__ == "__main__":

@@ -75,8 +75,28 @@ def test_the_aliases_of_the_pipeline() -> None:
     assert found["policy@latest"] == found["policy@round-2"] == ("average_2",)
 
 
-def test_control_arms_learn_from_what_their_round_learns_from() -> None:
+def test_arms_in_place_of_reinforcement_learning_have_as_large_a_budget() -> None:
+    """Each begins where RL begins; with 22 checks for each of 750 prompts, and as many updates as RL, in one part, in three, or half."""
     recipe = load("demo", ["rounds=1"])
+    order, rl = labels(recipe), config_of(recipe, "grpo_1")
+    assert {f"control_{name}_1" for name in ("checked", "ranked", "iterated", "half", "best_of_n")} <= set(order)
+    checks = rl.prompts * rl.answers * (rl.rollouts + 1)
+    for name, sampled in {"checked": ["equal"], "iterated": [f"iterated_{part}" for part in (1, 2, 3)]}.items():
+        tuned = [f"sft_{name if one == 'equal' else one}_1" for one in sampled]
+        assert sum(config_of(recipe, f"sample_{one}_1").answers * 750 for one in sampled) >= checks
+        assert sum(config_of(recipe, one).training.steps for one in tuned) >= rl.rollouts * rl.epochs * rl.minibatches
+        assert [inputs_of(recipe, one)["model"] for one in tuned] == [inputs_of(recipe, "grpo_1")["policy"], *((one,) for one in tuned[:-1])]
+    half = config_of(recipe, "grpo_half_1")
+    assert config_of(recipe, "sample_half_1").answers * 750 + rl.prompts * rl.answers * (half.rollouts + 1) >= checks
+    assert inputs_of(recipe, "grpo_half_1")["policy"] == ("sft_half_1",)
+    assert inputs_of(recipe, "control_best_of_n_1")["model"] == ("average_checked_1",)
+    ranked = config_of(recipe, "pick_ranked_1")
+    assert (ranked.pick, ranked.correct) == ("reward_model", True)
+    assert not [name for name in labels(load("demo", ["rounds=1", "grpo=null", "average=null"])) if "equal" in name or "iterated" in name]
+
+
+def test_control_arms_learn_from_what_their_round_learns_from() -> None:
+    recipe = load("demo", ["rounds=1", "pick={}", "sft_equal=null"])
     order = labels(recipe)
     arms = [name.removeprefix("control_").removesuffix("_1") for name in order if name.startswith("control_")]
     picks = [f"pick_{name}" for name in ("reward_model", "random", "majority", "verifier")]
@@ -134,7 +154,7 @@ def test_a_round_without_a_reward_model_has_no_arms_of_it() -> None:
 
 
 def test_dpo_in_place_of_rl_learns_from_answers_of_the_finetuned_model_where_told() -> None:
-    recipe = load("demo", ["rounds=1", "sample_instead={answers: 4}"])
+    recipe = load("demo", ["rounds=1", "sample_instead={answers: 4}", "pick={}"])
     assert inputs_of(recipe, "sample_instead_1")["models"] == ("sft_1",) and config_of(recipe, "sample_instead_1").answers == 4
     own = inputs_of(recipe, "preferences_instead_1")
     assert own == {**inputs_of(recipe, "preferences_1"), "answers": ("sample_instead_1",)}
@@ -145,7 +165,7 @@ def test_dpo_in_place_of_rl_learns_from_answers_of_the_finetuned_model_where_tol
     checked = inputs_of(recipe, "sft_pick_verifier_1")
     assert inputs_of(recipe, "sft_pick_instead_1") == {**checked, "instructions": (*checked["instructions"], "pick_instead_1")}
     assert config_of(recipe, "sft_pick_instead_1") == config_of(recipe, "sft_pick_verifier_1")
-    assert not [name for name in labels(load("demo", ["rounds=1", "sample_instead={}", "pick=null"])) if "pick" in name]
+    assert not [name for name in labels(load("demo", ["rounds=1", "sample_instead={}", "sft_equal=null"])) if "pick" in name]
     assert "sample_instead_1" not in labels(load("demo", ["rounds=1"]))
     assert not [name for name in labels(load("demo", ["rounds=1", "dpo_instead=null"])) if "instead" in name]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pyarrow as pa
 import pytest
@@ -11,14 +12,34 @@ from puna.flows.report import arms
 from puna.storage import Artifact
 
 
-class Evaluation:
-    """Stands for an artifact: 100 prompts, of which those from `first` on, `right` of them, are answered rightly."""
+class Made:
+    """Stands for an artifact of a stage with metrics, and for the record of it as an input."""
 
-    def __init__(self, right: int, first: int = 0, liked: int | None = None) -> None:
+    every: ClassVar[dict[str, Made]] = {}
+
+    def __init__(self, stage: str, inputs: tuple[Made, ...] = (), rows: int = 0, seconds: float = 0, **metrics: float) -> None:
+        self.kind, self.key, self.files = "preferences" if stage == "preferences" else "model", f"{stage}{len(self.every)}", None
+        self.manifest = SimpleNamespace(inputs=inputs, stage=stage, metrics=metrics, timings={"cpu_seconds": seconds})
+        self._rows = rows
+        self.every[self.key] = self
+
+    def rows(self) -> int:
+        return self._rows
+
+
+class Evaluation:
+    """Stands for an artifact: 100 prompts, of which those from `first` on, `right` of them, are answered rightly.
+
+    `of`: the artifact that was evaluated.
+    """
+
+    def __init__(self, right: int, first: int = 0, liked: int | None = None, of: Made | None = None) -> None:
         rows: list[dict[str, Any]] = [{"id": f"{i}", "name": "score", "value": 1.0 if first <= i < first + right else 0.3} for i in range(100)]
         if liked is not None:
             rows += [{"id": f"{i}", "name": "liked", "value": float(i < liked)} for i in range(100)]
         self.tables, self._rows = {"scores": None}, rows
+        self.key, self.files = str(id(self)), None
+        self.manifest = SimpleNamespace(inputs=[of] if of else [], stage="evaluate")
 
     def read(self, table: str) -> pa.Table:
         return pa.Table.from_pylist(self._rows)
@@ -63,3 +84,32 @@ def test_a_part_that_costs_is_told_and_metrics_are_those_of_all_arms() -> None:
     (mixed,) = found(evaluate_round_1=Evaluation(40), control_gold_1=Evaluation(10, liked=0))
     assert mixed.metrics == ["accuracy"]
     assert found(evaluate_round_1=Evaluation(40)) == []
+
+
+def test_a_gain_is_earned_only_over_a_control_with_as_large_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RL has 100 + 900 checks, 40 labels, 5,000 + 9,000 tokens, 10 + 20 updates on 160 + 640 answers, whichever lineage they come by."""
+    monkeypatch.setattr(arms, "Artifact", lambda kind, key, files: Made.every[key])
+    first = Made("sft", steps=50, trained_answers=800, seconds=9)
+    sampled = Made("sample", (first,), checker_calls=100, sampled_tokens=5000)
+    pairs = Made("preferences", (sampled,), rows=40)
+    tuned = Made("sft", (first, pairs), steps=10, trained_answers=160, trained_tokens=70, seconds=1)
+    policy = Made("grpo", (tuned, pairs), steps=5, updates=20, trained_answers=640, checker_calls=900, sampled_tokens=9000, seconds=4)
+
+    def control(checks: int, answers: int) -> Made:
+        more = Made("sample", (tuned,), checker_calls=checks, sampled_tokens=9000)
+        return Made("sft", (tuned, more), steps=20, trained_answers=answers)
+
+    def claimed(**controls: Evaluation) -> arms.Claim:
+        (one,) = found(evaluate_sft=Evaluation(20, of=first), evaluate_round_1=Evaluation(60, of=policy), **controls)
+        assert one.budgets["round"] == arms.Budget(1000, 40, 14000, 30, 800, 70, 5) and one.budgets["before"] == arms.Budget()
+        return next(claim for claim in one.claims() if claim.name == "the round over its strongest control")
+
+    # The strongest has a tenth of the checks: it is no control where another has all of them.
+    both = claimed(control_gold_1=Evaluation(55, of=control(0, 640)), control_checked_1=Evaluation(30, of=control(900, 640)))
+    assert (both.control, both.budget_ratio, both.verdict) == ("checked", 1.0, "earned")
+    small = claimed(control_gold_1=Evaluation(30, of=control(0, 640)))
+    assert (small.budget_ratio, small.verdict) == (0.1, "more, for a larger budget")
+    # Of as many checks, a fifth fewer answers in the updates: 640 of 800.
+    assert claimed(control_checked_1=Evaluation(30, of=control(900, 480))).budget_ratio == pytest.approx(0.8)
+    unknown = claimed(control_checked_1=Evaluation(30, of=Made("sample", (first,))))
+    assert (unknown.budget_ratio, unknown.verdict) == (None, "more, budgets unknown")

@@ -22,9 +22,11 @@ from puna.stages.align.reinforcement import PpoConfig, ppo
 from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sample import SampleConfig, sample
+from puna.stages.align.sft import sft
 from puna.stages.contract import Facts, InputFacts, StageRun, execute, parse, stage
-from puna.stages.conversations import answering, asking, messages_of
+from puna.stages.conversations import answering, asking, messages_of, prompt_ids
 from puna.stages.prompts.prompts import PromptsConfig, prompts
+from puna.stages.training.settings import SftConfig
 from puna.stages.verifiers.registry import from_text
 from puna.stages.verifiers.scoring import question_of
 from puna.storage import Artifact, PunaError, Store
@@ -236,6 +238,50 @@ def test_the_best_by_reward_is_picked_and_agreement_counted(tmp_path: Path, tiny
         if name in first and first[name]["text"] == "no no":
             best = next(r for r in made.read().to_pylist() if r["prompt_id"] == first[name]["prompt_id"])
             assert values["reward"] < best["score"]
+
+
+def test_the_reward_model_ranks_right_answers_alone(tmp_path: Path, tiny_model: Tiny) -> None:
+    """Each prompt's right number among all numbers; without `correct` the two of the highest rewards, each text once."""
+    store = Store.open(tmp_path)
+    questions = asked(store)
+    right = {row["id"]: str(row["reference"]) for row in questions.read().to_pylist() if row["split"] == "train"}
+    given = answers(store, questions, {"A": [(f"{n} " * (n % 2 + 1), True) for n in range(-9, 19)] + [("3", True), ("no", True)]})
+    inputs = {"answers": given, "reward_model": scorer(store, tiny_model(store)), "prompts": questions}
+
+    def picked(**settings: Any) -> tuple[Artifact, dict[str, set[str]]]:
+        made, texts = execute(rejection_sample, RejectionSampleConfig(**settings), inputs, store), dict[str, set[str]]()
+        for row in made.read().to_pylist():
+            texts.setdefault(row["prompt_id"], set()).add(str(messages_of(row)[-1]["content"]))
+        return made, texts
+
+    assert all(score(prompt, text) == 1 for prompt in questions.read().to_pylist() for text in picked(correct=True, most=5)[1].get(prompt["id"], ()))
+    made, texts = picked(most=2)
+    assert set(texts) == set(right) and all(len(some) == 2 for some in texts.values())
+    rewards = {row["id"]: row["value"] for row in made.read("scores").to_pylist() if row["name"] == "reward"}
+    by_text = {(row["prompt_id"], row["text"].strip()): rewards[row["id"]] for row in given.read().to_pylist()}
+    for key, some in texts.items():
+        assert {by_text[key, text] for text in some} == set(sorted((v for (prompt, _), v in by_text.items() if prompt == key))[-2:])
+
+
+def test_answers_learned_together_are_learned_as_apart(tmp_path: Path, tiny_model: Tiny) -> None:
+    """One step on all of them: the same weights but for rounding, with the tokens of each prompt once and not four times."""
+    store = Store.open(tmp_path)
+    start, questions = tiny_model(store), asked(store)
+    given = answers(store, questions, {"A": [("1", True), ("no no", True), ("5 5", True), ("7", True)]})
+    data = execute(rejection_sample, RejectionSampleConfig(pick="random", most=4), {"answers": given, "prompts": questions}, store)
+
+    def tuned(together: int) -> Artifact:
+        training = {"steps": 1, "batch_size": 24 // together, "schedule": {"learning_rate": 0.01, "warmup_steps": 0}}
+        return execute(sft, SftConfig(answers_together=together, training=training), {"model": start, "instructions": [data]}, store)
+
+    apart, joined = tuned(1), tuned(4)
+    assert apart.manifest.metrics["trained_answers"] == joined.manifest.metrics["trained_answers"] == 24
+    prompts_read = sum(len(prompt_ids(Tokenizer.load(start.path()), row)) for row in questions.read().to_pylist() if row["split"] == "train")
+    assert apart.manifest.metrics["trained_tokens"] - joined.manifest.metrics["trained_tokens"] == 3 * prompts_read
+    before, one, other = (load(model.path()).state_dict() for model in (start, apart, joined))
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, atol=2e-4, rtol=0)
+    assert any((one[name] - before[name]).abs().max() > 5e-3 for name in one)
 
 
 def test_several_reward_models_pick_together(tmp_path: Path, tiny_model: Tiny) -> None:

@@ -245,6 +245,12 @@ def test_picks_take_what_they_say(tmp_path: Path) -> None:
         texts[pick] = [content_of(row) for row in made.read().to_pylist()]
         assert len(texts[pick]) == 40
     assert set(texts["majority"]) == {"2 4"} and set(texts["verifier"]) == {"2 4", "2 6", "4 6"} and set(texts["random"]) == set(TEXTS)
+    many = execute(rejection_sample, RejectionSampleConfig(pick="verifier", most=9), given, store)
+    by_prompt: dict[str, list[str]] = {}
+    for row in many.read().to_pylist():
+        by_prompt.setdefault(row["prompt_id"], []).append(content_of(row))
+    # All right answers, each text once; "2 4" was given twice.
+    assert len(by_prompt) == 40 and all(sorted(some) == ["2 4", "2 6", "4 6"] for some in by_prompt.values())
     with pytest.raises(PunaError, match="pick=reward_model needs a reward_model"):
         execute(rejection_sample, RejectionSampleConfig(), given, store)
 
