@@ -12,7 +12,7 @@ from puna.flows.html.scale import Point
 from puna.flows.html.svg import draw, grid
 from puna.flows.report.run import Run, Step
 
-EXPERIMENTS = ("mix_experiment", "scaling_law", "anneal_experiment")
+EXPERIMENTS = ("mix_experiment", "ladder", "law", "choose_size", "anneal_experiment")
 CORPUS_KINDS = ("pages", "documents", "signals", "mixture", "tokenizer", "tokens")
 SMOOTHED_FROM = 40
 PLAIN = ("step", "tokens", "seconds")

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from puna.models.config import ModelShape
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
 from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageConfig, StageRun, Tokenizer, stage
-from puna.stages.training import scaling_laws
+from puna.stages.training import mixing_laws
 from puna.stages.training.corpus import check_mixture
 from puna.stages.training.intervals import Interval, evaluation_row, mean
 from puna.stages.training.packed import mean_loss
@@ -114,15 +114,15 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
     pools = build_pools(documents, split, groups, tokenizer, sizes, run)
     natural = np.array([group.bytes for group in groups], dtype=np.float64)
     natural /= natural.sum()
-    design = scaling_laws.simplex_design(len(groups), config.trials - 1, config.min_share, run.generator("design"))
+    design = mixing_laws.simplex_design(len(groups), config.trials - 1, config.min_share, run.generator("design"))
     mixtures = [("natural", natural, 0), *((f"design {i + 1}", shares, 0) for i, shares in enumerate(design))]
     trials = _trained(mixtures, 0, pools, config, vocabulary.vocab_size, vocabulary.begin, run)
     shares = np.array([trial.shares for trial in trials])
     losses = np.array([trial.losses for trial in trials])
     target = _target(config.target, groups, natural)
-    fitted = [scaling_laws.fit_mixing_law(shares, losses[:, i]) for i in range(len(groups))]
+    fitted = [mixing_laws.fit_mixing_law(shares, losses[:, i]) for i in range(len(groups))]
     low, high = np.full(len(groups), config.min_share), np.full(len(groups), config.max_share)
-    best = scaling_laws.best_mixture(fitted, target, low, high)
+    best = mixing_laws.best_mixture(fitted, target, low, high)
     compared = [("optimum", best, 0)]
     for repeat in range(1, config.repeats):
         compared += [(f"natural, seed {repeat + 1}", natural, repeat), (f"optimum, seed {repeat + 1}", best, repeat)]
@@ -141,7 +141,7 @@ def _one_category(group: Group, run: StageRun) -> None:
     run.write_rows([{"category": name, "weight": 1.0} for name in group.members], "weights")
 
 
-def _target(target: Target, groups: Sequence[Group], natural: scaling_laws.Floats) -> scaling_laws.Floats:
+def _target(target: Target, groups: Sequence[Group], natural: mixing_laws.Floats) -> mixing_laws.Floats:
     """Return the weights of the groups' losses, adding up to 1."""
     names = [group.name for group in groups]
     unknown = sorted(set(target.categories) - set(names))
@@ -172,7 +172,7 @@ class Trial:
 
 
 def _trained(
-    mixtures: Sequence[tuple[str, scaling_laws.Floats, int]],
+    mixtures: Sequence[tuple[str, mixing_laws.Floats, int]],
     first: int,
     pools: PoolRows,
     config: MixExperimentConfig,
@@ -207,7 +207,7 @@ def _trial(
 # --- results --------------------------------------------------------------------------------------------
 
 
-def _write(trials: Sequence[Trial], groups: Sequence[Group], target: scaling_laws.Floats, used: Trial, run: StageRun) -> None:
+def _write(trials: Sequence[Trial], groups: Sequence[Group], target: mixing_laws.Floats, used: Trial, run: StageRun) -> None:
     rows, names = [], [group.name for group in groups]
     for trial in sorted(trials, key=lambda trial: trial.number):
         details = {"shares": dict(zip(names, trial.shares, strict=True)), "losses": dict(zip(names, trial.losses, strict=True))}
@@ -229,15 +229,15 @@ def _report(
     gain: Interval,
     repeats: int,
     groups: Sequence[Group],
-    target: scaling_laws.Floats,
-    fitted: list[scaling_laws.MixingLaw],
+    target: mixing_laws.Floats,
+    fitted: list[mixing_laws.MixingLaw],
     run: StageRun,
 ) -> None:
     """Report the trials, the laws fitted to `tried` (the natural mixture first), and the gain of the optimum."""
     natural, names = tried[0], [group.name for group in groups]
     shares, losses = np.array([t.shares for t in tried]), np.array([t.losses for t in tried])
     best = np.array(optimum.shares)
-    left_out = np.array([scaling_laws.left_out_errors(shares, losses[:, i]) for i in range(len(groups))])
+    left_out = np.array([mixing_laws.left_out_errors(shares, losses[:, i]) for i in range(len(groups))])
     rows: list[dict[str, Any]] = []
     for i, name in enumerate(names):
         values = {

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,9 @@ from puna.storage import Artifact
 from puna.storage.work import write_text
 
 if TYPE_CHECKING:
-    from puna.models.config import ModelConfig
+    from torch import Tensor
+
+    from puna.models.config import ModelConfig, ModelShape
     from puna.models.training.settings import TrainConfig
     from puna.models.transformer import Transformer
 
@@ -59,17 +61,29 @@ def fresh(shape: ModelConfig, seed: int) -> Transformer:
 
 def trained(
     model: Transformer, name: str, batches: Callable[[int], Any], lengths: Callable[[int], Sequence[int]], settings: TrainConfig, seed: int,
-    state: Path,
+    state: Path, moments: Mapping[str, Tensor] | None = None,
 ) -> Proxy:  # fmt: skip
-    """Train a model in place. `lengths` gives a step's document lengths, for the cost; `state` is the folder of checkpoints."""
+    """Train a model in place. `lengths` gives a step's document lengths, for the cost; `state` is the folder of checkpoints.
+
+    moments: state of the optimizer to go on with; None: it begins anew.
+    """
     from puna.models import accounting
     from puna.models.training.loop import train
     from puna.models.training.objectives import LanguageModeling
 
     with divergence_named(name):
-        log = train(model, LanguageModeling(), batches, settings, seed, state)
+        log = train(model, LanguageModeling(), batches, settings, seed, state, state=moments)
     flops = sum(accounting.training_flops(model.config, lengths(step)) for step in range(1, settings.steps + 1))
     return Proxy(model, int(sum(row["tokens"] for row in log)), float(flops), float(sum(row["seconds"] for row in log)))
+
+
+def moments_in(state: Path) -> dict[str, Tensor]:
+    """Return the optimizer's state at the end of a training whose checkpoints lie in `state`."""
+    from puna.models.training.state import load_state
+
+    saved = load_state(state)
+    assert saved is not None  # `train` saves its last step
+    return {name: value for name, value in saved[0].items() if name.startswith("state.")}
 
 
 def run_trials(
@@ -112,3 +126,28 @@ def set_aside(tokens: Artifact, share: float, wanted: int) -> tuple[Packed, NDAr
     """Return packed tokens, and the mask of their pieces set aside to measure the loss on (`Packed.validation`)."""
     packed = Packed.read(tokens)
     return packed, packed.validation(share, wanted)
+
+
+def resized(shape: ModelShape, width: int) -> ModelShape:
+    """Return the shape at another width: layers, heads and feed-forward in proportion, heads about as wide."""
+    share = width / shape.hidden_size
+    head = shape.head_dim or shape.hidden_size // shape.num_attention_heads
+    heads = max(1, round(width / head))
+    if width % (2 * heads):
+        raise ValueError(f"width {width} does not divide into {heads} heads of an even width")
+    if shape.mla is not None or shape.sliding_layers is not None:
+        raise ValueError("models with mla or sliding_layers are not resized: their parts have sizes of their own")
+    groups = heads * shape.num_key_value_heads // shape.num_attention_heads
+    moe = shape.moe and shape.moe.replace(moe_intermediate_size=max(8, 8 * round(shape.moe.moe_intermediate_size * share / 8)))
+    return shape.replace(
+        hidden_size=width,
+        intermediate_size=max(8, 8 * round(shape.intermediate_size * share / 8)),
+        # One layer alone cannot copy (it has no induction heads): its loss would lie on another line.
+        num_hidden_layers=max(min(2, shape.num_hidden_layers), round(shape.num_hidden_layers * share)),
+        num_attention_heads=heads,
+        num_key_value_heads=groups if groups and heads % groups == 0 else 1,
+        head_dim=width // heads,
+        moe=moe,
+        # Matrices keep the size of what they pass on: the usual 1 / sqrt(width).
+        initializer_range=min(1.0, shape.initializer_range * share**-0.5),
+    )

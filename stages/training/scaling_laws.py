@@ -1,210 +1,320 @@
-"""Laws fitted to small runs: loss against compute, and loss against the mixture of the data.
-
-Both are linear in all but one or two numbers, so each fit is a search over those with a linear
-least-squares problem inside (variable projection, Golub and Pereyra 1973): no starting point to choose and
-no iteration that can fail.
-"""
+"""Laws of the loss, fitted to small runs: the surface over parameters and tokens, IsoFLOP parabolas, and accuracy from likelihood."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 
+from puna.stages.training.intervals import Z95, student
+
 Floats = npt.NDArray[np.float64]
+HUBER = 1e-3
+"""Residual in the logarithm of the loss from which on its weight falls (Hoffmann et al. 2022, appendix D.3)."""
+FEWEST = 6
+"""Points that a surface of five numbers is fitted to at least."""
 
 
-# --- loss against compute -------------------------------------------------------------------------------
+# --- the surface ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class PowerLaw:
-    """L(C) = floor + scale * (C / unit) ** -exponent, with floor and scale not negative."""
+class Surfaces:
+    """M laws L(N, D) = E + A / N^alpha + B / D^beta, nats per token; each field is [M]."""
 
-    floor: float
-    scale: float
+    floor: Floats
+    parameter_scale: Floats
+    parameter_exponent: Floats
+    token_scale: Floats
+    token_exponent: Floats
+
+    def __call__(self, parameters: npt.ArrayLike, tokens: npt.ArrayLike) -> Floats:
+        """Return the losses [M, n] at parameters [n] and tokens [n]."""
+        n, d = (np.log(np.asarray(values, dtype=np.float64))[None, :] for values in (parameters, tokens))
+        a, b = (np.log(np.maximum(scale, 1e-300))[:, None] for scale in (self.parameter_scale, self.token_scale))
+        return np.asarray(
+            self.floor[:, None] + np.exp(a - self.parameter_exponent[:, None] * n) + np.exp(b - self.token_exponent[:, None] * d)
+        )
+
+    def __getitem__(self, rows: slice | npt.NDArray[np.bool_]) -> Surfaces:
+        return Surfaces(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+    def best_parameters(self, flops: float) -> Floats:
+        """Return the parameters [M] of the lowest loss at so many operations, 6 per parameter and token."""
+        a, b, s, t = self.parameter_exponent, self.token_exponent, self.parameter_scale, self.token_scale
+        return np.asarray((a * s / (b * t)) ** (1 / (a + b)) * (flops / 6) ** (b / (a + b)))
+
+
+def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Floats, weights: Floats | None = None) -> Surfaces:
+    """Fit M surfaces to losses [M, n] at parameters [n] and tokens [n]; `weights` [M, n]: how much a point counts.
+
+    The least sum of Huber's losses of the errors in the logarithm, from many starts (Hoffmann et al. 2022): by Levenberg and Marquardt's
+    steps on reweighted squares, all fits side by side. ValueError where a fit has fewer than six points.
+    """
+    n, d = (np.log(np.asarray(values, dtype=np.float64)) for values in (parameters, tokens))
+    y = np.log(losses)
+    w = np.ones_like(y) if weights is None else weights
+    if (w > 0).sum(1).min() < FEWEST:
+        raise ValueError(f"a surface needs at least {FEWEST} points, not {int((w > 0).sum(1).min())}")
+    centre, middle = n.mean(), d.mean()
+    starts = _starts(float(y.mean()))
+    # Every start on the first fit; on the others, which differ from it little, the best three of them.
+    found, costs = _descend(starts, n - centre, d - middle, np.repeat(y[:1], len(starts), 0), np.repeat(w[:1], len(starts), 0))
+    order = np.argsort(costs)[:1]
+    tries = np.concatenate([found[order], starts[[0, len(starts) // 2]]])
+    best, lowest = np.zeros((len(y), 5)), np.full(len(y), np.inf)
+    for start in tries:
+        found, costs = _descend(np.repeat(start[None], len(y), 0), n - centre, d - middle, y, w)
+        better = costs < lowest
+        best[better], lowest[better] = found[better], costs[better]
+    e, a, b, alpha, beta = np.concatenate([best[:, :3], np.exp(best[:, 3:])], 1).T
+    return Surfaces(np.exp(e), np.exp(a + alpha * centre), alpha, np.exp(b + beta * middle), beta)
+
+
+EXPONENTS = (0.05, 2.0)
+"""Bounds of both exponents: beyond them few points cannot tell a power from a constant, or from a step."""
+
+
+def _starts(level: float) -> Floats:
+    """Return starts [S, 5]: logarithms of E, of A and B in units of the points' middle, and of the exponents."""
+    shares = ((0.2, 0.4, 0.4), (0.5, 0.25, 0.25), (0.8, 0.1, 0.1), (0.4, 0.5, 0.1), (0.4, 0.1, 0.5))
+    exponents = (0.15, 0.35, 0.8)
+    rows = [
+        [*(level + math.log(share) for share in some), math.log(a), math.log(b)] for some, a, b in product(shares, exponents, exponents)
+    ]
+    return np.array(rows)
+
+
+def _descend(theta: Floats, n: Floats, d: Floats, y: Floats, w: Floats, steps: int = 60) -> tuple[Floats, Floats]:
+    """Return fitted rows [M, 5] and their costs [M], from starts [M, 5]."""
+    theta, damping = theta.copy(), np.full(len(theta), 1e-2)
+    residual, slopes = _model(theta, n, d, y)
+    cost = _huber(residual, w)
+    for _ in range(steps):
+        weight = w / np.maximum(np.abs(residual) / HUBER, 1.0)
+        gradient = np.einsum("mnp,mn->mp", slopes, weight * residual)
+        curvature = np.einsum("mnp,mn,mnq->mpq", slopes, weight, slopes)
+        ridge = damping[:, None] * np.einsum("mpp->mp", curvature) + 1e-12
+        step = np.linalg.solve(curvature + ridge[:, :, None] * np.eye(5), -gradient[:, :, None])[:, :, 0]
+        moved = theta + np.clip(step, -1, 1)
+        moved[:, 3:] = np.clip(moved[:, 3:], *np.log(EXPONENTS))
+        other, others = _model(moved, n, d, y)
+        reached = _huber(other, w)
+        better = reached < cost
+        theta[better], residual[better], slopes[better], cost[better] = moved[better], other[better], others[better], reached[better]
+        damping = np.where(better, damping * 0.3, damping * 5).clip(1e-9, 1e9)
+    return theta, cost
+
+
+def _model(theta: Floats, n: Floats, d: Floats, y: Floats) -> tuple[Floats, Floats]:
+    """Return the errors in the logarithm [M, n] and their slopes [M, n, 5]."""
+    alpha, beta = np.exp(theta[:, 3:4]), np.exp(theta[:, 4:5])
+    terms = np.exp(np.stack([theta[:, 0:1] + 0 * n, theta[:, 1:2] - alpha * n, theta[:, 2:3] - beta * d]))
+    total = terms.sum(0)
+    e, a, b = terms / total
+    return np.log(total) - y, np.stack([e, a, b, -alpha * n * a, -beta * d * b], -1)
+
+
+def _huber(residual: Floats, w: Floats) -> Floats:
+    size = np.abs(residual) / HUBER
+    return np.asarray((w * np.where(size < 1, size**2 / 2, size - 0.5)).sum(1))
+
+
+# --- forecasts ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Points:
+    """Measured points of a ladder, each field [n]: parameters (output layer included), tokens, operations, loss in nats per token."""
+
+    parameters: Floats
+    tokens: Floats
+    flops: Floats
+    loss: Floats
+
+    def __getitem__(self, rows: npt.NDArray[np.bool_]) -> Points:
+        return Points(self.parameters[rows], self.tokens[rows], self.flops[rows], self.loss[rows])
+
+    def __len__(self) -> int:
+        return len(self.loss)
+
+    @property
+    def budgets(self) -> npt.NDArray[np.int64]:
+        """Return each point's budget, [n]: doublings of the operations, 0 the highest, negative below."""
+        return np.asarray(-np.floor(np.log2(self.flops.max() / self.flops) + 1e-9), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Backtest:
+    """A known budget forecast from the points below it: its operations and those of the highest point below, mean losses."""
+
+    flops: float
+    below: float
+    predicted: float
+    measured: float
+
+    @property
+    def slope(self) -> float:
+        """Return the absolute error of the logarithm per unit of the logarithm of the operations."""
+        return abs(math.log(self.predicted / self.measured)) / math.log(self.flops / self.below)
+
+
+@dataclass(frozen=True)
+class Forecaster:
+    """The surface through all points, and what its error is judged by."""
+
+    points: Points
+    surface: Surfaces
+    draws: Surfaces
+    noise: Floats
+    dropped: Surfaces | None
+    backtests: tuple[Backtest, ...]
+
+    def statistical(self, parameters: float, tokens: float) -> tuple[float, float, float]:
+        """Return the loss of one more run, and its 95 % interval if the surface is the truth (residual bootstrap)."""
+        value = float(self.surface([parameters], [tokens])[0, 0])
+        samples = self.draws([parameters], [tokens])[:, 0] * np.exp(self.noise)
+        low, high = np.quantile(samples, [0.025, 0.975])
+        return value, float(low), float(high)
+
+    def at(self, parameters: float, tokens: float, flops: float) -> tuple[float, float, float]:
+        """Return (loss, low, high) of a run: the union of three intervals.
+
+        The bootstrap's; the forecast without the lowest budget; and the largest error of forecasting a known budget from those below,
+        grown in proportion to the distance in the logarithm of the operations.
+        """
+        value, low, high = self.statistical(parameters, tokens)
+        ends = [low, high]
+        if self.dropped is not None:
+            ends.append(float(self.dropped([parameters], [tokens])[0, 0]))
+        if self.backtests:
+            distance = max(0.0, math.log(flops / self.points.flops.max()))
+            error = max(test.slope for test in self.backtests) * distance
+            ends += [value * math.exp(-error), value * math.exp(error)]
+        return value, min(ends), max(ends)
+
+
+def forecaster(points: Points, draws: int, generator: np.random.Generator) -> Forecaster:
+    """Fit the surface, `draws` bootstrap copies of it, the one without the lowest budget, and those of the backtests."""
+    n, d = points.parameters, points.tokens
+    surface = fit_surfaces(n, d, points.loss[None])
+    fitted = surface(n, d)[0]
+    residuals = np.log(points.loss / fitted)
+    # Five numbers are fitted, and the noise is known from the rest alone: Student's t widens what a normal distribution would give.
+    free = max(len(points) - 5, 1)
+    residuals = (residuals - residuals.mean()) * math.sqrt(len(points) / free) * student(free) / Z95
+    drawn = fit_surfaces(n, d, fitted * np.exp(generator.choice(residuals, (draws, len(points)))))
+    budgets = points.budgets
+    kept = budgets > budgets.min()
+    dropped = fit_surfaces(*_some(points, kept)) if kept.sum() >= FEWEST else None
+    backtests = tuple(_backtest(points, budgets, budget) for budget in np.unique(budgets) if (budgets < budget).sum() >= FEWEST)
+    return Forecaster(points, surface, drawn, generator.choice(residuals, draws), dropped, backtests)
+
+
+def _some(points: Points, rows: npt.NDArray[np.bool_]) -> tuple[Floats, Floats, Floats]:
+    some = points[rows]
+    return some.parameters, some.tokens, some.loss[None]
+
+
+def _backtest(points: Points, budgets: npt.NDArray[np.int64], budget: int) -> Backtest:
+    below, own = points[budgets < budget], points[budgets == budget]
+    predicted = fit_surfaces(below.parameters, below.tokens, below.loss[None])(own.parameters, own.tokens)[0]
+    means = [math.exp(float(np.log(values).mean())) for values in (own.flops, predicted, own.loss)]
+    return Backtest(means[0], float(below.flops.max()), means[1], means[2])
+
+
+# --- IsoFLOP parabolas ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Power:
+    """factor * x ** exponent."""
+
+    factor: float
     exponent: float
-    unit: float
 
-    def __call__(self, compute: npt.ArrayLike) -> Floats:
-        x = np.asarray(compute, dtype=np.float64) / self.unit
-        return np.asarray(self.floor + self.scale * x**-self.exponent, dtype=np.float64)
+    def __call__(self, x: float) -> float:
+        return float(self.factor * x**self.exponent)
 
 
-EXPONENTS = np.geomspace(0.01, 2.0, 400)
-
-
-def fit_power_law(compute: npt.ArrayLike, loss: npt.ArrayLike) -> PowerLaw:
-    """Fit a least-squares power law to at least three points of (compute, loss)."""
-    x, y = np.asarray(compute, dtype=np.float64), np.asarray(loss, dtype=np.float64)
-    if len(x) < 3 or len(x) != len(y):
-        raise ValueError(f"a power law needs at least 3 points of compute and loss, not {len(x)} and {len(y)}")
-    unit = float(np.exp(np.log(x).mean()))
-    coarse = float(_power_laws(x / unit, y[None, :], EXPONENTS)[0, 2])
-    ratio = EXPONENTS[1] / EXPONENTS[0]
-    floor, scale, exponent = _power_laws(x / unit, y[None, :], np.geomspace(coarse / ratio, coarse * ratio, 400))[0]
-    return PowerLaw(float(floor), float(scale), float(exponent), unit)
-
-
-def _power_laws(x: Floats, ys: Floats, exponents: Floats) -> Floats:
-    """Return (floor, scale, exponent) of the best law for each row of losses ys [B, n] at x [n]."""
-    n = len(x)
-    best = np.full(len(ys), np.inf)
-    found = np.zeros((len(ys), 3))
-    for exponent in exponents:
-        z = x**-exponent
-        spread = z - z.mean()
-        variance = float(spread @ spread)
-        if variance <= 0.0:
-            continue
-        scale = ys @ spread / variance
-        floor = ys.mean(1) - scale * z.mean()
-        # The loss of data cannot be negative at infinite compute: on that side the best floor is 0.
-        through_zero = floor < 0
-        scale = np.where(through_zero, ys @ z / float(z @ z), scale)
-        floor = np.where(through_zero, 0.0, floor)
-        falls = scale > 0
-        scale, floor = np.where(falls, scale, 0.0), np.where(falls, floor, ys.mean(1))
-        error = ((ys - floor[:, None] - scale[:, None] * z) ** 2).sum(1) / n
-        better = error < best
-        best = np.where(better, error, best)
-        found[better] = np.stack([floor, scale, np.full(len(ys), exponent)], 1)[better]
-    return found
-
-
-def predict(
-    compute: npt.ArrayLike, loss: npt.ArrayLike, target: float, draws: int, generator: np.random.Generator
-) -> tuple[float, float, float]:
-    """Return (loss, low, high): the law's prediction at compute `target`, with a 95 % interval.
-
-    The interval is that of one more run there: residuals, widened for the three numbers fitted, are drawn
-    again onto the law, the law is fitted again, and a residual is added to what it says (residual bootstrap,
-    Efron and Tibshirani 1993, chapter 9).
-    """
-    x, y = np.asarray(compute, dtype=np.float64), np.asarray(loss, dtype=np.float64)
-    law = fit_power_law(x, y)
-    residuals = y - law(x)
-    residuals = (residuals - residuals.mean()) * np.sqrt(len(x) / max(len(x) - 3, 1))
-    drawn = law(x)[None, :] + generator.choice(residuals, (draws, len(x)))
-    floor, scale, exponent = _power_laws(x / law.unit, drawn, EXPONENTS).T
-    samples = floor + scale * (target / law.unit) ** -exponent + generator.choice(residuals, draws)
-    low, high = np.quantile(samples, [0.025, 0.975])
-    return float(law(target)), float(low), float(high)
-
-
-# --- loss against the mixture ---------------------------------------------------------------------------
+def fit_power(x: npt.ArrayLike, y: npt.ArrayLike) -> Power:
+    """Fit a least-squares line to the logarithms of at least two points."""
+    exponent, level = np.polyfit(np.log(np.asarray(x, dtype=np.float64)), np.log(np.asarray(y, dtype=np.float64)), 1)
+    return Power(math.exp(float(level)), float(exponent))
 
 
 @dataclass(frozen=True)
-class MixingLaw:
-    """L(r) = floor + exp(slopes @ r) of one category's loss, r the shares of all categories.
+class Parabola:
+    """The loss over the logarithm of the parameters at one budget: points [k], coefficients, and the minimum."""
 
-    Data mixing laws (Ye et al. 2024, arXiv 2403.16952), where the law reads c + k exp(t @ r). Shares add up
-    to one, so a constant added to all t is a factor on k: here k is inside the slopes.
+    flops: float
+    parameters: Floats
+    losses: Floats
+    coefficients: Floats
+
+    @property
+    def best(self) -> tuple[float, float] | None:
+        """Return parameters and loss of the minimum; None where it does not lie among the points."""
+        a, b, _ = self.coefficients
+        if a <= 0:
+            return None
+        at = -b / (2 * a)
+        inside = math.log(self.parameters.min()) <= at <= math.log(self.parameters.max())
+        return (math.exp(at), float(np.polyval(self.coefficients, at))) if inside else None
+
+
+def parabolas(points: Points, spacing: float = 1.4) -> list[Parabola]:
+    """Return IsoFLOP parabolas at the points' own budgets where at least three shapes reach (Llama 3, section 3.2.1).
+
+    A trunk's loss between two of its points lies on a line in the logarithms, a twelfth beyond its ends too. `spacing`: least ratio of
+    two budgets.
     """
-
-    floor: float
-    slopes: Floats
-
-    def __call__(self, shares: Floats) -> Floats:
-        """Return losses [n] at mixtures [n, M] (or one loss at [M])."""
-        return np.asarray(self.floor + np.exp(shares @ self.slopes), dtype=np.float64)
-
-
-FLOORS = np.linspace(0.0, 0.98, 50)
-
-
-def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
-    """Fit a law to losses [n] at mixtures [n, M]; it takes at least M + 1 mixtures.
-
-    For a given floor the logarithm of the rest is linear in the shares; each point is weighed by the square
-    of that rest, which makes an error in the logarithm one in the loss.
-    """
-    r, y = np.asarray(shares, dtype=np.float64), np.asarray(loss, dtype=np.float64)
-    if r.ndim != 2 or len(r) != len(y) or len(r) < r.shape[1] + 1:
-        raise ValueError(f"a mixing law over {r.shape[-1]} categories needs at least {r.shape[-1] + 1} mixtures, not {len(y)}")
-    if y.min() <= 0:
-        raise ValueError("a mixing law needs positive losses")
-    best, found = np.inf, MixingLaw(0.0, np.zeros(r.shape[1]))
-    for share in FLOORS:
-        floor = float(share * y.min())
-        rest = y - floor
-        slopes = np.linalg.lstsq(r * rest[:, None], np.log(rest) * rest, rcond=None)[0]
-        law = MixingLaw(floor, slopes.astype(np.float64))
-        error = float(((law(r) - y) ** 2).sum())
-        # A higher floor has to be better by more than rounding: losses that do not change keep it at 0.
-        if error < best - 1e-12 * float(y @ y):
-            best, found = error, law
-    return found
+    found: list[Parabola] = []
+    trunks = [points[points.parameters == size] for size in np.unique(points.parameters)]
+    for level in np.sort(points.flops)[::-1]:
+        if found and level * spacing > found[-1].flops:
+            continue
+        reach = [trunk for trunk in trunks if trunk.flops.min() / 1.09 <= level <= trunk.flops.max() * 1.09]
+        if len(reach) >= 3:
+            sizes = np.array([trunk.parameters[0] for trunk in reach])
+            losses = np.array([_between(trunk, level) for trunk in reach])
+            found.append(Parabola(float(level), sizes, losses, np.polyfit(np.log(sizes), losses, 2)))
+    return found[::-1]
 
 
-def left_out_errors(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Floats:
-    """Return the leave-one-out errors [n]: the prediction of the law through all other mixtures less the measured loss."""
-    r, y = np.asarray(shares, dtype=np.float64), np.asarray(loss, dtype=np.float64)
-    errors = np.empty(len(y))
-    for i in range(len(y)):
-        others = np.arange(len(y)) != i
-        errors[i] = fit_mixing_law(r[others], y[others])(r[i]) - y[i]
-    return errors
+def _between(trunk: Points, flops: float) -> float:
+    order = np.argsort(trunk.flops)
+    x, y = np.log(trunk.flops[order]), np.log(trunk.loss[order])
+    return float(np.exp(np.interp(math.log(flops), x, y)))
 
 
-def best_mixture(laws: list[MixingLaw], target: npt.ArrayLike, least: npt.ArrayLike, most: npt.ArrayLike) -> Floats:
-    """Return the shares in least..most that minimise sum_i target_i L_i(shares).
-
-    Each law is convex in the shares, and so is their sum: projected gradient descent with a shrinking step
-    finds the one minimum.
-    """
-    weights, low, high = (np.asarray(v, dtype=np.float64) for v in (target, least, most))
-    if low.sum() > 1 + 1e-9 or high.sum() < 1 - 1e-9 or (low > high).any():
-        raise ValueError(f"no mixture lies within the bounds: least adds up to {low.sum():.3f}, most to {high.sum():.3f}")
-
-    def value(r: Floats) -> float:
-        return float(sum(w * law(r) for w, law in zip(weights, laws, strict=True)))
-
-    shares = project(np.full(len(laws), 1.0 / len(laws)), low, high)
-    step, current = 1.0, value(shares)
-    for _ in range(5000):
-        slope: Any = sum(w * np.exp(shares @ law.slopes) * law.slopes for w, law in zip(weights, laws, strict=True))
-        moved = project(shares - step * slope, low, high)
-        reached = value(moved)
-        if reached < current:
-            if current - reached < 1e-14:
-                break
-            shares, current, step = moved, reached, step * 1.5
-        else:
-            step *= 0.5
-            if step < 1e-12:
-                break
-    return shares
+# --- accuracy -------------------------------------------------------------------------------------------
 
 
-def project(point: Floats, low: Floats, high: Floats) -> Floats:
-    """Return the nearest point of the simplex slice {low <= r <= high, sum r = 1}: a shift, by bisection."""
-    below, above = float((low - point).min()), float((high - point).max())
-    for _ in range(100):
-        middle = (below + above) / 2
-        if np.clip(point + middle, low, high).sum() < 1:
-            below = middle
-        else:
-            above = middle
-    shares = np.clip(point + above, low, high)
-    return np.asarray(shares / shares.sum(), dtype=np.float64)
+@dataclass(frozen=True)
+class Sigmoid:
+    """Accuracy = chance + (1 - chance) / (1 + exp(slope * nll + level)), nll in nats per token."""
+
+    chance: float
+    slope: float
+    level: float
+
+    def __call__(self, nll: npt.ArrayLike) -> Floats:
+        x = np.asarray(nll, dtype=np.float64)
+        return np.asarray(self.chance + (1 - self.chance) / (1 + np.exp(np.clip(self.slope * x + self.level, -500, 500))))
 
 
-def simplex_design(categories: int, points: int, least: float, generator: np.random.Generator) -> Floats:
-    """Return mixtures [points, M] that cover the simplex with every share at least `least`.
-
-    First the M mixtures that lean to one category each and the even one, then, one after the other, the
-    candidate farthest from all chosen so far (a maximin design).
-    """
-    if not 0 <= least * categories < 1:
-        raise ValueError(f"{categories} categories cannot all have a share of at least {least}")
-    room = 1 - least * categories
-    chosen = [*(least + room * np.eye(categories)), np.full(categories, 1.0 / categories)]
-    candidates = least + room * generator.dirichlet(np.ones(categories), 2000)
-    while len(chosen) < points:
-        distances = np.min([((candidates - mixture) ** 2).sum(1) for mixture in chosen], axis=0)
-        chosen.append(candidates[int(distances.argmax())])
-    return np.asarray(chosen[:points], dtype=np.float64)
+def fit_sigmoid(nll: npt.ArrayLike, accuracy: npt.ArrayLike, chance: float) -> Sigmoid:
+    """Fit accuracy from the right option's likelihood: logistic regression of the share above chance, by reweighted squares."""
+    x = np.asarray(nll, dtype=np.float64)
+    share = np.clip((np.asarray(accuracy, dtype=np.float64) - chance) / (1 - chance), 1e-4, 1 - 1e-4)
+    design = np.stack([x, np.ones_like(x)], 1)
+    line = np.linalg.lstsq(design, np.log(1 / share - 1), rcond=None)[0]
+    for _ in range(50):
+        p = 1 / (1 + np.exp(np.clip(design @ line, -500, 500)))
+        weight = np.maximum(p * (1 - p), 1e-9)
+        line = np.linalg.lstsq(design * np.sqrt(weight)[:, None], (design @ line - (share - p) / weight) * np.sqrt(weight), rcond=None)[0]
+    return Sigmoid(chance, float(line[0]), float(line[1]))

@@ -31,9 +31,7 @@ SMALL = [
     "tokenize.sequence_length=32",
     "pretrain.model={hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}",
     "pretrain.phases=[{name: initial, steps: 4, rows_per_step: 1, schedule: {warmup_steps: 1}}]", "pretrain.validation_tokens=100",
-    "scaling_law.model={hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}",
-    "scaling_law.phase={name: initial, steps: 4, rows_per_step: 1, schedule: {warmup_steps: 1, anneal_steps: 0, average: 0}}", "scaling_law.widths=[8, 12, 16, 24]",
-    "scaling_law.validation_tokens=100",
+    "ladder=null",
     "evaluate_base.pages={max_bytes: 4000, questions: 0, continuations: 0}",
     "prompts.train=1", "prompts.heldout=1", "prompts.draws=50",
     "evaluate_base.answers={prompts_per_task: 1, max_tokens: 2}",
@@ -94,7 +92,7 @@ def test_nothing_trained_depends_on_held_out_text(tmp_path: Path) -> None:
             pretrain(documents, domains, experiments(documents, domains, [documents]), [documents])
         made.append(maker.made)
     one, two = made
-    assert set(one) == {"prompts", "split", "tokenizer", "mix_experiment", "mix", "tokenize", "scaling_law", "pretrain", "evaluate_base"}
+    assert set(one) == {"prompts", "split", "tokenizer", "mix_experiment", "mix", "tokenize", "pretrain", "evaluate_base"}
     for name in set(one) - {"evaluate_base"}:
         assert one[name].data_digest == two[name].data_digest, name
     bits = [steps["evaluate_base"].manifest.metrics["document_bits_per_byte"] for steps in made]

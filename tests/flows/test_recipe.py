@@ -455,8 +455,8 @@ def test_aliases_that_stand_for_billions_of_values_are_refused(tmp_path: Path) -
 
 
 def test_a_change_to_one_use_of_an_alias_leaves_the_others(tmp_path: Path) -> None:
-    changed = load("demo", ["scaling_law.model.hidden_size=256"])
-    assert config_of(changed, "scaling_law").model.hidden_size == 256 and config_of(changed, "pretrain").model.hidden_size == 128
+    changed = load("demo", ["ladder.model.hidden_size=256"])
+    assert config_of(changed, "ladder").model.hidden_size == 256 and config_of(changed, "pretrain").model.hidden_size == 128
 
 
 def test_values_are_yaml() -> None:

@@ -22,7 +22,7 @@ POOL = ["grass", "llama", "wind", "stone", "the", "of", "and", "river", "model",
 NAV = "Share this page\n"
 KINDS = {
     "prompts": "prompts", "ingest": "pages", "language": "signals", "heuristics": "signals", "quality": "signals", "domains": "signals",
-    "tokenizer": "tokenizer", "split": "mixture", "mix": "mixture", "tokenize": "tokens", "mix_experiment": "evaluation", "scaling_law": "evaluation",
+    "tokenizer": "tokenizer", "split": "mixture", "mix": "mixture", "tokenize": "tokens", "mix_experiment": "evaluation", "law": "evaluation",
     "evaluate": "evaluation", "instructions": "instructions", "rejection_sample": "instructions", "data_quality": "instructions",
     "sample": "answers", "preferences": "preferences", "pretrain": "model", "sft": "model", "dpo": "model", "ppo": "model",
     "reward_model": "model", "average": "model",
@@ -189,7 +189,7 @@ def pretrained(b: Built) -> None:
                  runs=[(f, 2.02 + 40 * f**-0.12) for f in flops[:20:4]], predicted=[(1e16, 2.5)])  # fmt: skip
     given = {"tokens": tokens, "tokenizer": vocabulary}
     found = rows("task metric value low high n", [("law", "floor", 2.0, None, None, 5)])
-    b.add("scaling_law", given, seconds=50, figures={"law": law}, metrics={"predicted_loss": 2.48}, evaluation=found)
+    b.add("law", given, seconds=50, figures={"law": law}, metrics={"floor": 2.0}, evaluation=found)
     curve = figure(
         "Pretraining loss", "tokens", "nats per token", "line", training=[(4096.0 * s, 2 + 5 / math.sqrt(s)) for s in range(1, 300)]
     )

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from puna.stages.contract import execute
 from puna.stages.experiments import mix_experiment as module
 from puna.stages.experiments.mix_experiment import MixExperimentConfig, Target, mix_experiment
-from puna.stages.training import scaling_laws
+from puna.stages.training import mixing_laws
 from puna.stages.training.packed import Packed, Reader
 from puna.stages.training.phase import SHAPE, Phase
 from puna.stages.training.pools import Mixed, PoolRows, Pools
@@ -46,8 +46,8 @@ def test_results_follow_from_the_trials(store, corpus) -> None:
     details = [json.loads(trial["parameters"]) for trial in trials]
     shares = np.array([[d["shares"][n] for n in names] for d in details])
     losses = np.array([[d["losses"][n] for n in names] for d in details])
-    fitted = [scaling_laws.fit_mixing_law(shares[:-1], losses[:-1, i]) for i in range(3)]
-    best = scaling_laws.best_mixture(fitted, [1 / 3] * 3, [0.05] * 3, [0.7] * 3)
+    fitted = [mixing_laws.fit_mixing_law(shares[:-1], losses[:-1, i]) for i in range(3)]
+    best = mixing_laws.best_mixture(fitted, [1 / 3] * 3, [0.05] * 3, [0.7] * 3)
     assert shares[-1] == pytest.approx(best, abs=1e-9)
     found = results(made)
     # The recommended shares are used where their gain over the three seeds exceeds Student's interval, 4.303 standard errors.
@@ -62,7 +62,7 @@ def test_results_follow_from_the_trials(store, corpus) -> None:
     assert [weights[n] for n in names] == pytest.approx(used, abs=1e-9) and sum(weights.values()) == pytest.approx(1)
     assert found["target", "loss"] == pytest.approx(losses[-1].mean()) == made.manifest.metrics["optimum_loss"]
     assert found["target", "natural_loss"] == pytest.approx(losses[0].mean())
-    assert found["high", "left_out_error"] == pytest.approx(np.abs(scaling_laws.left_out_errors(shares[:-1], losses[:-1, 1])).mean())
+    assert found["high", "left_out_error"] == pytest.approx(np.abs(mixing_laws.left_out_errors(shares[:-1], losses[:-1, 1])).mean())
     # Half the words of the corpus are of the first category, or nearly.
     sizes = {c: sum(len(text(c, i, n)) for i, (own, n) in enumerate(ROWS) if own == c) for c in names}
     assert [found[n, "natural_weight"] for n in names] == pytest.approx([sizes[n] / sum(sizes.values()) for n in names])

@@ -15,7 +15,7 @@ from puna.models import accounting
 from puna.models.formats.checkpoint import load
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.stages.contract import execute
-from puna.stages.experiments.scaling_law import ScalingLawConfig, scaling_law
+from puna.stages.experiments.ladder import LadderConfig, ladder
 from puna.stages.pretrain import pretrain as module
 from puna.stages.pretrain.pretrain import MOMENTS as FILE
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
@@ -188,4 +188,4 @@ def test_tokens_of_a_tokenizer_of_the_same_size_are_refused(store, documents, gi
     with pytest.raises(PunaError, match=message):
         execute(pretrain, config(), wrong, store)
     with pytest.raises(PunaError, match=message):
-        execute(scaling_law, ScalingLawConfig(model=SHAPE, widths=(8, 12, 16, 24)), wrong, store)
+        execute(ladder, LadderConfig(model=SHAPE, widths=(8, 12, 16)), wrong, store)

@@ -14,7 +14,6 @@ from puna.models.training.settings import OptimizerSettings
 from puna.stages.contract import execute
 from puna.stages.experiments.anneal_experiment import AnnealExperimentConfig
 from puna.stages.experiments.mix_experiment import MixExperimentConfig
-from puna.stages.experiments.scaling_law import shortened
 from puna.stages.pretrain import pretrain as module
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
@@ -154,13 +153,3 @@ def test_wrong_options_are_refused() -> None:
         for experiment in (MixExperimentConfig, AnnealExperimentConfig):
             with pytest.raises(ValidationError, match="phase.ramp, length and until unset"):
                 experiment(phase=phase)
-
-
-def test_small_runs_ramp_in_proportion() -> None:
-    growth = ({"after_tokens": 400 * 10, "rows": 8, "length": 9}, {"after_tokens": 1200 * 10, "rows": 16})
-    phase = Phase(steps=1000, rows_per_step=4, length=5, ramp=growth)
-    short = shortened(phase, 0.25, 1.0)
-    assert (short.rows_per_step, short.length) == (2, 5) and [(pair.rows, pair.length) for pair in short.ramp] == [(4, 9), (8, None)]
-    # A quarter of the tokens in half as large steps.
-    assert short.steps == 500 and short.growth(10).starts == (1, 51, 101) and phase.growth(10).starts == (1, 101, 201)
-    assert short.growth(10).before(501) / phase.growth(10).before(1001) == pytest.approx(0.25, rel=0.01)

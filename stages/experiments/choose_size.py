@@ -1,0 +1,169 @@
+"""The size of a training run for a budget, and the forecast of its loss."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import yaml
+from pydantic import Field, model_validator
+
+from puna.models import accounting
+from puna.models.config import ModelConfig, ModelShape
+from puna.models.machine import matrix_rate
+from puna.models.parameters import matrix_parameters
+from puna.stages.contract import Evaluation, StageRun, stage
+from puna.stages.experiments.law import LawConfig, forecaster_of, read_points, task_laws
+from puna.stages.training.intervals import Interval, evaluation_row
+from puna.stages.training.proxy_runs import resized
+from puna.stages.training.scaling_laws import Forecaster, fit_power
+from puna.storage import PunaError
+
+RECIPE = "recipe.yaml"
+"""File of the artifact: what a recipe of `pretrain` needs for the size."""
+WIDEST, MULTIPLE = 32_768, 8
+"""Widths that are tried: at most, and multiples of which number."""
+
+
+class ChooseSizeConfig(LawConfig):
+    """A budget, or a size whose loss is wanted: one of `flops`, `hours` and `tokens`."""
+
+    flops: float | None = Field(None, gt=0, description="Budget in floating-point operations of the training")
+    hours: float | None = Field(None, gt=0, description="Budget in hours of the device")
+    gpu: str | None = Field(None, description="GPU of `hours` (H100, H200, A100, …) in bf16; null: this CPU")
+    tokens: int | None = Field(None, ge=1, description="Tokens of a training whose `model` is given: only the loss is forecast")
+    model: ModelShape | None = Field(None, description="Sizes of the model; null: the best of the ladder's family for the budget")
+    sequence_length: int | None = Field(
+        None, ge=2, description="Tokens of a row, which attention's share of the operations depends on; null: the ladder's"
+    )
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> ChooseSizeConfig:
+        given = [name for name in ("flops", "hours", "tokens") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give one of flops, hours and tokens, not {' and '.join(given) or 'none'}")
+        if self.tokens is not None and self.model is None:
+            raise ValueError("tokens without a model: give the model's sizes, or a budget in flops or hours")
+        if self.gpu is not None and self.hours is None:
+            raise ValueError("gpu belongs to hours: give both, or flops alone")
+        return self
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model's configuration and its tokens, with the operations of their training."""
+
+    shape: ModelConfig
+    tokens: float
+    flops: float
+
+    @property
+    def parameters(self) -> int:
+        """Parameters that multiply every token, output layer included."""
+        return matrix_parameters(self.shape)
+
+
+@stage(kind="evaluation")
+def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> None:
+    """Choose shape and tokens for a budget, and forecast the loss before the run is paid for (Llama 3, section 3.2.1).
+
+    Shapes are those of the ladder's family, each on the tokens that the budget has for it; the lowest loss of the law's surface wins.
+    The forecast's interval is the union of the bootstrap's, of the forecast without the lowest budget, and of the error of forecasting
+    known budgets, grown with the distance. `recipe.yaml` holds shape, tokens, rows and rate as `pretrain` takes them.
+    """
+    rows = read_points(law)
+    forecaster = forecaster_of(rows, config, run)
+    size = _best(_sizes(config, rows), forecaster)
+    loss = Interval(*forecaster.at(size.parameters, size.tokens, size.flops))
+    numbers = {"parameters": float(size.parameters), "tokens": size.tokens, "flops": size.flops}
+    numbers["extrapolation"] = size.flops / max(row["flops"] for row in rows)
+    for name, number in numbers.items():
+        run.metric(name, number)
+    if rows[0]["accuracy"] is not None:
+        surface, sigmoid = task_laws(rows)
+        numbers["task_loss"] = float(surface([size.parameters], [size.tokens])[0, 0])
+        numbers["accuracy"] = float(sigmoid(numbers["task_loss"]))
+    found = {"loss": loss, **numbers}
+    run.write_rows([evaluation_row("forecast", name, number, len(rows)) for name, number in found.items()])
+    run.metric("predicted_loss", loss.value)
+    run.metric("predicted_loss_low", loss.low)
+    run.metric("predicted_loss_high", loss.high)
+    run.metric("shape", f"{size.shape.num_hidden_layers} layers of width {size.shape.hidden_size}")
+    (run.folder / RECIPE).write_text(yaml.safe_dump(_recipe(size, rows), sort_keys=False), encoding="utf-8")
+
+
+def _largest(rows: Sequence[dict[str, Any]]) -> ModelConfig:
+    return ModelConfig.model_validate_json(max(rows, key=lambda row: row["parameters"])["shape"])
+
+
+def _sizes(config: ChooseSizeConfig, rows: Sequence[dict[str, Any]]) -> list[Size]:
+    """Return the sizes that the budget allows."""
+    largest = _largest(rows)
+    row = config.sequence_length or largest.max_position_embeddings
+
+    def complete(shape: ModelShape) -> ModelConfig:
+        return shape.complete(largest.vocab_size, row)
+
+    if config.model is not None:
+        shapes = [complete(config.model)]
+    else:
+        base = ModelShape(**{name: getattr(largest, name) for name in ModelShape.model_fields})
+        shapes = [complete(shape) for shape in _family(base)]
+    sizes = []
+    for shape in shapes:
+        flops = accounting.training_flops(shape, [row]) / row
+        if config.tokens is not None:
+            tokens = float(config.tokens)
+        elif config.flops is not None:
+            tokens = config.flops / flops
+        else:
+            assert config.hours is not None
+            tokens = config.hours * 3600 / _seconds(shape, row, config.gpu)
+        sizes.append(Size(shape, tokens, flops * tokens))
+    return sizes
+
+
+def _family(base: ModelShape) -> Iterator[ModelShape]:
+    """Yield the shape at all widths up to the widest, of heads that fit: steps of an eighth."""
+    width = float(MULTIPLE)
+    seen = set()
+    while width <= WIDEST:
+        fitting = MULTIPLE * round(width / MULTIPLE)
+        if fitting not in seen:
+            seen.add(fitting)
+            with contextlib.suppress(ValueError):
+                yield resized(base, fitting)
+        width *= 1.06
+
+
+def _seconds(shape: ModelConfig, row: int, gpu: str | None) -> float:
+    """Return the seconds of a token in training: by a GPU's data sheet, or by this CPU's measured matrix products."""
+    from puna.models.machine import Machine
+
+    if gpu is None:
+        return accounting.training_flops(shape, [row]) / row / matrix_rate()
+    try:
+        machine = Machine.gpu(gpu)
+    except ValueError as error:
+        raise PunaError(f"choose_size: gpu {gpu}: {error}") from error
+    return accounting.step_time(shape, [row], machine, "bf16", update=False).total / row
+
+
+def _best(sizes: Sequence[Size], forecaster: Forecaster) -> Size:
+    losses = forecaster.surface([size.parameters for size in sizes], [size.tokens for size in sizes])[0]
+    return sizes[int(np.argmin(losses))]
+
+
+def _recipe(size: Size, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a recipe needs to train the size as the ladder trained its points."""
+    given = ModelShape(**{name: getattr(size.shape, name) for name in ModelShape.model_fields})
+    parameters = [row["parameters"] for row in rows]
+    many, rate = (fit_power(parameters, [row[name] for row in rows])(size.parameters) for name in ("rows", "learning_rate"))
+    # The schedule of a ladder's points: constant, and a line to 0 at the end.
+    schedule = {"learning_rate": float(f"{rate:.3g}"), "warmup_steps": 0.02, "shape": "constant", "anneal_steps": 0.25}
+    phase = {"name": "initial", "until": round(size.tokens), "rows_per_step": max(1, round(many)), "schedule": schedule}
+    model = given.model_dump(mode="json", exclude_defaults=True)
+    return {"tokenize": {"sequence_length": size.shape.max_position_embeddings}, "pretrain": {"model": model, "phases": [phase]}}

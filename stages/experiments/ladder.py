@@ -1,0 +1,307 @@
+"""A ladder of small runs: shapes by tokens, each shape one trunk at a constant rate with a decay at every number of tokens."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from puna.models.config import ModelShape
+from puna.models.parameters import matrix_parameters
+from puna.models.training.packing import batched
+from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings, TrainConfig
+from puna.stages.contract import Figure, SeededConfig, StageRun, Tokenizer, Tokens, stage
+from puna.stages.training.intervals import evaluation_row
+from puna.stages.training.packed import Packed, Reader, mean_loss
+from puna.stages.training.phase import OPTIMIZER, SHAPE
+from puna.stages.training.proxy_runs import fresh, moments_in, remembered, resized, run_trials, set_aside, trained
+from puna.stages.training.vocabulary import check_tokens, tokenizer_of
+from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    from puna.models.config import ModelConfig
+    from puna.models.transformer import Transformer
+
+FEWEST_STEPS = 400
+"""Steps below which a run says nothing of a longer one: its loss is still that of the warm-up and of few updates."""
+PROMPT_TOKENS, OPTION_TOKENS, PARTS = 32, 12, 4
+"""A question: tokens that are given, tokens of an option, and the parts of it that wrong options exchange."""
+
+
+Question = tuple[list[int], list[list[int]]]
+"""Token ids of what is given, and of the options, the right one first."""
+
+
+class LadderConfig(SeededConfig):
+    """The shapes, their tokens, and what is tuned before."""
+
+    model: ModelShape = Field(SHAPE, description="Sizes of the largest model that a law of the ladder is for, as pretrain has them")
+    widths: tuple[int, ...] = Field((32, 48, 64, 80, 96), min_length=3, description="Widths of the small models; all else shrinks along")
+    tokens_per_parameter: float = Field(20.0, gt=0, le=10_000, description="Tokens for each parameter, output layer included, at 1")
+    multiples: tuple[float, ...] = Field((0.5, 1.0, 2.0, 4.0), min_length=1, description="Multiples of them at which a trunk decays")
+    max_flops: float | None = Field(None, gt=0, description="Largest budget of a point, 6 operations per parameter and token; null: none")
+    decay_share: float = Field(0.25, gt=0, lt=1, description="Share of a point's steps in which the rate falls in a line to 0, fraction")
+    warmup_share: float = Field(0.1, ge=0, lt=0.5, description="Share of the shortest run of a shape in which the rate rises, fraction")
+    rows: tuple[int, ...] = Field((2, 4), min_length=1, description="Rows of a step that are tried at two scales; one: it is not tuned")
+    rates: tuple[float, ...] = Field((3e-3, 6e-3, 12e-3), min_length=1, description="Learning rates tried there; one: it is not tuned")
+    optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer, as pretrain has it")
+    compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
+    validation_share: float = Field(0.01, gt=0, lt=0.5, description="Share of documents set aside, as pretrain has it, fraction")
+    validation_tokens: int = Field(40_000, ge=100, description="Tokens of those documents at most, as pretrain has it")
+    questions: int = Field(
+        0, ge=0, le=100_000, description=f"Questions with choices, built of the documents set aside: {PROMPT_TOKENS} tokens, and the next "
+        f"{OPTION_TOKENS} as they are or with parts exchanged, 4 options; 0: none"
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _design_is_possible(self) -> LadderConfig:
+        for name in ("widths", "multiples", "rows", "rates"):
+            values = getattr(self, name)
+            if min(values) <= 0 or sorted(set(values)) != list(values):
+                raise ValueError(f"{name} must be positive and rise, not {values}")
+        for width in self.widths:
+            resized(self.model, width)
+        return self
+
+
+class Rung(NamedTuple):
+    """One shape of the ladder: its configuration, rows of a step, learning rate, and the steps of its points."""
+
+    shape: ModelConfig
+    rows: int
+    rate: float
+    steps: tuple[int, ...]
+
+
+@stage(kind="evaluation")
+def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, config: LadderConfig, run: StageRun) -> None:
+    """Train small models on several numbers of tokens each, for a law of the loss (Llama 3, section 3.2.1; Bhagia et al. 2024).
+
+    A shape is trained once at a constant rate; at .5, 1, 2 and 4 times 20 tokens a parameter a copy of it decays to 0, which is a point.
+    Rows of a step and the rate are tuned before at two scales, each in runs of the shortest length; other shapes follow the power law
+    through the two best. No run has fewer than 400 steps: a budget that is too small for that is refused by name. The loss is
+    that of the documents set aside as pretrain does, and of each further `heldout` set.
+    """
+    for artifact in (tokens, *(heldout or ())):
+        check_tokens(artifact, tokenizer)
+    vocabulary = tokenizer_of(tokenizer)
+    packed, _ = set_aside(tokens, config.validation_share, config.validation_tokens)
+    shapes = [resized(config.model, width).complete(vocabulary.vocab_size, packed.row_length) for width in config.widths]
+    shared = (tokens, tuple(heldout or ()), vocabulary.begin)
+    tuned = _tuned(shapes, packed.row_length, shared, config, run)
+    rungs = [_rung(shape, *tuned.at(matrix_parameters(shape)), packed.row_length, config) for shape in shapes]
+    # The longest run first, so that no worker waits for it at the end.
+    jobs = [(f"{shape.hidden_size}", rung, run.seed("trunk", shape.hidden_size)) for shape, rung in zip(shapes, rungs, strict=True)][::-1]
+    points = [point for trial in list(run_trials(run, _trunk, jobs, *shared))[::-1] for point in trial["points"]]
+    _report(points, tuned, run)
+
+
+# --- tuning ---------------------------------------------------------------------------------------------
+
+
+class Tuned(NamedTuple):
+    """Rows and rates of one or two scales (parameters), from which all shapes' follow; the trials' losses by name; their CPU seconds."""
+
+    parameters: tuple[float, ...]
+    rows: tuple[float, ...]
+    rates: tuple[float, ...]
+    trials: dict[str, float]
+    cpu_seconds: float
+
+    def at(self, parameters: int) -> tuple[int, float]:
+        """Return rows and rate for a model with so many parameters, on the power law through the two scales."""
+        at = math.log(parameters)
+        rows, rate = (_line(np.log(self.parameters), np.log(values), at) for values in (self.rows, self.rates))
+        return max(1, round(math.exp(rows))), math.exp(rate)
+
+
+def _line(x: Any, y: Any, at: float) -> float:
+    slope = 0.0 if len(x) < 2 else (y[-1] - y[0]) / (x[-1] - x[0])
+    return float(y[0] + slope * (at - x[0]))
+
+
+def _tuned(shapes: Sequence[ModelConfig], row: int, shared: tuple[Any, ...], config: LadderConfig, run: StageRun) -> Tuned:
+    """Try the rates with the fewest rows at two scales, then the other rows with the best rate of each."""
+    if len(config.rows) == len(config.rates) == 1:
+        return Tuned((1.0,), (float(config.rows[0]),), (config.rates[0],), {}, 0.0)
+    scales, spent = [shapes[0], shapes[len(shapes) // 2]], 0.0
+    losses: list[dict[tuple[int, float], float]] = [{}, {}]
+    tries = [(i, config.rows[0], rate) for i in (0, 1) for rate in config.rates]
+    for again in (False, True):
+        if again:
+            rates = [_lowest(config.rates, [some[config.rows[0], rate] for rate in config.rates]) for some in losses]
+            tries = [(i, rows, rates[i]) for i in (0, 1) for rows in config.rows[1:]]
+        rungs = [(i, _rung(scales[i], rows, rate, row, config, 1)) for i, rows, rate in tries]
+        jobs = [(f"tuning-{i}-{rung.rows}-{rung.rate:.6g}", rung, run.seed("tuning", i)) for i, rung in rungs]
+        for (i, rung), trial in zip(rungs, run_trials(run, _trunk, jobs, *shared), strict=True):
+            losses[i][rung.rows, rung.rate] = trial["points"][0]["losses"]["validation"]
+            spent += trial["points"][0]["cpu_seconds"]
+    best = [min(some, key=some.__getitem__)[0] for some in losses]
+    names = {
+        f"width {shape.hidden_size}, {rows} rows, rate {rate:.3g}": loss
+        for shape, some in zip(scales, losses, strict=True) for (rows, rate), loss in some.items()
+    }  # fmt: skip
+    sizes = tuple(float(matrix_parameters(shape)) for shape in scales)
+    return Tuned(sizes, tuple(map(float, best)), tuple(rates), names, spent)
+
+
+def _lowest(values: Sequence[float], losses: Sequence[float]) -> float:
+    """Return the value of the lowest loss: on the parabola in the logarithm through it and its neighbours, where it has two."""
+    best = int(np.argmin(losses))
+    if not 0 < best < len(values) - 1:
+        return values[best]
+    around = slice(best - 1, best + 2)
+    a, b, _ = np.polyfit(np.log(values[around]), losses[around], 2)
+    return float(np.exp(-b / (2 * a)))
+
+
+# --- runs -----------------------------------------------------------------------------------------------
+
+
+def _rung(shape: ModelConfig, rows: int, rate: float, row: int, config: LadderConfig, points: int | None = None) -> Rung:
+    """Return a shape's run; PunaError where it has no point within the budget, or one of too few steps."""
+    parameters = matrix_parameters(shape)
+    tokens = [multiple * config.tokens_per_parameter * parameters for multiple in config.multiples][:points]
+    within = [one for one in tokens if config.max_flops is None or 6 * parameters * one <= config.max_flops]
+    steps = tuple(round(one / (rows * row)) for one in within)
+    where = f"ladder: width {shape.hidden_size} ({parameters:,} parameters)"
+    if not steps:
+        raise PunaError(f"{where} needs {6 * parameters * tokens[0]:.2g} operations for its shortest run, above max_flops="
+                        f"{config.max_flops:.2g}; leave the width out, or raise max_flops")  # fmt: skip
+    if steps[0] < FEWEST_STEPS:
+        raise PunaError(
+            f"{where} on {within[0]:,.0f} tokens has {steps[0]} steps of {rows} rows of {row} tokens, below {FEWEST_STEPS}: its loss would "
+            "say nothing of longer runs; take fewer rows, wider models, a larger first multiple or more tokens_per_parameter"
+        )
+    return Rung(shape, rows, rate, steps)
+
+
+def _trunk(
+    name: str, rung: Rung, seed: int, tokens: Artifact, heldout: tuple[Artifact, ...], begin: int, config: LadderConfig, folder: Path
+) -> dict[str, Any]:
+    """Train a shape and return its points; a point that is done is not repeated."""
+    packed, held = set_aside(tokens, config.validation_share, config.validation_tokens)
+    reader = Reader(packed, held, rung.rows, seed, begin)
+    sets = {"validation": packed.validation_pieces(held)} | {one.id: _whole(one) for one in heldout}
+    questions = _questions(sets["validation"], config.questions)
+    model, moments, at, points = fresh(rung.shape, seed), None, 0, []
+    warmup = round(config.warmup_share * rung.steps[0])
+    flops = 0.0
+    for number, steps in enumerate(rung.steps):
+        began, stem = time.process_time(), steps - max(1, round(config.decay_share * steps))
+        schedule = ScheduleSettings(learning_rate=rung.rate, warmup_steps=0 if number else warmup, shape="constant")
+        state = folder / f"trunk-{number}"
+        flops += _train(model, reader, at, stem, schedule, rung, seed, config, state, moments)
+        at, moments = stem, moments_in(state)
+        spent = time.process_time() - began
+        decay = partial(_decayed, model, reader, at, steps, rung, seed, config, moments, sets, questions, flops, spent)
+        point = remembered(folder / f"point-{number}.json", decay)
+        read = sum(sum(reader.lengths(step)) for step in range(1, steps + 1))
+        about = {"shape": rung.shape.model_dump_json(), "parameters": matrix_parameters(rung.shape), "tokens": read, "steps": steps}
+        points.append({**about, "rows": rung.rows, "learning_rate": rung.rate, "seed": seed, **point})
+    return {"name": f"width {name}", "points": points}
+
+
+def _decayed(
+    trunk: Transformer, reader: Reader, first: int, last: int, rung: Rung, seed: int, config: LadderConfig, moments: Any,
+    sets: dict[str, list[Any]], questions: list[Question], flops: float, spent: float, state: Path,
+) -> dict[str, Any]:  # fmt: skip
+    """Train a copy of the trunk while the rate falls to 0, and measure it. flops, spent: operations and CPU seconds before."""
+    began, size = time.process_time(), config.compute.micro_batch_tokens
+    branch = fresh(rung.shape, seed)
+    branch.load_state_dict(trunk.state_dict())
+    schedule = ScheduleSettings(learning_rate=rung.rate, warmup_steps=0, shape="linear")
+    flops += _train(branch, reader, first, last, schedule, rung, seed, config, state, moments)
+    losses = {name: mean_loss(branch, pieces, size) for name, pieces in sets.items()}
+    task_loss, accuracy = _answered(branch, questions, size)
+    spent += time.process_time() - began
+    return {"flops": flops, "losses": losses, "task_loss": task_loss, "accuracy": accuracy, "cpu_seconds": spent}
+
+
+def _train(
+    model: Transformer, reader: Reader, first: int, last: int, schedule: ScheduleSettings, rung: Rung, seed: int, config: LadderConfig,
+    state: Path, moments: Any,
+) -> float:  # fmt: skip
+    """Train on the steps after `first`, up to `last`; return the operations."""
+    settings = TrainConfig(steps=last - first, schedule=schedule, optimizer=config.optimizer, compute=config.compute)
+    size, what = config.compute.micro_batch_tokens, f"a model of width {rung.shape.hidden_size} at rate {rung.rate:.3g}"
+
+    def lengths(step: int) -> list[int]:
+        return reader.lengths(first + step)
+
+    return trained(model, what, lambda step: reader.batches(first + step, size), lengths, settings, seed, state, moments).flops
+
+
+def _whole(tokens: Artifact) -> list[Any]:
+    """Return the pieces of all documents of a held-out set."""
+    packed = Packed.read(tokens)
+    return packed.validation_pieces(np.ones(len(packed.owners), dtype=bool))
+
+
+# --- questions ------------------------------------------------------------------------------------------
+
+def _questions(pieces: Sequence[Any], wanted: int) -> list[Question]:
+    """Return questions from held-out documents: how does it go on, as it is or with two parts exchanged?"""
+    generator, questions = np.random.default_rng(0), list[Question]()
+    size, part = PROMPT_TOKENS + OPTION_TOKENS, OPTION_TOKENS // PARTS
+    starts = [(piece, start) for piece in pieces for start in range(0, len(piece) - size + 1, size)]
+    swaps = [(i, j) for i in range(PARTS) for j in range(i + 1, PARTS)]
+    for piece, start in starts:
+        right = piece[start + PROMPT_TOKENS : start + size].reshape(PARTS, part)
+        wrong = []
+        for i, j in (swaps[k] for k in generator.permutation(len(swaps))):
+            order = np.arange(PARTS)
+            order[[i, j]] = j, i
+            if (right[order] != right).any():
+                wrong.append(right[order].ravel().tolist())
+        if len(wrong) >= 3 and len(questions) < wanted:
+            questions.append((piece[start : start + PROMPT_TOKENS].tolist(), [right.ravel().tolist(), *wrong[:3]]))
+    if len(questions) < wanted:
+        raise PunaError(f"ladder: the documents set aside give {len(questions)} questions, not {wanted}; raise validation_tokens")
+    return questions
+
+
+def _answered(model: Transformer, questions: Sequence[Question], micro_batch_tokens: int) -> tuple[float | None, float | None]:
+    """Return the mean loss of the right options in nats per token, and the share of questions whose right option is likeliest."""
+    import torch
+
+    from puna.models.training.objectives.base import Targets, target_logprobs
+
+    if not questions:
+        return None, None
+    nats, right = 0.0, 0
+    for some in batched(questions, lambda one: len(one[0]) + sum(map(len, one[1])), micro_batch_tokens):
+        targets = Targets.from_answers([prompt for prompt, _ in some], [options for _, options in some])
+        with torch.no_grad():
+            sums = targets.sum_by_answer(target_logprobs(model, targets)).view(len(some), PARTS)
+        nats -= float(sums[:, 0].double().sum())
+        right += int((sums.argmax(1) == 0).sum())
+    return nats / (OPTION_TOKENS * len(questions)), right / len(questions)
+
+
+# --- results --------------------------------------------------------------------------------------------
+
+COLUMNS = ("shape", "parameters", "tokens", "flops", "task_loss", "accuracy", "seed", "rows", "learning_rate", "steps", "cpu_seconds")
+
+
+def _report(points: Sequence[dict[str, Any]], tuned: Tuned, run: StageRun) -> None:
+    rows, series = [], dict[str, list[tuple[Any, float]]]()
+    found = [evaluation_row("tuning", name, loss, 1) for name, loss in tuned.trials.items()]
+    for number, point in enumerate(points):
+        columns = {name: point[name] for name in COLUMNS}
+        rows += [{"point": number, "heldout": name, "loss": loss, **columns} for name, loss in point["losses"].items()]
+        loss = point["losses"]["validation"]
+        series.setdefault(f"{point['parameters']:,} parameters", []).append((point["flops"], loss))
+        found.append(evaluation_row(f"{point['parameters']:,} parameters", f"loss after {point['tokens']:,} tokens", loss, 1))
+    run.write_rows(rows, "points")
+    run.write_rows(found)
+    run.metric("points", len(points))
+    run.metric("cpu_seconds", sum(point["cpu_seconds"] for point in points) + tuned.cpu_seconds)
+    note = "One line is one trunk: each point is a decay from it."
+    run.figure("ladder", Figure("Loss of the small runs", x="operations", y="nats per token", kind="scatter", series=series, note=note))

@@ -1,0 +1,155 @@
+"""The law of the loss that a ladder's points follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from puna.stages.contract import Evaluation, Figure, SeededConfig, StageRun, stage
+from puna.stages.experiments.ladder import PARTS
+from puna.stages.training import scaling_laws
+from puna.stages.training.intervals import Interval, evaluation_row
+from puna.stages.training.scaling_laws import Forecaster, Parabola, Points, Sigmoid
+from puna.storage import Artifact, PunaError
+
+
+class LawConfig(SeededConfig):
+    """Which loss the law is of, and the draws behind its intervals."""
+
+    heldout: str = Field("validation", description="Held-out text whose loss is predicted: validation, or the id of a further one")
+    draws: int = Field(200, ge=100, le=100_000, description="Bootstrap draws behind an interval")
+
+
+@stage(kind="evaluation")
+def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
+    """Fit the law of a ladder's points: how the loss falls with parameters and tokens (Hoffmann et al. 2022; Llama 3, section 3.2.1).
+
+    The surface E + A / N^a + B / D^b is fitted to all points; IsoFLOP parabolas, where three shapes reach a budget, give the best
+    parameters of each budget. The loss of the questions' right options has a surface of its own, and accuracy is a sigmoid of it.
+    As a test of the method on what is known, each budget is forecast from the points below it. Several ladders are fitted together.
+    """
+    rows = [row for artifact in ladders for row in read_points(artifact) if row["heldout"] == config.heldout]
+    names = sorted({row["heldout"] for artifact in ladders for row in read_points(artifact)})
+    if len(rows) < scaling_laws.FEWEST:
+        raise PunaError(f"law: the ladders have {len(rows)} points of heldout={config.heldout!r}, of six numbers and more a law is made; "
+                        f"held-out texts are {', '.join(names)}")  # fmt: skip
+    run.write_rows([{**row, "point": number} for number, row in enumerate(rows)], "points")
+    forecaster = forecaster_of(rows, config, run)
+    lines = scaling_laws.parabolas(forecaster.points)
+    found = _surface_rows(forecaster) + _parabola_rows(lines, run) + _backtest_rows(forecaster)
+    run.metric("points", len(rows))
+    _law_figure(forecaster, run)
+    _parabola_figure(lines, run)
+    if rows[0]["accuracy"] is not None:
+        found += _task_rows(rows, forecaster.points, run)
+    run.write_rows(found)
+
+
+def read_points(artifact: Artifact) -> list[dict[str, Any]]:
+    if "points" not in artifact.tables:
+        raise PunaError(f"{artifact.id} has no table `points`: give an artifact of the stage ladder, not of {artifact.manifest.stage}")
+    rows: list[dict[str, Any]] = artifact.read("points").to_pylist()
+    return rows
+
+
+def points_of(rows: Sequence[dict[str, Any]], value: str = "loss") -> Points:
+    columns = (np.array([row[name] for row in rows], dtype=np.float64) for name in ("parameters", "tokens", "flops", value))
+    return Points(*columns)
+
+
+def forecaster_of(rows: Sequence[dict[str, Any]], config: LawConfig, run: StageRun) -> Forecaster:
+    return scaling_laws.forecaster(points_of(rows), config.draws, run.generator("bootstrap"))
+
+
+def _surface_rows(forecaster: Forecaster) -> list[dict[str, Any]]:
+    surface, n = forecaster.surface, len(forecaster.points)
+    residual = float(np.std(np.log(forecaster.points.loss / surface(forecaster.points.parameters, forecaster.points.tokens)[0])))
+    rows = [evaluation_row("surface", "residual of the logarithm", residual, n)]
+    for name in surface.__dataclass_fields__:
+        draws = getattr(forecaster.draws, name)
+        low, high = np.quantile(draws, [0.025, 0.975])
+        rows.append(evaluation_row("surface", name, Interval(float(getattr(surface, name)[0]), float(low), float(high)), n))
+    return rows
+
+
+def _parabola_rows(lines: Sequence[Parabola], run: StageRun) -> list[dict[str, Any]]:
+    rows, best = [], [(line.flops, *line.best) for line in lines if line.best]
+    for flops, parameters, loss in best:
+        task = f"budget {flops:.3g}"
+        rows += [evaluation_row(task, "best parameters", parameters, 1), evaluation_row(task, "loss", loss, 1)]
+    run.metric("parabolas", len(best))
+    if len(best) > 1:
+        growth = scaling_laws.fit_power([flops for flops, _, _ in best], [parameters for _, parameters, _ in best])
+        run.metric("parameters_exponent", growth.exponent)
+        run.metric("tokens_exponent", 1 - growth.exponent)
+    return rows
+
+
+def _backtest_rows(forecaster: Forecaster) -> list[dict[str, Any]]:
+    rows = []
+    for test in forecaster.backtests:
+        task = f"known budget {test.flops:.3g} from those up to {test.below:.3g}"
+        rows += [evaluation_row(task, "predicted loss", test.predicted, 1), evaluation_row(task, "measured loss", test.measured, 1)]
+    return rows
+
+
+def _law_figure(forecaster: Forecaster, run: StageRun) -> None:
+    points, surface = forecaster.points, forecaster.surface
+    fitted = surface(points.parameters, points.tokens)[0]
+    series: dict[str, list[tuple[Any, float]]] = {
+        "law": [(float(x), float(y)) for x, y in sorted(zip(points.flops, fitted, strict=True))],
+        "small runs": [(float(x), float(y)) for x, y in zip(points.flops, points.loss, strict=True)],
+        "known budgets, from those below": [(test.flops, test.predicted) for test in forecaster.backtests],
+    }
+    floor, worst = float(surface.floor[0]), max((abs(test.predicted - test.measured) for test in forecaster.backtests), default=None)
+    note = f"Floor {floor:.3f}, exponents {surface.parameter_exponent[0]:.3f} of parameters and {surface.token_exponent[0]:.3f} of tokens."
+    if worst is None:
+        note += " No budget has enough points below it to be forecast from them: intervals are the bootstrap's alone."
+    else:
+        note += f" Known budgets are missed by {worst:.3f} at most."
+        run.metric("backtest_error", worst)
+    run.metric("floor", floor)
+    run.metric("parameter_exponent", float(surface.parameter_exponent[0]))
+    run.metric("token_exponent", float(surface.token_exponent[0]))
+    run.figure("law", Figure("Loss against compute", x="operations", y="nats per token", kind="scatter", series=series, note=note))
+
+
+def _parabola_figure(lines: Sequence[Parabola], run: StageRun) -> None:
+    if not lines:
+        return
+    series: dict[str, list[tuple[Any, float]]] = {}
+    for line in lines:
+        grid = np.linspace(np.log(line.parameters.min()), np.log(line.parameters.max()), 15)
+        series[f"{line.flops:.2g}"] = [(float(np.exp(x)), float(np.polyval(line.coefficients, x))) for x in grid]
+    best = [line.best for line in lines]
+    series["best"] = [(one[0], one[1]) for one in best if one]
+    note = "One line is one budget of operations; its lowest point is the best number of parameters."
+    title = "Loss over parameters at equal compute"
+    run.figure("parabolas", Figure(title, x="parameters", y="nats per token", kind="scatter", series=series, note=note))
+
+
+def task_laws(rows: Sequence[dict[str, Any]]) -> tuple[scaling_laws.Surfaces, Sigmoid]:
+    """Return the surface of the right option's loss [1], and accuracy as its sigmoid."""
+    points = points_of(rows, "task_loss")
+    accuracy = [row["accuracy"] for row in rows]
+    surface = scaling_laws.fit_surfaces(points.parameters, points.tokens, points.loss[None])
+    return surface, scaling_laws.fit_sigmoid(points.loss, accuracy, 1 / PARTS)
+
+
+def _task_rows(rows: Sequence[dict[str, Any]], points: Points, run: StageRun) -> list[dict[str, Any]]:
+    surface, sigmoid = task_laws(rows)
+    nll, accuracy = np.array([row["task_loss"] for row in rows]), np.array([row["accuracy"] for row in rows])
+    error = float(np.sqrt(np.mean((sigmoid(nll) - accuracy) ** 2)))
+    grid = np.linspace(nll.min(), nll.max(), 30)
+    series: dict[str, list[tuple[Any, float]]] = {
+        "small runs": list(zip(nll.tolist(), accuracy.tolist(), strict=True)),
+        "sigmoid": list(zip(grid.tolist(), sigmoid(grid).tolist(), strict=True)),
+    }
+    title, x = "Accuracy from likelihood", "nats per token of the right option"
+    run.figure("accuracy", Figure(title, x=x, y="share of questions right", kind="scatter", series=series, note=f"Error {error:.4f}."))
+    run.metric("accuracy_error", error)
+    numbers = {"slope": sigmoid.slope, "level": sigmoid.level, "error": error, "floor of the likelihood": float(surface.floor[0])}
+    return [evaluation_row("accuracy", name, value, len(rows)) for name, value in numbers.items()]

@@ -1,0 +1,100 @@
+"""Laws of the loss against those they were drawn from, and other optimisers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+
+from puna.stages.training import scaling_laws
+from puna.stages.training.scaling_laws import Points, Power, Surfaces
+
+# Hoffmann et al. 2022, table A3: E, A, alpha, B, beta.
+CHINCHILLA = Surfaces(*(np.array([value]) for value in (1.69, 406.4, 0.34, 410.7, 0.28)))
+SIZES = np.repeat([2e7, 4e7, 8e7, 1.6e8], 4)
+TOKENS = SIZES * np.tile([10.0, 20.0, 40.0, 80.0], 4)
+
+
+def points(losses: np.ndarray) -> Points:
+    return Points(SIZES, TOKENS, 6 * SIZES * TOKENS, losses)
+
+
+def test_surface_is_recovered() -> None:
+    losses = CHINCHILLA(SIZES, TOKENS)
+    fit = scaling_laws.fit_surfaces(SIZES, TOKENS, losses)
+    assert fit.floor[0] == pytest.approx(1.69, abs=0.02)
+    assert fit.parameter_exponent[0] == pytest.approx(0.34, abs=0.01) and fit.token_exponent[0] == pytest.approx(0.28, abs=0.01)
+    assert float(fit([1e9], [2e10])[0, 0]) == pytest.approx(1.69 + 406.4 / 1e9**0.34 + 410.7 / 2e10**0.28, rel=1e-3)
+    with pytest.raises(ValueError, match="at least 6 points, not 5"):
+        scaling_laws.fit_surfaces(SIZES[:5], TOKENS[:5], losses[:, :5])
+
+
+def test_best_parameters_are_the_minimum() -> None:
+    flops = 1e21
+    best = float(CHINCHILLA.best_parameters(flops)[0])
+    grid = best * np.array([0.98, 1.0, 1.02])
+    losses = CHINCHILLA(grid, flops / (6 * grid))[0]
+    assert losses.argmin() == 1
+
+
+def test_surface_fits_no_worse_than_scipy() -> None:
+    """The same sum of Huber's losses, from the truth on."""
+    losses = CHINCHILLA(SIZES, TOKENS)[0] * np.exp(np.random.default_rng(3).normal(0, 0.004, len(SIZES)))
+
+    def cost(theta: np.ndarray) -> float:
+        e, a, b, alpha, beta = theta
+        error = np.log(np.exp(e) + np.exp(a - alpha * np.log(SIZES)) + np.exp(b - beta * np.log(TOKENS))) - np.log(losses)
+        size = np.abs(error) / scaling_laws.HUBER
+        return float(np.where(size < 1, size**2 / 2, size - 0.5).sum())
+
+    truth = np.array([np.log(1.69), np.log(406.4), np.log(410.7), 0.34, 0.28])
+    other = minimize(cost, truth, method="Nelder-Mead", options={"maxiter": 4000})
+    fit = scaling_laws.fit_surfaces(SIZES, TOKENS, losses[None])
+    own = [np.log(fit.floor[0]), np.log(fit.parameter_scale[0]), np.log(fit.token_scale[0]), fit.parameter_exponent[0], fit.token_exponent[0]]
+    assert cost(np.array(own)) <= other.fun * 1.001
+
+
+def test_forecast_holds_every_interval_of_its_union() -> None:
+    losses = CHINCHILLA(SIZES, TOKENS)[0] * np.exp(np.random.default_rng(1).normal(0, 0.003, len(SIZES)))
+    fit = scaling_laws.forecaster(points(losses), 100, np.random.default_rng(0))
+    n, d = 4e8, 1.6e10
+    value, low, high = fit.at(n, d, 6 * n * d)
+    assert value == pytest.approx(float(CHINCHILLA([n], [d])[0, 0]), rel=0.02)
+    _, inner, outer = fit.statistical(n, d)
+    assert fit.dropped is not None and low <= inner <= value <= outer <= high
+    assert low <= float(fit.dropped([n], [d])[0, 0]) <= high
+    # The highest budget is forecast from those below it, and its error grows with the logarithm of the distance.
+    test = fit.backtests[-1]
+    assert test.below < test.flops <= fit.points.flops.max()
+    distance = np.log(6 * n * d / fit.points.flops.max()) / np.log(test.flops / test.below)
+    error = abs(np.log(test.predicted / test.measured)) * distance
+    assert low <= value * np.exp(-error) * (1 + 1e-9) and value * np.exp(error) <= high * (1 + 1e-9)
+    again = scaling_laws.forecaster(points(losses), 100, np.random.default_rng(0)).at(n, d, 6 * n * d)
+    assert again == (value, low, high)
+
+
+def test_parabolas_have_their_minimum_at_the_best_size() -> None:
+    # Every shape reaches every budget: an IsoFLOP design.
+    budgets, sizes = np.array([1e19, 3e19]), np.array([1e8, 2e8, 4e8, 8e8])
+    n = np.tile(sizes, 2)
+    c = np.repeat(budgets, 4)
+    found = scaling_laws.parabolas(Points(n, c / (6 * n), c, CHINCHILLA(n, c / (6 * n))[0]))
+    assert [line.flops for line in found] == pytest.approx(budgets)
+    for line in found:
+        assert line.best is not None
+        assert line.best[0] == pytest.approx(float(CHINCHILLA.best_parameters(line.flops)[0]), rel=0.2)
+
+
+def test_published_growth_of_tokens() -> None:
+    """Llama 3, section 3.2.1: the pair (.537, .299) gives 16.3 trillion tokens at 3.8e25 operations; (.53, .29) would give 10.5."""
+    assert Power(0.299, 0.537)(3.8e25) == pytest.approx(16.3e12, rel=0.01)
+    fit = scaling_laws.fit_power([1e18, 1e20, 1e22], [0.299 * c**0.537 for c in (1e18, 1e20, 1e22)])
+    assert (fit.factor, fit.exponent) == pytest.approx((0.299, 0.537))
+
+
+def test_accuracy_is_a_sigmoid_of_likelihood() -> None:
+    nll = np.linspace(0.5, 3.0, 8)
+    truth = scaling_laws.Sigmoid(0.25, 2.0, -3.0)
+    assert truth(1.5) == pytest.approx(0.25 + 0.75 / 2)
+    fit = scaling_laws.fit_sigmoid(nll, truth(nll), 0.25)
+    assert (fit.slope, fit.level) == pytest.approx((2.0, -3.0), rel=1e-3)
