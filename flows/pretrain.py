@@ -7,6 +7,7 @@ from typing import Annotated
 from puna.flows.engine.declare import Output, flow, publish, step
 from puna.stages.contract import Kind
 from puna.stages.evaluation.evaluate import evaluate
+from puna.stages.evaluation.needle import needle
 from puna.stages.pretrain.mix import mix
 from puna.stages.pretrain.pretrain import pretrain as train
 from puna.stages.pretrain.split import split
@@ -44,6 +45,7 @@ def pretrain(
     fresh, long, best = further
     base = step(train, tokens=tokens, tokenizer=vocabulary, fresh=fresh, long=long, best=best, model=model)
     step(evaluate, "evaluate_base", model=base, documents=documents, mixture=mixture, prompts=step(prompts))
+    step(needle, off=True, model=base, documents=documents, mixture=mixture)
     publish("tokenizer", vocabulary)
     publish("mixture", mixture)
     return publish("base", base)

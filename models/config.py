@@ -15,23 +15,52 @@ class RopeScaling(Settings):
 
     linear: every frequency is divided by `factor` (Chen et al. 2023). llama3: only wavelengths longer than
     `original_max_position_embeddings / low_freq_factor` tokens are; those shorter than `.../ high_freq_factor`
-    stay, and between the two the change is gradual (Llama 3.1).
+    stay, and between the two the change is gradual (Llama 3.1). yarn: pairs of elements that turn more than `beta_fast` times
+    over the original context stay, those that turn less than `beta_slow` times are divided, and between the two the change is
+    linear in the pair's number; queries and keys grow by 0.1 ln(factor) + 1 (Peng et al. 2023).
     """
 
-    rope_type: Literal["linear", "llama3"] = Field(description="linear: all frequencies alike; llama3: long wavelengths only")
+    rope_type: Literal["linear", "llama3", "yarn"] = Field(
+        description="linear: all frequencies alike; llama3, yarn: long wavelengths only"
+    )
     factor: float = Field(ge=1, description="By how much frequencies are divided")
     low_freq_factor: float = Field(1.0, gt=0, description="llama3: wavelengths above the original context over this are divided in full")
     high_freq_factor: float = Field(4.0, gt=0, description="llama3: wavelengths below the original context over this stay")
-    original_max_position_embeddings: int = Field(8192, ge=1, description="llama3: context of the first training, tokens")
+    beta_fast: float = Field(32.0, gt=0, description="yarn: turns over the original context above which frequencies stay")
+    beta_slow: float = Field(1.0, gt=0, description="yarn: turns over the original context below which they are divided in full")
+    original_max_position_embeddings: int = Field(8192, ge=1, description="llama3, yarn: context of the first training, tokens")
 
     @model_validator(mode="after")
     def _factors_in_order(self) -> RopeScaling:
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(f"low_freq_factor {self.low_freq_factor} must lie below high_freq_factor {self.high_freq_factor}")
+        if self.beta_slow >= self.beta_fast:
+            raise ValueError(f"beta_slow {self.beta_slow} must lie below beta_fast {self.beta_fast}")
         return self
 
-    def scaled(self, frequency: float) -> float:
-        """Return the stretched frequency, in radians per token."""
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Names of the fields that its kind reads."""
+        bands = {"linear": (), "llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow")}[self.rope_type]
+        return ("factor", *bands, "original_max_position_embeddings") if bands else ("factor",)
+
+    @property
+    def growth(self) -> float:
+        """Factor of the rotated queries and keys."""
+        return 0.1 * math.log(self.factor) + 1 if self.rope_type == "yarn" else 1.0
+
+    def stretched(self, frequencies: list[float], theta: float) -> list[float]:
+        """Return the stretched frequencies of all pairs of elements, in radians per token. theta: the base that they have."""
+        if self.rope_type != "yarn":
+            return [self._scaled(frequency) for frequency in frequencies]
+        pairs, context = len(frequencies), self.original_max_position_embeddings
+        low, high = (pairs * math.log(context / (turns * 2 * math.pi)) / math.log(theta) for turns in (self.beta_fast, self.beta_slow))
+        first, last = max(math.floor(low), 0), min(math.ceil(high), 2 * pairs - 1)
+        shares = [min(max((i - first) / (last - first or 0.001), 0.0), 1.0) for i in range(pairs)]
+        return [f * (1 - share + share / self.factor) for f, share in zip(frequencies, shares, strict=True)]
+
+    def _scaled(self, frequency: float) -> float:
+        """Return the stretched frequency of one pair, whatever its number."""
         if self.rope_type == "linear":
             return frequency / self.factor
         turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
@@ -127,6 +156,8 @@ class ModelShape(Settings):
             raise ValueError(f"head_dim must be left out or {mla.qk_head_dim} with mla, not {self.head_dim}")
         if self.qk_norm or self.sliding_window:
             raise ValueError("latent attention (mla) has neither qk_norm nor sliding_window here")
+        if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn":
+            raise ValueError("latent attention (mla) under yarn is not supported: choose rope_type llama3 or linear")
 
     def _head_dim(self) -> int:
         if self.head_dim:
@@ -215,7 +246,7 @@ class ModelConfig(ModelShape):
         """Return the angle of each rotated pair of elements from one token to the next, in radians."""
         width = self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
         plain = [self.rope_theta ** (-2 * i / width) for i in range(width // 2)]
-        return plain if self.rope_scaling is None else [self.rope_scaling.scaled(f) for f in plain]
+        return plain if self.rope_scaling is None else self.rope_scaling.stretched(plain, self.rope_theta)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dictionary for JSON; `ModelConfig(**d)` is the inverse."""

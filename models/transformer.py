@@ -296,10 +296,12 @@ def decode(
 
 
 def rotary_table(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines [T, K/2] of the rotation at each position id; computed in fp64, returned in `dtype`."""
+    """Return the cosines and sines [T, K/2] of the rotation at each position id, times the growth under yarn; computed in fp64, returned
+    in `dtype`."""
     frequencies = torch.tensor(config.rotary_frequencies(), dtype=torch.float64, device=positions.device)
     angles = positions.to(torch.float64)[:, None] * frequencies
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    growth = 1.0 if config.rope_scaling is None else config.rope_scaling.growth
+    return (growth * angles.cos()).to(dtype), (growth * angles.sin()).to(dtype)
 
 
 def forest_attend(config: ModelConfig, mask: ForestMask) -> Attend:

@@ -183,7 +183,8 @@ def _pretraining(run: Run) -> Html:
     models = {s.artifact.key for s in base}
     judged = [s for s in alignment.evaluations(run) if any(a.key in models for a in run.inputs(s))]
     measured = training.figures_view(judged, "What the base model can do")
-    return section("pretraining", "Pretraining", "The base model's training.", training.training_view(base, "Base model"), measured)
+    heat = training.heat_view([*base, *judged])
+    return section("pretraining", "Pretraining", "The base model's training.", training.training_view(base, "Base model"), heat, measured)
 
 
 def _alignment(run: Run) -> Html:

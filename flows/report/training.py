@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from puna.flows.html.markup import Content, Html, details, duration, join, number, part, short, tag
+from puna.flows.html.markup import Content, Html, details, duration, join, number, part, short, table, tag
 from puna.flows.html.plot import Plot
 from puna.flows.html.scale import Point
 from puna.flows.html.svg import draw, grid
@@ -14,6 +14,7 @@ from puna.flows.report.run import Run, Step
 
 EXPERIMENTS = ("mix_experiment", "ladder", "law", "choose_size", "anneal_experiment")
 CORPUS_KINDS = ("pages", "documents", "signals", "mixture", "tokenizer", "tokens")
+HEAT = "needle"
 SMOOTHED_FROM = 40
 PLAIN = ("step", "tokens", "seconds")
 
@@ -24,8 +25,24 @@ def of_curation(step: Step) -> bool:
 
 
 def figures(step: Step, without: str = "") -> list[Plot]:
-    """Return the figures in a step's manifest, but not that of the name `without`."""
-    return [Plot.of(figure) for name, figure in sorted(step.artifact.manifest.figures.items()) if name != without]
+    """Return the figures in a step's manifest, but not that of the name `without`, nor the heat map."""
+    return [Plot.of(figure) for name, figure in sorted(step.artifact.manifest.figures.items()) if name not in (without, HEAT)]
+
+
+def heat_view(steps: Iterable[Step]) -> Html:
+    """Return the steps' accuracies by depth of the needle as a heat map: a row for each step to a longer context, or each length."""
+    rows: list[tuple[str, list[tuple[str, float]]]] = []
+    for step in steps:
+        figure = step.artifact.manifest.figures.get(HEAT)
+        rows += [(f"{step.label}: {name}", points) for name, points in figure["series"].items()] if figure else []
+    if not rows:
+        return Html("")
+    heads: list[Content] = ["depth", *(depth for depth, _ in rows[0][1])]
+    cells: list[list[Content]] = [
+        [name, *(tag("span", f"{share:.2f}", style=f"background:rgb(70 130 180 / {share:.2f});padding:.2em .6em") for _, share in points)]
+        for name, points in rows
+    ]
+    return part("Passages found in long text", table(heads, cells), note="Share of passages, by the share of the text before them.")
 
 
 def titled(step: Step, plots: Sequence[Plot]) -> list[Plot]:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from puna.models.bounds import check_numbers
-from puna.models.config import Mla, ModelConfig, ModelType
+from puna.models.config import Mla, ModelConfig, ModelType, RopeScaling
 from puna.models.settings import problems
 
 MODEL_TYPES = get_args(ModelType)
@@ -79,10 +79,13 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     if kind == "default":
         return {"rope_theta": theta, "rope_scaling": None}
-    if kind not in ("linear", "llama3"):
-        raise ValueError(f"{where}.rope_type = {kind!r} is not supported (only 'default', 'linear' and 'llama3')")
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    needed = names if kind == "llama3" else names[:1]
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ValueError(f"{where}.rope_type = {kind!r} is not supported (only 'default', 'linear', 'llama3' and 'yarn')")
+    if kind == "yarn":
+        rope = {"beta_fast": 32.0, "beta_slow": 1.0, **{name: value for name, value in rope.items() if value is not None}}
+        if other_way := [name for name in ("attention_factor", "mscale", "mscale_all_dim", "truncate") if name in rope]:
+            raise ValueError(f"{where}.{other_way[0]} is not supported: yarn without it is")
+    needed = RopeScaling(rope_type=kind, factor=1).own
     lacking = [name for name in needed if name not in rope]
     if lacking:
         raise ValueError(f"{where} of type {kind!r} lacks {', '.join(lacking)}")
@@ -175,9 +178,8 @@ def hub_config(config: ModelConfig) -> dict[str, Any]:
 def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
     if config.rope_scaling is None:
         return {"rope_type": "default", "rope_theta": config.rope_theta}
-    scaling = config.rope_scaling.model_dump()
-    names = ("rope_type", "factor") if config.rope_scaling.rope_type == "linear" else tuple(scaling)
-    return {"rope_theta": config.rope_theta, **{name: scaling[name] for name in names}}
+    scaling = config.rope_scaling
+    return {"rope_theta": config.rope_theta, "rope_type": scaling.rope_type, **{name: getattr(scaling, name) for name in scaling.own}}
 
 
 def to_disk(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

@@ -62,6 +62,9 @@ class Kept:
         """Rotate the keys in these pages back by `step` positions. keys: the rotated part of each layer's pages, [P, S, G, K]."""
         numbers = torch.tensor(pages, device=keys[0].device)
         cos, sin = rotary_table(config, torch.tensor([self.step], device=keys[0].device), wide(keys[0].dtype))
+        # Keys have grown already where they were rotated first.
+        growth = 1.0 if config.rope_scaling is None else config.rope_scaling.growth
+        cos, sin = cos / growth, sin / growth
         for keys_PSGK in keys:
             first, second = keys_PSGK[numbers].to(cos.dtype).chunk(2, -1)
             turned = torch.cat([first * cos + second * sin, second * cos - first * sin], -1)

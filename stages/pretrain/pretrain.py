@@ -17,9 +17,10 @@ from puna.models.parameters import parameters
 from puna.models.settings import NO_RESULT
 from puna.models.training.settings import ComputeSettings, OptimizerSettings
 from puna.stages.contract import Facts, Figure, Model, SeededConfig, StageRun, Tokenizer, Tokens, stage
+from puna.stages.evaluation.needle import NeedleSettings, by_depth, heat
 from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory, trained
 from puna.stages.training.packed import Packed, Reader, mean_loss
-from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
+from puna.stages.training.phase import OPTIMIZER, SHAPE, Acceptance, Phase
 from puna.stages.training.train import check_one_tokenizer, device, divergence_named, load_model, on_threads, save_model
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import Artifact, PunaError
@@ -43,6 +44,7 @@ class PretrainConfig(SeededConfig):
     phases: tuple[Phase, ...] = Field((Phase(),), min_length=1, description="Stretches of training, in order")
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer of all phases")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
+    needle: NeedleSettings = Field(NeedleSettings(), description="Passages that phases with `accept` must find among the text set aside")
     validation_share: float = Field(0.01, gt=0, lt=0.5, description="Maximum share of documents set aside to watch the loss on, fraction")
     validation_tokens: int = Field(40_000, ge=100, description="Tokens of those documents at most (the last one may go over)")
     validate_every: int = Field(100, ge=1, description="Steps between measurements of their loss")
@@ -91,7 +93,7 @@ def pretrain(
     held = packed.validation(config.validation_share, config.validation_tokens)
     aside = {packed.ids[owner] for owner in np.unique(packed.owners[held])}
     phases, starts = _counted(config, sources)
-    watch = Watch(packed.validation_pieces(held), sum(phase.steps for phase in phases), config, run)
+    watch = Watch(packed.validation_pieces(held), sum(phase.steps for phase in phases), vocabulary, config, run)
     if model is None:
         network, state = _initial(config, vocabulary.vocab_size, packed.row_length, run.seed("weights")), None
     else:
@@ -99,9 +101,14 @@ def pretrain(
     run.metric("optimizer_state_given", int(state is not None and phases[0].optimizer == "keep"))
     for number, (phase, before) in enumerate(zip(phases, starts, strict=True)):
         own = sources[phase.tokens]
+        short = watch.loss(network) if phase.accept else math.nan
         network = _prepared(network, phase, own.row_length)
-        reader = phase.reader(own, own.of(aside), run.seed("rows", number), vocabulary.begin, before)
-        state = _train(network, phase, number, reader, watch, config, run, state if phase.optimizer == "keep" else None)
+        for attempt in range(phase.accept.attempts if phase.accept else 1):
+            place = (number, attempt) if attempt else (number,)
+            reader = phase.reader(own, own.of(aside), run.seed("rows", *place), vocabulary.begin, before)
+            state = _train(network, phase, place, reader, watch, config, run, state if attempt or phase.optimizer == "keep" else None)
+            if not phase.accept or watch.accepts(network, phase, phase.accept, attempt + 1, own.row_length, short):
+                break
     _finish(network, watch, run)
     save_model(network, vocabulary, run.folder)
     assert state is not None
@@ -178,10 +185,13 @@ def _prepared(model: Transformer, phase: Phase, row_length: int) -> Transformer:
     """Return the model with the phase's context and rotary base."""
     from puna.models.transformer import Transformer
 
-    theta = phase.rope_theta or model.config.rope_theta
-    positions = max(model.config.max_position_embeddings, row_length * phase.join_rows)
-    shape = model.config.replace(rope_theta=theta, max_position_embeddings=positions)
-    if shape == model.config:
+    old = model.config
+    shape = old.replace(
+        rope_theta=phase.rope_theta or old.rope_theta,
+        rope_scaling=phase.rope_scaling or old.rope_scaling,
+        max_position_embeddings=max(old.max_position_embeddings, row_length * phase.join_rows),
+    )
+    if shape == old:
         return model
     longer = Transformer(shape)
     longer.load_state_dict(model.state_dict())
@@ -191,12 +201,13 @@ def _prepared(model: Transformer, phase: Phase, row_length: int) -> Transformer:
 class Watch:
     """The log of a run over its phases, and the loss on the documents set aside."""
 
-    def __init__(self, pieces: Sequence[Any], total: int, config: PretrainConfig, run: StageRun) -> None:
-        self.pieces, self.total, self.config, self.run = pieces, total, config, run
+    def __init__(self, pieces: Sequence[Any], total: int, vocabulary: Vocabulary, config: PretrainConfig, run: StageRun) -> None:
+        self.pieces, self.total, self.vocabulary, self.config, self.run = pieces, total, vocabulary, config, run
         self.log: list[dict[str, Any]] = []
         self.validation: list[tuple[float, float]] = []
         self.before = self.after = math.nan
         self.flops = 0.0
+        self.depths: dict[str, list[tuple[Any, float]]] = {}
         run.metric("validation_tokens", sum(len(piece) - 1 for piece in pieces))
 
     def loss(self, model: Transformer) -> float:
@@ -207,13 +218,41 @@ class Watch:
         with computing_in(model, compute.precision_on(device().type)):
             return mean_loss(model, self.pieces, compute.micro_batch_tokens)
 
-    def file(self, number: int) -> Path:
+    def accepts(self, model: Transformer, phase: Phase, bounds: Acceptance, attempt: int, row: int, short: float) -> bool:
+        """True if a phase holds after this attempt (from 1). PunaError with the figures if it does not and was the last attempt.
+
+        row: tokens of a packed row; short: loss on the documents set aside before the phase."""
+        length, rise, noise = phase.longest(row * phase.join_rows), self.after - short, np.concatenate(self.pieces)
+        noise = noise[~np.isin(noise, [*self.vocabulary.lead, *self.vocabulary.end])]
+        seed, size = self.run.seed("needle", phase.name), self.config.compute.micro_batch_tokens
+        found = by_depth(model, self.vocabulary, noise, length, self.config.needle, seed, size)
+        depth, least = min(((depth, share.value) for depth, share in found.items()), key=lambda pair: pair[1])
+        for name, value in {"attempts": attempt, "short_loss_change": rise, "needle_min": least}.items():
+            self.run.metric(f"{name}_{phase.name}", value)
+        self.depths[f"{phase.name}, {length} tokens, run {attempt}"] = [(f"{at:g}", share.value) for at, share in found.items()]
+        self.run.figure("needle", heat(self.depths))
+        faults = []
+        if not rise <= bounds.short_loss:
+            faults.append(f"the loss on the documents set aside rose by {rise:.4f} nats per token, over short_loss = {bounds.short_loss:g}")
+        if least < bounds.needle:
+            faults.append(f"at depth {depth:g} of {length} tokens it finds {least:.3f} of the passages, under needle = {bounds.needle:g}")
+        if faults and attempt == bounds.attempts:
+            raise PunaError(f"phase {phase.name} is not accepted after {attempt} runs: {'; '.join(faults)}. Give it more steps or "
+                            "attempts, a smaller change of length or base, or wider bounds")  # fmt: skip
+        return not faults
+
+    def file(self, place: tuple[int, ...]) -> Path:
         """Return the file of a phase's measurements, which survives a crash."""
-        return self.run.scratch / f"validation-{number}.json"
+        return self.run.scratch / f"validation-{_name(place)}.json"
+
+
+def _name(place: tuple[int, ...]) -> str:
+    """Return the name of a phase's run: its number, and that of the attempt after the first."""
+    return ".".join(map(str, place))
 
 
 def _train(
-    model: Transformer, phase: Phase, number: int, reader: Reader, watch: Watch, config: PretrainConfig, run: StageRun,
+    model: Transformer, phase: Phase, place: tuple[int, ...], reader: Reader, watch: Watch, config: PretrainConfig, run: StageRun,
     state: dict[str, torch.Tensor] | None,
 ) -> dict[str, torch.Tensor]:
     """Train a phase, from the optimizer's `state` on; return that after it."""
@@ -223,7 +262,7 @@ def _train(
     from puna.models.training.state import load_state
 
     done = len(watch.log)
-    file = watch.file(number)
+    file = watch.file(place)
     measured: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
 
     def watched(step: int) -> bool:
@@ -238,7 +277,7 @@ def _train(
         measure(int(row["step"]), lambda: model)
         run.progress(done + row["step"], watch.total, f"{phase.name}: loss {row['loss']:.3f}")
 
-    folder = run.scratch / f"phase-{number}"
+    folder = run.scratch / f"phase-{_name(place)}"
     # A crash between a checkpoint and its measurement: the weights of that step are in the checkpoint alone.
     if found := load_state(folder):
         tensors, record = found
@@ -249,7 +288,7 @@ def _train(
             LanguageModeling(),
             lambda step: reader.batches(step, config.compute.micro_batch_tokens),
             phase.train_config(config.optimizer, config.compute),
-            run.seed("loop", number),
+            run.seed("loop", *place),
             checkpoint_dir=folder,
             checkpoint_every=config.checkpoint_every,
             on_step=on_step,
@@ -262,7 +301,7 @@ def _train(
     tokens_at = np.cumsum([row["tokens"] for row in log]) + sum(row["tokens"] for row in watch.log)
     watch.validation += [(float(tokens_at[int(step) - 1]), loss) for step, loss in sorted(measured.items(), key=lambda m: int(m[0]))]
     watch.log += [
-        {**row, "step": done + int(row["step"]), "phase": float(number), "validation_loss": measured.get(str(int(row["step"])))}
+        {**row, "step": done + int(row["step"]), "phase": float(place[0]), "validation_loss": measured.get(str(int(row["step"])))}
         for row in log
     ]
     run.metric(f"epochs_{phase.name}", reader.rows_before(phase.steps + 1) / reader.epoch_rows)

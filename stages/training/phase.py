@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
-from puna.models.config import ModelShape
+from puna.models.config import ModelShape, RopeScaling
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings, TrainConfig
 from puna.stages.contract import StageConfig
 from puna.stages.training.packed import Packed, Reader
@@ -45,6 +45,18 @@ class Growth(StageConfig):
     length: int | None = Field(None, ge=2, description="Tokens to which rows are cut from then on; null: whole rows")
 
 
+class Acceptance(StageConfig):
+    """Conditions under which a step to a longer context holds (Llama 3, section 3.4.2). Else it is repeated."""
+
+    short_loss: float = Field(
+        0.01, ge=0, description="Maximum rise over the phase of the loss on the documents set aside, in the first context, nats per token"
+    )
+    needle: float = Field(
+        1.0, ge=0, le=1, description="Minimum accuracy at every depth, at the phase's length, of the passages of pretrain.needle; 0: any"
+    )
+    attempts: int = Field(3, ge=1, le=100, description="Times that the phase may run, each going on from the one before on other rows")
+
+
 class Phase(StageConfig):
     """A phase of training with its own schedule, on tokens of its own."""
 
@@ -65,6 +77,11 @@ class Phase(StageConfig):
     )  # fmt: skip
     join_rows: int = Field(1, ge=1, description="Packed rows that make one: the context grows by this factor (long context)")
     rope_theta: float | None = Field(None, gt=1, description="Base of the rotary frequencies from here on; null: as before")
+    rope_scaling: RopeScaling | None = Field(None, description="Stretching of the rotary frequencies from here on; null: as before")
+    accept: Acceptance | None = Field(
+        None, description="Conditions under which the phase holds; else it runs again, and in the end training stops; null: none. Of later "
+        "phases `until` and `ramp` count one run of it"
+    )  # fmt: skip
     schedule: ScheduleSettings = Field(ScheduleSettings(learning_rate=6e-3), description="Learning rate over the phase")
 
     @model_validator(mode="after")
@@ -96,6 +113,10 @@ class Phase(StageConfig):
     def full_rows(self) -> int:
         """Return the rows of a step once it has grown."""
         return self.ramp[-1].rows if self.ramp else self.rows_per_step
+
+    def longest(self, row: int) -> int:
+        """Return the tokens of the longest sequence, in rows of `row` tokens."""
+        return min(self.ramp[-1].length or row if self.ramp else self.length or row, row)
 
     def _changes(self, row: int, before: int) -> tuple[list[tuple[int, int, int]], int, int]:
         """Return (first step, rows, length) of every stretch, the tokens at the start of the last one, and that step."""

@@ -31,6 +31,7 @@ FAMILIES = {
     "llama_biased": {"qkv_bias": True, "o_bias": True},
     "llama_3.1": {"rope_theta": 500_000.0, "rope_scaling": LONG},
     "llama_linear": {"rope_scaling": RopeScaling(rope_type="linear", factor=4.0), "tie_word_embeddings": True},
+    "llama_yarn": {"rope_theta": 50_000.0, "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, beta_fast=8.0, original_max_position_embeddings=64)},
     "mistral": {"model_type": "mistral", "sliding_window": 7},
     "qwen2": {"model_type": "qwen2", "qkv_bias": True},
     "qwen2_sliding": {"model_type": "qwen2", "qkv_bias": True, "sliding_window": 5, "sliding_layers": (1, 2)},
@@ -78,7 +79,7 @@ def exact(monkeypatch):
         frequencies = torch.tensor(parse_config(self.config.to_dict()).rotary_frequencies(), dtype=torch.float64)
         angles = position_ids[..., None] * frequencies
         angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        return (self.attention_scaling * angles.cos()).to(x.dtype), (self.attention_scaling * angles.sin()).to(x.dtype)
 
     def route(self, x):
         logits = torch.nn.functional.linear(x.reshape(-1, self.hidden_dim), self.weight)

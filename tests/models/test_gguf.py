@@ -82,6 +82,12 @@ def test_a_file_is_read_back_as_it_was(name: str, dtype: torch.dtype, tmp_path: 
     assert words.chat(messages) == tokenizer.chat(messages)
 
 
+def test_yarn_is_refused(tmp_path: Path):
+    model, tokenizer = built("llama3", rope_scaling=RopeScaling(rope_type="yarn", factor=2.0))
+    with pytest.raises(ValueError, match="rope_scaling yarn is not written to GGUF"):
+        write(tmp_path / "model.gguf", model.config, model.state_dict(), tokenizer)
+
+
 def test_experts(tmp_path: Path):
     model, tokenizer = built("llama3", model_type="mixtral", moe=Moe(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96), rope_scaling=None)
     write(tmp_path / "model.gguf", model.config, model.state_dict(), tokenizer)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from puna.kernels.rope import rope
-from puna.models.config import Mla, ModelConfig
+from puna.models.config import Mla, ModelConfig, RopeScaling
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.cache import Cache
 from puna.models.generation.draft import DraftedEngine
 from puna.models.generation.schedule import UNIFORMS
-from puna.models.generation.sinks import Kept
+from puna.models.generation.sinks import PAGE, Kept
 from puna.models.transformer import Transformer, rotary_table
 
 SHAPE = {"vocab_size": 83, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 256}
@@ -79,6 +79,14 @@ def test_an_answer_may_be_asked_for_without_end():
     ((wanted,),) = engine.generate(ASKED[:1], params)
     with closing(engine.stream(ASKED[0], dataclasses.replace(params, max_tokens=10**15))) as events:
         assert [event.token for event in islice(events, params.max_tokens)] == wanted.tokens
+
+
+def test_keys_that_turn_back_under_yarn_are_as_if_rotated_there():
+    scaling = RopeScaling(rope_type="yarn", factor=4.0, beta_fast=4.0, original_max_position_embeddings=64)
+    config, keys = ModelConfig(**SHAPE, rope_scaling=scaling), torch.randn(PAGE, 2, 8, generator=torch.Generator().manual_seed(0))
+    there, back = (rope(keys, *rotary_table(config, torch.arange(PAGE) + first, keys.dtype))[None] for first in (PAGE + 48, 48))
+    Kept(0, 4 * PAGE).turn_back([there], [0], config)
+    torch.testing.assert_close(there, back, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)

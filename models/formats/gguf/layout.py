@@ -133,6 +133,8 @@ def config_fields(config: ModelConfig) -> tuple[str, dict[str, Any], Tensor | No
     scaling, frequencies = config.rope_scaling, None
     if scaling is not None and scaling.rope_type == "linear":
         fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
+    elif scaling is not None and scaling.rope_type == "yarn":
+        raise ValueError("rope_scaling yarn is not written to GGUF: export in the layout of Hugging Face")
     elif scaling is not None:
         frequencies = llama3_frequencies(
             config.rope_theta, config.head_dim, scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor,

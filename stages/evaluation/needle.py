@@ -1,0 +1,138 @@
+"""Finding a passage in a long text: accuracy by the depth at which the passage stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from puna.models.training.packing import batched
+from puna.stages.contract import Documents, Figure, Mixture, Model, SeededConfig, StageConfig, StageRun, stage
+from puna.stages.evaluation.multiple_choice import heldout_pages
+from puna.stages.training import intervals
+from puna.stages.training.train import load_model
+from puna.storage import PunaError
+
+if TYPE_CHECKING:
+    from puna.models.tokens.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Places of the passage, as a share of the text before it."""
+THINGS = ("harbour", "library", "garden", "kitchen", "station", "bridge", "market", "museum", "factory", "hospital", "castle", "school")
+Ids = npt.NDArray[np.int64]
+
+
+class NeedleSettings(StageConfig):
+    """Passages that a model must find among other text."""
+
+    passage: str = Field("\nThe number of the {key} is {value}.\n", description="Passage; all before {value} is the question")
+    key_words: tuple[str, ...] = Field(THINGS, min_length=1, description="Keys, one of which is asked for")
+    value_words: tuple[str, ...] = Field(tuple(map(str, range(100, 1000))), min_length=2, description="Values, drawn for each key")
+    pairs: int = Field(1, ge=1, description="Passages in a text, each of another key; all but the one asked for stand anywhere")
+    trials: int = Field(24, ge=1, le=10_000, description="Texts at each depth")
+
+    @model_validator(mode="after")
+    def _passage_asks(self) -> NeedleSettings:
+        before, _, after = self.passage.partition("{value}")
+        if before.count("{key}") != 1 or "{key}" in after or self.passage.count("{value}") != 1:
+            raise ValueError(f"passage must hold {{key}} and then {{value}}, each once, not {self.passage!r}")
+        keys, values = len(set(self.key_words)), len(set(self.value_words))
+        if self.pairs > min(keys, values) or (keys, values) != (len(self.key_words), len(self.value_words)):
+            raise ValueError(f"{self.pairs} pairs need as many different keys and values, none twice, not {keys} and {values}")
+        return self
+
+
+class NeedleConfig(NeedleSettings, SeededConfig):
+    """Settings of the needle in a model's context."""
+
+    lengths: tuple[int, ...] = Field((), description="Lengths of the texts, tokens; none: the model's longest context")
+    max_bytes: int = Field(4_000_000, ge=1000, description="Held-out text to hide passages in, bytes; shorter text is repeated")
+    micro_batch_tokens: int = Field(8192, ge=16, description="Tokens of one forward pass; a longer text is a pass of its own")
+
+
+def texts(noise: Ids, tokenizer: Tokenizer, length: int, depth: float, settings: NeedleSettings, seed: int) -> Iterator[tuple[Ids, Ids]]:
+    """Yield each trial's prompt and answer as token ids, `length` in all, with the passage asked for at `depth` of the noise.
+
+    PunaError if a text is too short for its passages."""
+    head, tail = settings.passage.split("{value}")
+    question = head.rstrip(" ")
+    space = head[len(question) :]
+
+    def ids(text: str) -> Ids:
+        return np.asarray(tokenizer.encode(text), dtype=np.int64)
+
+    for trial in range(settings.trials):
+        draw = np.random.default_rng([seed, length, int(100 * depth), trial])
+        keys = draw.choice(settings.key_words, settings.pairs, replace=False).tolist()
+        values = draw.choice(settings.value_words, settings.pairs, replace=False).tolist()
+        parts = [(question.replace("{key}", key), space + value, tail) for key, value in zip(keys, values, strict=True)]
+        passages = [np.concatenate([ids(part) for part in some]) for some in parts]
+        asked, answer = (ids(part) for part in parts[0][:2])
+        lead = np.asarray(tokenizer.lead, dtype=np.int64)
+        room = length - len(lead) - sum(map(len, passages)) - len(asked) - len(answer)
+        if room < settings.pairs:
+            raise PunaError(f"needle: {length} tokens have no room for {settings.pairs} passages: take a longer text, or fewer pairs")
+        text = noise[(draw.integers(len(noise)) + np.arange(room)) % len(noise)]
+        places = np.concatenate([[round(depth * room)], draw.integers(0, room + 1, settings.pairs - 1)])
+        pieces, at = [lead], 0
+        for number in np.argsort(places, kind="stable").tolist():
+            pieces += [text[at : places[number]], passages[number]]
+            at = int(places[number])
+        yield np.concatenate([*pieces, text[at:], asked]), answer
+
+
+def by_depth(
+    model: Transformer, tokenizer: Tokenizer, noise: Ids, length: int, settings: NeedleSettings, seed: int, micro_batch_tokens: int
+) -> dict[float, intervals.Interval]:
+    """Return the share of texts of `length` tokens whose passage the model finds, by depth, with Wilson's interval.
+
+    It is found where each token of the value is the likeliest one after those before it. noise: token ids of other text."""
+    found: dict[float, intervals.Interval] = {}
+    for depth in DEPTHS:
+        trials = list(texts(noise, tokenizer, length, depth, settings, seed))
+        right = sum(sum(_right(model, some)) for some in batched(trials, lambda trial: len(trial[0]) + len(trial[1]), micro_batch_tokens))
+        found[depth] = intervals.wilson(right, len(trials))
+    return found
+
+
+def _right(model: Transformer, trials: Sequence[tuple[Ids, Ids]]) -> list[bool]:
+    """Return for each trial whether the likeliest tokens are the answer."""
+    import torch
+
+    from puna.models.training.objectives import Targets
+
+    batch = Targets.from_answers([p.tolist() for p, _ in trials], [[a.tolist()] for _, a in trials])
+    batch = batch.to(next(model.parameters()).device)
+    with torch.no_grad():
+        same = model.logits(model.hidden(batch.forest)[batch.positions]).argmax(-1) == batch.tokens
+    return [bool(part.all()) for part in same.cpu().split(batch.lengths.tolist())]
+
+
+@stage(kind="evaluation")
+def needle(model: Model, documents: Documents, mixture: Mixture | None, config: NeedleConfig, run: StageRun) -> None:
+    """Measure whether a model finds a passage anywhere in a long text, as the report tests its long context (Llama 3, section 5.2.6).
+
+    The text around the passage is of held-out documents (the mixture's held-out split; without a mixture, all documents)."""
+    network, tokenizer = load_model(model, "lm", frozen=True)
+    pages = heldout_pages(documents, mixture, config.max_bytes, config.max_bytes, run)
+    noise = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in tokenizer.encode_batch([page.text for page in pages])])
+    if not len(noise):
+        raise PunaError(f"needle: {documents.id} has no held-out token")
+    series: dict[str, list[tuple[Any, float]]] = {}
+    lengths = config.lengths or (network.config.max_position_embeddings,)
+    for number, length in enumerate(lengths, 1):
+        found = by_depth(network, tokenizer, noise, length, config, run.seed("needle"), config.micro_batch_tokens)
+        run.progress(number, len(lengths), f"{length} tokens")
+        run.write_rows([intervals.evaluation_row(f"needle/{length}", f"accuracy_at_{d:g}", v, config.trials) for d, v in found.items()])
+        series[f"{length} tokens"] = [(f"{depth:g}", value.value) for depth, value in found.items()]
+        run.metric(f"needle_min_{length}", min(value.value for value in found.values()))
+    run.figure("needle", heat(series))
+
+
+def heat(series: dict[str, list[tuple[Any, float]]]) -> Figure:
+    """Return the figure of accuracies by depth, a row each."""
+    return Figure(title="Passages found, by depth", x="depth", y="accuracy", kind="bar", series=series)
