@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
+import functools
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -103,7 +106,25 @@ def _rule(rule: Rule, level: Level, at: int, most: int, per_token: float | None)
         tag("span", f"{rule.rows:,}" if rule.no_page else f"−{rule.rows:,}", class_="n dim" if rule.no_page else "n minus"),
         tag("span", words, class_="n dim"),
     ]
-    return details(tag("span", head, class_="rule"), tag("div", [example_view(e) for e in rule.examples], class_="cards"))
+    cost = _cost(f"{level.step.label}.{rule.name}")
+    return details(tag("span", head, class_="rule"), cost, tag("div", [example_view(e) for e in rule.examples], class_="cards"))
+
+
+def _cost(rule: str) -> Html | None:
+    """Return what a rule of the shipped recipes loses and catches on annotated pages; None where they do not tell."""
+    row = _evidence().get(rule)
+    if row is None:
+        return None
+    good, bad = (percent(float(row[name]), 1.0) for name in ("good_lost", "bad_caught"))
+    text = f"On annotated pages, {row['drops']} loses {good} of the good words and catches {bad} of the bad ones (puna rules)."
+    return tag("p", text, class_="note")
+
+
+@functools.cache
+def _evidence() -> dict[str, dict[str, str]]:
+    """Return the committed table of rules, which `tests/benchmarks/evidence.py --write` makes."""
+    with Path(__file__).with_name("rule_evidence.tsv").open(encoding="utf-8", newline="") as file:
+        return {row["rule"]: row for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)}
 
 
 def example_view(example: Example) -> Html:

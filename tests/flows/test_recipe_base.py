@@ -13,12 +13,9 @@ from puna.flows.prefect.forms import values_of
 from puna.stages.curate.select import SelectConfig, select
 from puna.storage import PunaError
 
-MANUALS = "references say the same of many parameters: each a twentieth more than Gopher's"
 REASONS = {
     "demo": {
         "select.language": "the sample is English: other languages are too few to train on",
-        **{f"select.gopher_repetition.max_duplicate_{n}grams": MANUALS for n in range(5, 11)},
-        "select.fineweb.min_terminated_lines": "most lines of an example end no sentence",
         "select.code_reasoning.min_code": "the demo trains the classifier of code",
         "select.code_reasoning.min_reasoning": "the demo trains the classifier of reasoning",
         "select_model.quality": "the quality classifier that the demo trains drops the worst tenth",
@@ -62,7 +59,7 @@ def test_every_shipped_recipe_inherits_and_gives_a_reason_for_each_departure() -
         assert different - covered == set(), name
         unused = [known for known in reasons if not any(path == known or path.startswith(f"{known}.") for path in different)]
         assert unused == [], name
-        assert own["select.fineweb.max_repeated_line_characters"] == 0.1
+        assert own["select.fineweb.max_repeated_line_characters"] == 0.2
         assert own["select.gopher_repetition.max_duplicate_lines"] == own["select.gopher_repetition.max_duplicate_paragraphs"] == 0.6
 
 
@@ -98,7 +95,8 @@ def test_one_rule_alone_is_a_recipe(tmp_path: Path) -> None:
 def test_a_repeated_step_keeps_its_base(tmp_path: Path) -> None:
     written(tmp_path, twice="select: [{}, {gopher_quality: null}]", once="base: twice.yaml\nselect: {gopher_quality: {min_words: 60}}")
     first, second = load(str(tmp_path / "twice.yaml"), flow="curate").values["select"]
-    assert first["fineweb"] == second["fineweb"] == {"max_repeated_line_characters": 0.1} and second["gopher_quality"] is None
+    shared = {"min_terminated_lines": 0.05, "max_short_lines": 0.75, "max_repeated_line_characters": 0.2}
+    assert first["fineweb"] == second["fineweb"] == shared and second["gopher_quality"] is None
     with pytest.raises(PunaError, match=r"once\.yaml: select: the base repeats this step 2 times; write a list of its groups"):
         load(str(tmp_path / "once.yaml"), flow="curate")
 
@@ -135,4 +133,4 @@ def test_a_wrong_base_is_refused_with_file_and_field(tmp_path: Path, text: str, 
 
 def test_forms_show_inherited_values() -> None:
     values = values_of(select, "clean", "select")
-    assert values is not None and values["fineweb"]["max_repeated_line_characters"] == 0.1
+    assert values is not None and values["fineweb"]["max_repeated_line_characters"] == 0.2

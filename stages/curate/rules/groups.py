@@ -236,7 +236,7 @@ class CodeRules(RuleGroup):
     min_words: Count = below("words", 10, "Minimum number of words")
 
 
-Prose = Literal["gopher_repetition", "gopher_quality", "c4", "fineweb", "divergence", "quality"]
+Prose = Literal["gopher_repetition", "gopher_quality", "c4", "fineweb", "divergence", "ngram_coverage", "quality"]
 """Groups of rules made for prose: programs say the same again and again, in short lines without a full stop."""
 
 
@@ -252,7 +252,7 @@ class CodeReasoningRules(WebRules):
     spared_by: tuple[Prose, ...] = Field(get_args(Prose), description="Groups of rules that do not judge these pages")
     min_words: Count = below("words", 50, "Minimum number of words of such a page")
     min_alphabetic_words: Share = below("alphabetic_word_fraction", 0.5, "Minimum share of words with a letter; operators are words too")
-    max_repeated_line_characters: Share = above("repeated_line_character_fraction", 0.3, "Maximum share of characters in repeated lines")
+    max_repeated_line_characters: Share = above("repeated_line_character_fraction", 0.5, "Maximum share of characters in repeated lines")
 
     @property
     def kinds(self) -> tuple[DocumentKind, ...]:
@@ -281,7 +281,7 @@ class LineRules(StageConfig):
     max_ngram_coverage: Annotated[float, Field(ge=0.5, le=1)] | None = Field(
         0.9, description="Maximum fraction of a line's words in n-grams seen earlier; null: any"
     )
-    min_words: int = Field(10, ge=1, description="Shorter lines are not judged by their n-grams, words")
+    min_words: int = Field(30, ge=1, description="Shorter lines are not judged by their n-grams, words")
     final_punctuation: bool = Field(False, description="Whether lines go that end in none of . ? ! and the double quote; C4: true")
     min_line_words: int = Field(0, ge=0, description="Minimum number of words of a line between white space; C4: 3")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents keep all lines")

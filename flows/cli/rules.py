@@ -1,0 +1,312 @@
+"""The command `puna rules`: what each rule of a recipe loses of good text and catches of bad text, on annotated pages."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import typer
+from numpy.typing import NDArray
+
+from puna.flows.cli.inspect import print_rows
+from puna.flows.engine.recipe import Recipe, Step
+from puna.flows.engine.trace import fields, flow_named, load
+from puna.stages.contract import Value, execute
+from puna.stages.curate.extract import ExtractConfig, Unreadable, extract, page_text
+from puna.stages.curate.rules.decide import SqlRule, factors_of, fires, sql_fires
+from puna.stages.curate.rules.groups import Rule, active_rules
+from puna.stages.curate.select import SelectConfig
+from puna.stages.reading.rows import Fault, format_of, read_rows
+from puna.storage import Artifact, PunaError, Store
+
+WORD = re.compile(r"\w+")
+WHEN = datetime(2024, 1, 1, tzinfo=UTC)
+MOST_BYTES = 1 << 26
+"""Of a row."""
+ALL = "all"
+LINES = "select.lines"
+
+app = typer.Typer()
+Mask = NDArray[np.bool_]
+
+
+class Page(NamedTuple):
+    """An annotated page. `truth`: the good part of its text; None where `good` tells whether all of it is good."""
+
+    body: str
+    html: bool
+    truth: str | None = None
+    good: bool = True
+    type: str = ""
+    language: str = ""
+
+
+class Tally(NamedTuple):
+    """Pages, and the words of their texts that are good and bad."""
+
+    pages: int
+    good: int
+    bad: int
+
+
+@dataclass(frozen=True)
+class RuleRow:
+    """A rule, and what it drops by group of pages (`all`, `type=…`, `language=…`): `alone`, and as the `first` rule that fires."""
+
+    rule: str
+    condition: str
+    alone: Mapping[str, Tally]
+    first: Mapping[str, Tally]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A recipe's rules in their order, all annotated pages by group, and the rules whose signals are not at hand."""
+
+    recipe: str
+    rows: Sequence[RuleRow]
+    whole: Mapping[str, Tally]
+    unjudged: Sequence[str]
+
+    def lost(self, group: str = ALL) -> float:
+        """Return the share of a group's good words that all rules together drop."""
+        return sum(row.first[group].good for row in self.rows if group in row.first) / max(1, self.whole[group].good)
+
+
+def read_annotated(path: Path) -> list[Page]:
+    """Return the pages of a file of rows (Parquet, JSON lines, CSV); PunaError names the row and the field that is wrong."""
+    pages: list[Page] = []
+    try:
+        with path.open("rb") as handle:
+            for row in read_rows(handle, f"rules: {path}", format_of(path.name, b"") or "json", MOST_BYTES):
+                if isinstance(row, Fault):
+                    raise PunaError(f"rules: {path}: row {row.number} {row.field} {row.reason}")
+                pages.append(_page(row.fields, f"rules: {path}: row {row.number}"))
+    except OSError as error:
+        raise PunaError(f"rules: {path} cannot be read: {error.strerror or error}") from error
+    if not pages:
+        raise PunaError(f"rules: {path} has no rows")
+    return pages
+
+
+def _page(row: Mapping[str, Any], where: str) -> Page:
+    html = isinstance(row.get("html"), str | bytes)
+    body = row["html"] if html else row.get("text")
+    if isinstance(body, bytes):
+        body = body.decode("utf-8", "replace")
+    truth, good = row.get("truth"), row.get("good")
+    if not isinstance(body, str):
+        raise PunaError(f"{where} needs the field html or text")
+    if not isinstance(truth, str) and not isinstance(good, bool):
+        raise PunaError(f"{where} needs the field truth (the good part of the page's text) or good (true or false, of all of it)")
+    kind, code = (str(row.get(name) or "") for name in ("type", "language"))
+    return Page(body, html, truth if isinstance(truth, str) else None, bool(good), kind, code)
+
+
+class Annotations:
+    """Annotated pages as documents of a store, with the words of each that are good and bad (int64[page])."""
+
+    def __init__(self, pages: Sequence[Page], store: Store, config: ExtractConfig) -> None:
+        self.pages, self.store = pages, store
+        self.texts = [_text(page, config) for page in pages]
+        self.readable = np.array([text is not None for text in self.texts])
+        counts = [_words(text, page) for text, page in zip(self.texts, pages, strict=True)]
+        self.good, self.bad = np.array(counts, np.int64).reshape(-1, 2).T
+        rows = [_row(number, text) for number, text in enumerate(self.texts) if text is not None]
+        self.documents = store.import_table("documents", pa.Table.from_pylist(rows))
+
+    def groups(self, languages: Sequence[str]) -> dict[str, Mask]:
+        """Return the groups of pages, bool[page] each: all, by type, by the annotated or else the identified language."""
+        result = {ALL: np.ones(len(self.pages), np.bool_)}
+        found = iter(languages)
+        codes = [next(found) if readable else "" for readable in self.readable]
+        named = {"type": [page.type for page in self.pages], "language": [p.language or c for p, c in zip(self.pages, codes, strict=True)]}
+        for what, values in named.items():
+            result |= {f"{what}={value}": np.array(values) == value for value in sorted(set(values)) if value}
+        return result
+
+    def spread(self, mask: Mask) -> Mask:
+        """Return a mask of documents as one of pages, bool[page]."""
+        result = np.zeros(len(self.pages), np.bool_)
+        result[self.readable] = mask
+        return result
+
+    def tally(self, mask: Mask, groups: Mapping[str, Mask]) -> dict[str, Tally]:
+        return {name: Tally(*(int(of[mask & group].sum()) for of in (mask, self.good, self.bad))) for name, group in groups.items()}
+
+
+def _text(page: Page, config: ExtractConfig) -> str | None:
+    if not page.html:
+        return page.body
+    try:
+        return page_text(page.body.encode("utf-8", "replace"), "text/html", "utf-8", config).text
+    except Unreadable:
+        return None
+
+
+def _words(text: str | None, page: Page) -> tuple[int, int]:
+    """Return how many words of a text are good and how many bad; all of the truth is good where the page gave no text."""
+    words = Counter(WORD.findall(text or ""))
+    if page.truth is None:
+        return (words.total(), 0) if page.good else (0, words.total())
+    truth = Counter(WORD.findall(page.truth))
+    good = truth.total() if text is None else (words & truth).total()
+    return good, words.total() - good if text is not None else 0
+
+
+def _row(number: int, text: str) -> dict[str, Any]:
+    address = f"https://page.example/{number}"
+    return {"id": f"{number:032x}", "url": address, "fetched_at": WHEN, "source": "web", "title": None, "text": text}
+
+
+def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Evidence:
+    """Judge the documents by every rule of a recipe's selections, each alone and in its order.
+
+    Rules on a classifier that the recipe trains are not judged: what it would learn from is not at hand.
+    """
+    loaded = load(recipe, list(changes), "curate")
+    steps = fields(flow_named("curate"))
+    signals, artifacts = _signals(pages, loaded, steps)
+    groups = pages.groups(signals["language"].to_pylist() if "language" in artifacts else [""] * signals.num_rows)
+    gone, rows, unjudged = ~pages.readable, [], []
+    if gone.any():
+        tally = pages.tally(gone, groups)
+        rows.append(RuleRow("extract", "no text", tally, tally))
+    for step in ("select", "select_model"):
+        for config in loaded.configs(steps[step]):
+            assert isinstance(config, SelectConfig)
+            config, lacking = _at_hand(config, signals.column_names)
+            unjudged += [f"{step}.{name}" for name in lacking]
+            known = artifacts.get("language") if config.per_language else None
+            factors = factors_of(known.read("languages"), signals) if known is not None else {}
+            rules: list[Rule | SqlRule] = [*active_rules(config), *config.expressions()]
+            for rule in rules:
+                if isinstance(rule, SqlRule):
+                    fired, condition = sql_fires(rule, signals), rule.expression
+                else:
+                    fired = fires(rule, signals, signals["source"], factors)
+                    condition = f"{rule.drop.signal} {rule.drop.when} {rule.threshold}"
+                mask = pages.spread(fired)
+                if mask.any():
+                    rows.append(RuleRow(f"{step}.{rule.name}", condition, pages.tally(mask, groups), pages.tally(mask & ~gone, groups)))
+                gone = gone | mask
+            if config.lines is not None and step == "select":
+                rows += _lines(pages, execute(steps[step].stage, config, _given(pages, artifacts), pages.store), groups)
+    return Evidence(loaded.name, rows, pages.tally(groups[ALL], groups), unjudged)
+
+
+def _signals(pages: Annotations, recipe: Recipe, steps: Mapping[str, Step]) -> tuple[pa.Table, dict[str, Artifact]]:
+    """Return the documents' signals by the recipe's steps, beside id and source, and the artifacts that hold them, by step."""
+    artifacts: dict[str, Artifact] = {}
+    signals = pages.documents.read(columns=["id", "source"])
+    for name in ("language", "heuristics", "quality"):
+        if name == "quality" and recipe.configs(steps["train_quality"]):
+            continue
+        for config in recipe.configs(steps[name]):
+            given: dict[str, Value] = {"documents": pages.documents}
+            if name != "language":
+                given["language"] = artifacts.get("language")
+            artifacts[name] = execute(steps[name].stage, config, given, pages.store)
+            own = artifacts[name].read()
+            for column in own.column_names[1:]:
+                signals = signals.append_column(column, own[column])
+    return signals, artifacts
+
+
+def _given(pages: Annotations, artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
+    return {"documents": pages.documents, "signals": list(artifacts.values())}
+
+
+def _at_hand(config: SelectConfig, columns: Sequence[str]) -> tuple[SelectConfig, list[str]]:
+    """Return the configuration without what reads signals that are not at hand, and the names of that."""
+    lacking: list[str] = []
+    if (apart := config.code_reasoning) is not None:
+        scores = {"min_code": "code_score", "min_reasoning": "reasoning_score"}
+        off = {name: None for name, signal in scores.items() if getattr(apart, name) is not None and signal not in columns}
+        lacking += [f"code_reasoning.{name}" for name in off]
+        config = config.model_copy(update={"code_reasoning": apart.model_copy(update=off)})
+    groups: dict[str, None] = {}
+    for rule in active_rules(config):
+        if rule.drop.signal not in columns:
+            lacking.append(rule.name)
+            groups[rule.name.partition(".")[0]] = None
+    return config.model_copy(update=groups), lacking
+
+
+def _lines(pages: Annotations, selected: Artifact, groups: Mapping[str, Mask]) -> list[RuleRow]:
+    """Return the row of the rules on lines: words that the selection took out of documents that it keeps."""
+    changed = set(selected.read("removed_lines", ["id"])["id"].to_pylist())
+    good, bad = np.zeros_like(pages.good), np.zeros_like(pages.bad)
+    for row in selected.read(columns=["id", "text"]).to_pylist():
+        if row["id"] in changed:
+            number = int(row["id"], 16)
+            left = _words(row["text"], pages.pages[number])
+            good[number], bad[number] = pages.good[number] - left[0], pages.bad[number] - left[1]
+    tally = {name: Tally(0, int(good[group].sum()), int(bad[group].sum())) for name, group in groups.items()}
+    return [RuleRow(LINES, "lines that repeat earlier ones", tally, tally)] if changed else []
+
+
+def columns_of(result: Evidence, by: str) -> list[dict[str, Any]]:
+    """Return a row for each rule: pages, shares of good and bad words, alone and as the first; good words lost of each group `by`.
+
+    The last row has all rules together.
+    """
+    whole = result.whole
+
+    def share(tally: Mapping[str, Tally], field: str, group: str = ALL) -> float:
+        return int(getattr(tally[group], field)) / max(1, int(getattr(whole[group], field)))
+
+    names = [group for group in whole if group.startswith(f"{by}=")]
+    rows: list[dict[str, Any]] = []
+    for row in result.rows:
+        rows.append({
+            "rule": row.rule, "drops": row.condition, "pages": row.alone[ALL].pages, "good_lost": share(row.alone, "good"),
+            "bad_caught": share(row.alone, "bad"), "first_pages": row.first[ALL].pages, "first_good_lost": share(row.first, "good"),
+            "first_bad_caught": share(row.first, "bad"),
+            **{name.partition("=")[2]: share(row.alone, "good", name) for name in names},
+        })  # fmt: skip
+    total = {"rule": "all rules", "drops": "", "pages": whole[ALL].pages, "good_lost": result.lost()}
+    total |= {name.partition("=")[2]: result.lost(name) for name in names}
+    return [*rows, total]
+
+
+def summary(result: Evidence) -> dict[str, float]:
+    """Return the share of good words lost to all rules together, of all pages and by group."""
+    return {"good_words_lost" if group == ALL else f"good_words_lost {group}": result.lost(group) for group in result.whole}
+
+
+@app.command()
+def rules(
+    on: Annotated[Path, typer.Option("--on", metavar="FILE", help="Annotated pages: Parquet, JSON lines or CSV (see below)")],
+    recipe: Annotated[str, typer.Option("--recipe", help="Whose rules are judged: a name or a YAML file")] = "clean",
+    changes: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the recipe")] = None,
+    by: Annotated[str, typer.Option("--by", help="Groups of pages that get a column each: type or language")] = "type",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object: rows, summary, rules that could not be judged")] = False,
+) -> None:
+    """Show how much good text each rule loses and how much bad text it catches on pages that you annotated.
+
+    A row of FILE has `html` or `text`; `truth` (the good part of its text, empty if there is none) or `good` (true or false, of the whole
+    page); and, if known, `type` and `language`. Shares are of words, for each rule alone and as the first that fires (`first_…`).
+    """
+    if by not in ("type", "language"):
+        raise PunaError(f"--by {by}: takes type or language")
+    pages = read_annotated(on)
+    config = load(recipe, list(changes or ()), "curate").one("extract", extract, ExtractConfig)
+    with tempfile.TemporaryDirectory() as folder:
+        result = evidence(Annotations(pages, Store.open(folder), config), recipe, changes or ())
+    rows = columns_of(result, by)
+    if as_json:
+        typer.echo(json.dumps({"rows": rows, "summary": summary(result), "unjudged": result.unjudged}))
+        return
+    print_rows([{name: f"{value:.4f}" if isinstance(value, float) else value for name, value in row.items()} for row in rows], False)
+    for name in result.unjudged:
+        typer.echo(f"not judged: {name}, whose classifier the recipe trains or whose step it leaves out")

@@ -1,0 +1,125 @@
+"""What curation costs: good text lost to each rule, good names lost to the address filter, beside what is caught.
+
+    python tests/benchmarks/evidence.py [--data FOLDER] [--part rules|names|…] [--json] [--write]
+
+FOLDER (default: ../shared/data) holds the sets that the other benchmarks name. A part whose data is not there is left out, with a note.
+
+`rules`: `puna rules` for every shipped recipe over annotated pages: WCXB's development pages by type (`web_wcxb_dev`), articles of other
+extractors' tests (type `news`: `web_readability`, `web_newspaper`), and as junk the whole text of pages (menus and all) and other texts
+that `stages/curate/data/grades.tsv` gives 1 of 5 or less; the model behind `quality.min_quality` learned those grades.
+`good_words_lost_TYPES` is the worst recipe's share of the annotated words of TYPES whose page is dropped or whose line is cut, pages that
+give no text included; `good_words_lost_TYPES_RECIPE` each recipe's; `junk_caught_RECIPE` the share of the junk's words that goes.
+`--write` puts the rows of the recipe `clean` into `flows/report/rule_evidence.tsv`, which the report shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+sys.path[:0] = [str(ROOT / ".pkg"), str(Path(__file__).parent)]
+
+import curation_articles  # noqa: E402
+
+from puna.flows.cli.rules import Annotations, Evidence, Page, columns_of, evidence  # noqa: E402
+from puna.flows.engine.recipe import shipped_recipes  # noqa: E402
+from puna.stages.curate.extract import ExtractConfig  # noqa: E402
+from puna.storage import Store  # noqa: E402
+
+TYPES = {"articles": "article", "documentation": "documentation", "forums": "forum"}
+JUNK = 1
+"""Highest grade of a text that is junk."""
+TABLE = ROOT / "flows/report/rule_evidence.tsv"
+
+
+def pages(folder: Path) -> Iterator[Page]:
+    """Yield the annotated pages of the sets in the folder."""
+    grades = (ROOT / "stages/curate/data/grades.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    junk = {(dataset, page) for dataset, page, reading, grade in (line.split("\t") for line in grades) if reading == "whole" and int(grade) <= JUNK}
+    wcxb = folder / "web_wcxb_dev"
+    rows = [json.loads(line) for line in curation_articles._unpacked(wcxb / "dev_truth.jsonl.zst").splitlines()]
+    truth = {row["file_id"]: row for row in rows if "file_id" in row}
+    for path, body in curation_articles._files(wcxb / "dev_html.tar.zst"):
+        name = Path(path).stem
+        if name in truth:
+            row = truth[name]
+            html = body.decode("utf-8", "replace")
+            yield Page(html, True, row["ground_truth"].get("main_content") or "", type=row["_internal"]["page_type"]["primary"])
+            if ("wcxb", name) in junk:
+                yield _whole(body)
+    for page in curation_articles.read(folder):
+        if page.truth is not None:
+            yield Page(page.body.decode("utf-8", "replace"), True, page.truth, type="news")
+        if (page.dataset, page.name) in junk:
+            yield _whole(page.body)
+
+
+def _whole(body: bytes) -> Page:
+    from resiliparse.extract.html2text import extract_plain_text
+
+    from puna.models.extraction.clean import decode
+
+    return Page(str(extract_plain_text(decode(body, None, html=True), main_content=False)), False, None, good=False, type="junk")
+
+
+def rules(folder: Path, write: bool) -> dict[str, float]:
+    """See the module."""
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as place:
+        annotated = Annotations(list(pages(folder)), Store.open(place), ExtractConfig())
+        results = {name: evidence(annotated, name) for name in shipped_recipes()}
+    for name, result in results.items():
+        figures |= {f"good_words_lost_{plural}_{name}": result.lost(f"type={kind}") for plural, kind in TYPES.items()}
+        whole = result.whole["type=junk"].bad
+        figures[f"junk_caught_{name}"] = sum(row.first["type=junk"].bad for row in result.rows) / whole
+    worst = {f"good_words_lost_{plural}": max(figures[f"good_words_lost_{plural}_{name}"] for name in results) for plural in TYPES}
+    if write:
+        TABLE.write_text(table(results["clean"]), encoding="utf-8")
+    return worst | figures
+
+
+def table(result: Evidence) -> str:
+    """Return the rows as tab-separated text: shares of words by rule, alone and as the first that fires; of junk what it catches."""
+    rows = columns_of(result, "type")
+    types = [group.partition("=")[2] for group in result.whole if group.startswith("type=") and result.whole[group].good]
+    names = ["rule", "drops", "pages", "good_lost", "bad_caught", "first_good_lost", "first_bad_caught", *types]
+    lines = ["\t".join(names)]
+    for row in rows:
+        values = [row.get(name, "") for name in names]
+        lines.append("\t".join(f"{value:.4f}" if isinstance(value, float) else str(value) for value in values))
+    return "\n".join(lines) + "\n"
+
+
+PARTS: dict[str, Callable[[Path, bool], dict[str, float]]] = {"rules": rules}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data", help="folder of the sets")
+    parser.add_argument("--part", choices=PARTS, action="append", help="measure this alone (repeatable)")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true", help="write the committed table of rules")
+    arguments = parser.parse_args()
+    if not arguments.data.is_dir():
+        sys.exit(f"evidence: no folder {arguments.data}; give --data FOLDER (see --help)")
+    figures: dict[str, float] = {}
+    for name in arguments.part or PARTS:
+        figures |= PARTS[name](arguments.data, arguments.write)
+    if arguments.json:
+        print(json.dumps(figures))
+        return
+    for name, value in figures.items():
+        print(f"{name:48} {value:.4f}")
+
+
+if __name__ == "__main__":
+    main()
