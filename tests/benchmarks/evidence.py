@@ -6,7 +6,8 @@ FOLDER (default: ../shared/data) holds the sets that the other benchmarks name. 
 
 `rules`: `puna rules` for every shipped recipe over annotated pages: WCXB's development pages by type (`web_wcxb_dev`), articles of other
 extractors' tests (type `news`: `web_readability`, `web_newspaper`), and as junk the whole text of pages (menus and all) and other texts
-that `stages/curate/data/grades.tsv` gives 1 of 5 or less; the model behind `quality.min_quality` learned those grades.
+that `stages/curate/data/grades.tsv` gives 1 of 5 or less. Pages whose HTML does not hold their text are left out: six of forums, whose
+text a script fetches. The model behind `quality.min_quality` learned the grades.
 `good_words_lost_TYPES` is the worst recipe's share of the annotated words of TYPES whose page is dropped or whose line is cut, pages that
 give no text included; `good_words_lost_TYPES_RECIPE` each recipe's; `junk_caught_RECIPE` the share of the junk's words that goes.
 `--write` puts the rows of the recipe `clean` into `flows/report/rule_evidence.tsv`, which the report shows.
@@ -17,9 +18,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from html import unescape
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -29,12 +32,13 @@ sys.path[:0] = [str(ROOT / ".pkg"), str(Path(__file__).parent)]
 
 import curation_articles  # noqa: E402
 
-from puna.flows.cli.rules import Annotations, Evidence, Page, columns_of, evidence  # noqa: E402
+from puna.flows.cli.rules import WORD, Annotations, Evidence, Page, columns_of, evidence  # noqa: E402
 from puna.flows.engine.recipe import shipped_recipes  # noqa: E402
 from puna.stages.curate.extract import ExtractConfig  # noqa: E402
 from puna.storage import Store  # noqa: E402
 
 TYPES = {"articles": "article", "documentation": "documentation", "forums": "forum"}
+TAG = re.compile("<[^<>]*>")
 JUNK = 1
 """Highest grade of a text that is junk."""
 TABLE = ROOT / "flows/report/rule_evidence.tsv"
@@ -52,7 +56,9 @@ def pages(folder: Path) -> Iterator[Page]:
         if name in truth:
             row = truth[name]
             html = body.decode("utf-8", "replace")
-            yield Page(html, True, row["ground_truth"].get("main_content") or "", type=row["_internal"]["page_type"]["primary"])
+            text = row["ground_truth"].get("main_content") or ""
+            if _holds(html, text):
+                yield Page(html, True, text, type=row["_internal"]["page_type"]["primary"])
             if ("wcxb", name) in junk:
                 yield _whole(body)
     for page in curation_articles.read(folder):
@@ -60,6 +66,14 @@ def pages(folder: Path) -> Iterator[Page]:
             yield Page(page.body.decode("utf-8", "replace"), True, page.truth, type="news")
         if (page.dataset, page.name) in junk:
             yield _whole(page.body)
+
+
+def _holds(html: str, truth: str) -> bool:
+    """Return whether a quarter of every twentieth run of four words of the truth stands in the HTML."""
+    words = WORD.findall(truth)
+    runs = [" ".join(words[at : at + 4]) for at in range(0, len(words) - 3, 20)]
+    inside = " ".join(WORD.findall(unescape(html)) + WORD.findall(unescape(TAG.sub(" ", html))))
+    return not runs or sum(run in inside for run in runs) >= len(runs) / 4
 
 
 def _whole(body: bytes) -> Page:
