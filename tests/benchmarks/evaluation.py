@@ -4,8 +4,9 @@
     python tests/benchmarks/evaluation.py --json [--limit 20] [--part harness checkers]
 
 `harness`: six local tasks (multiple choice, texts, answers; from ../shared/data) for SmolLM2-135M-Instruct and a small random model of
-Puna's, whose tokenizer adds BOS. `harness_logprob_difference`: largest difference of a log-likelihood, nats; `harness_metrics_equal`: share
-of metrics that are the same number; `evaluate_vs_harness_hf`: CPU seconds inside the backend by those of the whole task here.
+Puna's, whose tokenizer adds BOS. `harness_logprob_difference`: largest difference of a log-likelihood, nats, from the backend in float64
+(`hf_float32_difference`: that of the backend itself in float32); `harness_metrics_equal`: share of metrics that are the same number;
+`evaluate_vs_harness_hf`: CPU seconds inside the float32 backend by those of the whole task here, templates and metrics included.
 `checkers`: known benchmarks' own answers, spoilt ones, IFEval's reference implementation (part of the harness), and lost fields.
 """
 
@@ -157,7 +158,7 @@ def by_harness(model: Any, folder: Path, names: list[str]) -> dict[str, Any]:
             output = simple_evaluate(model, tasks=[name], bootstrap_iters=0, task_manager=manager)
             samples = {(s["doc_id"], s["filter"]): s["resps"] for s in output["samples"][name]}
             results[name] = {
-                "metrics": {key: value for key, value in output["results"][name].items() if isinstance(value, float) and "stderr" not in key},
+                "metrics": {key: v for key, v in output["results"][name].items() if isinstance(v, float) and "stderr" not in key},
                 "responses": samples, "backend_seconds": timed.seconds, "seconds": time.process_time() - started,
             }  # fmt: skip
     finally:
@@ -198,16 +199,17 @@ def against_harness(model: Path, folder: Path, names: list[str], store: Store, b
     if not export.exists():
         export_model(artifact, export, "hf")
     theirs = by_harness(HFLM(str(export), batch_size=batch, dtype="float32", device="cpu"), folder, names)
+    likely = [name for name in names if not isinstance(next(iter(theirs[name]["responses"].values()))[0][0], str)]
+    exact = theirs | by_harness(HFLM(str(export), batch_size=batch, dtype="float64", device="cpu"), folder, likely)
     bridge = by_harness(_bridge(Bench.of(artifact, (), BenchmarkConfig(), _Run())), folder, names)  # type: ignore[arg-type]
-    metrics = [
-        (name, key, value, scores[name, key.removesuffix(",none")]["value"]) for name in names for key, value in theirs[name]["metrics"].items()
-    ]
-    largest, same, texts = differences(bridge, theirs)
+    measured = [(name, key, value) for name in names for key, value in exact[name]["metrics"].items()]
+    metrics = [(name, key, value, scores[name, key.removesuffix(",none")]["value"]) for name, key, value in measured]
+    largest, same, texts = differences(bridge, exact)
     seconds = {name: next(row["seconds"] for (task, _), row in scores.items() if task == name) for name in names}
     return {
-        "logprob_difference": largest,
+        "logprob_difference": largest, "hf_float32_difference": differences(theirs, exact)[0],
         "metrics_equal": sum(_alike(value, own) for *_, value, own in metrics) / len(metrics),
-        "bridge_metrics_equal": sum(_alike(v, bridge[n]["metrics"][k]) for n in names for k, v in theirs[n]["metrics"].items()) / len(metrics),
+        "bridge_metrics_equal": sum(_alike(value, bridge[name]["metrics"][key]) for name, key, value in measured) / len(metrics),
         "answers_equal": same / max(1, texts),
         "unequal": [one for one in metrics if not _alike(one[2], one[3])],
         "metrics": {f"{name} {key}": value for name, key, value, _ in metrics},
@@ -217,7 +219,7 @@ def against_harness(model: Path, folder: Path, names: list[str], store: Store, b
 
 
 def _alike(one: float, other: float) -> bool:
-    """True if two numbers are the same but for the rounding of float32 sums."""
+    """True if two numbers are the same but for rounding in float32."""
     return abs(one - other) <= 1e-6 * max(1.0, abs(one))
 
 
@@ -394,11 +396,11 @@ def main() -> None:
         elif "harness" in options.part:
             (work / "tasks").mkdir()
             names = tasks(work / "tasks", options.limit)
-            found = {
-                name: against_harness(path, work / "tasks", names, store, options.batch) for name, path in models(options.model, work).items()
-            }
+            asked = models(options.model, work)
+            found = {name: against_harness(path, work / "tasks", names, store, options.batch) for name, path in asked.items()}
             figures |= {
                 "harness_logprob_difference": max(one["logprob_difference"] for one in found.values()),
+                "hf_float32_difference": max(one["hf_float32_difference"] for one in found.values()),
                 "harness_metrics_equal": min(one["metrics_equal"] for one in found.values()),
                 "evaluate_vs_harness_hf": {name: one["ratio"] for name, one in found.items()}, "models": found,
             }  # fmt: skip

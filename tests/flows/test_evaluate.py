@@ -1,0 +1,87 @@
+"""`puna evaluate` and `puna compare`, as they are typed."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from puna.flows.cli.main import app
+from puna.storage import PunaError
+from tests.stages.evaluation.conftest import saved
+
+TASK = {
+    "task": "animals", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "../data/animals.jsonl"}}, "test_split": "test",
+    "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "options", "doc_to_target": "right",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "tasks").mkdir()
+    rows = [{"q": f"{n} eats", "options": ["grass", "stones"], "right": n % 2} for n in range(6)]
+    (tmp_path / "data" / "animals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tasks" / "animals.yaml").write_text(yaml.safe_dump(TASK))
+    for seed in (0, 1):
+        saved(tmp_path / f"model{seed}", seed)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def puna(*words: str) -> Any:
+    done = CliRunner().invoke(app, [*words, "--store", "store"])
+    if isinstance(done.exception, PunaError):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_models_in_folders_are_scored_and_compared(folder: Path) -> None:
+    text = puna("evaluate", "model0", "--tasks", "tasks/animals.yaml", "-o", "results.json", "--limit", "5")
+    (row,) = [line.split() for line in text.splitlines() if " acc " in line]
+    results = json.loads((folder / "results.json").read_text())
+    assert results["results"]["animals"]["acc,none"] == pytest.approx(float(row[2]), abs=1e-4) and results["n-samples"]["animals"] == {"effective": 5}
+    ids = []
+    for name in ("model0", "model1"):
+        lines = [json.loads(line) for line in puna("evaluate", name, "--tasks", "tasks/animals.yaml", "--json").splitlines()]
+        assert [line.get("stage") for line in lines[:-1]] == ["import_model", "benchmark"] and "animals" in lines[-1]["results"]
+        ids.append([line["id"] for line in lines[:-1]])
+    by_model, by_evaluation = (puna("compare", ids[0][at], ids[1][at], "--all", "--json").splitlines() for at in (0, 1))
+    assert by_model == by_evaluation
+    rows = [json.loads(line) for line in by_model]
+    assert [(row["task"], row["metric"], row["n"]) for row in rows] == [("animals", "acc", 6), ("animals", "acc_norm", 6)]
+    assert "p (Holm)" in puna("compare", ids[0][0], ids[1][0])
+    board = json.loads(puna("sql", "select rank, model, n from leaderboard where metric = 'acc' and n = 6 and rank = 1 limit 1", "--json"))
+    assert board["rank"] == 1 and board["n"] == 6
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (("--tasks", "none.yaml"), "--tasks none.yaml: there is no such task file or folder; tasks by name need --harness"),
+    (("--tasks", "tasks/lost.yaml"), "data_files: gone.jsonl is not there, neither beside the task file nor here"),
+    (("--tasks", "tasks/animals.yaml", "--n", "4", "--harness"), "answers and temperature are the task file's where the harness asks"),
+])  # fmt: skip
+def test_what_cannot_be_asked_is_refused_before_anything_runs(folder: Path, words: tuple[str, ...], message: str) -> None:
+    lost = TASK | {"dataset_kwargs": {"data_files": {"test": "gone.jsonl"}}}
+    (folder / "tasks" / "lost.yaml").write_text(yaml.safe_dump(lost))
+    with pytest.raises(PunaError) as refused:
+        puna("evaluate", "model0", *words)
+    assert message in str(refused.value) and not (folder / "store" / "objects" / "model").exists()
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is not None, reason="the harness is installed")
+def test_a_missing_harness_is_one_clear_error(folder: Path) -> None:
+    with pytest.raises(PunaError, match="is not installed: pip install 'puna\\[harness\\]', or leave --harness out"):
+        puna("evaluate", "model0", "--tasks", "hellaswag", "--harness")
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="pip install 'puna[harness]'")
+def test_the_harness_measures_the_same(folder: Path) -> None:
+    own, its = (json.loads(puna("evaluate", "model0", "--tasks", "tasks/animals.yaml", "--json", *more).splitlines()[-1]) for more in ((), ("--harness",)))
+    for metric in ("acc,none", "acc_norm,none"):
+        assert own["results"]["animals"][metric] == its["results"]["animals"][metric]
