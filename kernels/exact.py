@@ -30,10 +30,15 @@ def exact() -> bool:
     return not torch.compiler.is_compiling() and _exact.get()
 
 
+def can_be_exact(dtype: torch.dtype, device: torch.device) -> bool:
+    """True if passes can be exact: in fp32 on a CPU, with the package numba."""
+    return dtype == torch.float32 and device.type == "cpu" and has_numba()
+
+
 @contextmanager
 def exact_passes(dtype: torch.dtype, device: torch.device, wanted: bool = True) -> Iterator[None]:
     """Passes inside are exact. ValueError where they cannot be: outside fp32, off the CPU, without numba."""
-    if wanted and (dtype != torch.float32 or device.type != "cpu" or not has_numba()):
+    if wanted and not can_be_exact(dtype, device):
         raise ValueError(f"exact passes need fp32 on a CPU and the package numba, not {dtype} on {device.type}")
     token = _exact.set(wanted)
     try:

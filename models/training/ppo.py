@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,7 @@ def _train(
         "initial": [weights_digest(m) for m in (*(trainer.model for trainer in trainers.values()), rollouts.reference)],
     }
     ranks = trainers["policy"].parallel
+    rollouts = replace(rollouts, mesh=ranks.mesh)
     ranks.beside = {who: trainer.parallel for who, trainer in trainers.items() if who != "policy"}
     numbers, log, begun = _resume(checkpoint_dir, trainers, identity, config)
     names = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]

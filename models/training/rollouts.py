@@ -5,8 +5,9 @@ Rollout k draws its prompts and its samples from (seed, k), whatever was drawn b
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -14,10 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from puna.kernels.exact import can_be_exact
 from puna.models.generation import Completion, Engine, SamplingParams
 from puna.models.training.objectives.base import Targets
 from puna.models.training.objectives.reward import answer_rewards
 from puna.models.training.packing import pack, step_indices
+from puna.models.training.parallel.layout import Layout
+from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.settings import GrpoSettings, RolloutSettings
 from puna.models.transformer import Transformer
 
@@ -67,7 +71,8 @@ class Rollouts(Generic[Config]):
     """The source of a training's answers.
 
     `prompts` are token ids up to the assistant's header, `stop` the ids that end an answer. `scorer` gives each answer's reward:
-    `reward_model_scorer(model)`, or a verifier. `watch` is asked in the rollouts whose KL divergence is measured.
+    `reward_model_scorer(model)`, or a verifier. `watch` is asked in the rollouts whose KL divergence is measured. `mesh`: the ranks that
+    train together. Each answers its part of the prompts, and all score all answers; in exact passes they are those of one process.
     """
 
     policy: Transformer
@@ -78,6 +83,7 @@ class Rollouts(Generic[Config]):
     config: Config
     seed: int
     watch: Watch | None = None
+    mesh: Mesh = field(default_factory=lambda: Mesh(Layout()))
 
     def sample(self, rollout: int, remember: Remember = lambda _, make: make()) -> Sampled:
         """Return the answers of a rollout, counted from 1. `remember` keeps the waves in which they are sampled and scored."""
@@ -111,7 +117,9 @@ class Rollouts(Generic[Config]):
 
     def _drawn(self, rollout: int, remember: Remember) -> list[Drawn]:
         """Return a rollout's prompts with answers, and further ones while too few are unequal and `resample` allows it."""
-        config, drawn, size, engine = self.config, list[Drawn](), self._wave(), Engine(self.policy)
+        config, drawn, size = self.config, list[Drawn](), self._wave()
+        weights = self.policy.model.embed_tokens.weight
+        engine = Engine(self.policy, exact=can_be_exact(weights.dtype, weights.device))
         for again in range(1 + (config.resample if isinstance(config, GrpoSettings) else 0)):
             # What is asked again comes from beyond the last rollout.
             places = step_indices(rollout + again * config.rollouts, len(self.prompts), config.prompts, self.seed)
@@ -140,12 +148,25 @@ class Rollouts(Generic[Config]):
         params = SamplingParams(
             n=config.answers, temperature=config.temperature, max_tokens=config.max_tokens, stop=tuple(self.stop), seed=seed
         )
-        completions = engine.generate(asked, params)
+        completions = self._completions(engine, asked, params)
         scores = self.scorer(asked, completions)
         return [
             ([(c.tokens, c.logprobs, c.finished) for c in some], list(map(float, own)))
             for some, own in zip(completions, scores, strict=True)
         ]
+
+    def _completions(self, engine: Engine, asked: Sequence[list[int]], params: SamplingParams) -> list[list[Completion]]:
+        """Return answers to each prompt, dealt to the ranks. Equal prompts go to one rank: together they draw different answers."""
+        ranks, owners = self.mesh.layout.processes, dict[tuple[int, ...], int]()
+        for prompt in asked:
+            owners.setdefault(tuple(prompt), len(owners) % ranks)
+        own = [prompt for prompt in asked if owners[tuple(prompt)] == self.mesh.index]
+        drawn = engine.generate(own, params) if own else []
+        if ranks == 1:
+            return drawn
+        texts = self.mesh.gather_texts(json.dumps([[(c.tokens, c.logprobs, c.finished) for c in some] for some in drawn]))
+        parts = [iter(json.loads(text)) for text in texts]
+        return [[Completion(*answer) for answer in next(parts[owners[tuple(prompt)]])] for prompt in asked]
 
     def _answered(self, asked: Sequence[list[int]], sampled: Sequence[Any]) -> Iterator[Drawn]:
         for prompt, (answers, scores) in zip(asked, sampled, strict=True):

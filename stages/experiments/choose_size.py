@@ -86,7 +86,7 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
         surface, sigmoid = task_laws(rows)
         numbers["task_loss"] = float(surface([size.parameters], [size.tokens])[0, 0])
         numbers["accuracy"] = float(sigmoid(numbers["task_loss"]))
-    found = {"loss": loss, **numbers}
+    found: dict[str, Interval | float] = {"loss": loss, **numbers}
     run.write_rows([evaluation_row("forecast", name, number, len(rows)) for name, number in found.items()])
     run.metric("predicted_loss", loss.value)
     run.metric("predicted_loss_low", loss.low)

@@ -81,6 +81,15 @@ def kills(pool: Pool, count: int) -> float:
     return sum(same) / len(same)
 
 
+def rollouts(pool: Pool) -> float:
+    """Return the share of layouts whose ranks share a rollout and get answers and log-probs with the bits of one process and its trainer."""
+    one = pool.run("sampled", 1, layout={})[0]
+    same = [one["equal"] == 1.0]
+    for layout in ({"data": 2}, {"data": 4}, {"shard": 2}, {"tensor": 2}, {"data": 2, "shard": 2}):
+        same += [own == one for own in pool.run("sampled", size(layout), layout=layout)]
+    return sum(same) / len(same)
+
+
 def imbalance(rows: int = 32_768, tokens: int = 1024, ranks: int = 16) -> float:
     """Return the largest load over the mean of rows that are dealt by cost."""
     generator = np.random.default_rng(0)
@@ -98,6 +107,7 @@ def measure(count: int) -> dict[str, Any]:
         figures: dict[str, Any] = equality(pool)
         figures["reshard_bitwise"] = reshard(pool)
         figures["kills"], figures["kills_recovered"] = count, kills(pool, count)
+        figures["rollout_logprobs_bitwise"] = rollouts(pool)
         figures["cp_imbalance"] = imbalance()
         figures |= published_plans.compare()
         one, two = (min(pool.run("seconds", n, layout={"data": n})) for n in (1, 2))

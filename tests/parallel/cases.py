@@ -16,13 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from puna.kernels.exact import exact_passes
 from puna.models.config import ModelConfig
 from puna.models.training import objectives as o
 from puna.models.training.loop import train, weights_digest
 from puna.models.training.objectives.base import Targets
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh
-from puna.models.training.settings import LoraSettings, TrainConfig
+from puna.models.training.ppo import train_grpo
+from puna.models.training.rollouts import Rollouts
+from puna.models.training.settings import GrpoSettings, LoraSettings, TrainConfig
 from puna.models.training.state import load_state
 from puna.models.training.trainer import TIMED, Trainer
 from puna.models.transformer import Transformer
@@ -242,4 +245,33 @@ def seconds(members: Sequence[int], layout: dict[str, int]) -> float:
         return min([trainer.step(1 + step % 4, micro, 1)["seconds"] for step in range(6)][1:])
 
 
-JOBS: dict[str, Callable[..., Any]] = {"compare": compare, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds}
+def sampled(members: Sequence[int], layout: dict[str, int], again: bool = False) -> dict[str, Any]:
+    """Return the answers of two rollouts, in which a prompt is asked twice, and the share of log-probs with the bits of exact passes.
+
+    again: train by GRPO between them.
+    """
+    chosen = Layout(**layout)
+    mesh, policy = Mesh(chosen, members), network("plain")
+    prompts = [np.random.default_rng([7, i]).integers(0, 37, 3 + i % 4).tolist() for i in range(5)] * 2
+    settings = GrpoSettings(
+        rollouts=2, prompts=10, answers=3, max_tokens=7, minibatches=1, compute={"layout": chosen, "micro_batch_tokens": 64},
+        schedule={"learning_rate": 0.01, "warmup_steps": 0}, optimizer={"epsilon": 1e-3},
+    )  # fmt: skip
+    source: Rollouts[GrpoSettings] = Rollouts(policy, network("plain"), by_length, prompts, [1], settings, 5, mesh=mesh)
+    first = source.sample(1)
+    targets = Targets.from_answers(first.asked, first.answers)
+    with torch.no_grad(), exact_passes(torch.float32, torch.device("cpu")):
+        own = policy.token_logprobs(targets.forest, targets.positions, targets.tokens, temperature=settings.temperature)[0]
+    log = train_grpo(source) if again else []
+    return {
+        "asked": first.asked, "answers": first.answers, "logprobs": first.logprobs.tolist(), "scores": first.scores.tolist(),
+        "equal": float((own == first.logprobs).float().mean()), "log": [(row["score"], row["loss"]) for row in log],
+    }  # fmt: skip
+
+
+def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Any]]) -> list[list[float]]:
+    """Score answers by their number of tokens."""
+    return [[float(len(c.tokens)) for c in some] for some in completions]
+
+
+JOBS: dict[str, Callable[..., Any]] = {"compare": compare, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds, "sampled": sampled}

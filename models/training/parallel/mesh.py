@@ -56,7 +56,7 @@ def join(device: str = "cpu") -> None:
         raise ConnectionError(f"rank {rank} of {world} cannot reach rank 0 at {host}:{port}: {str(error).splitlines()[0]}") from error
     global _store
     _store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
-    backend = "nccl" if device == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"  # texts and counts are exchanged in the host's memory
     dist.init_process_group(backend, store=_store, rank=rank, world_size=world, timeout=TIMEOUT)
 
 
@@ -140,6 +140,19 @@ class Mesh:
         """Wait for all ranks."""
         if self.everyone is not None:
             dist.barrier(group=self.everyone)
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Return the texts of all ranks, in their order."""
+        if self.everyone is None:
+            return [text]
+        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        sizes = torch.zeros(self.layout.processes, dtype=torch.int64)
+        sizes[self.index] = len(own)
+        self.add_everywhere(sizes)
+        padded = [torch.zeros(int(sizes.max()), dtype=torch.uint8) for _ in sizes]
+        padded[self.index][: len(own)] = own
+        dist.all_gather(padded, padded[self.index].clone(), group=self.everyone)
+        return [bytes(part[:size].numpy()).decode() for part, size in zip(padded, sizes.tolist(), strict=True)]
 
     def share_text(self, text: str) -> str:
         """Return the text of the last pipeline stage, on all stages."""
