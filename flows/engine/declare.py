@@ -190,7 +190,6 @@ def step(
 
 
 def setting(name: str, default: int, *, minimum: int, maximum: int, description: str) -> int:
-    """Return a number of the recipe that decides which steps there are, for example how many rounds."""
     return current_walk().setting(Setting(name, default, minimum, maximum, description))
 
 
@@ -234,7 +233,6 @@ class Walk(ABC):
         self._done: dict[str, tuple[dict[str, tuple[str, ...]], Output]] = {}
 
     def walk(self, flow: Flow, given: Mapping[str, Given]) -> Any:
-        """Run the flow on its inputs."""
         with self.at_work():
             return flow.function(**given)
 
@@ -279,7 +277,6 @@ class Walk(ABC):
         raise PunaError(message)
 
     def setting(self, wanted: Setting) -> int:
-        """Return the recipe's value of a setting."""
         return self.recipe.number(wanted)
 
     def configs(self, step: Step) -> list[StageConfig | None]:

@@ -42,7 +42,6 @@ class Size:
 
     @classmethod
     def of(cls, item: Artifact | External) -> Size:
-        """Return the size of an artifact or of files."""
         if isinstance(item, External):
             return cls(0, sum(file.bytes for file in item.files))
         return cls(item.rows() if item.kind in item.tables else 0, stored(item))
@@ -60,7 +59,6 @@ class Expected:
 
     @property
     def size(self) -> Size:
-        """Return the size of the step's output."""
         return Size(self.rows, self.bytes)
 
 
@@ -104,7 +102,6 @@ class Experience:
 
 
 def together(sizes: Sequence[Size]) -> Size:
-    """Return the size of several."""
     return Size(sum(size.rows for size in sizes), sum(size.bytes for size in sizes))
 
 

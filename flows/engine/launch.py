@@ -49,7 +49,6 @@ class Request:
     project: str = ""
 
     def recipe_of(self, flow: Flow) -> Recipe:
-        """Return the recipe of a flow with the changes and the project."""
         return load(self.recipe or DEFAULT_RECIPE, [*self.changes, *project_change(self.project)], flow.name)
 
     def stage_project(self) -> str:

@@ -75,7 +75,6 @@ class Planner(Walk):
         """Set no alias: a plan changes nothing."""
 
     def store(self) -> Store:
-        """Return the store that the plan is for."""
         return self._store
 
 

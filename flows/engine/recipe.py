@@ -269,7 +269,6 @@ def project_change(project: str | None) -> list[str]:
 
 
 def shipped_recipes() -> list[str]:
-    """Return names of the recipes that come with Puna."""
     return sorted(file.stem for file in RECIPES.glob("*.yaml") if file.stem != BASE)
 
 

@@ -30,7 +30,6 @@ class Round:
 
     @property
     def verdict(self) -> str:
-        """Return passed, refused, or waits (for a person)."""
         return str(self.deciding.manifest.metrics["verdict"])
 
     @property
@@ -61,7 +60,6 @@ class History:
 
     @property
     def number(self) -> int:
-        """Return the number of the next round."""
         return len(self.rounds) + 1
 
     def used(self) -> Counter[str]:

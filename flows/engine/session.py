@@ -138,7 +138,6 @@ _CURRENT: ContextVar[Session | None] = ContextVar("session", default=None)
 
 
 def current() -> Session | None:
-    """Return the session of the run in progress, if any."""
     return _CURRENT.get()
 
 

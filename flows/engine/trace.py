@@ -36,7 +36,6 @@ class TracedStep:
 
     @property
     def description(self) -> str:
-        """Return the first sentence of the stage's docstring."""
         return first_sentence(self.step.stage.doc)
 
 
@@ -120,7 +119,6 @@ def load_flows() -> dict[str, Flow]:
 
 
 def flow_named(name: str) -> Flow:
-    """Return the flow of that name; PunaError when there is none."""
     flows = load_flows()
     if name not in flows:
         raise PunaError(f"{name}: no such flow{did_you_mean(name, flows)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from html import escape
 from typing import TypeAlias
 
@@ -25,7 +25,6 @@ Content: TypeAlias = "str | int | Iterable[Content] | None"
 
 
 def text(value: object) -> Html:
-    """Return a value as escaped text."""
     return Html(escape(FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", str(value)), quote=True))
 
 
@@ -99,6 +98,17 @@ def part(title: str, *content: Content, note: Content = None) -> Html:
     """Return a titled part of a section; nothing when it would be empty."""
     inside = join(content)
     return Html("") if not inside else tag("div", tag("h3", title), tag("p", note, class_="note") if note else None, inside, class_="part")
+
+
+def legend(names: Mapping[str, str]) -> Html:
+    """Return the meanings of colours. `names`: words by the class of the colour."""
+    return tag("ul", [tag("li", tag("i", class_=kind), words) for kind, words in names.items()], class_="legend")
+
+
+def stacked(pieces: Iterable[tuple[str, float]], class_: str = "bar") -> Html:
+    """Return a bar of pieces, each with its class and its percentage of the width."""
+    drawn = [tag("i", class_=kind, style=f"width:{width:.2f}%") for kind, width in pieces]
+    return tag("span", drawn, class_=class_, aria_hidden="true")
 
 
 # --- numbers for people ------------------------------------------------------------------------------
@@ -180,7 +190,6 @@ def counted_rows(artifact: Artifact, table: str = "") -> str:
 
 
 def stored(artifact: Artifact) -> int:
-    """Return the bytes of an artifact's files."""
     return sum(record.bytes for record in artifact.manifest.files.values())
 
 

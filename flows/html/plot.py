@@ -47,7 +47,6 @@ class Plot:
 
     @property
     def empty(self) -> bool:
-        """True if there is nothing to draw."""
         return not any(self.series.values())
 
 

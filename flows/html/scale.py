@@ -58,11 +58,9 @@ class Axis:
 
     @classmethod
     def of_names(cls, names: Sequence[str], start: float, stop: float) -> Axis:
-        """Return one place of equal width per name."""
         return cls(-0.5, len(names) - 0.5, start, stop, names=tuple(names))
 
     def at(self, value: float | str) -> float:
-        """Return the position of a value in pixels."""
         number = float(self.names.index(value)) if isinstance(value, str) else float(value)
         low, high = self.low, self.high
         if self.log:

@@ -151,7 +151,6 @@ class Choices:
         self._by_kind = by_kind
 
     def of(self, kind: str) -> list[str]:
-        """Return the choices for an input of the kind."""
         return [*self._aliases.get(kind, []), *self._by_kind.get(kind, [])]
 
 

@@ -30,7 +30,6 @@ def load_trigger(store: Store) -> Trigger:
 
 
 def save_trigger(store: Store, trigger: Trigger) -> None:
-    """Save the trigger's settings, for running and later workers."""
     store.files.write(f"{store.own(NOTE)}.json", json.dumps(asdict(trigger)).encode())
 
 

@@ -35,12 +35,12 @@ class Measured:
     @property
     def label(self) -> str:
         """Return the step without the word that all evaluations share."""
-        return model_label(self.step)
+        return model_label(self.step.name)
 
 
-def model_label(step: Step) -> str:
+def model_label(step: str) -> str:
     """Return the evaluated model's label, from the step's name: evaluate_round_1 is "round 1"."""
-    return for_people(step.name.removeprefix("evaluate_"))
+    return for_people(step.removeprefix("evaluate_"))
 
 
 def models_by_step(store: Store) -> dict[str, str]:
@@ -57,7 +57,7 @@ def models_by_step(store: Store) -> dict[str, str]:
             if match := arms.CONTROL.fullmatch(step):
                 models[key] = f"{arms.NAMES.get(match[1], match[1].replace('_', ' '))} (round {match[2]})"
             elif step.startswith("evaluate_"):
-                models[key] = for_people(step.removeprefix("evaluate_"))
+                models[key] = model_label(step)
     return models
 
 
@@ -164,15 +164,14 @@ def table_view(run: Run) -> Html:
         by_step = {m.step.name: m for m in values}
         cells = [_cell(by_step.get(step.name)) for step in steps]
         rows.append([task, metric.replace("_", " "), *cells, max(m.n for m in values)])
-    head: list[Content] = ["task", "metric", *[model_label(s) for s in steps], "items"]
+    head: list[Content] = ["task", "metric", *[model_label(s.name) for s in steps], "items"]
     return details("All measurements", table(head, rows, numeric=range(2, len(head))), class_="more")
 
 
 def _cell(m: Measured | None) -> Content:
     if m is None:
         return "–"
-    span = tag("small", f"{number(m.low, 3)} to {number(m.high, 3)}") if m.low is not None and m.high is not None else None
-    return [number(m.value), span]
+    return [number(m.value), tag("small", f"{number(m.low, 3)} to {number(m.high, 3)}") if m.low is not None else None]
 
 
 def arms_view(run: Run) -> Html:
@@ -317,7 +316,7 @@ def _question(rows: Mapping[str, Mapping[str, Any]], steps: Sequence[Step]) -> H
     tags = [tag("span", facts["task"], class_="tag")] if facts.get("task") else []
     if facts.get("reference") is not None:
         tags.append(tag("span", "a right answer: ", tag("b", excerpt(str(facts["reference"]), 120)), class_="note"))
-    sides = [_answer(model_label(step), rows.get(step.name)) for step in steps]
+    sides = [_answer(model_label(step.name), rows.get(step.name)) for step in steps]
     prompt = tag("p", excerpt(str(first["prompt"] or ""), 600), class_="prompt", dir="auto")
     return tag("article", tag("p", tags) if tags else None, prompt, tag("div", sides, class_="sides"), class_="question")
 

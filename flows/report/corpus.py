@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from puna.flows.html.markup import Content, Html, join, number, part, percent, table, tag
+from puna.flows.html.markup import Content, Html, join, legend, number, part, percent, stacked, table, tag
 from puna.flows.report.curate import card
 from puna.flows.report.run import Run, Step, joined, measured, rows_of
 from puna.storage import Artifact
@@ -52,22 +52,16 @@ def shares_view(run: Run, column: str, title: str) -> Html:
     rows: list[list[Content]] = []
     for g in ranked:
         shares = (percent(kept[g], came[g]), percent(characters[g], total))
-        rows.append([NAMES.get(g, g), _double(kept[g], came[g], most), came[g], kept[g], *shares])
+        drawn = stacked([("kept", 100 * kept[g] / max(1, most)), ("gone", 100 * (came[g] - kept[g]) / max(1, most))])
+        rows.append([NAMES.get(g, g), drawn, came[g], kept[g], *shares])
     head: list[Content] = [title, "", "classified", "kept", "share kept", "of kept text"]
-    chips = tag("ul", tag("li", tag("i", class_="kept"), "kept"), tag("li", tag("i", class_="gone"), "dropped later"), class_="legend")
-    return part(title.capitalize(), chips, table(head, rows, numeric=(2, 3, 4, 5)))
+    return part(title.capitalize(), legend({"kept": "kept", "gone": "dropped later"}), table(head, rows, numeric=(2, 3, 4, 5)))
 
 
 def _add(counts: Counter[Any], rows: pa.Table, group: str, how: str, value: str = "") -> None:
     """Add the rows of each group to a count of them, or a sum of their values."""
     sums = rows.group_by(group).aggregate([(value or group, how, pc.CountOptions(mode="all") if how == "count" else None)])
     counts.update(dict(zip(sums[group].to_pylist(), sums[f"{value or group}_{how}"].to_pylist(), strict=True)))
-
-
-def _double(kept: int, came: int, most: int) -> Html:
-    widths = (100 * kept / max(1, most), 100 * (came - kept) / max(1, most))
-    bars = [tag("i", class_=name, style=f"width:{width:.2f}%") for name, width in zip(("kept", "gone"), widths, strict=True)]
-    return tag("span", bars, class_="bar", aria_hidden="true")
 
 
 # --- mixture ------------------------------------------------------------------------------------------
@@ -100,17 +94,14 @@ def mixture_view(run: Run) -> Html:
     most = max((max(_share(g["read"], read), _share(g["characters"], natural)) for g in groups.values()), default=1) or 1
     rows: list[list[Content]] = [_mixture_row(name, groups[name], natural, read, most) for name in ranked]
     head: list[Content] = ["knowledge type", "natural share → share of training", "weight", "natural", "training", "read up to", "held out"]
-    chips = tag("ul", tag("li", tag("i", class_="gone"), "natural"), tag("li", tag("i", class_="kept"), "training"), class_="legend")
+    chips = legend({"gone": "natural", "kept": "training"})
     note = f"Shares of characters; weights are what {step.label} was asked for, repeats are bounded, so the two can differ."
     return part("Mixture", chips, table(head, rows, numeric=(2, 3, 4, 5, 6)), note=note)
 
 
 def _mixture_row(name: str, group: Mapping[str, float], natural: float, read: float, most: float) -> list[Content]:
     before, after = _share(group["characters"], natural), _share(group["read"], read)
-    bars = [
-        tag("span", tag("i", class_=kind, style=f"width:{100 * share / most:.1f}%"), class_="bar thin", aria_hidden="true")
-        for kind, share in (("gone", before), ("kept", after))
-    ]
+    bars = [stacked([(kind, 100 * share / most)], "bar thin") for kind, share in (("gone", before), ("kept", after))]
     counts: list[Content] = [percent(before, 1), percent(after, 1), f"{number(group['repeats'])} ×", number(group["heldout"])]
     return [name, join(bars), percent(group["weight"], 1), *counts]
 
@@ -152,9 +143,8 @@ def kept_view(run: Run) -> Html:
 def examples_view(steps: list[Step]) -> Html:
     """Return the `examples` tables that steps of curation wrote, for instance personal data that was masked."""
     examples = [(step, step.artifact.read("examples").slice(0, KEPT_SHOWN).to_pylist()) for step in steps if step.has("examples")]
-    return join([part(step.label, _examples(rows)) for step, rows in examples])
-
-
-def _examples(rows: list[dict[str, Any]]) -> Html:
-    cards = [card({"title": row["kind"], "prompt": row["prompt"], "text": row["text"]}, row["detail"]) for row in rows]
-    return tag("div", cards, class_="cards")
+    cards = {
+        step.label: [card({"title": row["kind"], "prompt": row["prompt"], "text": row["text"]}, row["detail"]) for row in rows]
+        for step, rows in examples
+    }
+    return join([part(label, tag("div", those, class_="cards")) for label, those in cards.items()])

@@ -13,9 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from puna.flows.html.markup import Content, Html, details, excerpt, join, number, part, percent, short, size, table, tag
-from puna.flows.report.examples import Among
-from puna.flows.report.funnel import Example, Level, Rule
+from puna.flows.html.markup import Content, Html, details, excerpt, join, legend, number, part, percent, short, size, table, tag
+from puna.flows.report.funnel import Among, Example, Level, Rule
 from puna.flows.report.run import Run, Step, query, rows_of
 
 WORDS_COMPARED = 160
@@ -27,13 +26,11 @@ SLIM = 0.006  # a piece of a bar below this share of the width has no room for a
 def funnel_view(levels: list[Level], per_token: float | None, unit: str = "documents") -> Html:
     """Show every level as a row with its bar, and its rules below, each with examples to open."""
     most = max((level.came for level in levels), default=0)
-    bare = tag("li", tag("i", class_="again"), "no page") if any(level.no_page for level in levels) else None
-    gone = tag("li", tag("i", class_="gone"), "dropped by a rule")
-    legend = tag("ul", tag("li", tag("i", class_="kept"), "kept"), gone, bare, class_="legend")
+    bare = {"again": "no page"} if any(level.no_page for level in levels) else {}
     titles = ("step", "", unit, "dropped", "text" if unit == "documents" else "")
     head = tag("div", [tag("span", title) for title in titles], class_="level head", aria_hidden="true")
     rows = [_level(level, most, per_token) for level in levels]
-    return join([legend, tag("div", head, rows, class_="funnel")])
+    return join([legend({"kept": "kept", "gone": "dropped by a rule"} | bare), tag("div", head, rows, class_="funnel")])
 
 
 def _level(level: Level, most: int, per_token: float | None) -> Html:
@@ -61,14 +58,8 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
         verb = "cut from" if edited > 0 else "added to"
         notes.append(tag("p", f"{short(abs(edited))} characters {verb} documents that were kept", class_="edited"))
     if level.lost:
-        notes.append(
-            tag(
-                "p",
-                f"Rows do not add up: {level.came:,} in, {level.kept:,} kept, {level.dropped + level.no_page:,} dropped. "
-                "This artifact is unsound.",
-                class_="alarm",
-            )
-        )
+        counts = f"{level.came:,} in, {level.kept:,} kept, {level.dropped + level.no_page:,} dropped"
+        notes.append(tag("p", f"Rows do not add up: {counts}. This artifact is unsound.", class_="alarm"))
     rules, at = [], level.kept
     for rule in level.rules:
         rules.append(_rule(rule, level, at, most, per_token))

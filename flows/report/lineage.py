@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from puna.flows.html.layout import Layout, layered
-from puna.flows.html.markup import Content, Html, duration, join, number, short, size, stored, table, tag
+from puna.flows.html.markup import Content, Html, duration, join, legend, number, short, size, stacked, stored, table, tag
 from puna.flows.report.run import Run, Step
 
 NODE_WIDTH, NODE_HEIGHT, PITCH, MARGIN = 138.0, 38.0, 66.0, 8.0
@@ -32,12 +32,12 @@ def lineage_view(run: Run) -> Html:
     lines = [_edge(source, target, route) for (source, target), route in layout.edges.items()]
     nodes = [_node(key, names[key], titles[key], layout) for key in edges]
     used = {_family(s) for s in run.steps}
-    legend = tag("ul", [tag("li", tag("i", class_=f"f-{f}"), label) for f, label in FAMILY_NAMES.items() if f in used], class_="legend")
+    chips = legend({f"f-{family}": label for family, label in FAMILY_NAMES.items() if family in used})
     picture = tag(
         "svg", lines, nodes, viewBox=f"0 0 {width:.0f} {height:.0f}", width=f"{width:.0f}", height=f"{height:.0f}", role="img",
         aria_label=f"Lineage of {len(names)} artifacts", id="graph",
     )  # fmt: skip
-    return join([legend, tag("div", picture, class_="scroll lineage", tabindex=0)])
+    return join([chips, tag("div", picture, class_="scroll lineage", tabindex=0)])
 
 
 def _family(step: Step) -> str:
@@ -138,13 +138,13 @@ def times_view(run: Run) -> Html:
     rows: list[list[Content]] = []
     for step in run.steps:
         seconds = step.made_seconds if step.reused else step.seconds
-        bar = tag("i", class_="again" if step.reused else "kept", style=f"width:{max(0.4, 100 * seconds / longest):.1f}%")
+        bar = stacked([("again" if step.reused else "kept", max(0.4, 100 * seconds / longest))])
         state = tag("span", "reused", class_="tag") if step.reused else None
         memory = step.artifact.manifest.peak_memory_bytes
         cells: list[Content] = [duration(seconds), size(memory) if memory else "–", size(stored(step.artifact))]
-        rows.append([[step.label, " ", state], tag("span", bar, class_="bar", aria_hidden="true"), *cells, tag("code", step.artifact.id)])
+        rows.append([[step.label, " ", state], bar, *cells, tag("code", step.artifact.id)])
     head: list[Content] = ["step", "", "time", "peak memory", "stored", "artifact"]
-    chips = [tag("li", tag("i", class_="kept"), "made in this run")]
+    chips = {"kept": "made in this run"}
     if any(s.reused for s in run.steps):
-        chips.append(tag("li", tag("i", class_="again"), "reused: the time it took when it was made"))
-    return join([tag("ul", chips, class_="legend"), table(head, rows, numeric=(2, 3, 4))])
+        chips["again"] = "reused: the time it took when it was made"
+    return join([legend(chips), table(head, rows, numeric=(2, 3, 4))])

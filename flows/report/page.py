@@ -8,9 +8,8 @@ from pathlib import Path
 
 from puna.flows.html.markup import THEME, Content, Html, document, duration, join, number, part, percent, section, short, tag
 from puna.flows.report import alignment, arms, corpus, curate, lineage, measured_on, training
-from puna.flows.report.compare import compare_view
+from puna.flows.report.compare import again_view, compare_view
 from puna.flows.report.funnel import Level, characters_per_token, funnel, level
-from puna.flows.report.rerun import again_view
 from puna.flows.report.run import Run, for_people
 
 HERE = Path(__file__).parent
@@ -27,7 +26,6 @@ COMPARED = {"begun": "How they were begun", "figures": "Figures", "steps": "Step
 
 
 def page(run: Run) -> Html:
-    """Return the page of a run."""
     log, levels = run.log, funnel(run)
     per_token = characters_per_token(run)
     sections = join([
@@ -81,7 +79,7 @@ def _notices(run: Run) -> Content:
 # --- key figures --------------------------------------------------------------------------------------
 
 
-def _tile(name: str, value: Content, note: Content = None, class_: str = "tile") -> Html:
+def tile(name: str, value: Content, note: Content = None, class_: str = "tile") -> Html:
     return tag("div", tag("dt", name), tag("dd", value), tag("dd", note, class_="note") if note else None, class_=class_)
 
 
@@ -94,11 +92,11 @@ def _corpus_tiles(run: Run, levels: list[Level]) -> list[Html]:
     tiles = []
     if levels:
         came, kept = levels[0].came - levels[0].no_page, levels[-1].kept
-        tiles.append(_tile("Documents", [number(came), tag("i", " → "), number(kept)], f"{percent(kept, came)} kept"))
+        tiles.append(tile("Documents", [number(came), tag("i", " → "), number(kept)], f"{percent(kept, came)} kept"))
     for step in reversed(run.kind("tokens")):
         tokens = step.metrics.get("train_tokens", step.metrics.get("tokens"))
         if isinstance(tokens, int):
-            tiles.append(_tile("Training tokens", short(tokens), f"{tokens:,} packed by {step.label}"))
+            tiles.append(tile("Training tokens", short(tokens), f"{tokens:,} packed by {step.label}"))
             break
     return tiles
 
@@ -112,12 +110,12 @@ def _model_tiles(run: Run) -> list[Html]:
         names = (("ngram_bits_per_byte", "n-grams"), ("ngram_page_bits_per_byte", "with the page's"), ("dictionary_bits_per_byte", "zstd"))
         baselines = [f"{label} {measured[metric].value:.3f}" for metric, label in names if metric in measured]
         against = f"of as much text: {', '.join(baselines)}" if baselines else None
-        tiles.append(_tile("Base model, bits per byte", f"{bits.value:.3f}", against))
+        tiles.append(tile("Base model, bits per byte", f"{bits.value:.3f}", against))
     if last := training.last_metric(run, "reward_model", "heldout_accuracy"):
         step, value = last
         pairs = step.metrics.get("heldout_pairs")
         note = f"of {number(pairs)} held-out pairs in the right order" if isinstance(pairs, int) else "held-out pairs in the right order"
-        tiles.append(_tile("Reward model", f"{100 * value:.1f} %", note))
+        tiles.append(tile("Reward model", f"{100 * value:.1f} %", note))
     return tiles
 
 
@@ -130,7 +128,7 @@ def _accuracy_tile(run: Run) -> Content:
         span = f"{100 * m.low:.0f}–{100 * m.high:.0f}" if m.low is not None and m.high is not None else ""
         steps.append(tag("li", tag("b", f"{100 * m.value:.1f} %"), tag("small", span), tag("span", m.label)))
     note = f"with 95 % intervals, over {number(values[-1].n)} held-out questions"
-    return _tile("Held-out task accuracy", tag("ol", steps, class_="chain"), note, "tile wide")
+    return tile("Held-out task accuracy", tag("ol", steps, class_="chain"), note, "tile wide")
 
 
 def _claim_tiles(run: Run) -> list[Html]:
@@ -146,7 +144,7 @@ def _claim_tiles(run: Run) -> list[Html]:
         ]  # fmt: skip
         if lines:
             claims = tag("ul", lines, class_="chain plain")
-            tiles.append(_tile(f"Round {arms_of_round.number} over its strongest control", claims, "points, paired", "tile claim"))
+            tiles.append(tile(f"Round {arms_of_round.number} over its strongest control", claims, "points, paired", "tile claim"))
     return tiles
 
 

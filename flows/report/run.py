@@ -45,7 +45,6 @@ class Step:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics that the stage measured."""
         return self.artifact.manifest.metrics
 
     @property
@@ -61,11 +60,9 @@ class Step:
 
     @property
     def label(self) -> str:
-        """Return the step's name for people."""
         return for_people(self.name)
 
     def has(self, table: str) -> bool:
-        """True if the artifact holds rows of `table`."""
         record = self.artifact.manifest.tables.get(table)
         return record is not None and record.rows > 0
 
@@ -105,7 +102,6 @@ class Run:
         return cls(store, log, list(latest.values()), list(missing))
 
     def kind(self, *kinds: str) -> list[Step]:
-        """Return steps that wrote one of these kinds, in order."""
         return [s for s in self.steps if s.artifact.kind in kinds]
 
     def source(self, step: Step, record: InputRecord) -> Artifact | None:

@@ -46,7 +46,6 @@ def heat_view(steps: Iterable[Step]) -> Html:
 
 
 def titled(step: Step, plots: Sequence[Plot]) -> list[Plot]:
-    """Return plots whose titles name their step."""
     named = [plot.title.lower().startswith(step.label.lower()) for plot in plots]
     return [
         plot if same else replace(plot, title=f"{step.label}: {plot.title[:1].lower()}{plot.title[1:]}")
@@ -65,7 +64,6 @@ def experiments_view(run: Run) -> Html:
 
 
 def facts(step: Step) -> Content:
-    """Return a step's metrics as a list of names and numbers."""
     lines: list[Content] = []
     for name, value in step.metrics.items():
         text = value if isinstance(value, str) else number(value) if abs(value) < 1e7 else short(value)

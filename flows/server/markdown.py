@@ -56,12 +56,10 @@ def run_markdown(run: str, outcomes: Sequence[tuple[str, Outcome]], report: str 
 
 
 def page_of(artifact: Artifact) -> str:
-    """Return the address of Puna's own page about it."""
     return f"/puna/artifact/{artifact.kind}/{artifact.key}"
 
 
 def picture(plot: Plot) -> str:
-    """Return a plot as an address that holds it."""
     drawn = str(draw(plot))
     svg = drawn[drawn.index("<svg") : drawn.index("</svg>") + 6]
     opened, _, inside = svg.removeprefix("<svg").partition(">")

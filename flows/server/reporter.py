@@ -251,7 +251,6 @@ class Reporter:
 
 
 def slug(text: str) -> str:
-    """Return a key that Prefect takes."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 

@@ -179,7 +179,6 @@ def save(desk: DeskOfAddress) -> Response:
 
 
 def application(desk: Desk) -> FastAPI:
-    """Return the page of one desk, and what it asks for."""
     app = FastAPI(title="Puna: annotate", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.desk = desk
     app.include_router(desks)

@@ -73,7 +73,6 @@ class Asker:
         return Html(answer["html"])
 
     def _child(self, group: str) -> Child:
-        """Return a child that waits for a question."""
         with contextlib.suppress(IndexError):
             while True:
                 child = self._idle[group].pop()

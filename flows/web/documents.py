@@ -29,7 +29,6 @@ router = pages("documents", "Documents", at=4)
 
 
 def near_form(offered: Sequence[tuple[Artifact, str]], chosen: Artifact, text: str = "") -> Html:
-    """Return the form that asks. `offered`: documents with their titles."""
     options = [option(one.id, title, chosen=one.key == chosen.key) for one, title in offered]
     form = tag("form",
         field("Text", tag("textarea", text, name="text", rows=6, required=True)),
@@ -66,7 +65,6 @@ def search(site: Here, q: str = "", artifact: str = "", rule: str = "") -> str:
 
 @router.post("/near")
 async def near(site: Here, request: Request) -> str:
-    """Return what a text resembles."""
     return await run_in_threadpool(_page, site, "", "", "", await sent(request))
 
 
@@ -121,7 +119,6 @@ def document_page(site: Here, identity: str) -> str:
 
 
 def _rules(artifact: Artifact) -> Counter[str]:
-    """Return the number of rows dropped by each rule."""
     if "dropped" not in artifact.tables:
         return Counter()
     counts = artifact.read("dropped", columns=["rule"])["rule"].value_counts().to_pylist()

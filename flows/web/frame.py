@@ -136,12 +136,10 @@ def tab(words: Content, address: str, here: bool) -> Html:
 
 
 def button(words: Content, address: str) -> Html:
-    """Return a link that looks like a button."""
     return tag("a", words, href=address, class_="button")
 
 
 def hidden(name: str, value: str) -> Html:
-    """Return a field of a form that people do not see."""
     return tag("input", type="hidden", name=name, value=value)
 
 
@@ -150,17 +148,14 @@ def note(*words: Content) -> Html:
 
 
 def artifact_link(artifact: Artifact, words: str | None = None) -> Html:
-    """Return a link to the page of an artifact."""
     return tag("a", words or artifact.id, href=f"/puna/artifact/{artifact.kind}/{artifact.key[:12]}", class_="id")
 
 
 def run_link(name: str, words: Content = None) -> Html:
-    """Return a link to the page of a run."""
     return tag("a", words or name, href=f"/puna/run/{quote(name)}")
 
 
 def badge(log: RunLog) -> Html:
-    """Return the state of a run."""
     return tag("span", log.state, class_=f"tag {STATES.get(log.state, '')}")
 
 
@@ -196,7 +191,6 @@ def field(label: Content, control: Html) -> Html:
 
 
 def option(value: str, words: str, *, chosen: bool = False) -> Html:
-    """Return one line of a drop-down."""
     return tag("option", words, value=value, selected=chosen)
 
 

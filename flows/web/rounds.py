@@ -34,7 +34,6 @@ router = pages("rounds", "Rounds", at=6)
 
 @router.get("/rounds")
 def rounds_page(site: Here, project: str | None = None) -> str:
-    """Return the page of the rounds of a project."""
     store = site.store.within(project).require_project()
     history = rounds_of(store, store.alias(POLICY)) if POLICY in store.aliases() else _open_rounds(store)
     waiting = history[-1] if history and history[-1].verdict == "waits" else None
@@ -59,7 +58,6 @@ def _none(project: str) -> Html:
 
 
 def _project_of(form: Mapping[str, Sequence[str]]) -> str:
-    """Return the project that a form of the page of rounds is about."""
     return form.get("project", [DEFAULT])[0]
 
 

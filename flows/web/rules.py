@@ -119,7 +119,6 @@ def rules_page(site: Here, request: Request) -> str:
 
 
 def _moved(of: Selection, query: Mapping[str, str]) -> dict[str, float]:
-    """Return the thresholds that are asked for and differ."""
     moved = {}
     for rule in of.rules:
         if isinstance(rule, Rule) and rule.number is not None and rule.name in query:
@@ -169,7 +168,6 @@ def _counts(of: Selection, before: Mapping[str, str], now: Mapping[str, str]) ->
 
 
 def _cards(of: Selection, ids: list[str]) -> Html:
-    """Return some of the documents, by their beginnings."""
     chosen = sorted(ids)[:EXAMPLES]
     if not chosen:
         return note("None.")

@@ -15,6 +15,7 @@ from puna.flows.report.curate import funnel_view
 from puna.flows.report.funnel import characters_per_token, funnel
 from puna.flows.report.lineage import lineage_view
 from puna.flows.report.page import page as report_page
+from puna.flows.report.page import tile
 from puna.flows.report.run import Run, Step
 from puna.flows.web.frame import Here, artifact_link, badge, bar, button, note, pages, problem, run_link, spent, when
 from puna.flows.web.home import state_digest, working_view
@@ -36,8 +37,8 @@ def run_page(site: Here, name: str) -> str:
     reused = sum(step.reused for step in run.steps)
     again = [other for other in store.runs() if other < log.name and store.log(other).flow == log.flow][-1:]
     tiles = [
-        _tile("State", badge(log)), _tile("Began", when(log.opened)), _tile("Took", spent(log)),
-        _tile("Artifacts", f"{len(run.steps)}, {reused} reused"),
+        tile("State", badge(log)), tile("Began", when(log.opened)), tile("Took", spent(log)),
+        tile("Artifacts", f"{len(run.steps)}, {reused} reused"),
     ]  # fmt: skip
     plots = [draw(plot) for step in run.steps for plot in training.titled(step, training.figures(step))]
     links: list[Content] = [
@@ -75,12 +76,7 @@ def funnel_page(site: Here, name: str) -> str:
     return site.page(f"Funnel of {run.log.flow}", funnel_view(levels, per_token), lead=run_link(run.log.name))
 
 
-def _tile(name: str, value: Content) -> Html:
-    return tag("div", tag("dt", name), tag("dd", value), class_="tile")
-
-
 def steps_view(steps: list[Step]) -> Html:
-    """Return steps with what they made, in order."""
     longest = max((step.seconds for step in steps), default=0.0) or 1.0
     rows: list[list[Content]] = []
     for step in steps:

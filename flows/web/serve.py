@@ -259,7 +259,6 @@ class Worker:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the process, and a thread that watches it."""
         self._begin()
         threading.Thread(target=self._watch, daemon=True).start()
 

@@ -72,12 +72,10 @@ def _missing(offer: Offer, form: Asked) -> str | None:
 
 
 def _project(form: Asked) -> str:
-    """Return the project that a form names, empty where it names none."""
     return form.get("project", [""])[0].strip()
 
 
 def _project_field(store: Store, project: str) -> Content:
-    """Return a field for the project, with those there are to pick from."""
     choices = tag("datalist", [tag("option", value=name) for name in store.projects()], id="projects")
     box = tag("input", type="text", name="project", value=project, list="projects", placeholder=DEFAULT, spellcheck="false")
     return [field("Project, whose aliases are read and set; a new name begins a new one", box), choices]
@@ -257,7 +255,6 @@ def _first(doc: str) -> list[Content]:
 
 
 def _values_given(spec: InputSpec, form: Asked) -> list[str]:
-    """Return the value filled in for an input."""
     lines = [line.strip() for text in form.get(spec.name, ()) for line in text.splitlines()]
     return [picked(line) for line in lines if line]
 
@@ -374,7 +371,6 @@ def _values(offer: Offer, recipe: str) -> dict[str, Any]:
 
 
 def _as_yaml(value: Any) -> str:
-    """Return a value as YAML has it on one line."""
     return value if isinstance(value, str) and value and _is_plain(value) else json.dumps(value, ensure_ascii=False)
 
 

@@ -17,8 +17,7 @@ import pytest
 
 from puna.flows.report import write, written_before
 from puna.flows.report.alignment import _answers_plot, measurements, overall_accuracy
-from puna.flows.report.examples import PLACES, Among
-from puna.flows.report.funnel import characters_per_token, funnel
+from puna.flows.report.funnel import PLACES, Among, characters_per_token, funnel
 from puna.flows.report.run import Run
 from puna.storage import PunaError, Store, runs
 
