@@ -172,14 +172,9 @@ def create_view(connection: duckdb.DuckDBPyConnection, name: str, views: Views) 
         ) from error
 
 
-def connect(store: Store, output: Path | None = None, memory: str | None = None) -> Catalog:
-    """Return a connection with all tables; see `Catalog`."""
-    return Catalog(store, output, memory)
-
-
 def query(store: Store, text: str) -> pa.Table:
     """Return the result of one SQL statement; PunaError with DuckDB's message when it fails or would write."""
-    with connect(store) as opened:
+    with Catalog(store) as opened:
         return run(opened, text)
 
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -191,23 +190,17 @@ def _target(output: Path) -> tuple[str, Path]:
 
 def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
     """Yield the documents with the signals that describe them: language and, where it is known, topic."""
-    signals = [outcome.artifact for step, outcome in now.outcomes if step in ("language", "domains")]
-    described: dict[str, dict[str, Any]] = {}
-    types: dict[str, pa.DataType] = {}
-    for artifact in signals:
-        columns = [name for name in ("language", "language_score", "domain") if name in artifact.manifest.tables["signals"].columns]
-        rows_of_signal = artifact.read(columns=["id", *columns])
-        types |= {name: rows_of_signal.schema.field(name).type for name in columns}
-        for row in rows_of_signal.to_pylist():
-            described.setdefault(row.pop("id"), {}).update(row)
+    signals = []
+    for artifact in (outcome.artifact for step, outcome in now.outcomes if step in ("language", "domains")):
+        names = artifact.manifest.tables["signals"].columns
+        signals.append(artifact.read(columns=["id", *(name for name in ("language", "language_score", "domain") if name in names)]))
     for part in documents.parts(None, None, ROWS):
         table = part.read()
-        ids = table.column("id").to_pylist()
         # A page without a date counts as fetched in 1970 inside; here it has none.
         at, fetched = table.schema.get_field_index("fetched_at"), table["fetched_at"]
         table = table.set_column(at, "fetched_at", pc.if_else(pc.equal(fetched, EPOCH), pa.scalar(None, fetched.type), fetched))
-        for name, kind in types.items():
-            table = table.append_column(name, pa.array([described.get(i, {}).get(name) for i in ids], kind))
+        for rows in signals:
+            table = _beside(table, rows, rows.column_names[1:])
         yield from table.to_batches()
 
 
@@ -215,18 +208,20 @@ def _dropped(now: Session, sources: Sequence[Artifact]) -> Iterator[pa.RecordBat
     """Yield every page that went, with its source and address where it was a page, the step and the rule."""
     gone = [(step, outcome.artifact.read("dropped")) for step, outcome in now.outcomes if "dropped" in outcome.artifact.tables]
     ids = pa.chunked_array([table["id"] for _, table in gone], pa.string())
-    places: dict[str, tuple[str, str]] = {}
-    for part in (part for artifact in sources for part in artifact.parts(None, ["id", "source", "url"], ROWS)):
-        rows = part.read()
-        rows = rows.filter(pc.is_in(rows["id"], value_set=ids))
-        places.update(zip(rows["id"].to_pylist(), zip(rows["source"].to_pylist(), rows["url"].to_pylist(), strict=True), strict=True))
+    pieces = (part.read() for artifact in sources for part in artifact.parts(None, ["id", "source", "url"], ROWS))
+    none = pa.schema([(name, pa.string()) for name in ("id", "source", "url")]).empty_table()
+    pages = pa.concat_tables([none, *(rows.filter(pc.is_in(rows["id"], value_set=ids)) for rows in pieces)], promote_options="default")
     for step, table in gone:
-        origins = [places.get(identity, (None, None)) for identity in table["id"].to_pylist()]
-        columns = {"step": [step] * len(origins), "source": [source for source, _ in origins], "url": [url for _, url in origins]}
-        named = pa.table({name: pa.array(values, pa.string()) for name, values in columns.items()})
-        for name in table.column_names:
-            named = named.append_column(name, table[name])
-        yield from named.to_batches()
+        whole = _beside(table, pages, ["source", "url"]).append_column("step", pa.array([step] * table.num_rows, pa.string()))
+        yield from whole.select(["step", "source", "url", *table.column_names]).to_batches()
+
+
+def _beside(table: pa.Table, rows: pa.Table, names: Sequence[str]) -> pa.Table:
+    """Return the table with columns of other rows by id, null where they lack one."""
+    place = pc.index_in(table["id"], value_set=rows["id"].combine_chunks())
+    for name in names:
+        table = table.append_column(name, rows[name].take(place))
+    return table
 
 
 def _rules(now: Session) -> dict[str, int]:

@@ -10,7 +10,7 @@ from typing import Any
 from puna.flows.engine import launch
 from puna.flows.engine.declare import FLOWS, Flow, Item
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE
-from puna.flows.engine.inputs import parse_inputs
+from puna.flows.engine.inputs import RunInputs, parse_inputs
 from puna.flows.engine.perform import Performer
 from puna.flows.engine.session import session
 from puna.flows.engine.trace import load
@@ -45,8 +45,8 @@ def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_
     target = launch.chosen(f"stage:{stage.removeprefix('stage:')}") if isinstance(stage, str) else stage
     assert isinstance(target, Stage)
     opened = store if isinstance(store, Store) else Store.open(store)
-    parsed = parse_inputs([str(item) for item in inputs if isinstance(item, str | Path)], target.inputs, opened, target.name)
-    values = launch.stage_inputs(target, _ready(inputs) + parsed.items, parsed.named)
+    parsed = _parsed(inputs, target, opened, target.name)
+    values = launch.stage_inputs(target, parsed.items, parsed.named)
     return perform(target, parse(target.config, settings, target.name), values, opened).artifact
 
 
@@ -61,9 +61,7 @@ def run_flow(
     opened = store if isinstance(store, Store) else Store.open(store)
     loaded = load(recipe, list(changes), target.name)
     opened = opened.within(loaded.project) if opened.project == DEFAULT else opened
-    parsed = parse_inputs([str(item) for item in inputs if isinstance(item, str | Path)], target.inputs, opened, f"flow {target.name}")
-    parsed = replace(parsed, items=_ready(inputs) + parsed.items)
-    values = launch.flow_inputs(target, loaded, parsed, opened, quiet=True)
+    values = launch.flow_inputs(target, loaded, _parsed(inputs, target, opened, f"flow {target.name}"), opened, quiet=True)
     request = {"recipe": recipe, "changes": list(changes), "inputs": [getattr(item, "id", None) or str(item) for item in inputs]}
     with session(opened, flow=target.name, parameters=request) as now:
         Performer(loaded).walk(target, values)
@@ -71,5 +69,6 @@ def run_flow(
     return {label: outcome.artifact for label, outcome in now.outcomes}
 
 
-def _ready(inputs: Sequence[Input]) -> list[Item]:
-    return [item for item in inputs if isinstance(item, Artifact | External)]
+def _parsed(inputs: Sequence[Input], target: Flow | Stage, store: Store, where: str) -> RunInputs:
+    parsed = parse_inputs([str(item) for item in inputs if isinstance(item, str | Path)], target.inputs, store, where)
+    return replace(parsed, items=[*(item for item in inputs if isinstance(item, Artifact | External)), *parsed.items])

@@ -49,7 +49,7 @@ def sql(
             raise PunaError("--output: give the query whose result it is")
         typer.echo(f"{write_result(opened, text, output):,} rows: {output}")
     elif text is not None:
-        with catalog.connect(opened) as connection:
+        with catalog.Catalog(opened) as connection:
             result = catalog.run(connection, text)
             _table(result, as_json)
             _tell_of_rows(connection, text)
@@ -67,7 +67,7 @@ def write_result(store: Store, text: str, output: Path) -> int:
     catalog.format_of(output)
     temporary = target.with_name(f".{os.getpid()}-{target.name}")
     try:
-        with catalog.connect(store, temporary) as connection:
+        with catalog.Catalog(store, temporary) as connection:
             rows = connection.write(text, temporary)
         os.replace(temporary, target)
     except OSError as error:
@@ -92,7 +92,7 @@ def _table(table: pa.Table, as_json: bool) -> None:
 
 
 def _prompt(store: Store, as_json: bool) -> None:
-    with catalog.connect(store) as connection, contextlib.ExitStack() as stack:
+    with catalog.Catalog(store) as connection, contextlib.ExitStack() as stack:
         # From a pipe come statements alone: no greeting goes between the results, and a wrong one fails the command.
         interactive = sys.stdin.isatty()
         if interactive:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from puna.flows.engine.declare import Item, described, name_of
+from puna.flows.engine.declare import Flow, Item, described, name_of
 from puna.flows.engine.defaults import ADDRESSES, REFUSED
 from puna.stages.contract import External
 from puna.stages.contract.declaration import InputSpec
@@ -112,6 +112,13 @@ def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:
     if not artifacts and not all(spec.optional for spec in specs):
         store.require_project()
     return artifacts
+
+
+def given_items(flow: Flow, wanted: RunInputs, store: Store, sample: Callable[[], Sequence[External]], *, quiet: bool) -> list[Item]:
+    """Return the items of a run of a flow; without any, those of the sample or of the `NAME@latest` aliases."""
+    if wanted:
+        return wanted.items
+    return [*sample()] if flow.takes_files else latest(flow.inputs, store, quiet)
 
 
 def sample_folder(root: Path) -> Path:

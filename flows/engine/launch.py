@@ -16,7 +16,7 @@ from puna.flows.engine.closing import closing_table
 from puna.flows.engine.console import Console
 from puna.flows.engine.declare import Flow, Given, Item
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE
-from puna.flows.engine.inputs import RunInputs, latest, parse_inputs, sample_folder
+from puna.flows.engine.inputs import RunInputs, given_items, parse_inputs, sample_folder
 from puna.flows.engine.perform import Performer
 from puna.flows.engine.recipe import Recipe, overridden, project_change, read_values
 from puna.flows.engine.session import session
@@ -198,11 +198,7 @@ def checked_inputs(
 
 def flow_inputs(flow: Flow, recipe: Recipe, wanted: RunInputs, store: Store, *, executor: str = PROCESSES, quiet: bool) -> dict[str, Given]:
     """Return the inputs of a flow; without any, the sample or the `NAME@latest` aliases. Raise PunaError where needs are unmet."""
-    items = wanted.items
-    if not wanted and flow.takes_files:
-        items = [*sample_pages(store, quiet)]
-    elif not wanted:
-        items = latest(flow.inputs, store, quiet)
+    items = given_items(flow, wanted, store, lambda: sample_pages(store, quiet), quiet=quiet)
     values = flow.by_kind(items, wanted.named, wanted.sources)
     preflight.check(flow, recipe, values, store, executor)
     return values

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from puna.flows.engine.console import in_short
-from puna.flows.engine.declare import Flow, Given, Item, Output, Walk, values
+from puna.flows.engine.declare import Flow, Item, Output, Walk, values
 from puna.flows.engine.estimates import Expected, Experience, Size
-from puna.flows.engine.inputs import latest, parse_inputs, sample_folder
+from puna.flows.engine.inputs import given_items, parse_inputs, sample_folder
 from puna.flows.engine.recipe import Recipe, Step
 from puna.flows.engine.trace import load_stages
 from puna.stages.contract import External, Stage, StageConfig, Value, identify, reusable
@@ -87,7 +87,10 @@ def plan_flow(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[
         except PunaError:  # none yet: nothing is reused
             store = Store.open(empty)
         planner = Planner(recipe, store, Experience(store))
-        planner.walk(flow, _inputs(flow, texts, store))
+        wanted = parse_inputs(texts, flow.inputs, store, f"flow {flow.name}")
+        sample = (str(file) for file in sorted(sample_folder(store.root).glob("*.warc.gz")))
+        items = given_items(flow, wanted, store, lambda: [item for file in sample for item in External.resolve(file)], quiet=True)
+        planner.walk(flow, flow.by_kind(items, wanted.named, wanted.sources) if items or wanted else flow.placeholders())
     return planner.steps
 
 
@@ -100,15 +103,3 @@ def plan_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], st
     sizes = [Size.of(item) for items in stage.check(dict(given)).values() for item in items]
     expected = Experience(store).expect(stage.name, config.model_dump(mode="json"), sizes)
     return PlannedStep(stage.name, stage.name, "runs", in_short(new) if new else "never ran alone", expected)
-
-
-def _inputs(flow: Flow, texts: list[str], store: Store) -> dict[str, Given]:
-    parsed = parse_inputs(texts, flow.inputs, store, f"flow {flow.name}")
-    items = parsed.items
-    if not parsed:
-        if flow.takes_files:
-            files = sorted(sample_folder(store.root).glob("*.warc.gz"))
-            items = [item for file in files for item in External.resolve(str(file))]
-        else:
-            items = latest(flow.inputs, store, quiet=True)
-    return flow.by_kind(items, parsed.named, parsed.sources) if items or parsed else flow.placeholders()

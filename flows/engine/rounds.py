@@ -96,7 +96,7 @@ class _Lineage:
     """Artifacts and their inputs, as the catalog has them."""
 
     def __init__(self, store: Store) -> None:
-        with catalog.connect(store) as opened:
+        with catalog.Catalog(store) as opened:
             opened.view("artifacts", "lineage")
             select = opened.connection.execute
             rows = select("select artifact, kind, stage, data_digest from artifacts order by created_at, artifact").fetchall()

@@ -111,11 +111,10 @@ def _model_tiles(run: Run) -> list[Html]:
         baselines = [f"{label} {measured[metric].value:.3f}" for metric, label in names if metric in measured]
         against = f"of as much text: {', '.join(baselines)}" if baselines else None
         tiles.append(tile("Base model, bits per byte", f"{bits.value:.3f}", against))
-    if last := training.last_metric(run, "reward_model", "heldout_accuracy"):
-        step, value = last
-        pairs = step.metrics.get("heldout_pairs")
-        note = f"of {number(pairs)} held-out pairs in the right order" if isinstance(pairs, int) else "held-out pairs in the right order"
-        tiles.append(tile("Reward model", f"{100 * value:.1f} %", note))
+    rewards = [step.metrics for step in run.steps if step.stage == "reward_model" and "heldout_accuracy" in step.metrics]
+    if rewards:
+        note = f"of {number(rewards[-1].get('heldout_pairs'))} held-out pairs in the right order"
+        tiles.append(tile("Reward model", f"{100 * rewards[-1]['heldout_accuracy']:.1f} %", note))
     return tiles
 
 

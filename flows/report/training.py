@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from puna.flows.html.markup import Content, Html, details, duration, join, number, part, short, table, tag
 from puna.flows.html.plot import Plot
@@ -92,7 +91,7 @@ def _plots(step: Step) -> tuple[list[Plot], list[Plot]]:
     plots = figures(step)
     columns = log_columns(step)
     steps = columns.get("step", [])
-    curves = [curve(name, steps, values) for name, values in columns.items() if name not in PLAIN and _varies(values)]
+    curves = [curve(name, steps, values) for name, values in columns.items() if name not in PLAIN and len(set(values) - {None}) > 1]
     # A figure of the loss by step shows what the log holds: the curve replaces it. Any other figure of the loss is richer.
     plots = [plot for plot in plots if not (plot.x == "step" and plot.y == "loss" and "loss" in columns)]
     drawn_by_stage = any("loss" in plot.title.lower() for plot in plots)
@@ -114,11 +113,6 @@ def log_columns(step: Step) -> dict[str, list[float | None]]:
         return {}
     table = step.artifact.read("training_log")
     return {name: table[name].to_pylist() for name in table.schema.names}
-
-
-def _varies(values: Sequence[float | None]) -> bool:
-    distinct = {v for v in values if v is not None}
-    return len(distinct) > 1
 
 
 def curve(name: str, steps: Sequence[float | None], values: Sequence[float | None]) -> Plot:
@@ -145,14 +139,3 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
         stop = min(len(points), i + reach + 1)
         means.append((x, (sums[stop] - sums[i - reach]) / (stop - i + reach)))
     return means
-
-
-def last_metric(run: Run, stage: str, *names: str) -> tuple[Step, float] | None:
-    """Return the newest value of the first of these metrics that a stage recorded."""
-    for step in reversed(run.steps):
-        if step.stage == stage:
-            for name in names:
-                value: Any = step.metrics.get(name)
-                if isinstance(value, (int, float)):
-                    return step, float(value)
-    return None

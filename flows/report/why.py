@@ -13,7 +13,7 @@ from puna.storage import Artifact, PunaError, Store, catalog
 
 def fate(store: Store, document: str) -> list[dict[str, Any]]:
     """Return the events of a document, in the order of the stages."""
-    with catalog.connect(store) as opened:
+    with catalog.Catalog(store) as opened:
         connection = opened.connection
         opened.view("pages", "documents", "signals", "dropped", "duplicates", "removed_lines", "mixture")
         ids = connection.execute(

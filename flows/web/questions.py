@@ -68,7 +68,7 @@ def answered(store: Store, question: str) -> Html:
     """Run a statement and return its first rows. PunaError where it is refused or needs too much memory."""
     began = time.perf_counter()
     try:
-        with catalog.connect(store, memory=MEMORY) as opened:
+        with catalog.Catalog(store, memory=MEMORY) as opened:
             result = catalog.run(opened, question.strip().rstrip(";"), rows=MOST_ROWS + 1)
     except duckdb.Error as error:
         raise PunaError(str(error)) from error

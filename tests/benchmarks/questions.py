@@ -111,14 +111,14 @@ def change(rows: pa.Table) -> pa.Table:
 def ask(store: Store) -> list[dict[str, Any]]:
     """Each question three times, the middle one counts."""
     file, rows = f"{store.uri}/{database.FILE}", []
-    with catalog.connect(store) as opened:
+    with catalog.Catalog(store) as opened:
         address = opened.sql("select url from newest.pages limit 1").fetchall()[0][0]
     for words, asked in QUESTIONS:
         query = asked.replace("https://example.org/a-page", address)
         taken = []
         for _ in range(3):
             wall, cpu = time.perf_counter(), time.process_time()
-            with catalog.connect(store) as opened:
+            with catalog.Catalog(store) as opened:
                 count = catalog.run(opened, query).num_rows
             spent, used = time.perf_counter() - wall, time.process_time() - cpu
             wall = time.perf_counter()

@@ -34,7 +34,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 @pytest.fixture(scope="module")
 def answers(store: Store) -> dict[str, list[dict[str, Any]]]:
-    with catalog.connect(store) as opened:
+    with catalog.Catalog(store) as opened:
         address = opened.sql("select url from newest.pages limit 1").fetchall()[0][0].replace("'", "''")
         return {words: catalog.run(opened, query.replace("https://example.org/a-page", address)).to_pylist() for words, query in QUESTIONS}
 
@@ -68,7 +68,7 @@ def ask(store: Store, *words: str, code: int = 0) -> str:
 
 def test_a_result_goes_to_a_file_outside_the_store(store: Store, tmp_path: Path) -> None:
     query = "select rule, count(*) as n from dropped group by rule order by rule"
-    with catalog.connect(store) as opened:
+    with catalog.Catalog(store) as opened:
         expected = catalog.run(opened, query).to_pylist()
     ask(store, query, "-o", str(tmp_path / "rules.parquet"))
     ask(store, query + ";", "-o", str(tmp_path / "rules.csv"))
@@ -94,7 +94,7 @@ def test_the_file_for_other_clients_is_named(store: Store) -> None:
 
 
 def test_names_are_completed(store: Store) -> None:
-    with catalog.connect(store) as opened:
+    with catalog.Catalog(store) as opened:
         assert sql.completions(opened, "newest.dup", "from newest.dup") == ["newest.duplicates"]
         assert "kept_id" in sql.completions(opened, "kep", "select kep from duplicates")
         assert sql.completions(opened, "kept_i", "select kept_i") == []

@@ -40,7 +40,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Artifact, A
 
 def asked(store: Store, query: str) -> list[tuple]:
     """The rows of a query, which `catalog` and a client of the file agree on."""
-    with catalog.connect(store) as opened, duckdb.connect(f"{store.uri}/{database.FILE}", read_only=True) as client:
+    with catalog.Catalog(store) as opened, duckdb.connect(f"{store.uri}/{database.FILE}", read_only=True) as client:
         found = client.sql(query).fetchall()
         assert [tuple(row.values()) for row in catalog.run(opened, query).to_pylist()] == found
         return found
@@ -77,14 +77,14 @@ def test_a_key_is_named_in_every_way(filled: tuple[Store, Artifact, Artifact]) -
         assert asked(store, f"select key_of('{name}')") == [(second.key,)]
     with duckdb.connect(f"{store.uri}/{database.FILE}", read_only=True) as client, pytest.raises(duckdb.Error, match="nobody@latest: fits 0 artifacts"):
         client.sql("select key_of('nobody@latest')").fetchall()
-    with catalog.connect(store) as opened, pytest.raises(PunaError, match="nobody@latest: no such alias"):
+    with catalog.Catalog(store) as opened, pytest.raises(PunaError, match="nobody@latest: no such alias"):
         opened.sql("from upstream('nobody@latest')")
     assert first.key != second.key
 
 
 def test_a_key_leaves_other_artifacts_unread(filled: tuple[Store, Artifact, Artifact]) -> None:
     store, first, _ = filled
-    with catalog.connect(store) as opened:
+    with catalog.Catalog(store) as opened:
         opened.view("documents", "key_of()")
         plan = opened.connection.sql(f"explain analyze select count(text) from documents where artifact = key_of('{first.key}')").fetchall()[0][1]
     # Of two artifacts one is read, and none of the files that say which of its rows the other keeps.
@@ -127,7 +127,7 @@ def test_a_store_that_moved(filled: tuple[Store, Artifact, Artifact], tmp_path: 
 
 
 def test_results_for_python(filled: tuple[Store, Artifact, Artifact]) -> None:
-    with catalog.connect(filled[0]) as opened:
+    with catalog.Catalog(filled[0]) as opened:
         found = opened.sql("select id, words from newest.signals order by words")
         assert found.to_arrow_table()["words"].to_pylist() == list(range(30))
         assert found.df()["id"].tolist() == IDS[10:]

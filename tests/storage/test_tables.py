@@ -178,7 +178,7 @@ def test_rows_kept_by_reference_are_those_rows(tmp_path: Path, monkeypatch: pyte
             assert all(len(one) == 1 for one in groups) and len(set.union(set(), *groups)) == len(groups)
         low, high = sorted(generator.choice(ids, 2, replace=False))
         assert current.between(low, high, columns=["id"])["id"].to_pylist() == [i for i in plain.read()["id"].to_pylist() if low <= i <= high]
-    with catalog.connect(store) as opened:
+    with catalog.Catalog(store) as opened:
         found = catalog.run(opened, f"select * exclude (artifact) from documents where artifact = '{current.key}' order by id")
     assert found["text"].to_pylist() == expected["text"].to_pylist() and found["id"].to_pylist() == expected["id"].to_pylist()
 
