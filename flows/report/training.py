@@ -9,6 +9,7 @@ from puna.flows.html.markup import Content, Html, details, duration, join, numbe
 from puna.flows.html.plot import Plot
 from puna.flows.html.scale import Point
 from puna.flows.html.svg import draw, grid
+from puna.flows.report.forecasts import forecasts
 from puna.flows.report.run import Run, Step
 
 EXPERIMENTS = ("mix_experiment", "ladder", "law", "choose_size", "anneal_experiment")
@@ -59,7 +60,19 @@ def figures_view(steps: Iterable[Step], title: str, without: str = "") -> Html:
 
 def experiments_view(run: Run) -> Html:
     steps = [step for step in run.steps if step.stage in EXPERIMENTS]
-    return join([part(step.label, grid(draw(p) for p in figures(step)), note=facts(step)) for step in steps])
+    parts = [part(step.label, grid(draw(p) for p in figures(step)), note=facts(step)) for step in steps]
+    return join([*parts, forecasts_view(run)])
+
+
+def forecasts_view(run: Run) -> Html:
+    """Return the store's forecasts beside what was measured later."""
+    rows: list[list[Content]] = []
+    for one in forecasts(run.store):
+        interval = f"{one.predicted:.3f} ({one.low:.3f} to {one.high:.3f})"
+        measured = "not yet" if one.measured is None else f"{one.measured:.3f}, {'inside' if one.inside else 'outside'}"
+        rows.append([one.id, f"{one.flops:.2g}", short(one.tokens), interval, measured, one.model])
+    head: list[Content] = ["forecast", "operations", "tokens", "predicted loss (95 %)", "measured", "model"]
+    return part("Forecasts and outcomes", table(head, rows, numeric=(1, 2)) if rows else None)
 
 
 def facts(step: Step) -> Content:

@@ -25,7 +25,7 @@ class LawConfig(SeededConfig):
 
 @stage(kind="evaluation")
 def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
-    """Fit the law of a ladder's points: how the loss falls with parameters and tokens (Hoffmann et al. 2022; Llama 3, section 3.2.1).
+    """Find the law of a ladder's points: how the loss falls with parameters and tokens (Hoffmann et al. 2022; Llama 3, section 3.2.1).
 
     The surface E + A / N^a + B / D^b is fitted to all points; IsoFLOP parabolas, where three shapes reach a budget, give the best
     parameters of each budget. The loss of the questions' right options has a surface of its own, and accuracy is a sigmoid of it.

@@ -55,6 +55,12 @@ class MixExperimentConfig(SeededConfig):
     trials: int = Field(12, ge=4, le=500, description="Mixtures tried; at least two more than categories")
     min_share: float = Field(0.05, ge=0, lt=0.5, description="Minimum share of a category, tried and recommended, fraction")
     max_share: float = Field(0.7, gt=0, le=1, description="Maximum share of a category that is recommended, fraction")
+    max_repeats: float = Field(
+        4.0, ge=1, le=100, description="Most times that a category's text is read, on average, where all the text's tokens are read in all"
+    )
+    divergence_weight: float = Field(
+        0.01, ge=0, le=10, description="Loss that a mixture must earn for each nat of its divergence from the natural one, nats per token"
+    )
     target: Target = Field(Target(), description="What the mixture shall be good at")
     model: ModelShape = Field(PROXY, description="Sizes of the proxy model")
     phase: Phase = Field(
@@ -88,11 +94,12 @@ class MixExperimentConfig(SeededConfig):
 def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, config: MixExperimentConfig, run: StageRun) -> None:
     """Find mixture weights with small models (Llama 3, section 3.1.2; data mixing laws, Ye et al. 2024).
 
-    Proxies start from the same weights and are trained on mixtures that cover the simplex; each category's
-    held-out loss is fitted as a law of the shares, and the shares that minimise the weighted sum of the laws
-    are recommended. What the laws say of a mixture they were not fitted to is in the rows `left_out_error`; and the recommended
-    mixture is trained too, against the natural one, with `repeats` seeds. `weights` are its shares where the mean gain exceeds its
-    95 % interval (Student's t over the seeds), else the natural ones; the metric `mixture_used` tells which.
+    Proxies start from the same weights and are trained on mixtures that cover the simplex. Each category's held-out loss is fitted by two
+    surrogates, a law of the shares and a Gaussian process over their roots, weighed by how well each predicts mixtures left out. The shares
+    that minimise the weighted sum over the categories, and earn their divergence from the natural mixture, are recommended. What the
+    surrogates say of a mixture they were not fitted to is in the rows `left_out_error`; and the recommended mixture is trained too, against
+    the natural one, with `repeats` seeds. `weights` are its shares where the mean gain exceeds its 95 % interval (Student's t over the
+    seeds), else the natural ones; the metric `mixture_used` tells which.
 
     What the split holds out is left alone: the pages on which the proxies are measured are chosen among its
     training documents, and the proxies never read them.
@@ -120,9 +127,8 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
     shares = np.array([trial.shares for trial in trials])
     losses = np.array([trial.losses for trial in trials])
     target = _target(config.target, groups, natural)
-    fitted = [mixing_laws.fit_mixing_law(shares, losses[:, i]) for i in range(len(groups))]
-    low, high = np.full(len(groups), config.min_share), np.full(len(groups), config.max_share)
-    best = mixing_laws.best_mixture(fitted, target, low, high)
+    fitted = [mixing_laws.fit_surrogate(shares, losses[:, i]) for i in range(len(groups))]
+    best = _recommended(fitted, shares, natural, target, config)
     compared = [("optimum", best, 0)]
     for repeat in range(1, config.repeats):
         compared += [(f"natural, seed {repeat + 1}", natural, repeat), (f"optimum, seed {repeat + 1}", best, repeat)]
@@ -132,6 +138,21 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
     used = optima[0] if gain.low > 0 else trials[0]
     _write(trials + optima + naturals[1:], groups, target, used, run)
     _report(trials, optima[0], used, gain, config.repeats, groups, target, fitted, run)
+
+
+def _recommended(
+    fitted: Sequence[mixing_laws.Surrogate], shares: mixing_laws.Floats, natural: mixing_laws.Floats, target: mixing_laws.Floats,
+    config: MixExperimentConfig,
+) -> mixing_laws.Floats:  # fmt: skip
+    """Return the shares of the lowest loss, within the bounds, that pays for its divergence from the natural mixture."""
+
+    def value(mixtures: mixing_laws.Floats) -> mixing_laws.Floats:
+        losses = np.stack([surrogate(mixtures) for surrogate in fitted], 1) @ target
+        return np.asarray(losses + config.divergence_weight * mixing_laws.divergence(mixtures, natural))
+
+    # The natural mixture is always among those that may be recommended.
+    high = np.maximum(np.minimum(config.max_share, config.max_repeats * natural), natural)
+    return mixing_laws.best_mixture(value, np.minimum(config.min_share, natural), high, np.concatenate([natural[None], shares]))
 
 
 def _one_category(group: Group, run: StageRun) -> None:
@@ -230,14 +251,14 @@ def _report(
     repeats: int,
     groups: Sequence[Group],
     target: mixing_laws.Floats,
-    fitted: list[mixing_laws.MixingLaw],
+    fitted: list[mixing_laws.Surrogate],
     run: StageRun,
 ) -> None:
     """Report the trials, the laws fitted to `tried` (the natural mixture first), and the gain of the optimum."""
     natural, names = tried[0], [group.name for group in groups]
     shares, losses = np.array([t.shares for t in tried]), np.array([t.losses for t in tried])
     best = np.array(optimum.shares)
-    left_out = np.array([mixing_laws.left_out_errors(shares, losses[:, i]) for i in range(len(groups))])
+    left_out = np.array([surrogate.left_out for surrogate in fitted])
     rows: list[dict[str, Any]] = []
     for i, name in enumerate(names):
         values = {
@@ -256,6 +277,8 @@ def _report(
     rows.append(evaluation_row("target", "gain", gain, repeats))
     run.write_rows(rows)
     run.metric("trials", len(tried) - 1 + 2 * repeats)
+    run.metric("divergence", float(mixing_laws.divergence(best[None], np.array(natural.shares))[0]))
+    run.metric("process_share", float(np.dot(target, [surrogate.share for surrogate in fitted])))
     run.metric("gain", gain.value)
     run.metric("mixture_used", "natural" if used is natural else "recommended")
     for name, value in overall.items():
@@ -271,8 +294,8 @@ def _report(
     points: dict[str, list[tuple[Any, float]]] = {
         name: [(float(y), float(y + e)) for y, e in zip(losses[:, i], left_out[i], strict=True)] for i, name in enumerate(names)
     }
-    note = "Held-out loss of each category, nats per token; each point is predicted by the law through all others."
-    title = "Mixing law on mixtures it was not fitted to"
+    note = "Held-out loss of each category, nats per token; each point is predicted by the surrogates through all others."
+    title = "Mixing laws on mixtures they were not fitted to"
     run.figure("law", Figure(title=title, x="measured loss", y="predicted loss", kind="scatter", series=points, note=note))
 
 

@@ -6,8 +6,8 @@ The exponential law is linear in all but one number, so its fit is a search over
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -59,42 +59,34 @@ def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
     return found
 
 
-def left_out_errors(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Floats:
-    """Return the leave-one-out errors [n]: the prediction of the law through all other mixtures less the measured loss."""
-    r, y = np.asarray(shares, dtype=np.float64), np.asarray(loss, dtype=np.float64)
-    errors = np.empty(len(y))
-    for i in range(len(y)):
-        others = np.arange(len(y)) != i
-        errors[i] = fit_mixing_law(r[others], y[others])(r[i]) - y[i]
-    return errors
+def best_mixture(value: Callable[[Floats], Floats], least: npt.ArrayLike, most: npt.ArrayLike, starts: Floats) -> Floats:
+    """Return the shares in least..most of the lowest value; `value` gives [n] for mixtures [n, M], in nats.
 
-
-def best_mixture(laws: list[MixingLaw], target: npt.ArrayLike, least: npt.ArrayLike, most: npt.ArrayLike) -> Floats:
-    """Return the shares in least..most that minimise sum_i target_i L_i(shares).
-
-    Each law is convex in the shares, and so is their sum: projected gradient descent with a shrinking step
-    finds the one minimum.
+    Projected gradient descent with a shrinking step from the three best of the `starts` [S, M]: a sum of convex laws has one minimum, a
+    process may have several.
     """
-    weights, low, high = (np.asarray(v, dtype=np.float64) for v in (target, least, most))
+    low, high = np.asarray(least, dtype=np.float64), np.asarray(most, dtype=np.float64)
     if low.sum() > 1 + 1e-9 or high.sum() < 1 - 1e-9 or (low > high).any():
         raise ValueError(f"no mixture lies within the bounds: least adds up to {low.sum():.3f}, most to {high.sum():.3f}")
+    within = np.array([project(start, low, high) for start in starts])
+    ends = [_descend(value, start, low, high) for start in within[np.argsort(value(within))[:3]]]
+    return ends[int(np.argmin(value(np.array(ends))))]
 
-    def value(r: Floats) -> float:
-        return float(sum(w * law(r) for w, law in zip(weights, laws, strict=True)))
 
-    shares = project(np.full(len(laws), 1.0 / len(laws)), low, high)
-    step, current = 1.0, value(shares)
-    for _ in range(5000):
-        slope: Any = sum(w * np.exp(shares @ law.slopes) * law.slopes for w, law in zip(weights, laws, strict=True))
+def _descend(value: Callable[[Floats], Floats], shares: Floats, low: Floats, high: Floats) -> Floats:
+    shift = 1e-6 * np.eye(len(shares))
+    step, current = 1.0, float(value(shares[None])[0])
+    for _ in range(2000):
+        slope = (value(shares + shift) - value(np.maximum(shares - shift, 0.0))) / 2e-6
         moved = project(shares - step * slope, low, high)
-        reached = value(moved)
+        reached = float(value(moved[None])[0])
         if reached < current:
-            if current - reached < 1e-14:
+            if current - reached < 1e-12:
                 break
             shares, current, step = moved, reached, step * 1.5
         else:
             step *= 0.5
-            if step < 1e-12:
+            if step < 1e-10:
                 break
     return shares
 
@@ -127,3 +119,84 @@ def simplex_design(categories: int, points: int, least: float, generator: np.ran
         distances = np.min([((candidates - mixture) ** 2).sum(1) for mixture in chosen], axis=0)
         chosen.append(candidates[int(distances.argmax())])
     return np.asarray(chosen[:points], dtype=np.float64)
+
+
+# --- the two surrogates ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """A Gaussian process over the square roots of the shares, in which mixtures are points of a sphere: mean, kernel, fitted weights.
+
+    The kernel is variance * exp(-|x - y|^2 / (2 length^2)), beside a noise of its own.
+    """
+
+    mean: float
+    length: float
+    points: Floats
+    weights: Floats
+
+    def __call__(self, shares: Floats) -> Floats:
+        """Return losses [n] at mixtures [n, M] (or one loss at [M])."""
+        kernel = _kernel(np.sqrt(np.atleast_2d(shares)), self.points, self.length)
+        return np.asarray(self.mean + kernel @ self.weights).reshape(shares.shape[:-1])
+
+
+LENGTHS, NOISES = np.geomspace(0.1, 3.0, 12), np.geomspace(1e-4, 1.0, 9)
+
+
+def _kernel(a: Floats, b: Floats, length: float) -> Floats:
+    return np.asarray(np.exp(-((a[:, None] - b[None]) ** 2).sum(-1) / (2 * length**2)))
+
+
+def fit_gaussian(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Gaussian:
+    """Fit a process to losses [n] at mixtures [n, M]: length and noise of the largest marginal likelihood, from a grid; the variance is
+    the likeliest for each."""
+    x, y = np.sqrt(np.asarray(shares, dtype=np.float64)), np.asarray(loss, dtype=np.float64)
+    mean, n = float(y.mean()), len(y)
+    best, found = np.inf, Gaussian(mean, 1.0, x, np.zeros(n))
+    if np.ptp(y) == 0:
+        return found
+    for length in LENGTHS:
+        values, vectors = np.linalg.eigh(_kernel(x, x, float(length)))
+        turned = vectors.T @ (y - mean)
+        for noise in NOISES:
+            scale = np.maximum(values, 0) + noise
+            cost = n * np.log((turned**2 / scale).mean()) + np.log(scale).sum()
+            if cost < best:
+                best, found = cost, Gaussian(mean, float(length), x, vectors @ (turned / scale))
+    return found
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """The weighted mean of the exponential law and the Gaussian process. `share`: the process's weight."""
+
+    law: MixingLaw
+    process: Gaussian
+    share: float
+    left_out: Floats
+
+    def __call__(self, shares: Floats) -> Floats:
+        """Return losses [n] at mixtures [n, M] (or one loss at [M])."""
+        return np.asarray((1 - self.share) * self.law(shares) + self.share * self.process(shares), dtype=np.float64)
+
+
+def fit_surrogate(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Surrogate:
+    """Fit both surrogates to losses [n] at mixtures [n, M], each weighed by the inverse of its mean squared error on mixtures left out.
+
+    `left_out` [n] of the result: predictions of the weighted mean, through all other mixtures, less the measured loss.
+    """
+    r, y = np.asarray(shares, dtype=np.float64), np.asarray(loss, dtype=np.float64)
+    errors = np.empty((2, len(y)))
+    for i in range(len(y)):
+        others = np.arange(len(y)) != i
+        errors[:, i] = [float(fit(r[others], y[others])(r[i])) - y[i] for fit in (fit_mixing_law, fit_gaussian)]
+    squares = (errors**2).mean(1)
+    share = float(squares[0] / squares.sum()) if squares.sum() > 0 else 0.0
+    return Surrogate(fit_mixing_law(r, y), fit_gaussian(r, y), share, (1 - share) * errors[0] + share * errors[1])
+
+
+def divergence(mixtures: Floats, natural: Floats) -> Floats:
+    """Return the Kullback-Leibler divergence [n] of mixtures [n, M] from the natural one, in nats."""
+    return np.asarray((mixtures * np.log(np.maximum(mixtures, 1e-12) / natural)).sum(-1))

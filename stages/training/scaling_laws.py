@@ -74,14 +74,14 @@ def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Float
     return Surfaces(np.exp(e), np.exp(a + alpha * centre), alpha, np.exp(b + beta * middle), beta)
 
 
-EXPONENTS = (0.05, 2.0)
-"""Bounds of both exponents: beyond them few points cannot tell a power from a constant, or from a step."""
+EXPONENTS = (0.05, 0.5)
+"""Bounds of both exponents: published ones lie between .08 and .4. To few points steep powers over a high floor fit as well, and miss."""
 
 
 def _starts(level: float) -> Floats:
     """Return starts [S, 5]: logarithms of E, of A and B in units of the points' middle, and of the exponents."""
     shares = ((0.2, 0.4, 0.4), (0.5, 0.25, 0.25), (0.8, 0.1, 0.1), (0.4, 0.5, 0.1), (0.4, 0.1, 0.5))
-    exponents = (0.15, 0.35, 0.8)
+    exponents = (0.12, 0.25, 0.45)
     rows = [
         [*(level + math.log(share) for share in some), math.log(a), math.log(b)] for some, a, b in product(shares, exponents, exponents)
     ]

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
 import pytest
 import yaml
+from pydantic import ValidationError
+from typer.testing import CliRunner
 
+from puna.flows.cli.main import app
 from puna.models import accounting
 from puna.models.config import ModelConfig
 from puna.stages.contract import execute
@@ -12,13 +21,16 @@ from puna.stages.experiments import ladder as module
 from puna.stages.experiments.choose_size import RECIPE, ChooseSizeConfig, choose_size
 from puna.stages.experiments.ladder import LadderConfig, ladder
 from puna.stages.experiments.law import LawConfig, law
-from puna.stages.pretrain.pretrain import PretrainConfig
+from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.training.phase import SHAPE
+from puna.stages.training.proxy_runs import resized
+from puna.storage import Artifact, PunaError, Store
+from puna.storage.schemas import table_schema
 
 MODEL = SHAPE.replace(hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
 SETTINGS = LadderConfig(
-    model=MODEL, widths=(8, 12, 16), tokens_per_parameter=1.0, multiples=(1.0, 2.0), rows=(1,), rates=(0.02,), validation_share=0.1, questions=5,
+    model=MODEL, widths=(8, 12, 16), tokens_per_parameter=1.0, multiples=(1.0, 2.0), rows=(1,), rates=(0.02,), validation_share=0.05, questions=3,
     compute={"save_seconds": 1e6},
 )  # fmt: skip
 
@@ -54,3 +66,154 @@ def test_from_a_ladder_to_a_size(store, given, few_steps: None) -> None:
     config = PretrainConfig(**recipe["pretrain"])
     assert config.phases[0].until == round(metrics["tokens"]) and config.phases[0].schedule.learning_rate == 0.02
     assert accounting.matrix_parameters(config.model.complete(shapes[0].vocab_size, 64)) == metrics["parameters"]
+
+
+def test_a_run_that_is_done_is_not_repeated(store, given, few_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = module.trained, []
+
+    def crashing(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(module, "trained", crashing)
+    with pytest.raises(KeyboardInterrupt):
+        execute(ladder, SETTINGS, given, store)
+    interrupted = execute(ladder, SETTINGS, given, store)
+    # Three shapes of two stems and two decays. The seventh call was cut off; the two stems of its shape are taken up from their checkpoints.
+    assert len(calls) == 12 + 1 + 1
+    monkeypatch.setattr(module, "trained", original)
+    whole = execute(ladder, SETTINGS, given, Store.open(store.root.parent / "other"))
+    assert interrupted.data_digest == whole.data_digest
+
+
+def test_a_decay_is_what_a_run_of_its_own_would_be(store, given, few_steps: None) -> None:
+    """The first point of a trunk is the same with or without later ones."""
+    both = execute(ladder, SETTINGS, given, store).read("points").to_pylist()
+    one = execute(ladder, SETTINGS.model_copy(update={"multiples": (1.0,)}), given, store).read("points").to_pylist()
+    assert [point["loss"] for point in one] == [point["loss"] for point in both[::2]]
+
+
+def test_budgets_that_are_too_small_are_refused_before_any_run(store, given, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "run_trials", lambda *_: pytest.fail("a run was begun"))
+    with pytest.raises(PunaError, match=r"width 8 \(.*\) on .* tokens has \d+ steps of 1 rows of 64 tokens, below 400"):
+        execute(ladder, SETTINGS, given, store)
+    with pytest.raises(PunaError, match="above max_flops=1e\\+06; leave the width out"):
+        execute(ladder, SETTINGS.model_copy(update={"max_flops": 1e6}), given, store)
+    for wrong, message in (({"widths": (16, 12, 8)}, "must be positive and rise"), ({"widths": (8, 12, 13)}, "does not divide")):
+        with pytest.raises(ValidationError, match=message):
+            LadderConfig(model=MODEL, **wrong)
+
+
+def test_rows_and_rate_are_tuned_at_two_scales(store, given, few_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses with a known best: rate .02 at the small scale and .05 at the large one, two rows at both."""
+    best = {8: 0.02, 12: 0.05}
+
+    def trials(run: Any, make: Any, jobs: Any, *shared: Any) -> Any:
+        for name, rung, _ in jobs:
+            width = rung.shape.hidden_size
+            loss = 3 + np.log(rung.rate / best.get(width, rung.rate)) ** 2 + (rung.rows - 2) ** 2
+            point = {
+                "shape": rung.shape.model_dump_json(), "parameters": accounting.matrix_parameters(rung.shape), "tokens": 1, "steps": 1, "flops": 1.0,
+                "rows": rung.rows, "learning_rate": rung.rate, "seed": 0, "losses": {"validation": float(loss)}, "task_loss": None,
+                "accuracy": None, "cpu_seconds": 0.0,
+            }  # fmt: skip
+            yield {"name": name, "points": [point]}
+
+    monkeypatch.setattr(module, "run_trials", trials)
+    config = SETTINGS.model_copy(update={"rows": (1, 2), "rates": (0.01, 0.03, 0.1)})
+    points = execute(ladder, config, given, store).read("points").to_pylist()
+    assert [point["rows"] for point in points] == [2, 2, 2]
+    # A parabola in the logarithm finds a best rate between those tried; a third shape lies on the power law through the two.
+    assert points[0]["learning_rate"] == pytest.approx(0.02) and points[1]["learning_rate"] == pytest.approx(0.05)
+    sizes = np.log([point["parameters"] for point in points])
+    slope = np.log(2.5) / (sizes[1] - sizes[0])
+    assert points[2]["learning_rate"] == pytest.approx(0.05 * np.exp(slope * (sizes[2] - sizes[1])))
+
+
+def test_shapes_are_resized_in_proportion() -> None:
+    target = SHAPE.replace(hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2)
+    assert resized(target, 192).model_dump(exclude={"head_dim"}) == target.model_dump(exclude={"head_dim"})
+    half = resized(target, 96)
+    assert (half.intermediate_size, half.num_hidden_layers, half.num_attention_heads, half.num_key_value_heads) == (256, 2, 3, 1)
+    assert half.initializer_range == pytest.approx(target.initializer_range * 2**0.5)
+    assert resized(target, 384).num_hidden_layers == 8
+    for width in (32, 48, 64, 80, 96, 128):
+        config = resized(target, width).complete(1000, 64)
+        assert config.num_attention_heads * config.head_dim == width
+
+
+def planted(store: Store) -> Artifact:
+    """Return a ladder whose points lie on a known surface."""
+    rows = []
+    for width in (32, 40, 48, 56, 64):
+        shape = resized(SHAPE, width).complete(1024, 256)
+        n = accounting.matrix_parameters(shape)
+        for multiple in (0.25, 0.5, 1.0, 2.0, 4.0):
+            d = round(20 * n * multiple)
+            loss = 1.7 + 20 / n**0.35 + 30 / d**0.3
+            rows.append({
+                "point": len(rows), "heldout": "validation", "shape": shape.model_dump_json(), "parameters": n, "tokens": d,
+                "flops": accounting.training_flops(shape, [256]) / 256 * d, "loss": loss, "task_loss": loss / 2,
+                "accuracy": 0.25 + 0.75 / (1 + float(np.exp(3 * loss / 2 - 5))), "seed": 0, "rows": 2, "learning_rate": 0.04 * (n / 1e5) ** -0.5,
+                "steps": 1000, "cpu_seconds": 1.0,
+            })  # fmt: skip
+    table = pa.Table.from_pylist(rows, schema=table_schema("points").schema)
+    return store.import_table("evaluation", pa.Table.from_pylist([], schema=table_schema("evaluation").schema), points=table)
+
+
+def test_law_and_size_of_planted_points(store) -> None:
+    surface = execute(law, LawConfig(draws=100), {"ladders": [planted(store)]}, store)
+    found = {(row["task"], row["metric"]): row["value"] for row in surface.read().to_pylist()}
+    assert found["surface", "floor"] == pytest.approx(1.7, abs=0.05) and found["accuracy", "slope"] == pytest.approx(3.0, rel=0.05)
+    metrics = surface.manifest.metrics
+    assert metrics["backtest_error"] < 0.01 and set(surface.manifest.figures) == {"law", "parabolas", "accuracy"}
+    # The best parameters grow as C^(b / (a + b)).
+    assert metrics["parameters_exponent"] == pytest.approx(0.3 / 0.65, abs=0.1)
+    flops = 1e14
+    chosen = execute(choose_size, ChooseSizeConfig(flops=flops, draws=100), {"law": surface}, store)
+    numbers = chosen.manifest.metrics
+    n, d = numbers["parameters"], numbers["tokens"]
+    assert numbers["predicted_loss"] == pytest.approx(1.7 + 20 / n**0.35 + 30 / d**0.3, rel=0.01)
+    assert chosen.manifest.metrics["flops"] == pytest.approx(flops)
+    forecast = {row["metric"]: row["value"] for row in chosen.read().to_pylist()}
+    assert forecast["accuracy"] == pytest.approx(0.25 + 0.75 / (1 + np.exp(1.5 * numbers["predicted_loss"] - 5)), abs=0.01)
+    phase = yaml.safe_load(chosen.path(RECIPE).read_text())["pretrain"]["phases"][0]
+    assert phase["schedule"]["learning_rate"] == pytest.approx(0.04 * (n / 1e5) ** -0.5, rel=0.01)
+    # A given size is forecast as it is; hours of a GPU are a budget, too.
+    same = execute(choose_size, ChooseSizeConfig(model=SHAPE, tokens=10**7, draws=100), {"law": surface}, store).manifest.metrics
+    assert same["parameters"] == accounting.matrix_parameters(SHAPE.complete(1024, 256)) and same["tokens"] == 1e7
+    hours = [ChooseSizeConfig(hours=h, gpu="H100", draws=100) for h in (0.001, 0.002)]
+    less, more = (execute(choose_size, config, {"law": surface}, store).manifest.metrics for config in hours)
+    assert more["predicted_loss"] < less["predicted_loss"] and more["flops"] > 1.5 * less["flops"]
+
+
+def test_wrong_budgets_are_refused(store) -> None:
+    for wrong, message in (
+        ({}, "give one of flops, hours and tokens, not none"), ({"flops": 1e9, "hours": 1}, "not flops and hours"),
+        ({"tokens": 100}, "tokens without a model"), ({"flops": 1e9, "gpu": "H100"}, "gpu belongs to hours"),
+    ):  # fmt: skip
+        with pytest.raises(ValidationError, match=message):
+            ChooseSizeConfig(**wrong)
+    with pytest.raises(PunaError, match=r"0 points of heldout='poems'.* held-out texts are validation"):
+        execute(law, LawConfig(heldout="poems"), {"ladders": [planted(store)]}, store)
+
+
+def test_forecasts_stand_beside_what_was_measured(store, given, few_steps: None) -> None:
+    """From the command line: a forecast is kept, and a pretraining of its size on the ladder's tokens is its outcome."""
+    surface = execute(law, LawConfig(draws=100), {"ladders": [execute(ladder, SETTINGS, given, store)]}, store)
+    store.set_alias("law@latest", surface)
+    runner, place = CliRunner(), ["--store", str(store.root)]
+    said = runner.invoke(app, ["predict", "--flops", "2e9", *place])
+    assert said.exit_code == 0 and "nats per token" in said.stdout, said.output
+    told = json.loads(runner.invoke(app, ["predict", "--flops", "2e9", "--json", *place]).stdout)
+    before = [json.loads(line) for line in runner.invoke(app, ["predict", "--outcomes", "--json", *place]).stdout.splitlines()]
+    assert [(row["id"], row["measured"], row["inside"]) for row in before] == [(told["id"], None, None)]
+    recipe = yaml.safe_load(Path(told["recipe"]).read_text())["pretrain"]
+    made = execute(pretrain, PretrainConfig(**recipe, validation_share=0.05), given, store)
+    (after,) = [json.loads(line) for line in runner.invoke(app, ["predict", "--outcomes", "--json", *place]).stdout.splitlines()]
+    loss = made.manifest.metrics["validation_loss"]
+    assert (after["model"], after["measured"]) == (made.id, loss) and after["inside"] == (after["low"] <= loss <= after["high"])
+    refused = runner.invoke(app, ["predict", "--outcomes", "--flops", "1e9", *place])
+    assert isinstance(refused.exception, PunaError) and "leave --flops" in str(refused.exception)

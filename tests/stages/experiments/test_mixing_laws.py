@@ -18,7 +18,9 @@ def test_mixing_law_is_recovered() -> None:
     law = mixing_laws.fit_mixing_law(shares, truth(shares))
     fresh = generator.dirichlet(np.ones(3), 50)
     assert np.abs(law(fresh) - truth(fresh)).max() < 2e-3
-    assert np.abs(mixing_laws.left_out_errors(shares, truth(shares))).max() < 2e-3
+    # The law that the losses follow gets all the weight against the process.
+    both = mixing_laws.fit_surrogate(shares, truth(shares))
+    assert both.share < 0.01 and np.abs(both.left_out).max() < 2e-3
 
 
 def test_mixing_law_of_a_loss_that_the_mixture_does_not_change() -> None:
@@ -37,7 +39,7 @@ def test_left_out_error_shows_what_the_fit_hides() -> None:
     shares = generator.dirichlet(np.ones(4), 7)
     loss = 2.0 + generator.normal(0, 0.1, 7)
     inside = np.abs(mixing_laws.fit_mixing_law(shares, loss)(shares) - loss).mean()
-    assert np.abs(mixing_laws.left_out_errors(shares, loss)).mean() > 2 * inside
+    assert np.abs(mixing_laws.fit_surrogate(shares, loss).left_out).mean() > 1.2 * inside
 
 
 @settings(max_examples=20, deadline=None)
@@ -49,7 +51,11 @@ def test_best_mixture_is_the_minimum(seed: int, bounded: bool) -> None:
     fitted = [mixing_laws.MixingLaw(1.0, generator.normal(0, 1, m) - 2.0 * np.eye(m)[i]) for i in range(m)]
     target = generator.dirichlet(np.ones(m))
     low, high = (np.full(m, 0.05), np.full(m, 0.6)) if bounded else (np.zeros(m), np.ones(m))
-    shares = mixing_laws.best_mixture(fitted, target, low, high)
+
+    def values(mixtures: np.ndarray) -> np.ndarray:
+        return np.stack([law(mixtures) for law in fitted], 1) @ target
+
+    shares = mixing_laws.best_mixture(values, low, high, np.array([np.full(m, 1 / m), target]))
     assert shares.sum() == pytest.approx(1.0) and (shares >= low - 1e-9).all() and (shares <= high + 1e-9).all()
 
     def value(r: np.ndarray) -> float:
@@ -60,10 +66,50 @@ def test_best_mixture_is_the_minimum(seed: int, bounded: bool) -> None:
     assert value(shares) <= other.fun + 1e-6
 
 
+def test_process_sees_what_the_law_cannot() -> None:
+    """A loss with its minimum inside the simplex is no sum of a floor and an exponential."""
+    generator = np.random.default_rng(0)
+    shares = generator.dirichlet(np.ones(3), 30)
+
+    def truth(r: np.ndarray) -> np.ndarray:
+        return 2.0 + ((r - np.array([0.5, 0.3, 0.2])) ** 2).sum(-1)
+
+    both = mixing_laws.fit_surrogate(shares, truth(shares))
+    fresh = generator.dirichlet(np.ones(3), 50)
+    assert both.share > 0.9
+    assert np.abs(both(fresh) - truth(fresh)).mean() < 0.2 * np.abs(both.law(fresh) - truth(fresh)).mean()
+    best = mixing_laws.best_mixture(both, np.zeros(3), np.ones(3), shares)
+    assert best == pytest.approx([0.5, 0.3, 0.2], abs=0.05)
+
+
+def test_process_is_that_of_a_plain_solve() -> None:
+    """The mean of the posterior by its textbook formula, at the fitted length and some noise of the grid."""
+    generator = np.random.default_rng(4)
+    shares = generator.dirichlet(np.ones(3), 10)
+    loss = 2.0 + shares[:, 0] + generator.normal(0, 0.05, 10)
+    fit = mixing_laws.fit_gaussian(shares, loss)
+    roots, new = np.sqrt(shares), np.sqrt(np.array([[0.2, 0.3, 0.5]]))
+
+    def kernel(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.exp(-((a[:, None] - b[None]) ** 2).sum(-1) / (2 * fit.length**2))
+
+    means = [
+        float((loss.mean() + kernel(new, roots) @ np.linalg.solve(kernel(roots, roots) + noise * np.eye(10), loss - loss.mean()))[0])
+        for noise in mixing_laws.NOISES
+    ]
+    assert min(abs(mean - float(fit(np.array([0.2, 0.3, 0.5])))) for mean in means) < 1e-6
+
+
+def test_divergence_by_hand() -> None:
+    natural = np.array([0.5, 0.5])
+    assert mixing_laws.divergence(np.array([[0.5, 0.5], [1.0, 0.0], [0.25, 0.75]]), natural) == pytest.approx(
+        [0.0, np.log(2), 0.25 * np.log(0.5) + 0.75 * np.log(1.5)]
+    )
+
+
 def test_bounds_that_no_mixture_meets_are_refused() -> None:
-    law = mixing_laws.MixingLaw(1.0, np.zeros(2))
     with pytest.raises(ValueError, match="no mixture lies within"):
-        mixing_laws.best_mixture([law, law], [0.5, 0.5], [0.6, 0.6], [1, 1])
+        mixing_laws.best_mixture(lambda mixtures: mixtures[:, 0], [0.6, 0.6], [1, 1], np.array([[0.5, 0.5]]))
 
 
 @settings(max_examples=50, deadline=None)

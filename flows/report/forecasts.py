@@ -1,0 +1,66 @@
+"""Forecasts of a store, each beside the loss that was measured later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from puna.storage import Artifact, Store
+
+SAME = 0.1
+"""Difference in the logarithm of operations and of tokens below which a run is the one that was forecast."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A forecast: loss in nats per token with its interval, its size, and model and loss of the run that followed, if any."""
+
+    id: str
+    predicted: float
+    low: float
+    high: float
+    flops: float
+    tokens: float
+    model: str = ""
+    measured: float | None = None
+
+    @property
+    def inside(self) -> bool | None:
+        """True if the measured loss lies in the interval; None where nothing was measured."""
+        return None if self.measured is None else self.low <= self.measured <= self.high
+
+
+def forecasts(store: Store) -> list[Forecast]:
+    """Return all forecasts, oldest first; one is repeated for every run of its size on its ladder's tokens."""
+    artifacts = store.artifacts()
+    models = [(artifact, read) for artifact in artifacts if artifact.manifest.stage == "pretrain" and (read := _tokens(artifact))]
+    found: list[Forecast] = []
+    for artifact in artifacts:
+        if artifact.manifest.stage != "choose_size":
+            continue
+        numbers = artifact.manifest.metrics
+        names = ("predicted_loss", "predicted_loss_low", "predicted_loss_high", "flops", "tokens")
+        own = (artifact.id, *(float(numbers[name]) for name in names))
+        runs = [model for model, read in models if read in set(_ladder_tokens(artifact, store)) and _same(model, own[4], own[5])]
+        found += [Forecast(*own, model.id, float(model.manifest.metrics["validation_loss"])) for model in runs] or [Forecast(*own)]
+    return found
+
+
+def _tokens(artifact: Artifact) -> str:
+    """Return the digest of the tokens that a training read first."""
+    return next((record.data_digest for record in artifact.manifest.inputs if record.kind == "tokens"), "")
+
+
+def _ladder_tokens(forecast: Artifact, store: Store) -> Iterator[str]:
+    for record in forecast.manifest.inputs:
+        law = store.find(record.kind, record.key)
+        for rung in law.manifest.inputs if law else ():
+            ladder = store.find(rung.kind, rung.key)
+            if ladder:
+                yield _tokens(ladder)
+
+
+def _same(model: Artifact, flops: float, tokens: float) -> bool:
+    numbers = model.manifest.metrics
+    return all(abs(math.log(float(numbers[name]) / value)) < SAME for name, value in (("flops", flops), ("trained_tokens", tokens)))

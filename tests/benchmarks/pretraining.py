@@ -1,0 +1,60 @@
+"""Pretraining: forecasts, laws, mixtures, and what else its parts claim.
+
+    OMP_NUM_THREADS=1 python tests/benchmarks/pretraining.py --part forecast --seeds 2 --json
+    python tests/benchmarks/pretraining.py --part laws --part regmix --json
+
+A part is a file beside this one, `pretraining_PART.py`, with a function `figures(arguments)`; it returns the part's figures by name, and
+under `skipped` why it has none. The parts forecast, laws and regmix share pretraining_forecast.py. Times are CPU seconds of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / ".pkg")]
+OWN = {"laws": "pretraining_forecast", "regmix": "pretraining_forecast"}
+"""Parts that are functions of another part's file."""
+
+
+def parts() -> list[str]:
+    """Return the names of all parts, from the files beside this one."""
+    files = sorted(file.stem.removeprefix("pretraining_") for file in Path(__file__).parent.glob("pretraining_*.py"))
+    return [*files, *OWN]
+
+
+def figures(part: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return a part's figures."""
+    module = importlib.import_module(f"tests.benchmarks.{OWN.get(part, f'pretraining_{part}')}")
+    function = getattr(module, part if part in OWN else "figures")
+    measured: dict[str, Any] = function(arguments)
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", choices=parts(), help="parts to measure; all by default")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds of the parts that train")
+    parser.add_argument("--whole", action="store_true", help="also what takes longer than minutes")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {}
+    for part in arguments.part or parts():
+        measured = figures(part, arguments)
+        if "skipped" in measured:
+            print(f"{part}: skipped, {measured['skipped']}", file=sys.stderr)
+        found |= {name: value for name, value in measured.items() if name != "skipped"}
+    if arguments.json:
+        print(json.dumps(found))
+        return
+    for name, value in found.items():
+        print(f"{name:32} {value:.4g}" if isinstance(value, float) else f"{name:32} {value}")
+
+
+if __name__ == "__main__":
+    main()
