@@ -8,6 +8,7 @@ from puna.flows.engine.declare import Output, flow, publish, step
 from puna.stages.contract import Kind
 from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.evaluation.needle import needle
+from puna.stages.experiments.anneal_experiment import anneal_experiment
 from puna.stages.pretrain.mix import mix
 from puna.stages.pretrain.pretrain import pretrain as train
 from puna.stages.pretrain.split import split
@@ -28,16 +29,20 @@ def pretrain(
     """Train a base model on documents with their knowledge types; `weights` come from `experiments`.
 
     It begins from nothing, or goes on from `model`, which may be any, with its tokenizer. Phases may read tokens of their own: those of
-    `tokenize_fresh`, `tokenize_long` and `tokenize_best`, with mixtures of their own.
+    `tokenize_fresh`, `tokenize_long` and `tokenize_best`, with mixtures of their own; that of `mix_best` is what `anneal_experiment`
+    accepts, where the recipe names it.
     """
     sides = step(split, documents=documents, signals=domains)
     vocabulary = step(tokenizer, documents=documents, mixture=sides, model=model)
     mixture = step(mix, documents=documents, split=sides, weights=weights, deduplicated=deduplicated)
     tokens = step(tokenize, documents=documents, mixture=mixture, tokenizer=vocabulary)
+    verdict = step(anneal_experiment, off=True, tokens=tokens, tokenizer=vocabulary, model=model, documents=documents, mixture=mixture)
     further: list[Output | None] = []
     for name in ("fresh", "long", "best"):
-        label = f"tokenize_{name}"
-        own = step(mix, f"mix_{name}", off=True, serves=label, documents=documents, split=sides, weights=weights, deduplicated=deduplicated)
+        label, measured = f"tokenize_{name}", verdict if verdict and name == "best" else weights
+        own = step(
+            mix, f"mix_{name}", off=True, serves=label, documents=documents, split=sides, weights=measured, deduplicated=deduplicated
+        )
         found = step(tokenize, label, off=True, documents=documents, mixture=own or mixture, tokenizer=vocabulary)
         if own and not found:
             raise PunaError(f"mix_{name}: no step reads this mixture; name {label} in the recipe, too")

@@ -54,6 +54,17 @@ class NeedleConfig(NeedleSettings, SeededConfig):
     micro_batch_tokens: int = Field(8192, ge=16, description="Tokens of one forward pass; a longer text is a pass of its own")
 
 
+def noise_of(texts: Sequence[str], tokenizer: Tokenizer, settings: NeedleSettings) -> Ids:
+    """Return the token ids of texts to hide passages in: those that ask no passage's question themselves. PunaError if there is none."""
+    questions = [settings.passage.partition("{value}")[0].rstrip(" ").replace("{key}", key) for key in settings.key_words]
+    left = [text for text in texts if not any(question in text for question in questions)]
+    noise = np.asarray([id_ for ids in tokenizer.encode_batch(left) for id_ in ids], dtype=np.int64)
+    if not len(noise):
+        raise PunaError(f"needle: each of {len(texts)} texts is empty or holds a passage's question, such as {questions[0]!r}: write "
+                        "passage otherwise, or hold other documents out")  # fmt: skip
+    return noise
+
+
 def texts(noise: Ids, tokenizer: Tokenizer, length: int, depth: float, settings: NeedleSettings, seed: int) -> Iterator[tuple[Ids, Ids]]:
     """Yield each trial's prompt and answer as token ids, `length` in all, with the passage asked for at `depth` of the noise.
 
@@ -119,9 +130,7 @@ def needle(model: Model, documents: Documents, mixture: Mixture | None, config: 
     The text around the passage is of held-out documents (the mixture's held-out split; without a mixture, all documents)."""
     network, tokenizer = load_model(model, "lm", frozen=True)
     pages = heldout_pages(documents, mixture, config.max_bytes, config.max_bytes, run)
-    noise = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in tokenizer.encode_batch([page.text for page in pages])])
-    if not len(noise):
-        raise PunaError(f"needle: {documents.id} has no held-out token")
+    noise = noise_of([page.text for page in pages], tokenizer, config)
     series: dict[str, list[tuple[Any, float]]] = {}
     lengths = config.lengths or (network.config.max_position_embeddings,)
     for number, length in enumerate(lengths, 1):

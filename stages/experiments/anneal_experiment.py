@@ -1,54 +1,79 @@
-"""Judging a small data set by annealing a half-trained model on it."""
+"""Judging small data sets by annealing a half-trained model on them."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 from pydantic import Field, model_validator
 
+from puna.models.config import ModelShape
 from puna.models.training.packing import batched
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
-from puna.stages.contract import Documents, Facts, Figure, Model, Prompts, SeededConfig, StageRun, Tokens, stage
+from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, Prompts, SeededConfig, StageRun, Tokenizer, Tokens, stage
 from puna.stages.conversations import messages_of, rendering, tools_of
 from puna.stages.training import intervals
 from puna.stages.training import needs as needs_of
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import chat_template, documents_apart
-from puna.stages.training.packed import Packed, Reader, mean_loss, total_nats
-from puna.stages.training.phase import OPTIMIZER, Phase
-from puna.stages.training.pools import Mixed, PoolRows, Pools, Sizes, build_pools, grouped
-from puna.stages.training.proxy_runs import run_trials, set_aside, trained, trial_row
+from puna.stages.training.packed import Packed, Reader, mean_loss, pack, total_nats
+from puna.stages.training.phase import SHAPE, Phase
+from puna.stages.training.pools import Group, Mixed, PoolRows, Pools, Sizes, build_pools, grouped
+from puna.stages.training.proxy_runs import fresh, one_thread, run_trials, set_aside, trained, trial_row
 from puna.stages.training.train import heldout_prompts
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
+    from puna.models.tokens.tokenizer import Tokenizer as Vocabulary
     from puna.models.transformer import Transformer
 
-ARMS = ("default", "candidate")
+DEFAULT = "default"
+ARMS = ("set", "shuffled")
 
 
 class AnnealExperimentConfig(BadRowsConfig, SeededConfig):
-    """Settings of the annealing with and without the candidate documents."""
+    """Settings of the annealing with and without each data set, and of its verdict."""
 
-    share: float = Field(0.3, gt=0, le=1, description="Share of the candidate documents in the annealing mixture, fraction")
+    sets: tuple[str, ...] = Field((), description="Categories of the mixture that are judged, each as a data set; none: all of them")
+    categories: int = Field(8, ge=1, description="Data sets at most, with a mixture: its largest categories, the others together")
+    share: float = Field(0.3, gt=0, le=1, description="Share of the data set's rows in the annealing, fraction")
+    model: ModelShape = Field(
+        SHAPE.replace(
+            hidden_size=48, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+            tie_word_embeddings=False, initializer_range=0.1, zero_residual=True,
+        ),
+        description="Shape of the model that is trained on the default tokens first, where none is given",
+    )  # fmt: skip
+    base: Phase = Field(
+        Phase(name="base", steps=250, rows_per_step=8, schedule=ScheduleSettings(learning_rate=0.02, warmup_steps=10, shape="constant")),
+        description="Training of that model",
+    )
     phase: Phase = Field(
-        Phase(name="anneal", steps=100, rows_per_step=2, schedule=ScheduleSettings(warmup_steps=5, shape="linear")),
+        Phase(name="anneal", steps=60, rows_per_step=8, schedule=ScheduleSettings(learning_rate=0.02, warmup_steps=5, shape="linear")),
         description="The annealing: from learning_rate in a line to 0",
     )
-    optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer")
+    optimizer: OptimizerSettings = Field(OptimizerSettings(name="muon", embedding_scale=32), description="The optimizer")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
-    repeats: int = Field(3, ge=2, le=100, description="Runs of each kind, over other rows each: what the interval is made of")
+    repeats: int = Field(3, ge=3, le=100, description="Runs of each arm, paired by the rows they read. Two pairs decide nothing")
+    least_gain: float = Field(
+        0.02, ge=0, description="Lower end of both intervals above which a set is accepted: over the default, and over its own words "
+        "shuffled, nats per token of its held-out text"
+    )  # fmt: skip
+    most_default_rise: float = Field(0.1, ge=0, description="Rise of the default text's loss above which a set is refused, nats per token")
+    max_repeats: float = Field(4.0, ge=1, description="Times that a set's different documents may be read; a smaller set is refused")
     document_tokens: int = Field(
-        8192, ge=8, description="Tokens of a candidate document that are read, from its beginning: few tokens then hold many documents"
+        8192, ge=8, description="Tokens of a set's document that are read, from its beginning: few tokens then hold many documents"
     )
     heldout_tokens: int = Field(
-        8_000, ge=100, description="Held-out tokens of candidates and of the default mixture, each; at most pretrain's validation_tokens"
+        8_000, ge=100, description="Held-out tokens of each set and of the default mixture, each; at most pretrain's validation_tokens"
     )
     validation_share: float = Field(
         0.01, gt=0, lt=0.5, description="Share of the default documents set aside, as pretrain has it, fraction"
@@ -57,7 +82,8 @@ class AnnealExperimentConfig(BadRowsConfig, SeededConfig):
 
     @model_validator(mode="after")
     def _rows_are_plain(self) -> AnnealExperimentConfig:
-        self.phase.check_plain("the annealing draws single rows from two sources")
+        for phase in (self.base, self.phase):
+            phase.check_plain("the annealing draws single rows from two sources")
         return self
 
 
@@ -69,28 +95,99 @@ def needs(config: AnnealExperimentConfig, facts: Facts) -> list[str]:
 
 @stage(kind="evaluation", needs=needs)
 def anneal_experiment(
-    model: Model, tokens: Tokens, documents: Documents, prompts: Prompts | None, config: AnnealExperimentConfig, run: StageRun
-) -> None:
-    """Measure whether a small data set is worth having (Llama 3, section 3.1.3; Blakeney et al. 2024).
+    tokens: Tokens, tokenizer: Tokenizer | None, model: Model | None, documents: Documents, mixture: Mixture | None,
+    prompts: Prompts | None, config: AnnealExperimentConfig, run: StageRun,
+) -> None:  # fmt: skip
+    """Decide whether small data sets are worth annealing on (Llama 3, section 3.1.3; Blakeney et al. 2024).
 
-    The model, best a half-trained one, is annealed twice over: on the default tokens alone, and with a share of
-    the candidate documents among them; both from the same weights and for as many tokens. The gain is what the
-    candidates take off the held-out loss: of candidates it has not read, of default documents that pretraining
-    set aside, and of the gold answers to held-out prompts. Pairs of runs over other rows give its interval. Prompts that the
-    chat template refuses are in `dropped`; see `bad_rows`.
+    The sets are the mixture's categories; without a mixture, all documents are one. The model, best a half-trained one, else a small one
+    trained here on the default tokens, is annealed on those tokens alone, with a share of a set's rows among them, and with the set's
+    own words shuffled in their place: from the same weights, for as many tokens, on the same default rows. The gain is the loss taken off
+    held-out documents of the set. A set is accepted if it gains over both controls, beyond `least_gain` by the intervals of paired
+    runs, while the default text loses at most `most_default_rise`. Copies of a document count once. The table `weights` is the mix to
+    anneal on, for `mix`: the measured share for the accepted sets, by their bytes, the rest as in the mixture. Prompts that the chat
+    template refuses are in `dropped`; see `bad_rows`.
     """
-    check_tokens(tokens, model)
-    packed = Packed.read(tokens)
-    row = int(np.diff(packed.starts[packed.rows]).max())
+    given = model or tokenizer
+    if given is None:
+        raise PunaError("anneal_experiment begins from a model, or trains one with a tokenizer: give one of the two")
+    check_tokens(tokens, given)
+    row = Packed.read(tokens).row_length
     wanted = math.ceil(config.phase.steps * config.phase.rows_per_step * row * config.share)
     sizes = Sizes(wanted, config.heldout_tokens, row, config.document_tokens)
-    pools = build_pools(documents, None, grouped(documents, None, 1, sizes, run), model, sizes, run)
-    runs = [(arm, repeat) for arm in ARMS for repeat in range(config.repeats)]
-    jobs = [(number, arm, repeat, run.seed("repeat", repeat)) for number, (arm, repeat) in enumerate(runs)]
-    answers = {} if prompts is None else _answers(prompts, model, config, run)
-    trials = list(run_trials(run, _anneal, jobs, tokens, str(model.path()), pools, answers))
-    run.write_rows([{k: v for k, v in trial.items() if k != "losses"} for trial in trials], "trials")
-    _report([trial["losses"] for trial in trials], config, run)
+    groups = grouped(documents, mixture, config.categories, sizes, run)
+    names = [group.name if mixture is not None else "candidate" for group in groups]
+    if unknown := sorted(set(config.sets) - set(names)):
+        raise PunaError(f"anneal_experiment.sets: {unknown[0]!r} is not among the data sets {', '.join(names)}")
+    pools = build_pools(documents, mixture, groups, given, sizes, run)
+    judged = [number for number, name in enumerate(names) if not config.sets or name in config.sets]
+    read = {number: wanted / max(1, _different(Pools.read(pools), number)[1]) for number in judged}
+    tried = [number for number in judged if read[number] <= config.max_repeats]
+    start = str(model.path()) if model is not None else _base(tokens, given, config, run)
+    runs = [(number, arm, repeat) for number in tried for arm in ARMS for repeat in range(config.repeats)]
+    runs = [(-1, DEFAULT, repeat) for repeat in range(config.repeats)] + runs if tried else []
+    jobs = [(job, number, arm, repeat, run.seed("repeat", repeat)) for job, (number, arm, repeat) in enumerate(runs)]
+    answers = {} if prompts is None else _answers(prompts, given, config, run)
+    trials = list(run_trials(run, _anneal, jobs, tokens, start, pools, names, answers)) if tried else []
+    if trials:
+        run.write_rows([{k: v for k, v in trial.items() if k != "losses"} for trial in trials], "trials")
+    losses = {(number, arm, repeat): trial["losses"] for (number, arm, repeat), trial in zip(runs, trials, strict=True)}
+    verdicts = [_verdict(number, names[number], read[number], losses, config) for number in judged]
+    _report(verdicts, config, run)
+    if mixture is not None:
+        accepted = {name for verdict in verdicts if not verdict.refusal for name in groups[names.index(verdict.name)].members}
+        run.write_rows(_weights(mixture, groups, accepted, config.share), "weights")
+
+
+def _base(tokens: Artifact, tokenizer: Artifact, config: AnnealExperimentConfig, run: StageRun) -> str:
+    """Train a small model on the default tokens, without those set aside; return its folder."""
+    from puna.models.formats.checkpoint import save
+
+    vocabulary, seed, folder = tokenizer_of(tokenizer), run.seed("base"), run.scratch / "base-model"
+    packed, held = set_aside(tokens, config.validation_share, config.heldout_tokens)
+    reader = Reader(packed, held, config.base.rows_per_step, seed, vocabulary.begin)
+    with one_thread():
+        network = fresh(config.model.complete(vocabulary.vocab_size, packed.row_length), seed)
+        settings, size = config.base.train_config(config.optimizer, config.compute), config.compute.micro_batch_tokens
+        state = run.scratch / "base"
+        trained(network, "anneal_experiment, base", lambda step: reader.batches(step, size), reader.lengths, settings, seed, state)
+        save(network, folder, vocabulary)
+    return str(folder)
+
+
+def _different(pools: Pools, number: int) -> tuple[npt.NDArray[np.bool_], int]:
+    """Return a mask [P] of a set's training pieces whose document is a copy of an earlier or held-out one, and the tokens of the others."""
+    packed, seen = pools.training[number], set[bytes]()
+    held = np.concatenate(pools.heldout[number])
+    for document in np.split(held, np.flatnonzero(held == held[0])[1:]):
+        seen.add(_digest(document))
+    copies = np.zeros(len(packed.ids), dtype=bool)
+    for owner, document in enumerate(_documents(packed)):
+        digest = _digest(document)
+        copies[owner] = digest in seen
+        seen.add(digest)
+    mask = copies[packed.owners]
+    return mask, int(packed.sizes[~mask].sum())
+
+
+def _documents(packed: Packed) -> list[npt.NDArray[np.int32]]:
+    """Return each document's tokens, in the order of `packed.ids`."""
+    parts: list[list[npt.NDArray[np.int32]]] = [[] for _ in packed.ids]
+    for index, owner in enumerate(packed.owners.tolist()):
+        parts[owner].append(packed.piece(index))
+    return [np.concatenate(part) for part in parts]
+
+
+def _digest(document: npt.NDArray[Any]) -> bytes:
+    return hashlib.sha256(document.astype(np.int32).tobytes()).digest()
+
+
+def shuffled(packed: Packed, vocabulary: Vocabulary, seed: int, row: int) -> Packed:
+    """Return the documents with the words of each in a random order, in rows of `row` tokens."""
+    texts = [vocabulary.decode(document.tolist(), skip_special_tokens=True) for document in _documents(packed)]
+    mixed = [" ".join(np.random.default_rng([seed, number]).permutation(text.split())) for number, text in enumerate(texts)]
+    ids = [[vocabulary.begin, *own, *vocabulary.end] for own in vocabulary.encode_batch(mixed)]
+    return Packed.read(pa.table(pack(pa.array(ids, pa.list_(pa.int32())), list(packed.ids), row)))
 
 
 Pair = tuple[list[int], list[int]]
@@ -117,32 +214,40 @@ def _answers(prompts: Artifact, model: Artifact, config: AnnealExperimentConfig,
 
 
 def _anneal(
-    number: int, arm: str, repeat: int, seed: int, tokens: Artifact, model: str, pools: PoolRows, answers: dict[str, list[Pair]],
-    config: AnnealExperimentConfig, state: Path,
+    job: int, number: int, arm: str, repeat: int, seed: int, tokens: Artifact, model: str, pools: PoolRows, names: Sequence[str],
+    answers: dict[str, list[Pair]], config: AnnealExperimentConfig, state: Path,
 ) -> dict[str, Any]:  # fmt: skip
+    """Anneal one arm of one set (`number`; -1: the default tokens alone); return its trial with the losses by held-out text."""
     from puna.models.formats.checkpoint import load
     from puna.models.tokens.tokenizer import Tokenizer
 
     packed, held = set_aside(tokens, config.validation_share, config.heldout_tokens)
-    candidates = Pools.read(pools)
-    share = config.share if arm == "candidate" else 0.0
-    new = candidates.training[0]
-    # A document may be both a candidate and among the default ones: what is held out on either side is read on none.
-    default_ids = {packed.ids[owner] for owner in np.unique(packed.owners[held])}
-    excluded = (held | packed.of(candidates.heldout_ids[0]), new.of(default_ids))
-    begin = Tokenizer.load(model).begin
-    readers = [Reader(source, out, 1, seed, begin) for source, out in zip((packed, new), excluded, strict=True)]
-    mixed = Mixed(readers, np.array([1.0 - share, share]), config.phase.rows_per_step)
+    sets, vocabulary = Pools.read(pools), Tokenizer.load(model)
+    # A document may be both of a set and among the default ones: what is held out on any side is read on none.
+    aside = {packed.ids[owner] for owner in np.unique(packed.owners[held])}
+    everywhere = frozenset().union(*sets.heldout_ids)
+    readers, shares = [Reader(packed, held | packed.of(everywhere), 1, seed, vocabulary.begin)], [1.0]
+    if arm != DEFAULT:
+        new, out = sets.training[number], _different(sets, number)[0] | sets.training[number].of(aside)
+        if arm == "shuffled":
+            left = {new.ids[owner] for owner in np.unique(new.owners[~out])}
+            new = shuffled(new, vocabulary, seed, packed.row_length)
+            out = ~new.of(left)
+        readers.append(Reader(new, out, 1, seed, vocabulary.begin))
+        shares = [1.0 - config.share, config.share]
+    mixed = Mixed(readers, np.array(shares), config.phase.rows_per_step)
     size, settings = config.compute.micro_batch_tokens, config.phase.train_config(config.optimizer, config.compute)
-    name = f"anneal_experiment, run {arm} {repeat}"
-    proxy = trained(load(Path(model)), name, lambda step: mixed.batches(step, size), mixed.lengths, settings, seed, state)
+    name = DEFAULT if arm == DEFAULT else f"{names[number]} {arm}" if arm != "set" else names[number]
+    title = f"anneal_experiment, run {name} {repeat}"
+    proxy = trained(load(Path(model)), title, lambda step: mixed.batches(step, size), mixed.lengths, settings, seed, state)
+    own = range(len(names)) if arm == DEFAULT else [number]
     losses = {
-        "candidate": mean_loss(proxy.model, candidates.heldout[0], size),
-        "default": mean_loss(proxy.model, packed.validation_pieces(held), size),
-        **{task: _answer_loss(proxy.model, pairs, size) for task, pairs in answers.items()},
+        **{f"set {each}": mean_loss(proxy.model, sets.heldout[each], size) for each in own},
+        DEFAULT: mean_loss(proxy.model, packed.validation_pieces(held), size),
+        **{f"task {task}": _answer_loss(proxy.model, pairs, size) for task, pairs in answers.items()},
     }
-    parameters = {"share": share, "repeat": repeat, "losses": losses}
-    return {**trial_row(number, arm, parameters, losses["default"], proxy), "losses": losses}
+    parameters = {"share": config.share if arm != DEFAULT else 0.0, "repeat": repeat, "losses": losses}
+    return {**trial_row(job, name, parameters, losses[DEFAULT], proxy), "losses": losses}
 
 
 def _answer_loss(network: Transformer, pairs: Sequence[Pair], micro_batch_tokens: int) -> float:
@@ -154,16 +259,67 @@ def _answer_loss(network: Transformer, pairs: Sequence[Pair], micro_batch_tokens
     return total / count
 
 
-def _report(losses: Sequence[dict[str, float]], config: AnnealExperimentConfig, run: StageRun) -> None:
-    rows, bars = [], list[tuple[Any, float]]()
-    without, with_ = losses[: config.repeats], losses[config.repeats :]
-    for task in losses[0]:
-        before, after = [one[task] for one in without], [one[task] for one in with_]
-        gain = intervals.mean([b - a for b, a in zip(before, after, strict=True)])
-        for metric, value in (("default_loss", intervals.mean(before)), ("candidate_loss", intervals.mean(after)), ("gain", gain)):
-            rows.append(intervals.evaluation_row(task, metric, value, config.repeats))
-        run.metric(f"gain_{task}", gain.value)
-        bars.append((task, gain.value))
+class Verdict(NamedTuple):
+    """A set's name, its gains by held-out text, over its words shuffled, the reason it is refused for ("": none), and its readings."""
+
+    name: str
+    gains: dict[str, intervals.Interval]
+    over_shuffled: intervals.Interval | None
+    refusal: str
+    read: float
+
+
+def _verdict(
+    number: int, name: str, read: float, losses: dict[tuple[int, str, int], dict[str, float]], config: AnnealExperimentConfig
+) -> Verdict:
+    if read > config.max_repeats:
+        return Verdict(name, {}, None, f"its different documents would be read {read:.3g} times, over max_repeats", read)
+
+    def gain(text: str, control: tuple[int, str]) -> intervals.Interval:
+        pairs = [(losses[*control, repeat][text], losses[number, "set", repeat][text]) for repeat in range(config.repeats)]
+        return intervals.mean([without - with_ for without, with_ in pairs])
+
+    own, default = f"set {number}", (-1, DEFAULT)
+    texts = [text for text in losses[number, "set", 0] if text != own]
+    gains = {name: gain(own, default), **{text.removeprefix("task "): gain(text, default) for text in texts}}
+    over = gain(own, (number, "shuffled"))
+    refusal = ""
+    if gains[name].low <= config.least_gain:
+        refusal = f"its gain over the default mix may be as low as {gains[name].low:.3f}"
+    elif over.low <= config.least_gain:
+        refusal = f"its gain over its own words shuffled may be as low as {over.low:.3f}"
+    elif -gains[DEFAULT].value > config.most_default_rise:
+        refusal = f"the default text's loss rises by {-gains[DEFAULT].value:.3f}"
+    return Verdict(name, gains, over, refusal, read)
+
+
+def _weights(mixture: Artifact, groups: Sequence[Group], accepted: set[str], share: float) -> list[dict[str, Any]]:
+    """Return the weight of each category in the mix to anneal on: that of the mixture, and `share` for the accepted ones by their bytes."""
+    table = mixture.read(columns=["category", "weight"]).group_by("category").aggregate([("weight", "max")])
+    natural = dict(zip(table["category"].to_pylist(), table["weight_max"].to_pylist(), strict=True))
+    size = {name: count for group in groups for name, count in group.members.items()}
+    part, chosen = share if accepted else 0.0, sum(size[name] for name in accepted) or 1
+    return [
+        {"category": name, "weight": (1 - part) * weight / sum(natural.values()) + part * size.get(name, 0) / chosen * (name in accepted)}
+        for name, weight in sorted(natural.items())
+    ]
+
+
+def _report(verdicts: Sequence[Verdict], config: AnnealExperimentConfig, run: StageRun) -> None:
+    rows, bars = [], dict[str, list[tuple[Any, float]]]()
+    for verdict in verdicts:
+        for text, value in verdict.gains.items():
+            task = verdict.name if text == verdict.name else f"{verdict.name}/{text}"
+            rows.append(intervals.evaluation_row(task, "gain", value, config.repeats))
+            bars.setdefault("over the default mix", []).append((task, value.value))
+        if verdict.over_shuffled is not None:
+            rows.append(intervals.evaluation_row(verdict.name, "gain_over_shuffled", verdict.over_shuffled, config.repeats))
+            bars.setdefault("over its words shuffled", []).append((verdict.name, verdict.over_shuffled.value))
+        rows.append(intervals.evaluation_row(verdict.name, "readings", verdict.read, 1))
+        rows.append(intervals.evaluation_row(verdict.name, "accepted", float(not verdict.refusal), 1))
+        run.metric(f"verdict_{verdict.name}", f"refused: {verdict.refusal}" if verdict.refusal else "accepted")
+    run.metric("accepted_sets", sum(not verdict.refusal for verdict in verdicts))
     run.write_rows(rows)
-    title, y = "What the candidate documents are worth", "loss taken off, nats per token"
-    run.figure("gain", Figure(title, x="held-out text", y=y, kind="bar", series={"gain": bars}))
+    title, y = "What the data sets are worth in annealing", "loss taken off, nats per token"
+    if bars:
+        run.figure("gain", Figure(title, x="held-out text", y=y, kind="bar", series=bars))

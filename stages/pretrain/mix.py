@@ -68,7 +68,7 @@ class MixConfig(SeededConfig):
     down_sample: dict[str, float] = Field(
         {"arts_entertainment": 0.5},
         description="Knowledge type that the web has too much of → share of its weight that it keeps, the others gaining the rest in "
-        "proportion; not with `weights`, which are final, fraction",
+        "proportion; not with `weights` or those of anneal_experiment, which are final, fraction",
     )
     max_repeats: float = Field(4.0, ge=1, le=100, description="Maximum number of times that a category's documents are read, on average")
     cluster_weights: dict[PositiveInt, float] = Field(
@@ -150,7 +150,9 @@ def mix(
     if wanted:
         _check_weights(wanted, training, "mix.weights" if config.weights or weights is None else weights.id)
     max_share = 1.0 if wanted else config.max_share
-    factors = {} if config.weights else _factors(config, training)
+    # What an annealing experiment measured is mixed as it was measured.
+    final = bool(config.weights) or (weights is not None and weights.manifest.stage == "anneal_experiment")
+    factors = {} if final else _factors(config, training)
     if any(factors.get(category, 1.0) < 1 for category in training):
         wanted = down_sampled(wanted or training, factors)
     shares = plan(training, wanted, config.max_repeats, max_share)
@@ -298,6 +300,6 @@ def _mixture(rows: pa.Table, epochs: Mapping[str, float], weights: Mapping[str, 
 
 def _experiment(weights: Evaluation) -> dict[str, float]:
     if "weights" not in weights.tables:
-        raise PunaError(f"{weights.id} has no table `weights`; give the artifact of mix_experiment")
+        raise PunaError(f"{weights.id} has no table `weights`; give the artifact of mix_experiment or anneal_experiment")
     table = weights.read("weights")
     return dict(zip(table["category"].to_pylist(), table["weight"].to_pylist(), strict=True))

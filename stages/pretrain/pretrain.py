@@ -17,7 +17,7 @@ from puna.models.parameters import parameters
 from puna.models.settings import NO_RESULT
 from puna.models.training.settings import ComputeSettings, OptimizerSettings
 from puna.stages.contract import Facts, Figure, Model, SeededConfig, StageRun, Tokenizer, Tokens, stage
-from puna.stages.evaluation.needle import NeedleSettings, by_depth, heat
+from puna.stages.evaluation.needle import NeedleSettings, by_depth, heat, noise_of
 from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory, trained
 from puna.stages.training.packed import Packed, Reader, mean_loss
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Acceptance, Phase
@@ -81,11 +81,11 @@ def pretrain(
     """Train a Llama-family decoder on packed documents (Llama 3, sections 3.2 and 3.4), from nothing or from an input model.
 
     Attention stays inside each document. Every row is read once per epoch, in a new order each time. Phases follow each other, each on
-    the tokens that it names (`tokens` are the initial ones): the first trains, later ones may lengthen the context; annealing takes the
-    rate to 0 and averages the checkpoints on the way. The optimizer's moments pass from phase to phase, and lie beside the model for a
-    training that goes on from it. A few documents of the initial tokens are set aside from all: their loss is in the log, and the
-    metrics hold it before and after averaging. After a crash it goes on from the last checkpoint: bit by bit, on a GPU with
-    `compute.deterministic`.
+    the tokens that it names (`tokens` are the initial ones): the first trains, later ones may lengthen the context and run again until
+    they are accepted; annealing takes the rate to 0 and averages the checkpoints on the way. A few documents of the initial tokens are
+    set aside from all: their loss is in the log, and an average is taken only where it lowers that loss. The optimizer's moments pass
+    from phase to phase, and lie beside the model for a training that goes on from it. After a crash it goes on from the last checkpoint:
+    bit by bit, on a GPU with `compute.deterministic`.
     """
     vocabulary = tokenizer_of(tokenizer)
     sources = _sources({"initial": tokens, "fresh": fresh, "long": long, "best": best}, config, tokenizer, vocabulary)
@@ -206,7 +206,7 @@ class Watch:
         self.log: list[dict[str, Any]] = []
         self.validation: list[tuple[float, float]] = []
         self.before = self.after = math.nan
-        self.flops = 0.0
+        self.flops = self.gain = 0.0
         self.depths: dict[str, list[tuple[Any, float]]] = {}
         run.metric("validation_tokens", sum(len(piece) - 1 for piece in pieces))
 
@@ -222,8 +222,9 @@ class Watch:
         """True if a phase holds after this attempt (from 1). PunaError with the figures if it does not and was the last attempt.
 
         row: tokens of a packed row; short: loss on the documents set aside before the phase."""
-        length, rise, noise = phase.longest(row * phase.join_rows), self.after - short, np.concatenate(self.pieces)
-        noise = noise[~np.isin(noise, [*self.vocabulary.lead, *self.vocabulary.end])]
+        length, rise = phase.longest(row * phase.join_rows), self.after - short
+        texts = [self.vocabulary.decode(piece.tolist(), skip_special_tokens=True) for piece in self.pieces]
+        noise = noise_of(texts, self.vocabulary, self.config.needle)
         seed, size = self.run.seed("needle", phase.name), self.config.compute.micro_batch_tokens
         found = by_depth(model, self.vocabulary, noise, length, self.config.needle, seed, size)
         depth, least = min(((depth, share.value) for depth, share in found.items()), key=lambda pair: pair[1])
@@ -240,6 +241,17 @@ class Watch:
             raise PunaError(f"phase {phase.name} is not accepted after {attempt} runs: {'; '.join(faults)}. Give it more steps or "
                             "attempts, a smaller change of length or base, or wider bounds")  # fmt: skip
         return not faults
+
+    def averaged(self, model: Transformer, last: Callable[[], Transformer], phase: str) -> None:
+        """Measure the averaged weights in `model`, and put those of the last step back unless the average is better on the set aside."""
+        loss = self.loss(model)
+        self.gain, better = self.before - loss, loss < self.before
+        self.run.metric(f"averaging_gain_{phase}", self.gain)
+        self.run.metric(f"averaging_taken_{phase}", int(better))
+        if better:
+            self.after = loss
+        else:
+            model.load_state_dict(last().state_dict())
 
     def file(self, place: tuple[int, ...]) -> Path:
         """Return the file of a phase's measurements, which survives a crash."""
@@ -295,8 +307,11 @@ def _train(
             state=state,
             watched=watched,
         )
-    watch.before = measured[str(phase.steps)]
-    watch.after = watch.loss(model) if phase.schedule.average or phase.schedule.ema else watch.before
+    after = load_state(folder)
+    assert after is not None
+    watch.before = watch.after = measured[str(phase.steps)]
+    if phase.schedule.average or phase.schedule.ema:
+        watch.averaged(model, lambda: _restored(model, after[0]), phase.name)
     watch.flops += sum(accounting.training_flops(model.config, reader.lengths(step)) for step in range(1, phase.steps + 1))
     tokens_at = np.cumsum([row["tokens"] for row in log]) + sum(row["tokens"] for row in watch.log)
     watch.validation += [(float(tokens_at[int(step) - 1]), loss) for step, loss in sorted(measured.items(), key=lambda m: int(m[0]))]
@@ -305,8 +320,6 @@ def _train(
         for row in log
     ]
     run.metric(f"epochs_{phase.name}", reader.rows_before(phase.steps + 1) / reader.epoch_rows)
-    after = load_state(folder)
-    assert after is not None
     return {name: value for name, value in after[0].items() if name.startswith("state.")}
 
 
@@ -361,7 +374,7 @@ def _finish(model: Transformer, watch: Watch, run: StageRun) -> None:
         run.metric("final_training_loss", sum(tail) / len(tail))
     run.metric("validation_loss", watch.after)
     run.metric("validation_loss_before_averaging", watch.before)
-    run.metric("averaging_gain", watch.before - watch.after)
+    run.metric("averaging_gain", watch.gain)
     x = np.cumsum([row["tokens"] for row in log])
     groups = np.array_split(np.arange(len(log)), min(SMOOTH, len(log)))
     training = [(float(x[g[-1]]), float(np.mean([log[i]["loss"] for i in g]))) for g in groups]

@@ -11,15 +11,18 @@ import pytest
 from puna.stages.contract import execute
 from puna.stages.experiments import anneal_experiment as module
 from puna.stages.experiments.anneal_experiment import AnnealExperimentConfig, anneal_experiment
+from puna.stages.pretrain.mix import MixConfig, mix
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
+from puna.stages.training.packed import Packed
 from puna.stages.training.phase import SHAPE, Phase
+from puna.stages.training.pools import Group
+from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import PunaError
 from puna.storage.schemas import table_schema
 
 SETTINGS = AnnealExperimentConfig(
-    phase=Phase(name="anneal", steps=12, rows_per_step=4, schedule={"learning_rate": 5e-3, "warmup_steps": 2, "shape": "linear"}),
-    repeats=2,
+    phase=Phase(name="anneal", steps=16, rows_per_step=4, schedule={"learning_rate": 2e-2, "warmup_steps": 2, "shape": "linear"}),
     heldout_tokens=400,
     validation_share=0.1,
 )
@@ -41,19 +44,91 @@ def given(store, corpus):
     return {"model": model, "tokens": tokens, "documents": new}
 
 
-def test_gain_where_the_candidates_help(store, given) -> None:
+def test_gains_are_paired_differences_over_both_controls(store, given) -> None:
     made = execute(anneal_experiment, SETTINGS, given, store)
     found = {(row["task"], row["metric"]): row for row in made.read().to_pylist()}
-    # Text like the candidates' is learned from them only; the default text has a little less room.
+    # Text like the candidates' is learned from them only.
     assert found["candidate", "gain"]["low"] > 0.2
-    assert found["default", "gain"]["value"] < 0.2
     trials = made.read("trials").to_pylist()
-    assert [t["name"] for t in trials] == ["default"] * 2 + ["candidate"] * 2
-    losses = np.array([json.loads(t["parameters"])["losses"]["candidate"] for t in trials])
-    assert found["candidate", "default_loss"]["value"] == pytest.approx(losses[:2].mean())
-    assert found["candidate", "candidate_loss"]["value"] == pytest.approx(losses[2:].mean())
-    assert found["candidate", "gain"]["value"] == pytest.approx((losses[:2] - losses[2:]).mean())
-    assert losses[0] != losses[1]  # other rows
+    assert [t["name"] for t in trials] == ["default"] * 3 + ["candidate"] * 3 + ["candidate shuffled"] * 3
+    own, default = (np.array([json.loads(t["parameters"])["losses"][text] for t in trials]).reshape(3, 3) for text in ("set 0", "default"))
+    assert found["candidate", "gain"]["value"] == pytest.approx((own[0] - own[1]).mean())
+    assert found["candidate", "gain_over_shuffled"]["value"] == pytest.approx((own[2] - own[1]).mean())
+    assert found["candidate/default", "gain"]["value"] == pytest.approx((default[0] - default[1]).mean())
+    assert len(set(own[0])) == 3  # other rows
+    said = "accepted" if found["candidate", "accepted"]["value"] else "refused: its gain over its own words shuffled"
+    assert made.manifest.metrics["verdict_candidate"].startswith(said)
+
+
+def planted(own: float, shuffled: float, default: float, noise: float) -> dict:
+    """Losses of three pairs: 3 nats without the set, less these with it; every second pair differs by `noise`."""
+    losses = {}
+    for repeat in range(3):
+        off = noise * (repeat % 2)
+        losses[-1, "default", repeat] = {"set 0": 3.0 + off, "default": 3.0}
+        losses[0, "set", repeat] = {"set 0": 3.0 - own, "default": 3.0 - default}
+        losses[0, "shuffled", repeat] = {"set 0": 3.0 - shuffled, "default": 3.0}
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("losses", "refusal"),
+    [
+        (planted(0.2, 0.05, -0.05, 0.0), ""),
+        (planted(0.2, 0.05, -0.05, 0.3), "its gain over the default mix may be as low as"),
+        (planted(0.019, -0.1, 0.0, 0.0), "its gain over the default mix may be as low as 0.019"),
+        (planted(0.2, 0.19, 0.0, 0.0), "its gain over its own words shuffled may be as low as 0.010"),
+        (planted(0.2, 0.05, -0.2, 0.0), "the default text's loss rises by 0.200"),
+    ],
+)
+def test_a_verdict_needs_both_controls_and_the_default_text(losses: dict, refusal: str) -> None:
+    """Three gains .2, .5 and .2 have the mean .3 and its standard error .1, of which Student's interval takes 4.30."""
+    verdict = module._verdict(0, "books", 1.0, losses, SETTINGS)
+    assert verdict.refusal.startswith(refusal) and bool(verdict.refusal) == bool(refusal)
+    low = module._verdict(0, "books", 1.0, planted(0.2, 0.05, 0.0, 0.3), SETTINGS).gains["books"]
+    assert low.low == pytest.approx(0.3 - 4.302653 * 0.1)
+
+
+def test_copies_count_once(store, corpus, given) -> None:
+    """Twelve documents of two texts are too few to fill their share: refused by how often they would be read, without a run."""
+    texts = given["documents"].read()
+    copied = texts.set_column(texts.schema.get_field_index("text"), "text", pa.array((texts["text"].to_pylist()[:2]) * 6))
+    made = execute(anneal_experiment, SETTINGS.replace(max_repeats=2), {**given, "documents": store.import_table("documents", copied)}, store)
+    assert made.manifest.metrics["verdict_candidate"].startswith("refused: its different documents would be read")
+    assert "trials" not in made.tables and made.manifest.metrics["accepted_sets"] == 0
+
+
+def test_the_verdict_is_the_mix_to_anneal_on(store, corpus) -> None:
+    """With a mixture its categories are the sets; an accepted one has the measured share beside its own, and all add up to 1."""
+    both = corpus([("high", 60)] * 40 + [("low", 60)] * 12)
+    mixture = execute(mix, MixConfig(max_share=1.0), {"documents": both["documents"], "split": both["split"]}, store)
+    tokens = execute(
+        tokenize, TokenizeConfig(sequence_length=32), {"documents": both["documents"], "mixture": mixture, "tokenizer": both["tokenizer"]}, store
+    )
+    shape = SHAPE.replace(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    config = SETTINGS.replace(model=shape, base=SETTINGS.phase.replace(schedule={"shape": "constant"}), sets=("low",), least_gain=0.0)
+    given = {"tokens": tokens, "tokenizer": both["tokenizer"], "documents": both["documents"], "mixture": mixture}
+    made = execute(anneal_experiment, config, given, store)
+    assert {row["task"] for row in made.read().to_pylist()} == {"low", "low/default"}
+    natural = dict(zip(mixture.read()["category"].to_pylist(), mixture.read()["weight"].to_pylist(), strict=True))
+    taken = made.manifest.metrics["accepted_sets"] * config.share
+    weights = {row["category"]: row["weight"] for row in made.read("weights").to_pylist()}
+    assert weights == {"high": pytest.approx((1 - taken) * natural["high"]), "low": pytest.approx((1 - taken) * natural["low"] + taken)}
+    best = execute(mix, MixConfig(max_repeats=100), {"documents": both["documents"], "split": both["split"], "weights": made}, store)
+    assert best.manifest.metrics["weight_low"] == pytest.approx(weights["low"], abs=1e-5)
+    groups = [Group("low", {"low": 300}, None), Group("other", {"high": 500, "code": 100}, None)]
+    found = module._weights(mixture, groups, {"high", "code"}, 0.3)
+    assert [row["weight"] for row in found] == [pytest.approx(0.7 * natural["high"] + 0.3 * 500 / 600), pytest.approx(0.7 * natural["low"])]
+    with pytest.raises(PunaError, match="'books' is not among the data sets high, low"):
+        execute(anneal_experiment, config.replace(sets=("books",)), given, store)
+
+
+def test_shuffled_text_has_the_same_words_in_another_order(given, store) -> None:
+    packed, vocabulary = Packed.read(given["tokens"]), tokenizer_of(given["model"])
+    other = module.shuffled(packed, vocabulary, 3, 32)
+    texts = [[vocabulary.decode(d.tolist(), skip_special_tokens=True) for d in module._documents(each)] for each in (packed, other)]
+    assert other.ids == packed.ids and [sorted(t.split()) for t in texts[0]] == [sorted(t.split()) for t in texts[1]]
+    assert sum(a != b for a, b in zip(*texts, strict=True)) > 0.9 * len(packed.ids)
 
 
 def test_answers_of_held_out_prompts_are_scored(store, given) -> None:
@@ -68,7 +143,7 @@ def test_answers_of_held_out_prompts_are_scored(store, given) -> None:
     assert (dropped["id"], dropped["rule"]) == ("odd", "chat_template")
     with pytest.raises(PunaError, match="anneal_experiment: row odd: .*bad_rows=drop"):
         execute(anneal_experiment, SETTINGS.replace(bad_rows="refuse"), {**given, "prompts": mixed}, store)
-    assert ("gcd", "gain") in {(row["task"], row["metric"]) for row in made.read().to_pylist()}
+    assert ("candidate/gcd", "gain") in {(row["task"], row["metric"]) for row in made.read().to_pylist()}
     none = execute(prompts, PromptsConfig(tasks=(Task(task="gcd"),), train=5, heldout=0), {}, store)
     with pytest.raises(PunaError, match="no held-out prompts"):
         execute(anneal_experiment, SETTINGS, {**given, "prompts": none}, store)
@@ -87,11 +162,11 @@ def test_trials_are_not_repeated_after_a_crash(store, given, monkeypatch: pytest
     with pytest.raises(KeyboardInterrupt):
         execute(anneal_experiment, SETTINGS, given, store)
     execute(anneal_experiment, SETTINGS, given, store)
-    assert len(calls) == 5
+    assert len(calls) == 10
 
 
 def test_what_is_held_out_on_one_side_is_not_read_on_the_other(store, given, corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates that are among the default documents already: neither loss may be of documents that were read."""
+    """Candidates that are among the default documents already: no loss may be of documents that were read."""
     both = {**given, "documents": corpus([("high", 60)] * 40)["documents"]}
     original, read, measured = module.Reader, [], []
 
@@ -105,13 +180,13 @@ def test_what_is_held_out_on_one_side_is_not_read_on_the_other(store, given, cor
 
     monkeypatch.setattr(module, "Reader", spying)
     monkeypatch.setattr(module, "mean_loss", measuring)
-    execute(anneal_experiment, SETTINGS.model_copy(update={"repeats": 2}), both, store)
+    execute(anneal_experiment, SETTINGS.replace(phase=SETTINGS.phase.replace(steps=3)), both, store)
     packed = module.Packed.read(given["tokens"])
     owners: dict[tuple[int, ...], set[str]] = {}
     for index, owner in enumerate(packed.owners):
         owners.setdefault(tuple(packed.piece(index)), set()).add(packed.ids[owner])
     aside = set().union(*(owners[piece] for piece in measured[1]))
-    assert aside and not aside & (read[0] | read[1])
-    # Document by document, the candidates' held-out ones are those that neither side reads.
-    assert len(read[0]) < len(packed.ids) - len(aside) and not read[1] - set(packed.ids)
-    assert read[0] >= read[1]
+    assert aside and not any(aside & ids for ids in read)
+    # The default arm reads one source, the others two; the candidates' held-out documents are read on neither side.
+    default, own = read[0], read[4]
+    assert len(default) < len(packed.ids) - len(aside) and default >= own and read[3] == default

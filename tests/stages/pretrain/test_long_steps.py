@@ -10,7 +10,7 @@ import torch
 
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.stages.contract import execute
-from puna.stages.evaluation.needle import DEPTHS, NeedleConfig, NeedleSettings, by_depth, needle, texts
+from puna.stages.evaluation.needle import DEPTHS, NeedleConfig, NeedleSettings, by_depth, needle, noise_of, texts
 from puna.stages.pretrain import pretrain as module
 from puna.stages.pretrain.pretrain import pretrain
 from puna.stages.training.intervals import wilson
@@ -82,6 +82,13 @@ def test_the_stage_reports_each_depth_and_length(store, docs, given) -> None:  #
     least = min(found["needle/96", f"accuracy_at_{d:g}"]["value"] for d in DEPTHS)
     assert made.manifest.metrics["needle_min_96"] == least
     assert made.manifest.figures["needle"]["series"].keys() == {"96 tokens", "128 tokens"}
+
+
+def test_text_that_asks_the_question_hides_no_passage() -> None:
+    one = PASSAGE.replace(key_words=("cat", "dog"), pairs=1)
+    assert VOCABULARY.decode(noise_of(["a lake", "see: the cat is six", "salt"], VOCABULARY, one).tolist()) == "a lakesalt"
+    with pytest.raises(PunaError, match="each of 1 texts is empty or holds a passage's question, such as ' the cat is'"):
+        noise_of(["x the dog is"], VOCABULARY, one)
 
 
 @pytest.mark.parametrize("passage", ["{value} of {key}", "{key} and {key} is {value}", "a {key}"])

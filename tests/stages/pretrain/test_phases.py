@@ -128,6 +128,9 @@ def test_the_flow_makes_tokens_and_mixtures_that_the_recipe_names() -> None:
     assert best["tokenize_best"]["mixture"] == ("mix_best",) and best["tokenize_long"]["mixture"] == ("mix",)
     assert best["pretrain"]["best"] == ("tokenize_best",) and best["pretrain"]["long"] == ("tokenize_long",)
     assert best["pretrain"]["model"] == ("input model",) and not best["pretrain"].get("fresh")
+    judged = inputs("tokenize_best={}", "mix_best={}", "anneal_experiment={}", "needle={}")
+    assert judged["mix_best"]["weights"] == ("anneal_experiment",) and judged["anneal_experiment"]["mixture"] == ("mix",)
+    assert judged["needle"]["model"] == ("pretrain",) and judged["mix"]["weights"] == ("input weights",)
     with pytest.raises(PunaError, match="mix_best: no step reads this mixture; name tokenize_best"):
         inputs("mix_best={}")
 

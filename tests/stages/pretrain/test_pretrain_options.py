@@ -15,7 +15,7 @@ from puna.stages.contract import execute
 from puna.stages.experiments.anneal_experiment import AnnealExperimentConfig
 from puna.stages.experiments.mix_experiment import MixExperimentConfig
 from puna.stages.pretrain import pretrain as module
-from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
+from puna.stages.pretrain.pretrain import PretrainConfig, Watch, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
 from puna.stages.training.packed import Packed
@@ -61,8 +61,27 @@ def test_a_moving_average_becomes_the_model(store, given) -> None:
     metrics = averaged.manifest.metrics
     # The same steps were made; the weights after them differ.
     assert metrics["validation_loss_before_averaging"] == plain.manifest.metrics["validation_loss"]
-    assert metrics["validation_loss"] != metrics["validation_loss_before_averaging"]
-    assert metrics["averaging_gain"] == metrics["validation_loss_before_averaging"] - metrics["validation_loss"]
+    better = metrics["averaging_gain"] > 0
+    assert metrics["averaging_gain"] == metrics["averaging_gain_initial"] != 0 and metrics["averaging_taken_initial"] == better
+    gain = metrics["averaging_gain"] if better else 0
+    assert metrics["validation_loss_before_averaging"] - metrics["validation_loss"] == pytest.approx(gain, abs=1e-12)
+
+
+@pytest.mark.parametrize("worse", [True, False])
+def test_an_average_that_raises_the_loss_is_not_taken(store, given, monkeypatch: pytest.MonkeyPatch, worse: bool) -> None:
+    """The weights are those of the run that averages nothing, and the metrics say by how much the average was worse."""
+    plain = execute(pretrain, config(), given, store)
+    original = Watch.averaged
+
+    def averaged(self, *more):
+        self.before += -10 if worse else 10
+        original(self, *more)
+
+    monkeypatch.setattr(Watch, "averaged", averaged)
+    made = execute(pretrain, config(schedule={"ema": 0.8}), given, store)
+    digests = [one.manifest.files["model.safetensors"].sha256 for one in (plain, made)]
+    assert (digests[0] == digests[1]) == worse == (made.manifest.metrics["averaging_gain"] < 0)
+    assert made.manifest.metrics["averaging_taken_initial"] == (not worse)
     with pytest.raises(ValidationError, match="ema and average are two ways"):
         config(schedule={"ema": 0.8, "anneal_steps": 5, "average": 2})
 

@@ -1,0 +1,237 @@
+"""Phases of pretraining: what the optimizer's moments are worth, what a kill costs, what a longer context finds, what annealing judges.
+
+    OMP_NUM_THREADS=1 PYTHONPATH=.pkg python tests/benchmarks/pretraining_phases.py --json [--part needle --part kept …] [--data FOLDER]
+
+Models of 30 to 100 thousand parameters, fp32, one thread; seconds are of the process and its children. Real text: text_books of `--data`
+(36 books; ../shared/data), without which `kept`, `anneal` and `reader` are skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from puna.stages.contract import execute
+from puna.stages.evaluation.needle import NeedleSettings
+from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
+from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
+from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
+from puna.stages.training.intervals import mean
+from puna.stages.training.phase import SHAPE, Acceptance, Phase
+from puna.storage import Artifact, Store
+
+DATA = Path(__file__).parents[2].parent / "shared" / "data"
+MUON = {"name": "muon", "embedding_scale": 32}
+LETTERS = "abcdefghijklmnopqrstuvwx"
+
+
+class Missing(RuntimeError):
+    """Data that a part needs and this machine lacks."""
+
+
+def documents(store: Store, texts: list[str]) -> Artifact:
+    n = len(texts)
+    return store.import_table("documents", pa.table({
+        "id": [f"{i:032x}" for i in range(n)], "url": [f"https://x.org/{i}" for i in range(n)],
+        "fetched_at": [datetime(2026, 1, 1, tzinfo=UTC)] * n, "source": ["bench"] * n,
+        "title": pa.array([None] * n, pa.string()), "text": texts,
+    }))  # fmt: skip
+
+
+def rows(store: Store, docs: Artifact, vocabulary: Artifact, length: int) -> Artifact:
+    return execute(tokenize, TokenizeConfig(sequence_length=length), {"documents": docs, "tokenizer": vocabulary}, store)
+
+
+def shape(width: int, layers: int = 2, heads: int = 2) -> Any:
+    return SHAPE.replace(
+        hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
+        zero_residual=True, tie_word_embeddings=False, initializer_range=0.1,
+    )  # fmt: skip
+
+
+def pages(data: Path, count: int, words: int = 400) -> list[str]:
+    """The first `count` stretches of so many words, taken in turn from each book."""
+    books = data / "text_books" / "books36.jsonl.zst"
+    if not books.exists():
+        raise Missing(f"{books} is not there")
+    import pyarrow.json as pj
+
+    with pa.input_stream(str(books), compression="zstd") as stream:
+        texts = pj.read_json(pa.py_buffer(stream.read()), read_options=pj.ReadOptions(block_size=1 << 26))["text"].to_pylist()
+    cut = [[" ".join(some[i : i + words]) for i in range(0, len(some) - words, words)] for some in (text.split() for text in texts)]
+    return [book[i] for i in range(max(map(len, cut))) for book in cut if i < len(book)][:count]
+
+
+# --- needle ---------------------------------------------------------------------------------------------
+
+
+def recall(draw: random.Random, length: int) -> str:
+    """A text of words: keys with their values, each mentioned again and again, among words that say nothing."""
+    pairs = list(zip(draw.sample(LETTERS, 8), draw.choices(LETTERS, k=8), strict=True))[: draw.randint(1, 8)]
+    rate, found = draw.uniform(0.05, 0.9), list[str]()
+    while len(found) < length - 1:
+        key, value = draw.choice(pairs)
+        found += [f"n{draw.choice(LETTERS)}"] if draw.random() < rate else [f"k{key}", f"v{value}"]
+    return " " + " ".join(found)
+
+
+def noise(draw: random.Random, length: int) -> str:
+    return " " + " ".join(f"n{draw.choice(LETTERS)}" for _ in range(length))
+
+
+def needle(folder: Path, data: Path) -> dict[str, Any]:
+    """A context of 128 tokens made four times as long, in two steps that must hold."""
+    store, draw = Store.open(folder), random.Random(0)
+
+    def corpus(count: int, low: int, high: int) -> Artifact:
+        return documents(store, [(noise if i % 16 == 0 else recall)(draw, draw.randint(low, high)) for i in range(count)])
+
+    short = corpus(9000, 24, 126)
+    vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=337), {"documents": short}, store)
+    initial = rows(store, short, vocabulary, 128)
+    long = rows(store, corpus(600, 150, 510), vocabulary, 512)
+    passages = NeedleSettings(passage=" k{key} v{value}", key_words=tuple(LETTERS), value_words=tuple(LETTERS), trials=40)
+    accept = Acceptance(short_loss=0.01, needle=0.95, attempts=3)
+    decay = {"learning_rate": 0.01, "warmup_steps": 5, "shape": "linear"}
+    config = PretrainConfig(
+        model=shape(64), optimizer=MUON, needle=passages, validate_every=50, validation_tokens=12_000, validation_share=0.05,
+        phases=(
+            Phase(name="initial", steps=500, rows_per_step=12, schedule={"learning_rate": 0.03, "warmup_steps": 20, "shape": "linear"}),
+            Phase(name="256", tokens="long", steps=40, rows_per_step=4, length=256, rope_theta=80_000.0, schedule=decay, accept=accept),
+            Phase(name="512", tokens="long", steps=40, rows_per_step=4, schedule=decay, accept=accept),
+        ),
+    )  # fmt: skip
+    made = execute(pretrain, config, {"tokens": initial, "tokenizer": vocabulary, "long": long}, store)
+    m = made.manifest.metrics
+    depths = {name: dict(points) for name, points in made.manifest.figures["needle"]["series"].items()}
+    return {
+        "needle_min_depth": m["needle_min_512"], "short_context_loss_change": m["short_loss_change_256"] + m["short_loss_change_512"],
+        "needle_attempts": [m["attempts_256"], m["attempts_512"]], "needle_depths": depths, "needle_parameters": m["parameters"],
+    }  # fmt: skip
+
+
+# --- the optimizer's moments ----------------------------------------------------------------------------
+
+
+def kept(folder: Path, data: Path) -> dict[str, Any]:
+    """The second phase with the moments of the first, and with none: loss without less loss with, over pairs of one seed each."""
+    store = Store.open(folder)
+    docs = documents(store, pages(data, 1200))
+    vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=1024), {"documents": docs}, store)
+    given = {"tokens": rows(store, docs, vocabulary, 256), "tokenizer": vocabulary}
+    gains: dict[str, list[float]] = {}
+    for name, optimizer, rate in (("adamw", {"beta2": 0.98}, 6e-3), ("muon", MUON, 0.02)):
+        for seed in range(3):
+            own = {"model": shape(48), "optimizer": optimizer, "validation_tokens": 16_000, "validate_every": 200, "seed": seed}
+            first = Phase(steps=150, rows_per_step=6, schedule={"learning_rate": rate, "warmup_steps": 10, "shape": "constant"})
+            base = execute(pretrain, PretrainConfig(**own, phases=(first,)), given, store)
+            loss = {}
+            for how in ("keep", "fresh"):
+                anneal = Phase(
+                    name="anneal", steps=40, rows_per_step=6, optimizer=how,
+                    schedule={"learning_rate": rate, "warmup_steps": 0, "shape": "linear"},
+                )  # fmt: skip
+                settings = PretrainConfig(**{k: v for k, v in own.items() if k != "model"}, phases=(anneal,))
+                loss[how] = execute(pretrain, settings, {**given, "model": base}, store).manifest.metrics["validation_loss"]
+            gains.setdefault(name, []).append(loss["fresh"] - loss["keep"])
+    found = {f"kept_optimizer_gain{'' if name == 'adamw' else f'_{name}'}": list(mean(some)) for name, some in gains.items()}
+    return found | {"kept_optimizer_gains": gains}
+
+
+# --- a kill in each phase -------------------------------------------------------------------------------
+
+CHILD = """
+import os, signal, sys
+from puna.stages.training.packed import Reader
+from tests.benchmarks.pretraining_phases import small_run
+count, step, original = [0], int(sys.argv[2]), Reader.batches
+def batches(self, number, size):
+    count[0] += 1
+    if count[0] == step:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self, number, size)
+Reader.batches = batches
+print(small_run(sys.argv[1]))
+"""
+STEPS = (12, 8, 6)
+
+
+def small_run(folder: str) -> str:
+    """The sha256 of the weights after three phases, the second on rows of its own and the third averaged."""
+    store, draw = Store.open(folder), random.Random(1)
+    docs = documents(store, [recall(draw, draw.randint(24, 60)) for _ in range(300)])
+    vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=340), {"documents": docs}, store)
+    phases = (
+        Phase(name="initial", steps=STEPS[0]),
+        Phase(name="long", tokens="long", steps=STEPS[1], rope_theta=50_000.0),
+        Phase(name="anneal", steps=STEPS[2], schedule={"learning_rate": 1e-3, "warmup_steps": 0, "anneal_steps": 6, "average": 3}),
+    )
+    given = {"tokens": rows(store, docs, vocabulary, 64), "long": rows(store, docs, vocabulary, 128), "tokenizer": vocabulary}
+    config = PretrainConfig(model=shape(16, 1), phases=phases, checkpoint_every=3, validate_every=4, validation_tokens=1000)
+    return execute(pretrain, config, given, store).manifest.files["model.safetensors"].sha256
+
+
+def resume(folder: Path, data: Path) -> dict[str, Any]:
+    """Runs killed with -9 in each phase, then begun again, against one that nobody killed."""
+
+    def run(place: str, step: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", CHILD, str(folder / place), str(step)], capture_output=True, text=True, check=False,
+            cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONPATH": ".pkg:."},
+        )  # fmt: skip
+
+    whole = run("whole", 0).stdout.strip()
+    same = []
+    for number in range(len(STEPS)):
+        killed = run(f"killed-{number}", sum(STEPS[:number]) + 5)
+        same.append(killed.returncode == -signal.SIGKILL and bool(whole) and run(f"killed-{number}", 0).stdout.strip() == whole)
+    return {"phase_resume_bitwise": int(all(same)), "phase_resume_same": same}
+
+
+PARTS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {"needle": needle, "kept": kept, "resume": resume}
+
+
+def seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def measure(parts: list[str], data: Path = DATA) -> dict[str, Any]:
+    """All figures of these parts, with their CPU seconds."""
+    found: dict[str, Any] = {}
+    for name in parts:
+        before, began = seconds(), time.time()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found |= PARTS[name](Path(folder), data)
+            except Missing as error:
+                found[f"{name}_skipped"] = str(error)
+        found |= {f"{name}_cpu_seconds": round(seconds() - before, 1), f"{name}_wall_seconds": round(time.time() - began, 1)}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="only this part; may be repeated")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder with text_books")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    found = measure(options.part or list(PARTS), options.data)
+    print(json.dumps(found, indent=1) if options.json else "\n".join(f"{name}: {value}" for name, value in found.items()))
+
+
+if __name__ == "__main__":
+    main()
