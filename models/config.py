@@ -129,6 +129,9 @@ class ModelShape(Settings):
     qkv_bias: bool = Field(False, description="Biases of the query, key and value projections")
     o_bias: bool = Field(False, description="Bias of the attention's output projection")
     qk_norm: bool = Field(False, description="RMSNorm on each query and key head before rotation")
+    final_logit_softcapping: float | None = Field(
+        None, gt=0, description="Bound c of the next-token logits, which become c tanh(logit / c) (Gemma 2 has 30); null: none"
+    )
     parallel_block: bool = Field(False, description="Attention and feed-forward read one normalised input and add up (PaLM)")
     moe: Moe | None = Field(None, description="Mixture of experts in place of the feed-forward blocks; null: none")
     mla: Mla | None = Field(None, description="Multi-head latent attention; null: none")
@@ -222,6 +225,7 @@ class ModelConfig(ModelShape):
             "o_bias": self.o_bias and not self.qkv_bias,
             "qk_norm": self.qk_norm,
             "parallel_block": self.parallel_block,
+            "softcapping": self.final_logit_softcapping is not None,
             "window": self.sliding_window is not None and self.sliding_layers is None,
             "window_in_some_layers": bool(self.sliding_layers),
             "moe": self.moe is not None,

@@ -1,9 +1,8 @@
 """A Llama-family decoder over forests: RMSNorm, RoPE, grouped-query or latent attention, SwiGLU or experts.
 
-No batch axis and no padding: a batch is one row of T tokens whose forest mask keeps sequences apart.
-Shapes: T tokens, N asked positions, D model width, H query heads, G key-value heads, K head width,
-F feed-forward width, E experts, V vocabulary. Module names are those of Hugging Face's models; `families.py`
-knows which layout a checkpoint has.
+No batch axis and no padding: a batch is one row of T tokens whose forest mask keeps sequences apart. Shapes: T tokens, N asked positions,
+D model width, H query heads, G key-value heads, K head width, F feed-forward width, E experts, V vocabulary. Module names are those of
+Hugging Face's models; `families.py` knows which layout a checkpoint has.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from puna.kernels.linear import linear
 from puna.kernels.linear_cross_entropy import linear_cross_entropy
 from puna.kernels.linear_token_logprobs import linear_token_logprobs
 from puna.kernels.moe import combine, dispatch, sort_by_expert, top_k_routing
+from puna.kernels.operators import wide
 from puna.kernels.quantized_linear import Kind, low_precision_linear
 from puna.kernels.rms_norm import add_rms_norm, rms_norm
 from puna.kernels.rope import rope
@@ -296,8 +296,7 @@ def decode(
 
 
 def rotary_table(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines [T, K/2] of the rotation at each position id, times the growth under yarn; computed in fp64, returned
-    in `dtype`."""
+    """Return the cosines and sines [T, K/2] of the rotation at each position id, grown as yarn has it, in `dtype`; computed in fp64."""
     frequencies = torch.tensor(config.rotary_frequencies(), dtype=torch.float64, device=positions.device)
     angles = positions.to(torch.float64)[:, None] * frequencies
     growth = 1.0 if config.rope_scaling is None else config.rope_scaling.growth
@@ -314,6 +313,25 @@ def forest_attend(config: ModelConfig, mask: ForestMask) -> Attend:
         return attention(q_THK, k_TGK, v_TGK, masks[config.windows[layer]])
 
     return attend
+
+
+ROWS = 512  # positions whose logits over the whole vocabulary are held at a time
+
+
+def softcapped(logits_NV: Tensor, cap: float | None) -> Tensor:
+    return logits_NV if cap is None else cap * torch.tanh(logits_NV / cap)
+
+
+def by_rows(head: Callable[[Tensor], Tensor], hidden_ND: Tensor, targets: Tensor) -> Tensor:
+    """Return [3, N] log p of the targets, log sum exp of the logits, entropies, nats. `head` makes the logits, and again going backward."""
+
+    def compute(rows_CD: Tensor, own: Tensor) -> Tensor:
+        z_CV = head(rows_CD).to(wide(rows_CD.dtype))
+        lse = z_CV.logsumexp(-1)
+        return torch.stack([z_CV.gather(1, own[:, None])[:, 0] - lse, lse, lse - (z_CV.softmax(-1) * z_CV).sum(-1)])
+
+    parts = zip(hidden_ND.split(ROWS), targets.split(ROWS), strict=True)
+    return torch.cat([checkpoint(compute, *part, use_reentrant=False) for part in parts], 1)
 
 
 class Transformer(nn.Module):
@@ -350,8 +368,7 @@ class Transformer(nn.Module):
 
     def hidden(self, forest: Forest) -> Tensor:
         """Return the final-norm hidden states [T, D]."""
-        attend = forest_attend(self.config, forest.mask)
-        return self.model(self.model.embed_tokens(forest.tokens), forest.positions, attend)
+        return self.model(self.model.embed_tokens(forest.tokens), forest.positions, forest_attend(self.config, forest.mask))
 
     def take_balance_loss(self) -> Tensor | None:
         """Return `router_aux_loss_coef` times the mean over layers of the load-balancing loss of the last forward pass
@@ -361,7 +378,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Return the next-token logits [N, V]."""
-        return self.lm_head(hidden_ND)
+        return softcapped(self.lm_head(hidden_ND), self.config.final_logit_softcapping)
 
     def scalar(self, hidden_ND: Tensor) -> Tensor:
         """Return the scalar head's number for each hidden state, [N]."""
@@ -370,9 +387,14 @@ class Transformer(nn.Module):
     def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return ([N] log p(targets[i] | path up to and including positions[i]), [N] entropies), in nats. `positions` [N] int64 are indices
         into the row (not position ids); several may be equal."""
+        if self.config.final_logit_softcapping is not None:
+            found = by_rows(lambda rows_CD: self.logits(rows_CD) / temperature, self.hidden(forest)[positions], targets)
+            return found[0], found[2]
         return linear_token_logprobs(self.hidden(forest)[positions], self.lm_head.weight, targets, temperature)
 
     def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Return sum_i weights[i] * -log p(targets[i] | positions[i]), a scalar in nats; the cheapest training loss. Denominators are the
         caller's, in `weights` [N] float: 1 / N each gives the mean."""
+        if self.config.final_logit_softcapping is not None:
+            return -(by_rows(self.logits, self.hidden(forest)[positions], targets)[0] * weights).sum()
         return linear_cross_entropy(self.hidden(forest)[positions], self.lm_head.weight, targets, weights)

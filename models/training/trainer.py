@@ -94,6 +94,10 @@ class Trainer:
             raise ValueError(f"the layout {layout} is proved in fp32 alone: set compute.precision to fp32")
         if compute.linear_precision != "same" and layout.axes:
             raise ValueError(f"the layout {layout} is proved without 8-bit products alone: set compute.linear_precision to same")
+        capped = getattr(getattr(self.model, "config", None), "final_logit_softcapping", None) is not None
+        for setting, there in (("z_loss", bool(getattr(self.objective, "z_loss", 0.0))), ("final_logit_softcapping", capped)):
+            if there and layout.axes - {"data"}:
+                raise ValueError(f"the layout {layout} is proved without {setting} alone: leave {setting} out, or train with data alone")
         if OPTIMIZERS[name].whole_matrices and layout.axes & {"shard", "tensor"}:
             raise ValueError(f"the optimizer {name} needs whole matrices, which the layout {layout} cuts: set optimizer.name to adamw")
 

@@ -44,6 +44,9 @@ class PretrainConfig(SeededConfig):
     phases: tuple[Phase, ...] = Field((Phase(),), min_length=1, description="Stretches of training, in order")
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer of all phases")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
+    z_loss: float = Field(
+        0.0, ge=0, le=1, description="Weight of the squared log-normaliser of the logits in the loss, for stability (OLMo: 1e-5); 0: none"
+    )
     needle: NeedleSettings = Field(NeedleSettings(), description="Passages that phases with `accept` must find among the text set aside")
     validation_share: float = Field(0.01, gt=0, lt=0.5, description="Maximum share of documents set aside to watch the loss on, fraction")
     validation_tokens: int = Field(40_000, ge=100, description="Tokens of those documents at most (the last one may go over)")
@@ -297,7 +300,7 @@ def _train(
     with divergence_named(f"{run.stage}, phase {phase.name},"), _fitting_state(phase):
         log = train(
             model,
-            LanguageModeling(),
+            LanguageModeling(config.z_loss),
             lambda step: reader.batches(step, config.compute.micro_batch_tokens),
             phase.train_config(config.optimizer, config.compute),
             run.seed("loop", *place),

@@ -78,10 +78,10 @@ def pages(data: Path, count: int, words: int = 400) -> list[str]:
 # --- needle ---------------------------------------------------------------------------------------------
 
 
-def recall(draw: random.Random, length: int) -> str:
+def recall(draw: random.Random, length: int, most: int = 6, noisy: float = 0.7) -> str:
     """A text of words: keys with their values, each mentioned again and again, among words that say nothing."""
-    pairs = list(zip(draw.sample(LETTERS, 8), draw.choices(LETTERS, k=8), strict=True))[: draw.randint(1, 8)]
-    rate, found = draw.uniform(0.05, 0.9), list[str]()
+    pairs = list(zip(draw.sample(LETTERS, 8), draw.choices(LETTERS, k=8), strict=True))[: draw.randint(1, most)]
+    rate, found = draw.uniform(0.0, noisy), list[str]()
     while len(found) < length - 1:
         key, value = draw.choice(pairs)
         found += [f"n{draw.choice(LETTERS)}"] if draw.random() < rate else [f"k{key}", f"v{value}"]
@@ -96,20 +96,21 @@ def needle(folder: Path, data: Path) -> dict[str, Any]:
     """A context of 128 tokens made four times as long, in two steps that must hold."""
     store, draw = Store.open(folder), random.Random(0)
 
-    def corpus(count: int, low: int, high: int) -> Artifact:
-        return documents(store, [(noise if i % 16 == 0 else recall)(draw, draw.randint(low, high)) for i in range(count)])
+    def corpus(count: int, low: int, high: int, *how: Any) -> Artifact:
+        sizes = [draw.randint(low, high) for _ in range(count)]
+        return documents(store, [recall(draw, size, *how) if i % 16 else noise(draw, size) for i, size in enumerate(sizes)])
 
-    short = corpus(9000, 24, 126)
+    short = corpus(6000, 24, 126)
     vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=337), {"documents": short}, store)
     initial = rows(store, short, vocabulary, 128)
-    long = rows(store, corpus(600, 150, 510), vocabulary, 512)
+    long = rows(store, corpus(700, 150, 510, 8, 0.95), vocabulary, 512)
     passages = NeedleSettings(passage=" k{key} v{value}", key_words=tuple(LETTERS), value_words=tuple(LETTERS), trials=40)
     accept = Acceptance(short_loss=0.01, needle=0.95, attempts=3)
     decay = {"learning_rate": 0.01, "warmup_steps": 5, "shape": "linear"}
     config = PretrainConfig(
         model=shape(64), optimizer=MUON, needle=passages, validate_every=50, validation_tokens=12_000, validation_share=0.05,
         phases=(
-            Phase(name="initial", steps=500, rows_per_step=12, schedule={"learning_rate": 0.03, "warmup_steps": 20, "shape": "linear"}),
+            Phase(name="initial", steps=400, rows_per_step=12, schedule={"learning_rate": 0.02, "warmup_steps": 20, "shape": "linear"}),
             Phase(name="256", tokens="long", steps=40, rows_per_step=4, length=256, rope_theta=80_000.0, schedule=decay, accept=accept),
             Phase(name="512", tokens="long", steps=40, rows_per_step=4, schedule=decay, accept=accept),
         ),

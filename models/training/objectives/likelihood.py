@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from puna.models.training.objectives.base import Metrics, Model, Objective, Targets, Totals, divide
+from puna.models.transformer import by_rows
 
 POSITIONS = 512
 """Positions whose distributions over the whole vocabulary are held at a time."""
@@ -22,14 +23,26 @@ def token_loss(model: Model, targets: Targets, total: float) -> Tensor:
 
 
 class LanguageModeling(Objective[Targets]):
-    """Mean cross-entropy over the step's target tokens. Metric: ``bits_per_token``."""
+    """Mean cross-entropy over the step's target tokens. Metric: ``bits_per_token``.
+
+    With `z_loss` that share of the mean squared log-normaliser of the logits comes on top, which holds them near 0 (PaLM, Chowdhery et al.
+    2022, section 5; OLMo: 1e-5). Metric: ``z_loss``, this term.
+    """
+
+    def __init__(self, z_loss: float = 0.0) -> None:
+        self.z_loss = z_loss
 
     def totals(self, batch: Targets) -> dict[str, float]:
         return {"tokens": float(batch.mask.sum())}
 
     def loss(self, model: Model, batch: Targets, totals: Totals) -> tuple[Tensor, Metrics]:
-        loss = token_loss(model, batch, totals["tokens"])
-        return loss, {"bits_per_token": loss.detach() / math.log(2.0)}
+        if not self.z_loss:
+            loss = token_loss(model, batch, totals["tokens"])
+            return loss, {"bits_per_token": loss.detach() / math.log(2.0)}
+        hidden_ND = model.hidden(batch.forest)[batch.positions[batch.mask]]
+        logprobs, normalisers, _ = by_rows(model.logits, hidden_ND, batch.tokens[batch.mask])
+        loss, term = divide(-logprobs.sum(), totals["tokens"]), self.z_loss * divide(normalisers.square().sum(), totals["tokens"])
+        return loss + term, {"bits_per_token": loss.detach() / math.log(2.0), "z_loss": term.detach()}
 
 
 class Sft(Objective[Targets]):
