@@ -28,7 +28,14 @@ Row = dict[str, Any]
 NO_REWARD_MODEL = "pick=reward_model needs a reward_model; give one, or choose another pick"
 
 
-class RejectionSampleConfig(BadRowsConfig, SeededConfig):
+class RewardedConfig(BadRowsConfig):
+    """The computing of answers' rewards."""
+
+    micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
+    ensemble: Ensemble = Field("mean", description=ENSEMBLE)
+
+
+class RejectionSampleConfig(RewardedConfig, SeededConfig):
     """Settings of the choice among a prompt's answers."""
 
     pick: Pick = Field(
@@ -36,12 +43,9 @@ class RejectionSampleConfig(BadRowsConfig, SeededConfig):
         description="The answer with the highest reward; any answer, by chance; the most frequent text; or, by chance, one that the "
         "prompt's verifier calls right, and none where there is none",
     )
-
     correct: bool = Field(False, description="The reward model chooses among the answers alone that the prompt's verifier calls right")
     most: int = Field(1, ge=1, description="Different answers to take for each prompt, the first choice first")
-    ensemble: Ensemble = Field("mean", description=ENSEMBLE)
     models: int = Field(0, ge=0, description="Use the answers of this many of the models only, best mean reward first; 0: all")
-    micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
     source: str = Field("rejection_sampling", min_length=1, description="Name of the source in the instructions table")
 
 
@@ -69,7 +73,7 @@ def rejection_sample(
     if config.pick == "reward_model":
         if not reward_model:
             raise PunaError(f"rejection_sample: {NO_REWARD_MODEL}")
-        candidates = _scored(candidates, asked, reward_model, config, bad, run)
+        candidates = rewarded(candidates, asked, reward_model, config, bad, run)
         candidates = _best_models(candidates, config.models)
     picked = {key: some for key, group in candidates.items() if (some := _picked(key, group, config))}
     rows: list[Row] = []
@@ -117,12 +121,12 @@ def _picked(key: str, group: list[Row], config: RejectionSampleConfig) -> list[R
     return list(by_text.values())[: config.most]
 
 
-def _scored(
-    candidates: dict[str, list[Row]], asked: dict[str, Row], reward_models: Sequence[Artifact], config: RejectionSampleConfig, bad: BadRows,
+def rewarded(
+    candidates: dict[str, list[Row]], asked: dict[str, Row], reward_models: Sequence[Artifact], config: RewardedConfig, bad: BadRows,
     run: StageRun,
 ) -> dict[str, list[Row]]:  # fmt: skip
     """Return the candidates with a `reward` in every answer; drop the prompts that cannot be rendered."""
-    check_one_tokenizer(reward_models, "rejection_sample: reward models of an ensemble read the same tokens")
+    check_one_tokenizer(reward_models, "reward models of an ensemble read the same tokens")
     tokenizer = tokenizer_of(reward_models[0])
     texts = {key: sorted({a["text"].strip() for a in group}) for key, group in candidates.items()}
 
@@ -132,7 +136,7 @@ def _scored(
     limit = Limit(config.micro_batch_tokens, "micro_batch_tokens", "the prompt with its answers")
     examples = bad.examples([asked[key] for key in candidates], rendered, len, limit)
     if candidates:
-        bad.check_left(len(examples), f"{len(candidates)} prompts with finished answers")
+        bad.check_left(len(examples), f"{len(candidates)} prompts with answers")
     members = [load_model(one, "scalar", frozen=True)[0] for one in reward_models]
     numbers = [score_answers(one, [example for _, example in examples], config.micro_batch_tokens, run.progress) for one in members]
     found = {}

@@ -1,0 +1,167 @@
+"""A reward model measured: on pairs of answers by subset, and on the answers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+from typing import Any, NamedTuple
+
+from puna.stages.align.rejection_sample import RewardedConfig, rewarded
+from puna.stages.align.reward_model import score_answers
+from puna.stages.contract import Answers, Figure, Model, Preferences, Prompts, StageRun, stage
+from puna.stages.conversations import message_of
+from puna.stages.training.bad_rows import BadRows, Limit
+from puna.stages.training.intervals import evaluation_row, mean, wilson
+from puna.stages.training.rankings import order, read_preferences
+from puna.stages.training.rewards import combined
+from puna.stages.training.train import check_one_tokenizer, load_model, render
+from puna.stages.training.vocabulary import tokenizer_of
+from puna.stages.verifiers.base import is_correct
+from puna.storage import Artifact, PunaError
+
+Row = dict[str, Any]
+STEPS = 20
+"""Bars of the distribution of rewards."""
+
+
+class RewardBenchmarkConfig(RewardedConfig):
+    """The computing of the rewards."""
+
+
+class Judged(NamedTuple):
+    """A pair of answers: its subset, the rewards of both, and whether the longer one is the chosen one (one half: as long)."""
+
+    id: str
+    subset: str
+    chosen: float
+    rejected: float
+    longer: float
+
+
+@stage(kind="evaluation")
+def reward_benchmark(
+    reward_model: list[Model],
+    preferences: list[Preferences] | None,
+    answers: Answers | None,
+    prompts: Prompts | None,
+    config: RewardBenchmarkConfig,
+    run: StageRun,
+) -> None:
+    """Measure a reward model, or several as one: its accuracy on pairs of each subset, and its rewards of n answers to a prompt.
+
+    A pair is right where the chosen answer has the higher reward, as in RewardBench (Lambert et al. 2024); a subset is the pairs' task.
+    Rows: `accuracy`, with `always_longer` and `always_shorter` (in characters) beside it, and the mean `margin`; the metric
+    `subset_mean` weighs all subsets alike. With `answers` and their `prompts`: the `reward` of the mean answer, its `spread` (standard
+    deviation) over the answers to a prompt, the `best_reward`, and where verifiers scored the answers, the share right of the mean answer
+    (`right`), of the one with the highest reward (`right_of_best`) and of any (`right_of_any`). `scores` holds each reward.
+    """
+    if not preferences and answers is None:
+        raise PunaError("reward_benchmark: give preferences or answers to score")
+    if (answers is None) != (prompts is None):
+        raise PunaError("reward_benchmark: answers and their prompts go together; give both")
+    bad = BadRows(config, "reward_benchmark")
+    if preferences:
+        _report_pairs(_judged(preferences, reward_model, config, bad, run), run)
+    if answers is not None and prompts is not None:
+        _report_answers(*_grouped(answers, prompts), reward_model, config, bad, run)
+    bad.write(run)
+
+
+def _judged(
+    preferences: Sequence[Artifact], models: Sequence[Artifact], config: RewardBenchmarkConfig, bad: BadRows, run: StageRun
+) -> list[Judged]:
+    """Return the pairs with their rewards; those without both answers, and those that cannot be rendered, are dropped."""
+    check_one_tokenizer(models, "reward models of an ensemble read the same tokens")
+    rows, tokenizer = read_preferences(preferences, None), tokenizer_of(models[0])
+    for row in rows:
+        if row["chosen"] is None or row["rejected"] is None:
+            bad.drop(row, "one_sided", f"row {row['id']}: one of the two answers is missing, which compares nothing")
+    sides = [(row, [message_of(row, side) or {} for side in ("chosen", "rejected")]) for row in rows if row["chosen"] and row["rejected"]]
+    texts = {row["id"]: [str(message.get("content") or "") for message in messages] for row, messages in sides}
+    pairs = {row["id"]: messages for row, messages in sides}
+    limit = Limit(config.micro_batch_tokens, "micro_batch_tokens", "the prompt with its answers")
+    asked = [row for row, _ in sides]
+    examples = bad.examples(asked, lambda row: render(tokenizer, row, [[[one] for one in pairs[row["id"]]]]), len, limit)
+    bad.check_left(len(examples), f"{len(rows)} pairs")
+    numbers = []
+    for model in models:
+        network, _ = load_model(model, "scalar", frozen=True)
+        numbers.append(score_answers(network, [example for _, example in examples], config.micro_batch_tokens, run.progress))
+    judged = []
+    for (row, _), *rewards in zip(examples, *numbers, strict=True):
+        chosen, rejected = (combined(list(some), config.ensemble) for some in zip(*rewards, strict=True))
+        lengths = [len(text) for text in texts[row["id"]]]
+        judged.append(Judged(row["id"], row["task"], chosen, rejected, order(lengths[0] - lengths[1])))
+    return judged
+
+
+def _report_pairs(judged: Sequence[Judged], run: StageRun) -> None:
+    subsets, bars = sorted({pair.subset for pair in judged}), dict[str, list[tuple[Any, float]]]()
+    accuracies = []
+    for name in ["all", *subsets]:
+        members = [pair for pair in judged if name in ("all", pair.subset)]
+        right = sum(pair.chosen > pair.rejected for pair in members)
+        values = {"accuracy": wilson(right, len(members)), "always_longer": mean([pair.longer for pair in members])}
+        values |= {"always_shorter": mean([1 - pair.longer for pair in members])}
+        values |= {"margin": mean([pair.chosen - pair.rejected for pair in members])}
+        for metric, value in values.items():
+            run.write_rows([evaluation_row(name, metric, value, len(members))])
+            if name == "all":
+                run.metric(metric, value.value)
+            elif metric != "margin":
+                bars.setdefault(metric.replace("_", " the "), []).append((f"{name} ({len(members)})", value.value))
+        accuracies += [values["accuracy"].value] if name != "all" else []
+    run.metric("pairs", len(judged))
+    run.metric("subset_mean", fmean(accuracies))
+    rewards = [(pair.id, name, value) for pair in judged for name, value in (("chosen", pair.chosen), ("rejected", pair.rejected))]
+    run.write_rows([{"id": id_, "name": f"{name}_reward", "value": value} for id_, name, value in rewards], "scores")
+    run.figure("pairs", Figure("Pairs in the right order", "subset (pairs)", "share right", bars, kind="bar"))
+
+
+def _grouped(answers: Artifact, prompts: Artifact) -> tuple[dict[str, Row], dict[str, list[Row]]]:
+    """Return the prompts by id, and the answers by prompt."""
+    asked = {row["id"]: row for row in prompts.read().to_pylist()}
+    groups: dict[str, list[Row]] = {}
+    for answer in answers.read(columns=["id", "prompt_id", "text", "gold"]).to_pylist():
+        if answer["prompt_id"] not in asked:
+            raise PunaError(f"reward_benchmark: the prompt {answer['prompt_id']} of {answers.id} is not among those of {prompts.id}")
+        groups.setdefault(answer["prompt_id"], []).append(answer)
+    if not groups:
+        raise PunaError(f"reward_benchmark: {answers.id} has no answers")
+    return asked, groups
+
+
+def _report_answers(
+    asked: dict[str, Row], groups: dict[str, list[Row]], models: Sequence[Artifact], config: RewardBenchmarkConfig, bad: BadRows,
+    run: StageRun,
+) -> None:  # fmt: skip
+    scored = rewarded({key: groups[key] for key in sorted(groups)}, asked, models, config, bad, run)
+    for task in ["all", *sorted({asked[key]["task"] for key in scored})]:
+        members = [group for key, group in scored.items() if task in ("all", asked[key]["task"])]
+        values = {
+            "reward": [fmean([a["reward"] for a in group]) for group in members],
+            "spread": [pstdev([a["reward"] for a in group]) for group in members],
+            "best_reward": [max(a["reward"] for a in group) for group in members],
+        }
+        if checked := [group for group in members if all(a["gold"] is not None for a in group)]:
+            best = [max(group, key=lambda a: (a["reward"], a["id"])) for group in checked]
+            values["right"] = [fmean([float(is_correct(a["gold"])) for a in group]) for group in checked]
+            values["right_of_best"] = [float(is_correct(a["gold"])) for a in best]
+            values["right_of_any"] = [float(any(is_correct(a["gold"]) for a in group)) for group in checked]
+        for metric, numbers in values.items():
+            run.write_rows([evaluation_row(task, metric, mean(numbers), len(numbers))])
+            if task == "all":
+                run.metric(metric, fmean(numbers))
+    each = [answer for group in scored.values() for answer in group]
+    run.metric("answers", len(each))
+    run.write_rows([{"id": answer["id"], "name": "reward", "value": answer["reward"]} for answer in each], "scores")
+    series = {"answers": _histogram([answer["reward"] for answer in each])}
+    run.figure("rewards", Figure("Rewards of the answers", "reward", "answers", series, kind="bar"))
+
+
+def _histogram(values: Sequence[float]) -> list[tuple[Any, float]]:
+    """Return the lower end and the count of each of `STEPS` equal parts."""
+    import numpy as np
+
+    counts, edges = np.histogram(values, STEPS)
+    return [(round(float(edge), 4), float(count)) for edge, count in zip(edges[:-1], counts, strict=True)]
