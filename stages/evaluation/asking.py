@@ -57,8 +57,9 @@ class Column:
 
 
 def has_letters(task: Task) -> bool:
-    """True if a task's options are letters already, or stand in its question."""
-    return any(isinstance(one.text, int) or all(len(choice) == 1 for choice in one.choices) for one in task.documents)
+    """True if a task's options are letters already, or stand before one ending: there is no other format of them."""
+    letters = set(LETTERS)
+    return any(isinstance(one.text, int) or letters.issuperset(one.choices) for one in task.documents)
 
 
 def lettered(text: str, choices: Sequence[str]) -> str:

@@ -265,7 +265,7 @@ def load_task(external: External, file: ExternalFile, spec: TaskFile, limit: int
     rows = _rows(external, file, spec, split)
     documents = _documents(spec, rows[:limit], where)
     verifiers = [None] * len(documents) if spec.verifier is None else _verifiers(spec, rows[:limit], where)
-    digest = identifier(*(one.digest for one in external.files))
+    digest = identifier(file.digest, *(_data(external, file, name).digest for names in spec.files.values() for name in names))
     return Task(spec, where, digest, tuple(documents), tuple(_shots(external, file, spec, where)), tuple(verifiers))
 
 
@@ -283,14 +283,20 @@ def _shots(external: External, file: ExternalFile, spec: TaskFile, where: str) -
     return _documents(spec.replace(**changes), rows, where)
 
 
+def _data(external: External, file: ExternalFile, name: str) -> ExternalFile:
+    """Return a data file as the task file names it."""
+    by_name = {normpath(one.name): one for one in external.files}
+    data = by_name.get(normpath(str(PurePosixPath(file.name).parent / name)), by_name.get(normpath(name)))
+    if data is None:
+        raise PunaError(f"{file.location}: data_files: {name} is not there; paths start at the task file's folder")
+    return data
+
+
 def _rows(external: External, file: ExternalFile, spec: TaskFile, split: str) -> list[dict[str, Any]]:
     """Return the rows of a split, each with every column of it."""
     rows: list[dict[str, Any]] = []
-    by_name = {normpath(one.name): one for one in external.files}
     for name in spec.files[split]:
-        data = by_name.get(normpath(str(PurePosixPath(file.name).parent / name)), by_name.get(normpath(name)))
-        if data is None:
-            raise PunaError(f"{file.location}: data_files: {name} is not there; paths start at the task file's folder")
+        data = _data(external, file, name)
         with closing(data.open()) as handle:
             for row in read_rows(handle, data.location, FORMATS[spec.dataset_path], ROW_BYTES):
                 if isinstance(row, Fault):
