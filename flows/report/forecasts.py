@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from puna.storage import Artifact, Store
 
+NUMBERS = ("predicted_loss", "predicted_loss_low", "predicted_loss_high", "flops", "tokens")
+"""Metrics of a forecast."""
 SAME = 0.1
 """Difference in the logarithm of operations and of tokens below which a run is the one that was forecast."""
 
@@ -40,10 +42,10 @@ def forecasts(store: Store) -> list[Forecast]:
         if artifact.manifest.stage != "choose_size":
             continue
         numbers = artifact.manifest.metrics
-        names = ("predicted_loss", "predicted_loss_low", "predicted_loss_high", "flops", "tokens")
-        own = (artifact.id, *(float(numbers[name]) for name in names))
-        runs = [model for model, read in models if read in set(_ladder_tokens(artifact, store)) and _same(model, own[4], own[5])]
-        found += [Forecast(*own, model.id, float(model.manifest.metrics["validation_loss"])) for model in runs] or [Forecast(*own)]
+        predicted, low, high, flops, tokens = (float(numbers[name]) for name in NUMBERS)
+        own, ladders = Forecast(artifact.id, predicted, low, high, flops, tokens), set(_ladder_tokens(artifact, store))
+        runs = [model for model, read in models if read in ladders and _same(model, flops, tokens)]
+        found += [replace(own, model=run.id, measured=float(run.manifest.metrics["validation_loss"])) for run in runs] or [own]
     return found
 
 
