@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 
 from puna.storage import Artifact, Store
 
-NUMBERS = ("predicted_loss", "predicted_loss_low", "predicted_loss_high", "flops", "tokens")
-"""Metrics of a forecast."""
 SAME = 0.1
 """Difference in the logarithm of operations and of tokens below which a run is the one that was forecast."""
 
@@ -41,11 +39,12 @@ def forecasts(store: Store) -> list[Forecast]:
     for artifact in artifacts:
         if artifact.manifest.stage != "choose_size":
             continue
-        numbers = artifact.manifest.metrics
-        predicted, low, high, flops, tokens = (float(numbers[name]) for name in NUMBERS)
-        own, ladders = Forecast(artifact.id, predicted, low, high, flops, tokens), set(_ladder_tokens(artifact, store))
-        runs = [model for model, read in models if read in ladders and _same(model, flops, tokens)]
-        found += [replace(own, model=run.id, measured=float(run.manifest.metrics["validation_loss"])) for run in runs] or [own]
+        metrics = artifact.manifest.metrics
+        low, high = float(metrics["predicted_loss_low"]), float(metrics["predicted_loss_high"])
+        own = Forecast(artifact.id, float(metrics["predicted_loss"]), low, high, float(metrics["flops"]), float(metrics["tokens"]))
+        sources = set(_ladder_tokens(artifact, store))
+        runs = [model for model, read in models if read in sources and _same(model, own.flops, own.tokens)]
+        found += [replace(own, model=model.id, measured=float(model.manifest.metrics["validation_loss"])) for model in runs] or [own]
     return found
 
 

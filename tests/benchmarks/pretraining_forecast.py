@@ -137,7 +137,7 @@ def laws(arguments: argparse.Namespace) -> dict[str, Any]:
         _, low, high = fit.at(at, tokens, 6 * at * tokens)
         united += low <= loss <= high
     return {
-        "planted_laws_covered": held / DRAWS, "planted_laws_covered_by_the_union": united / DRAWS,
+        "planted_laws_covered": united / DRAWS, "planted_laws_covered_by_the_bootstrap": held / DRAWS,
         "published_tokens_405b": Power(0.299, 0.537)(3.8e25),
     }  # fmt: skip
 

@@ -30,7 +30,7 @@ from puna.storage.schemas import table_schema
 
 MODEL = SHAPE.replace(hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
 SETTINGS = LadderConfig(
-    model=MODEL, widths=(8, 12, 16), tokens_per_parameter=1.0, multiples=(1.0, 2.0), rows=(1,), rates=(0.02,), validation_share=0.05, questions=3,
+    model=MODEL, widths=(8, 12, 16), tokens_per_parameter=0.5, multiples=(1.0, 2.0), rows=(1,), rates=(0.02,), validation_share=0.05, questions=3,
     compute={"save_seconds": 1e6},
 )  # fmt: skip
 
@@ -44,28 +44,7 @@ def given(store, corpus):
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FEWEST_STEPS", 20)
-
-
-def test_from_a_ladder_to_a_size(store, given, few_steps: None) -> None:
-    made = execute(ladder, SETTINGS, given, store)
-    points = made.read("points").to_pylist()
-    shapes = [ModelConfig.model_validate_json(point["shape"]) for point in points]
-    assert [shape.hidden_size for shape in shapes] == [8, 8, 12, 12, 16, 16]
-    for point, shape, multiple in zip(points, shapes, (1, 2) * 3, strict=True):
-        assert point["parameters"] == accounting.matrix_parameters(shape)
-        assert point["steps"] == round(multiple * point["parameters"] / 64) and point["rows"] == 1
-        assert point["tokens"] == pytest.approx(multiple * point["parameters"], rel=0.15)
-        assert 0 <= point["accuracy"] <= 1 and point["task_loss"] > 0
-    surface = execute(law, LawConfig(draws=100), {"ladders": [made]}, store)
-    chosen = execute(choose_size, ChooseSizeConfig(flops=1e9, draws=100), {"law": surface}, store)
-    metrics = chosen.manifest.metrics
-    assert metrics["predicted_loss_low"] <= metrics["predicted_loss"] <= metrics["predicted_loss_high"]
-    assert metrics["flops"] == pytest.approx(1e9)
-    recipe = yaml.safe_load(chosen.path(RECIPE).read_text())
-    config = PretrainConfig(**recipe["pretrain"])
-    assert config.phases[0].until == round(metrics["tokens"]) and config.phases[0].schedule.learning_rate == 0.02
-    assert accounting.matrix_parameters(config.model.complete(shapes[0].vocab_size, 64)) == metrics["parameters"]
+    monkeypatch.setattr(module, "FEWEST_STEPS", 10)
 
 
 def test_a_run_that_is_done_is_not_repeated(store, given, few_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,19 +179,36 @@ def test_wrong_budgets_are_refused(store) -> None:
         execute(law, LawConfig(heldout="poems"), {"ladders": [planted(store)]}, store)
 
 
-def test_forecasts_stand_beside_what_was_measured(store, given, few_steps: None) -> None:
+def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: None) -> None:
     """From the command line: a forecast is kept, and a pretraining of its size on the ladder's tokens is its outcome."""
-    surface = execute(law, LawConfig(draws=100), {"ladders": [execute(ladder, SETTINGS, given, store)]}, store)
+    rungs = execute(ladder, SETTINGS, given, store)
+    points = rungs.read("points").to_pylist()
+    shapes = [ModelConfig.model_validate_json(point["shape"]) for point in points]
+    assert [shape.hidden_size for shape in shapes] == [8, 8, 12, 12, 16, 16]
+    for point, shape, multiple in zip(points, shapes, (0.5, 1) * 3, strict=True):
+        assert point["parameters"] == accounting.matrix_parameters(shape)
+        assert point["steps"] == round(multiple * point["parameters"] / 64) and point["rows"] == 1
+        assert point["tokens"] == pytest.approx(multiple * point["parameters"], rel=0.15)
+        assert 0 <= point["accuracy"] <= 1 and point["task_loss"] > 0
+    surface = execute(law, LawConfig(draws=100), {"ladders": [rungs]}, store)
     store.set_alias("law@latest", surface)
     runner, place = CliRunner(), ["--store", str(store.root)]
-    said = runner.invoke(app, ["predict", "--flops", "2e9", *place])
+    said = runner.invoke(app, ["predict", "--flops", "1e9", *place])
     assert said.exit_code == 0 and "nats per token" in said.stdout, said.output
-    told = json.loads(runner.invoke(app, ["predict", "--flops", "2e9", "--json", *place]).stdout)
-    before = [json.loads(line) for line in runner.invoke(app, ["predict", "--outcomes", "--json", *place]).stdout.splitlines()]
-    assert [(row["id"], row["measured"], row["inside"]) for row in before] == [(told["id"], None, None)]
-    recipe = yaml.safe_load(Path(told["recipe"]).read_text())["pretrain"]
-    made = execute(pretrain, PretrainConfig(**recipe, validation_share=0.05), given, store)
-    (after,) = [json.loads(line) for line in runner.invoke(app, ["predict", "--outcomes", "--json", *place]).stdout.splitlines()]
+    forecast = json.loads(runner.invoke(app, ["predict", "--flops", "1e9", "--json", *place]).stdout)
+    assert forecast["predicted_loss_low"] <= forecast["predicted_loss"] <= forecast["predicted_loss_high"]
+    assert forecast["flops"] == pytest.approx(1e9)
+
+    def outcomes() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in runner.invoke(app, ["predict", "--outcomes", "--json", *place]).stdout.splitlines()]
+
+    assert [(row["id"], row["measured"], row["inside"]) for row in outcomes()] == [(forecast["id"], None, None)]
+    recipe = yaml.safe_load(Path(forecast["recipe"]).read_text())["pretrain"]
+    config = PretrainConfig(**recipe, validation_share=0.05)
+    assert config.phases[0].until == round(forecast["tokens"]) and config.phases[0].schedule.learning_rate == 0.02
+    assert accounting.matrix_parameters(config.model.complete(shapes[0].vocab_size, 64)) == forecast["parameters"]
+    made = execute(pretrain, config, given, store)
+    (after,) = outcomes()
     loss = made.manifest.metrics["validation_loss"]
     assert (after["model"], after["measured"]) == (made.id, loss) and after["inside"] == (after["low"] <= loss <= after["high"])
     refused = runner.invoke(app, ["predict", "--outcomes", "--flops", "1e9", *place])
