@@ -98,7 +98,7 @@ def anneal_experiment(
     tokens: Tokens, tokenizer: Tokenizer | None, model: Model | None, documents: Documents, mixture: Mixture | None,
     prompts: Prompts | None, config: AnnealExperimentConfig, run: StageRun,
 ) -> None:  # fmt: skip
-    """Decide whether small data sets are worth annealing on (Llama 3, section 3.1.3; Blakeney et al. 2024).
+    """Measure whether small data sets are worth annealing on (Llama 3, section 3.1.3; Blakeney et al. 2024).
 
     The sets are the mixture's categories; without a mixture, all documents are one. The model, best a half-trained one, else a small one
     trained here on the default tokens, is annealed on those tokens alone, with a share of a set's rows among them, and with the set's
