@@ -23,7 +23,7 @@ class Worker:
     def __init__(self, engine: Engine) -> None:
         self.engine, self._split = engine, engine if isinstance(engine, SplitEngine) else None
         self.active = 0  # requests that wait or are answered
-        self.counts = {"requests": 0, "prompt_tokens": 0, "generated_tokens": 0, "cancelled": 0}
+        self.counts = {"requests": 0, "prompt_tokens": 0, "generated_tokens": 0, "scored_tokens": 0, "cancelled": 0}
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tell: dict[int, Callable[[Event | ApiError], object]] = {}
         self._scorings: deque[tuple[Scoring, Callable[[ApiError | None], object]]] = deque()
@@ -87,6 +87,7 @@ class Worker:
                 result.set_result(scoring.scores) if failure is None else result.set_exception(failure)
 
         self.active += 1
+        self.counts["scored_tokens"] += sum(map(len, prompts))
         self._orders.put(lambda: self._scorings.append((scoring, lambda failure: loop.call_soon_threadsafe(end, failure))))
         try:
             return await asyncio.wait_for(result, seconds)

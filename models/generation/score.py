@@ -21,6 +21,8 @@ from puna.models.generation.sampling import DIVERGED, RowError
 from puna.models.generation.step import Stretch, run
 from puna.models.generation.streamed_cache import cache_of
 
+BLOCK = 256
+"""Tokens whose logits are in memory together."""
 Lane = list[tuple[int, int]]
 """Numbers of prompts, each with the count of tokens that it shares with the one before it."""
 
@@ -98,9 +100,13 @@ class Scoring:
                 yield False
 
     def _scored(self, hidden_ND: Tensor, tokens: list[int]) -> list[Score]:
-        """Return the scores of tokens [N] after hidden states [N, D]."""
-        if not tokens:
-            return []
+        """Return the scores of tokens [N] after hidden states [N, D], a block of logits at a time."""
+        scores: list[Score] = []
+        for first in range(0, len(tokens), BLOCK):
+            scores += self._block(hidden_ND[first : first + BLOCK], tokens[first : first + BLOCK])
+        return scores
+
+    def _block(self, hidden_ND: Tensor, tokens: list[int]) -> list[Score]:
         logprobs_NV = torch.log_softmax(self.engine.model.logits(hidden_ND).float() / self.temperature, -1)
         chosen_N = logprobs_NV.gather(1, torch.tensor(tokens, device=logprobs_NV.device)[:, None])[:, 0]
         if not chosen_N.isfinite().all():
