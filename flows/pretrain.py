@@ -6,6 +6,7 @@ from typing import Annotated
 
 from puna.flows.engine.declare import Output, flow, publish, step
 from puna.stages.contract import Kind
+from puna.stages.curate.contamination import contamination
 from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.evaluation.needle import needle
 from puna.stages.experiments.anneal_experiment import anneal_experiment
@@ -49,7 +50,9 @@ def pretrain(
         further.append(found or None)
     fresh, long, best = further
     base = step(train, tokens=tokens, tokenizer=vocabulary, fresh=fresh, long=long, best=best, model=model)
-    step(evaluate, "evaluate_base", model=base, documents=documents, mixture=mixture, prompts=step(prompts))
+    asked = step(prompts)
+    measured = step(evaluate, "evaluate_base", model=base, documents=documents, mixture=mixture, prompts=asked)
+    step(contamination, "contamination_base", off=True, prompts=asked, model=base, evaluation=measured)
     step(needle, off=True, model=base, documents=documents, mixture=mixture)
     publish("tokenizer", vocabulary)
     publish("mixture", mixture)

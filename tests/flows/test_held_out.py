@@ -34,7 +34,7 @@ SMALL = [
     "ladder=null",
     "evaluate_base.pages={max_bytes: 4000, questions: 0, continuations: 0}",
     "prompts.train=1", "prompts.heldout=1", "prompts.draws=50",
-    "evaluate_base.answers={prompts_per_task: 1, max_tokens: 2}",
+    "evaluate_base.answers={prompts_per_task: 1, max_tokens: 2}", "contamination_base={}",
 ]  # fmt: skip
 
 
@@ -92,11 +92,15 @@ def test_nothing_trained_depends_on_held_out_text(tmp_path: Path) -> None:
             pretrain(documents, domains, experiments(documents, domains, [documents]), [documents])
         made.append(maker.made)
     one, two = made
-    assert set(one) == {"prompts", "split", "tokenizer", "mix_experiment", "mix", "tokenize", "pretrain", "evaluate_base"}
-    for name in set(one) - {"evaluate_base"}:
+    measured = {"evaluate_base", "contamination_base"}
+    assert set(one) == {"prompts", "split", "tokenizer", "mix_experiment", "mix", "tokenize", "pretrain", *measured}
+    for name in set(one) - measured:
         assert one[name].data_digest == two[name].data_digest, name
     bits = [steps["evaluate_base"].manifest.metrics["document_bits_per_byte"] for steps in made]
     assert bits[0] != pytest.approx(bits[1], rel=0.01)
+    # The lineage of the model names its documents, which hold none of the questions.
+    found = one["contamination_base"].manifest.metrics
+    assert found["sources"].startswith("documents/") and found["contaminated_prompts"] == 0 and found["unknown_sources"] == 0
     # The pages measured are the ones that the split holds out, and no row of training tokens is of them.
     sides = {row["id"]: row["split"] for row in one["mix"].read().to_pylist()}
     trained = {id_ for row in one["tokenize"].read()["documents"].to_pylist() for id_ in row}
