@@ -59,11 +59,8 @@ class Answerer:
             raise _refusal("prompt", f"{n} prompts with {body.n} answers each; a request may have {self.most} answers")
         if body.max_tokens == 0 and not body.echo:
             raise _refusal("max_tokens", "0 draws nothing: ask for 1 at least, or for the prompt itself by echo")
-        for field in ("echo", "logprobs") if body.stream else ():
-            if (body.echo, (top or 0) > 0)[field == "logprobs"]:
-                raise _refusal(field, "a stream has neither the prompt nor alternatives: leave stream out")
-        if body.stream and n > 1:
-            raise _refusal("prompt", "a stream answers one prompt")
+        if body.stream and (field := "prompt" if n > 1 else "echo" if body.echo else "logprobs" if top else ""):
+            raise _refusal(field, "a stream answers one prompt, without the prompt itself and alternatives: leave stream out")
         prompts = [await asyncio.to_thread(self._prompt, one) if isinstance(one, str) else one for one in body.prompt]
         if n > 1 and sum(map(len, prompts)) > max(PROMPT_TOKENS, self.config.max_position_embeddings):
             raise _refusal("prompt", f"the prompts have {sum(map(len, prompts))} tokens together, more than {PROMPT_TOKENS}")

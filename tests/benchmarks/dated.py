@@ -9,6 +9,7 @@ cannot fill every month, with the reason. `dated_answers_wrong`: generators whos
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -59,7 +60,8 @@ def main() -> None:
 
     found = {}
     for name in [*GENERATORS, *sorted(DATASETS)]:
-        found[name] = measure(name, given.questions, given.seconds)
+        with contextlib.redirect_stdout(sys.stderr):  # some generators print
+            found[name] = measure(name, given.questions, given.seconds)
         print(name, found[name], file=sys.stderr, flush=True)
     filled = {name: one for name, one in found.items() if "shared" in one}
     result = {
