@@ -7,26 +7,24 @@
 Puna's, whose tokenizer adds BOS. `harness_logprob_difference`: largest difference of a log-likelihood, nats, from the backend in float64
 (`hf_float32_difference`: that of the backend itself in float32); `harness_metrics_equal`: share of metrics that are the same number;
 `evaluate_vs_harness_hf`: CPU seconds inside the float32 backend by those of the whole task here, templates and metrics included.
-`checkers`: known benchmarks' own answers, spoilt ones, IFEval's reference implementation (part of the harness), and lost fields.
+`checkers`: see `evaluation_checkers.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import importlib.util
-import itertools
 import json
 import os
 import random
-import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import evaluation_checkers as checkers  # the benchmark beside this one
 import torch
 import yaml
 
@@ -37,40 +35,23 @@ from puna.models.transformer import Transformer
 from puna.stages.contract import External, execute
 from puna.stages.evaluation.benchmark import BenchmarkConfig, benchmark
 from puna.stages.io.import_model import ImportModelConfig, import_model
-from puna.stages.io.imports import ImportPromptsConfig, import_prompts
-from puna.stages.verifiers.base import Question
-from puna.stages.verifiers.combinations import Combination
-from puna.stages.verifiers.registry import from_text
-from puna.storage import Artifact, Store
+from puna.storage import Store
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT.parent / "shared" / "data"
 Row = dict[str, Any]
-UNREAD = ("length_constraints:number_sentences", "change_case:capital_word_frequency")
-"""Kinds of IFEval whose reference needs data of nltk that are fetched from the network."""
-
-
-def lines(name: str, most: int) -> list[Row]:
-    """Return the first rows of a file of the shared data."""
-    file = DATA / name
-    with (gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")) as handle:
-        return [json.loads(line) for line in itertools.islice(handle, most)]
-
-
 # --- six tasks ------------------------------------------------------------------------------------------
 
 
 def tasks(folder: Path, limit: int) -> list[str]:
     """Write six tasks with their data; return their names."""
     draw = random.Random(0)
-    gsm8k = lines("gsm8k/train.jsonl", limit + 5)
+    gsm8k = checkers.lines("gsm8k/train.jsonl", limit + 5)
     numbers = []
     for row in gsm8k:
         right = int(row["answer"].rpartition("#### ")[2].replace(",", ""))
         options = [right, right + 10, 2 * right + 1, max(0, right - 3)]
         draw.shuffle(options)
         numbers.append({"question": row["question"], "choices": [str(one) for one in options], "answer": options.index(right)})
-    texts = (DATA / "text_misc/wikitext2_valid.txt").read_text(encoding="utf-8").split("\n")
+    texts = (checkers.DATA / "text_misc/wikitext2_valid.txt").read_text(encoding="utf-8").split("\n")
     pages = [line.strip() for line in texts if len(line) > 400][: 4 * limit]
     endings = []
     for number in range(limit):
@@ -93,10 +74,10 @@ def tasks(folder: Path, limit: int) -> list[str]:
         "gsm8k": (gsm8k[5 : 5 + generated], gsm8k[:5], {
             **shots, "doc_to_text": "Question: {{question}}\nAnswer:", "doc_to_target": "answer", "filter_list": filters,
             "generation_kwargs": {"until": ["Question:", "\n\n"], "max_gen_toks": 64}, "metric_list": ignored}),
-        "humaneval": (lines("humaneval/HumanEval.jsonl.gz", generated), [], {
+        "humaneval": (checkers.lines("humaneval/HumanEval.jsonl.gz", generated), [], {
             "doc_to_text": "prompt", "doc_to_target": "canonical_solution",
             "generation_kwargs": {"until": ["\nclass", "\ndef", "\nif", "\nprint"], "max_gen_toks": 48}}),
-        "ifeval": (lines("ifeval/en_input_data.jsonl", generated), [], {
+        "ifeval": (checkers.lines("ifeval/en_input_data.jsonl", generated), [], {
             "doc_to_text": "{{prompt}}\n\n", "doc_to_target": "{{instruction_id_list | join(' ')}}",
             "generation_kwargs": {"until": [], "max_gen_toks": 48}}),
         # Short, for the harness adds in float32: sums above 1,024 nats are rounded by more than 1e-4 there.
@@ -115,7 +96,7 @@ def tasks(folder: Path, limit: int) -> list[str]:
 
 def small_model(folder: Path) -> None:
     """Write a small random model with a tokenizer that adds BOS."""
-    text = (DATA / "text_misc/wikitext2_valid.txt").read_text(encoding="utf-8")
+    text = (checkers.DATA / "text_misc/wikitext2_valid.txt").read_text(encoding="utf-8")
     tokenizer = Tokenizer.train([text[:400_000]], 1024)
     shape = ModelConfig(
         vocab_size=1024, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
@@ -238,126 +219,6 @@ class _Run:
         pass
 
 
-# --- checkers -------------------------------------------------------------------------------------------
-
-
-def imported(rows: list[Row], store: Store, name: str) -> list[Row]:
-    """Return rows as the import of prompts makes them, in their order, with the metrics of the import as `metrics`."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        artifact = execute(import_prompts, ImportPromptsConfig(), {"inputs": External.resolve(str(file))}, store)
-    return _ordered(artifact)
-
-
-def _ordered(artifact: Artifact) -> list[Row]:
-    return [{**row, "metrics": artifact.manifest.metrics} for row in artifact.read().to_pylist()]
-
-
-def score(row: Row, answer: str) -> float:
-    """Return a prompt's score of an answer."""
-    verifier = from_text(row["verifier"])
-    question = Question(row["id"], row["task"], "", row["reference"])
-    if isinstance(verifier, Combination):
-        return float(verifier.combine([one.score(question, answer) for one in verifier.parts()]).value or 0.0)
-    return float(verifier.score(question, answer).value or 0.0)
-
-
-def humaneval(store: Store, limit: int) -> dict[str, float]:
-    """Run HumanEval's own solutions, and functions that return nothing or end the program."""
-    rows = imported(lines("humaneval/HumanEval.jsonl.gz", limit), store, "humaneval")
-    own = [score(row, row["reference"]) for row in rows]
-    mutants = [score(row, body) for row in rows for body in ("    return None\n", "    import os\n    os._exit(0)\n")]
-    return {"humaneval_canonical_pass": sum(own) / len(own), "humaneval_mutants_pass": sum(mutants) / len(mutants)}
-
-
-def gsm8k(store: Store, limit: int) -> float:
-    """Compare the checker's verdict with the truth: own solutions, those of other questions, and solutions with another number."""
-    rows = imported(lines("gsm8k/train.jsonl", limit), store, "gsm8k")
-
-    def number(text: str) -> str:
-        return str(text.rpartition("####")[2].strip().replace(",", ""))
-
-    right = []
-    for row, other in itertools.pairwise([*rows, rows[0]]):
-        own = row["reference"]
-        right.append(score(row, own) == 1.0)
-        right.append(score(row, f"So the answer is {number(own)}.") == 1.0)
-        right.append(score(row, other["reference"]) == float(float(number(own)) == float(number(other["reference"]))))
-        right.append(score(row, re.sub(r"####.*", f"#### {float(number(own)) + 1:g}", own)) == 0.0)
-    return sum(right) / len(right)
-
-
-def fields_lost() -> tuple[int, int]:
-    """Return the fields of all layouts whose content is neither in the prompt nor named as left, and all fields."""
-    from tests.stages.io.benchmark_rows import BENCHMARKS
-
-    lost, count = 0, 0
-    with tempfile.TemporaryDirectory() as folder:
-        store = Store.open(Path(folder) / "store")
-        for name, (_, row, *_) in BENCHMARKS.items():
-            (found,) = imported([row], store, re.sub(r"\W+", "_", name))
-            left = " ".join(str(v) for k, v in found["metrics"].items() if k.startswith("columns_not_taken")).split(", ")
-            whole = "\n".join(_leaves([json.loads(found["messages"]), found["reference"], json.loads(found["verifier"]), found["task"]]))
-            plain = re.sub(r"\s+", "", whole)
-            for column, value in row.items():
-                texts = [re.sub(r"\s+", "", text) for text in _leaves(value)]
-                named = column in left or column in ("id", "key", "task_id", "question_id", "split")
-                count += 1
-                lost += not named and not all(text in plain or len(text) < 3 or re.escape(text) in plain for text in texts)
-    return lost, count
-
-
-def _leaves(value: Any) -> Iterator[str]:
-    """Yield the texts in a value."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, str):
-        yield value
-
-
-def ifeval(store: Store, limit: int) -> tuple[float, int] | str:
-    """Return the share of verdicts that IFEval's reference implementation gives too, and their number; or why there is none."""
-    if importlib.util.find_spec("lm_eval") is None:
-        return "lm-evaluation-harness, which brings the reference implementation, is not installed"
-    import nltk
-
-    nltk.download = lambda *given, **more: False  # its data are not needed for the kinds that are compared
-    try:
-        from lm_eval.tasks.ifeval import instructions_registry
-    except ImportError as error:
-        return f"the reference implementation cannot be imported ({error})"
-    rows = [row for row in lines("ifeval/en_input_data.jsonl", limit) if not set(row["instruction_id_list"]) & set(UNREAD)]
-    prompts = {json.loads(row["messages"])[0]["content"]: row for row in imported(rows, store, "ifeval")}
-    same = count = 0
-    for number, row in enumerate(rows):
-        for answer in _answers(row["prompt"], number):
-            verdicts = []
-            for name, kwargs in zip(row["instruction_id_list"], row["kwargs"], strict=True):
-                instruction = instructions_registry.INSTRUCTION_DICT[name](name)
-                instruction.build_description(**{key: value for key, value in kwargs.items() if value})
-                if "prompt" in (instruction.get_instruction_args() or {}):
-                    instruction.build_description(prompt=row["prompt"])
-                verdicts.append(bool(answer.strip()) and instruction.check_following(answer))
-            same += float(all(verdicts)) == float(score(prompts[row["prompt"]], answer) == 1.0)
-            count += 1
-    return same / count, count
-
-
-def _answers(prompt: str, number: int) -> list[str]:
-    """Return texts that follow some of IFEval's instructions each."""
-    words = re.findall(r"\w+", "The quick brown fox jumps over the lazy dog and runs home again before the night falls on the hills")
-    body = " ".join(words[(number + n) % len(words)] for n in range(20 + 40 * (number % 9)))
-    return [
-        body, body.upper(), body.lower(), f'"{body}"', f"<<Title>>\n\n{body}\n\nP.S. [name] [address] [date]",
-        "\n".join(f"* *{word}* point" for word in words[: 1 + number % 6]), f"{prompt}\n\n{body}\n\n***\n\n{body}",
-        json.dumps({"answer": body}), f"SECTION 1\n{body}\nSECTION 2\n{body}", f"{body}******{body}", "My answer is yes.",
-    ]  # fmt: skip
-
-
 # --- the run --------------------------------------------------------------------------------------------
 
 
@@ -379,13 +240,13 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=16, help="questions of each choice task; answers: a quarter")
     parser.add_argument("--batch", type=int, default=8, help="batch of the harness's backend")
     parser.add_argument("--model", type=Path, action="append", default=[], help="a folder or GGUF file instead of the two models")
-    parser.add_argument("--data", type=Path, default=DATA, help="folder with the shared data")
+    parser.add_argument("--data", type=Path, default=checkers.DATA, help="folder with the shared data")
     parser.add_argument("--part", choices=("harness", "checkers"), nargs="+", default=["harness", "checkers"])
     parser.add_argument("--rows", type=int, default=164, help="rows of each known benchmark that are checked")
     options = parser.parse_args()
-    globals()["DATA"] = options.data
-    if not DATA.is_dir():
-        raise SystemExit(f"{DATA} is not there: the tasks are made of its data")
+    checkers.DATA = options.data
+    if not options.data.is_dir():
+        raise SystemExit(f"{options.data} is not there: the tasks are made of its data")
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -405,10 +266,7 @@ def main() -> None:
                 "evaluate_vs_harness_hf": {name: one["ratio"] for name, one in found.items()}, "models": found,
             }  # fmt: skip
         if "checkers" in options.part:
-            figures |= humaneval(store, options.rows)
-            figures["gsm8k_checker_agreement"] = gsm8k(store, 4 * options.rows)
-            figures["ifeval_verdicts_equal"] = ifeval(store, 4 * options.rows)
-            figures["fields_lost_silently"], figures["fields"] = fields_lost()
+            figures |= checkers.figures(store, options.rows)
     print(json.dumps(figures) if options.json else json.dumps(figures, indent=1))
 
 
