@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,12 @@ from puna.storage import PunaError
 from puna.storage.schemas import table_schema
 
 WORD = re.compile(r"[a-z]+")
+NO_LETTERS = re.compile(r"[^a-z-]+")
+ENDINGS = ("", "s", "o", "os", "er", "ers", "y", "ing", "ography", "ographic")
+SHORT = ("porn", "hentai")
+"""Adult words that other names begin with (Thai given names, terms of Japanese)."""
+SUFFIXES = frozenset(("porn", "xxx", "sex", "adult"))
+"""Public suffixes of adult sites."""
 LISTS = {"adult": "data/adult_domains.txt", "personal": "data/personal_domains.txt", "harmful": "data/harmful_domains.txt"}
 
 
@@ -159,10 +166,9 @@ def _wordy(url: str, address: urls.Address, rules: Rules) -> Verdict | None:
         word = min(results & rules.listed.keys())
         return Verdict(rules.listed[word], f"{url}: the word {word!r} is listed")
     if rules.words:
-        strong, whole, harmless = _vocabulary()
-        match = strong.search("".join(WORD.findall(harmless.sub("", address.host))))
-        if match and not address.host.endswith((".edu", ".gov")):
-            return Verdict("url_adult_words", f"{url}: the host holds {match[0]!r}")
+        if not address.host.endswith((".edu", ".gov")) and (word := adult_name(address.host)):
+            return Verdict("url_adult_words", f"{url}: the host holds {word!r}")
+        whole = _vocabulary().whole
         if len(seen := results & whole) >= rules.words:
             return Verdict("url_adult_words", f"{url}: {', '.join(sorted(seen))}", float(len(seen)), float(rules.words))
     return None
@@ -186,10 +192,72 @@ def _lines(name: str) -> list[str]:
     return (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()
 
 
+class Vocabulary(NamedTuple):
+    """Words of addresses: adult ones that suffice in a host (`stems`; `adult` with their endings), adult ones that count, ordinary ones."""
+
+    stems: re.Pattern[str]
+    early: re.Pattern[str]
+    adult: frozenset[str]
+    whole: frozenset[str]
+    ordinary: frozenset[str]
+    longest: int
+
+
 @lru_cache(maxsize=1)
-def _vocabulary() -> tuple[re.Pattern[str], frozenset[str], re.Pattern[str]]:
-    """Return words that suffice inside a host, words that count as whole words, and names that only look like the former."""
+def _vocabulary() -> Vocabulary:
     entries = [line.strip() for line in _lines("data/adult_words.txt") if line.strip() and not line.startswith("#")]
-    inside = re.compile("|".join(re.escape(entry[1:]) for entry in entries if entry.startswith("!")))
-    harmless = "|".join(re.escape(entry[1:]) for entry in entries if entry.startswith("-"))
-    return inside, frozenset(entry.lstrip("!") for entry in entries if not entry.startswith("-")), re.compile(harmless)
+    stems = [entry[1:] for entry in entries if entry.startswith("!")]
+    adult = frozenset(stem + ending for stem in stems for ending in ENDINGS)
+    ordinary = frozenset(word for line in _lines("data/address_words.txt") if not line.startswith("#") for word in line.split())
+    whole = frozenset(entry.lstrip("!") for entry in entries)
+    early = [stem for stem in stems if stem not in SHORT] + [SHORT[0] + "o"]
+    longest = max(map(len, adult | ordinary))
+    return Vocabulary(re.compile("|".join(stems)), re.compile("|".join(early)), adult, whole, ordinary, longest)
+
+
+def adult_name(host: str) -> str:
+    """Return the adult word that a host holds, or an empty text.
+
+    A label, without the public suffix, is cut at hyphens and digits. A piece counts if adult and ordinary words explain all its
+    letters, with fewer words than ordinary ones alone; or if ordinary words explain all before a long adult word.
+    """
+    words = _vocabulary()
+    domain, _, suffix = urls.names(host)[-1].partition(".")
+    if suffix in SUFFIXES:
+        return suffix
+    name = host.removesuffix(f".{suffix}") if suffix and domain else host
+    for label in NO_LETTERS.split(name):
+        pieces = label.split("-")
+        if pair := next((a + b for a, b in pairwise(pieces) if a + b in words.adult), ""):
+            return pair
+        for piece in pieces:
+            if words.stems.search(piece) and (word := _explained(piece, words)):
+                return word
+    return ""
+
+
+def _explained(piece: str, words: Vocabulary) -> str:
+    """Return the adult word of a piece of a name, or an empty text where the piece is explained without, or not at all."""
+    # Fewest words that explain the letters up to each place: ordinary ones alone; with an adult one, and that word.
+    plain: list[int | None] = [0] + [None] * len(piece)
+    adult: list[tuple[int, str] | None] = [None] * (len(piece) + 1)
+    for stop in range(1, len(piece) + 1):
+        for start in range(max(0, stop - words.longest), stop):
+            word, before, held = piece[start:stop], plain[start], adult[start]
+            ways: list[tuple[int, str]] = []
+            if word in words.ordinary and (stop - start > 1 or not start):
+                if before is not None:
+                    plain[stop] = min(before + 1, plain[stop] or before + 1)
+                if held is not None:
+                    ways.append((held[0] + 1, held[1]))
+            elif word in words.adult and before is not None:
+                ways.append((before + 1, word))
+            if (best := adult[stop]) is not None:
+                ways.append(best)
+            adult[stop] = min(ways, default=None)
+    alone, held = plain[-1], adult[-1]
+    if alone is not None and (held is None or alone <= held[0]):
+        return ""
+    if held is not None:
+        return held[1]
+    return next((match[0] for match in words.early.finditer(piece) if plain[match.start()] is not None), "")

@@ -10,20 +10,27 @@ that `stages/curate/data/grades.tsv` gives 1 of 5 or less. Pages whose HTML does
 text a script fetches. The model behind `quality.min_quality` learned the grades.
 `good_words_lost_TYPES` is the worst recipe's share of the annotated words of TYPES whose page is dropped or whose line is cut, pages that
 give no text included; `good_words_lost_TYPES_RECIPE` each recipe's; `junk_caught_RECIPE` the share of the junk's words that goes.
+`names`: addresses that the words of `url_filter` drop. `url_filter_wrong`: of 1,000 innocent names: hosts of WCXB's pages, names below
+public suffixes (towns of Norway and Japan among them), and pairs of words of 36 books whose letters make an adult word across the gap
+(`vapor` + `nations`). `url_filter_wrong_joined`: of the last kind alone. `url_filter_recall`: of the names in
+`stages/curate/data/adult_domains.txt` that hold an adult word, those that the words find without the list.
 `--write` puts the rows of the recipe `clean` into `flows/report/rule_evidence.tsv`, which the report shows.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from html import unescape
 from pathlib import Path
+from urllib.parse import urlsplit
 
 ROOT = Path(__file__).parents[2]
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -112,7 +119,53 @@ def table(result: Evidence) -> str:
     return "\n".join(lines) + "\n"
 
 
-PARTS: dict[str, Callable[[Path, bool], dict[str, float]]] = {"rules": rules}
+def names(folder: Path, write: bool) -> dict[str, float]:
+    """See the module."""
+    from publicsuffixlist import PublicSuffixList
+
+    from puna.stages.curate import url_filter
+
+    rows = [json.loads(line) for line in curation_articles._unpacked(folder / "web_wcxb_dev/dev_truth.jsonl.zst").splitlines()]
+    hosts = sorted({host for row in rows if (host := urlsplit(row.get("url") or "").hostname)})
+    suffixes = sorted(name for name in PublicSuffixList(only_icann=True)._publicsuffix if name.isascii() and name not in url_filter.SUFFIXES)
+    joined = [f"{name}.org" for name in _joined(folder)]
+    innocent = [*_some(hosts, 300), *_some(joined, 300), *(f"www.{name}" for name in suffixes)]
+    innocent = innocent[:300] + _some(innocent[300:], 700)
+    wrong = [name for name in innocent if url_filter.adult_name(name)]
+    vocabulary = url_filter._vocabulary()
+    listed = [name for name in url_filter._lines(url_filter.LISTS["adult"]) if vocabulary.stems.search(name)]
+    caught = sum(bool(url_filter.adult_name(name)) for name in listed)
+    print(f"names: {len(innocent):,}, dropped: {wrong}; of {len(listed)} adult ones {caught} are dropped", file=sys.stderr)
+    return {
+        "url_filter_wrong": float(len(wrong)), "url_filter_names": float(len(innocent)), "url_filter_recall": caught / len(listed),
+        "url_filter_wrong_joined": sum(bool(url_filter.adult_name(name)) for name in joined) / len(joined),
+    }  # fmt: skip
+
+
+def _some(values: list[str], count: int) -> list[str]:
+    """Return some of the values, chosen by their hash."""
+    return sorted(values, key=lambda value: hashlib.sha256(value.encode()).digest())[:count]
+
+
+def _joined(folder: Path) -> list[str]:
+    """Return pairs of words of the books, joined, with an adult word across the gap that neither word holds and that begins inside the first."""
+    from puna.stages.curate import url_filter
+
+    vocabulary = url_filter._vocabulary()
+    stems = sorted(vocabulary.stems.pattern.split("|"))
+    books = curation_articles._unpacked(folder / "text_books/books36.jsonl.zst").splitlines()
+    counts = Counter(word for line in books for word in set(re.findall("[a-z]{3,}", json.loads(line)["text"])))
+    words = sorted(word for word, count in counts.items() if count >= 6 and word not in vocabulary.whole | vocabulary.adult)
+    pairs: set[str] = set()
+    for stem in stems:
+        for cut in range(1, len(stem)):
+            left = [word for word in words if word.endswith(stem[:cut]) and len(word) > cut and stem not in word]
+            right = [word for word in words if word.startswith(stem[cut:]) and stem not in word]
+            pairs.update(a + b for a in _some(left, 30) for b in _some(right, 10))
+    return sorted(pairs)
+
+
+PARTS: dict[str, Callable[[Path, bool], dict[str, float]]] = {"rules": rules, "names": names}
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from puna.stages.contract import External, execute
 from puna.stages.curate.block_lists import BlockListsConfig, block_lists
-from puna.stages.curate.url_filter import UrlFilterConfig, url_filter
+from puna.stages.curate.url_filter import UrlFilterConfig, adult_name, url_filter
 from puna.stages.urls import names
 from puna.storage import PunaError, Store
 
@@ -53,6 +53,30 @@ def test_lists_words_and_what_only_looks_like_them(tmp_path):
         "file:///folder/page.html": "",
     }
     assert verdicts(tmp_path, list(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "vapor.net", "por.nyu.org", "sussex.cam.ac.uk", "www.pornic.fr", "hotelpornic.fr", "essexcamera.org", "essexcamhs.uk", "siriporn.co.th",
+        "ordinarylivesextraordinarystories.com", "secondhandjobs.com", "bostoncreampie.com", "wix-video.net", "sex-education.org", "10.0.0.1",
+        "vapornation.com", "soupskirts.com", "landladyboys.org", "analysis.example.org",
+    ],
+)  # fmt: skip
+def test_innocent_hosts_hold_no_adult_word(host):
+    """Words are looked for within labels, without the public suffix, and only where ordinary words explain the rest."""
+    assert adult_name(host) == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "word"),
+    [
+        ("freeporn.org", "porn"), ("best-porn69.net", "porn"), ("notpornhub.example.com.au", "porn"), ("teen.pornos.de", "pornos"),
+        ("pornoxyz.com", "porno"), ("granny-sex-videos.org", "sexvideos"), ("quiet.xxx", "xxx"), ("asianshemalexyz.com", "shemale"),
+    ],
+)  # fmt: skip
+def test_adult_hosts_are_found_by_their_words(host, word):
+    assert adult_name(host) == word
 
 
 def test_rules_can_be_switched_off_and_exceptions_made(tmp_path):
