@@ -14,6 +14,12 @@ give no text included; `good_words_lost_TYPES_RECIPE` each recipe's; `junk_caugh
 public suffixes (towns of Norway and Japan among them), and pairs of words of 36 books whose letters make an adult word across the gap
 (`vapor` + `nations`). `url_filter_wrong_joined`: of the last kind alone. `url_filter_recall`: of the names in
 `stages/curate/data/adult_domains.txt` that hold an adult word, those that the words find without the list.
+`languages` (`FOLDER/languages`): `languages_lost_whole`, of the 75 languages of Lingua (`languages_judged`, in NTREX's news and the Universal
+Declaration) those of which `clean` keeps no document; `languages_lost_whole_all` of all languages there. `law_bound_languages`: languages that have both, with a list of stop words; `law_bound_lost_whole`: those whose
+news would all go by a bound on stop words that is counted from the Declaration alone. Where there is no news, that rule abstains.
+`harm` (`toxicity/davidson_labeled_data.csv.zst`, 24,783 tweets by three annotators each): AUC of `dirty_word_ratio`, chance .5, of hate and
+of offence against neither. No set at hand has violence or self-harm, and none tells hate that did not train a model which could be kept:
+Puna judges neither, and `harm_categories_judged` is 1, sexual words.
 `--write` puts the rows of the recipe `clean` into `flows/report/rule_evidence.tsv`, which the report shows.
 """
 
@@ -48,6 +54,10 @@ TYPES = {"articles": "article", "documentation": "documentation", "forums": "for
 TAG = re.compile("<[^<>]*>")
 JUNK = 1
 """Highest grade of a text that is junk."""
+LINGUA = (
+    "af sq ar hy az eu be bn no bs bg ca zh hr cs da nl en eo et fi fr lg ka de el gu he hi hu is id ga it ja kk ko la lv lt mk ms mi mr mn "
+    "nn fa pl pt pa ro ru sr sn sk sl so st es sw sv tl ta te th ts tn tr uk ur vi cy xh yo zu"
+)
 TABLE = ROOT / "flows/report/rule_evidence.tsv"
 
 
@@ -165,7 +175,59 @@ def _joined(folder: Path) -> list[str]:
     return sorted(pairs)
 
 
-PARTS: dict[str, Callable[[Path, bool], dict[str, float]]] = {"rules": rules, "names": names}
+def languages(folder: Path, write: bool) -> dict[str, float]:
+    """See the module."""
+    os.environ["PUNA_LANGUAGES_DATA"] = str(folder / "languages")
+    import language_table
+    from languages import code_of, ntrex_documents, udhr_documents
+
+    from puna.flows.cli.fairness import Labelled, fairness
+    from puna.models.languages.scripts import script
+
+    news: dict[tuple[str, str | None], list[str]] = {}
+    law: dict[tuple[str, str | None], list[str]] = {}
+    for name, text in ntrex_documents():
+        news.setdefault((code_of(name), script(text)), []).append(text)
+    for name, _, _, text in udhr_documents():
+        law.setdefault((code_of(name), script(text)), []).append(text)
+    documents = [Labelled(key[0], text) for texts in (news, law) for key, own in texts.items() for text in own]
+    judged = fairness(documents, changes=["select.language={}"])
+    kept = {row["language"]: row["kept"] for row in judged.rows}
+    asked = LINGUA.split()
+    lost = bounds = 0
+    for key in sorted(news.keys() & law.keys(), key=str):
+        if len(words := language_table.stop_words([language_table.passages(law[key])], [])) >= language_table.FEWEST:
+            bound, bounds = language_table.share_factor(law[key], words), bounds + 1
+            lost += max(2 * language_table.share_factor([text], words) for text in news[key]) < bound
+    return {
+        "languages_judged": float(len(asked)), "languages_lost_whole": float(sum(kept[name] == 0 for name in asked)),
+        "languages_judged_all": judged.figures["languages"], "languages_lost_whole_all": judged.figures["languages_at_zero"],
+        "law_bound_languages": float(bounds), "law_bound_lost_whole": float(lost),
+    }  # fmt: skip
+
+
+def harm(folder: Path, write: bool) -> dict[str, float]:
+    """See the module."""
+    import csv
+
+    import numpy as np
+    import pyarrow as pa
+    from quality import auc
+
+    from puna.stages.curate.signals.measure import measure
+
+    content = curation_articles._unpacked(folder / "toxicity/davidson_labeled_data.csv.zst").decode()
+    rows = list(csv.DictReader(content.splitlines(keepends=True)))
+    ratio = measure(pa.chunked_array([pa.array([row["tweet"] for row in rows], pa.large_string())]), 5, 0.5).values["dirty_word_ratio"]
+    labels = np.array([int(row["class"]) for row in rows])
+    figures = {"harm_categories_judged": 1.0}
+    for name, label in (("hate", 0), ("offence", 1)):
+        chosen = (labels == label) | (labels == 2)
+        figures[f"{name}_auc_sexual_words"] = auc(np.nan_to_num(np.asarray(ratio)[chosen]), labels[chosen] == label)
+    return figures
+
+
+PARTS: dict[str, Callable[[Path, bool], dict[str, float]]] = {"rules": rules, "names": names, "languages": languages, "harm": harm}
 
 
 def main() -> None:
