@@ -37,6 +37,8 @@ from puna.storage import Artifact, Identity, PunaError, Store, database, runs
 from puna.storage.explain import against
 
 ROOT = Path(__file__).resolve().parents[2]
+COMPILES = {"extract": 70, "heuristics": 52}
+"""Stage → CPU seconds that compiling its loops takes, on a processor that never did."""
 
 
 StepRunner = Callable[[Stage, StageConfig, Mapping[str, list[Artifact]], str, Callable[[str], Outcome]], Outcome]
@@ -86,6 +88,8 @@ class Session:
     def _perform(
         self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str, inputs: dict[str, list[Artifact]], task: str | None
     ) -> Outcome:
+        uncompiled = _uncompiled(stage)
+
         def started(identity: Identity) -> None:
             suspects = self.store.suspects()
             marked = [(one, "it is read all the same") for items in inputs.values() for one in items if one.key in suspects]
@@ -99,6 +103,8 @@ class Session:
                     self.reporter.log(line, logging.WARNING)
                 why = against(self.store, identity, step)
                 self.console.started(step, why)
+                if uncompiled is not None:
+                    self.console.say(f"{step}: compiling the loops of {stage.name}, once: about {COMPILES[stage.name]} s of one core")
                 if why:
                     self.reporter.log(f"{step} runs again: {'; '.join(map(str, why[:3]))}")
 
@@ -113,6 +119,8 @@ class Session:
                 self.reporter.broken(notice, error)
             raise
         artifact = outcome.artifact
+        if uncompiled is not None and not outcome.reused and artifact.rows():
+            uncompiled.touch()
         with self._lock:
             self.store.record(self.run, runs.Made(step, stage.name, artifact.kind, artifact.key, outcome.reused, outcome.seconds).event())
             self.outcomes.append((step, outcome))
@@ -200,6 +208,19 @@ def session(
                 engine.shutdown(cancel_futures=True)
             listening.close()
             reporter.end(*ending, report=page)
+
+
+def _uncompiled(stage: Stage) -> Path | None:
+    """Return the mark that this processor's compiled loops of a stage are on disk, if it is not there."""
+    if stage.name not in COMPILES:
+        return None
+    from llvmlite.binding import get_host_cpu_name
+
+    from puna.kernels.cpu import numba_cache
+
+    digest = numba_cache.source_digest(stage.function.__module__)[:16]
+    mark = numba_cache.folder(numba_cache.ROOT) / f"{stage.name}-{get_host_cpu_name()}-{digest}.compiled"
+    return None if mark.exists() else mark
 
 
 @contextlib.contextmanager

@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from puna.flows.engine.session import session
 from puna.flows.report import place, write
+from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.prompts.prompts import PromptsConfig, Task, prompts
 from puna.storage import PunaError, Store
 
@@ -51,6 +54,22 @@ def test_the_page_of_a_run_that_made_something_is_written_by_a_worker(tmp_path: 
     assert content.startswith(b"<!doctype html>") and now.run.encode() in content
 
 
+def test_the_first_run_on_a_processor_says_what_it_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("puna.kernels.cpu.numba_cache.folder", lambda root: tmp_path)
+    store = Store.open(tmp_path / "store")
+    row = {"id": "a", "url": "https://example.org", "fetched_at": datetime(2024, 1, 1, tzinfo=UTC), "source": "web", "title": None, "text": "x"}
+    documents = store.import_table("documents", pa.Table.from_pylist([row]))
+    messages = []
+    for number in (2, 3):
+        with session(store, flow="curate", workers=1) as now:
+            now.perform(heuristics, HeuristicsConfig(coverage_n=number), {"documents": documents}, "heuristics")
+        told = capsys.readouterr()
+        messages.append((told.out + told.err).count("heuristics: compiling the loops of heuristics, once: about 52 s"))
+    assert messages == [1, 0]
+
+
 def test_a_step_that_fails_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     words = [sys.executable, "-m", "puna.flows.cli.main", "run", "ingest", "--store", str(tmp_path / "store"), "--input", str(tmp_path / "empty.jsonl")]
@@ -69,6 +88,7 @@ def test_a_step_that_fails_is_named(tmp_path: Path) -> None:
 
 WAITING = """
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from puna.flows.report import write
 from puna.flows.engine.session import session
