@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from puna.kernels.cpu.lazy import triton_jit
 from puna.kernels.operators import operator, wide
@@ -49,9 +50,7 @@ def adamw_reference(
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:
-    norms = torch._foreach_norm([g.to(wide(g.dtype)) for g in gradients])
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return total
+    return get_total_norm([g.to(wide(g.dtype)) for g in gradients])
 
 
 def _adamw(
@@ -74,7 +73,10 @@ def _fused_on_cpu(
     parameters: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor],
     factor: Tensor | None, step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    """torch's one pass over all four tensors, piece by piece, so that clipping costs no pass of its own."""
+    """torch's one pass over all four tensors, piece by piece, so that clipping costs no pass of its own.
+
+    By its private name: the public `adamw` sorts its tensors by device and type in each call, which costs more than a piece does.
+    """
     clips, count = factor is not None and float(factor) != 1.0, torch.tensor(float(step))
     for tensors in zip(parameters, gradients, first, second, strict=True):
         for p, g, m, v in zip(*(t.view(-1).split(CPU_CHUNK) for t in tensors), strict=True):

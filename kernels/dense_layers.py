@@ -6,8 +6,7 @@ columns; (4) the down projection with the residual. The loops call the same row 
 bits of an exact pass (`exact.py`), and there is no second copy of the weights. Projections may be in INT8 with a scale for each
 output; products are then in INT8 too, with the bits of `quantized_linear`.
 
-A loop gets a step's numbers and addresses as a record `Step`, those of the layers as records `LAYER`. An address is in bytes; 0 stands
-for a missing weight.
+A loop gets a step's numbers and addresses as a record `Step`, those of the layers as records `LAYER`.
 
 Shapes: N tokens, D model width, F feed-forward width, H query heads, G key-value heads, R = H / G, K head width.
 """
@@ -23,17 +22,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import has_numba, strict_jit
+from puna.kernels.cpu.lazy import Address, has_numba, strict_jit
 from puna.kernels.cpu.loops import parts, run_rows
 from puna.kernels.kv_append import append_head
 from puna.kernels.linear import PANEL, products
-from puna.kernels.paged_attention import PAGE, PagedPlan, attend_head, places
+from puna.kernels.paged_attention import PAGE, Arrays, PagedPlan, attend_head, places
 from puna.kernels.rms_norm import norm_row
 from puna.kernels.rope import rotate_head
 from puna.kernels.swiglu import swiglu_row
 
 if has_numba():
     from puna.kernels.cpu.int8_products import AVAILABLE, products8, quantize_row, row_bytes
+    from puna.kernels.cpu.int8_products import STEP as STEP_BYTES
     from puna.kernels.cpu.vectors import LANES, add, load_first, store_first
 
 NUMERICS = {"DenseLayer": 2, "DenseLayers": 2}
@@ -88,26 +88,27 @@ class Step(NamedTuple):
     K: int
     eps: float
     scale: float
-    x: int
-    cos: int
-    sin: int
+    x: Address
+    cos: Address
+    sin: Address
     small_part: int
-    small: int
-    normed: int
-    kv: int
-    q: int
-    seen: int
-    inner: int
-    panel: int
+    small: Address
+    normed: Address
+    kv: Address
+    q: Address
+    seen: Address
+    inner: Address
+    panel: Address
 
 
 STEP = np.dtype([(name, np.float64 if kind is float else np.int64) for name, kind in get_type_hints(Step).items()])
 Records = npt.NDArray[np.void]
-Arrays = tuple[Any, ...]
 
 
 @strict_jit
-def _multiply(T: int, N: int, D: int, first: int, x: int, x8: int, w: int, scales: int, sums: int, y: int, y_row: int) -> None:
+def _multiply(
+    T: int, N: int, D: int, first: int, x: Address, x8: Address, w: Address, scales: Address, sums: Address, y: Address, y_row: int
+) -> None:
     """y [T, N] = x w^T for the outputs from `first` on, in INT8 where there are scales: x8 is x by `quantize_row`."""
     if scales:
         products8(T, N, D, x8, w + first * D, scales + 4 * first, sums + 4 * first, y, y_row)
@@ -116,20 +117,19 @@ def _multiply(T: int, N: int, D: int, first: int, x: int, x8: int, w: int, scale
 
 
 @strict_jit
-def _to_int8(T: int, D: int, x: int, to: int) -> None:
-    row = (D + 63) // 64 * 64 + 4 * LANES
+def _to_int8(T: int, D: int, x: Address, to: Address) -> None:
     for t in range(T):
-        quantize_row(D, x + 4 * t * D, to + t * row)
+        quantize_row(D, x + 4 * t * D, to + t * ((D + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES + 4 * LANES))
 
 
 @strict_jit
-def _add_row(width: int, to: int, other: int) -> None:
+def _add_row(width: int, to: Address, other: Address) -> None:
     for i in range(0, width, LANES):
         store_first(to + 4 * i, add(load_first(to + 4 * i, width - i), load_first(other + 4 * i, width - i)), width - i)
 
 
 @strict_jit
-def _finish_head(K: int, x: int, bias: int, norm: int, eps: float, cos: int, sin: int) -> None:
+def _finish_head(K: int, x: Address, bias: Address, norm: Address, eps: float, cos: Address, sin: Address) -> None:
     """Add the bias, normalise and rotate one query or key, in place."""
     if bias:
         _add_row(K, x, bias)
@@ -175,7 +175,9 @@ def _attention_loop(part: int, start: int, stop: int, number: int, step: Any, la
 
 
 @strict_jit
-def _add_product(part: int, start: int, stop: int, s: Any, inputs: int, a: int, w: int, scale: int, sums: int, bias: int) -> None:
+def _add_product(
+    part: int, start: int, stop: int, s: Any, inputs: int, a: Address, w: Address, scale: Address, sums: Address, bias: Address
+) -> None:
     """Compute the panels start .. stop - 1 of x += a w^T + bias."""
     N, outputs, a8 = s.N, s.D, s.small + part * s.small_part
     if scale:
@@ -223,7 +225,7 @@ def _swiglu_loop(part: int, start: int, stop: int, number: int, step: Any, layer
 
 
 @strict_jit
-def _norm_loop(part: int, start: int, stop: int, D: int, x: int, norm: int, eps: float) -> None:
+def _norm_loop(part: int, start: int, stop: int, D: int, x: Address, norm: Address, eps: float) -> None:
     for n in range(start, stop):
         norm_row(D, x + 4 * n * D, 0, norm, eps, 0, x + 4 * n * D)
 
@@ -269,8 +271,8 @@ class DenseLayers:
         self._room: dict[str, Tensor] = {}
         self._pages: Sequence[tuple[Tensor, Tensor]] | None = None
 
-    def _space(self, **sizes: int) -> dict[str, int]:
-        """Return addresses of scratch memory for so many fp32 numbers."""
+    def _space(self, **sizes: int) -> dict[str, Address]:
+        """Return scratch memory for so many fp32 numbers."""
         for name, size in sizes.items():
             if name not in self._room or self._room[name].numel() < size:
                 self._room[name] = torch.empty(size)

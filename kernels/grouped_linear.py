@@ -126,7 +126,7 @@ def _library(left: Tensor, right: Tensor, offsets_E1: Tensor) -> Tensor:
 
     Groups may have any number of rows, as the axis that they cut is never the contiguous one of a factor.
     """
-    return torch._grouped_mm(left, right, offs=offsets_E1[1:].to(torch.int32))
+    return torch.nn.functional.grouped_mm(left, right, offs=offsets_E1[1:].to(torch.int32))
 
 
 def _library_takes(*factors: Tensor) -> bool:

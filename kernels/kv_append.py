@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import has_numba, strict_jit, triton_jit
+from puna.kernels.cpu.lazy import Address, has_numba, strict_jit, triton_jit
 from puna.kernels.cpu.loops import run_rows
 from puna.kernels.operators import uses_triton
 from puna.kernels.paged_attention import PAGE, paged_for_loops, places
@@ -36,8 +36,8 @@ def kv_append_reference(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Te
 
 
 @strict_jit
-def append_head(place: Any, K: Any, V: Any, k_pages: Any, v_pages: Any, k: Any, v: Any) -> None:
-    """Write one head's key and value of one token, by address, into the head's pages of `new_pages`."""
+def append_head(place: int, K: int, V: int, k_pages: Address, v_pages: Address, k: Address, v: Address) -> None:
+    """Write one head's key and value of one token into the head's pages of `new_pages`."""
     at, row, lanes = place // PAGE, place % PAGE, (V + PAGE - 1) // PAGE * PAGE
     to, new = carray(pointer(k_pages + 4 * at * K * PAGE), (K, PAGE)), carray(pointer(k), (K,))
     for c in range(K):
@@ -48,8 +48,9 @@ def append_head(place: Any, K: Any, V: Any, k_pages: Any, v_pages: Any, k: Any, 
 
 @strict_jit
 def _append_loop(
-    part: Any, start: Any, stop: Any, G: Any, K: Any, V: Any, k_pages: Any, v_pages: Any, k_head: Any, v_head: Any, k: Any, v: Any, to: Any
-) -> None:
+    part: int, start: int, stop: int, G: int, K: int, V: int, k_pages: Address, v_pages: Address, k_head: int, v_head: int, k: Address,
+    v: Address, to: Any,
+) -> None:  # fmt: skip
     for n in range(start, stop):
         for g in range(G):
             append_head(to[n], K, V, k_pages + g * k_head, v_pages + g * v_head, k + 4 * (n * G + g) * K, v + 4 * (n * G + g) * V)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from puna.kernels.cpu.lazy import has_numba, strict_jit
+from puna.kernels.cpu.lazy import Address, has_numba, strict_jit
 from puna.kernels.cpu.loops import run_rows
 from puna.kernels.exact import exact
 from puna.kernels.operators import alone
@@ -40,22 +40,14 @@ def linear_reference(x: Tensor, w_ND: Tensor) -> Tensor:
 
 
 @cache
-def _onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def _by_onednn(x_TD: Tensor, w_ND: Tensor) -> Tensor:
-    y_TN: Tensor = torch.ops.mkldnn._linear_pointwise(x_TD, w_ND, None, "none", [], "")
-    return y_TN
-
-
-def _by_blas(x_TD: Tensor, w_ND: Tensor) -> Tensor:
-    return x_TD @ w_ND.T
+def _onednn() -> Any:
+    """Return oneDNN's product of dense fp32 tensors, or None: torch has it under a private name alone, and sends its own to BLAS."""
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 
 
 @strict_jit
-def products(T: Any, N: Any, D: Any, x: Any, x_row: Any, w: Any, y: Any, y_row: Any) -> None:
-    """Compute y [T, N] = x [T, D] times w [N, D] transposed, by address. Rows of x and y lie x_row and y_row bytes apart, w is dense.
+def products(T: int, N: int, D: int, x: Address, x_row: int, w: Address, y: Address, y_row: int) -> None:
+    """Compute y [T, N] = x [T, D] times w [N, D] transposed. Rows of x and y lie x_row and y_row bytes apart, w is dense.
 
     Rows of x that take turns at a panel of w each ask for a part of the next, so that it comes while this one is multiplied.
     """
@@ -88,8 +80,8 @@ def products(T: Any, N: Any, D: Any, x: Any, x_row: Any, w: Any, y: Any, y_row: 
 
 
 @strict_jit
-def _linear_loop(part: Any, start: Any, stop: Any, T: Any, N: Any, D: Any, x: Any, w: Any, y: Any) -> None:
-    """Compute the panels start .. stop - 1 of x w^T, by address."""
+def _linear_loop(part: int, start: int, stop: int, T: int, N: int, D: int, x: Address, w: Address, y: Address) -> None:
+    """Compute the panels start .. stop - 1 of x w^T."""
     first = start * PANEL
     products(T, min(stop * PANEL, N) - first, D, x, 4 * D, w + 4 * first * D, y + 4 * first, 4 * N)
 
@@ -112,9 +104,9 @@ def product(x_TD: Tensor, w_ND: Tensor) -> Tensor:
     if looped(x_TD, w_ND):
         return _by_loop(x_TD, w_ND)
     large = x_TD.shape[0] * w_ND.shape[0] >= ONEDNN_OUTPUTS
-    if large and x_TD.dtype == torch.float32 and x_TD.device.type == "cpu" and _onednn():
-        return _by_onednn(x_TD, w_ND)
-    return _by_blas(x_TD, w_ND)
+    if large and x_TD.dtype == torch.float32 and x_TD.device.type == "cpu" and (onednn := _onednn()) is not None:
+        return onednn(x_TD, w_ND, None, "none", [], "")  # type: ignore[no-any-return]
+    return x_TD @ w_ND.T
 
 
 class _Linear(torch.autograd.Function):

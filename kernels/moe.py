@@ -170,14 +170,6 @@ def _sum_triton(rows_ND: Tensor, weight_Tk: Tensor | None, place_N: Tensor, k: i
     return out_TD
 
 
-def _dispatch_backward_triton(dy_ND: Tensor, place_N: Tensor, k: int) -> Tensor:
-    return _sum_triton(dy_ND, None, place_N, k)
-
-
-def _combine_triton(y_ND: Tensor, weight_Tk: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
-    return _sum_triton(y_ND, weight_Tk, place_N, weight_Tk.shape[1])
-
-
 def _combine_backward_triton(
     dy_TD: Tensor, y_ND: Tensor, weight_Tk: Tensor, order_N: Tensor, place_N: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -207,11 +199,13 @@ _dispatch_rows = operator(
 )  # fmt: skip
 _dispatch_gradient = operator(
     "moe_dispatch_backward(Tensor dy, Tensor place, int k) -> Tensor",
-    _dispatch_backward, _dispatch_backward_triton, lambda dy, place, k: dy.new_empty(place.shape[0] // k, dy.shape[1]),
+    _dispatch_backward, lambda dy, place, k: _sum_triton(dy, None, place, k),
+    lambda dy, place, k: dy.new_empty(place.shape[0] // k, dy.shape[1]),
 )  # fmt: skip
 _combine_rows = operator(
     "moe_combine(Tensor y, Tensor weight, Tensor order, Tensor place) -> Tensor",
-    _combine, _combine_triton, lambda y, weight, order, place: y.new_empty(weight.shape[0], y.shape[1]),
+    _combine, lambda y, weight, order, place: _sum_triton(y, weight, place, weight.shape[1]),
+    lambda y, weight, order, place: y.new_empty(weight.shape[0], y.shape[1]),
 )  # fmt: skip
 _combine_gradients = operator(
     "moe_combine_backward(Tensor dy, Tensor y, Tensor weight, Tensor order, Tensor place) -> (Tensor, Tensor)",

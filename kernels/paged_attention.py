@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from puna.kernels import paged_attention_triton as blocks
-from puna.kernels.cpu.lazy import has_numba, strict_jit
+from puna.kernels.cpu.lazy import Address, has_numba, strict_jit
 from puna.kernels.cpu.loops import run_rows
 from puna.kernels.operators import uses_triton, wide
 
@@ -53,6 +53,9 @@ TILE = 16  # neighbouring queries that are computed together
 KEPT = 8  # pages of values that stay in the first cache while a tile's queries take turns at them
 SPARE = 8  # numbers behind a list of pages that may be read and are not used
 SPLIT = 1024  # tokens of one piece on a GPU
+Shape = tuple[int, int, int, int]
+"""G, R, K and V of an attention."""
+Arrays = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +81,7 @@ class PagedPlan:
             raise ValueError(f"positions lie in 0 to {PAGE * self.tables.shape[1] - 1}, where the tables have pages of {PAGE}")
 
     @cached_property
-    def arrays(self) -> tuple[Any, ...]:
+    def arrays(self) -> Arrays:
         """Return the loops' arrays: tables [B W], W, sequences, positions, and stretches [stretches, 4] of (first query, end, first page,
         end) with where those of each tile of queries begin. A tile is cut like the tree of its paths: its queries' common pages, then
         those of neighbours that go on together."""
@@ -160,7 +163,7 @@ def paged_attention_reference(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, pla
 
 
 @strict_jit
-def _stretches(tables: Any, W: Any, sequence: Any, position: Any, stretches: Any, begins: Any) -> None:
+def _stretches(tables: Any, W: int, sequence: Any, position: Any, stretches: Any, begins: Any) -> None:
     """Fill `stretches` and `begins`, see `PagedPlan.arrays`."""
     common, stack, count = np.empty(TILE, np.int32), np.empty((2 * TILE, 3), np.int32), 0
     for tile in range(len(begins) - 1):
@@ -192,8 +195,8 @@ def _stretches(tables: Any, W: Any, sequence: Any, position: Any, stretches: Any
 
 
 @strict_jit
-def _scores(M: Any, K: Any, a: Any, table: Any, length: Any, pages: Any, out: Any, wide: Any) -> None:
-    """Compute the scores of M queries with the keys of a table's pages, by address."""
+def _scores(M: int, K: int, a: Address, table: Address, length: int, pages: Address, out: Address, wide: int) -> None:
+    """Compute the scores of M queries with the keys of a table's pages, in rows of `wide` bytes."""
     size, j = 4 * K * PAGE, 0
     many = tiles.TALL_WIDTH if M >= tiles.TALL else tiles.FEW_WIDTH
     while j < length:
@@ -210,8 +213,8 @@ def _scores(M: Any, K: Any, a: Any, table: Any, length: Any, pages: Any, out: An
 
 
 @strict_jit
-def _values(M: Any, lanes: Any, p: Any, wide: Any, table: Any, length: Any, pages: Any, out: Any) -> None:
-    """Add the values of a table's pages, weighted by M rows of p, to M sums at `out`, by address."""
+def _values(M: int, lanes: int, p: Address, wide: int, table: Address, length: int, pages: Address, out: Address) -> None:
+    """Add the values of a table's pages, weighted by M rows of p, to M sums at `out`."""
     size, many = 4 * PAGE * lanes, PAGE * (tiles.TALL_WIDTH if M >= tiles.TALL else tiles.FEW_WIDTH)
     for j in range(0, length, KEPT):
         at, some, row, d = table + 4 * j, min(KEPT, length - j), p + 4 * PAGE * j, 0
@@ -229,7 +232,7 @@ def _values(M: Any, lanes: Any, p: Any, wide: Any, table: Any, length: Any, page
 
 
 @strict_jit
-def _powers(row: Any, low: Any, begin: Any, length: Any, scale: Any) -> Any:
+def _powers(row: Address, low: int, begin: int, length: int, scale: float) -> Any:
     """Turn scores begin .. length - 1 at address `row` into e^((score - largest) scale), the rest of their pages from `low` on into 0.
     Returns their sum."""
     none, zero, whole = np.float32(-np.inf), np.float32(0), length // PAGE * PAGE
@@ -260,13 +263,13 @@ def _powers(row: Any, low: Any, begin: Any, length: Any, scale: Any) -> Any:
 
 @strict_jit
 def attend_head(
-    g: int, tile: int, shape: tuple[int, int, int, int], q: int, k: int, v: int, plan: tuple[Any, ...], window: int, scale: float,
-    walk: Any, packed: int, scores: int, wide: int, out: int,
+    g: int, tile: int, shape: Shape, q: Address, k: Address, v: Address, plan: Arrays, window: int, scale: float,
+    walk: Any, packed: Address, scores: Address, wide: int, out: Address,
 ) -> None:  # fmt: skip
     """Compute a tile of queries of key-value head g: scores by page, powers by row, sums of values by page.
 
-    `shape` is (G, R, K, V), `plan` `PagedPlan.arrays`. q, k, v, packed, scores and out are addresses: k and v of the head's own pages,
-    `packed` of room for a tile's queries and sums of values, `scores` of rows of `wide` bytes. `walk` gets the tile's pages in reading
+    `plan`: `PagedPlan.arrays`. k and v are the head's own pages,
+    `packed` room for a tile's queries and sums of values, `scores` rows of `wide` bytes. `walk` gets the tile's pages in reading
     order. Every page is multiplied whole; a token that a query does not see counts as an exact zero. So the order of operations for a
     query depends on its position and its path alone.
     """
@@ -313,8 +316,8 @@ def attend_head(
 
 @strict_jit
 def _attend_loop(
-    part: int, start: int, stop: int, shape: tuple[int, int, int, int], q: int, pages: tuple[int, int, int, int], plan: tuple[Any, ...],
-    window: int, scale: float, room: tuple[Any, ...], out: int,
+    part: int, start: int, stop: int, shape: Shape, q: Address, pages: tuple[Address, Address, int, int], plan: Arrays, window: int,
+    scale: float, room: Arrays, out: Address,
 ) -> None:  # fmt: skip
     """Compute items start .. stop - 1: an item is a key-value head of a tile of queries. `pages`: see `places`."""
     (walk, packed, scores), (k, v, k_head, v_head), G = room, pages, shape[0]
@@ -332,7 +335,7 @@ def paged_for_loops(k_PSGK: Tensor, v_PSGV: Tensor) -> bool:
     return ours and k_PSGK.dtype == v_PSGV.dtype == torch.float32 and k_PSGK.is_cpu and has_numba()
 
 
-def places(k_PSGK: Tensor, v_PSGV: Tensor) -> tuple[int, int, int, int]:
+def places(k_PSGK: Tensor, v_PSGV: Tensor) -> tuple[Address, Address, int, int]:
     """Return the pages' addresses for the loops: of keys and of values, and the bytes between two heads of each."""
     return k_PSGK.data_ptr(), v_PSGV.data_ptr(), 4 * k_PSGK.stride(2), 4 * v_PSGV.stride(2)
 

@@ -22,6 +22,22 @@ LOG2_E = math.log2(math.e)
 
 
 @triton_jit
+def _rows(x, column, inside, width):  # type: ignore[no-untyped-def]
+    """Rows at some addresses; zero outside and beyond the width."""
+    return tl.load(x[:, None] + column[None, :], inside[:, None] & (column[None, :] < width), 0.0)
+
+
+@triton_jit
+def softmax_step(s, peak, total):  # type: ignore[no-untyped-def]
+    """Scores of more keys in a running softmax: their powers, the decay of all before them, the new sum and the new peak."""
+    higher = tl.maximum(peak, tl.max(s, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # where a query has seen no token so far
+    p = tl.exp2(s - base[:, None])
+    decay = tl.exp2(peak - base)
+    return p, decay, total * decay + tl.sum(p, 1), higher
+
+
+@triton_jit
 def _piece_kernel(  # type: ignore[no-untyped-def]
     q, k, v, items, tables, positions, partial, logs, scale, window, width,
     q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head,
@@ -46,13 +62,12 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
     head = group * R + row % R
     column = tl.arange(0, BLOCK)
     wide = tl.arange(0, BLOCK_V)
-    at = q + (first + query)[:, None].to(tl.int64) * q_token + head[:, None] * q_head + column[None, :]
+    q += (first + query).to(tl.int64) * q_token + head * q_head
     FIRST: tl.constexpr = V if TAIL else K
-    q_MK = tl.load(at, inside[:, None] & (column[None, :] < FIRST), 0.0)
+    q_MK = _rows(q, column, inside, FIRST)
     if TAIL:
         tail = tl.arange(0, TAIL)
-        at = q + (first + query)[:, None].to(tl.int64) * q_token + head[:, None] * q_head + V + tail[None, :]
-        q_MT = tl.load(at, inside[:, None] & (tail[None, :] < K - V), 0.0)
+        q_MT = _rows(q + V, tail, inside, K - V)
     position = tl.load(positions + first + query, inside, 0)
     k += group * k_head
     v += group * v_head
@@ -62,27 +77,20 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
     for begin in range(start, stop, N):
         n = begin + tl.arange(0, N)
         page = tl.load(tables + n // S, n < stop, 0).to(tl.int64)
-        there = (n < stop)[:, None]
-        key = k + (page * k_page + (n % S) * k_token)[:, None]
-        k_NK = tl.load(key + column[None, :], there & (column[None, :] < FIRST), 0.0)
+        key = k + page * k_page + (n % S) * k_token
+        k_NK = _rows(key, column, n < stop, FIRST)
         s = tl.dot(q_MK, tl.trans(k_NK), input_precision=PRECISION)
         if TAIL:
-            k_NT = tl.load(key + V + tail[None, :], there & (tail[None, :] < K - V), 0.0)
-            s = tl.dot(q_MT, tl.trans(k_NT), s, input_precision=PRECISION)
+            s = tl.dot(q_MT, tl.trans(_rows(key + V, tail, n < stop, K - V)), s, input_precision=PRECISION)
         s *= scale
         seen = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window) & (n < stop)[None, :]
         s = tl.where(seen, s, float("-inf"))
-        higher = tl.maximum(peak, tl.max(s, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # where a query has seen no token so far
-        p = tl.exp2(s - base[:, None])
-        decay = tl.exp2(peak - base)
-        total = total * decay + tl.sum(p, 1)
+        p, decay, total, peak = softmax_step(s, peak, total)
         if TAIL:  # noqa: SIM108 - the branch that is not taken is not compiled
             v_NV = k_NK
         else:
-            v_NV = tl.load(v + (page * v_page + (n % S) * v_token)[:, None] + wide[None, :], there & (wide[None, :] < V), 0.0)
+            v_NV = _rows(v + page * v_page + (n % S) * v_token, wide, n < stop, V)
         acc = tl.dot(p.to(v_NV.dtype), v_NV, acc * decay[:, None], input_precision=PRECISION)
-        peak = higher
     place = (slot + query).to(tl.int64) * H + head
     whole = tl.where(total == 0.0, 1.0, total)
     tl.store(partial + place[:, None] * V + wide[None, :], acc / whole[:, None], inside[:, None] & (wide[None, :] < V))

@@ -13,20 +13,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from puna.kernels.configurations import capability, configuration
-from puna.kernels.cpu.lazy import has_numba, strict_jit, triton_jit
+from puna.kernels.cpu.lazy import Address, has_numba, strict_jit, triton_jit
 from puna.kernels.cpu.loops import run_rows
 from puna.kernels.linear import product
-from puna.kernels.operators import differentiable, operator, wide
+from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from puna.kernels.cpu.vectors import LANES, add, carray, fill, higher, load_first, minus, peak, pointer, times, total
+    from puna.kernels.cpu.int8_products import quantize_row, row_bytes
 
 NUMERICS = {"quantize_rows": 1, "low_precision_linear": 1, "quantized_linear": 1}
 
@@ -56,29 +56,18 @@ def low_precision_linear_reference(x_TD: Tensor, w_ND: Tensor, kind: Kind) -> Te
 
 
 @strict_jit
-def _quantize_strictly(part: Any, start: Any, stop: Any, D: Any, x: Any, q: Any, scales: Any) -> None:
-    """Quantise rows start .. stop - 1 at address `x` to INT8: `q` [T, D], `scales` [T]."""
+def _quantize_loop(part: int, start: int, stop: int, D: int, x: Address, rows: Address, size: int) -> None:
     for t in range(start, stop):
-        at = x + 4 * t * D
-        peaks, zeros = fill(np.float32(LEAST)), fill(np.float32(0))  # of zeros: no number where one is not finite
-        for d in range(0, D, LANES):
-            row = load_first(at + 4 * d, D - d)
-            peaks = higher(higher(row, minus(fill(np.float32(0)), row)), peaks)
-            zeros = add(zeros, times(row, fill(np.float32(0))))
-        top, numbers = peak(peaks), carray(pointer(at), (D,))
-        finite = total(zeros) == np.float32(0)
-        scales[t] = top / np.float32(127) if finite else np.float32(np.nan)
-        inverse = np.float32(127) / top if finite else np.float32(0)
-        for d in range(D):
-            q[t, d] = np.int8(np.rint(numbers[d] * inverse)) if finite else np.int8(0)
+        quantize_row(D, x + 4 * t * D, rows + t * size)
 
 
 def _quantize(x_TD: Tensor, columns: Tensor | None, fp8: bool) -> tuple[Tensor, Tensor]:
-    if not fp8 and columns is None and x_TD.dtype == torch.float32 and x_TD.is_cpu and x_TD.is_contiguous() and has_numba():
-        T, D = x_TD.shape
-        q_TD, scale_T = torch.empty(T, D, dtype=torch.int8), torch.empty(T)
-        run_rows(_quantize_strictly, T, D, D, x_TD.data_ptr(), q_TD.numpy(), scale_T.numpy())
-        return q_TD, scale_T
+    if not fp8 and columns is None and fused_on_cpu(x_TD):
+        (T, D), size = x_TD.shape, row_bytes(x_TD.shape[1])
+        rows = torch.empty(T, size, dtype=torch.uint8)
+        run_rows(_quantize_loop, T, D, D, x_TD.data_ptr(), rows.data_ptr(), size)
+        # The bytes are q + 128, whose highest bit is turned; the row's scale stands behind them.
+        return (rows[:, :D] ^ 128).view(torch.int8), rows.view(torch.float32)[:, -1].clone()
     x_TD = x_TD.to(wide(x_TD.dtype))
     return quantize_rows_reference(x_TD if columns is None else x_TD * columns, "fp8" if fp8 else "int8")
 
@@ -86,7 +75,7 @@ def _quantize(x_TD: Tensor, columns: Tensor | None, fp8: bool) -> tuple[Tensor, 
 def _product(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor, dtype: torch.dtype) -> Tensor:
     high = wide(a_T.dtype)
     if a_TD.dtype == torch.int8 and a_TD.device.type == "cpu":
-        sums_TN = torch._int_mm(a_TD, b_ND.T).to(high)
+        sums_TN = torch._int_mm(a_TD, b_ND.T).to(high)  # of bytes to 32-bit sums, which no public product of torch's gives
     else:
         sums_TN = a_TD.to(high) @ b_ND.to(high).T
     return sums_TN.mul_(a_T[:, None]).mul_(b_N).to(dtype)
@@ -172,7 +161,10 @@ def _product_triton(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor, dtype:
     (T, D), N = a_TD.shape, len(b_ND)
     fp8 = a_TD.dtype == torch.float8_e4m3fn
     if fp8 and a_TD.is_cuda and dtype == torch.bfloat16 and T and D % 16 == 0 and N % 16 == 0:
-        return torch._scaled_mm(a_TD, b_ND.T, a_T[:, None], b_N[None], out_dtype=dtype, use_fast_accum=True)
+        by_row = functional.ScalingType.RowWise
+        return functional.scaled_mm(
+            a_TD, b_ND.T, a_T[:, None], by_row, b_N[None], by_row, output_dtype=dtype, use_fast_accum=True
+        )
     out_TN = torch.empty(T, N, dtype=dtype, device=a_TD.device)
     tile = configuration("scaled_product", capability(a_TD.device))
     if out_TN.numel():

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import has_numba, numba_jit, strict_jit, triton_jit
+from puna.kernels.cpu.lazy import Address, has_numba, numba_jit, strict_jit, triton_jit
 from puna.kernels.cpu.loops import by_rows, parts, run_rows
 from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 
@@ -45,8 +45,8 @@ def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, 
 
 
 @strict_jit
-def norm_row(width: Any, x: Any, residual: Any, weight: Any, eps: Any, total: Any, y: Any) -> Any:
-    """Normalise one row, by address; return r. Where there is a residual (address 0: none), `total` gets its sum with x."""
+def norm_row(width: int, x: Address, residual: Address, weight: Address, eps: float, total: Address, y: Address) -> np.float32:
+    """Normalise one row; return r. Where there is a residual, `total` gets its sum with x."""
     squares = fill(np.float32(0))
     for i in range(0, width, LANES):
         z = load_first(x + 4 * i, width - i)
@@ -60,13 +60,14 @@ def norm_row(width: Any, x: Any, residual: Any, weight: Any, eps: Any, total: An
     for i in range(0, width, LANES):
         z = times(times(load_first(row + 4 * i, width - i), r), load_first(weight + 4 * i, width - i))
         store_first(y + 4 * i, z, width - i)
-    return lane(r, 0)
+    return lane(r, 0)  # type: ignore[no-any-return]
 
 
 @strict_jit
 def _forward_loop(
-    part: Any, start: Any, stop: Any, width: Any, x: Any, residual: Any, weight: Any, eps: Any, y: Any, total: Any, r: Any
-) -> None:
+    part: int, start: int, stop: int, width: int, x: Address, residual: Address, weight: Address, eps: float, y: Address, total: Address,
+    r: Address,
+) -> None:  # fmt: skip
     """Normalise rows, by address: a step of generation has more calls than numbers."""
     r_T = carray(pointer(r), (stop,))
     for t in range(start, stop):
@@ -75,7 +76,7 @@ def _forward_loop(
 
 
 @numba_jit
-def _backward_loop(part: Any, start: Any, stop: Any, dy: Any, dtotal: Any, total: Any, weight: Any, r: Any, dx: Any, dweight: Any) -> None:
+def _backward_loop(part: int, start: int, stop: int, dy: Any, dtotal: Any, total: Any, weight: Any, r: Any, dx: Any, dweight: Any) -> None:
     width = dy.shape[1]
     block = np.zeros(width, np.float32)  # sums of few rows, so that fp32 loses nothing; their sum is fp64
     for t in range(start, stop):
@@ -101,10 +102,9 @@ def _forward(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: fl
     if fused_on_cpu(x_TD, residual_TD, weight_D):
         y_TD, r_T = torch.empty_like(x_TD), x_TD.new_empty(len(x_TD))
         total_TD = x_TD if residual_TD is None else torch.empty_like(x_TD)
-        rows, width = x_TD.shape
         residual = 0 if residual_TD is None else residual_TD.data_ptr()
-        where = (y_TD.data_ptr(), total_TD.data_ptr(), r_T.data_ptr())
-        run_rows(_forward_loop, rows, width, width, x_TD.data_ptr(), residual, weight_D.data_ptr(), eps, *where)
+        given = (x_TD.shape[1], x_TD.data_ptr(), residual, weight_D.data_ptr(), eps)
+        run_rows(_forward_loop, *x_TD.shape, *given, y_TD.data_ptr(), total_TD.data_ptr(), r_T.data_ptr())
         return y_TD, total_TD, r_T
     total_TD = x_TD if residual_TD is None else x_TD + residual_TD
     wide_TD = total_TD.to(wide(x_TD.dtype))

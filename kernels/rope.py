@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import has_numba, strict_jit, triton_jit
+from puna.kernels.cpu.lazy import Address, has_numba, strict_jit, triton_jit
 from puna.kernels.cpu.loops import run_rows
 from puna.kernels.exact import exact
 from puna.kernels.operators import differentiable, fused_on_cpu, operator
@@ -44,8 +44,8 @@ def rope_reference(x_TNK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @strict_jit
-def rotate_head(half: Any, x: Any, cos: Any, sin: Any, sign: Any, out: Any) -> None:
-    """Rotate one head of one token, by address; `out` may be x."""
+def rotate_head(half: int, x: Address, cos: Address, sin: Address, sign: float, out: Address) -> None:
+    """Rotate one head of one token; `out` may be x."""
     way = fill(np.float32(sign))
     for i in range(0, half, LANES):
         first, second = load_first(x + 4 * i, half - i), load_first(x + 4 * (half + i), half - i)
@@ -55,8 +55,9 @@ def rotate_head(half: Any, x: Any, cos: Any, sin: Any, sign: Any, out: Any) -> N
 
 
 @strict_jit
-def _rotate_loop(part: Any, start: Any, stop: Any, heads: Any, half: Any, x: Any, cos: Any, sin: Any, sign: Any, out: Any) -> None:
-    """Rotate the heads of tokens, by address."""
+def _rotate_loop(
+    part: int, start: int, stop: int, heads: int, half: int, x: Address, cos: Address, sin: Address, sign: float, out: Address
+) -> None:
     for t in range(start, stop):
         for n in range(t * heads, (t + 1) * heads):
             rotate_head(half, x + 8 * n * half, cos + 4 * t * half, sin + 4 * t * half, sign, out + 8 * n * half)

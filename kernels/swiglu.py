@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import has_numba, numba_jit, strict_jit, triton_jit
+from puna.kernels.cpu.lazy import Address, has_numba, numba_jit, strict_jit, triton_jit
 from puna.kernels.cpu.loops import by_rows, exp32, run_rows
 from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from puna.kernels.cpu.vectors import LANES, add, exp, fill, load_first, minus, over, store_first, times
+    from puna.kernels.cpu.vectors import LANES, add, exp, fill, load, load_first, minus, over, store, store_first, times
 
 NUMERICS = {"swiglu": 2}
 BLOCK = 2048  # elements of one Triton program
@@ -34,29 +34,36 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 # --- CPU -------------------------------------------------------------------------------------------------
 
 
-# Arrays are flat, rows `strides` apart: a row that begins at 0 of a slice of its own needs no check of its
-# indices, and so vectorises.
+@strict_jit
+def _silu_times(gate: Any, up: Any) -> Any:
+    """Return sixteen numbers."""
+    return times(over(gate, add(fill(np.float32(1)), exp(minus(fill(np.float32(0)), gate)))), up)
 
 
 @strict_jit
-def swiglu_row(width: Any, gate: Any, up: Any, y: Any) -> None:
-    """Compute one row, by address."""
-    zero, one = fill(np.float32(0)), fill(np.float32(1))
-    for i in range(0, width, LANES):
-        g = load_first(gate + 4 * i, width - i)
-        silu = over(g, add(one, exp(minus(zero, g))))
-        store_first(y + 4 * i, times(silu, load_first(up + 4 * i, width - i)), width - i)
+def swiglu_row(width: int, gate: Address, up: Address, y: Address) -> None:
+    """Compute one row. Whole vectors come without a mask, which costs a twentieth."""
+    whole = width // LANES * LANES
+    for i in range(0, whole, LANES):
+        store(y + 4 * i, _silu_times(load(gate + 4 * i), load(up + 4 * i)))
+    if whole < width:
+        left, at = width - whole, 4 * whole
+        store_first(y + at, _silu_times(load_first(gate + at, left), load_first(up + at, left)), left)
 
 
 @strict_jit
-def _forward_loop(part: Any, start: Any, stop: Any, width: Any, gate: Any, gate_row: Any, up: Any, up_row: Any, y: Any) -> None:
-    """Compute rows, by address; rows of gate and up lie gate_row and up_row bytes apart."""
+def _forward_loop(
+    part: int, start: int, stop: int, width: int, gate: Address, gate_row: int, up: Address, up_row: int, y: Address
+) -> None:
+    """Compute rows; those of gate and up lie gate_row and up_row bytes apart."""
     for t in range(start, stop):
         swiglu_row(width, gate + t * gate_row, up + t * up_row, y + 4 * t * width)
 
 
 @numba_jit
-def _backward_loop(part: Any, start: Any, stop: Any, dy: Any, gate: Any, up: Any, strides: Any, dgate: Any, dup: Any) -> None:
+def _backward_loop(part: int, start: int, stop: int, dy: Any, gate: Any, up: Any, strides: Any, dgate: Any, dup: Any) -> None:
+    """Compute gradients. gate and up are flat, with rows `strides` apart: a row that begins at 0 of a slice of its own needs no check of
+    its indices, and so vectorises."""
     width = dy.shape[1]
     for t in range(start, stop):
         d, to_gate, to_up = dy[t], dgate[t], dup[t]
@@ -82,10 +89,8 @@ def _fused(*tensors: Tensor) -> bool:
 def _forward(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     if _fused(gate_TF, up_TF):
         y_TF = torch.empty(gate_TF.shape, dtype=gate_TF.dtype)
-        (rows, width), strides = y_TF.shape, (4 * gate_TF.stride(0), 4 * up_TF.stride(0))
-        run_rows(
-            _forward_loop, rows, width, width, gate_TF.data_ptr(), strides[0], up_TF.data_ptr(), strides[1], y_TF.data_ptr()
-        )
+        given = [number for x in (gate_TF, up_TF) for number in (x.data_ptr(), 4 * x.stride(0))]
+        run_rows(_forward_loop, *y_TF.shape, y_TF.shape[1], *given, y_TF.data_ptr())
         return y_TF
     return (F.silu(gate_TF.to(wide(gate_TF.dtype))) * up_TF).to(gate_TF.dtype)
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import has_numba, strict_jit
+from puna.kernels.cpu.lazy import Address, has_numba, strict_jit
 from puna.kernels.cpu.loops import run_rows
 from puna.kernels.operators import uses_triton
 
@@ -38,8 +38,8 @@ def token_draw_reference(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor)
 
 
 @strict_jit
-def _sum_loop(part: Any, start: Any, stop: Any, V: Any, logits: Any, scale: Any, peaks: Any, lse: Any, blocks: Any) -> None:
-    """`peaks` [C] largest logits, `lse` [C], `blocks` [C, V / 128] sums of e^((z - peak) scale). `logits` is an address."""
+def _sum_loop(part: int, start: int, stop: int, V: int, logits: Address, scale: Any, peaks: Any, lse: Any, blocks: Any) -> None:
+    """Fill `peaks` [C] with largest logits, `lse` [C], `blocks` [C, V / 128] with sums of e^((z - peak) scale)."""
     for row in range(start, stop):
         at, turn = logits + 4 * row * V, scale[row]
         z, whole = carray(pointer(at), (V,)), V // LANES * LANES
@@ -71,7 +71,7 @@ def _power(z: Any, peak: Any, scale: Any) -> Any:
 
 @strict_jit
 def _draw_loop(
-    part: Any, start: Any, stop: Any, V: Any, logits: Any, scale: Any, peaks: Any, lse: Any, blocks: Any, uniforms: Any, tokens: Any
+    part: int, start: int, stop: int, V: int, logits: Address, scale: Any, peaks: Any, lse: Any, blocks: Any, uniforms: Any, tokens: Any
 ) -> None:
     _sum_loop(part, start, stop, V, logits, scale, peaks, lse, blocks)
     for row in range(start, stop):

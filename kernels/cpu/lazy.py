@@ -6,15 +6,42 @@ function in its place in the file's globals, together with those that it calls, 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from puna.kernels.cpu.placeholder import Placeholder
-
+Address = int
+"""The place in memory of numbers that a loop reads or writes, in bytes; 0: there are none. It costs a tenth of an array to hand on."""
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 """LLVM's flags for arithmetic whose order and rounding the compiler chooses."""
+_one_thread = threading.RLock()
+
+
+class Placeholder:
+    """A kernel that is compiled at its first use."""
+
+    def __init__(self, function: Callable[..., Any], compile: Callable[[Callable[..., Any]], Any]) -> None:
+        self.function, self._compile = function, compile
+        self._compiled: Any = None
+
+    def compiled(self) -> Any:
+        """Return the compiled function. Replace all placeholders among its file's globals before any thread gets it."""
+        with _one_thread:
+            if self._compiled is None:
+                self._compiled = self._compile(self.function)
+                scope = self.function.__globals__
+                for name, value in list(scope.items()):
+                    if isinstance(value, Placeholder):
+                        scope[name] = value.compiled()
+            return self._compiled
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.compiled()[grid]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.compiled()(*args)
 
 
 def triton_jit(function: Callable[..., Any]) -> Any:

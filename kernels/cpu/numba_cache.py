@@ -142,7 +142,9 @@ def source_digest(module: str) -> str:
 def _read(module: str) -> tuple[str, list[str]]:
     """Return the digest of a module's source, and the modules that it imports at its top level; nothing for a library's."""
     file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None or not file.endswith(".py") or module.startswith(APART) or (module.partition(".")[0] != "puna" and _of_library(file)):
+    if file is None or not file.endswith(".py") or module.startswith(APART):
+        return "", []
+    if module.partition(".")[0] != "puna" and file.startswith(_library_folders()):
         return "", []
     text = Path(file).read_text(encoding="utf-8")
     names: list[str] = []
@@ -154,10 +156,6 @@ def _read(module: str) -> tuple[str, list[str]]:
 @cache
 def _library_folders() -> tuple[str, ...]:
     return tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-
-
-def _of_library(file: str) -> bool:
-    return file.startswith(_library_folders())
 
 
 def _tuples(kind: Any) -> list[Any]:

@@ -1,29 +1,55 @@
-"""LLVM code for numba's loops over sixteen fp32 numbers at once (`vectors.py`, `vector_products.py`): types,
-and short pieces of its code. A `builder` writes instructions; an address is a 64-bit integer."""
+"""LLVM code for numba's loops over sixteen fp32 numbers at once (`vectors.py`, `vector_products.py`, `int8_products.py`).
+
+A `builder` writes instructions; an address is a 64-bit integer, in bytes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import Parameter, Signature
 from typing import Any
 
 from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 LANES = 16
-FLOAT = ir.FloatType()
-VECTOR = ir.VectorType(FLOAT, LANES)
-INTEGERS = ir.VectorType(ir.IntType(32), LANES)
-INT = ir.IntType(64)
+FLOAT, BYTE, INT32, INT = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
+VECTOR, INTEGERS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
 
 
-def constant(value: float) -> ir.Constant:
+def operation(result: Any, *takes: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that makes an operation of numba's loops, with these types, of a function that writes its code.
+
+    The function gets a builder and LLVM values, and returns a value, or None where the result is void.
+    """
+
+    def make(write: Callable[..., Any]) -> Any:
+        def typed(*_: Any) -> Any:
+            def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                value = write(builder, *args)
+                return context.get_dummy_value() if value is None else value
+
+            return result(*takes), code
+
+        names = (f"x{number}" for number in range(1 + len(takes)))
+        typed.__name__, typed.__doc__ = write.__name__, write.__doc__
+        typed.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])  # type: ignore[attr-defined]
+        return intrinsic(typed)
+
+    return make
+
+
+def constant(value: float, kind: ir.VectorType = VECTOR) -> ir.Constant:
     """Return a constant in all lanes."""
-    return ir.Constant(VECTOR, [value] * LANES)
+    return ir.Constant(kind, [value] * kind.count)
 
 
-def spread(builder: Any, value: Any) -> Any:
+def spread(builder: Any, value: Any, lanes: int = LANES) -> Any:
     """Return a value in all lanes."""
-    undefined = ir.Constant(VECTOR, ir.Undefined)
-    first = builder.insert_element(undefined, value, ir.IntType(32)(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(INTEGERS, [0] * LANES))
+    undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+    first = builder.insert_element(undefined, value, INT32(0))
+    return builder.shuffle_vector(first, undefined, constant(0, ir.VectorType(INT32, lanes)))
 
 
 def call(builder: Any, name: str, *args: Any) -> Any:
@@ -32,40 +58,54 @@ def call(builder: Any, name: str, *args: Any) -> Any:
     return builder.call(builder.module.declare_intrinsic(f"llvm.{name}.v{LANES}f32", (), kind), args)
 
 
-def at(builder: Any, address: Any) -> Any:
-    """Return an address as a pointer to a vector."""
-    return builder.inttoptr(address, VECTOR.as_pointer())
+def add(builder: Any, address: Any, index: Any, size: Any = 1) -> Any:
+    """Return address + index size; index and size may be numbers."""
+    factors = [INT(factor) if isinstance(factor, int) else factor for factor in (index, size)]
+    return builder.add(address, builder.mul(*factors))
 
 
-def first_lanes(builder: Any, count: Any) -> Any:
+def load(builder: Any, address: Any, kind: Any = VECTOR, align: int = 4) -> Any:
+    """Load a value of this type."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def store(builder: Any, value: Any, address: Any, align: int = 4) -> None:
+    """Write a value to an address."""
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def first_lanes(builder: Any, count: Any, kind: ir.VectorType = VECTOR) -> Any:
     """Return a mask of the first `count` lanes."""
-    undefined = ir.Constant(INTEGERS, ir.Undefined)
-    one = builder.insert_element(undefined, builder.trunc(count, ir.IntType(32)), ir.IntType(32)(0))
-    everywhere = builder.shuffle_vector(one, undefined, ir.Constant(INTEGERS, [0] * LANES))
-    return builder.icmp_signed("<", ir.Constant(INTEGERS, list(range(LANES))), everywhere)
+    lane = BYTE if kind.element == BYTE else INT32
+    lanes = ir.Constant(ir.VectorType(lane, kind.count), list(range(kind.count)))
+    return builder.icmp_signed("<", lanes, spread(builder, builder.trunc(count, lane), kind.count))
 
 
-def masked(builder: Any, name: str, result: Any, *args: Any) -> Any:
-    """Load or store some lanes."""
-    kind = ir.FunctionType(result, [arg.type for arg in args])
-    return builder.call(builder.module.declare_intrinsic(f"llvm.masked.{name}.v{LANES}f32.p0v{LANES}f32", (), kind), args)
+def masked(builder: Any, name: str, result: Any, kind: ir.VectorType, *args: Any) -> Any:
+    """Load or store some lanes of a vector of this type."""
+    lanes = f"v{kind.count}{'i8' if kind.element == BYTE else 'f32'}"
+    function = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(builder.module.declare_intrinsic(f"llvm.masked.{name}.{lanes}.p0{lanes}", (), function), args)
 
 
-def load_first(builder: Any, address: Any, inside: Any) -> Any:
+def load_first(builder: Any, address: Any, inside: Any, kind: ir.VectorType = VECTOR) -> Any:
     """Load the lanes `inside` of the vector at an address; the others are zeros and are not read."""
-    return masked(builder, "load", VECTOR, at(builder, address), ir.IntType(32)(4), inside, constant(0.0))
+    place = builder.inttoptr(address, kind.as_pointer())
+    return masked(builder, "load", kind, kind, place, INT32(1 if kind.element == BYTE else 4), inside, constant(0, kind))
 
 
 def sums(builder: Any, vectors: list[Any], add: Any = None) -> Any:
-    """The sum of each vector's lanes, as the lanes of one vector: halves are added until one lane of each is left. `add`: of the
-    builder, for integers."""
+    """Return the sum of each vector's lanes, as the lanes of one vector: halves are added until one lane of each is left.
+
+    `add`: of the builder, for integers.
+    """
     add = add or builder.fadd
     width = LANES
     while width > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True) if len(vectors) > 1 else [(vectors[0], vectors[0])]
         lanes = vectors[0].type.count * (2 if len(vectors) > 1 else 1)
         low = [s + i for s in range(0, lanes, width) for i in range(width // 2)]
-        parts = [ir.Constant(ir.VectorType(ir.IntType(32), len(low)), [i + more for i in low]) for more in (0, width // 2)]
+        parts = [ir.Constant(ir.VectorType(INT32, len(low)), [i + more for i in low]) for more in (0, width // 2)]
         vectors = [add(*(builder.shuffle_vector(*pair, part) for part in parts)) for pair in pairs]
         width //= 2
     return vectors[0]
@@ -73,6 +113,50 @@ def sums(builder: Any, vectors: list[Any], add: Any = None) -> Any:
 
 def prefetch(builder: Any, address: Any, near: int = 3) -> None:
     """Ask for the 64 bytes at an address; `near` is 3 for the first cache, 2 for the second."""
-    where, number = builder.inttoptr(address, ir.IntType(8).as_pointer()), ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [where.type, number, number, number])
-    builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0i8", (), kind), [where, number(0), number(near), number(1)])
+    where = builder.inttoptr(address, BYTE.as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [where.type, INT32, INT32, INT32])
+    builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0i8", (), kind), [where, INT32(0), INT32(near), INT32(1)])
+
+
+class Sums:
+    """Sums that stay in registers while a loop adds to them, a row of them for each of some left factors."""
+
+    def __init__(self, builder: Any, rows: int, columns: int, zero: Any) -> None:
+        self.builder, self.columns = builder, columns
+        self.places = [cgutils.alloca_once_value(builder, zero) for _ in range(rows * columns)]
+
+    def multiply(self, left: list[Any], right: list[Any], product: Callable[[Any, Any, Any], Any]) -> None:
+        """Set sum[i, j] = product(left[i], right[j], sum[i, j])."""
+        for number, place in enumerate(self.places):
+            i, j = divmod(number, self.columns)
+            self.builder.store(product(left[i], right[j], self.builder.load(place)), place)
+
+    @property
+    def rows(self) -> list[list[Any]]:
+        """Return the sums."""
+        values = [self.builder.load(place) for place in self.places]
+        return [values[first : first + self.columns] for first in range(0, len(values), self.columns)]
+
+
+def row_products(
+    builder: Any, left: list[Any], right: list[Any], depth: Any, kind: ir.VectorType, zero: Any, product: Callable[[Any, Any, Any], Any]
+) -> list[list[Any]]:
+    """Return vectors [left, right] whose lanes add up to the products of the rows at these addresses, `depth` numbers each.
+
+    A product is one chain of sums in the order of the numbers, in any tile: so it has the same bits whatever is computed with it.
+    """
+    sums = Sums(builder, len(left), len(right), zero)
+    size = kind.count * (1 if kind.element == BYTE else 4)
+
+    def more(at: Any, read: Callable[[Any], Any]) -> None:
+        a, b = ([read(builder.add(address, at)) for address in side] for side in (left, right))
+        sums.multiply(a, b, product)
+
+    steps, rest = builder.sdiv(depth, INT(kind.count)), builder.srem(depth, INT(kind.count))
+    align = 1 if kind.element == BYTE else 4
+    with cgutils.for_range(builder, steps) as loop:
+        more(builder.mul(loop.index, INT(size)), lambda address: load(builder, address, kind, align))
+    with builder.if_then(builder.icmp_signed(">", rest, INT(0))):
+        inside = first_lanes(builder, rest, kind)
+        more(builder.mul(steps, INT(size)), lambda address: load_first(builder, address, inside, kind))
+    return sums.rows

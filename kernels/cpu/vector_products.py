@@ -1,97 +1,41 @@
 """Products of rows in numba's loops, whose sums stay in registers: of rows with rows, and attention's, of rows with pages.
 
-Each result is one chain of fused products in a fixed order, so it has the same bits whatever is computed with it.
+Each result is one chain of fused products in a fixed order, so it has the same bits whatever is computed with it. Places are given by
+address and stride in bytes.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import binding
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from puna.kernels.cpu import vector_code as llvm
 
 # Rows and columns of a product that are computed together: as many sums as registers hold beside what they are made of.
 TILE = (4, 4) if binding.get_host_cpu_features().get("avx512f") else (2, 2)
-
-
-def _store_sums(builder: Any, vectors: list[Any], columns: int, y: Any, y_row: Any) -> None:
-    """Write the sum of each vector's lanes at y, `columns` to a row."""
-    kind = ir.VectorType(llvm.FLOAT, columns).as_pointer()
-    for i in range(len(vectors) // columns):
-        to = builder.add(y, builder.mul(y_row, llvm.INT(i)))
-        row = llvm.sums(builder, vectors[i * columns : (i + 1) * columns])
-        builder.store(row, builder.inttoptr(to, kind), align=4)
+LINE = 4 * llvm.LANES  # bytes of a vector
+AHEAD = 4  # pages of attention between the one that is multiplied and the one that is asked for
 
 
 def _dots(rows: int, columns: int) -> Any:
-    """Compile the products of `rows` rows at x with `columns` rows at w, sums over `depth` numbers, into y: by address and stride in bytes.
+    """Compile the products of `rows` rows at x with `columns` rows at w, sums over `depth` numbers, into y."""
 
-    Every product is one chain of sixteen sums in the order of the numbers, added up at its end, in any tile: so it has the same bits
-    whatever is computed with it.
-    """
+    @llvm.operation(types.void, *[types.intp] * 7)
+    def dots(builder: Any, x: Any, x_row: Any, w: Any, w_row: Any, depth: Any, y: Any, y_row: Any) -> None:
+        left, right = [llvm.add(builder, x, i, x_row) for i in range(rows)], [llvm.add(builder, w, j, w_row) for j in range(columns)]
 
-    @intrinsic
-    def dots(typing: Any, x: Any, x_row: Any, w: Any, w_row: Any, depth: Any, y: Any, y_row: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            x, x_row, w, w_row, depth, y, y_row = args
-            left = [builder.add(x, builder.mul(x_row, llvm.INT(i))) for i in range(rows)]
-            right = [builder.add(w, builder.mul(w_row, llvm.INT(j))) for j in range(columns)]
-            whole = builder.mul(builder.sdiv(depth, llvm.INT(llvm.LANES)), llvm.INT(4 * llvm.LANES))
-            before = builder.block
-            head, body, after = (builder.append_basic_block(f"dots.{name}") for name in ("head", "body", "after"))
-            builder.branch(head)
+        def product(a: Any, b: Any, sum_: Any) -> Any:
+            return llvm.call(builder, "fma", a, b, sum_)
 
-            builder.position_at_end(head)
-            at, sums = builder.phi(llvm.INT), [builder.phi(llvm.VECTOR) for _ in range(rows * columns)]
-            at.add_incoming(llvm.INT(0), before)
-            for each in sums:
-                each.add_incoming(llvm.constant(0.0), before)
-            builder.cbranch(builder.icmp_signed("<", at, whole), body, after)
-
-            def more(load: Any) -> list[Any]:
-                b = [load(builder.add(address, at)) for address in right]
-                found = []
-                for i in range(rows):
-                    a = load(builder.add(left[i], at))
-                    found += [llvm.call(builder, "fma", a, b[j], sums[i * columns + j]) for j in range(columns)]
-                return found
-
-            builder.position_at_end(body)
-            for each, value in zip(sums, more(lambda address: builder.load(llvm.at(builder, address), align=4)), strict=True):
-                each.add_incoming(value, body)
-            at.add_incoming(builder.add(at, llvm.INT(4 * llvm.LANES)), body)
-            builder.branch(head)
-
-            builder.position_at_end(after)
-            rest = builder.srem(depth, llvm.INT(llvm.LANES))
-            tail, end = (builder.append_basic_block(f"dots.{name}") for name in ("tail", "end"))
-            builder.cbranch(builder.icmp_signed(">", rest, llvm.INT(0)), tail, end)
-            builder.position_at_end(tail)
-            inside = llvm.first_lanes(builder, rest)
-            longer = more(lambda address: llvm.load_first(builder, address, inside))
-            builder.branch(end)
-            builder.position_at_end(end)
-            results = []
-            for each, value in zip(sums, longer, strict=True):
-                result = builder.phi(llvm.VECTOR)
-                result.add_incoming(each, after)
-                result.add_incoming(value, tail)
-                results.append(result)
-            _store_sums(builder, results, columns, y, y_row)
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 7), code
+        for i, row in enumerate(llvm.row_products(builder, left, right, depth, llvm.VECTOR, llvm.constant(0.0), product)):
+            llvm.store(builder, llvm.sums(builder, row), llvm.add(builder, y, i, y_row))
 
     return dots
 
 
 dots_tile, dots_row, dots_column, dots_one = _dots(*TILE), _dots(1, TILE[1]), _dots(TILE[0], 1), _dots(1, 1)
-
-
-AHEAD = 4  # pages of attention between the one that is multiplied and the one that is asked for
 
 
 def _by_rows(builder: Any, count: Any, rows: int, tile: Any) -> None:
@@ -106,98 +50,79 @@ def _by_rows(builder: Any, count: Any, rows: int, tile: Any) -> None:
 
 def _page(builder: Any, table: Any, index: int, pages: Any, size: Any) -> Any:
     """Return the address of the page that stands at `index` in a table of 32-bit numbers."""
-    number = builder.load(builder.inttoptr(builder.add(table, llvm.INT(4 * index)), ir.IntType(32).as_pointer()))
-    return builder.add(pages, builder.mul(builder.sext(number, llvm.INT), size))
+    number = llvm.load(builder, llvm.add(builder, table, index, 4), llvm.INT32)
+    return llvm.add(builder, pages, builder.sext(number, llvm.INT), size)
 
 
-def _number(builder: Any, address: Any) -> Any:
-    """Return the number at an address, in all lanes."""
-    return llvm.spread(builder, builder.load(builder.inttoptr(address, llvm.FLOAT.as_pointer()), align=4))
-
-
-def _multiply(builder: Any, left: list[Any], vectors: list[Any], sums: list[Any]) -> None:
-    """sums[i, j] += the number at left[i] times vectors[j]."""
-    for i, address in enumerate(left):
-        x = _number(builder, address)
-        for vector, place in zip(vectors, sums[i * len(vectors) :], strict=False):
-            builder.store(llvm.call(builder, "fma", x, vector, builder.load(place)), place)
+def _multiply(builder: Any, left: list[Any], right: list[Any], sums: llvm.Sums) -> None:
+    """Add to each sum the number at an address of `left` times the vector at one of `right`."""
+    numbers = [llvm.spread(builder, llvm.load(builder, address, llvm.FLOAT)) for address in left]
+    sums.multiply(numbers, [llvm.load(builder, address) for address in right], lambda *factors: llvm.call(builder, "fma", *factors))
 
 
 def _page_scores(width: int, rows: int) -> Any:
-    """out[m, 16 j : 16 j + 16] = sum over c < depth of a[m, c] b_j[c, 0:16] for `width` pages b_j of a table: by address and stride in
-    bytes. One chain of fused products for each number, in the order of c. The pages that stand `AHEAD` places further in the table are
-    asked for on the way: a line for each that is multiplied, where a burst of them would keep the core from its work."""
+    """Compile out[m, 16 j : 16 j + 16] = sum over c < depth of a[m, c] b_j[c, 0:16] for `width` pages b_j of a table.
 
-    @intrinsic
+    Each number is one chain of fused products in the order of c. The pages that stand `AHEAD` places further in the table are asked for
+    on the way: a line for each that is multiplied, where a burst of them would keep the core from its work.
+    """
+
+    @llvm.operation(types.void, *[types.intp] * 9)
     def scores(
-        typing: Any, count: Any, depth: Any, a: Any, a_row: Any, table: Any, pages: Any, size: Any, out: Any, out_row: Any
-    ) -> Any:  # fmt: skip
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            count, depth, a, a_row, table, pages, size, out, out_row = args
-            right, later = ([_page(builder, table, j + more, pages, size) for j in range(width)] for more in (0, AHEAD))
+        builder: Any, count: Any, depth: Any, a: Any, a_row: Any, table: Any, pages: Any, size: Any, out: Any, out_row: Any
+    ) -> None:
+        here, later = ([_page(builder, table, j + more, pages, size) for j in range(width)] for more in (0, AHEAD))
 
-            def tile(m: Any, r: int) -> None:
-                left = [builder.add(a, builder.mul(a_row, builder.add(m, llvm.INT(i)))) for i in range(r)]
-                sums = [cgutils.alloca_once(builder, llvm.VECTOR) for _ in range(r * width)]
-                for place in sums:
-                    builder.store(llvm.constant(0.0), place)
-                with cgutils.for_range(builder, depth) as loop:
-                    number, line = (builder.mul(loop.index, llvm.INT(step)) for step in (4, 4 * llvm.LANES))
-                    vectors = [builder.load(llvm.at(builder, builder.add(address, line)), align=4) for address in right]
-                    for address in later:
-                        llvm.prefetch(builder, builder.add(address, line))
-                    _multiply(builder, [builder.add(address, number) for address in left], vectors, sums)
-                for i in range(r):
-                    to = builder.add(out, builder.mul(out_row, builder.add(m, llvm.INT(i))))
-                    for j in range(width):
-                        address = llvm.at(builder, builder.add(to, llvm.INT(4 * llvm.LANES * j)))
-                        builder.store(builder.load(sums[i * width + j]), address, align=4)
+        def tile(m: Any, r: int) -> None:
+            lines = [builder.add(m, llvm.INT(i)) for i in range(r)]
+            sums = llvm.Sums(builder, r, width, llvm.constant(0.0))
+            with cgutils.for_range(builder, depth) as loop:
+                for address in later:
+                    llvm.prefetch(builder, llvm.add(builder, address, loop.index, LINE))
+                left = [llvm.add(builder, llvm.add(builder, a, line, a_row), loop.index, 4) for line in lines]
+                _multiply(builder, left, [llvm.add(builder, address, loop.index, LINE) for address in here], sums)
+            for line, row in zip(lines, sums.rows, strict=True):
+                to = llvm.add(builder, out, line, out_row)
+                for j, value in enumerate(row):
+                    llvm.store(builder, value, llvm.add(builder, to, j, LINE))
 
-            _by_rows(builder, count, rows, tile)
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 9), code
+        _by_rows(builder, count, rows, tile)
 
     return scores
 
 
 def _page_sums(width: int, rows: int) -> Any:
-    """out[m, 0 : 16 width] += sum over pages i < length of a table and their rows c < 16 of a[m, 16 i + c] b_i[c, 0 : 16 width]: by
-    address and stride in bytes. One chain of fused products for each number, in the order of i and c. The page that stands `AHEAD`
-    places further in the table is asked for on the way."""
+    """Compile out[m, 0 : 16 width] += sum over pages i < length of a table and rows c < 16 of a[m, 16 i + c] b_i[c, 0 : 16 width].
 
-    @intrinsic
+    Each number is one chain of fused products in the order of i and c. The page that stands `AHEAD` places further in the table is asked
+    for on the way.
+    """
+
+    @llvm.operation(types.void, *[types.intp] * 10)
     def values(
-        typing: Any, count: Any, length: Any, a: Any, a_row: Any, table: Any, pages: Any, size: Any, b_row: Any, out: Any, out_row: Any
-    ) -> Any:  # fmt: skip
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            count, length, a, a_row, table, pages, size, b_row, out, out_row = args
+        builder: Any, count: Any, length: Any, a: Any, a_row: Any, table: Any, pages: Any, size: Any, b_row: Any, out: Any, out_row: Any
+    ) -> None:
+        def tile(m: Any, r: int) -> None:
+            lines = [builder.add(m, llvm.INT(i)) for i in range(r)]
+            places = [llvm.add(builder, llvm.add(builder, out, line, out_row), j, LINE) for line in lines for j in range(width)]
+            sums = llvm.Sums(builder, r, width, llvm.constant(0.0))
+            for place, sum_ in zip(places, sums.places, strict=True):
+                builder.store(llvm.load(builder, place), sum_)
+            with cgutils.for_range(builder, length) as outer:
+                here, later = (_page(builder, llvm.add(builder, table, outer.index, 4), j, pages, size) for j in (0, AHEAD))
+                numbers = [llvm.add(builder, llvm.add(builder, a, line, a_row), outer.index, LINE) for line in lines]
+                with cgutils.for_range(builder, llvm.INT(llvm.LANES)) as inner:
+                    b, next_b = (
+                        [llvm.add(builder, llvm.add(builder, page, inner.index, b_row), j, LINE) for j in range(width)]
+                        for page in (here, later)
+                    )
+                    for address in next_b:
+                        llvm.prefetch(builder, address)
+                    _multiply(builder, [llvm.add(builder, address, inner.index, 4) for address in numbers], b, sums)
+            for place, value in zip(places, [value for row in sums.rows for value in row], strict=True):
+                llvm.store(builder, value, place)
 
-            def tile(m: Any, r: int) -> None:
-                sums = [cgutils.alloca_once(builder, llvm.VECTOR) for _ in range(r * width)]
-                to = [builder.add(out, builder.mul(out_row, builder.add(m, llvm.INT(i)))) for i in range(r)]
-                places = [llvm.at(builder, builder.add(row, llvm.INT(4 * llvm.LANES * j))) for row in to for j in range(width)]
-                for sum_, place in zip(sums, places, strict=True):
-                    builder.store(builder.load(place, align=4), sum_)
-                with cgutils.for_range(builder, length) as outer:
-                    here = builder.add(table, builder.mul(outer.index, llvm.INT(4)))
-                    b, later = (_page(builder, here, j, pages, size) for j in (0, AHEAD))
-                    line = builder.mul(outer.index, llvm.INT(4 * llvm.LANES))
-                    left = [builder.add(builder.add(a, builder.mul(a_row, builder.add(m, llvm.INT(i)))), line) for i in range(r)]
-                    with cgutils.for_range(builder, llvm.INT(llvm.LANES)) as inner:
-                        row, number = builder.mul(inner.index, b_row), builder.mul(inner.index, llvm.INT(4))
-                        at = [builder.add(row, llvm.INT(4 * llvm.LANES * j)) for j in range(width)]
-                        vectors = [builder.load(llvm.at(builder, builder.add(b, place)), align=4) for place in at]
-                        for place in at:
-                            llvm.prefetch(builder, builder.add(later, place))
-                        _multiply(builder, [builder.add(address, number) for address in left], vectors, sums)
-                for sum_, place in zip(sums, places, strict=True):
-                    builder.store(builder.load(sum_), place, align=4)
-
-            _by_rows(builder, count, rows, tile)
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 10), code
+        _by_rows(builder, count, rows, tile)
 
     return values
 

@@ -12,16 +12,16 @@ import numba
 from llvmlite import ir
 from numba.core.datamodel import PrimitiveModel
 from numba.core.extending import register_model
-from numba.extending import intrinsic
 
 from puna.kernels.cpu import vector_code as llvm
-from puna.kernels.cpu.lazy import strict_jit
+from puna.kernels.cpu.lazy import Address, strict_jit
 
 LANES = llvm.LANES
 carray, types = numba.carray, numba.types
+address, number, operation = types.intp, types.float32, llvm.operation
 
 
-class Vector(numba.types.Type):  # type: ignore[misc]
+class Vector(types.Type):  # type: ignore[misc,name-defined]
     """The numba type of sixteen fp32 numbers."""
 
     def __init__(self) -> None:
@@ -37,25 +37,26 @@ class _VectorModel(PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, kind, llvm.VECTOR)
 
 
-@intrinsic
-def pointer(typing: Any, address: Any) -> Any:
+add, minus, times, over = (
+    operation(vector, vector, vector)(write) for write in (ir.IRBuilder.fadd, ir.IRBuilder.fsub, ir.IRBuilder.fmul, ir.IRBuilder.fdiv)
+)
+"""a + b, a - b, a b, a / b."""
+load = operation(vector, address)(llvm.load)
+"""The sixteen numbers at an address."""
+fill = operation(vector, number)(llvm.spread)
+"""A number in all lanes."""
+
+
+@operation(types.CPointer(number), address)
+def pointer(builder: Any, address: Any) -> Any:
     """Return an address as a pointer to fp32 numbers: `carray(pointer(address), shape)` is the array there."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], llvm.FLOAT.as_pointer())
-
-    return types.CPointer(types.float32)(types.intp), code
+    return builder.inttoptr(address, llvm.FLOAT.as_pointer())
 
 
-@intrinsic
-def prefetch(typing: Any, address: Any) -> Any:
+@operation(types.void, address)
+def prefetch(builder: Any, address: Any) -> None:
     """Prefetch the 64 bytes at an address, which may be outside any array."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        llvm.prefetch(builder, args[0], 2)
-        return context.get_dummy_value()
-
-    return types.void(types.intp), code
+    llvm.prefetch(builder, address, 2)
 
 
 CACHE_LINE = 64
@@ -63,237 +64,105 @@ CACHE_LINE = 64
 
 
 @strict_jit
-def prefetch_bytes(address: Any, size: Any) -> None:
+def prefetch_bytes(address: Address, size: int) -> None:
     """Prefetch `size` bytes from an address on."""
     for offset in range(0, size, CACHE_LINE):
         prefetch(address + offset)
 
 
-@intrinsic
-def load(typing: Any, address: Any) -> Any:
-    """Load the sixteen numbers at an address."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(args[0], llvm.VECTOR.as_pointer()), align=4)
-
-    return vector(types.intp), code
-
-
-@intrinsic
-def store(typing: Any, address: Any, value: Any) -> Any:
+@operation(types.void, address, vector)
+def store(builder: Any, address: Any, value: Any) -> None:
     """Write sixteen numbers to an address."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[1], builder.inttoptr(args[0], llvm.VECTOR.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, vector), code
+    llvm.store(builder, value, address)
 
 
-@intrinsic
-def spread(typing: Any, address: Any) -> Any:
-    """Load the number at an address into all lanes."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return llvm.spread(builder, builder.load(builder.inttoptr(args[0], llvm.FLOAT.as_pointer()), align=4))
-
-    return vector(types.intp), code
+@operation(vector, address, types.intp)
+def load_first(builder: Any, address: Any, count: Any) -> Any:
+    """Load the first `count` (at most 16) numbers at an address; the other lanes are zeros and are not read."""
+    return llvm.load_first(builder, address, llvm.first_lanes(builder, count))
 
 
-@intrinsic
-def fill(typing: Any, value: Any) -> Any:
-    """Return a number in all lanes."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return llvm.spread(builder, args[0])
-
-    return vector(types.float32), code
+@operation(types.void, address, vector, types.intp)
+def store_first(builder: Any, address: Any, value: Any, count: Any) -> None:
+    """Write the first `count` of sixteen numbers to an address."""
+    place, inside = builder.inttoptr(address, llvm.VECTOR.as_pointer()), llvm.first_lanes(builder, count)
+    llvm.masked(builder, "store", ir.VoidType(), llvm.VECTOR, value, place, llvm.INT32(4), inside)
 
 
-@intrinsic
-def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
+@operation(vector, vector, vector, vector)
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a b + c, rounded once."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return llvm.call(builder, "fma", *args)
-
-    return vector(vector, vector, vector), code
+    return llvm.call(builder, "fma", a, b, c)
 
 
-@intrinsic
-def add(typing: Any, a: Any, b: Any) -> Any:
-    """Return a + b."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fadd(*args)
-
-    return vector(vector, vector), code
+@operation(vector, vector)
+def root(builder: Any, a: Any) -> Any:
+    """Return the square root of a."""
+    return llvm.call(builder, "sqrt", a)
 
 
-@intrinsic
-def times(typing: Any, a: Any, b: Any) -> Any:
-    """Return a b."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fmul(*args)
-
-    return vector(vector, vector), code
-
-
-@intrinsic
-def higher(typing: Any, a: Any, b: Any) -> Any:
+@operation(vector, vector, vector)
+def higher(builder: Any, a: Any, b: Any) -> Any:
     """Return the larger of a and b, lane by lane; b where either is NaN."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.select(builder.fcmp_ordered(">", *args), *args)
-
-    return vector(vector, vector), code
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-@intrinsic
-def lane(typing: Any, a: Any, index: Any) -> Any:
+@operation(number, vector, types.intp)
+def lane(builder: Any, a: Any, index: Any) -> Any:
     """Return one of the sixteen numbers."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.extract_element(args[0], builder.trunc(args[1], ir.IntType(32)))
-
-    return types.float32(vector, types.intp), code
+    return builder.extract_element(a, builder.trunc(index, llvm.INT32))
 
 
-@intrinsic
-def between(typing: Any, a: Any, first: Any, stop: Any, other: Any) -> Any:
+@operation(vector, vector, types.intp, types.intp, number)
+def between(builder: Any, a: Any, first: Any, stop: Any, other: Any) -> Any:
     """Return a in the lanes first .. stop - 1, `other` in the rest."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value, first, stop, other = args
-        whole = ir.VectorType(ir.IntType(64), llvm.LANES)
-        lanes = ir.Constant(whole, list(range(llvm.LANES)))
-
-        def everywhere(number: Any) -> Any:
-            undefined = ir.Constant(whole, ir.Undefined)
-            one = builder.insert_element(undefined, number, ir.IntType(32)(0))
-            return builder.shuffle_vector(one, undefined, ir.Constant(llvm.INTEGERS, [0] * llvm.LANES))
-
-        inside = builder.and_(
-            builder.icmp_signed(">=", lanes, everywhere(first)), builder.icmp_signed("<", lanes, everywhere(stop))
-        )
-        return builder.select(inside, value, llvm.spread(builder, other))
-
-    return vector(vector, types.intp, types.intp, types.float32), code
+    lanes = ir.Constant(ir.VectorType(llvm.INT, LANES), list(range(LANES)))
+    above = builder.icmp_signed(">=", lanes, llvm.spread(builder, first))
+    inside = builder.and_(above, builder.icmp_signed("<", lanes, llvm.spread(builder, stop)))
+    return builder.select(inside, a, llvm.spread(builder, other))
 
 
-@intrinsic
-def exp(typing: Any, a: Any) -> Any:
+@operation(vector, vector)
+def exp(builder: Any, a: Any) -> Any:
     """Return e^a to 2 ulp, as `loops.exp32`, by Cephes' polynomial: 0 below -87, e^88 above 88, NaN of NaN."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        there = builder.fcmp_unordered(">=", args[0], llvm.constant(-87.0))
-        x = builder.select(there, args[0], llvm.constant(0.0))
-        x = builder.select(builder.fcmp_unordered("<", x, llvm.constant(88.0)), x, llvm.constant(88.0))
-        n = llvm.call(builder, "floor", llvm.call(builder, "fma", x, llvm.constant(1.44269504), llvm.constant(0.5)))
-        r = llvm.call(builder, "fma", n, llvm.constant(-0.693359375), x)
-        r = llvm.call(builder, "fma", n, llvm.constant(2.12194440e-4), r)
-        p = llvm.constant(1.9875691500e-4)
-        for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-            p = llvm.call(builder, "fma", p, r, llvm.constant(factor))
-        y = builder.fadd(llvm.call(builder, "fma", p, builder.fmul(r, r), r), llvm.constant(1.0))
-        exponent = builder.add(builder.fptosi(n, llvm.INTEGERS), ir.Constant(llvm.INTEGERS, [127] * llvm.LANES))
-        e = builder.fmul(y, builder.bitcast(builder.shl(exponent, ir.Constant(llvm.INTEGERS, [23] * llvm.LANES)), llvm.VECTOR))
-        return builder.select(there, e, llvm.constant(0.0))
+    def fma(*args: Any) -> Any:
+        return llvm.call(builder, "fma", *(llvm.constant(arg) if isinstance(arg, float) else arg for arg in args))
 
-    return vector(vector), code
-
-
-@intrinsic
-def load_first(typing: Any, address: Any, count: Any) -> Any:
-    """Load the first `count` (at most 16) numbers at an address; the other lanes are zeros and are not read."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return llvm.load_first(builder, args[0], llvm.first_lanes(builder, args[1]))
-
-    return vector(types.intp, types.intp), code
+    there = builder.fcmp_unordered(">=", a, llvm.constant(-87.0))
+    x = builder.select(there, a, llvm.constant(0.0))
+    x = builder.select(builder.fcmp_unordered("<", x, llvm.constant(88.0)), x, llvm.constant(88.0))
+    n = llvm.call(builder, "floor", fma(x, 1.44269504, 0.5))
+    r = fma(n, 2.12194440e-4, fma(n, -0.693359375, x))
+    p: Any = 1.9875691500e-4
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = fma(p, r, factor)
+    y = builder.fadd(fma(p, builder.fmul(r, r), r), llvm.constant(1.0))
+    exponent = builder.add(builder.fptosi(n, llvm.INTEGERS), llvm.constant(127, llvm.INTEGERS))
+    power = builder.bitcast(builder.shl(exponent, llvm.constant(23, llvm.INTEGERS)), llvm.VECTOR)
+    return builder.select(there, builder.fmul(y, power), llvm.constant(0.0))
 
 
-@intrinsic
-def store_first(typing: Any, address: Any, value: Any, count: Any) -> Any:
-    """Write the first `count` of sixteen numbers to an address."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        inside = llvm.first_lanes(builder, args[2])
-        llvm.masked(builder, "store", ir.VoidType(), args[1], llvm.at(builder, args[0]), ir.IntType(32)(4), inside)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, vector, types.intp), code
-
-
-@intrinsic
-def minus(typing: Any, a: Any, b: Any) -> Any:
-    """Return a - b."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fsub(*args)
-
-    return vector(vector, vector), code
-
-
-@intrinsic
-def over(typing: Any, a: Any, b: Any) -> Any:
-    """Return a / b."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fdiv(*args)
-
-    return vector(vector, vector), code
-
-
-@intrinsic
-def root(typing: Any, a: Any) -> Any:
-    """Return the square root of a."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return llvm.call(builder, "sqrt", *args)
-
-    return vector(vector), code
-
-
-@intrinsic
-def total(typing: Any, a: Any) -> Any:
+@operation(number, vector)
+def total(builder: Any, a: Any) -> Any:
     """Return the sum of the sixteen numbers, halves first."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.extract_element(llvm.sums(builder, [args[0]]), ir.IntType(32)(0))
-
-    return types.float32(vector), code
+    return builder.extract_element(llvm.sums(builder, [a]), llvm.INT32(0))
 
 
-@intrinsic
-def peak(typing: Any, a: Any) -> Any:
+@operation(number, vector)
+def peak(builder: Any, a: Any) -> Any:
     """Return the largest of the sixteen numbers; any of them where some are NaN."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        found = args[0]
-        while found.type.count > 1:
-            half = found.type.count // 2
-            parts = [ir.Constant(ir.VectorType(ir.IntType(32), half), list(range(more, more + half))) for more in (0, half)]
-            low, high = (builder.shuffle_vector(found, found, part) for part in parts)
-            found = builder.select(builder.fcmp_ordered(">", low, high), low, high)
-        return builder.extract_element(found, ir.IntType(32)(0))
-
-    return types.float32(vector), code
+    while a.type.count > 1:
+        half = a.type.count // 2
+        parts = [ir.Constant(ir.VectorType(llvm.INT32, half), list(range(first, first + half))) for first in (0, half)]
+        low, high = (builder.shuffle_vector(a, a, part) for part in parts)
+        a = builder.select(builder.fcmp_ordered(">", low, high), low, high)
+    return builder.extract_element(a, llvm.INT32(0))
 
 
-@intrinsic
-def masked_above(typing: Any, address: Any, values: Any, bound: Any, mask: Any) -> Any:
+@operation(types.void, address, vector, number, types.uint32)
+def masked_above(builder: Any, address: Any, values: Any, bound: Any, mask: Any) -> None:
     """Clear the bits outside `mask` of the 32-bit numbers at an address whose values are above the bound."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        where = builder.inttoptr(args[0], llvm.INTEGERS.as_pointer())
-        bits = builder.load(where, align=4)
-        undefined = ir.Constant(llvm.INTEGERS, ir.Undefined)
-        one = builder.insert_element(undefined, args[3], ir.IntType(32)(0))
-        mask = builder.shuffle_vector(one, undefined, ir.Constant(llvm.INTEGERS, [0] * llvm.LANES))
-        above = builder.fcmp_ordered(">", args[1], llvm.spread(builder, args[2]))
-        builder.store(builder.select(above, builder.and_(bits, mask), bits), where, align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, vector, types.float32, types.uint32), code
+    bits = llvm.load(builder, address, llvm.INTEGERS)
+    above = builder.fcmp_ordered(">", values, llvm.spread(builder, bound))
+    llvm.store(builder, builder.select(above, builder.and_(bits, llvm.spread(builder, mask)), bits), address)
