@@ -40,7 +40,7 @@ from puna.models.transformer import Transformer
 
 Prompt = Sequence[int] | str
 DrawnRow = tuple[int, float, RowError | None]
-_VERSION = Tensor._version.__get__  # type: ignore[attr-defined]
+_VERSION = Tensor._version.__get__  # type: ignore[attr-defined]  # the count of its changes has no public name
 
 
 @dataclass(frozen=True)

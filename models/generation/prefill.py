@@ -215,7 +215,7 @@ def share(tensors: Iterable[Tensor], empty: bool = False) -> None:
     """Move tensors into one stretch of shared memory, where they stay the same objects; of `empty` ones, all zeros, only the shape."""
     unique = list({id(tensor): tensor for tensor in tensors}.values())
     sizes = [-(-_extent(tensor) * tensor.element_size() // 64) * 64 for tensor in unique]
-    # Zeros that take memory as they are first written; share_memory_ of a tensor would copy one.
+    # Zeros that take memory as they are first written: torch's public share_memory_ would copy a tensor as large.
     whole = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(sum(sizes)))
     start = 0
     for tensor, size in zip(unique, sizes, strict=True):

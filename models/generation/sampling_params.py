@@ -26,7 +26,7 @@ class SamplingParams:
     repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the answer (Keskar et al. 2019).
     presence_penalty, frequency_penalty: subtracted from the logit of a token of the answer, once or for each time it occurs. logit_bias:
     added to logits, by token id. mask: which tokens may follow an answer's tokens. speculate: tokens that a step may guess ahead
-    (`guesses.py`). branches: guesses side by side, where what stood before went on in several ways. priority: waiting requests with the
+    (`schedule.Pace`). branches: guesses side by side, where what stood before went on in several ways. priority: waiting requests with the
     lowest number are begun first.
     """
 

@@ -16,8 +16,8 @@ from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.cache import Cache
 from puna.models.generation.dense import loops
 from puna.models.generation.draft import DraftedEngine, distribution, judged
-from puna.models.generation.guess import Lookup
 from puna.models.generation.sampling import Draw, draw
+from puna.models.generation.schedule import Lookup
 from puna.models.generation.step import run
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training.objectives.base import Targets
