@@ -7,8 +7,8 @@ model's own operators serve.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from puna.kernels.operators import INTERPRETED
 from puna.kernels.paged_attention import PAGE, PagedPlan
 from puna.models.config import ModelConfig
 from puna.models.formats.quantised import QuantisedLinear
+from puna.models.generation.cache import Layers
 from puna.models.transformer import Transformer, rotary_table
 
 if has_numba():
@@ -38,31 +39,24 @@ PLAIN = {WEIGHTS[name] for name in PROJECTIONS}
 SMALL = {f"{place.removesuffix('weight')}{part}" for place in PLAIN for part in ("q", "scale")}
 
 
+Pass = Callable[[Tensor, Layers, PagedPlan, Sequence[int | None]], Tensor]
+"""A way through a model: embedded tokens, each layer's pages, plan and windows to hidden states."""
+
+
 class Loops:
     """The layers and the final norm with their rotation."""
 
     def __init__(self, model: Transformer) -> None:
-        config = model.config
-        self.config, self.layers = config, _dense_layers(model)
-        self._turns = rotary_table(config, torch.arange(0), torch.float32)
+        self.config, self.layers = model.config, _dense_layers(model)
+        self._turns = rotary_table(self.config, torch.arange(0), torch.float32)
 
-    def __call__(
-        self, x_ND: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]
-    ) -> Tensor:
+    def __call__(self, x_ND: Tensor, layers: Layers, plan: PagedPlan, windows: Sequence[int | None]) -> Tensor:
         """Compute hidden states in place of the embedded tokens; keys and values go into each layer's pages."""
         longest = PAGE * plan.tables.shape[1]
         if len(self._turns[0]) < longest:
             self._turns = rotary_table(self.config, torch.arange(2 * longest), torch.float32)
-        self.layers(x_ND, *self._turns, pages, plan, windows)
+        self.layers(x_ND, *self._turns, layers, plan, windows)
         return x_ND
-
-
-class Pass(Protocol):
-    """A way through a model: embedded tokens, each layer's pages, plan and windows to hidden states."""
-
-    def __call__(
-        self, x_ND: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]
-    ) -> Tensor: ...
 
 
 def loops(model: Transformer) -> Pass | None:

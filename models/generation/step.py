@@ -15,10 +15,10 @@ from torch import Tensor
 
 from puna.kernels.kv_append import kv_append_
 from puna.kernels.paged_attention import PAGE, PagedPlan, paged_attention
-from puna.models.generation.cache import Cache
+from puna.models.generation.cache import Cache, Layers
 from puna.models.generation.dense import Pass
 from puna.models.generation.latent import LatentPages
-from puna.models.transformer import Transformer
+from puna.models.transformer import Decoder, Transformer
 
 
 class Stretch(NamedTuple):
@@ -44,14 +44,26 @@ def run(model: Transformer, cache: Cache, work: Sequence[Stretch], by_loops: Pas
     with cache.opened(plan) as layers:
         if by_loops is not None and not torch.is_autocast_enabled("cpu"):
             return by_loops(x_ND, layers, plan, cache.windows)
-        where = torch.from_numpy(tables[sequence, position // PAGE].astype(np.int64) * PAGE + position % PAGE).to(device)
-        positions = torch.from_numpy(position.astype(np.int64)).to(device)
         if cache.latents:
+            positions, where = _places(plan)
             return model.model(x_ND, positions, LatentPages(cache.latents, plan, where))
+        return by_operators(model.model, x_ND, layers, plan, cache.windows)
 
-        def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> Tensor:
-            pages = layers[layer]
-            kv_append_(*pages, k_NGK, v_NGV, where)
-            return paged_attention(q_NHK, *pages, plan, cache.windows[layer])
 
-        return model.model(x_ND, positions, attend)
+def by_operators(decoder: Decoder, x_ND: Tensor, layers: Layers, plan: PagedPlan, windows: Sequence[int | None]) -> Tensor:
+    """Return hidden states of embedded tokens by the decoder's own operators; keys and values go into each layer's pages."""
+    positions, where = _places(plan)
+
+    def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> Tensor:
+        pages = layers[layer]
+        kv_append_(*pages, k_NGK, v_NGV, where)
+        return paged_attention(q_NHK, *pages, plan, windows[layer])
+
+    return decoder(x_ND, positions, attend)
+
+
+def _places(plan: PagedPlan) -> tuple[Tensor, Tensor]:
+    """Return the position of each token of a plan and its place in the pages, [N] int64 each."""
+    position = plan.position.long()
+    where = plan.tables[plan.sequence.long(), position // PAGE].long() * PAGE + position % PAGE
+    return position.to(plan.device), where.to(plan.device)

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from puna.kernels.exact import exact_passes
-from puna.kernels.kv_append import kv_append_
-from puna.kernels.paged_attention import PAGE, PagedPlan, paged_attention
+from puna.kernels.paged_attention import PagedPlan
 from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import CheckpointError, built, check_files, read_config, weight_files
 from puna.models.formats.families import from_disk
+from puna.models.generation.cache import Layers
 from puna.models.generation.dense import fits
+from puna.models.generation.step import by_operators
 from puna.models.memory.streams import Buffer, Counts, Entry, Layout, Loader, Reader, entries
 from puna.models.transformer import Attend, Block, Transformer
 
@@ -253,19 +254,12 @@ class ExactPass:
     def __init__(self, model: Transformer) -> None:
         self._decoder = weakref.ref(model.model)  # which holds this
 
-    def __call__(self, x_ND: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]) -> Tensor:
+    def __call__(self, x_ND: Tensor, layers: Layers, plan: PagedPlan, windows: Sequence[int | None]) -> Tensor:
         """Return hidden states of embedded tokens; their keys and values go into each layer's pages."""
-        position_N = plan.position.long()
-        where_N = plan.tables[plan.sequence.long(), position_N // PAGE].long() * PAGE + position_N % PAGE
-
-        def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> Tensor:
-            kv_append_(*pages[layer], k_NGK, v_NGV, where_N)
-            return paged_attention(q_NHK, *pages[layer], plan, windows[layer])
-
+        decoder = self._decoder()
+        assert decoder is not None
         with exact_passes(x_ND.dtype, x_ND.device):
-            decoder = self._decoder()
-            assert decoder is not None
-            return decoder(x_ND, position_N, attend)
+            return by_operators(decoder, x_ND, layers, plan, windows)
 
 
 def spread(streamed: int, layers: int) -> list[int]:
@@ -285,7 +279,8 @@ def offloaded(source: Source, level: Level, streamed: int, device: torch.device,
         model.lm_head.weight = model.model.embed_tokens.weight
     model.requires_grad_(False)
     cuda = device.type == "cuda"
-    if (numbers or keys) and not cuda and _by_loops(source, model):
+    here = [p for p in model.parameters() if not p.is_meta]
+    if (numbers or keys) and not cuda and fits(source.config, nn.ModuleList([Shell(source.config).block]), here):
         model.model.by_loops = ExactPass(model)  # type: ignore[assignment]
     model.model.streamed_keys = keys  # type: ignore[assignment]
     if not numbers:
@@ -294,8 +289,3 @@ def offloaded(source: Source, level: Level, streamed: int, device: torch.device,
     compute: Compute = Copies(shelf, source, numbers, device) if cuda else in_turn(shelf, source)
     model.model.layers = nn.ModuleList(Streamed(compute, n) if n in numbers else block for n, block in enumerate(model.model.layers))
     return model, shelf
-
-
-def _by_loops(source: Source, model: Transformer) -> bool:
-    """True if the model would be computed by loops if it were in memory."""
-    return fits(source.config, nn.ModuleList([Shell(source.config).block]), [p for p in model.parameters() if not p.is_meta])

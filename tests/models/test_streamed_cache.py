@@ -14,11 +14,10 @@ import torch
 
 from puna.models.config import ModelConfig, Moe
 from puna.models.formats.checkpoint import load, save
-from puna.models.generation import Engine, SamplingParams, streamed_cache
+from puna.models.generation import Engine, SamplingParams, step, streamed_cache
 from puna.models.generation.cache import Cache
 from puna.models.generation.draft import DraftedEngine
 from puna.models.generation.streamed_cache import StreamedCache, cache_of, runs
-from puna.models.memory import offload
 from puna.models.memory.offload import Source, offloaded
 from puna.models.transformer import Transformer
 
@@ -164,7 +163,7 @@ def test_a_step_that_is_interrupted_is_computed_again(folder, monkeypatch, every
     """Each once, in its second or fourth layer of five: those with pages to copy and with keys to turn back, too."""
     params = dataclasses.replace(PARAMS, max_tokens=150)
     wanted = Engine(load(folder), **kept).generate(ASKED[:2], params)
-    engine, own, calls, found = Engine(streaming(folder), **kept), offload.kv_append_, [], {}
+    engine, own, calls, found = Engine(streaming(folder), **kept), step.kv_append_, [], {}
 
     def interrupted(*given):
         calls.append(given)
@@ -172,7 +171,7 @@ def test_a_step_that_is_interrupted_is_computed_again(folder, monkeypatch, every
             raise KeyboardInterrupt
         own(*given)
 
-    monkeypatch.setattr(offload, "kv_append_", interrupted)
+    monkeypatch.setattr(step, "kv_append_", interrupted)
     requests = [engine.submit(prompt, params) for prompt in ASKED[:2]]
     while not engine.scheduler.idle:
         with suppress(KeyboardInterrupt):
