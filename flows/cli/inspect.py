@@ -96,10 +96,6 @@ def _counts(log: RunLog) -> dict[str, int]:
     return {"artifacts": len(log.made), "reused": sum(made.reused for made in log.made)}
 
 
-def _took(log: RunLog) -> str:
-    return str(timedelta(seconds=round((log.closed - log.opened).total_seconds()))) if log.opened and log.closed else ""
-
-
 @app.command("list")
 def list_(
     kind: Annotated[str | None, typer.Argument(help="Only artifacts of this kind")] = None,
@@ -119,13 +115,12 @@ def list_(
         logs = [log for log in map(opened.log, opened.runs()) if project in (None, log.project)]
         if as_json:
             return print_rows([log.row() | _counts(log) | {"versions": log.about.get("versions")} for log in logs], True)
-        rows = [
-            {
-                "run": log.name, "project": log.project, "state": log.state, **_counts(log), "took": _took(log),
-                "commit": str(log.about.get("commit") or "")[:10], "command": log.about.get("command") or log.flow, "error": log.error,
-            }
-            for log in logs
-        ]  # fmt: skip
+        rows = []
+        for log in logs:
+            took = timedelta(seconds=round((log.closed - log.opened).total_seconds())) if log.opened and log.closed else ""
+            commit, command = str(log.about.get("commit") or "")[:10], log.about.get("command") or log.flow
+            row = {"run": log.name, "project": log.project, "state": log.state, **_counts(log), "took": str(took)}
+            rows.append({**row, "commit": commit, "command": command, "error": log.error})
         unsaid = {"project": {log.project for log in logs} == {DEFAULT}, "error": not any(log.error for log in logs)}
         columns = [name for name in rows[0] if not unsaid.get(name)] if rows else []
         return print_rows(rows, False, columns)

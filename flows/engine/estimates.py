@@ -127,16 +127,14 @@ def _features(one: _Past, varied: Sequence[str], now: _Past) -> list[float]:
 
 
 def _estimate(features: Any, measured: Sequence[float], point: Any, prior: tuple[float, float]) -> float:
-    """Return the expected size, from 0 up: a regression on logarithms may go below it, or past every number."""
-    logarithm = _predicted(features, np.log1p(np.maximum(measured, 0.0)), point, prior)
-    return math.expm1(min(max(logarithm, 0.0), LARGEST))
+    """Return the expected size: the posterior mean, whose exponents are drawn to their priors as far as the measurements do not tell.
 
-
-def _predicted(features: Any, measured: Any, point: Any, size: tuple[float, float]) -> float:
-    """Return the posterior mean for `asked`: exponents are drawn to their priors as far as the measurements do not tell."""
+    A regression on logarithms may go below 0, or past every number: the estimate stays between.
+    """
     fields = features.shape[1] - 2
-    mean = np.array([0.0, size[0], *[FIELD[0]] * fields])
-    precision = np.diag(np.array([FREE, size[1], *[FIELD[1]] * fields]) ** -2.0)
+    mean = np.array([0.0, prior[0], *[FIELD[0]] * fields])
+    precision = np.diag(np.array([FREE, prior[1], *[FIELD[1]] * fields]) ** -2.0)
     noise = NOISE**-2.0
-    exponents = np.linalg.solve(precision + noise * features.T @ features, precision @ mean + noise * features.T @ measured)
-    return float(point @ exponents)
+    logarithms = np.log1p(np.maximum(measured, 0.0))
+    exponents = np.linalg.solve(precision + noise * features.T @ features, precision @ mean + noise * features.T @ logarithms)
+    return math.expm1(min(max(float(point @ exponents), 0.0), LARGEST))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,34 +98,21 @@ def run(request: Request, store: Store) -> None:
 
     A server that shows the store, or that PREFECT_API_URL names, is told of it as it goes; the work never waits for that.
     """
-    with _little_garbage() as settled:
+    threshold = gc.get_threshold()
+    gc.disable()  # imports leave no garbage
+    try:
         target = chosen(request.what)
-        settled()
+        gc.freeze()
+        gc.set_threshold(YOUNG)
+        gc.enable()
         if isinstance(target, Flow):
             run_flow(target, request, store)
         else:
             run_stage(target, request, store)
-
-
-@contextlib.contextmanager
-def _little_garbage() -> Iterator[Callable[[], None]]:
-    """Turn garbage collection off during imports; after the yielded function is called, collect less often and skip the imports."""
-    enabled, before = gc.isenabled(), gc.get_threshold()[0]
-
-    def settled() -> None:
-        gc.freeze()
-        gc.set_threshold(YOUNG)
-        if enabled:
-            gc.enable()
-
-    gc.disable()
-    try:
-        yield settled
     finally:
         gc.unfreeze()
-        gc.set_threshold(before)
-        if enabled:
-            gc.enable()
+        gc.set_threshold(*threshold)
+        gc.enable()
 
 
 def run_flow(flow: Flow, request: Request, store: Store) -> str:

@@ -9,9 +9,9 @@ from contextvars import copy_context
 
 from puna.flows.engine.declare import Output, Walk, values
 from puna.flows.engine.recipe import Step
-from puna.flows.engine.session import Session, current
+from puna.flows.engine.session import current
 from puna.stages.contract import StageConfig
-from puna.storage import Artifact, PunaError, Store, runs
+from puna.storage import Artifact, Store, runs
 
 
 class Performer(Walk):
@@ -21,17 +21,17 @@ class Performer(Walk):
 
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
         assert config is not None  # only a trace of everything asks for steps without one
-        artifact = _session().perform(step.stage, config, values(step.stage, inputs), label).artifact
+        artifact = current().perform(step.stage, config, values(step.stage, inputs), label).artifact
         return Output(artifact.kind, (label,), (artifact,))
 
     def together(self, parts: Sequence[Callable[[], None]]) -> None:
         """Run the parts in parallel, one per worker. After an error, start no further part."""
-        slots = _session().slots
+        slots = current().slots
         if slots < 2:
             return super().together(parts)
         pool = ThreadPoolExecutor(slots)
         try:
-            with _session().apart():
+            with current().apart():
                 futures = [pool.submit(copy_context().run, part) for part in parts]
             for one in wait(futures, return_when=FIRST_EXCEPTION).done:
                 one.result()
@@ -44,27 +44,20 @@ class Performer(Walk):
     def publish(self, name: str, output: Output) -> None:
         """Point the alias at the artifact, unless the output holds several artifacts."""
         artifact = output.items[0] if len(output.items) == 1 else None
-        if isinstance(artifact, Artifact) and (alias := _session().store.set_alias(name, artifact)) != name:
+        if isinstance(artifact, Artifact) and (alias := current().store.set_alias(name, artifact)) != name:
             self.tell(f"{name} stands for an earlier artifact; this one is {alias}")
 
     def store(self) -> Store:
-        return _session().store
+        return current().store
 
     def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
         """Hold a name of the store's project against other processes; False where one of them holds it."""
-        store = _session().store
+        store = current().store
         return store.lock(store.own(name), wait=False)
 
     def tell(self, text: str) -> None:
         """Show a message on the terminal, in the run's log and on the server."""
-        now = _session()
+        now = current()
         now.console.say(text)
         now.store.record(now.run, runs.remark(text))
         now.reporter.log(text)
-
-
-def _session() -> Session:
-    session = current()
-    if session is None:
-        raise PunaError("no run is in progress: call this from a flow, inside `session(store, flow=…)`")
-    return session

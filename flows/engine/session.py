@@ -145,8 +145,12 @@ _APART: ContextVar[bool] = ContextVar("apart", default=False)
 _CURRENT: ContextVar[Session | None] = ContextVar("session", default=None)
 
 
-def current() -> Session | None:
-    return _CURRENT.get()
+def current() -> Session:
+    """Return the session of the run in progress. Raise PunaError where there is none."""
+    session = _CURRENT.get()
+    if session is None:
+        raise PunaError("no run is in progress: call this from a flow, inside `session(store, flow=…)`")
+    return session
 
 
 @contextlib.contextmanager

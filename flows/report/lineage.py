@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from graphlib import TopologicalSorter
 
 from puna.flows.html.layout import Layout, layered
 from puna.flows.html.markup import Content, Html, duration, join, legend, number, short, size, stacked, stored, table, tag
@@ -68,22 +69,7 @@ def _graph(run: Run) -> tuple[dict[str, Step | str], dict[str, list[str]], dict[
                 titles[source] = f"{record.kind}/{source[:12]}\nmade by {record.stage or 'an import'} outside this run"
             sources[source] = None
         names[key], edges[key], titles[key] = step, list(sources), _title(step)
-    return names, _sorted(edges), titles
-
-
-def _sorted(edges: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return the nodes with sources before targets, otherwise in the run's order."""
-    ordered: dict[str, list[str]] = {}
-
-    def visit(key: str) -> None:
-        if key not in ordered:
-            for source in edges[key]:
-                visit(source)
-            ordered[key] = edges[key]
-
-    for key in edges:
-        visit(key)
-    return ordered
+    return names, {key: edges[key] for key in TopologicalSorter(edges).static_order()}, titles
 
 
 def _title(step: Step) -> str:

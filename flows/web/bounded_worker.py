@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from puna.flows.web import questions, start
+from puna.flows.web import forms, questions
 from puna.flows.web.bounded import IDLE_SECONDS, MEMORY_BYTES
 from puna.storage import PunaError, Store
 
@@ -23,8 +23,8 @@ def _answered(question: Mapping[str, Any]) -> dict[str, Any]:
         if question["question"] == "sql":
             return {"html": str(questions.answered(store, question["q"]))}
         if question["question"] == "plan":
-            return {"html": str(start.plan_view(store, question["name"], question["asked"]))}
-        start.checked(store, question["name"], question["asked"])
+            return {"html": str(forms.plan_view(store, question["name"], question["asked"]))}
+        forms.checked(store, question["name"], question["asked"])
         return {"html": ""}
     except PunaError as error:
         return {"refused": str(error)}

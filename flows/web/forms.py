@@ -1,110 +1,275 @@
-"""Forms that start runs: these pages' own, and the way to Prefect's, filled with an artifact or a recipe's values."""
+"""The form of a flow or a stage: its inputs and settings, the request that it makes, and the plan of that."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import parse_qs, quote
+from urllib.parse import urlencode
 
-from fastapi import Request
-from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import HTMLResponse, RedirectResponse, Response
-
-from puna.flows.engine.declare import Flow
-from puna.flows.html.markup import Html
-from puna.flows.prefect.forms import Choices, picked, values_of
-from puna.flows.server.guard import own_page
-from puna.flows.web import start
-from puna.flows.web.bounded import Late
-from puna.flows.web.frame import STALE, Here, pages, problem, sent
+from puna.flows.engine.cost import Total, steps_of
+from puna.flows.engine.declare import Flow, described, first_sentence
+from puna.flows.engine.defaults import DEFAULT_RECIPE
+from puna.flows.engine.launch import Request
+from puna.flows.engine.plan import STATES, PlannedStep
+from puna.flows.engine.recipe import shipped_recipes
+from puna.flows.html.markup import Content, Html, details, duration, section, size, table, tag
+from puna.flows.prefect.forms import Choices, Offer, defaults, offers, picked, set_by_recipes, settings_of, values_of
+from puna.flows.web.frame import Site, button, field, hidden, note, once, option, problem, projects_nav, tab
+from puna.stages.contract import Stage, did_you_mean
+from puna.stages.contract.declaration import InputSpec
 from puna.storage import PunaError, Store
+from puna.storage.aliases import DEFAULT
+from puna.storage.explain import flat
 
-router = pages("start", "Start", at=2)
-
-
-def address(store: Store, prefect: str | None, name: str, query: Mapping[str, str]) -> str:
-    """Return the address of a form. `asked`: `recipe` and `step` that fill it; artifacts by input."""
-    what = start.offer_of(name).what
-    if prefect is None:
-        raise PunaError("forms are Prefect's: start `puna up` in place of `puna web`")
-    given: dict[str, Any] = {}
-    if "recipe" in query:
-        values = query["recipe"] if isinstance(what, Flow) else values_of(what, query["recipe"], query.get("step", what.name))
-        if values is None:
-            raise PunaError(f"{name}: recipe {query['recipe']} has no settings of it")
-        given["recipe" if isinstance(what, Flow) else "config"] = values
-    choices = Choices(store)
-    for spec in what.inputs:
-        if spec.name in query:
-            label = next((one for one in choices.of(spec.kind) if picked(one) == query[spec.name]), query[spec.name])
-            given[spec.name] = [label] if spec.many else label
-    target = start.deployment(start.server_beside(store), name)
-    filled = {**target["parameters"], **given} if given else {}
-    return f"/v2/deployments/deployment/{target['id']}/run" + (f"?parameters={quote(json.dumps(filled))}" if filled else "")
+Asked = Mapping[str, Sequence[str]]
+"""The fields of a form as a browser sends them, each with its values."""
+COSTS = ("time", "disk", "memory")
+FEW = 2
+"""Fields of a group of settings that stands open."""
+MANY = 8
+"""Fields that a stage may have of its own before those that are rarely changed are folded."""
 
 
-@router.get("/deployment/{name}")
-def schedules(site: Here, name: str) -> Response:
-    return RedirectResponse(f"/v2/deployments/deployment/{start.deployment(start.server_beside(site.store), name)['id']}")
+def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, own: bool = False, refused: str = "") -> Html:
+    """Return the form of the flow or stage, and its plan where that was asked for.
+
+    `own`: a page of this site led here, so that the script may ask for the plan by itself; `refused`: why it was not started.
+    """
+    store = site.store
+    offer, project = offer_of(name), project_of(form)
+    what, choices = offer.what, Choices(store.within(project))
+    settings: Content = _changes(form) if isinstance(what, Flow) else _settings(offer, form)
+    go = [once(), tag("button", "Start", class_="main")] if site.prefect else None
+    missing = None if plan or refused else _missing(offer, form)
+    waiting = note(missing or "Press Plan to see what is reused and what the rest may cost.")
+    other = button("Prefect's form, with schedules", f"/puna/form/{name}") if site.prefect else None
+    return site.page(
+        what.name,
+        problem(refused) if refused else None,
+        projects_nav(store, project or DEFAULT, f"/puna/start/{name}"),
+        tag("form",
+            tag("div", _recipe(offer, form), _project_field(store, project),
+                [_input(spec, choices, form) for spec in what.inputs], settings),
+            tag("div", plan or (None if refused else waiting), id="outcome", aria_live="polite"),
+            hidden("token", site.token),
+            tag("p", go, " ", tag("button", "Plan", formaction=f"/puna/start/{name}/plan"), " ", other, class_="buttons"),
+            action=f"/puna/start/{name}", method="post", class_="replayed", data_from=f"/puna/plan/{name}",
+            data_now="" if own and not (plan or refused or missing) else None),
+        here="start", lead=first_words(what.doc),
+    )  # fmt: skip
 
 
-@router.get("/form/{name}")
-def form(site: Here, name: str, request: Request) -> Response:
-    return RedirectResponse(address(site.store, site.prefect, name, request.query_params))
+def _missing(offer: Offer, form: Asked) -> str | None:
+    """Return what a form that was only opened waits for before it can be planned."""
+    missing = [spec.name for spec in offer.what.inputs if spec.kind != "external" and not spec.optional and not values_given(spec, form)]
+    if isinstance(offer.what, Stage) and missing and set(form) <= {"recipe", "project"}:
+        return f"Choose {' and '.join(missing)}: the plan follows."
+    return None
 
 
-@router.get("/start")
-def list_page(site: Here, project: str | None = None) -> str:
-    return start.list_page(site, project)
+def project_of(form: Asked) -> str:
+    return form.get("project", [""])[0].strip()
 
 
-@router.get("/start/{name}")
-def start_page(site: Here, name: str, request: Request) -> str:
-    query = parse_qs(request.url.query, keep_blank_values=True)
-    return start.start_page(site, name, query, own=own_page(request.headers))
+def _project_field(store: Store, project: str) -> Content:
+    choices = tag("datalist", [tag("option", value=name) for name in store.projects()], id="projects")
+    box = tag("input", type="text", name="project", value=project, list="projects", placeholder=DEFAULT, spellcheck="false")
+    return [field("Project, whose aliases are read and set; a new name begins a new one", box), choices]
 
 
-@router.post("/start/{name}/plan")
-@router.post("/plan/{name}")
-async def plan(site: Here, name: str, request: Request) -> Response:
-    form = await sent(request)
-    if not site.trusts(form):
-        return HTMLResponse(site.page("Not planned", problem(STALE)), 403)
-    fields = {key: values for key, values in form.items() if key != "token"}
-    html = await run_in_threadpool(site.asker.ask, "plan", name=name, asked=fields)
-    if request.url.path.endswith("/plan"):
-        html = await run_in_threadpool(partial(start.start_page, site, name, form, plan=html))
-    return HTMLResponse(html)
-
-
-@router.post("/start/{name}")
-async def go(site: Here, name: str, request: Request) -> Response:
-    form = await sent(request)
+def plan_view(store: Store, name: str, form: Asked) -> Html:
+    """Return the plan of a run with these fields (per step: reused or not, why, cost), or their errors."""
+    request = request_of(offer_of(name), form)
     try:
-        # What cannot be told in time, of large inputs, the run itself tells first.
-        with suppress(Late):
-            await run_in_threadpool(site.asker.ask, "check", name=name, asked=form)
-        return RedirectResponse(await run_in_threadpool(start.start_run, site.store, name, form), 303)
+        _, steps = steps_of(request, store.uri)
     except PunaError as error:
-        refused = partial(start.start_page, site, name, form, refused=str(error))
-        return HTMLResponse(await run_in_threadpool(refused), status_code=422)
+        return tag("div", problem(str(error)))
+    counted = ", ".join(f"{count} {words}" for state, words in STATES.items() if (count := sum(step.state == state for step in steps)))
+    free = store.files.free()
+    estimated = any(step.expected for step in steps)
+    rows = [_row(step, estimated) for step in steps if step.state != "reused"]
+    reused: list[list[Content]] = [[tag("b", step.label), tag("span", step.why, class_="id")] for step in steps if step.state == "reused"]
+    total = str(Total.of(steps))
+    return tag("div",
+        section("plan", total[0].upper() + total[1:], f"{counted}{f'; {size(free)} of disk are free' if free is not None else ''}",
+            table(["step", *(COSTS if estimated else ()), "because"], rows, numeric=(1, 2, 3) if estimated else ()) if rows else None,
+            details(f"{len(reused)} reused", table(["step", "artifact"], reused), class_="more") if reused else None,
+            None if steps else note("No step follows from what there is.")),
+        note("On the command line: ", tag("code", request.command(store))),
+    )  # fmt: skip
 
 
-@router.post("/run/{name}/stop")
-def stop(site: Here, name: str) -> Response:
-    start.stop(site.store, name)
-    return RedirectResponse(f"/puna/run/{quote(name)}", 303)
+def checked(store: Store, name: str, form: Asked) -> None:
+    """Raise PunaError where a run with these fields would be refused."""
+    steps_of(request_of(offer_of(name), form), store.uri)
 
 
-@router.post("/run/{name}/again")
-async def again(site: Here, name: str, request: Request) -> Response:
-    return RedirectResponse(await run_in_threadpool(start.again, site.store, name, await sent(request)), 303)
+def request_of(offer: Offer, form: Asked) -> Request:
+    """Return the request of a form, as the command line would make it."""
+    texts = []
+    for spec in offer.what.inputs:
+        texts += [text if spec.kind == "external" else f"{spec.name}={text}" for text in values_given(spec, form)]
+    recipe = form.get("recipe", [""])[0]
+    if isinstance(offer.what, Flow):
+        lines = [line.strip() for text in form.get("changes", ()) for line in text.splitlines()]
+        changes = [line for line in lines if line]
+        return Request(f"flow:{offer.what.name}", recipe or DEFAULT_RECIPE, tuple(changes), tuple(texts), project=project_of(form))
+    before, own = _values(offer, recipe), flat(offer.what.config.model_construct().model_dump(mode="json", warnings=False))
+    changes = []
+    for path, value in before.items():
+        now = form[f"set.{path}"][0] if f"set.{path}" in form else _as_yaml(value)
+        if now != _as_yaml(own.get(path)) or path not in own:
+            changes.append(f"{path}={now}")
+    return Request(f"stage:{offer.what.name}", None, tuple(changes), tuple(texts), project=project_of(form))
 
 
-@router.get("/started/{flow_run}")
-def follow(site: Here, flow_run: str) -> Response:
-    answer = start.started_page(site, flow_run)
-    return HTMLResponse(answer, headers={"refresh": "1"}) if isinstance(answer, Html) else RedirectResponse(answer)
+def offer_of(name: str) -> Offer:
+    """Return the flow or stage of a name as a server has it."""
+    by_name = {offer.flow: offer for offer in offers()}
+    if name not in by_name:
+        raise PunaError(f"{name}: no such flow or stage{did_you_mean(name, list(by_name))}")
+    return by_name[name]
+
+
+def _row(step: PlannedStep, estimated: bool) -> list[Content]:
+    one = step.expected
+    cost: list[Content] = ["?" for _ in COSTS if estimated] if one is None else [duration(one.seconds), size(one.bytes), size(one.memory)]
+    waits = f"after {step.why}" if step.state == "after" else step.why
+    return [tag("b", step.label), *cost, tag("small", waits)]
+
+
+def first_words(doc: str) -> list[Content]:
+    """Return the first sentence of a docstring, what stands in backticks as code."""
+    sentence = first_sentence(doc)
+    return [tag("code", words) if number % 2 else words for number, words in enumerate(sentence.split("`"))]
+
+
+def values_given(spec: InputSpec, form: Asked) -> list[str]:
+    lines = [line.strip() for text in form.get(spec.name, ()) for line in text.splitlines()]
+    return [picked(line) for line in lines if line]
+
+
+def _recipe(offer: Offer, form: Asked) -> Content:
+    now = form.get("recipe", [DEFAULT_RECIPE if isinstance(offer.what, Flow) else ""])[0]
+    if isinstance(offer.what, Flow):
+        options = [option(name, name, chosen=name == now) for name in shipped_recipes()]
+        return field("Recipe", tag("select", options, name="recipe"))
+    links = []
+    for recipe, step in settings_of(offer.what):
+        name = f"{recipe}:{step}"
+        words = recipe if step == offer.what.name else f"{recipe}: {step}"
+        links.append(tab(words, f"/puna/start/{offer.flow}?{urlencode({'recipe': name})}", now == name))
+    return [tag("nav", "Values of ", links, aria_label="Recipes") if links else None, hidden("recipe", now) if now else None]
+
+
+def _input(spec: InputSpec, choices: Choices, form: Asked) -> Html:
+    """Return an input: files as lines of text, an artifact from a list."""
+    now = values_given(spec, form)
+    if spec.kind == "external":
+        words = f"{spec.name}: files or folders, one a line{', none: the sample of real pages' if spec.many or spec.optional else ''}"
+        return field(words, tag("textarea", "\n".join(now), name=spec.name, rows=2, spellcheck="false"))
+    there = choices.of(spec.kind)
+    more = [name for name in now if name not in map(picked, there)]
+    options = [] if spec.many else [option("", "none" if spec.optional else "choose …", chosen=not now)]
+    options += [option(picked(words), words, chosen=picked(words) in now) for words in [*more, *there]]
+    kind = "" if spec.name == spec.kind else described(spec)
+    about = ", ".join(word for word in (kind, "may be left out" if spec.optional else "") if word)
+    words = f"{spec.name} ({about})" if about else spec.name
+    if not there and not more:
+        return field(words, tag("select", option("", "the store holds none yet"), disabled=True))
+    rows = min(4, max(2, len(options))) if spec.many else None
+    return field(words, tag("select", options, name=spec.name, multiple=spec.many, size=rows))
+
+
+def _changes(form: Asked) -> Html:
+    box = tag("textarea", "\n".join(form.get("changes", ())), name="changes", rows=3, spellcheck="false",
+              placeholder="select.gopher_quality.min_words=60")  # fmt: skip
+    return field("Changes of the recipe, one a line; line_dedup=null leaves a step out", box)
+
+
+def _settings(offer: Offer, form: Asked) -> list[Content]:
+    """Return the fields of a stage's configuration, by group; those that are many are folded."""
+    assert isinstance(offer.what, Stage)
+    values = _values(offer, form.get("recipe", [""])[0])
+    schema = offer.what.config.model_json_schema()
+    groups: dict[str, list[str]] = {}
+    for path in values:
+        head, dot, _ = path.partition(".")
+        groups.setdefault(head if dot else "", []).append(path)
+
+    def fields_of(paths: Sequence[str]) -> list[Html]:
+        return [_setting(path, values[path], form, *_about(schema, path)) for path in paths]
+
+    parts: list[Content] = []
+    if own := groups.pop("", []):
+        rare = _rare(offer.what, own, values) if len(own) > MANY else []
+        parts.append(tag("div", fields_of([path for path in own if path not in rare]), class_="sliders"))
+        if rare:
+            named = [tag("b", "more"), f" {', '.join(rare)}"]
+            changed = any(form.get(f"set.{path}", [_as_yaml(values[path])])[0] != _as_yaml(values[path]) for path in rare)
+            parts.append(details(named, tag("div", fields_of(rare), class_="sliders"), open_=changed, class_="more"))
+    for group, paths in groups.items():
+        fields = fields_of(paths)
+        about = schema["properties"].get(group, {}).get("description", "")
+        inside = tag("div", fields, class_="sliders")
+        parts.append(details([tag("b", group), f" {about}"], inside, open_=len(paths) <= FEW, class_="more"))
+    return parts
+
+
+def _rare(stage: Stage, paths: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a stage that people rarely change: no numbers, not asked for, in no shipped recipe; and seeds."""
+    needed = {name for name, one in stage.config.model_fields.items() if one.is_required()} | set_by_recipes(stage)
+    numbers = {path for path in paths if isinstance(values[path], int | float) and not isinstance(values[path], bool) and path != "seed"}
+    often = [path for path in paths if path in needed | numbers]
+    return [path for path in paths if path not in (often or paths[:MANY])]
+
+
+def _setting(path: str, value: Any, form: Asked, about: str, choices: Sequence[str]) -> Html:
+    now = form.get(f"set.{path}", [_as_yaml(value)])[0]
+    words = [tag("b", path), f" {about}"]
+    if choices := ("true", "false") if isinstance(value, bool) else choices:
+        control = tag("select", [option(word, word, chosen=word == now) for word in choices], name=f"set.{path}")
+    elif isinstance(value, int | float):
+        control = tag("input", type="number", step="any", name=f"set.{path}", value=now)
+    else:
+        control = tag("input", type="text", name=f"set.{path}", value=now, spellcheck="false")
+    return field(words, control)
+
+
+def _about(schema: Mapping[str, Any], path: str) -> tuple[str, Sequence[str]]:
+    """Return the description of a field of nested settings, and the words that it may be."""
+    now: Mapping[str, Any] = schema
+    for name in path.split("."):
+        now = now.get("properties", {}).get(name, {})
+        several = [one for one in now.get("anyOf", now.get("allOf", ())) if "$ref" in one]
+        place = now.get("$ref") or (several[0]["$ref"] if several else None)
+        about = now.get("description", "")
+        if place:
+            now = schema["$defs"][place.rpartition("/")[2]]
+    return str(about), [str(word) for word in now.get("enum", ())]
+
+
+def _values(offer: Offer, recipe: str) -> dict[str, Any]:
+    """Return the settings that a stage's form begins with, by path: of the recipe `demo`, or of `RECIPE:STEP`."""
+    assert isinstance(offer.what, Stage)
+    name, _, step = recipe.partition(":")
+    values = values_of(offer.what, name, step or offer.what.name) if recipe else defaults(offer).get("config")
+    if values is None:  # it has no whole set of values before some are given
+        needed = dict.fromkeys(name for name, one in offer.what.config.model_fields.items() if one.is_required())
+        values = needed | offer.what.config.model_construct().model_dump(mode="json", warnings=False)
+    return flat(values) if values else {}
+
+
+def _as_yaml(value: Any) -> str:
+    return value if isinstance(value, str) and value and _is_plain(value) else json.dumps(value, ensure_ascii=False)
+
+
+def _is_plain(text: str) -> bool:
+    """True if YAML reads the text as itself."""
+    import yaml
+
+    try:
+        return bool(yaml.safe_load(text) == text)
+    except yaml.YAMLError:
+        return False

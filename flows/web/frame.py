@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import secrets
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -141,6 +142,11 @@ def button(words: Content, address: str) -> Html:
 
 def hidden(name: str, value: str) -> Html:
     return tag("input", type="hidden", name=name, value=value)
+
+
+def once() -> Html:
+    """Return a hidden field that makes two clicks on one page start one run."""
+    return hidden("once", uuid.uuid4().hex)
 
 
 def note(*words: Content) -> Html:

@@ -17,9 +17,9 @@ from puna.flows.report.lineage import lineage_view
 from puna.flows.report.page import page as report_page
 from puna.flows.report.page import tile
 from puna.flows.report.run import Run, Step
-from puna.flows.web.frame import Here, artifact_link, badge, bar, button, note, pages, problem, run_link, spent, when
+from puna.flows.web.frame import Here, artifact_link, badge, bar, button, note, once, pages, problem, run_link, spent, when
 from puna.flows.web.home import state_digest, working_view
-from puna.flows.web.start import flow_run_of, once
+from puna.flows.web.start import flow_run_of
 from puna.storage import PunaError
 
 MOST_PLOTS = 12

@@ -29,6 +29,8 @@ from puna.flows.engine.launch import chosen, stage_config
 from puna.flows.engine.trace import load
 from puna.flows.prefect.forms import offers
 from puna.flows.report.run import Run
+from puna.flows.web.bounded import Asker
+from puna.flows.web.frame import Site
 from puna.flows.web.start import list_page
 from puna.stages import executors
 from puna.stages.contract import Stage
@@ -328,7 +330,7 @@ def test_descriptions_are_whole_sentences() -> None:
 
 
 def test_the_start_page_and_the_command_line_show_them(store: Store) -> None:
-    page, listed = unescape(str(list_page(store, None))), CliRunner().invoke(app, ["stages"]).output
+    page, listed = unescape(str(list_page(Site(store, None, Asker(store, urls=False))))), CliRunner().invoke(app, ["stages"]).output
     sentence = "Turn pages into documents: the main content of HTML, plain text and code as they are."
     assert sentence in page and sentence in listed
     assert "Turn raw pages or documents into an aligned model;" in page and "Turn raw pages or documents into an aligned model;" in listed

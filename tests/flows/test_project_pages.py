@@ -16,8 +16,8 @@ from puna.flows.prefect import deployments
 from puna.flows.prefect.deployment_sync import DeploymentSync
 from puna.flows.prefect.forms import Choices, offers
 from puna.flows.prefect.trigger import Trigger, due, load_trigger, save_trigger
-from puna.flows.web import application, start
-from puna.flows.web.start import request_of
+from puna.flows.web import application, forms
+from puna.flows.web.forms import request_of
 from puna.storage import PunaError, Store, runs
 
 from .test_round import World, pretend
@@ -68,11 +68,11 @@ def test_the_start_page_offers_the_aliases_of_the_project_and_asks_for_it(client
     assert 'name="project" value="news"' in page
     asked = {"project": [" news "], "preferences": ["judged@latest"]}
     for name in ("dpo", "round"):
-        request = request_of(start.offer_of(name), asked)
+        request = request_of(forms.offer_of(name), asked)
         assert request.project == "news" and "--project news" in request.command()
-    assert request_of(start.offer_of("round"), {}).project == ""
+    assert request_of(forms.offer_of("round"), {}).project == ""
     with pytest.raises(PunaError, match="letters, digits"):
-        start.checked(store, "curate", {"project": ["a/b"]})
+        forms.checked(store, "curate", {"project": ["a/b"]})
 
 
 def test_the_forms_of_a_server_ask_for_the_project_and_names_mean_the_same_in_each(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
