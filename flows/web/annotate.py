@@ -150,14 +150,14 @@ class Said(BaseModel):
 desks = APIRouter()
 
 
-@desks.get("/", response_class=HTMLResponse)
+@desks.get("/")
 def page(desk: DeskOfAddress) -> Response:
     return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": POLICY})
 
 
 @desks.get("/pair")
-def pair(desk: DeskOfAddress, by: str, place: int | None = None) -> dict[str, Any]:
-    return desk.at(by, place)
+def pair(desk: DeskOfAddress, by: str, place: int | None = None) -> Response:
+    return JSONResponse(desk.at(by, place))
 
 
 @desks.post("/judge")

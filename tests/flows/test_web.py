@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from puna.flows import web
 from puna.flows.cli import main, sql
 from puna.flows.engine.session import session
-from puna.flows.web import application, bounded, frame, home, start
+from puna.flows.web import annotate, application, bounded, frame, home, start
 from puna.stages.contract import execute
 from puna.stages.curate.rules.groups import GopherQualityRules, LineRules, RuleGroup
 from puna.stages.curate.select import SelectConfig, select
 from puna.stages.prompts.prompts import PromptsConfig, prompts
-from puna.storage import Artifact, Store
+from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 
 COUNT = 30
@@ -270,3 +270,31 @@ def test_one_file_adds_a_page_and_one_a_command(client: TestClient, store: Store
         print(f"good day, {name}")
 
     assert CliRunner().invoke(main.app, ["greet", "you"]).output == "good day, you\n"
+
+
+class Desk:
+    """A desk that knows one pair, and nothing that could be saved."""
+
+    def at(self, by: str, place: int | None) -> dict[str, object]:
+        return {"by": by, "place": place}
+
+    def judge(self, pair: str, **said: object) -> None:
+        if pair != "known":
+            raise PunaError(f"there is no pair {pair}")
+
+    def save(self) -> Artifact:
+        raise PunaError("nothing was judged yet")
+
+
+def test_a_desk_of_the_site_shows_pairs_takes_judgements_and_says_what_is_wrong(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(annotate, "_desk", lambda store, name: Desk())
+    client = TestClient(application(store, prefect=None, auth=""))
+    page = client.get("/judge/abc")
+    assert page.url.path == "/judge/abc/" and page.headers["content-security-policy"] == annotate.POLICY
+    assert client.get("/judge/abc/pair?by=Ada&place=2").json() == {"by": "Ada", "place": 2}
+    said = {"pair": "known", "by": "Ada", "better": "left", "level": "slightly better"}
+    assert client.post("/judge/abc/judge", json=said).json() == {"ok": True}
+    assert client.post("/judge/abc/judge", json={**said, "pair": "other"}).json() == {"error": "there is no pair other"}
+    nameless = client.post("/judge/abc/judge", json={**said, "by": ""})
+    assert nameless.status_code == 422 and nameless.json()["error"].startswith("body.by: ")
+    assert client.post("/judge/abc/save").json() == {"error": "nothing was judged yet"}
