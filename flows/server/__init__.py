@@ -1,1 +1,1 @@
-"""What goes over HTTP without importing Prefect: reports of runs to its server, and the checks of every request to ours."""
+"""HTTP without importing Prefect: reports of runs to its server, and the checks of every request to ours."""
