@@ -20,7 +20,7 @@ from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from puna.kernels.cpu.vectors import LANES, add, exp, fill, load, load_first, minus, over, store, store_first, times
+    from puna.kernels.cpu.vectors import LANES, add, exp, fill, load_first, minus, over, store_first, times
 
 NUMERICS = {"swiglu": 2}
 BLOCK = 2048  # elements of one Triton program
@@ -42,13 +42,9 @@ def _silu_times(gate: Any, up: Any) -> Any:
 
 @strict_jit
 def swiglu_row(width: int, gate: Address, up: Address, y: Address) -> None:
-    """Compute one row. Whole vectors come without a mask, which costs a twentieth."""
-    whole = width // LANES * LANES
-    for i in range(0, whole, LANES):
-        store(y + 4 * i, _silu_times(load(gate + 4 * i), load(up + 4 * i)))
-    if whole < width:
-        left, at = width - whole, 4 * whole
-        store_first(y + at, _silu_times(load_first(gate + at, left), load_first(up + at, left)), left)
+    """Compute one row."""
+    for i in range(0, width, LANES):
+        store_first(y + 4 * i, _silu_times(load_first(gate + 4 * i, width - i), load_first(up + 4 * i, width - i)), width - i)
 
 
 @strict_jit

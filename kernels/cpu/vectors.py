@@ -78,15 +78,30 @@ def store(builder: Any, address: Any, value: Any) -> None:
 
 @operation(vector, address, types.intp)
 def load_first(builder: Any, address: Any, count: Any) -> Any:
-    """Load the first `count` (at most 16) numbers at an address; the other lanes are zeros and are not read."""
-    return llvm.load_first(builder, address, llvm.first_lanes(builder, count))
+    """Load the first `count` numbers at an address, 16 where they are more; the other lanes are zeros and are not read.
+
+    Whole vectors come without a mask, which would cost a loop over rows some hundredths of its time.
+    """
+    with builder.if_else(builder.icmp_signed(">=", count, llvm.INT(LANES))) as (all_, some):
+        with all_:
+            whole, from_all = llvm.load(builder, address), builder.block
+        with some:
+            part, from_some = llvm.load_first(builder, address, llvm.first_lanes(builder, count)), builder.block
+    value = builder.phi(llvm.VECTOR)
+    value.add_incoming(whole, from_all)
+    value.add_incoming(part, from_some)
+    return value
 
 
 @operation(types.void, address, vector, types.intp)
 def store_first(builder: Any, address: Any, value: Any, count: Any) -> None:
-    """Write the first `count` of sixteen numbers to an address."""
-    place, inside = builder.inttoptr(address, llvm.VECTOR.as_pointer()), llvm.first_lanes(builder, count)
-    llvm.masked(builder, "store", ir.VoidType(), llvm.VECTOR, value, place, llvm.INT32(4), inside)
+    """Write the first `count` of sixteen numbers to an address, all of them where it is more."""
+    with builder.if_else(builder.icmp_signed(">=", count, llvm.INT(LANES))) as (all_, some):
+        with all_:
+            llvm.store(builder, value, address)
+        with some:
+            place, inside = builder.inttoptr(address, llvm.VECTOR.as_pointer()), llvm.first_lanes(builder, count)
+            llvm.masked(builder, "store", ir.VoidType(), llvm.VECTOR, value, place, llvm.INT32(4), inside)
 
 
 @operation(vector, vector, vector, vector)
