@@ -165,5 +165,6 @@ def _recipe(size: Size, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     # The schedule of a ladder's points: constant, and a line to 0 at the end.
     schedule = {"learning_rate": float(f"{rate:.3g}"), "warmup_steps": 0.02, "shape": "constant", "anneal_steps": 0.25}
     phase = {"name": "initial", "until": round(size.tokens), "rows_per_step": max(1, round(many)), "schedule": schedule}
-    model = given.model_dump(mode="json", exclude_defaults=True)
+    # Every field: what a recipe leaves out is that of pretrain's own model, not of this class.
+    model = given.model_dump(mode="json")
     return {"tokenize": {"sequence_length": size.shape.max_position_embeddings}, "pretrain": {"model": model, "phases": [phase]}}

@@ -94,6 +94,8 @@ def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, c
     packed, _ = set_aside(tokens, config.validation_share, config.validation_tokens)
     shapes = [resized(config.model, width).complete(vocabulary.vocab_size, packed.row_length) for width in config.widths]
     shared = (tokens, tuple(heldout or ()), vocabulary.begin)
+    for shape in shapes:  # a shape that is refused is refused before the first run
+        _rung(shape, max(config.rows), config.rates[0], packed.row_length, config)
     tuned = _tuned(shapes, packed.row_length, shared, config, run)
     rungs = [_rung(shape, *tuned.at(matrix_parameters(shape)), packed.row_length, config) for shape in shapes]
     # The longest run first, so that no worker waits for it at the end.

@@ -14,6 +14,8 @@ from puna.stages.training.intervals import Z95, student
 Floats = npt.NDArray[np.float64]
 HUBER = 1e-3
 """Residual in the logarithm of the loss from which on its weight falls (Hoffmann et al. 2022, appendix D.3)."""
+BUDGET = 1.5
+"""Ratio of two budgets: points that are nearer are of one."""
 FEWEST = 6
 """Points that a surface of five numbers is fitted to at least."""
 
@@ -143,8 +145,8 @@ class Points:
 
     @property
     def budgets(self) -> npt.NDArray[np.int64]:
-        """Return each point's budget, [n]: doublings of the operations, 0 the highest, negative below."""
-        return np.asarray(-np.floor(np.log2(self.flops.max() / self.flops) + 1e-9), dtype=np.int64)
+        """Return each point's budget, [n]: 0 the highest, one less for each factor of 1.5 in the operations."""
+        return np.asarray(-np.floor(np.log(self.flops.max() / self.flops) / math.log(BUDGET) + 1e-9), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ class Backtest:
     @property
     def slope(self) -> float:
         """Return the absolute error of the logarithm per unit of the logarithm of the operations."""
-        return abs(math.log(self.predicted / self.measured)) / math.log(self.flops / self.below)
+        # A budget close above the points below it would make a slope of its noise.
+        return abs(math.log(self.predicted / self.measured)) / max(math.log(self.flops / self.below), math.log(BUDGET))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,9 @@ from puna.stages.training.proxy_runs import resized
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 
-MODEL = SHAPE.replace(hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+MODEL = SHAPE.replace(
+    hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, tie_word_embeddings=False
+)
 SETTINGS = LadderConfig(
     model=MODEL, widths=(8, 12, 16), tokens_per_parameter=0.5, multiples=(1.0, 2.0), rows=(1,), rates=(0.02,), validation_share=0.05, questions=3,
     compute={"save_seconds": 1e6},
@@ -207,6 +209,8 @@ def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: No
     config = PretrainConfig(**recipe, validation_share=0.05)
     assert config.phases[0].until == round(forecast["tokens"]) and config.phases[0].schedule.learning_rate == 0.02
     assert accounting.matrix_parameters(config.model.complete(shapes[0].vocab_size, 64)) == forecast["parameters"]
+    # The ladder's variations are the run's, also those at which pretrain's own model differs from a plain one.
+    assert config.model.tie_word_embeddings == MODEL.tie_word_embeddings and SHAPE.tie_word_embeddings != MODEL.tie_word_embeddings
     made = execute(pretrain, config, given, store)
     (after,) = outcomes()
     loss = made.manifest.metrics["validation_loss"]
