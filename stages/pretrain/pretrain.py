@@ -91,7 +91,7 @@ def pretrain(
     bit by bit, on a GPU with `compute.deterministic`.
     """
     vocabulary = tokenizer_of(tokenizer)
-    sources = _sources({"initial": tokens, "fresh": fresh, "long": long, "best": best}, config, tokenizer, vocabulary)
+    sources = _sources({"initial": tokens, "fresh": fresh, "long": long, "best": best}, config, tokenizer, vocabulary, run.scratch)
     packed = sources["initial"]
     held = packed.validation(config.validation_share, config.validation_tokens)
     aside = {packed.ids[owner] for owner in np.unique(packed.owners[held])}
@@ -118,7 +118,9 @@ def pretrain(
     _keep_moments(state, run.folder)
 
 
-def _sources(given: dict[str, Artifact | None], config: PretrainConfig, tokenizer: Artifact, vocabulary: Vocabulary) -> dict[str, Packed]:
+def _sources(
+    given: dict[str, Artifact | None], config: PretrainConfig, tokenizer: Artifact, vocabulary: Vocabulary, folder: Path
+) -> dict[str, Packed]:
     """Return the tokens by their name; PunaError where a phase's are missing, no phase reads them, or they are another tokenizer's."""
     read = {phase.tokens for phase in config.phases}
     for phase in config.phases:
@@ -132,7 +134,7 @@ def _sources(given: dict[str, Artifact | None], config: PretrainConfig, tokenize
         if name not in read and name != "initial":
             raise PunaError(f"no phase reads the tokens {name}: set tokens: {name} in one of pretrain.phases, or leave {artifact.id} out")
         check_tokens(artifact, tokenizer)
-        packed[name] = Packed.read(artifact)
+        packed[name] = Packed.read(artifact, folder / f"tokens-{name}.bin")
         if (largest := int(packed[name].tokens.max())) >= vocabulary.vocab_size:
             raise PunaError(f"{artifact.id} holds token {largest}, but {tokenizer.id} has {vocabulary.vocab_size} tokens")
     return packed

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,8 +67,9 @@ class Packed:
     ids: tuple[str, ...]
 
     @staticmethod
-    def read(source: Artifact | pa.Table) -> Packed:
-        """Read the table `tokens` of an artifact, or one in memory."""
+    def read(source: Artifact | pa.Table, file: Path | None = None) -> Packed:
+        """Read the table `tokens` of an artifact, or one in memory. With `file` the tokens lie there and are mapped into memory, so that
+        they may be more than it holds."""
         flat: dict[str, list[Any]] = {"tokens": [], "sizes": [], "per_row": [], "owners": []}
         numbers: dict[str, int] = {}
         # Batch by batch: one Arrow array of lists cannot hold more than 2^31 elements.
@@ -74,17 +78,27 @@ class Packed:
             named, batches = source.id, source.batches("tokens", columns)
         else:
             named, batches = "a pool", source.to_batches(4096)
-        for batch in batches:
-            lengths = batch["lengths"]
-            flat["tokens"].append(batch["tokens"].flatten().to_numpy().astype(np.int32))
-            flat["sizes"].append(lengths.flatten().to_numpy().astype(np.int64))
-            flat["per_row"].append(pc.list_value_length(lengths).to_numpy().astype(np.int64))
-            documents = batch["documents"].flatten().dictionary_encode()
-            known = np.array([numbers.setdefault(id_, len(numbers)) for id_ in documents.dictionary.to_pylist()], dtype=np.int64)
-            flat["owners"].append(known[documents.indices.to_numpy()])
-        if not flat["tokens"]:
+        # Several processes may write the file at one time: each writes all of it apart.
+        part = None if file is None else file.with_name(f".{file.name}.{os.getpid()}")
+        with contextlib.nullcontext() if part is None else part.open("wb") as out:
+            for batch in batches:
+                ids = batch["tokens"].flatten().to_numpy().astype(np.int32)
+                if out is None:
+                    flat["tokens"].append(ids)
+                else:
+                    out.write(ids.data)
+                lengths = batch["lengths"]
+                flat["sizes"].append(lengths.flatten().to_numpy().astype(np.int64))
+                flat["per_row"].append(pc.list_value_length(lengths).to_numpy().astype(np.int64))
+                documents = batch["documents"].flatten().dictionary_encode()
+                known = np.array([numbers.setdefault(id_, len(numbers)) for id_ in documents.dictionary.to_pylist()], dtype=np.int64)
+                flat["owners"].append(known[documents.indices.to_numpy()])
+        if not flat["sizes"]:
             raise PunaError(f"{named} has no rows: there is nothing to train on")
-        joined = {name: np.concatenate(arrays) for name, arrays in flat.items()}
+        joined = {name: np.concatenate(arrays) for name, arrays in flat.items() if arrays}
+        if file is not None and part is not None:
+            os.replace(part, file)
+            joined["tokens"] = np.memmap(file, np.int32, "r") if file.stat().st_size else np.zeros(0, np.int32)
         return Packed(
             tokens=joined["tokens"],
             starts=np.concatenate([[0], np.cumsum(joined["sizes"])]),

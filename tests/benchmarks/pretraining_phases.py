@@ -79,7 +79,7 @@ def pages(data: Path, count: int, words: int = 400) -> list[str]:
 # --- needle ---------------------------------------------------------------------------------------------
 
 
-def recall(draw: random.Random, length: int, most: int = 6, noisy: float = 0.7) -> str:
+def recall(draw: random.Random, length: int, most: int = 6, noisy: float = 0.85) -> str:
     """A text of words: keys with their values, each mentioned again and again, among words that say nothing."""
     pairs = list(zip(draw.sample(LETTERS, 8), draw.choices(LETTERS, k=8), strict=True))[: draw.randint(1, most)]
     rate, found = draw.uniform(0.0, noisy), list[str]()
@@ -108,13 +108,13 @@ def needle(folder: Path, data: Path) -> dict[str, Any]:
     long = rows(store, documents(store, corpus(400, 150, 510, 8, 0.95) + corpus(1600, 24, 126)), vocabulary, 512)
     passages = NeedleSettings(passage=" k{key} {value}", key_words=tuple(LETTERS), value_words=tuple(f"v{x}" for x in LETTERS), trials=40)
     accept = Acceptance(short_loss=0.01, needle=0.95, attempts=3)
-    decay = {"learning_rate": 0.005, "warmup_steps": 5, "shape": "linear"}
+    decay = {"learning_rate": 0.008, "warmup_steps": 5, "shape": "linear"}
     config = PretrainConfig(
         model=shape(64), optimizer=MUON, needle=passages, validate_every=50, validation_tokens=12_000, validation_share=0.05,
         phases=(
-            Phase(name="initial", steps=400, rows_per_step=12, schedule={"learning_rate": 0.02, "warmup_steps": 20, "shape": "linear"}),
-            Phase(name="256", tokens="long", steps=40, rows_per_step=4, length=256, rope_theta=80_000.0, schedule=decay, accept=accept),
-            Phase(name="512", tokens="long", steps=40, rows_per_step=4, schedule=decay, accept=accept),
+            Phase(name="initial", steps=450, rows_per_step=12, schedule={"learning_rate": 0.02, "warmup_steps": 20, "shape": "linear"}),
+            Phase(name="256", tokens="long", steps=50, rows_per_step=4, length=256, rope_theta=80_000.0, schedule=decay, accept=accept),
+            Phase(name="512", tokens="long", steps=50, rows_per_step=4, schedule=decay, accept=accept),
         ),
     )  # fmt: skip
     made = execute(pretrain, config, {"tokens": initial, "tokenizer": vocabulary, "long": long}, store)
@@ -176,7 +176,7 @@ def small_run(folder: str) -> str:
     """The sha256 of the weights after three phases, the second on rows of its own and the third averaged."""
     store, draw = Store.open(folder), random.Random(1)
     docs = documents(store, [recall(draw, draw.randint(24, 60)) for _ in range(300)])
-    vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=340), {"documents": docs}, store)
+    vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=337), {"documents": docs}, store)
     phases = (
         Phase(name="initial", steps=STEPS[0]),
         Phase(name="long", tokens="long", steps=STEPS[1], rope_theta=50_000.0),

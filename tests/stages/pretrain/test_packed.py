@@ -82,6 +82,21 @@ def test_order_changes_with_epoch_and_seed_and_is_a_function_of_the_step(tmp_pat
     assert order(0, range(5, 8)) == order(0, range(1, 25))[4:7]
 
 
+def test_tokens_on_disk_are_read_as_those_in_memory(tmp_path: Path) -> None:
+    """Mapped from a file that is written anew each time; from any step on, in one order, and each token of an epoch once."""
+    own = packed(tmp_path / "p", [9, 30, 4, 17, 22, 6], 16)
+    table = pq.read_table(tmp_path / "p" / "tokens.parquet")
+    (tmp_path / "tokens.bin").write_bytes(b"half of an earlier run")
+    mapped = Packed.read(table, tmp_path / "tokens.bin")
+    assert isinstance(mapped.tokens, np.memmap) and not mapped.tokens.flags.writeable
+    assert (tmp_path / "tokens.bin").read_bytes() == own.tokens.tobytes()
+    memory, disk, later = (Reader(one, nothing(one), 2, 3, BEGIN) for one in (own, mapped, mapped))
+    steps = range(1, 9)
+    read = [torch.cat([batch.forest.tokens for batch in memory.batches(step, 64)]) for step in steps]
+    assert all(torch.equal(ids, torch.cat([b.forest.tokens for b in disk.batches(step, 64)])) for step, ids in zip(steps, read, strict=True))
+    assert torch.equal(torch.cat([b.forest.tokens for b in later.batches(7, 64)]), read[6])
+
+
 def test_documents_set_aside_are_not_read(tmp_path: Path) -> None:
     names = [f"doc{i}" for i in range(30)] + ["doc3", "doc4"]
     data = packed(tmp_path, [13] * 32, 16, names)
