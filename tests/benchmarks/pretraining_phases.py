@@ -79,10 +79,13 @@ def pages(data: Path, count: int, words: int = 400) -> list[str]:
 # --- needle ---------------------------------------------------------------------------------------------
 
 
-def recall(draw: random.Random, length: int, most: int = 6, noisy: float = 0.85) -> str:
-    """A text of words: keys with their values, each mentioned again and again, among words that say nothing."""
-    pairs = list(zip(draw.sample(LETTERS, 8), draw.choices(LETTERS, k=8), strict=True))[: draw.randint(1, most)]
-    rate, found = draw.uniform(0.0, noisy), list[str]()
+def recall(draw: random.Random, length: int, far: bool = False) -> str:
+    """A text of words: keys with their values, each mentioned again and again, among words that say nothing.
+
+    `far`: so many keys that each is mentioned two or three times, a third of the text apart, however much there is of the other words."""
+    rate = draw.uniform(0.0, 0.97 if far else 0.7)
+    most = max(1, min(12, int(length * (1 - rate) / (2 - rate) / 2.5))) if far else draw.randint(1, 6)
+    pairs, found = list(zip(draw.sample(LETTERS, most), draw.choices(LETTERS, k=most), strict=True)), list[str]()
     while len(found) < length - 1:
         key, value = draw.choice(pairs)
         found += [f"n{draw.choice(LETTERS)}"] if draw.random() < rate else [f"k{key}", f"v{value}"]
@@ -97,22 +100,22 @@ def needle(folder: Path, data: Path) -> dict[str, Any]:
     """A context of 128 tokens made four times as long, in two steps that must hold."""
     store, draw = Store.open(folder), random.Random(0)
 
-    def corpus(count: int, low: int, high: int, *how: Any) -> list[str]:
+    def corpus(count: int, low: int, high: int, far: bool = False) -> list[str]:
         sizes = [draw.randint(low, high) for _ in range(count)]
-        return [recall(draw, size, *how) if i % 16 else noise(draw, size) for i, size in enumerate(sizes)]
+        return [recall(draw, size, far) if i % 16 else noise(draw, size) for i, size in enumerate(sizes)]
 
     short = documents(store, corpus(6000, 24, 126))
     vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=337), {"documents": short}, store)
     initial = rows(store, short, vocabulary, 128)
     # Long documents among short ones, so that what was learned first stays.
-    long = rows(store, documents(store, corpus(400, 150, 510, 8, 0.95) + corpus(1600, 24, 126)), vocabulary, 512)
+    long = rows(store, documents(store, corpus(400, 300, 510, far=True) + corpus(1600, 24, 126)), vocabulary, 512)
     passages = NeedleSettings(passage=" k{key} {value}", key_words=tuple(LETTERS), value_words=tuple(f"v{x}" for x in LETTERS), trials=40)
-    accept = Acceptance(short_loss=0.01, needle=0.95, attempts=3)
-    decay = {"learning_rate": 0.008, "warmup_steps": 5, "shape": "linear"}
+    accept = Acceptance(short_loss=0.01, needle=0.95, attempts=4)
+    decay = {"learning_rate": 0.01, "warmup_steps": 5, "shape": "linear"}
     config = PretrainConfig(
         model=shape(64), optimizer=MUON, needle=passages, validate_every=50, validation_tokens=12_000, validation_share=0.05,
         phases=(
-            Phase(name="initial", steps=450, rows_per_step=12, schedule={"learning_rate": 0.02, "warmup_steps": 20, "shape": "linear"}),
+            Phase(name="initial", steps=350, rows_per_step=12, schedule={"learning_rate": 0.02, "warmup_steps": 20, "shape": "linear"}),
             Phase(name="256", tokens="long", steps=50, rows_per_step=4, length=256, rope_theta=80_000.0, schedule=decay, accept=accept),
             Phase(name="512", tokens="long", steps=50, rows_per_step=4, schedule=decay, accept=accept),
         ),
@@ -217,7 +220,7 @@ def lines(file: Path, *fields: str) -> list[str]:
 def anneal(folder: Path, data: Path) -> dict[str, Any]:
     """Two good sets and two bad ones for each of five seeds: school mathematics and questions of programmers, the first with its words
     shuffled, two texts of the second copied forty times."""
-    books = pages(data, 400)
+    books, began = pages(data, 400), seconds()
     school = lines(data / "gsm8k" / "train.jsonl", "question", "answer")
     forum = [text[:6000] for text in lines(data / "text_misc" / "dj_stack_exchange.jsonl", "text")]
     good, bad, gains = [0, 0], [0, 0], list[Any]()
@@ -247,7 +250,8 @@ def anneal(folder: Path, data: Path) -> dict[str, Any]:
             counts[0] += verdict == "accepted"
             counts[1] += 1
         gains.append(said | {f"{r['task']} {r['metric']}": [r["value"], r["low"]] for r in made.read().to_pylist() if "gain" in r["metric"]})
-    return {"anneal_good_accepted": good, "anneal_bad_accepted": bad, "anneal_verdicts": gains}
+    minutes = (seconds() - began) / 60 / len(gains)
+    return {"anneal_good_accepted": good, "anneal_bad_accepted": bad, "anneal_minutes": minutes, "anneal_verdicts": gains}
 
 
 # --- reading --------------------------------------------------------------------------------------------
