@@ -67,7 +67,7 @@ class AnnealExperimentConfig(BadRowsConfig, SeededConfig):
         0.02, ge=0, description="Lower end of both intervals above which a set is accepted: over the default, and over its own words "
         "shuffled, nats per token of its held-out text"
     )  # fmt: skip
-    most_default_rise: float = Field(0.1, ge=0, description="Rise of the default text's loss above which a set is refused, nats per token")
+    most_default_rise: float = Field(0.25, ge=0, description="Rise of the default text's loss above which a set is refused, nats per token")
     max_repeats: float = Field(4.0, ge=1, description="Times that a set's different documents may be read; a smaller set is refused")
     document_tokens: int = Field(
         8192, ge=8, description="Tokens of a set's document that are read, from its beginning: few tokens then hold many documents"

@@ -115,9 +115,9 @@ def needle(folder: Path, data: Path) -> dict[str, Any]:
     config = PretrainConfig(
         model=shape(64), optimizer=MUON, needle=passages, validate_every=50, validation_tokens=12_000, validation_share=0.05,
         phases=(
-            Phase(name="initial", steps=350, rows_per_step=12, schedule={"learning_rate": 0.02, "warmup_steps": 20, "shape": "linear"}),
-            Phase(name="256", tokens="long", steps=50, rows_per_step=4, length=256, rope_theta=80_000.0, schedule=decay, accept=accept),
-            Phase(name="512", tokens="long", steps=50, rows_per_step=4, schedule=decay, accept=accept),
+            Phase(name="initial", steps=500, rows_per_step=12, schedule={"learning_rate": 0.02, "warmup_steps": 20, "shape": "linear"}),
+            Phase(name="256", tokens="long", steps=70, rows_per_step=8, length=256, rope_theta=80_000.0, schedule=decay, accept=accept),
+            Phase(name="512", tokens="long", steps=70, rows_per_step=8, schedule=decay, accept=accept),
         ),
     )  # fmt: skip
     made = execute(pretrain, config, {"tokens": initial, "tokenizer": vocabulary, "long": long}, store)

@@ -78,7 +78,7 @@ def planted(own: float, shuffled: float, default: float, noise: float) -> dict:
         (planted(0.2, 0.05, -0.05, 0.3), "its gain over the default mix may be as low as"),
         (planted(0.019, -0.1, 0.0, 0.0), "its gain over the default mix may be as low as 0.019"),
         (planted(0.2, 0.19, 0.0, 0.0), "its gain over its own words shuffled may be as low as 0.010"),
-        (planted(0.2, 0.05, -0.2, 0.0), "the default text's loss rises by 0.200"),
+        (planted(0.2, 0.05, -0.3, 0.0), "the default text's loss rises by 0.300"),
     ],
 )
 def test_a_verdict_needs_both_controls_and_the_default_text(losses: dict, refusal: str) -> None:
