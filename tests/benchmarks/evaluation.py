@@ -5,8 +5,8 @@
 
 `harness`: six local tasks (multiple choice, texts, answers; from ../shared/data) for SmolLM2-135M-Instruct and a small random model of
 Puna's, whose tokenizer adds BOS. `harness_logprob_difference`, `harness_text_difference`: largest difference of an option's and of a whole
-text's log-likelihood, nats, from the backend in float64 (`hf_float32_…`: those of the backend itself in float32). `harness_metrics_equal`: share of metrics that are the same
-number. `evaluate_vs_harness_hf`: CPU seconds inside the float32 backend by those of the whole task here, templates and metrics included.
+text's log-likelihood, nats, from the backend in float64 (`hf_float32_…`: those of the backend itself in float32). `harness_metrics_equal`:
+share of metrics that are the same number. `evaluate_vs_harness_hf`: CPU seconds inside the float32 backend by those of the whole task here, templates and metrics included.
 `checkers`: see `evaluation_checkers.py`.
 """
 
