@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 from codecs import BOM_UTF8
 from collections.abc import Iterable
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 from pydantic import Field
 
 from puna.models.extraction.bounds import Burden, burden
 from puna.models.extraction.clean import MISREAD, WIDE_MARKS, all_cleaned, cleaned, decode, plain, utf8
-from puna.models.extraction.layout import BLOCK, page_of
-from puna.models.extraction.library import Origin, library_text, united
 from puna.models.extraction.model import content, load
 from puna.models.extraction.scan import read_pages, serialised
 from puna.models.extraction.technical import hinted, prepared
@@ -34,17 +31,12 @@ OPTION = re.compile(r"<opt(?:ion|group)\b[^<>]*>[^<]*|</opt(?:ion|group)\s*>", r
 class ExtractConfig(StageConfig):
     """Method of finding the main content of HTML, and bounds of extraction."""
 
-    extractor: Literal["model", "resiliparse", "union"] = Field(
-        "model",
-        description="Main content by Puna's model, by Resiliparse's rules, or all that either takes (the table `scores` counts words)",
-    )
     headline: bool = Field(False, description="Keep the page's main heading (h1) in the text; else only the title has it")
     code_and_maths: bool = Field(True, description="Read markup of code and formulas first: code in tables becomes blocks, MathML TeX")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Larger HTML pages are dropped, bytes")
     max_depth: int = Field(1000, ge=16, le=10_000, description="Maximum depth of nested elements; parsing takes quadratic time in it")
     max_elements: int = Field(500_000, ge=1000, le=10_000_000, description="Maximum elements of a page, with reopened ones")
     max_blocks: int = Field(30_000, ge=1000, le=1_000_000, description="Maximum blocks of text (paragraphs, cells, lines) for the model")
-    fallback_fraction: float = Field(0.1, ge=0, le=1, description="Take the whole text if Resiliparse's content is a smaller share of it")
     max_replacement_fraction: float = Field(0.01, ge=0, le=1, description="Maximum fraction of undecodable characters in a kept text")
 
 
@@ -57,11 +49,10 @@ class Unreadable(Exception):
 
 
 class PageText(NamedTuple):
-    """Title and text of a page; `origin`: who took how many words, where two extractors did."""
+    """Title and text of a page."""
 
     title: str | None
     text: str
-    origin: Origin | None = None
 
 
 class _Found(NamedTuple):
@@ -69,15 +60,13 @@ class _Found(NamedTuple):
 
     title: str | None
     text: bytes
-    origin: Origin | None = None
 
 
 class _Parsed(NamedTuple):
-    """A page for the model: its title, its tree written out, Resiliparse's text where that is asked for."""
+    """A page for the model: its title, its tree written out."""
 
     title: str | None
     html: bytes
-    library: str
 
 
 @stage(kind="documents", filters="pages")
@@ -95,7 +84,6 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
     titles: list[str | None] = []
     texts: list[bytes] = []
     dropped: list[dict[str, Any]] = []
-    scores: list[dict[str, Any]] = []
     bodies = (body.as_py() for body in pages.column("body"))
     rows = zip(bodies, *(pages.column(name).to_pylist() for name in ("content_type", "charset")), strict=True)
     names = zip(*(pages.column(name).to_pylist() for name in ("id", "url")), strict=True)
@@ -109,15 +97,9 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
             kept.append(index)
             titles.append(results.title)
             texts.append(results.text)
-            if results.origin is not None:
-                origin = results.origin._asdict().items()
-                scores += [{"id": identity, "name": f"words_{name}", "value": float(value)} for name, value in origin]
     documents = pages.select(["id", "url", "fetched_at", "source"]).take(pa.array(kept, pa.int64()))
     documents = documents.append_column("title", pa.array(titles, pa.string())).append_column("text", pa.array(texts, pa.string()))
-    tables = {"documents": documents, "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)}
-    if scores:
-        tables["scores"] = pa.Table.from_pylist(scores, schema=table_schema("scores").schema)
-    return tables
+    return {"documents": documents, "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)}
 
 
 def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfig) -> PageText:
@@ -125,7 +107,7 @@ def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfi
     (results,) = _found([(body, media, charset)], config)
     if isinstance(results, Exception):
         raise results
-    return PageText(results.title, results.text.decode(), results.origin)
+    return PageText(results.title, results.text.decode())
 
 
 def _found(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig) -> list[_Found | Exception]:
@@ -181,8 +163,8 @@ def _readable(text: str, config: ExtractConfig) -> bytes:
     return text.encode()
 
 
-def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> _Parsed | _Found:
-    """Parse a page for the model, or take Resiliparse's text; raises Unreadable where the page is built to hang a parser."""
+def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> _Parsed:
+    """Parse a page for the model; raises Unreadable where the page is built to hang a parser."""
     from resiliparse.parse.html import HTMLParserException, HTMLTree
 
     _check_bound("extract_too_large", "the page is too large", len(body), config.max_body_bytes)
@@ -196,10 +178,7 @@ def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> _Parsed
         title = (title if title.isascii() and title.isprintable() else plain(title)).strip()
         if config.code_and_maths and hinted(html) and prepared(tree, len(html.decode())):
             html = serialised(tree)
-        library = library_text(html.decode(), config.fallback_fraction) if config.extractor != "model" else ""
-        if config.extractor == "resiliparse":
-            return _Found(title or None, _readable(cleaned(library), config))
-        return _Parsed(title or None, serialised(tree), library)
+        return _Parsed(title or None, serialised(tree))
     except (HTMLParserException, *FAILURES) as error:
         raise Unreadable("extract_failed", f"{type(error).__name__}: {error}") from error
 
@@ -207,10 +186,6 @@ def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> _Parsed
 def _by_model(parsed: list[_Parsed], config: ExtractConfig) -> list[_Found | Exception]:
     pages, measures = read_pages([page.html for page in parsed], config.max_depth, config.max_blocks)
     keep = content(pages, load(), config.headline)
-    origins: list[Origin | None] = [None] * len(parsed)
-    if config.extractor == "union":
-        for number, (a, z) in enumerate(pairwise(pages.starts[:, BLOCK].tolist())):
-            keep[a:z], origins[number] = united(page_of(pages, number), keep[a:z], parsed[number].library)
     raw, ends = texts_of(pages, keep)
     texts, places, doubts = all_cleaned(raw, ends)
     result: list[_Found | Exception] = []
@@ -223,7 +198,7 @@ def _by_model(parsed: list[_Parsed], config: ExtractConfig) -> list[_Found | Exc
                 text = cleaned(raw[ends[number] : ends[number + 1]].tobytes().decode("utf-8", "replace")).encode()
             if doubts[number]:
                 text = _readable(text.decode("utf-8", "replace"), config)
-            result.append(_Found(parsed[number].title, text, origins[number]))
+            result.append(_Found(parsed[number].title, text))
         except Unreadable as why:
             result.append(why)
     return result

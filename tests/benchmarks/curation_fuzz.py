@@ -91,8 +91,8 @@ def readers() -> dict[str, tuple[list[bytes], Callable[[bytes], Iterator[bool]]]
     from puna.stages.reading.readers import Columns, read_table
     from puna.stages.reading.warc import read_warc
 
-    def extractor(name: Any, media: str) -> Callable[[bytes], Iterator[bool]]:
-        config = ExtractConfig(extractor=name)
+    def extractor(media: str) -> Callable[[bytes], Iterator[bool]]:
+        config = ExtractConfig()
 
         def read(data: bytes) -> Iterator[bool]:
             try:
@@ -114,10 +114,8 @@ def readers() -> dict[str, tuple[list[bytes], Callable[[bytes], Iterator[bool]]]
 
     plain = warc()
     return {
-        "html": (HTML, extractor("model", "text/html")),
-        "html_resiliparse": (HTML, extractor("resiliparse", "text/html")),
-        "html_union": (HTML, extractor("union", "text/html")),
-        "text": ([*HTML, b"plain\ntext\n"], extractor("model", "text/plain")),
+        "html": (HTML, extractor("text/html")),
+        "text": ([*HTML, b"plain\ntext\n"], extractor("text/plain")),
         "warc": ([plain], archive),
         "warc_gz": ([b"".join(gzip.compress(part, mtime=0) for part in _parts(plain))], archive),
         "warc_zst": ([b"".join(zstandard.ZstdCompressor().compress(part) for part in _parts(plain))], archive),

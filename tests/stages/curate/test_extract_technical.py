@@ -62,7 +62,7 @@ def test_a_table_of_code_takes_steps_in_proportion_to_its_rows():
 
 @pytest.mark.parametrize("piece", ["<math>{}</math>", "{}"], ids=["the parts of a formula", "images of formulas"])
 def test_formulas_take_steps_in_proportion_to_their_number(piece):
-    one, two = (calls(lambda n=n: text(piece.format("<mi>x</mi><img class=math alt='y'>" * n), extractor="union")) for n in (150, 300))
+    one, two = (calls(lambda n=n: text(piece.format("<mi>x</mi><img class=math alt='y'>" * n))) for n in (150, 300))
     assert two < 2.2 * one
 
 
@@ -77,11 +77,10 @@ def test_what_is_nested_takes_steps_in_proportion_to_its_number(piece):
 
 
 @pytest.mark.parametrize("name", CODE)
-@pytest.mark.parametrize("extractor", ["model", "union"])
-def test_code_keeps_its_lines_and_loses_their_numbers(name, extractor):
-    found = text(CODE[name], extractor=extractor)
+def test_code_keeps_its_lines_and_loses_their_numbers(name):
+    found = text(CODE[name])
     assert f"\n\n{LINES}\n\n" in found
-    assert text(CODE[name], extractor=extractor, code_and_maths=False) != found
+    assert text(CODE[name], code_and_maths=False) != found
 
 
 FORMULAS = {
@@ -124,7 +123,6 @@ def test_nested_and_broken_markup_is_read():
     generator = random.Random(0)
     for _ in range(300):
         body = "".join(generator.choice(pieces) for _ in range(generator.randrange(1, 60)))
-        for extractor in ("model", "resiliparse"):
-            assert isinstance(text(body, extractor=extractor), str)
+        assert isinstance(text(body), str)
     deep = "<math><msup>" * 200 + "<mi>xyz</mi>"
     assert "xyz" in text(f"<p>It was the Greeks who said that the value is known to all of us, and they called it {deep}")

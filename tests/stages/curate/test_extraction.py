@@ -17,7 +17,6 @@ from puna.models.extraction import write as written
 from puna.models.extraction.bounds import burden
 from puna.models.extraction.labels import label
 from puna.models.extraction.layout import alone, group_sums, groups
-from puna.models.extraction.library import found_in
 from puna.models.extraction.model import LEVELS, TOGETHER, agreed, best_cut, content, judge, load, made_whole, once, with_headline
 from puna.models.extraction.scan import read_page, scan
 from puna.models.extraction.tags import NUMBER, find
@@ -441,15 +440,3 @@ def test_the_headline_is_the_only_first_heading(html, kept, found):
     blocks = [page.text.tobytes()[b[L.START] : b[L.STOP]].decode() for b in page.blocks]
     keep = with_headline(page, np.array([block in kept.split("|") for block in blocks]))
     assert "|".join(block for block, stays in zip(blocks, keep, strict=True) if stays) == found
-
-
-@given(
-    st.lists(st.lists(st.sampled_from("abc"), max_size=8), max_size=6),
-    st.lists(st.sampled_from("abc"), max_size=30),
-)
-def test_blocks_are_found_by_their_runs_of_words(blocks, wanted):
-    def runs(words, length):
-        return {tuple(words[k : k + length]) for k in range(len(words) - length + 1)}
-
-    expected = [bool(block) and runs(block, min(5, len(block))) <= runs(wanted, min(5, len(block))) for block in blocks]
-    assert found_in(blocks, wanted).tolist() == expected
