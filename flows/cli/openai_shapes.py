@@ -140,7 +140,7 @@ class ChatRequest(Sampled):
 
 @dataclass
 class Offsets:
-    """Where each token's text begins, in characters; parts of one character begin with it, and special tokens have no text."""
+    """The places where each token's text begins, in characters; parts of one character begin with it, and special tokens have no text."""
 
     tokenizer: Tokenizer
     places: list[int] = field(default_factory=list)

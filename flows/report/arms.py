@@ -55,7 +55,7 @@ POLICY_STAGES = ("sft", "dpo", "grpo", "ppo", "distill")
 
 @dataclass(frozen=True)
 class Budget:
-    """What an arm was given beyond what the round begins with, summed over the artifacts that its evaluation is made of.
+    """The resources that an arm was given beyond what the round begins with, summed over the artifacts that its evaluation is made of.
 
     `labels` are preferences, `trained_answers` those of all updates of the policy together.
     """

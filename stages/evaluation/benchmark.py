@@ -44,7 +44,7 @@ RESULTS = "results.json"
 
 
 class BenchmarkConfig(SeededConfig):
-    """How the questions of task files are asked."""
+    """Settings of asking the questions of task files."""
 
     limit: int | None = Field(None, ge=1, description="First questions of each task; null: all")
     shots: int | None = Field(None, ge=0, le=1000, description="Examples before each question; null: as the task file says")
@@ -69,7 +69,7 @@ class BenchmarkConfig(SeededConfig):
 
 @dataclass
 class Result:
-    """What was measured of a task, by the ids of its questions. `about`: its version, content, shots and format; `settings`: its file."""
+    """The measurements of a task, by the ids of its questions. `about`: its version, content, shots and format; `settings`: its file."""
 
     name: str
     about: dict[str, Any]

@@ -27,7 +27,7 @@ MISSING = "lm-evaluation-harness is not installed: pip install 'puna[harness]', 
 
 
 class HarnessConfig(BenchmarkConfig):
-    """How the harness asks."""
+    """Settings of asking by the harness."""
 
     names: tuple[str, ...] = Field((), description="Tasks that the harness brings, by name; their data come from the hub")
 

@@ -11,9 +11,7 @@ import numpy as np
 import yaml
 from pydantic import Field, model_validator
 
-from puna.models import accounting
 from puna.models.config import ModelConfig, ModelShape
-from puna.models.machine import matrix_rate
 from puna.models.parameters import matrix_parameters
 from puna.stages.contract import Evaluation, StageRun, stage
 from puna.stages.experiments.law import LawConfig, forecaster_of, read_points, task_laws
@@ -101,6 +99,8 @@ def _largest(rows: Sequence[dict[str, Any]]) -> ModelConfig:
 
 def _sizes(config: ChooseSizeConfig, rows: Sequence[dict[str, Any]]) -> list[Size]:
     """Return the sizes that the budget allows."""
+    from puna.models import accounting
+
     largest = _largest(rows)
     row = config.sequence_length or largest.max_position_embeddings
 
@@ -141,7 +141,8 @@ def _family(base: ModelShape) -> Iterator[ModelShape]:
 
 def _seconds(shape: ModelConfig, row: int, gpu: str | None) -> float:
     """Return the seconds of a token in training: by a GPU's data sheet, or by this CPU's measured matrix products."""
-    from puna.models.machine import Machine
+    from puna.models import accounting
+    from puna.models.machine import Machine, matrix_rate
 
     if gpu is None:
         return accounting.training_flops(shape, [row]) / row / matrix_rate()

@@ -17,7 +17,7 @@ from puna.storage import Artifact, PunaError
 
 
 class LawConfig(SeededConfig):
-    """Which loss the law is of, and the draws behind its intervals."""
+    """The loss that the law is of, and the draws behind its intervals."""
 
     heldout: str = Field("validation", description="Held-out text whose loss is predicted: validation, or the id of a further one")
     draws: int = Field(200, ge=100, le=100_000, description="Bootstrap draws behind an interval")

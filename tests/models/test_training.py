@@ -167,6 +167,7 @@ class Poisoned(o.LanguageModeling):
     """Gives NaN at the calls named."""
 
     def __init__(self, at: set[int]) -> None:
+        super().__init__()
         self.at, self.calls = at, 0
 
     def loss(self, made, batch, totals):

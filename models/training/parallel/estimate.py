@@ -71,7 +71,7 @@ class Estimate:
 
     @property
     def reason(self) -> str:
-        """What the time beside the computing goes to."""
+        """Words for the time beside computing."""
         rest = {"transfers": self.transfers, "pipeline bubble": self.bubble, "update": self.update}
         parts = [f"{name} {value / self.seconds:.0%}" for name, value in rest.items() if value / self.seconds >= 0.005]
         return ", ".join(["computes each layer twice"] * self.work.checkpointing + parts) or "nothing but computing"
