@@ -95,10 +95,14 @@ def budget(evaluation: Artifact, before: Artifact | None) -> Budget | None:
 
 
 def _ancestors(artifact: Artifact) -> dict[str, Artifact]:
-    """Return an artifact and all that it was made of, by key."""
+    """Return an artifact and all that it was made of, by key; of one that is no longer in the store, not what it was made of."""
     every, left = {artifact.key: artifact}, [artifact]
     while left:
-        for record in left.pop().manifest.inputs:
+        try:
+            records = left.pop().manifest.inputs
+        except (PunaError, OSError):
+            continue
+        for record in records:
             if record.kind != "external" and record.key not in every:
                 every[record.key] = Artifact(record.kind, record.key, artifact.files)
                 left.append(every[record.key])
