@@ -29,7 +29,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.runner import Runner
 from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Failed
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from puna.flows.engine.declare import Flow, first_sentence
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE, SERVED
@@ -70,8 +70,10 @@ def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:
         recipe = "The values of all steps; a YAML file must be where the runs are started"
         own = [_parameter("recipe", str, recipe, DEFAULT_RECIPE), *inputs, _parameter("changes", list[str], changes, [])]
     else:
-        needed = any(field.is_required() for field in what.config.model_fields.values())
-        default = inspect.Parameter.empty if needed else what.config()
+        try:
+            default: Any = what.config()
+        except ValidationError:  # fields without a default, or one of several that has to be given
+            default = inspect.Parameter.empty
         own = [*inputs, inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, annotation=what.config, default=default)]
     return _as_flow(offer.flow, run, what.doc, own)
 
