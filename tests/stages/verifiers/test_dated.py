@@ -28,7 +28,7 @@ from puna.stages.verifiers.registry import from_text
 from puna.stages.verifiers.scoring import question_of
 from puna.storage import PunaError, Store
 
-TASKS = [{"task": "chain_sum", "parameters": {"min_terms": 2, "max_terms": 3}}, {"task": "spell_backward"}, {"task": "numbers"}]
+TASKS = [{"task": "chain_sum", "parameters": {"min_terms": 2, "max_terms": 3}}, {"task": "spell_backward"}, {"task": "digits"}]
 
 
 def texts(rows: list[dict[str, Any]]) -> list[str]:
