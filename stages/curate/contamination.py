@@ -40,6 +40,11 @@ class Source(NamedTuple):
     artifact: Artifact
     mixture: Artifact | None
 
+    @property
+    def name(self) -> str:
+        """Kind and content of the table: its id would say how it was made, too."""
+        return f"{self.artifact.kind} {self.artifact.data_digest[:12]}"
+
 
 class Held(NamedTuple):
     """A prompt in a training text: the share of its n-grams, the text's id, and the passage."""
@@ -70,6 +75,7 @@ def contamination(
     sources = [Source(one, None) for given in (documents, instructions, preferences) for one in given or ()]
     learned, unknown = trained_on(model) if model is not None else ([], 0)
     sources += [one for one in learned if one.artifact.key not in {other.artifact.key for other in sources}]
+    sources.sort(key=lambda source: source.name)
     if not sources:
         missing = "no text is given" if model is None else f"the lineage of {model.id} names no text in this store"
         raise PunaError(f"contamination: {missing}; give what it was trained on as documents, instructions or preferences")
@@ -77,15 +83,16 @@ def contamination(
     index, unmatchable = build_index(rows, config)
     fuzzy = fuzzy_index(rows, config)
     grams, held = index.with_fuzzy(fuzzy), dict[int, Held]()
-    for number, (source, mixture) in enumerate(sources):
-        parts = run.parts(source, columns=COLUMNS[source.kind])
-        for found in run.map(_find, parts, source.kind, mixture, index, fuzzy, grams, config):
+    for number, source in enumerate(sources):
+        kind = source.artifact.kind
+        parts = run.parts(source.artifact, columns=COLUMNS[kind])
+        for found in run.map(_find, parts, kind, source.mixture, index, fuzzy, grams, config):
             for prompt, own in found.items():
-                one = own._replace(place=f"{source.id} {own.place}")
+                one = own._replace(place=f"{source.name}, {own.place}")
                 held[prompt] = max(held.get(prompt, one), one, key=lambda each: each.share)
-        run.progress(number + 1, len(sources), source.id)
+        run.progress(number + 1, len(sources), source.name)
     _report(rows, held, _scores(evaluation), run)
-    run.metric("sources", ", ".join(source.id for source, _ in sources))
+    run.metric("sources", "; ".join(source.name for source in sources))
     run.metric("unknown_sources", unknown)
     run.metric("unmatchable_prompts", sum(unmatchable.values()))
 
@@ -109,7 +116,7 @@ def trained_on(model: Artifact) -> tuple[list[Source], int]:
                 waiting.append(one)
             else:
                 sources[one.key] = Source(one, mixtures[0] if one.kind == "documents" and mixtures else None)
-    return sorted(sources.values(), key=lambda source: source.artifact.id), unknown
+    return list(sources.values()), unknown
 
 
 def _stored(artifact: Artifact) -> bool:

@@ -81,13 +81,13 @@ def test_scores_stand_beside_those_of_the_clean_part(built):
     assert values["a", "score_clean"] == 0.0 and values["b", "score_clean"] == 0.5
     assert {row["id"] for row in made.read("scores").to_pylist()} == {"a1", "b1"}
     example = next(row for row in made.read("examples").to_pylist() if row["id"] == "a1")
-    assert f"in {documents.id} dirty" in example["detail"] and example["text"].startswith("a train leaves the old station")
+    assert f"in documents {documents.data_digest[:12]}, dirty" in example["detail"] and example["text"].startswith("a train leaves the old station")
 
 
 def test_texts_may_be_given_without_a_model(built):
     store, prompts, documents, _, _ = built
     made = execute(contamination, ContaminationConfig(), {"prompts": prompts, "documents": [documents]}, store)
     assert {row["id"] for row in made.read("scores").to_pylist()} == {"a1", "a2"}  # without its mixture every document counts
-    assert json.loads(json.dumps(made.manifest.metrics))["sources"] == documents.id
+    assert json.loads(json.dumps(made.manifest.metrics))["sources"] == f"documents {documents.data_digest[:12]}"
     with pytest.raises(PunaError, match="no text is given; give what it was trained on"):
         execute(contamination, ContaminationConfig(), {"prompts": prompts}, store)

@@ -20,6 +20,7 @@ from puna.stages.contract.config import parse
 from puna.stages.conversations import asking
 from puna.stages.curate.block_lists import BlockListsConfig, block_lists
 from puna.stages.curate.code_reasoning import CodeReasoningConfig, TrainCodeReasoningConfig, code_reasoning, train_code_reasoning
+from puna.stages.curate.contamination import ContaminationConfig, contamination
 from puna.stages.curate.decontaminate import DecontaminateConfig, decontaminate
 from puna.stages.curate.domains import DomainsConfig, TrainDomainsConfig, domains, train_domains
 from puna.stages.curate.encoder_quality import EncoderQualityConfig, TrainEncoderQualityConfig, encoder_quality, train_encoder_quality
@@ -202,6 +203,8 @@ SPECS = {
     "semantic_dedup by an encoder": (
         semantic_dedup, SemanticDedupConfig(cluster_documents=20, max_tokens=32), lambda w: {"documents": w.documents, "model": w.model}
     ),
+    "contamination": (contamination, ContaminationConfig(), lambda w: {
+        "documents": [w.documents], "prompts": min(w.prompts, key=lambda one: one.key)}),
     "decontaminate": (decontaminate, DecontaminateConfig(), lambda w: {"documents": w.documents, "prompts": w.prompts}),
     "split": (split, SplitConfig(), lambda w: {"documents": w.documents, "signals": w.made["domains"]}),
     "mix": (mix, MixConfig(cluster_weights={2: 2.0}), lambda w: {
@@ -257,5 +260,4 @@ def test_there_is_something_to_do(world, name, table):
 
 def test_every_stage_is_here():
     found = {value.name for module in MODULES for value in vars(importlib.import_module(module)).values() if isinstance(value, Stage)}
-    # One copies a file from outside, the other names the artifacts that hold a question.
-    assert found - {"import_classifier", "contamination"} <= set(SPECS)
+    assert found - {"import_classifier"} <= set(SPECS)  # that one copies a file from outside
