@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Iterator, Sequence
-from random import Random
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
@@ -13,12 +11,9 @@ from pydantic import Field
 from puna.stages.contract import Evaluation, Figure, Prompts, StageConfig, StageRun, stage
 from puna.stages.conversations import asking
 from puna.stages.draws import hashed, identifier
-from puna.stages.prompts import tasks
-from puna.stages.prompts.prompts import Task, draw_entry, verifier_text
-from puna.stages.prompts.tasks import Drawn
+from puna.stages.prompts.prompts import Task, draw_questions, verifier_text
 from puna.stages.training.intervals import Interval, evaluation_row, mean, wilson
 from puna.stages.verifiers.base import is_correct
-from puna.stages.verifiers.reasoning_gym import generator
 from puna.storage import PunaError
 
 CYCLE = 24
@@ -70,7 +65,8 @@ def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict
     """Return rows of the prompts table for one task and month. PunaError when the draws give too few different questions."""
     own = month_number(month) % CYCLE
     rows: dict[str, dict[str, Any]] = {}
-    for drawn in _draws(task, draws, hashed("dated", month, task.task, json.dumps(task.parameters, sort_keys=True))):
+    seed = hashed("dated", month, task.task, json.dumps(task.parameters, sort_keys=True))
+    for drawn in draw_questions(task, draws, seed, APART):
         text = " ".join(drawn.question.split()).casefold()
         if hashed("dated question", text) % CYCLE != own or text in rows:
             continue
@@ -89,22 +85,6 @@ def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict
         f"task {task.task}: {draws} draws give {len(rows)} different questions for {month}, one in {CYCLE} of all there are; {count} are "
         "needed: draw more, widen the task's parameters or ask for fewer"
     )
-
-
-def _draws(task: Task, count: int, seed: int) -> Iterator[Drawn]:
-    own = tasks.of(task.task, task.parameters)
-    if own is not None:
-        random = Random(seed)
-        yield from (own.draw(random) for _ in range(count))
-        return
-    parameters = json.dumps(task.parameters, sort_keys=True)
-    dataset = copy.copy(generator(task.task, parameters, seed=seed % 2**32, size=count))
-    for draw in range(count):
-        # The generator adds `draw` again. One of them seeds numpy, which takes 32 bits.
-        dataset.seed = (seed + draw * APART) % 2**32 - draw
-        if (entry := draw_entry(dataset, draw, task, parameters)) is not None:
-            verifier = {"name": "reasoning_gym", "generator": task.task, "parameters": task.parameters, "entry": entry}
-            yield Drawn(str(entry["question"]), str(entry["answer"]), verifier, "")
 
 
 class DatedGapConfig(StageConfig):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from fractions import Fraction
@@ -69,7 +70,7 @@ def prompts(config: PromptsConfig, run: StageRun) -> None:
 def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> list[dict[str, Any]]:
     """Return rows of the prompts table for one task; `taken`, the questions of earlier tasks, gets its own."""
     pool: dict[str, Drawn] = {}
-    for drawn in _draws(task, config.draws, seed):
+    for drawn in draw_questions(task, config.draws, seed):
         pool.setdefault(drawn.question, drawn)
     fresh = sorted(set(pool) - taken, key=lambda question: hashed(config.seed, question))
     taken.update(fresh)
@@ -108,24 +109,27 @@ def _held_out(structures: set[str], config: PromptsConfig) -> set[str]:
     return set(sorted(structures, key=lambda one: hashed(config.seed, one))[:count])
 
 
-def _draws(task: Task, count: int, seed: int) -> Iterator[Drawn]:
+def draw_questions(task: Task, count: int, seed: int, apart: int = 1) -> Iterator[Drawn]:
+    """Yield questions of a task. Entry i of reasoning-gym is drawn from seed + i · `apart`: beyond 1, other seeds share none of them."""
     own = tasks.of(task.task, task.parameters)
     if own is not None:
         random = Random(seed)
         yield from (own.draw(random) for _ in range(count))
         return
     parameters = json.dumps(task.parameters, sort_keys=True)
-    # reasoning-gym draws entry i from seed + i with Python's generator, which takes any integer.
-    dataset = generator(task.task, parameters, seed=seed, size=count)
+    # Python's generator takes any integer. One task seeds numpy, which takes 32 bits.
+    dataset = copy.copy(generator(task.task, parameters, seed=seed if apart == 1 else seed % 2**32, size=count))
     for draw in range(count):
-        entry = draw_entry(dataset, draw, task, parameters)
+        if apart != 1:
+            dataset.seed = (seed + draw * apart) % 2**32 - draw  # the generator adds `draw` again
+        entry = _draw_entry(dataset, draw, task, parameters)
         if entry is not None:
             question = str(entry["question"])
             verifier = {"name": "reasoning_gym", "generator": task.task, "parameters": task.parameters, "entry": entry}
             yield Drawn(question, str(entry["answer"]), verifier, ALONE + question)
 
 
-def draw_entry(dataset: Any, index: int, task: Task, parameters: str) -> dict[str, Any] | None:
+def _draw_entry(dataset: Any, index: int, task: Task, parameters: str) -> dict[str, Any] | None:
     try:
         entry: dict[str, Any] = dataset[index]
     except ZeroDivisionError:
