@@ -31,7 +31,10 @@ SMALL = [
     "tokenize.sequence_length=32",
     "pretrain.model={hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}",
     "pretrain.phases=[{name: initial, steps: 4, rows_per_step: 1, schedule: {warmup_steps: 1}}]", "pretrain.validation_tokens=100",
-    "ladder=null",
+    "ladder.model={hidden_size: 24, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1, num_key_value_heads: 1}",
+    "ladder.widths=[8, 12, 16]", "ladder.tokens_per_parameter=0.05", "ladder.multiples=[1.0, 2.0]", "ladder.validation_tokens=100",
+    "choose_size.model={hidden_size: 24, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1, num_key_value_heads: 1}",
+    "choose_size.tokens=2000",
     "evaluate_base.pages={max_bytes: 4000, questions: 0, continuations: 0}",
     "prompts.train=1", "prompts.heldout=1", "prompts.draws=50",
     "evaluate_base.answers={prompts_per_task: 1, max_tokens: 2}", "contamination_base={}",
@@ -81,7 +84,8 @@ def curated(store: Store, heldout_words: dict[str, list[str]]) -> tuple[Output, 
     return Output("documents", ("documents",), (documents,)), Output("signals", ("domains",), (domains,))
 
 
-def test_nothing_trained_depends_on_held_out_text(tmp_path: Path) -> None:
+def test_nothing_trained_depends_on_held_out_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("puna.stages.experiments.ladder.FEWEST_STEPS", 3)
     made: list[dict[str, Artifact]] = []
     other = {category: [word[::-1].upper() * 3 for word in words] for category, words in WORDS.items()}
     for name, words in (("one", WORDS), ("two", other)):
@@ -93,14 +97,17 @@ def test_nothing_trained_depends_on_held_out_text(tmp_path: Path) -> None:
         made.append(maker.made)
     one, two = made
     measured = {"evaluate_base", "contamination_base"}
-    assert set(one) == {"prompts", "split", "tokenizer", "mix_experiment", "mix", "tokenize", "pretrain", *measured}
-    for name in set(one) - measured:
+    timed = {"ladder", "law", "choose_size"}  # the ladder's rows hold seconds
+    assert set(one) == {"prompts", "split", "tokenizer", "mix_experiment", "mix", "tokenize", "pretrain", *measured, *timed}
+    losses = [steps["ladder"].read("points")["loss"].to_pylist() for steps in made]
+    assert len(losses[0]) == 6 and losses[0] == losses[1]
+    for name in set(one) - measured - timed:
         assert one[name].data_digest == two[name].data_digest, name
     bits = [steps["evaluate_base"].manifest.metrics["document_bits_per_byte"] for steps in made]
     assert bits[0] != pytest.approx(bits[1], rel=0.01)
     # The lineage of the model names its documents, which hold none of the questions.
     found = one["contamination_base"].manifest.metrics
-    assert found["sources"].startswith("documents/") and found["contaminated_prompts"] == 0 and found["unknown_sources"] == 0
+    assert found["sources"].startswith("documents ") and found["contaminated_prompts"] == 0 and found["unknown_sources"] == 0
     # The pages measured are the ones that the split holds out, and no row of training tokens is of them.
     sides = {row["id"]: row["split"] for row in one["mix"].read().to_pylist()}
     trained = {id_ for row in one["tokenize"].read()["documents"].to_pylist() for id_ in row}
