@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / ".pkg"))
 
 from puna.flows.report import arms, write  # noqa: E402
 from puna.flows.report.run import Run  # noqa: E402
-from puna.stages.prompts.lookups import REPEATED, answers_without_model  # noqa: E402
+from puna.stages.prompts.lookups import REPEATED, REPLACED, answers_without_model  # noqa: E402
 from puna.stages.training.intervals import wilson  # noqa: E402
 from puna.storage import PunaError, Store  # noqa: E402
 
@@ -55,13 +55,14 @@ def measured(run: Run) -> dict[str, Any]:
 
 
 def _equal_checks(run: Run, one: arms.Arms) -> dict[str, Any]:
-    """Return the right answers of finetuning on as many checked answers, the round's over that, and the most by a repeated gold answer."""
+    """Return the right answers of finetuning on as many checked answers, the round's over that, and those without a model."""
     rows = answers_without_model(run.kind("prompts")[0].artifact.read().to_pylist())
     right, asked = max((int(sum(rows[name].values())), len(rows[name])) for name in REPEATED)
     return {
         "right": round(one.share("checked", "accuracy").value, 3),
         "round_over_it": [round(value, 3) for value in one.gain("round", "checked", "accuracy")],
         "lookup": [round(value, 3) for value in wilson(right, asked)],
+        "replaced": round(sum(rows[REPLACED].values()) / len(rows[REPLACED]), 3),
     }
 
 
@@ -99,8 +100,9 @@ def passage(figures: dict[str, Any]) -> str:
             f"({share(gain)}; {share(low)} to {share(high)})."
         )
     told.append(
-        f"Two controls need no RL: finetuning on checked answers with equally many checks reaches {share(equal['right'])}, and the "
-        f"checked answer to the nearest training question, without a model, {share(equal['lookup'][0])}."
+        f"Finetuning on checked answers with equally many checks, without RL, reaches {share(equal['right'])}. Without a model, the gold "
+        f"answer to the nearest training question is right for {share(equal['lookup'][0])}, with its tokens replaced for "
+        f"{share(equal['replaced'])}."
     )
     return textwrap.fill(" ".join(told), 138, break_on_hyphens=False, break_long_words=False)
 
