@@ -24,6 +24,8 @@ RECIPE = "recipe.yaml"
 """File of the artifact: what a recipe of `pretrain` needs for the size."""
 WIDEST, MULTIPLE = 32_768, 8
 """Widths that are tried: at most, and multiples of which number."""
+GROWTH, NEAR = (0.3, 0.7), 1.5
+"""Exponents between which the best size may grow with the budget (published ones: .46 to .54), and the factor left beside them."""
 
 
 class ChooseSizeConfig(LawConfig):
@@ -112,7 +114,7 @@ def _sizes(config: ChooseSizeConfig, rows: Sequence[dict[str, Any]]) -> list[Siz
     else:
         base = ModelShape(**{name: getattr(largest, name) for name in ModelShape.model_fields})
         shapes = [complete(shape) for shape in _family(base)]
-    sizes = []
+    sizes: list[Size] = []
     for shape in shapes:
         flops = accounting.training_flops(shape, [row]) / row
         if config.tokens is not None:
@@ -123,7 +125,24 @@ def _sizes(config: ChooseSizeConfig, rows: Sequence[dict[str, Any]]) -> list[Siz
             assert config.hours is not None
             tokens = config.hours * 3600 / _seconds(shape, row, config.gpu)
         sizes.append(Size(shape, tokens, flops * tokens))
-    return sizes
+    return sizes if config.model is not None else _growing(sizes, rows)
+
+
+def _growing(sizes: Sequence[Size], rows: Sequence[dict[str, Any]]) -> list[Size]:
+    """Return the sizes that may follow from the ladder's best one at its largest budget: few points leave a surface's optimum open."""
+    largest = max(row["flops"] for row in rows)
+    best = min((row for row in rows if 1.5 * row["flops"] > largest), key=lambda row: row["loss"])
+
+    def follows(size: Size) -> bool:
+        low, high = sorted((size.flops / best["flops"]) ** exponent for exponent in GROWTH)
+        return bool(low / NEAR <= size.parameters / best["parameters"] <= high * NEAR)
+
+    if not (following := [size for size in sizes if follows(size)]):
+        raise PunaError(
+            f"choose_size: no shape of the ladder's family fits the budget: up to width {WIDEST:,} none has between the {GROWTH[0]}th and "
+            f"{GROWTH[1]}th power of its growth over the ladder's {largest:.2e} operations; give a model, or a ladder nearer to the budget"
+        )
+    return following
 
 
 def _family(base: ModelShape) -> Iterator[ModelShape]:

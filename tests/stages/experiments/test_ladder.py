@@ -17,6 +17,7 @@ from puna.flows.cli.main import app
 from puna.models import accounting
 from puna.models.config import ModelConfig
 from puna.stages.contract import execute
+from puna.stages.experiments import choose_size as chosen_sizes
 from puna.stages.experiments import ladder as module
 from puna.stages.experiments.choose_size import RECIPE, ChooseSizeConfig, choose_size
 from puna.stages.experiments.ladder import LadderConfig, ladder
@@ -168,6 +169,25 @@ def test_law_and_size_of_planted_points(store) -> None:
     hours = [ChooseSizeConfig(hours=h, gpu="H100", draws=100) for h in (0.001, 0.002)]
     less, more = (execute(choose_size, config, {"law": surface}, store).manifest.metrics for config in hours)
     assert more["predicted_loss"] < less["predicted_loss"] and more["flops"] > 1.5 * less["flops"]
+
+
+@pytest.mark.parametrize("times", [0.5, 4.0, 1000.0])
+def test_a_size_grows_no_faster_than_any_published_law(times: float) -> None:
+    """The ladder's best size near its largest budget has 800 parameters; the smaller budget does not count."""
+    rows = [{"flops": 1e10, "parameters": 1000, "loss": 4.0}, {"flops": 9e9, "parameters": 800, "loss": 3.9}, {"flops": 1e9, "parameters": 9, "loss": 1.0}]
+    growth = times * 1e10 / 9e9
+    low, high = sorted(800 * growth**exponent for exponent in (0.3, 0.7))
+
+    class Sized:
+        flops = times * 1e10
+
+        def __init__(self, parameters: float) -> None:
+            self.parameters = parameters
+
+    sizes = [Sized(n) for n in (low / 1.6, low / 1.4, 800 * growth**0.5, high * 1.4, high * 1.6)]
+    assert chosen_sizes._growing(sizes, rows) == sizes[1:4]  # type: ignore[arg-type]
+    with pytest.raises(PunaError, match="no shape of the ladder's family fits the budget"):
+        chosen_sizes._growing([Sized(high * 9)], rows)  # type: ignore[list-item]
 
 
 def test_wrong_budgets_are_refused(store) -> None:
