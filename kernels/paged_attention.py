@@ -53,8 +53,7 @@ TILE = 16  # neighbouring queries that are computed together
 KEPT = 8  # pages of values that stay in the first cache while a tile's queries take turns at them
 SPARE = 8  # numbers behind a list of pages that may be read and are not used
 SPLIT = 1024  # tokens of one piece on a GPU
-Shape = tuple[int, int, int, int]
-"""G, R, K and V of an attention."""
+Shape = tuple[int, int, int, int]  # G, R, K and V of an attention
 Arrays = tuple[Any, ...]
 
 
