@@ -15,7 +15,6 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 
-
 @dataclass(frozen=True)
 class MixingLaw:
     """L(r) = floor + exp(slopes @ r) of one category's loss, r the shares of all categories.
@@ -77,7 +76,8 @@ def _descend(value: Callable[[Floats], Floats], shares: Floats, low: Floats, hig
     shift = 1e-6 * np.eye(len(shares))
     step, current = 1.0, float(value(shares[None])[0])
     for _ in range(2000):
-        slope = (value(shares + shift) - value(np.maximum(shares - shift, 0.0))) / 2e-6
+        below = np.minimum(shares, 1e-6)  # a share of 0 has no lower neighbour
+        slope = (value(shares + shift) - value(shares - np.diag(below))) / (1e-6 + below)
         moved = project(shares - step * slope, low, high)
         reached = float(value(moved[None])[0])
         if reached < current:
