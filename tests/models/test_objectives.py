@@ -251,6 +251,20 @@ def test_gradients_do_not_depend_on_order_split_or_prefix_sharing(name: str):
         assert (other - gradient).abs().max() <= 1e-5 * gradient.abs().max(), layout
 
 
+def test_likelihood_beside_rewards_has_the_policys_soft_cap():
+    generator = torch.Generator().manual_seed(6)
+    made, head, some = model("scalar"), 3 * torch.randn(VOCABULARY, 16, generator=generator), examples(4, 3)
+    batch = o.RewardBatch(targets(some), torch.arange(3).repeat(len(some)))
+    objective = o.Reward(0.5, head, 2.0)
+    _, metrics = objective.loss(made, batch, objective.totals(batch))
+    nll = []
+    for prompt, (best, *_) in some:
+        row = targets([(prompt, [best])])
+        logits = made.hidden(row.forest)[row.positions].double() @ head.double().T
+        nll.append(-(2 * torch.tanh(logits / 2)).log_softmax(-1)[torch.arange(len(best)), best].mean())
+    assert metrics["nll"].item() == pytest.approx(torch.stack(nll).mean().item(), rel=1e-5)
+
+
 def test_prefix_sharing_equals_separate_rows():
     made = model()
     some = examples(5, 3)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from puna.kernels.linear_cross_entropy import linear_cross_entropy
 from puna.models.training.objectives.base import Batch, Metrics, Model, Objective, Targets, Totals, divide
+from puna.models.transformer import by_rows, softcapped
 
 
 def ranked_pairs(prompt: Tensor, rank: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,7 +52,7 @@ class Reward(Objective[RewardBatch]):
     """Bradley-Terry loss of a model with a scalar head, all answers of a prompt in one forest.
 
     With `nll_weight`, the hidden states must also go on predicting the best answers of each prompt through
-    `head`, the policy's language-model head [V, D], which itself stays as it is: the mean over those answers
+    `head`, the policy's language-model head [V, D] with its `softcap`, which itself stays as it is: the mean over those answers
     of each answer's mean -log p (the SFT regularisation of Yang et al. 2024, GRM). That keeps what the policy
     knows from being forgotten before the rewards have learned to read it.
 
@@ -59,11 +60,11 @@ class Reward(Objective[RewardBatch]):
     ``margin`` (mean difference of the rewards), and with `nll_weight` ``nll`` (nats a token).
     """
 
-    def __init__(self, nll_weight: float = 0.0, head: Tensor | None = None) -> None:
+    def __init__(self, nll_weight: float = 0.0, head: Tensor | None = None, softcap: float | None = None) -> None:
         if nll_weight < 0 or (nll_weight > 0 and head is None):
             raise ValueError(f"nll_weight must not be negative ({nll_weight}), and needs a language-model head")
         self.nll_weight = nll_weight
-        self.head = head
+        self.head, self.softcap = head, softcap
 
     def totals(self, batch: RewardBatch) -> dict[str, float]:
         better, _, _ = ranked_pairs(batch.targets.prompt, batch.rank)
@@ -91,8 +92,12 @@ class Reward(Objective[RewardBatch]):
         weight = torch.where(batch.rank == 0, 1.0 / lengths.clamp(min=1), 0.0).repeat_interleave(lengths)
         asked = (weight > 0).nonzero().squeeze(1)
         assert self.head is not None
-        head = self.head.to(hidden)
-        loss = linear_cross_entropy(hidden[targets.positions[asked]], head, targets.tokens[asked], weight[asked])
+        head, rows, tokens = self.head.to(hidden), hidden[targets.positions[asked]], targets.tokens[asked]
+        if self.softcap is None:
+            loss = linear_cross_entropy(rows, head, tokens, weight[asked])
+        else:
+            logprobs = by_rows(lambda rows_CD: softcapped(rows_CD @ head.T, self.softcap), rows, tokens)[0]
+            loss = -(logprobs * weight[asked]).sum()
         return divide(loss, totals["best"])
 
 
