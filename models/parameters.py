@@ -9,13 +9,15 @@ from puna.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters by part of the model. `head` is 0 where the output layer shares the embedding's matrix."""
+    """Numbers of parameters by part of the model. `head` is 0 where the output layer shares the embedding's matrix. `experts`: those of
+    `feed_forward` that belong to one of several experts."""
 
     embedding: int
     attention: int
     feed_forward: int
     norms: int
     head: int
+    experts: int = 0
 
     @property
     def total(self) -> int:
@@ -42,6 +44,7 @@ def parameters(config: ModelConfig) -> Parameters:
         feed_forward=layers * (experts * _feed_forward_matrices(config) + _router(config)),
         norms=layers * norms + width,
         head=0 if config.tie_word_embeddings else vocabulary,
+        experts=0 if config.moe is None else layers * experts * _feed_forward_matrices(config),
     )
 
 

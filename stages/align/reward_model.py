@@ -89,8 +89,9 @@ def _train(model: Transformer, head: Tensor | None, examples: list[Example], con
     training = config.training
     size = training.compute.micro_batch_tokens
     sampler = Sampler(examples, training.batch_size, collate, length=len, micro_batch_tokens=size, seed=run.seed("order"))
+    objective = Reward(config.nll_weight, head, model.config.final_logit_softcapping)
     with adapted(model, config, run) as scales:
-        fit(model, Reward(config.nll_weight, head, model.config.final_logit_softcapping), sampler, training.train_config(len(examples)), run, scales)
+        fit(model, objective, sampler, training.train_config(len(examples)), run, scales)
 
 
 def _drawn(found: list[Ranked], most: int, run: StageRun) -> list[Ranked]:

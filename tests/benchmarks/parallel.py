@@ -46,7 +46,7 @@ def size(layout: dict[str, int]) -> int:
 def equality(pool: Pool) -> dict[str, float]:
     """Compare each layout and objective, and the models of one axis, with one process."""
     layouts = [dict.fromkeys(sorted(axes), 2) for axes in PROVED]
-    jobs = [(layout, objective, "plain") for layout in layouts for objective in OBJECTIVES]
+    jobs = [(layout, objective, "moe" if "expert" in layout else "plain") for layout in layouts for objective in OBJECTIVES]
     jobs += [({axis: 2}, "sft", variant) for axis, variants in VARIANTS.items() for variant in variants]
     differences = []
     for layout, objective, variant in jobs:

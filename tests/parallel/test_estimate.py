@@ -42,6 +42,18 @@ def test_copies_share_the_rows_and_add_their_gradients(copies: int) -> None:
     assert one.transfers == pytest.approx(2 * (copies - 1) / copies * 4 * parameters(CONFIG).total / speed)
 
 
+def test_experts_are_cut_and_their_rows_exchanged() -> None:
+    """Of 8 experts each of 4 ranks has 2; 3/4 of a token's 2 rows go to another rank and back, in both directions, in each layer."""
+    moe = ModelConfig(**CONFIG.model_dump(exclude={"model_type"}) | {"moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 2048}})
+    one, four = (estimate(moe, WORK, layout, SHEET, whole=False) for layout in (Layout(), Layout(expert=4)))
+    experts = 16 * 8 * 3 * 2048 * 2048
+    rest = parameters(moe).total - experts
+    rows = 4 * 2 * 2 * 16_384 * 2048 * 3 / 4 * 16
+    assert four.compute == pytest.approx(one.compute / 4)
+    assert four.transfers == pytest.approx(4 * rows / SHEET.within + 2 * 3 / 4 * 4 * rest / SHEET.within)
+    assert one.bytes - four.bytes == pytest.approx(20 * experts * 3 / 4)
+
+
 def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
     """Of S stages each is idle for S - 1 parts of a micro-batch, of which a step has 16."""
     one = estimate(CONFIG, WORK, Layout(pipeline=4), SHEET)

@@ -6,7 +6,10 @@ import math
 
 import pytest
 
-from .cases import OBJECTIVES
+from puna.models.config import ModelConfig
+from puna.models.training.parallel.layout import Layout
+
+from .cases import MODELS, OBJECTIVES, PLAIN
 from .conftest import Run
 
 EQUAL = 1e-5
@@ -87,9 +90,24 @@ def test_context_with_another_axis(ranks: Run, layout: dict[str, int], objective
     check(ranks, layout, objective, "tied")
 
 
-@pytest.mark.parametrize("layout", [{"data": 2}, {"pipeline": 2}], ids=str)
-def test_muon(ranks: Run, layout: dict[str, int]):
-    check(ranks, layout, "pretrain", optimizer="muon")
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_experts(ranks: Run, objective: str):
+    check(ranks, {"expert": 2}, objective, "moe")
+
+
+@pytest.mark.parametrize("objective", ["pretrain", "dpo", "reward", "ppo"])
+@pytest.mark.parametrize("layout", [{"data": 2, "expert": 2}, {"shard": 2, "expert": 2}], ids=str)
+def test_experts_with_another_axis(ranks: Run, layout: dict[str, int], objective: str):
+    check(ranks, layout, objective, "moe")
+
+
+def test_one_expert_a_rank_and_layers_computed_twice(ranks: Run):
+    check(ranks, {"expert": 4}, "sft", "moe", activation_checkpointing=True)
+
+
+@pytest.mark.parametrize("layout, variant", [({"data": 2}, "plain"), ({"pipeline": 2}, "plain"), ({"expert": 2}, "moe")], ids=str)
+def test_muon(ranks: Run, layout: dict[str, int], variant: str):
+    check(ranks, layout, "pretrain", variant, optimizer="muon")
 
 
 def test_copies_in_bf16(ranks: Run):
@@ -105,7 +123,15 @@ def test_copies_in_bf16(ranks: Run):
     ({"layout": {"shard": 2}, "variant": "lora"}, "trains all weights"),
     ({"layout": {"tensor": 4}}, "num_key_value_heads is 2"),
     ({"layout": {"pipeline": 2}, "variant": "moe"}, "a model with experts"),
+    ({"layout": {"expert": 2}}, "has no experts"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_what_no_test_proves_is_refused_by_name(ranks: Run, given: dict[str, object], problem: str):
     for message in ranks("refusal", math.prod(given["layout"].values()), objective="sft", **given):
         assert problem in message
+
+
+def test_experts_are_dealt_evenly():
+    moe = ModelConfig(**PLAIN | MODELS["moe"])
+    Layout(expert=4).check(moe)
+    with pytest.raises(ValueError, match="has 4 experts, which it must divide"):
+        Layout(expert=3).check(moe)

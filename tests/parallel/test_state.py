@@ -28,6 +28,14 @@ def test_every_layout_reads_the_same_bits(ranks: Run, tmp_path: Path):
         assert len(digests) == 1, (writer, digests)
 
 
+def test_experts_are_read_by_every_layout(ranks: Run, tmp_path: Path):
+    layouts = [{}, {"expert": 2}, {"shard": 2}, {"shard": 2, "expert": 2}]
+    for number, writer in enumerate(layouts):
+        given = {"folder": str(tmp_path / str(number)), "variant": "moe"}
+        ranks("trained", size(writer), layout=writer, steps=3, **given)
+        assert len({answer["digest"] for reader in layouts for answer in ranks("restored", size(reader), layout=reader, **given)}) == 1, writer
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_moments_of_whole_weights_are_taken_by_every_layout(ranks: Run, tmp_path: Path, layout: dict[str, int]):
     ranks("trained", 1, layout={}, folder=str(tmp_path), steps=3)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from puna.kernels.adamw import gradient_norm
 from puna.models.training.parallel.boxes import load, save
+from puna.models.training.parallel.layout import READERS
 from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.state import load_state, save_state
 
@@ -40,7 +41,7 @@ class Piece:
     shape: tuple[int, ...]
     box: tuple[tuple[int, int], ...]
     cut: frozenset[str] = frozenset()
-    sums: frozenset[str] = frozenset({"data", "shard"})
+    sums: frozenset[str] = frozenset(READERS)
     copy: bool = False
 
     @staticmethod
@@ -98,7 +99,7 @@ class Parallel:
         if self.mesh.layout.readers == 1:
             return dict(values)
         numbers = torch.tensor(list(values.values()), dtype=torch.float64)
-        for axis in ("data", "shard"):
+        for axis in READERS:
             self.mesh.add(numbers, axis)
         return dict(zip(values, numbers.tolist(), strict=True))
 

@@ -109,6 +109,19 @@ class _ScaleGradient(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, send, receive, group):
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _ExchangeRows.apply(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
 def add_parts(x: Tensor, group: Any) -> Tensor:
     """Return the sum of the ranks' parts; its gradient is the same on each rank."""
     return x if group is None else _AddParts.apply(x, group)
@@ -127,6 +140,12 @@ def gather_rows(x: Tensor, rows: int, group: Any, *, partial: bool) -> Tensor:
 def scatter_rows(x: Tensor, group: Any) -> Tensor:
     """Return this rank's piece of the sum of the ranks' parts [T, ...]."""
     return x if group is None else _ScatterRows.apply(x, group)
+
+
+def exchange_rows(x: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+    """Return the rows that the ranks have for this one, in their order: of x the first send[0] rows go to rank 0, and so on."""
+    rows: Tensor = _ExchangeRows.apply(x, send, receive, group)
+    return rows
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:

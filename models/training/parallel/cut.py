@@ -12,7 +12,7 @@ from puna.models.transformer import Transformer
 
 
 class Cut(Parallel):
-    """A `Transformer` of which each rank has a piece: the layouts `tensor` and `context`."""
+    """A `Transformer` of which each rank has a piece: the layouts `tensor`, `context` and `expert`."""
 
     def __init__(self, whole: Transformer, mesh: Mesh) -> None:
         super().__init__(whole, mesh)

@@ -1,4 +1,4 @@
-"""A `Transformer` of which a rank has a piece: of each matrix (tensor), of the rows (context).
+"""A `Transformer` of which a rank has a piece: of each matrix (tensor), of the rows (context), of the experts (expert).
 
 Between matrices each rank has a piece of the rows (sequence parallel, Korthikanti et al. 2022): before attention and feed-forward block
 they are gathered, behind them the ranks' parts are added up and dealt again. What objectives see is whole, and the same on each rank.
@@ -6,6 +6,7 @@ they are gathered, behind them the ranks' parts are added up and dealt again. Wh
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,14 +17,15 @@ from puna.models.forest import Forest
 from puna.models.training.parallel import vocabulary
 from puna.models.training.parallel.base import Piece
 from puna.models.training.parallel.collectives import add_gradients, gather_rows, scatter_rows
+from puna.models.training.parallel.experts import CutExperts
+from puna.models.training.parallel.layout import READERS
 from puna.models.training.parallel.mesh import Mesh, bounds, cut
-from puna.models.transformer import Attend, Block, Decoder, Embedding, Linear, Transformer, forest_attend
+from puna.models.transformer import Attend, Block, Decoder, Embedding, Linear, MoeMLP, Transformer, forest_attend
 
 OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 """Modules whose weights tensor parallelism cuts by outputs, or by tokens."""
 INPUTS = ("o_proj", "down_proj")
 """Modules whose weights it cuts by inputs."""
-READERS = frozenset({"data", "shard"})
 
 
 class RowParallel(Linear):
@@ -59,6 +61,10 @@ class CutTransformer(Transformer):
         self.first_token, _ = bounds(whole.config.vocab_size, mesh.size("tensor"), mesh.at["tensor"])
         if self.tensor is not None:
             self._cut_matrices(self.model)
+        if (experts := mesh.group("expert")) is not None:
+            for block in self.model.layers:
+                assert isinstance(block, Block) and isinstance(block.mlp, MoeMLP)
+                block.mlp.experts = CutExperts(block.mlp.experts, experts)
 
     def _cut_matrices(self, decoder: Decoder) -> None:
         with torch.device("meta"):
@@ -118,8 +124,11 @@ def piece_of(name: str, weight: Tensor, mesh: Mesh) -> Piece:
     """Return what a rank of tensor parallelism has of a weight."""
     p, at = mesh.size("tensor"), mesh.at["tensor"]
     # The rows of a micro-batch are dealt over `context`: so are the parts of a gradient.
-    whole = Piece.of(weight, sums=READERS | {"context"})
+    whole = Piece.of(weight, sums=frozenset({*READERS, "context"}))
     module, kind = name.split(".")[-2:]
+    if module == "experts":
+        experts = bounds(len(weight), mesh.size("expert"), mesh.at["expert"])
+        return replace(whole, box=(experts, *whole.box[1:]), cut=frozenset({"expert"}), sums=whole.sums - {"expert"})
     if p == 1 or module == "score":
         return whole
     if module in OUTPUTS or (module in INPUTS and kind == "weight"):
@@ -127,7 +136,7 @@ def piece_of(name: str, weight: Tensor, mesh: Mesh) -> Piece:
         box = tuple(bounds(size, p, at) if i == axis else (0, size) for i, size in enumerate(weight.shape))
         return Piece(tuple(weight.shape), box, cut=frozenset({"tensor"}))
     # Norms and biases behind a sum see a piece of the rows, norms of heads a piece of the heads.
-    return Piece.of(weight, sums=READERS | {"tensor"})
+    return Piece.of(weight, sums=frozenset({*READERS, "tensor"}))
 
 
 def place(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

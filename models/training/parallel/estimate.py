@@ -94,12 +94,16 @@ def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, 
     again = 4 / 3 if work.checkpointing else 1.0
     compute = again * (one.matrices / work.matrix_factor + one.attention + one.memory) / (cuts * stages * reached)
     transfers = _transfers(config, work, layout, sheet, tokens) / stages
-    held = parameters(config).total / (layout.tensor * stages)
+    counts = parameters(config)
+    held = (counts.total - counts.experts * (1 - 1 / layout.expert)) / (layout.tensor * stages)
     # A pipeline's stages keep their weights gathered for a step; else each micro-batch gathers twice and scatters its gradients.
     gathered = 3 * BYTES[work.precision] * held * (1 - 1 / layout.shard) / _speed(layout, "shard", sheet) if layout.shard > 1 else 0.0
     exposed = max(0.0, gathered * micro - HIDDEN * micro * compute) if stages == 1 else max(0.0, gathered - HIDDEN * micro * compute)
     summed = 2 * (1 - 1 / layout.data) * 4 * held / layout.shard / _speed(layout, "data", sheet) if layout.data > 1 else 0.0
-    update = optimizer_bytes(config) / (layout.shard * layout.tensor * stages) / machine.bandwidth  # each rank's own boxes
+    if layout.expert > 1:
+        shared = (counts.total - counts.experts) / layout.shard
+        summed += 2 * (1 - 1 / layout.expert) * 4 * shared / _speed(layout, "expert", sheet)
+    update = optimizer_bytes(config) * held / counts.total / layout.shard / machine.bandwidth  # each rank's own boxes
     bubble = (stages - 1) / work.interleaved * (compute + transfers)
     needed = _bytes(config, work, layout, tokens, micro, whole)
     transfers = micro * transfers + exposed + summed
@@ -125,6 +129,9 @@ def _transfers(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet
         width = config.num_key_value_heads * (config.head_dim + config.value_dim) / layout.tensor
         moved = passes * element * tokens * width * (1 - 1 / layout.context)
         seconds += config.num_hidden_layers * moved / _speed(layout, "context", sheet)
+    if layout.expert > 1 and config.moe is not None:  # each token's rows to its experts and back
+        moved = 2 * passes * element * tokens * config.moe.num_experts_per_tok * config.hidden_size * (1 - 1 / layout.expert)
+        seconds += config.num_hidden_layers * moved / _speed(layout, "expert", sheet)
     return seconds
 
 
@@ -132,7 +139,7 @@ def _bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int, micro: 
     """Return the bytes of the fullest device: state of its boxes, rows of the micro-batches under way, gathered layers."""
     counts, stages, element = parameters(config), layout.pipeline, BYTES[work.precision]
     layers = -(-config.num_hidden_layers // stages)
-    body = (counts.layers + counts.norms) * layers / config.num_hidden_layers
+    body = (counts.layers - counts.experts * (1 - 1 / layout.expert) + counts.norms) * layers / config.num_hidden_layers
     held = (body + max(counts.embedding, counts.head) + (counts.head if stages == 1 else 0)) / layout.tensor
     state = state_bytes(config, work.precision, work.moments) / counts.total
     kept = activation_bytes(config, tokens, work.precision) / config.num_hidden_layers  # of one layer

@@ -15,12 +15,15 @@ from puna.models.settings import Settings
 if TYPE_CHECKING:
     from puna.models.config import ModelConfig
 
-AXES = ("pipeline", "data", "shard", "context", "tensor")
+AXES = ("pipeline", "data", "shard", "expert", "context", "tensor")
 """Axes of a layout, the outermost first: ranks that differ in the last one are neighbours."""
+READERS = ("data", "shard", "expert")
+"""Axes along which ranks have micro-batches of their own."""
 PROVED = frozenset(
     frozenset(axes.split()) for axes in (
-        "data", "shard", "tensor", "pipeline", "context",
-        "data shard", "data tensor", "data pipeline", "data context", "shard tensor", "shard context",
+        "data", "shard", "tensor", "pipeline", "context", "expert",
+        "data shard", "data tensor", "data pipeline", "data context", "shard tensor", "shard context", "data expert",
+        "shard expert",
     )
 )  # fmt: skip
 """Sets of axes above 1 whose numbers `tests/parallel` compares with one process."""
@@ -38,6 +41,7 @@ class Layout(Settings):
     )
     pipeline: int = Field(1, ge=1, le=1024, description="Stages of consecutive layers, which micro-batches pass one after the other")
     context: int = Field(1, ge=1, le=1024, description="Processes over which the rows of each micro-batch are dealt by their cost")
+    expert: int = Field(1, ge=1, le=1024, description="Processes over which the experts of each layer are cut, each with own micro-batches")
 
     def size(self, axis: str) -> int:
         """Return the number of processes along an axis."""
@@ -56,7 +60,7 @@ class Layout(Settings):
     @property
     def readers(self) -> int:
         """Number of processes, or groups of them, with micro-batches of their own."""
-        return self.data * self.shard
+        return math.prod(self.size(axis) for axis in READERS)
 
     @model_validator(mode="after")
     def _is_proved(self) -> Layout:
@@ -95,4 +99,10 @@ def _pipeline(config: ModelConfig, size: int) -> str | None:
     return None if config.num_hidden_layers >= size else f"the model has {config.num_hidden_layers} layers only"
 
 
-_PROBLEMS = {"context": _context, "tensor": _tensor, "pipeline": _pipeline}
+def _expert(config: ModelConfig, size: int) -> str | None:
+    if config.moe is None:
+        return "the model has no experts"
+    return f"the model has {config.moe.num_experts} experts, which it must divide" if config.moe.num_experts % size else None
+
+
+_PROBLEMS = {"expert": _expert, "context": _context, "tensor": _tensor, "pipeline": _pipeline}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from puna.models.training.parallel.layout import AXES, Layout
+from puna.models.training.parallel.layout import AXES, READERS, Layout
 
 together = False
 """True while all processes run the same training. Outside of it, each trains alone what it trains."""
@@ -111,7 +111,7 @@ class Mesh:
     def reader(self) -> int:
         """Number of this rank among those with micro-batches of their own."""
         place = 0
-        for axis in ("data", "shard"):
+        for axis in READERS:
             place = place * self.size(axis) + self.at[axis]
         return place
 
