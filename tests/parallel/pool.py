@@ -12,7 +12,7 @@ import time
 import traceback
 from typing import Any
 
-RANKS = 4
+RANKS = 8
 PATIENCE = 120.0
 """Seconds within which a job ends."""
 
@@ -67,8 +67,8 @@ def serve() -> None:
     os.dup2(2, 1)
     torch.set_num_threads(1)
     join()
-    # Jobs of two ranks then make no group, which all ranks would have to make.
-    for ranks in ([0, 1], [2, 3], [0, 2], [1, 3]):
+    # Jobs of two or four ranks then make no group, which all ranks would have to make.
+    for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [0, 1, 2, 3]):
         group_of(ranks)
     for line in sys.stdin:
         given = json.loads(line)

@@ -101,6 +101,11 @@ def test_experts_with_another_axis(ranks: Run, layout: dict[str, int], objective
     check(ranks, layout, objective, "moe")
 
 
+@pytest.mark.parametrize("third", ["tensor", "context", "expert"])
+def test_three_axes(ranks: Run, third: str):
+    check(ranks, {"data": 2, "shard": 2, third: 2}, "dpo", "moe" if third == "expert" else "tied")
+
+
 def test_one_expert_a_rank_and_layers_computed_twice(ranks: Run):
     check(ranks, {"expert": 4}, "sft", "moe", activation_checkpointing=True)
 

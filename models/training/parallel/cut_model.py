@@ -10,17 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from puna.kernels.linear import linear
 from puna.models.forest import Forest
 from puna.models.training.parallel import vocabulary
 from puna.models.training.parallel.base import Piece
-from puna.models.training.parallel.collectives import add_gradients, gather_rows, scatter_rows
-from puna.models.training.parallel.experts import CutExperts
+from puna.models.training.parallel.collectives import add_gradients, exchange_rows, gather_rows, scatter_rows
 from puna.models.training.parallel.layout import READERS
 from puna.models.training.parallel.mesh import Mesh, bounds, cut
-from puna.models.transformer import Attend, Block, Decoder, Embedding, Linear, MoeMLP, Transformer, forest_attend
+from puna.models.transformer import Attend, Block, Decoder, Embedding, Experts, Linear, MoeMLP, Transformer, forest_attend
 
 OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 """Modules whose weights tensor parallelism cuts by outputs, or by tokens."""
@@ -49,6 +49,32 @@ class VocabularyEmbedding(Embedding):
         inside = (own >= 0) & (own < len(self.weight))
         vectors = nn.functional.embedding(own.clamp(0, len(self.weight) - 1), self.weight)
         return scatter_rows(torch.where(inside[:, None], vectors, 0.0), self.group)
+
+
+class CutExperts(Experts):
+    """The matrices of E / p experts, which compute the rows of all ranks along `expert`.
+
+    Two exchanges of all with all are around the products, as in GShard (Lepikhin et al. 2020), without its capacity: no row is dropped.
+    """
+
+    def __init__(self, whole: Experts, group: Any) -> None:
+        nn.Module.__init__(self)
+        self.gate_up_proj, self.down_proj, self.group = whole.gate_up_proj, whole.down_proj, group
+
+    def forward(self, x_ND: Tensor, offsets_E1: Tensor) -> Tensor:
+        """Compute rows [N, D] sorted by expert, of all E experts; the rank's number among p is its place in the experts' order."""
+        p = dist.get_world_size(self.group)
+        counts_pe = offsets_E1.diff().view(p, -1)
+        theirs_pe = torch.empty_like(counts_pe)
+        dist.all_to_all_single(theirs_pe, counts_pe.contiguous(), group=self.group)
+        send, receive = counts_pe.sum(1).tolist(), theirs_pe.sum(1).tolist()
+        rows_MD = exchange_rows(x_ND, send, receive, self.group)
+        # Rows come by rank, then by expert; the products take them by expert.
+        experts_e = torch.arange(theirs_pe.shape[1], device=x_ND.device)
+        order_M = experts_e.repeat(p).repeat_interleave(theirs_pe.flatten()).argsort(stable=True)
+        offsets_e1 = torch.cat([theirs_pe.new_zeros(1), theirs_pe.sum(0).cumsum(0)])
+        y_MD = super().forward(rows_MD[order_M], offsets_e1)
+        return exchange_rows(y_MD[order_M.argsort()], receive, send, self.group)
 
 
 class CutTransformer(Transformer):

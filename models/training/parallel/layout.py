@@ -23,7 +23,7 @@ PROVED = frozenset(
     frozenset(axes.split()) for axes in (
         "data", "shard", "tensor", "pipeline", "context", "expert",
         "data shard", "data tensor", "data pipeline", "data context", "shard tensor", "shard context", "data expert",
-        "shard expert",
+        "shard expert", "data shard tensor", "data shard context", "data shard expert",
     )
 )  # fmt: skip
 """Sets of axes above 1 whose numbers `tests/parallel` compares with one process."""
