@@ -95,20 +95,14 @@ def prepared(model: Transformer, weights: Weights) -> Transformer:
 
 def engine_of(
     model: Transformer, tokenizer: Tokenizer, weights: Weights = "same", draft: tuple[Transformer, Tokenizer] | None = None,
-    prefill_threads: int = 0, draft_weights: Weights = "same", **limits: Any,
+    draft_weights: Weights = "same", **limits: Any,
 ) -> Engine:  # fmt: skip
-    """Return an engine with its `limits`, of a model and a draft whose weights are changed in place; with `prefill_threads` long prompts of
-    submitted requests are computed by a process of their own. ValueError where they cannot be, and where a draft has other tokens than
-    the model."""
+    """Return an engine with its `limits`, of a model and a draft whose weights are changed in place. ValueError where a draft has other
+    tokens than the model."""
     from puna.models.generation import Engine
     from puna.models.generation.draft import DraftedEngine
-    from puna.models.generation.prefill import SplitEngine
 
     prepared(model, weights)
-    if prefill_threads:
-        if draft is not None:
-            raise ValueError("a draft reads the prompts, too: leave it out, or have no process for prompts")
-        return SplitEngine(model, tokenizer, prefill_threads, **limits)
     if draft is None:
         return Engine(model, tokenizer, **limits)
     smaller, other = draft
@@ -148,7 +142,7 @@ def offloaded_model(
     shape = Shape.of(source, device, None if draft is None else draft.config)
     choose(shape, room - smaller, Rates(1.0, 1.0, 1.0), work, step_tokens)  # what cannot be is refused before it is measured
     plan = choose(shape, room - smaller, measure(source, offload, device), work, step_tokens)
-    model, shelf = offloaded(source, offload, plan.streamed, device, plan.keys)
+    model, shelf = offloaded(source, offload, plan.streamed, device)
     limits = {"sequences": plan.sequences, "step_tokens": plan.step_tokens, "memory": plan.pages}
     return Offloaded(model, limits, plan.line(offload), shelf)
 

@@ -41,8 +41,6 @@ def load_engine(
             network, tokenizer = _loaded(model, store)
             engine_limits = {"memory": memory, **serving.kept, **limits}
             return engine_of(network, tokenizer, serving.weights, smaller, draft_weights=draft_weights, **engine_limits)
-        if limits.get("prefill_threads"):
-            raise PunaError("--prefill-threads: a process for prompts needs a model whose layers all stay in memory: leave --offload out")
         return _offloaded(model, store, serving, smaller, work, limits.get("step_tokens"), draft_weights)
     except (ValueError, FileNotFoundError) as error:
         raise PunaError(f"{model}: {error}") from error

@@ -350,9 +350,6 @@ def api(
             min=1, help="Tokens of prompts computed in one step, which answers in the making wait for (default: 128, on a GPU 8192)"
         ),
     ] = None,
-    prefill_threads: Annotated[
-        int, typer.Option(min=0, max=256, help="Threads of a process of its own for long prompts, on a CPU; 0: there is none")
-    ] = 0,
     draft: DraftOption = None,
     draft_weights: DraftWeightsOption = "same",
     serving: ServingSettings = SERVING,
@@ -376,9 +373,8 @@ def api(
 
     if step_tokens is None and serving.offload == "none" and device().type == "cpu":
         step_tokens = SERVED_AT_ONCE
-    limits = {"sequences": sequences, "step_tokens": step_tokens, "prefill_threads": prefill_threads}
     place = partial(Store.existing, store, project)
-    engine = load_engine(model, place, serving, draft, work, draft_weights, **limits)
+    engine = load_engine(model, place, serving, draft, work, draft_weights, sequences=sequences, step_tokens=step_tokens)
     server = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, **ahead(serving, draft))
     door = OwnSite(server, protected=bool(key), pages=None, asking=None)
     uvicorn.run(door, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)

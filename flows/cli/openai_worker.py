@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Callable
 from puna.flows.cli.openai_shapes import ApiError
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.engine import Event
-from puna.models.generation.prefill import SplitEngine
 from puna.models.generation.schedule import Request as Asked
 from puna.models.generation.score import Score, Scoring
 
@@ -21,7 +20,7 @@ class Worker:
     """The thread that runs the engine."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self._split = engine, engine if isinstance(engine, SplitEngine) else None
+        self.engine = engine
         self.active = 0  # requests that wait or are answered
         self.counts = {"requests": 0, "prompt_tokens": 0, "generated_tokens": 0, "scored_tokens": 0, "cancelled": 0}
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -35,8 +34,6 @@ class Worker:
     def stop(self) -> None:
         self._orders.put(None)
         self._thread.join()
-        if self._split is not None:
-            self._split.close()
 
     async def answer(self, ids: list[int], params: SamplingParams, seconds: float) -> AsyncGenerator[Event, None]:
         """Yield the request's tokens as they come. ApiError where the engine refuses it or its time is up."""
@@ -113,13 +110,11 @@ class Worker:
 
     def _run(self) -> None:
         while True:
-            idle = self.engine.scheduler.idle and not (self._split and self._split.busy)
-            while not self._orders.empty() or (idle and not self._scorings):
+            while not self._orders.empty() or (self.engine.scheduler.idle and not self._scorings):
                 order = self._orders.get()
                 if order is None:
                     return
                 order()
-                idle = self.engine.scheduler.idle and not (self._split and self._split.busy)
             if self._scorings:
                 self._score()
             try:

@@ -33,7 +33,6 @@ from puna.models.generation.sampling_params import SamplingParams
 from puna.models.generation.schedule import Answer, Request, Scheduler
 from puna.models.generation.sinks import kept
 from puna.models.generation.step import Stretch, run
-from puna.models.generation.streamed_cache import cache_of
 from puna.models.machine import generation_room
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
@@ -196,7 +195,7 @@ class Engine:
         self.scheduler.restart()
         del self.caches
         pages = len(self.scheduler.pool.references)
-        self.caches = [cache_of(model, pages) for model in self.models]
+        self.caches = [Cache(model, pages) for model in self.models]
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -325,9 +324,9 @@ class Engine:
         if self._places != places:
             self._places = places
             sequences, step_tokens, memory = generation_room(places[0][0], *self._wanted)
-            pages = max(1, memory // sum(cache_of(model, 1).bytes for model in self.models))
+            pages = max(1, memory // sum(Cache(model, 1).bytes for model in self.models))
             pages = min(pages, 1 << 18)  # four million tokens: a small model on a GPU would have lists of many more pages
-            self.caches = [cache_of(model, pages) for model in self.models]
+            self.caches = [Cache(model, pages) for model in self.models]
             self.scheduler = Scheduler(PagePool(pages), sequences, step_tokens, len(self.models) > 1, self.kept)
         self.scheduler.restart()
         self._loops, self._weights = [loops(model) for model in self.models], weights

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from puna.kernels.exact import exact_passes
 from puna.kernels.paged_attention import PAGE
+from puna.models.generation.cache import Cache
 from puna.models.generation.dense import loops
 from puna.models.generation.engine import Engine
 from puna.models.generation.sampling import DIVERGED, RowError
 from puna.models.generation.step import Stretch, run
-from puna.models.generation.streamed_cache import cache_of
 
 BLOCK = 256
 """Tokens whose logits are in memory together."""
@@ -82,7 +82,7 @@ class Scoring:
         """Run lanes prompt by prompt, a prompt of more than `longest` tokens in several passes."""
         counts = [-(-self._length(lane) // PAGE) for lane in lanes]
         pages = [range(sum(counts[:k]), sum(counts[: k + 1])) for k in range(len(lanes))]
-        cache, states = cache_of(self.engine.model, sum(counts)), dict[int, Tensor]()  # states [T, D] of each lane's tokens so far
+        cache, states = Cache(self.engine.model, sum(counts)), dict[int, Tensor]()  # states [T, D] of each lane's tokens so far
         for turn in range(max(map(len, lanes))):
             due = {k: lane[turn] for k, lane in enumerate(lanes) if turn < len(lane)}
             for k, (number, shared) in due.items():

@@ -41,13 +41,12 @@ def run(model: Transformer, cache: Cache, work: Sequence[Stretch], by_loops: Pas
     device = model.model.embed_tokens.weight.device
     plan = PagedPlan(torch.from_numpy(tables), torch.from_numpy(sequence), torch.from_numpy(position), device)
     x_ND = model.model.embed_tokens(ids.to(device))
-    with cache.opened(plan) as layers:
-        if by_loops is not None and not torch.is_autocast_enabled("cpu"):
-            return by_loops(x_ND, layers, plan, cache.windows)
-        if cache.latents:
-            positions, where = _places(plan)
-            return model.model(x_ND, positions, LatentPages(cache.latents, plan, where))
-        return by_operators(model.model, x_ND, layers, plan, cache.windows)
+    if by_loops is not None and not torch.is_autocast_enabled("cpu"):
+        return by_loops(x_ND, cache.layers, plan, cache.windows)
+    if cache.latents:
+        positions, where = _places(plan)
+        return model.model(x_ND, positions, LatentPages(cache.latents, plan, where))
+    return by_operators(model.model, x_ND, cache.layers, plan, cache.windows)
 
 
 def by_operators(decoder: Decoder, x_ND: Tensor, layers: Layers, plan: PagedPlan, windows: Sequence[int | None]) -> Tensor:

@@ -2,8 +2,7 @@
 
 The layers that do not stay come in turn while those before them compute: from disk into one of two buffers, by a thread; to a GPU into
 one of two sets of weights, by a stream of copies from pinned memory. `planner.py` chooses how many stay. What is computed, and in which
-order, is what a model in memory computes, so answers have the same bits. On a CPU keys and values may come in turn, too
-(`streamed_cache.py`), so that more answers share what is brought for a pass.
+order, is what a model in memory computes, so answers have the same bits.
 """
 
 from __future__ import annotations
@@ -267,8 +266,8 @@ def spread(streamed: int, layers: int) -> list[int]:
     return [i for i in range(layers) if (i + 1) * streamed // layers > i * streamed // layers]
 
 
-def offloaded(source: Source, level: Level, streamed: int, device: torch.device, keys: bool = False) -> tuple[Transformer, Shelf | None]:
-    """Return the model with all but `streamed` of its layers on the device, and their shelf. keys: keys and values come in turn, too."""
+def offloaded(source: Source, level: Level, streamed: int, device: torch.device) -> tuple[Transformer, Shelf | None]:
+    """Return the model with all but `streamed` of its layers on the device, and their shelf."""
     model, layers = source.take_empty(), source.config.num_hidden_layers
     numbers = spread(streamed, layers)
     state = source.rest(device)
@@ -280,9 +279,8 @@ def offloaded(source: Source, level: Level, streamed: int, device: torch.device,
     model.requires_grad_(False)
     cuda = device.type == "cuda"
     here = [p for p in model.parameters() if not p.is_meta]
-    if (numbers or keys) and not cuda and fits(source.config, nn.ModuleList([Shell(source.config).block]), here):
+    if numbers and not cuda and fits(source.config, nn.ModuleList([Shell(source.config).block]), here):
         model.model.by_loops = ExactPass(model)  # type: ignore[assignment]
-    model.model.streamed_keys = keys  # type: ignore[assignment]
     if not numbers:
         return model, None
     shelf = Host(source, numbers) if level == "host" else Disk(source, numbers, 3 if cuda else 2, cuda)

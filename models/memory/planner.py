@@ -4,8 +4,7 @@ et al. 2023).
 A pass through the model takes as long as the longer of two things that overlap, and a quarter of the shorter: bringing the layers that do
 not stay, whatever the number of tokens, and computing all layers, each as long as its weights take to be read from memory or its products
 to be multiplied. Memory for one more answer is memory for less of the weights, so every division is weighed by the tokens per second that
-it gives. Keys and values of layers can come, too, which leaves room for more answers and is more to bring. The rates are measured at start,
-with the model's own first layer.
+it gives. The rates are measured at start, with the model's own first layer.
 """
 
 from __future__ import annotations
@@ -13,10 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
-from shutil import disk_usage
 from statistics import median
-from tempfile import gettempdir
 
 import torch
 
@@ -59,27 +55,21 @@ class Shape:
     brought: int
     beside: int
     token: int  # keys and values of a token, those of a draft with them
-    moving: int = 0  # of these, a layer's that need not stay
-    disk: int = 0  # room for those that do not
 
     @staticmethod
     def of(source: Source, device: torch.device, draft: ModelConfig | None = None) -> Shape:
         """Return the shape of a model. Beside a CPU there are two buffers, and a layer unpacked if it has another dtype; on a GPU two
-        layers. On a GPU keys and values stay, and latents, which are small, everywhere."""
+        layers."""
         beside = 2 * source.read_bytes + (0 if source.as_it_lies else source.layer_bytes)
         if device.type == "cuda":
             beside = 2 * source.layer_bytes
         precision: Precision = "fp32" if source.dtype == torch.float32 else "bf16"
         token = sum(cache_bytes(config, 1, precision) for config in (source.config, draft) if config is not None)
-        stay = device.type == "cuda" or source.config.mla is not None
-        moving = 0 if stay else cache_bytes(source.config, 1, precision) // source.config.num_hidden_layers
-        read, disk = source.read_bytes, disk_usage(gettempdir()).free * 9 // 10
-        return Shape(source.config, source.dtype.itemsize, source.layer_bytes, source.rest_bytes, read, beside, token, moving, disk)
+        return Shape(source.config, source.dtype.itemsize, source.layer_bytes, source.rest_bytes, source.read_bytes, beside, token)
 
-    def kept(self, tokens: int, streams: bool = False) -> int:
-        """Return the bytes of an answer's keys and values in memory; if they come in turn, those of two layers."""
-        gone = self.moving * max(0, self.config.num_hidden_layers - 2) if streams else 0
-        return (-(-tokens // PAGE) + 1) * PAGE * (self.token - gone)
+    def kept(self, tokens: int) -> int:
+        """Return the bytes of an answer's keys and values."""
+        return (-(-tokens // PAGE) + 1) * PAGE * self.token
 
     def scratch(self, step_tokens: int, answers: int) -> int:
         """Return the bytes of a step while it computes: one layer's numbers for its tokens, and the answers' logits, four times in fp32."""
@@ -94,11 +84,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice: layers that do not stay, True if keys and values do not either, answers at once, tokens a step, bytes of keys and values
-    in memory; and what is to be expected."""
+    """The choice: layers that do not stay, answers at once, tokens a step, bytes of keys and values; and what is to be expected."""
 
     streamed: int
-    keys: bool
     layers: int
     sequences: int
     step_tokens: int
@@ -111,17 +99,15 @@ class Plan:
     def line(self, level: Level) -> str:
         """Return the choice in one line."""
         where = f"{self.layers - self.streamed} of {self.layers} layers stay in memory, {self.streamed} come from {level} for each pass"
-        keys = f" that come from {gettempdir()} in turn" if self.keys else ""
         return (
             f"{where if self.streamed else f'all {self.layers} layers fit into memory'}; {self.sequences} answers at once, "
-            f"{self.step_tokens} tokens a step, {self.pages / 1e9:.2f} GB of keys and values{keys}, {self.memory / 1e9:.2f} GB in all: "
+            f"{self.step_tokens} tokens a step, {self.pages / 1e9:.2f} GB of keys and values, {self.memory / 1e9:.2f} GB in all: "
             f"{self.tokens_per_second:.3g} tokens/s expected, {self.step_seconds:.3g} s a step, bound by {self.bound}"
         )
 
 
 def choose(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int | None = None) -> Plan:
-    """Return the plan that fits with the most tokens per second; among those within a hundredth of it, one whose keys and values stay,
-    then the one with the fewest answers at once.
+    """Return the plan that fits with the most tokens per second; among those within a hundredth of it, the one with the fewest answers.
 
     `step_tokens`: what a pass computes at least, where something else than generation needs it. ValueError where nothing fits, with what
     would.
@@ -129,23 +115,21 @@ def choose(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int
     plans = list(_plans(shape, memory, rates, work, step_tokens))
     if not plans:
         longest = max(work.prompt + work.answer, work.longest)
-        least = OWN + shape.rest + shape.beside + shape.kept(longest, shape.moving > 0) + shape.scratch(step_tokens or STEP_TOKENS[0], 1)
+        least = OWN + shape.rest + shape.beside + shape.kept(longest) + shape.scratch(step_tokens or STEP_TOKENS[0], 1)
         raise ValueError(
             f"memory = {memory / 1e9:.3g} GB is too little even with all layers offloaded: one answer of {longest} tokens with its "
             f"prompt needs {least / 1e9:.3g} GB; give more memory, or ask for fewer tokens"
         )
     best = max(plan.tokens_per_second for plan in plans)
     near = (plan for plan in plans if plan.tokens_per_second >= 0.99 * best)
-    return min(near, key=lambda plan: (plan.keys, plan.sequences, -plan.tokens_per_second))
+    return min(near, key=lambda plan: (plan.sequences, -plan.tokens_per_second))
 
 
 def _plans(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int | None) -> Iterator[Plan]:
-    ways = product(STEP_TOKENS if step_tokens is None else (step_tokens,), (False, True) if shape.moving else (False,))
-    layers = shape.config.num_hidden_layers
-    for tokens, keys in ways:
+    layers, longest = shape.config.num_hidden_layers, shape.kept(work.longest)
+    for tokens in STEP_TOKENS if step_tokens is None else (step_tokens,):
         for answers in range(1, work.answers + 1):
-            each, longest = shape.kept(work.prompt + work.answer, keys), shape.kept(work.longest, keys)
-            pages = max(answers * each, longest)
+            pages = max(answers * shape.kept(work.prompt + work.answer), longest)
             left = memory - OWN - shape.rest - shape.scratch(max(tokens, answers), answers) - pages
             if left >= layers * shape.layer:
                 streamed = 0
@@ -153,26 +137,21 @@ def _plans(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int
                 streamed = layers - min((left - shape.beside) // shape.layer, layers - 1)
             else:
                 break
-            if keys and pages * layers * shape.moving > shape.disk * (shape.token - (layers - 2) * shape.moving):
-                break
             waves = -(-work.answers // answers)
             prefill = -(-answers * work.prompt // tokens)
             size = min(tokens, answers * work.prompt)
-            first = pass_seconds(shape, rates, streamed, size, work.prompt // 2, 0, keys)[0]
-            step, bound = pass_seconds(shape, rates, streamed, answers, work.prompt + work.answer // 2, answers, keys)
+            first = pass_seconds(shape, rates, streamed, size, work.prompt // 2, 0)[0]
+            step, bound = pass_seconds(shape, rates, streamed, answers, work.prompt + work.answer // 2, answers)
             seconds = waves * (prefill * first + work.answer * step)
             spent = memory - left + (layers - streamed) * shape.layer + (shape.beside if streamed else 0)
             speed = work.answers * work.answer / seconds
-            yield Plan(streamed, keys, layers, answers, tokens, pages, spent, speed, step, bound)
+            yield Plan(streamed, layers, answers, tokens, pages, spent, speed, step, bound)
 
 
-def pass_seconds(
-    shape: Shape, rates: Rates, streamed: int, tokens: int, context: int, drawn: int, keys: bool = False
-) -> tuple[float, str]:
+def pass_seconds(shape: Shape, rates: Rates, streamed: int, tokens: int, context: int, drawn: int) -> tuple[float, str]:
     """Return the seconds of a pass over so many tokens behind `context` others each, `drawn` of them drawn from, and its bound."""
     config = shape.config
-    moving = max(drawn, 1) * context + max(tokens, PAGE * drawn) if keys else 0  # tokens that are seen, and pages that go back
-    bringing = (streamed * shape.brought + moving * config.num_hidden_layers * shape.moving) / rates.bringing
+    bringing = streamed * shape.brought / rates.bringing
     head = config.vocab_size * config.hidden_size
     matrices = 2 * (matrix_parameters(config) - head) * tokens
     attention = forward_flops(config, [context + 1]) - forward_flops(config, [context]) - 2 * matrix_parameters(config)

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/offload.py --folder /path/with/room --layers 36 --memory 4 --json
 
 A Llama of width 4096 (708 MB a layer in fp32) with random weights is written to the folder once. Each way runs in a process of its own:
-`puna` with `--memory` GB, `weights` the same with keys and values that all stay in memory, `mapped` is Puna without a planner, whose weights are the files' memory map and come by the system's page cache,
+`puna` with `--memory` GB, `mapped` is Puna without a planner, whose weights are the files' memory map and come by the system's page cache,
 `accelerate` is transformers with `device_map="auto"`, `--memory` GB for weights and the rest on disk. All answer `--prompts` prompts of
 `--prompt` tokens with `--answer` tokens each, the likeliest, at once. `seconds` is the whole, `pass_seconds` a step of decoding; `hidden` is
 the share of reading that other work was done in, `expected` what the planner promised. For the last two the page cache is as large as the
@@ -19,13 +19,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-WAYS = ("puna", "weights", "mapped", "accelerate")
+WAYS = ("puna", "mapped", "accelerate")
 
 
 def write(folder: Path, layers: int, width: int, groups: int, dtype: torch.dtype) -> None:
@@ -83,10 +82,9 @@ def warm_up() -> None:
         Engine(model, exact=exact).generate(prompts(2, 100, 512), SamplingParams(max_tokens=3, temperature=0, stop=()))
 
 
-def by_puna(args: argparse.Namespace, mapped: bool = False, stay: bool = False) -> dict[str, Any]:
+def by_puna(args: argparse.Namespace, mapped: bool = False) -> dict[str, Any]:
     from puna.models.formats.checkpoint import load
     from puna.models.generation import Engine, SamplingParams
-    from puna.models.memory import planner
     from puna.models.memory.offload import Disk
     from puna.models.memory.workload import Work
     from puna.models.serving import offloaded_model
@@ -94,9 +92,6 @@ def by_puna(args: argparse.Namespace, mapped: bool = False, stay: bool = False) 
     told: dict[str, Any] = {}
     shelf = None
     warm_up()
-    if stay:
-        own = planner.Shape.of
-        planner.Shape.of = staticmethod(lambda *given: replace(own(*given), moving=0))  # type: ignore[method-assign]
     if mapped:
         engine = Engine(load(args.folder))
     else:
@@ -160,7 +155,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         ways: dict[str, Callable[[], dict[str, Any]]] = {
-            "puna": lambda: by_puna(args), "weights": lambda: by_puna(args, stay=True), "mapped": lambda: by_puna(args, mapped=True),
+            "puna": lambda: by_puna(args), "mapped": lambda: by_puna(args, mapped=True),
             "accelerate": lambda: by_accelerate(args),
         }  # fmt: skip
         begun = time.perf_counter()

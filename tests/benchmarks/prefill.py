@@ -1,8 +1,8 @@
-"""The longest gap between tokens of running streams when a long prompt arrives: chunks of prompts between answers, and a process for prompts.
+"""The longest gap between tokens of running streams when a long prompt arrives, by the chunks of prompts between answers.
 
     python tests/benchmarks/prefill.py --json
 
-A model of SmolLM2-135M's shape with random weights, fp32, on two threads; with the process one of them is its own. Four streams run when a
+A model of SmolLM2-135M's shape with random weights, fp32, on two threads. Four streams run when a
 prompt of `--prompt` tokens comes. The ways take turns, and of `--rounds` the one with the shortest longest gap counts. `gap` is that in
 ms, `median` the median gap of the same round, `first` the seconds until the long prompt's first token, `rate` what the streams draw
 meanwhile, tokens a second. `alone` is the median gap before.
@@ -20,7 +20,6 @@ import torch
 
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
-from puna.models.generation.prefill import SplitEngine
 from puna.models.transformer import Transformer
 
 SHAPE = ModelConfig(
@@ -67,12 +66,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     model = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
-    ways: dict[str, Engine] = {"process": SplitEngine(model, threads=1, memory=2 << 30)}  # first: it moves the weights
-    ways |= {f"chunks of {size}": Engine(model, step_tokens=size, memory=2 << 30) for size in args.chunks}
+    torch.set_num_threads(2)
+    ways = {f"chunks of {size}": Engine(model, step_tokens=size, memory=2 << 30) for size in args.chunks}
     generator, found = torch.Generator().manual_seed(1), dict[str, list[dict[str, Any]]]()
     for number in range(args.rounds + 1):
         for name, engine in ways.items():
-            torch.set_num_threads(1 if name == "process" else 2)
             one = round_of(engine, args.prompt if number else 400, generator)
             if number:  # the first round compiles
                 found.setdefault(name, []).append(one)

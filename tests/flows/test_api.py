@@ -3,8 +3,6 @@
 import asyncio
 import copy
 import json
-import os
-import signal
 import threading
 import time
 
@@ -19,7 +17,6 @@ from fastapi.testclient import TestClient
 from puna.flows.cli.openai import Limits, application
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
-from puna.models.serving import engine_of
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
@@ -288,25 +285,3 @@ def test_openais_client_raises_what_it_is_told(openai_client, url):
         openai_client.chat.completions.create(model="gpt", messages=messages)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
-
-
-def test_a_prompt_whose_process_dies_is_an_error_of_its_request_alone():
-    shape = SHAPE.replace(max_position_embeddings=2048)
-    split = engine_of(Transformer(shape, generator=torch.Generator().manual_seed(0)), TOKENIZER, prefill_threads=1, sequences=8, step_tokens=64)
-    with TestClient(application(split, "tiny")) as client:
-        long, sampled = [i % 200 for i in range(1200)], {"max_tokens": 8, "seed": 1, "temperature": 0.8}
-        whole = Transformer(shape, generator=torch.Generator().manual_seed(0))
-        for dying in (True, False):
-            if dying:
-                os.kill(split._process.pid, signal.SIGSTOP)
-                threading.Timer(1.0, os.kill, (split._process.pid, signal.SIGKILL)).start()
-            found = client.post("/v1/completions", json={"prompt": long, **sampled})
-            if dying:
-                assert found.status_code == 500 and found.json()["error"]["type"] == "server_error"
-                assert found.json()["error"]["message"] == "the process that computed its prompt ended with status -9; ask again"
-            else:
-                (row,) = Engine(whole, TOKENIZER).generate([long], SamplingParams(max_tokens=8, seed=1, temperature=0.8, stop=TOKENIZER.stop_ids))
-                assert found.json()["choices"][0]["text"] == shown(row[0].tokens)
-        pool, process = split.scheduler.pool, split._process
-        assert not split.busy and pool.available == len(pool.references)
-    assert not process.is_alive()

@@ -253,10 +253,7 @@ print(status("VmHWM") - before, [(one.tokens, one.logprobs) for row in answers f
     [
         # 12 layers of 15.3 MB and 1.6 MB beside them, 186 MB in all.
         ({"hidden_size": 768, "intermediate_size": 1024, "num_attention_heads": 12, "num_key_value_heads": 3}, 100, 80e6, 150e6),
-        # 58 MB of weights, and 98 KB of keys and values for each token: of four answers more than twice the limit.
-        ({"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64}, 1200, 100e6, 200e6),
     ],
-    ids=["weights", "keys and values"],
 )  # fmt: skip
 def test_the_peak_of_memory_stays_under_the_limit(tmp_path, shape, longest, told, whole):
     for layers, folder in ((12, tmp_path), (2, tmp_path / "small")):
@@ -267,7 +264,6 @@ def test_the_peak_of_memory_stays_under_the_limit(tmp_path, shape, longest, told
     (peak, answers), (most, wanted) = (one.stdout.split(" ", 1) for one in ran)
     assert answers == wanted
     assert int(peak) < told and int(most) > whole, (peak, most, ran[0].stderr)
-    assert ("values that come from" in ran[0].stderr) == (longest == 1200)
 
 
 class Device:

@@ -59,36 +59,6 @@ def test_what_fits_stays():
     assert choose(SHAPE, 850_000_000, FAST, Work(64, 16, 1)).line("disk").startswith("5 of 10 layers stay in memory, 5 come from disk for each pass; 1 answers at once")
 
 
-MOVING = dataclasses.replace(SHAPE, moving=10_000, disk=10**12)  # a tenth of a token's keys and values for each of the ten layers
-
-
-def test_keys_that_come_leave_room_for_more_answers():
-    """Of 408 MB 8 are set aside, 50 are beside the layers, 200 come: not two answers of 1,024 tokens have room (104 MB each), of two layers' seven have
-    (20.8). A pass brings ten layers, 1 s, and of each answer at half its length its keys and values, 54.4 ms, and back a page, 1.6 ms,
-    in place of one answer alone in 1 s; a quarter of what reading takes is not hidden."""
-    work = Work(64, 960, 7)
-    alone, plan = (choose(shape, 408_000_000, FAST, work) for shape in (SHAPE, MOVING))
-    assert (alone.sequences, alone.keys, alone.streamed) == (1, False, 10)
-    assert (plan.sequences, plan.keys, plan.streamed) == (7, True, 10) and plan.memory <= 408_000_000
-    assert plan.pages == 7 * kept(1024) // 5
-    context = 64 + 480
-    assert plan.step_seconds == pytest.approx(10 * 0.1 + 7 * (context + PAGE) * 100_000 / 1e9 + (10 * LAYER + 256_000 + 7 * kept(context)) / 20e9 / 4)
-    assert plan.bound == "bringing layers" and plan.tokens_per_second > 4 * alone.tokens_per_second
-    assert "0.15 GB of keys and values that come from " in plan.line("disk")
-
-
-def test_keys_stay_where_their_coming_brings_nothing():
-    assert choose(MOVING, 850_000_000, FAST, Work(64, 16, 1)) == choose(SHAPE, 850_000_000, FAST, Work(64, 16, 1))
-    assert choose(dataclasses.replace(MOVING, disk=10**8), 400_000_000, FAST, Work(64, 960, 7)).keys is False  # no room on the disk
-
-
-def test_one_answer_longer_than_the_memory_has_room_on_disk():
-    """Of 3,000 tokens 302 MB: beside 250 MB there is no room for them in 400, for two layers' there is."""
-    assert choose(MOVING, 400_000_000, FAST, Work(64, 16, 1, longest=3000)).keys
-    with pytest.raises(ValueError, match="memory = 0.4 GB is too little even with all layers offloaded: one answer of 3000 tokens"):
-        choose(SHAPE, 400_000_000, FAST, Work(64, 16, 1, longest=3000))
-
-
 def test_the_longest_request_has_room():
     assert choose(SHAPE, 850_000_000, FAST, Work(64, 16, 1, longest=1000)).pages == kept(1000)
     with pytest.raises(ValueError, match=r"memory = 0\.3 GB is too little even with all layers offloaded: one answer of 1000 tokens with its prompt needs 0\.36\d GB"):
