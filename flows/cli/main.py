@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from puna.flows.cli import authoring, evaluate, exchange, inspect, model, predict, rules, serving, sql
-from puna.flows.cli.inspect import JsonOption, ModuleOption, NameArgument, ProjectOption, StoreOption, import_modules, print_rows
+from puna.flows.cli.inspect import JsonOption, ModuleOption, NameArgument, ProjectOption, StoreOption, import_modules
 from puna.flows.engine.console import fail
 from puna.flows.engine.declare import Flow
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE, prepare
@@ -194,30 +194,6 @@ def clean(
         bare = f"; {result.files_without_page}" if result.files_without_page else ""
         typer.echo(f"no page: {sum(result.no_page.values()):,} records ({by_rule}){bare}")
     typer.echo(f"report: {result.report}")
-
-
-@app.command()
-def fairness(
-    documents: Annotated[Path, typer.Argument(metavar="DOCUMENTS", help="JSON lines or Parquet with language, text and, of some, kind")],
-    recipe: Annotated[str, typer.Option("--recipe", help="Whose language, heuristics and select are measured")] = "clean",
-    changes: SetOption = None,
-    reference: Annotated[str, typer.Option("--reference", help="Language that the others are compared with")] = "en",
-    spoil: Annotated[bool, typer.Option("--spoil", help="Measure spoilt twins too: repeats, misread, menu, salad")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Measure the share of labelled documents that curation keeps in each language, and name the rules that drop the rest."""
-    from puna.flows.cli import fairness as measuring
-
-    labelled = measuring.read_labelled(documents)
-    twins = measuring.twins(labelled) if spoil else []
-    result = measuring.fairness([*labelled, *twins], recipe, changes or (), reference)
-    if as_json:
-        typer.echo(json.dumps({"rows": result.rows, "figures": result.figures}, ensure_ascii=False))
-        return
-    rows_shown = [{name: f"{value:.2f}" if isinstance(value, float) else value for name, value in row.items()} for row in result.rows]
-    print_rows(rows_shown, as_json=False)
-    for name, value in result.figures.items():
-        typer.echo(f"{name:32} {value:g}")
 
 
 @app.command()

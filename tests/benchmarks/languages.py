@@ -21,7 +21,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2] / ".pkg")]
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / ".pkg")]
 
 UNSPACED = {"zho", "yue", "jpn", "lao", "khm", "mya", "bod", "dzo"}
 SENTENCES, LINE, DOCUMENT, SAMPLE, DOCUMENTS = 30, 3, 15, 60, 20
@@ -124,7 +124,7 @@ def identification() -> dict[str, float]:
 
 def figures(show: bool = False, rest: bool = False) -> dict[str, float]:
     """All figures; with `rest` of the documents that `language_table.py --half` did not count."""
-    from puna.flows.cli.fairness import Labelled, fairness, twins
+    from tests.benchmarks.fairness import Labelled, fairness, twins
 
     changes = ["select.language={}"]
     good = [Labelled(name, text) for name, text in ntrex_documents()]

@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
@@ -23,13 +22,10 @@ from puna.stages.curate.language import LanguageConfig, language
 from puna.stages.curate.rules.decide import factors_of, fires
 from puna.stages.curate.rules.groups import active_rules
 from puna.stages.curate.select import SelectConfig, select
-from puna.stages.reading.rows import Fault, format_of, read_rows
 from puna.storage import PunaError, Store
 
 GOOD_KIND = "good"
 NEAR = 0.1
-MOST_BYTES = 1 << 26
-"""Of a row."""
 SENTENCE_END = re.compile(r"(?<=[.!?。！？।։።])\s*|\n+")
 
 
@@ -47,25 +43,6 @@ class Fairness:
 
     rows: list[dict[str, Any]]
     figures: dict[str, float]
-
-
-def read_labelled(path: Path) -> list[Labelled]:
-    """Return the documents of a file of rows (JSON lines, Parquet, CSV) with the fields language, text and, where some are spoilt, kind."""
-    documents: list[Labelled] = []
-    try:
-        with path.open("rb") as handle:
-            for row in read_rows(handle, f"fairness: {path}", format_of(path.name, b"") or "json", MOST_BYTES):
-                if isinstance(row, Fault):
-                    raise PunaError(f"fairness: {path}: row {row.number}{' ' if row.field else ''}{row.field} {row.reason}")
-                fields = row.fields
-                if not all(isinstance(fields.get(name), str) and fields[name] for name in ("language", "text")):
-                    raise PunaError(f"fairness: {path}: row {row.number} needs the fields language and text, each some text")
-                documents.append(Labelled(fields["language"], fields["text"], fields.get("kind") or GOOD_KIND))
-    except OSError as error:
-        raise PunaError(f"fairness: {path} cannot be read: {error.strerror or error}") from error
-    if not any(document.kind == GOOD_KIND for document in documents):
-        raise PunaError(f"fairness: {path} has no good document (kind {GOOD_KIND}, or no kind)")
-    return documents
 
 
 def repeats(text: str) -> str:

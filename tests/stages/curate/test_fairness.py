@@ -1,18 +1,12 @@
-"""`puna fairness`: what curation does to each language."""
+"""What curation does to each language."""
 
 from __future__ import annotations
 
-import json
 import random
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
-from puna.flows.cli.fairness import Labelled, fairness, gini, menu, misread, read_labelled, repeats, salad, twins
-from puna.flows.cli.main import app
-from puna.storage import PunaError
+from tests.benchmarks.fairness import Labelled, fairness, gini, menu, misread, repeats, salad, twins
 
 # Sentences of this test's own; a document has each of them once, in an order of its own, three to a line.
 SENTENCES = {
@@ -100,25 +94,3 @@ def test_gini_of_shares():
     assert gini([1, 1, 1]) == 0 == gini([0, 0])
     # Of n equal shares of which all but one are nothing: (n - 1) / n.
     assert gini([0, 0, 0, 1]) == pytest.approx(0.75)
-
-
-def test_the_command_reads_a_file_and_names_what_is_wrong(tmp_path):
-    file = tmp_path / "documents.jsonl"
-    file.write_text("\n".join(json.dumps({"language": d.language, "text": d.text}) for d in documents()[:2]), encoding="utf-8")
-    found = CliRunner().invoke(app, ["fairness", str(file), "--json"])
-    assert found.exit_code == 0, found.output
-    figures = json.loads(found.stdout)["figures"]
-    assert figures["languages"] == 2 and figures["mean_kept"] == 1
-    for text, said in (("{", "row 1 is no JSON"), ('{"language": "en", "text": "\\ud800"}', "row 1 text holds bytes or halves"), ('{"language": "en"}', "row 1 needs the fields language and text"),
-                       ('{"language": "en", "text": "x", "kind": "menu"}', "has no good document")):  # fmt: skip
-        file.write_text(text, encoding="utf-8")
-        with pytest.raises(PunaError, match=said):
-            read_labelled(file)
-    table = tmp_path / "documents.parquet"
-    with pytest.raises(PunaError, match="documents.parquet cannot be read: No such file"):
-        read_labelled(table)
-    table.write_bytes(b"PAR1 no")
-    with pytest.raises(PunaError, match="not a readable Parquet file"):
-        read_labelled(table)
-    pq.write_table(pa.table({"language": ["en"], "text": ["x"]}), table)
-    assert read_labelled(table) == [Labelled("en", "x")]
