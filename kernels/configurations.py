@@ -1,7 +1,7 @@
 """Block sizes, warps and pipeline stages of the Triton kernels that multiply matrices, per GPU generation.
 
-The table is `configurations.json`, whose every row says where it comes from: `machine` is the GPU on which `tune.py`
-measured it, or null where it was chosen by hand, from the registers and shared memory that the ahead-of-time tests check.
+The table is `configurations.json`, whose every row says where it comes from: `machine` is the GPU that `tests/benchmarks/tune_kernels.py`
+measured it on, or null where it was chosen by hand, from the registers and shared memory that the ahead-of-time tests check.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A linear model of what a document is made of: its words, numbers and marks, its lines by length and ending, and its size. Each is
 hashed to a bucket and counts by the square root of its share in what is read (READ, MOST): no place in a document says more than another.
-`grade_training.py` learns the weights from grades of 0 (nothing) to 5 (teaches); NOTICE tells where they come from.
+`tests/benchmarks/train_grades.py` learns the weights from grades of 0 (nothing) to 5 (teaches); NOTICE tells where they come from.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / ".pkg"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / ".pkg"), str(Path(__file__).parent)]
 
 HALVES = ("development", "held_out")
 GRAM = 4  # words of a shingle
@@ -130,7 +130,7 @@ def figures(pages: list[ArticlePage]) -> dict[str, float]:
 
 def _scores(texts: list[str], pages: list[ArticlePage]) -> dict[str, float]:
     """The figures of one system on one set."""
-    from puna.models.extraction.training import word_f1
+    from tests.benchmarks.train_extraction import word_f1
 
     if pages[0].truth is None:
         right = sum(snippet in text for text, page in zip(texts, pages, strict=True) for snippet in page.wanted)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / ".pkg"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / ".pkg"), str(Path(__file__).parent)]
 
 HELD_OUT = 0  # the fold that is scored where the pages are those of training
 
@@ -84,7 +84,7 @@ def _timed(system: Callable[[bytes], str], bodies: list[bytes]) -> tuple[float, 
 
 def _scores(name: str, seconds: float, made: list[str], rows: list[dict[str, Any]]) -> dict[str, float]:
     """Pages a second and F1 of one system, over all pages and by type."""
-    from puna.models.extraction.training import word_f1
+    from tests.benchmarks.train_extraction import word_f1
 
     scores = [word_f1(text, row["ground_truth"].get("main_content") or "") for text, row in zip(made, rows, strict=True)]
     found = {f"{name}_pages_s": len(rows) / seconds, f"{name}_f1": sum(scores) / len(scores)}
@@ -146,7 +146,7 @@ def _unseen(folder: Path, rows: list[dict[str, Any]]) -> tuple[list[dict[str, An
     from safetensors import safe_open
 
     from puna.models.extraction.model import WEIGHTS
-    from puna.models.extraction.training import all_rows, corpus, page_digest, read, unseen_texts
+    from tests.benchmarks.train_extraction import all_rows, corpus, page_digest, read, unseen_texts
 
     with safe_open(WEIGHTS, "np") as file:
         seen = set(file.metadata()["trained_on"].split())

@@ -5,7 +5,7 @@
 FOLDER holds the sets that `stages/curate/data/grades.tsv` names: `web_wcxb_dev`, `web_readability`, `web_newspaper`, `web_trafilatura` (as
 `curation_articles.py` reads them), `text_misc` (JSON lines), and `quality_dclm/majority_data.jsonl`, documents that people labelled
 (`text`, `label` 1 or 0), which trained nothing. The demo's sample comes from the store (`corpus.py`). `--write` writes the graded texts
-out for `python -m puna.stages.curate.classifiers.grade_training`.
+out for `python -m tests.benchmarks.train_grades`.
 
 AUCs, chance that a good one has the higher score: `quality_auc` of graded documents (good: 3 or more), each by a model that did not see its
 site; `quality_auc_SET` within a set; `human_auc` on people's labels, by the weights that are shipped. The same of controls: `_length`
@@ -27,7 +27,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
-sys.path[:0] = [str(ROOT / ".pkg"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / ".pkg"), str(Path(__file__).parent)]
 
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
@@ -107,7 +107,7 @@ def figures(folder: Path, documents: list[Graded]) -> dict[str, float]:
     import pyarrow as pa
 
     from puna.models.classifiers.grades import GOOD, good_chances, load
-    from puna.stages.curate.classifiers.grade_training import Text, rows_of, unseen_grades
+    from tests.benchmarks.train_grades import Text, rows_of, unseen_grades
 
     wikipedia = _wikipedia()
     texts = [document.text for document in documents]

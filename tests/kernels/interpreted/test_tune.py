@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from puna.kernels import configurations, tune
+from puna.kernels import configurations
 from puna.kernels.configurations import Configuration, Place
+from tests.benchmarks import tune_kernels as tune
 
 SMALL = Configuration(16, 16, 4, 1, 16)
 

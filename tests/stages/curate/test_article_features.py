@@ -14,8 +14,8 @@ from puna.models.extraction.article import ABOVE, LONG, article_features, names
 from puna.models.extraction.layout import PROBES, alone, groups
 from puna.models.extraction.model import PAGE_TYPES, article_chance, chances
 from puna.models.extraction.scan import read_page
-from puna.models.extraction.training import as_arrays
 from puna.models.extraction.trees import splits
+from tests.benchmarks.train_extraction import as_arrays
 
 TEXT = "a harbour was seen by the old mayor of this town and its ships left at noon for another island far away"
 WORDS = TEXT.split()

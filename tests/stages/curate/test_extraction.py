@@ -15,14 +15,14 @@ from puna.models.extraction import attributes
 from puna.models.extraction import layout as L
 from puna.models.extraction import write as written
 from puna.models.extraction.bounds import burden
-from puna.models.extraction.labels import label
 from puna.models.extraction.layout import alone, group_sums, groups
 from puna.models.extraction.model import LEVELS, TOGETHER, agreed, best_cut, content, judge, load, made_whole, once, with_headline
 from puna.models.extraction.scan import read_page, scan
 from puna.models.extraction.tags import NUMBER, find
-from puna.models.extraction.training import Page, as_arrays, corpus, snippet_labels
 from puna.models.extraction.trees import LANES, logits, splits
 from puna.models.extraction.write import text_of
+from tests.benchmarks.extraction_labels import label
+from tests.benchmarks.train_extraction import Page, as_arrays, corpus, snippet_labels
 
 
 def texts(html: str) -> list[str]:

@@ -20,7 +20,6 @@ from puna.flows.engine.trace import flow_named, trace
 from puna.flows.engine.trace import load as recipe
 from puna.models.classifiers import grades
 from puna.stages.contract import execute
-from puna.stages.curate.classifiers import grade_training as training
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.language import LanguageConfig, language
 from puna.stages.curate.quality import QualityConfig, quality
@@ -28,6 +27,7 @@ from puna.stages.curate.rules.decide import decide
 from puna.stages.curate.rules.groups import active_rules
 from puna.stages.curate.select import SelectConfig, select
 from puna.storage import PunaError, Store
+from tests.benchmarks import train_grades as training
 
 PROSE = (
     "The river rises in the hills north of the town and flows for thirty miles before it reaches the sea. In spring, when the snow melts, "

@@ -1,4 +1,4 @@
-"""Trains the quality model: `python -m puna.stages.curate.classifiers.grade_training TEXTS [TEXTS ...] OUT`.
+"""Trains the quality model: `python -m tests.benchmarks.train_grades TEXTS [TEXTS ...] OUT`.
 
 TEXTS are JSON lines with `text`, `grade` (0 to 5) and `site`; OUT is the weights file. `tests/benchmarks/quality.py --write` makes
 such lines of the grades that come with Puna (`stages/curate/data/grades.tsv`). Texts fall into folds by site: the figures printed,

@@ -1,8 +1,8 @@
 """Time the configurations of the Triton kernels on the GPU at hand, and write the best into `configurations.json`.
 
-    python -m puna.kernels.tune                    # prints what it would change
-    python -m puna.kernels.tune --write            # and writes it, each row with the GPU's name, torch's and Triton's version
-    python -m puna.kernels.tune --only attention   # the kernels whose name begins so
+    python -m tests.benchmarks.tune_kernels                    # prints what it would change
+    python -m tests.benchmarks.tune_kernels --write            # and writes it, each row with the GPU's name, torch's and Triton's version
+    python -m tests.benchmarks.tune_kernels --only attention   # the kernels whose name begins so
 
 A configuration that does not compile or takes more shared memory than there is is told and passed over; so is one whose
 results differ from those of the table's present one by more than rounding. Without a GPU there is nothing to time.

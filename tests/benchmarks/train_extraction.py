@@ -1,4 +1,4 @@
-"""Trains the extractor's model: `python -m puna.models.extraction.training PAGES TRUTH [PAGES TRUTH ...] OUT`.
+"""Trains the extractor's model: `python -m tests.benchmarks.train_extraction PAGES TRUTH [PAGES TRUTH ...] OUT`.
 
 PAGES holds `ID.html`; TRUTH is JSON lines (zstd or not) with file_id, url, `_internal.page_type.primary` and
 `ground_truth.main_content`, as the development part of WCXB has; where that is null, the snippets `ground_truth.with` and
@@ -29,7 +29,6 @@ from puna.models.extraction.article import FEATURES as ARTICLE_FEATURES
 from puna.models.extraction.article import article_features
 from puna.models.extraction.clean import decode
 from puna.models.extraction.features import BUCKETS
-from puna.models.extraction.labels import label
 from puna.models.extraction.layout import Scan, alone
 from puna.models.extraction.model import (
     FEATURES,
@@ -46,6 +45,7 @@ from puna.models.extraction.model import (
 from puna.models.extraction.scan import read_page
 from puna.models.extraction.trees import Trees, splits
 from puna.models.extraction.write import text_of
+from tests.benchmarks.extraction_labels import label
 
 FOLDS = 4
 ROWS_PER_PAGE = 300  # blocks of a page that training sees; the others' weight goes to these
@@ -354,7 +354,7 @@ def main(arguments: list[str]) -> None:
     from safetensors.numpy import save_file
 
     if len(arguments) < 3 or len(arguments) % 2 == 0:
-        raise SystemExit("usage: python -m puna.models.extraction.training PAGES TRUTH [PAGES TRUTH ...] OUT")
+        raise SystemExit("usage: python -m tests.benchmarks.train_extraction PAGES TRUTH [PAGES TRUTH ...] OUT")
     *sets, out = map(Path, arguments)
     weights_of = [1.0, *[FURTHER] * (len(sets) // 2 - 1)]
     read_sets = [(folder, read(folder, labels, weight)) for folder, labels, weight in zip(sets[::2], sets[1::2], weights_of, strict=True)]
