@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from graphlib import TopologicalSorter
+from itertools import chain, pairwise
+from statistics import fmean
 
-from puna.flows.html.layout import Layout, layered
 from puna.flows.html.markup import Content, Html, duration, join, legend, number, short, size, stacked, stored, table, tag
 from puna.flows.report.run import Run, Step
 
-NODE_WIDTH, NODE_HEIGHT, PITCH, MARGIN = 138.0, 38.0, 66.0, 8.0
+NODE_WIDTH, NODE_HEIGHT, PITCH, MARGIN, GAP = 138.0, 38.0, 66.0, 8.0, 16.0
+LANE_WIDTH, SWEEPS = 14.0, 24
+"""The width of an edge that passes a layer; passes over the layers that order and place them."""
 LETTERS = 20
+Place = tuple[float, int]
+"""A centre, and a layer."""
+Lane = tuple[str, int]
+"""A node in its layer, or an edge of its in another."""
 FAMILIES = {
     "pages": "web", "documents": "web", "signals": "signals", "mixture": "corpus", "tokenizer": "corpus", "tokens": "corpus",
     "model": "model", "prompts": "data", "answers": "data", "preferences": "data", "instructions": "data",
@@ -28,10 +34,11 @@ def lineage_view(run: Run) -> Html:
     if not run.steps:
         return Html("")
     names, edges, titles = _graph(run)
-    layout = layered(edges, NODE_WIDTH, 14, 16)
-    width, height = layout.width + 2 * MARGIN, layout.layers * PITCH - (PITCH - NODE_HEIGHT) + 2 * MARGIN
-    lines = [_edge(source, target, route) for (source, target), route in layout.edges.items()]
-    nodes = [_node(key, names[key], titles[key], layout) for key in edges]
+    places, routes = layered(edges)
+    across = max(x for x, _ in chain(places.values(), *routes.values()))
+    width, height = across + NODE_WIDTH / 2 + 2 * MARGIN, max(layer for _, layer in places.values()) * PITCH + NODE_HEIGHT + 2 * MARGIN
+    lines = [_edge(*ends, route) for ends, route in routes.items()]
+    nodes = [_node(key, names[key], titles[key], places[key]) for key in edges]
     used = {_family(s) for s in run.steps}
     chips = legend({f"f-{family}": label for family, label in FAMILY_NAMES.items() if family in used})
     picture = tag(
@@ -79,8 +86,8 @@ def _title(step: Step) -> str:
     return "\n".join([step.artifact.id, f"stage {step.stage}, {state}", *rows, *metrics])
 
 
-def _node(key: str, what: Step | str, title: str, layout: Layout) -> Html:
-    x, layer = layout.places[key]
+def _node(key: str, what: Step | str, title: str, place: Place) -> Html:
+    x, layer = place
     left, top = MARGIN + x - NODE_WIDTH / 2, MARGIN + layer * PITCH
     box = tag("rect", x=f"{left:.1f}", y=f"{top:.1f}", width=NODE_WIDTH, height=NODE_HEIGHT, rx=7)
     if isinstance(what, str):
@@ -102,15 +109,56 @@ def _second(step: Step) -> str:
     return f"{counted}{' · reused' if step.reused else ''}"
 
 
-def _edge(source: str, target: str, route: Sequence[tuple[float, int]]) -> Html:
+def _edge(source: str, target: str, route: Sequence[Place]) -> Html:
     points = [(MARGIN + x, MARGIN + layer * PITCH) for x, layer in route]
     path = f"M{points[0][0]:.1f} {points[0][1] + NODE_HEIGHT:.1f}"
-    for (a, top), (b, bottom) in itertools.pairwise(points):
+    for (a, top), (b, bottom) in pairwise(points):
         middle = (top + NODE_HEIGHT + bottom) / 2
         path += f"C{a:.1f} {middle:.1f} {b:.1f} {middle:.1f} {b:.1f} {bottom:.1f}"
         if (b, bottom) != points[-1]:
             path += f"V{bottom + NODE_HEIGHT:.1f}"
     return tag("path", d=path, class_="edge", data_from=source[:40], data_to=target[:40])
+
+
+def layered(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dict[tuple[str, str], list[Place]]]:
+    """Return each node's place, and each edge's places. `edges`: for each node its sources, which stand before it.
+
+    Long edges pass the layers between in lanes, one a source. Each layer in turn, down and up, is ordered by the means of its neighbours'
+    places, and put as near to them as its order allows (Sugiyama, Tagawa and Toda 1981).
+    """
+    layer: dict[str, int] = {}
+    for name, sources in edges.items():
+        layer[name] = max((layer[source] + 1 for source in sources), default=0)
+    for name in reversed(list(edges)):  # what is read late stands late
+        targets = [layer[target] for target, sources in edges.items() if name in sources]
+        if targets and len(targets) > len(edges[name]):
+            layer[name] = min(targets) - 1
+    lowest = min(layer.values())
+    layer = {name: k - lowest for name, k in layer.items()}
+    rows: list[dict[Lane, None]] = [{(name, k): None for name in edges if layer[name] == k} for k in range(max(layer.values()) + 1)]
+    near: dict[Lane, dict[Lane, None]] = {(name, k): {} for name, k in layer.items()}
+    routes = {(s, t): [*((s, k) for k in range(layer[s], layer[t])), (t, layer[t])] for t, sources in edges.items() for s in sources}
+    for before, after in (pair for route in routes.values() for pair in pairwise(route)):
+        rows[after[1]][after] = None
+        near.setdefault(after, {})[before] = None
+        near[before][after] = None
+    wide = {lane: NODE_WIDTH if layer[lane[0]] == lane[1] else LANE_WIDTH for lane in near}
+    x = {lane: place * (NODE_WIDTH + GAP) for row in rows for place, lane in enumerate(row)}
+    for sweep in range(SWEEPS):
+        step = 1 if sweep % 2 == 0 else -1
+        for row in rows[::step]:
+            # The neighbours in the layer that was placed last; in the second half of the sweeps all of them.
+            seen = {lane: [x[n] for n in near[lane] if (lane[1] - n[1]) * step > 0 or sweep >= SWEEPS // 2] for lane in row}
+            aims = {lane: fmean(seen[lane] or [x[lane]]) for lane in row}
+            order = sorted(row, key=aims.__getitem__)
+            at = [aims[order[0]]]
+            for left, right in pairwise(order):
+                at.append(max(aims[right], at[-1] + (wide[left] + wide[right]) / 2 + GAP))
+            shift = 0.8 * fmean(aims.values()) - fmean(at)  # towards the middle, so that the picture stays narrow
+            x.update(zip(order, (place + shift for place in at), strict=True))
+    edge = min(place - wide[lane] / 2 for lane, place in x.items())
+    places = {name: (x[name, k] - edge, k) for name, k in layer.items()}
+    return places, {ends: [(x[lane] - edge, lane[1]) for lane in route] for ends, route in routes.items()}
 
 
 # --- times --------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.flows.html.layout import layered
 from puna.flows.html.markup import duration, excerpt, join, number, percent, short, size, tag, text
 from puna.flows.html.plot import Plot
 from puna.flows.html.scale import Axis, is_curve, thinned
 from puna.flows.html.svg import draw
 from puna.flows.report.curate import compared
+from puna.flows.report.lineage import GAP, NODE_WIDTH, layered
 from puna.flows.report.training import smoothed
 
 NUMBERS = st.floats(-1e9, 1e9, allow_nan=False).map(lambda v: round(v, 6))
@@ -134,25 +134,26 @@ def test_values_that_are_missing_are_not_drawn() -> None:
 @given(st.lists(st.sets(st.integers(0, 30), max_size=4), min_size=1, max_size=30))
 def test_a_graph_is_drawn_downwards_without_overlaps(inputs: list[set[int]]) -> None:
     edges = {str(i): [str(s) for s in sorted(sources) if s < i] for i, sources in enumerate(inputs)}
-    layout = layered(edges, 100, 10, 8)
-    assert set(layout.places) == set(edges)
-    assert set(layout.edges) == {(s, t) for t, sources in edges.items() for s in sources}
+    places, routes = layered(edges)
+    assert set(places) == set(edges)
+    assert set(routes) == {(s, t) for t, sources in edges.items() for s in sources}
     rows: dict[int, list[float]] = {}
-    for x, layer in layout.places.values():
-        assert 50 - 1e-6 <= x <= layout.width - 50 + 1e-6 and 0 <= layer < layout.layers
+    for x, layer in places.values():
+        assert x >= NODE_WIDTH / 2 - 1e-6 and layer >= 0
         rows.setdefault(layer, []).append(x)
-    for places in rows.values():
-        assert all(b - a >= 108 - 1e-6 for a, b in pairwise(sorted(places)))
-    for (source, target), route in layout.edges.items():
-        assert route[0] == layout.places[source] and route[-1] == layout.places[target]
+    assert set(rows) == set(range(len(rows)))
+    for row in rows.values():
+        assert all(b - a >= NODE_WIDTH + GAP - 1e-6 for a, b in pairwise(sorted(row)))
+    for (source, target), route in routes.items():
+        assert route[0] == places[source] and route[-1] == places[target]
         assert all(b[1] == a[1] + 1 for a, b in pairwise(route))
 
 
 def test_a_chain_is_drawn_straight() -> None:
     edges = {"a": [], "b": ["a"], "c": ["b"], "d": ["c", "a"]}
-    places = layered(edges, 100, 10, 8).places
+    places, _ = layered(edges)
     assert [places[n][1] for n in "abcd"] == [0, 1, 2, 3]
-    assert places["b"][0] == pytest.approx(places["c"][0], abs=1)
+    assert places["b"][0] == pytest.approx(places["c"][0], abs=NODE_WIDTH / 10)
 
 
 def test_differing_words_are_marked() -> None:
