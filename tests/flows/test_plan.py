@@ -84,7 +84,7 @@ def test_a_plan_tells_what_is_reused_what_runs_and_why(tmp_path: Path, monkeypat
     # An earlier run tells what a changed one may cost; a stage alone has a plan too.
     words = ["plan", "stage:extract", "--store", str(place), "--input", made["ingest"].id, "--set", "max_depth=999", "--json"]
     (step,) = json.loads(CliRunner().invoke(app, words).output)["steps"]
-    assert step["state"] == "runs" and step["expected"]["runs"] == 1 and step["expected"]["rows"] == 1
+    assert step["state"] == "runs" and step["expected"]["rows"] == 1
     assert step["expected"]["seconds"] == pytest.approx(made["extract"].manifest.timings["seconds"], rel=0.05)
     said = CliRunner().invoke(app, ["plan", "align", "--recipe", "smollm2-135m", "--store", str(place)]).output
     assert "sample_1                 after   input model, prompts_1" in said and "phase" not in said
