@@ -39,8 +39,8 @@ class Code(Verifier):
 
     @classmethod
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
-        """Raise PunaError if programs cannot be isolated as the settings require; record the isolation as a metric."""
-        tools.run.metric("code_isolation", sandbox.MEANS[sandbox.mode(tools.config.isolation)])
+        """Raise PunaError if programs cannot be isolated."""
+        sandbox.mode()
 
     @classmethod
     def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score]:
@@ -53,13 +53,12 @@ class Code(Verifier):
 
 
 def _run_chunk(jobs: list[tuple[Code, str]], config: ScoringConfig) -> list[Score]:
-    how = sandbox.mode(config.isolation)
-    return [_run(*job, config, how) for job in jobs]
+    return [_run(*job, config) for job in jobs]
 
 
-def _run(code: Code, answer: str, config: ScoringConfig, how: sandbox.Mode) -> Score:
+def _run(code: Code, answer: str, config: ScoringConfig) -> Score:
     limits = sandbox.Limits(min(code.seconds or config.seconds, config.seconds), config.memory_mb, config.disk_mb, config.processes)
-    outcome = sandbox.run(program(answer), code.tests, limits, how, f"{code.prefix}\n")
+    outcome = sandbox.run(program(answer), code.tests, limits, sandbox.mode(), f"{code.prefix}\n")
     if outcome.refused:
         return Score(None, f"code was not run: {outcome.refused}")
     if outcome.results is None or outcome.ended:

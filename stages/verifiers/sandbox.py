@@ -8,27 +8,23 @@ import json
 import marshal
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import types
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from puna.stages.verifiers import sandbox_calls, sandbox_inside, sandbox_program, sandbox_tester, sandbox_wire
 from puna.storage import PunaError
 
-Isolation = Literal["namespaces", "limits"]
-Mode = Literal["bubblewrap", "root", "user", "limits"]
-MEANS: dict[Mode, str] = {"bubblewrap": "bubblewrap", "root": "namespaces", "user": "namespaces", "limits": "limits"}
-"""What each way to run is called in results."""
+Mode = Literal["root", "user"]
+"""Whose rights make the namespaces: root's, or a user's in a namespace of users."""
 OUTPUT_BYTES = 1 << 16
 GRACE_SECONDS = 10.0
 MEGABYTE = 1 << 20
@@ -61,114 +57,73 @@ class Limits:
 class Outcome:
     """The outcome of a program.
 
-    results    per test None or its error; None if the program ended before its tests
-    ended      the reason for an early end: time, memory, "signal 9", "exit status 1"; otherwise empty
-    output     the first 64 KiB of printed text
-    isolation  bubblewrap, namespaces or limits
-    refused    the reason why it was not run
+    results  per test None or its error; None if the program ended before its tests
+    ended    the reason for an early end: time, memory, "signal 9", "exit status 1"; otherwise empty
+    output   the first 64 KiB of printed text
+    refused  the reason why it was not run
     """
 
     results: list[str | None] | None
     ended: str
     output: str
-    isolation: str
     refused: str = ""
 
 
-def mode(minimum: Isolation) -> Mode:
-    """Return the best isolation available here; raise PunaError if it falls short of `minimum`.
+@cache
+def mode() -> Mode:
+    """Return the way to isolate programs here: no network, no surviving process, no file but the interpreter's and system libraries.
 
-    `namespaces` (by bubblewrap or by our own calls): no network, no surviving process, no visible file but the interpreter's and
-    the system's libraries. `limits`: a separate user if we are root, resource limits, and all processes are killed; the network and
-    files open to everybody stay reachable.
+    PunaError where a program cannot be isolated so.
     """
-    found, tried = _best()
-    if found is None:
-        raise PunaError(f"code cannot be run here: {tried}")
-    if minimum == "namespaces" and found == "limits":
-        raise PunaError(
-            f"code cannot be isolated here: {tried}. Install bubblewrap, allow user namespaces, or accept less with isolation=limits"
-        )
-    return found
-
-
-@lru_cache(maxsize=1)
-def _best() -> tuple[Mode | None, str]:
-    """Return the first mode that runs a program, and the reasons why those before it do not."""
-    tried = []
-    ways: list[Mode] = ["bubblewrap", "root" if os.getuid() == 0 else "user", "limits"]
-    for way in ways:
-        if sys.platform != "linux":
-            tried.append(f"there is no sandbox for {sys.platform}")
-            break
-        if way == "bubblewrap" and shutil.which("bwrap") is None:
-            tried.append("bubblewrap is not installed")
-            continue
-        made = run("import math, random, threading", ["pass"], Limits(), way)
-        if made.results == [None]:
-            return way, "; ".join(tried)
-        fault = (made.results or [None])[0]
-        tried.append(f"{MEANS[way]}: {made.refused or fault or made.output.strip()[:200] or made.ended or 'no answer'}")
-    return None, "; ".join(tried)
+    if sys.platform != "linux":
+        raise PunaError(f"code cannot be isolated here: there is no sandbox for {sys.platform}")
+    way: Mode = "root" if os.getuid() == 0 else "user"
+    made = run("import math, random, threading", ["pass"], Limits(), way)
+    if made.results != [None]:
+        reason = made.refused or (made.results or [None])[0] or made.output.strip()[:200] or made.ended or "no answer"
+        raise PunaError(f"code cannot be isolated here: {reason}. Allow namespaces to this user (in a container: its seccomp profile)")
+    return way
 
 
 def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: str = "") -> Outcome:
     """Run a program that begins with `prefix`, and each test in another process, which has the prefix's whole definitions itself."""
-    with _folder(how) as folder, group(limits.memory_mb * MEGABYTE) as counted:
+    with group(limits.memory_mb * MEGABYTE) as counted:
         readable, hidden = _visible()
         procs = () if counted is None else (counted.procs,)
         job = {
-            "mode": how, "folder": folder, "readable": readable, "hidden": hidden,
+            "mode": how, "readable": readable, "hidden": hidden,
             "seconds": limits.seconds, "cpu_seconds": int(limits.seconds) + 1, "memory_bytes": limits.memory_mb * MEGABYTE,
             "disk_bytes": limits.disk_mb * MEGABYTE, "groups": procs,
-            "processes": limits.processes + (how != "root") + (_own_tasks() if how == "limits" else 0),
+            "processes": limits.processes + (how != "root"),
         }  # fmt: skip
         head = marshal.dumps((_modules(), job))
         tested = json.dumps({"program": f"{prefix}{program}", "prefix": prefix, "tests": list(tests)}).encode()
         given = f"{len(head):10d}".encode() + head + tested
-        said, output = _supervised(_command(how, limits), given, limits.seconds + GRACE_SECONDS, procs)
+        command = [_interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", BEGIN]
+        said, output = _supervised(command, given, limits.seconds + GRACE_SECONDS, procs)
         over = counted is not None and counted.exceeded()
     told = output.decode("utf-8", "replace")
     if over:
-        return Outcome(None, "memory", told, MEANS[how])
+        return Outcome(None, "memory", told)
     try:
         value: dict[str, Any] = json.loads(said.partition(b"\n")[0])
     except ValueError:
-        # The program ended its own watcher, which it can under bubblewrap and under limits alone.
-        return Outcome(None, "no report", told, MEANS[how], "" if how in ("bubblewrap", "limits") else "the sandbox gave no report")
-    return Outcome(value.get("results"), value.get("ended", ""), told, MEANS[how], value.get("refused", ""))
+        return Outcome(None, "no report", told, "the sandbox gave no report")
+    return Outcome(value.get("results"), value.get("ended", ""), told, value.get("refused", ""))
 
 
-@lru_cache(maxsize=1)
+@cache
 def _modules() -> list[tuple[str, types.CodeType]]:
     """Return the compiled modules that run inside, the one that begins last."""
     modules = (sandbox_wire, sandbox_calls, sandbox_program, sandbox_tester, sandbox_inside)
     return [(module.__name__, compile(Path(str(module.__file__)).read_bytes(), f"<{module.__name__}>", "exec")) for module in modules]
 
 
-def _command(how: Mode, limits: Limits) -> list[str]:
-    """Return the command that starts `sandbox_inside`, without its last argument, the report's file descriptor."""
-    command = [_interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", BEGIN]
-    if how != "bubblewrap":
-        return command
-    readable, hidden = _visible()
-    binds: list[str] = []
-    for path in readable:
-        binds += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
-    masks = [part for path in hidden for part in ("--tmpfs", path, "--remount-ro", path)]
-    return [
-        shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv",
-        "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", *binds, *masks,
-        "--proc", "/proc", "--dev", "/dev", "--size", str(limits.disk_mb * MEGABYTE), "--perms", "0777", "--tmpfs", "/work",
-        "--remount-ro", "/", "--chdir", "/work", "--", *command,
-    ]  # fmt: skip
-
-
 def _interpreter() -> str:
     return os.path.realpath(sys.executable)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _visible() -> tuple[list[str], list[str]]:
     """Return the paths that a program may read (some are links), and package folders inside them that it may not."""
     standard = os.path.dirname(os.path.realpath(os.__file__))
@@ -180,27 +135,6 @@ def _visible() -> tuple[list[str], list[str]]:
             shown.append(path)
     places = [f"{standard}/site-packages", f"{standard}/dist-packages", "/usr/lib/python3/dist-packages"]
     return shown, [path for path in sorted(set(places)) if os.path.isdir(path)]
-
-
-def _own_tasks() -> int:
-    """Return the number of this user's processes and threads, which count against the limit of a program without its own user."""
-    if os.getuid() == 0:
-        return 0
-    count = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            count += len(list((process / "task").iterdir())) if process.stat().st_uid == os.getuid() else 0
-    return count
-
-
-@contextlib.contextmanager
-def _folder(how: Mode) -> Iterator[str]:
-    """Yield a folder on disk for the program's files if it has none in memory; delete it afterwards."""
-    if how != "limits":
-        yield ""
-        return
-    with tempfile.TemporaryDirectory(prefix="puna-code-") as folder:
-        yield folder
 
 
 def _supervised(command: list[str], job: bytes, seconds: float, handles: tuple[int, ...]) -> tuple[bytes, bytes]:

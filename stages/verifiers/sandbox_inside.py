@@ -1,33 +1,31 @@
 """The run of one program and its tests inside a sandbox, started by `sandbox` as a script: only the standard library.
 
-The steps: leave the machine's namespaces (bubblewrap has done so), see only the interpreter and an empty folder, give up all
+The steps: leave the machine's namespaces, see only the interpreter and an empty folder, give up all
 rights, set limits, refuse system calls that hold memory outside every process, run the program in one child and its tests in
 another, watch the memory of all processes and files, kill them all. The report goes to the file descriptor in the first argument,
 printed text to 1.
 
-Modes: `root` and `user` make the namespaces here, with root's rights or in a user namespace; `bubblewrap` has made them;
-`limits` runs without.
+Modes: `root` makes the namespaces with root's rights, `user` in a user namespace.
 """
 
 from __future__ import annotations
 
 import _socket
 import contextlib
-import errno
 import json
 import os
 import resource
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypedDict
 
 from puna.stages.verifiers.sandbox_calls import SO_SNDBUF, become_nobody, build_root, call, enter, refuse_calls
 from puna.stages.verifiers.sandbox_program import Program
 from puna.stages.verifiers.sandbox_tester import run_tests
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SUBREAPER = 1, 4, 36
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 FIRST_USER = 1_000_000_000
 WATCH_SECONDS = 0.02
 OPEN_FILES = 64
@@ -41,14 +39,13 @@ SOCKET_BYTES = _socket.socket(1, 1).getsockopt(1, SO_SNDBUF)
 
 
 class Job(TypedDict):
-    """A job: the program's place, its isolation and its limits; `user` is the program's own user, if it has one.
+    """A job: the program's isolation and limits; `user` is the program's own user, if it has one.
 
     `groups`: the open file of the cgroup that counts its memory, if there is one.
     """
 
     report: int
     mode: str
-    folder: str
     readable: list[str]
     hidden: list[str]
     seconds: float
@@ -75,16 +72,10 @@ def report(job: Job, value: dict[str, object]) -> None:
 
 def supervise(job: Job) -> None:
     """Make the namespaces, start the first process in them and wait for it."""
-    mode = job["mode"]
     job["user"] = FIRST_USER + 4 * os.getpid()  # and two more, nobody else's: processes can be counted and ended
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody traces this process, or those below it until they change their user
-    if mode == "limits":
-        call("prctl", PR_SET_SUBREAPER, 1, 0, 0, 0)
-        if os.getuid() == 0:
-            os.chown(job["folder"], job["user"], job["user"])
-    elif mode in ("root", "user"):
-        enter(mode == "user")
+    enter(job["mode"] == "user")
     first = os.fork()
     if first == 0:
         try:
@@ -99,22 +90,15 @@ def supervise(job: Job) -> None:
 
 def init(job: Job) -> None:
     """Build the root file system, start the program, watch it and kill everything, as the first process inside."""
-    mode = job["mode"]
-    if mode in ("root", "user"):
-        build_root(job["readable"], job["hidden"], job["disk_bytes"])
-    elif mode == "limits":
-        os.chdir(job["folder"])
+    build_root(job["readable"], job["hidden"], job["disk_bytes"])
     (read, verdict), (asked, asks), (told, tells) = os.pipe(), os.pipe(), os.pipe()
     tester = fork(lambda: run_tester(job, told, asks, verdict, (job["report"], read, asked, tells)))
     program = fork(lambda: run_program(job, asked, tells, (job["report"], read, verdict, asks, told)))
     for handle in (0, verdict, asked, asks, told, tells):
         os.close(handle)
-    if mode == "root":
-        become_nobody(mode, job["user"] + 1)
-    found = watch(tester, program, read, job)
-    if mode == "limits":
-        end_all(job["user"])
-    report(job, found)
+    if job["mode"] == "root":
+        become_nobody("root", job["user"] + 1)
+    report(job, watch(tester, program, read, job))
 
 
 def fork(work: Callable[[], None]) -> int:
@@ -206,80 +190,21 @@ def _how(status: int) -> str:
 
 def memory_of(job: Job) -> int:
     """Return the bytes that the program's processes, files in memory, sockets and locks hold, and its pipes may hold."""
-    page, total = resource.getpagesize(), files_in_memory(job["mode"]) + kernel_holds(job["mode"])
-    for process in processes_of(job):
+    page, total = resource.getpagesize(), files_in_memory() + kernel_holds()
+    for process in (name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()):
         total += PIPES_BYTES
         with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{process}/statm") as handle:
             total += int(handle.read().split()[1]) * page
     return total
 
 
-def files_in_memory(mode: str) -> int:
-    """Return the bytes of files that the program wrote to file systems in memory; bubblewrap's /dev is one that it may write to."""
-    folders = {"limits": (), "bubblewrap": ("/work", "/dev")}.get(mode, ("/work",))
-    sizes = [os.statvfs(folder) for folder in folders]
-    return sum((size.f_blocks - size.f_bfree) * size.f_frsize + (size.f_files - size.f_ffree) * INODE_BYTES for size in sizes)
+def files_in_memory() -> int:
+    """Return the bytes of files that the program wrote to its file system in memory."""
+    size = os.statvfs("/work")
+    return (size.f_blocks - size.f_bfree) * size.f_frsize + (size.f_files - size.f_ffree) * INODE_BYTES
 
 
-def kernel_holds(mode: str) -> int:
+def kernel_holds() -> int:
     """Return the bytes of the program's locks of files and of its local sockets: two buffers each, as the last message may fill one."""
-    if mode == "limits":  # the machine's, not the program's
-        return 0
     with open("/proc/net/unix") as sockets, open("/proc/locks") as locks:
         return sum(2 * SOCKET_BYTES for _ in sockets) + sum(LOCK_BYTES for _ in locks)
-
-
-def processes_of(job: Job) -> Iterator[int]:
-    """Yield the program's processes: inside namespaces all but this one, else all below this one."""
-    if job["mode"] != "limits":
-        yield from (int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid())
-        return
-    yield from descendants()
-
-
-def descendants() -> list[int]:
-    """Return the program's processes: all below the supervisor, which adopts orphans."""
-    parents: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as handle:
-                parents.setdefault(int(handle.read().rpartition(")")[2].split()[1]), []).append(int(name))
-    found: list[int] = []
-    todo = [os.getppid()]
-    while todo:
-        below = parents.get(todo.pop(), [])
-        found += [process for process in below if process != os.getpid()]
-        todo += below
-    return found
-
-
-def end_all(user: int) -> None:
-    """Kill the processes of the program's own user, or all below the supervisor, until none is left (mode `limits`)."""
-    for _ in range(200):
-        if os.getuid() == 0:
-            killer = os.fork()
-            if killer == 0:
-                os.setresuid(user, user, user)
-                with contextlib.suppress(OSError):
-                    os.kill(-1, signal.SIGKILL)
-                os._exit(0)
-            os.waitpid(killer, 0)
-        alive = [p for p in descendants() if not _is_dead(p)]
-        for process in alive:
-            with contextlib.suppress(OSError):
-                os.kill(process, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        if not alive:
-            return
-        time.sleep(0.005)
-    raise OSError(errno.EBUSY, "processes of the program could not be ended")
-
-
-def _is_dead(process: int) -> bool:
-    try:
-        with open(f"/proc/{process}/stat") as handle:
-            return handle.read().rpartition(")")[2].split()[0] in ("Z", "X")
-    except OSError:
-        return True

@@ -114,5 +114,5 @@ def passed(name: str, how: sandbox.Mode) -> list[int]:
 
 def tests_fooled(how: sandbox.Mode | None = None) -> int:
     """Return how many hostile answers pass a test."""
-    mode = how or sandbox.mode("namespaces")
+    mode = how or sandbox.mode()
     return sum(bool(passed(name, mode)) for name in HOSTILE)

@@ -142,5 +142,5 @@ def held_over_limit(program: str, how: sandbox.Mode) -> bool:
 
 def sandbox_over_limit(how: sandbox.Mode | None = None) -> int:
     """Return how many attacks held memory that the limit does not count."""
-    mode = how or sandbox.mode("namespaces")
+    mode = how or sandbox.mode()
     return sum(held_over_limit(program, mode) for program in ATTACKS.values())

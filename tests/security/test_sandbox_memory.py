@@ -20,7 +20,7 @@ SPEC.loader.exec_module(cases)
 def mode() -> sandbox.Mode:
     """The best way to run programs here, if it has namespaces."""
     try:
-        return sandbox.mode("namespaces")
+        return sandbox.mode()
     except PunaError as error:
         pytest.skip(str(error))
 

@@ -121,7 +121,7 @@ def test_written_programs_pass_tests_that_tell_them_from_none(tmp_path: Path, ti
         return [f"```python\ndef double(x):\n    return {'2 * x' if '1 of 2 tests passed' in prompt else 'x * x'}\n```"] * n
 
     scripted(script)
-    config = SynthesizeConfig(problems="code", count=2, answers=1, scoring={"isolation": "limits"})
+    config = SynthesizeConfig(problems="code", count=2, answers=1)
     made = execute(synthesize, config, {"model": tiny_model(store), "prompts": questions}, store)
     ((problem, answer),) = made_of(made).values()
     # x * x passes the first test only; told so, the model mends it.

@@ -108,7 +108,7 @@ REFUSED = {
 def mode() -> sandbox.Mode:
     """The best way to run programs here, if it has namespaces."""
     try:
-        return sandbox.mode("namespaces")
+        return sandbox.mode()
     except PunaError as error:
         pytest.skip(str(error))
 
