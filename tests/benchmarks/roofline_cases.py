@@ -308,7 +308,7 @@ def _the_rest(m: Machine) -> Iterator[Case]:
         documents, shingles = 16 * m.T // 64, 600 if m.T > 64 else 40
         hashes = torch.randint(-(2**63), 2**63 - 1, (documents * shingles,), device=m.device)
         offsets = torch.arange(documents + 1, device=m.device) * shingles
-        numbers = permutation_tensors(128, 1, "affine32", m.device)
+        numbers = permutation_tensors(128, 1, m.device)
         # An integer multiplication and an addition per shingle and permutation; bytes are what is read and written.
         moved = 8 * len(hashes) + 512 * documents
-        yield Case("MinHash, 128 permutations", signatures_tensor, (hashes, offsets, *numbers, "affine32"), (moved, 0), (0, 0))
+        yield Case("MinHash, 128 permutations", signatures_tensor, (hashes, offsets, *numbers), (moved, 0), (0, 0))

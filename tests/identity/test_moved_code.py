@@ -13,7 +13,7 @@ def test_of_moved_and_edited_code_only_the_edit_counts(tmp_path: Path) -> None:
     move_rooms(place)
     file = place / "kernels/moved_minhash.py"
     text = file.read_text(encoding="utf-8")
-    file.write_text(text.replace("PRIME = np.uint64(", "PRIME = np.uint64(2 + ", 1), encoding="utf-8")
+    file.write_text(text.replace("TOP32 = np.uint32(", "TOP32 = np.uint32(0 + ", 1), encoding="utf-8")
     for name, old, new in (("rms_norm", "PROGRAMS = 264", "PROGRAMS = 132"), ("swiglu", "BLOCK = 2048", "BLOCK = 1024")):
         file = place / f"kernels/moved_{name}.py"
         text = file.read_text(encoding="utf-8")
@@ -21,5 +21,5 @@ def test_of_moved_and_edited_code_only_the_edit_counts(tmp_path: Path) -> None:
         file.write_text(text.replace(old, new), encoding="utf-8")  # launch constants: no key holds them
     after = versions(place)
     changed = {name for name, (version, _) in after.items() if version != before[name][0]}
-    assert changed == {name for name, (_, symbols) in before.items() if "puna.kernels.minhash.PRIME" in symbols}
+    assert changed == {name for name, (_, symbols) in before.items() if "puna.kernels.minhash.TOP32" in symbols}
     assert "minhash_dedup" in changed and len(before) - len(changed) > 50

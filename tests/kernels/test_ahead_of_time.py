@@ -119,9 +119,6 @@ CASES = {
     "combine_gradients": Case(moe._combine_gradients_kernel, "ppflpfn", {"K": 8, "BLOCK": moe.BLOCK}),
     "advantages": Case(advantages._advantages_kernel, "fffflffxxx", {"BLOCK": advantages.BLOCK}),
     "minhash": Case(minhash_triton._affine32_kernel, "lliiin", {"P": minhash_triton.PERMUTATIONS, "S": minhash_triton.SHINGLES}),
-    "minhash_mersenne": Case(
-        minhash_triton._wide_kernel, "llllln", {"SCHEME": 2, "P": minhash_triton.PERMUTATIONS, "S": minhash_triton.SHINGLES // 2}
-    ),
     "rope": Case(rope._rotate_kernel, "pppp" + "nnn", {"BACK": False, "HALF": 64, "HEADS": rope.HEADS, "BLOCK": 64}, 2),
 }
 

@@ -12,8 +12,6 @@ from puna.kernels import minhash
 datasketch = pytest.importorskip("datasketch")
 xxhash = pytest.importorskip("xxhash")
 
-SCHEMES = ("affine32", "affine64", "legacy")
-
 
 def shingles(text, n):
     words = text.split()
@@ -32,19 +30,17 @@ def hashed(texts, n=5):
     return np.array([h for f in found for h in f], dtype=np.uint64), np.cumsum([0, *map(len, found)]).astype(np.int64)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("number", "seed"), [(112, 1), (128, 7), (3, 0)])
-def test_signatures_equal_datasketch(scheme, number, seed):
+def test_signatures_equal_datasketch(number, seed):
     texts = ["the quick brown fox jumps over the lazy dog " * 3, "two words", "", "a b c d e f g"]
     texts = [" ".join(t.split()) for t in texts]
     hashes, offsets = hashed(texts)
-    mine = minhash.signatures(hashes, offsets, number, seed, scheme)
-    reference = minhash.signatures_reference(hashes, offsets, *minhash.permutations(number, seed, scheme), scheme)
+    mine = minhash.signatures(hashes, offsets, number, seed)
+    reference = minhash.signatures_reference(hashes, offsets, *minhash.permutations(number, seed))
     assert (mine == reference).all()
-    assert mine.dtype == (np.uint32 if scheme == "affine32" else np.uint64)
-    function = xxhash.xxh64_intdigest if scheme == "affine64" else hash32
+    assert mine.dtype == np.uint32
     for text, row in zip(texts, mine, strict=True):
-        other = datasketch.MinHash(num_perm=number, seed=seed, hashfunc=function, scheme=scheme)
+        other = datasketch.MinHash(num_perm=number, seed=seed, hashfunc=hash32, scheme="affine32")
         other.update_batch(shingles(text, 5))
         assert row.tolist() == other.hashvalues.tolist()
 
@@ -57,26 +53,13 @@ def test_signatures_of_sha1_hashes_equal_datasketch_defaults():
     assert minhash.signatures(hashes, np.array([0, len(hashes)]), 128, 1)[0].tolist() == other.hashvalues.tolist()
 
 
-@pytest.mark.parametrize("seed", [1, 42])
-def test_datatrove_permutations(seed):
-    # its formula, in integers of Python: drawn as one row of a, then one row of b
-    generator = np.random.RandomState(seed)
-    prime = (1 << 61) - 1
-    a, b = (generator.randint(low, prime, dtype=np.uint64, size=(1, 112))[0].tolist() for low in (1, 0))
-    hashes, offsets = hashed(["one two three four five six seven", "a b c d e f g h i j"])
-    mine = minhash.signatures(hashes, offsets, 112, seed, "mersenne")
-    for d, row in enumerate(mine.tolist()):
-        h = hashes[offsets[d] : offsets[d + 1]].tolist()
-        assert row == [min((x * i + j) % 2**64 % prime for x in h) for i, j in zip(a, b, strict=True)]
-
-
-@given(st.lists(st.lists(st.integers(0, 2**64 - 1), max_size=20), min_size=1, max_size=5), st.sampled_from([*SCHEMES, "mersenne"]))
+@given(st.lists(st.lists(st.integers(0, 2**64 - 1), max_size=20), min_size=1, max_size=5))
 @settings(max_examples=60, deadline=None)
-def test_kernel_equals_reference(documents, scheme):
+def test_kernel_equals_reference(documents):
     hashes = np.array([h for d in documents for h in d], dtype=np.uint64)
     offsets = np.cumsum([0, *map(len, documents)]).astype(np.int64)
-    mine = minhash.signatures(hashes, offsets, 24, 3, scheme)
-    assert (mine == minhash.signatures_reference(hashes, offsets, *minhash.permutations(24, 3, scheme), scheme)).all()
+    mine = minhash.signatures(hashes, offsets, 24, 3)
+    assert (mine == minhash.signatures_reference(hashes, offsets, *minhash.permutations(24, 3))).all()
 
 
 def test_a_signature_estimates_the_jaccard_similarity():

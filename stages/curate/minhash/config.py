@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from puna.models.settings import NO_RESULT
 from puna.stages.contract import StageConfig
@@ -45,10 +45,6 @@ class MinhashDedupConfig(SignatureConfig):
     bands: int = Field(18, ge=1, le=1000, description="Bands of the index; documents that agree in one are candidates")
     rows: int = Field(6, ge=1, le=64, description="Signature values per band")
     seed: int = Field(1, ge=0, le=2**32 - 1, description="Seed of the permutations, as in datasketch")
-    scheme: Literal["affine32", "affine64", "legacy", "mersenne"] = Field(
-        "affine32", description="Permutations of datasketch 2 (affine32, affine64), datasketch 1 (legacy) or datatrove (mersenne)"
-    )
-    hash: Literal["xxh64", "sha1"] = Field("xxh64", description="Hash of a shingle before permutation; sha1 as in datasketch, much slower")
     engine: Literal["puna", "datasketch"] = Field(
         "puna", description="Signatures by Puna's loops or datasketch's MinHash, with equal results"
     )
@@ -67,12 +63,6 @@ class MinhashDedupConfig(SignatureConfig):
     score: str = Field("quality", description="Signal that ranks documents for survivor: best_score, higher is better; missing is worst")
     prefer_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents survive others, as a file before a page")
     keep_index: bool = Field(False, description="Store signatures and normal texts, about as large as the documents, for `minhash_update`")
-
-    @model_validator(mode="after")
-    def _datasketch_has_the_permutations(self) -> Self:
-        if self.engine == "datasketch" and self.scheme == "mersenne":
-            raise ValueError("engine datasketch has the schemes affine32, affine64 and legacy, not mersenne")
-        return self
 
     @property
     def method(self) -> str:

@@ -128,14 +128,9 @@ def configuration(documents: Artifact) -> MinhashDedupConfig:
 
 
 def signature_table(documents: Artifact) -> pa.Table:
-    """Return id and signature of the documents with words; the schema's metadata are the arguments for datasketch's objects.
-
-    PunaError where datasketch has no such permutations.
-    """
+    """Return id and signature of the documents with words; the schema's metadata are the arguments for datasketch's objects."""
     known, config = Index.of(documents), configuration(documents)
-    if config.scheme == "mersenne":
-        raise PunaError(f"{documents.id}: datasketch has no permutations mersenne; deduplicate with scheme affine32, affine64 or legacy")
-    facts = {name: str(getattr(config, name)) for name in ("bands", "rows", "seed", "scheme")}
+    facts = {name: str(getattr(config, name)) for name in ("bands", "rows", "seed")} | {"scheme": "affine32"}
     filled = np.flatnonzero(known.facts["shingles"])
     signatures = known.signatures[filled]
     columns = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,13 +21,12 @@ if TYPE_CHECKING:
 
 
 class Shingles(NamedTuple):
-    """Shingles of some documents: their XXH64 in text order uint64[S], `offsets` int64[D + 1] in them, `words` int64[D],
-    the values that are permuted uint64[S], and the normal texts they are of."""
+    """Shingles of some documents: their XXH64 in text order uint64[S], `offsets` int64[D + 1] in them, `words` int64[D], and the normal
+    texts they are of."""
 
     hashes: U64
     offsets: I64
     words: I64
-    values: U64
     normal: Words
 
 
@@ -45,19 +43,7 @@ def of_words(words: Words, config: MinhashDedupConfig) -> Shingles:
     from puna.kernels.text.normal_words import shingle_hashes
 
     hashes, where = shingle_hashes(words, config.words)
-    values = hashes if config.hash == "xxh64" else _sha1(words, where, config)
-    return Shingles(hashes, where, np.diff(words.words_D1), values, words)
-
-
-def _sha1(words: Words, where: I64, config: MinhashDedupConfig) -> U64:
-    """Return the first bytes of each shingle's SHA-1 as a little-endian number: the default hash of datasketch, and datatrove's sha1."""
-    size = 8 if config.scheme in ("affine64", "mersenne") else 4
-    results = []
-    for text, count in zip(words.texts(), np.diff(where).tolist(), strict=True):
-        parts = text.split(" ")
-        for start in range(count):
-            results.append(int.from_bytes(hashlib.sha1(" ".join(parts[start : start + config.words]).encode()).digest()[:size], "little"))
-    return np.array(results, dtype=np.uint64)
+    return Shingles(hashes, where, np.diff(words.words_D1), words)
 
 
 def signed(found: Shingles, config: MinhashDedupConfig, device: Device = "cpu") -> tuple[NDArray[Any], U64]:
@@ -66,24 +52,23 @@ def signed(found: Shingles, config: MinhashDedupConfig, device: Device = "cpu") 
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
     if config.engine == "datasketch":
-        values = _datasketch_signatures(found.values, found.offsets, config)
+        values = _datasketch_signatures(found.hashes, found.offsets, config)
     else:
-        values = signatures(found.values, found.offsets, config.bands * config.rows, config.seed, config.scheme, device)
+        values = signatures(found.hashes, found.offsets, config.bands * config.rows, config.seed, device)
     return values, band_keys(values, config.bands, config.rows)
 
 
-def _datasketch_signatures(values: U64, offsets: I64, config: MinhashDedupConfig) -> NDArray[Any]:
-    """Return the signatures [D, P] of documents by the values of their shingles, one `MinHash` each: those of `puna.kernels.minhash`."""
+def _datasketch_signatures(hashes: U64, offsets: I64, config: MinhashDedupConfig) -> NDArray[Any]:
+    """Return the signatures [D, P] of documents by the hashes of their shingles, one `MinHash` each: those of `puna.kernels.minhash`."""
     from datasketch import MinHash
 
-    size, mask = config.bands * config.rows, (1 << 64) - 1 if config.scheme == "affine64" else (1 << 32) - 1
-    rows = []
+    size, rows = config.bands * config.rows, []
     for start, stop in pairwise(offsets):
-        one = MinHash(size, config.seed, hashfunc=lambda value: value & mask, scheme=config.scheme)
+        one = MinHash(size, config.seed, hashfunc=lambda value: value & 0xFFFFFFFF, scheme="affine32")
         if stop > start:
-            one.update_batch(values[start:stop].tolist())
+            one.update_batch(hashes[start:stop].tolist())
         rows.append(one.hashvalues)
-    return np.array(rows, np.uint32 if config.scheme == "affine32" else np.uint64).reshape(len(rows), size)
+    return np.array(rows, np.uint32).reshape(len(rows), size)
 
 
 FACTS = np.dtype(

@@ -198,16 +198,6 @@ def test_short_documents(tmp_path, text):
     assert evidence == ({} if not normalized(text) else {1: (0, 1.0)})
 
 
-@pytest.mark.parametrize(
-    "options", [{"scheme": "legacy"}, {"scheme": "affine64"}, {"hash": "sha1"}, {"hash": "sha1", "scheme": "affine64"}]
-)
-def test_every_scheme_and_hash(tmp_path, options):
-    generator = np.random.default_rng(6)
-    base = words(generator, 200)
-    texts = [" ".join(base), " ".join(edited(generator, base, 2)), " ".join(words(generator, 200))]
-    assert set(run(tmp_path, texts, MinhashDedupConfig(**options))) in ({0}, {1})
-
-
 def test_scripts_without_spaces_are_compared_word_by_word(tmp_path):
     text = "これは文字コードの検出をテストするための日本語の文章です。川にかかる古い橋を修理するかどうかを決める予定です。"
     assert 20 < len(normalized(text).split()) < 40
