@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 import pyarrow as pa
 import torch
 
+from puna.flows.engine.session import session
 from puna.kernels.text.technical import measured
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
@@ -15,7 +16,7 @@ from puna.models.training.loop import TrainConfig, Trainer
 from puna.models.training.objectives import LanguageModeling
 from puna.models.training.objectives.base import Targets
 from puna.models.transformer import Transformer
-from puna.stages.contract.execute import execute
+from puna.stages.contract import Stage, StageConfig, Value
 from puna.stages.curate.decontaminate import DecontaminateConfig, decontaminate
 from puna.stages.curate.extract import ExtractConfig, extract
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
@@ -26,7 +27,7 @@ from puna.stages.curate.pii import PiiConfig, pii
 from puna.stages.curate.quality import QualityConfig, quality
 from puna.stages.curate.train_classifier import TrainClassifierConfig, train_classifier
 from puna.stages.prompts.prompts import PromptsConfig, Task, prompts
-from puna.storage import Store
+from puna.storage import Artifact, Store
 
 TEXT = "The quick brown fox jumps over the lazy dog while {0} others of its kind look on from the edge of the old wood."
 PAGE = (
@@ -68,21 +69,25 @@ def model() -> None:
 
 
 def main() -> None:
+    """Run each stage that has loops; a session also notes that they are compiled."""
     model()
-    with tempfile.TemporaryDirectory() as folder:
-        store = Store.open(folder)
-        made = execute(extract, ExtractConfig(), {"pages": store.import_table("pages", pages())}, store)
-        found = execute(language, LanguageConfig(), {"documents": made}, store)
-        execute(heuristics, HeuristicsConfig(), {"documents": made, "language": found}, store)
-        clean = execute(pii, PiiConfig(), {"documents": made}, store)
-        unique = execute(minhash_dedup, MinhashDedupConfig(), {"documents": clean}, store)
-        lines = execute(line_dedup, LineDedupConfig(), {"documents": unique}, store)
-        asked = execute(prompts, PromptsConfig(tasks=[Task(task="digits")], train=2, heldout=2), {}, store)
-        execute(quality, QualityConfig(), {"documents": lines, "language": found}, store)
+    with tempfile.TemporaryDirectory() as folder, session(store := Store.open(folder), flow="compile", workers=1) as now:
+
+        def made(stage: Stage, config: StageConfig, **given: Value) -> Artifact:
+            return now.perform(stage, config, given, stage.name).artifact
+
+        documents = made(extract, ExtractConfig(), pages=store.import_table("pages", pages()))
+        signals = made(language, LanguageConfig(), documents=documents)
+        made(heuristics, HeuristicsConfig(), documents=documents, language=signals)
+        clean = made(pii, PiiConfig(), documents=documents)
+        unique = made(minhash_dedup, MinhashDedupConfig(), documents=clean)
+        lines = made(line_dedup, LineDedupConfig(), documents=unique)
+        asked = made(prompts, PromptsConfig(tasks=[Task(task="digits")], train=2, heldout=2))
+        made(quality, QualityConfig(), documents=lines, language=signals)
         examples = TrainClassifierConfig(dimension=8, epochs=1, buckets=10_000, positive_sources=("wikipedia",))
-        trained = execute(train_classifier, examples, {"documents": made}, store)
-        execute(quality, QualityConfig(), {"documents": lines, "classifier": trained}, store)
-        execute(decontaminate, DecontaminateConfig(), {"documents": lines, "prompts": [asked]}, store)
+        trained = made(train_classifier, examples, documents=documents)
+        made(quality, QualityConfig(), documents=lines, classifier=trained)
+        made(decontaminate, DecontaminateConfig(), documents=lines, prompts=[asked])
         measured(pa.array([TEXT]), 2000)
 
 
