@@ -72,7 +72,7 @@ def _graph(run: Run) -> tuple[dict[str, Step | str], dict[str, list[str]], dict[
             found = run.source(step, record)
             source = found.key if found is not None else record.key
             if source not in steps and source not in names:
-                names[source], edges[source] = f"{record.kind} of before", []
+                names[source], edges[source] = f"{record.kind}\nfrom outside this run", []
                 titles[source] = f"{record.kind}/{source[:12]}\nmade by {record.stage or 'an import'} outside this run"
             sources[source] = None
         names[key], edges[key], titles[key] = step, list(sources), _title(step)
@@ -91,7 +91,7 @@ def _node(key: str, what: Step | str, title: str, place: Place) -> Html:
     left, top = MARGIN + x - NODE_WIDTH / 2, MARGIN + layer * PITCH
     box = tag("rect", x=f"{left:.1f}", y=f"{top:.1f}", width=NODE_WIDTH, height=NODE_HEIGHT, rx=7)
     if isinstance(what, str):
-        lines, style = [what], "node f-outside"
+        lines, style = what.split("\n"), "node f-outside"
     else:
         label = what.label if len(what.label) <= LETTERS else what.label[: LETTERS - 1] + "…"
         lines = [label, _second(what)]

@@ -49,7 +49,7 @@ def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[
         name = tag("a", row["title"] or row["url"] or row["id"], href=f"/puna/document/{row['id']}")
         removed = None if row["kept"] else [" ", tag("span", "removed", class_="tag wrong")]
         rows.append([[name, removed], *(f"{row[share]:.3f}" for share in ("similarity", "of_text", "of_document"))])
-    about = "Shares of runs of words: those in common of all that either has, of the text's, and of the document's."
+    about = "Runs of words that both have, as a share of the runs of either, of the text, and of the document."
     if indexed(artifact):
         about += " Only documents that share a band of the index were looked at."
     head = f"{len(matches):,} documents resemble it" if matches else "Nothing resembles it"
@@ -112,7 +112,7 @@ def document_page(site: Here, identity: str) -> str:
         steps.append([artifact.manifest.stage, tag("b", row["verb"]), detail, artifact_link(artifact)])
     title = (text or {}).get("title") or identity
     return site.page(
-        str(title), section("fate", "What became of it", None, table(["stage", "", "", "artifact"], steps)),
+        str(title), section("fate", "What became of it", None, table(["stage", "outcome", "values", "artifact"], steps)),
         section("text", "Text", f"as {there.manifest.stage} has it", tag("div", text["text"], class_="said")) if there and text else None,
         here="documents", lead=tag("code", (text or {}).get("url", identity)),
     )  # fmt: skip
@@ -147,9 +147,8 @@ def _results(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
         cards += [_card(row, words, why.get(row["id"])) for row in _matching(kept, words).slice(0, MOST_HITS - len(cards)).to_pylist()]
         if len(cards) >= MOST_HITS or time.monotonic() - began > SECONDS:
             break
-    more = f" of the first {seen:,} of {whole:,} that were looked at" if seen < whole else f" of {whole:,}"
-    count = f"{len(cards)}{' or more' if len(cards) == MOST_HITS else ''} document{'' if len(cards) == 1 else 's'} found"
-    summary = f"{count}, {more.strip()}" if cards else f"None found,{more}"
+    among = f"the first {seen:,} of {whole:,} documents" if seen < whole else f"{whole:,} documents"
+    summary = f"{len(cards) or 'None'}{' or more' if len(cards) == MOST_HITS else ''} found among {among}"
     return section("found", summary, None, tag("div", cards, class_="cards"), tag("p", "") if not cards else None)
 
 

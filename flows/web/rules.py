@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -126,6 +127,8 @@ def _moved(of: Selection, query: Mapping[str, str]) -> dict[str, float]:
                 value = float(query[rule.name])
             except ValueError as error:
                 raise PunaError(f"{rule.name}: takes a number (got {query[rule.name]!r})") from error
+            if isinstance(rule.threshold, int) and value != int(value):
+                raise PunaError(f"{rule.name}: takes a whole number (got {query[rule.name]!r})")
             if abs(value - rule.number) > 1e-9:
                 moved[rule.name] = value
     return moved
@@ -146,7 +149,7 @@ def replay(of: Selection, query: Mapping[str, str]) -> Html:
     rules = [replace(rule, threshold=moved[rule.name]) if isinstance(rule, Rule) and rule.name in moved else rule for rule in of.rules]
     now = _decided(of.table, rules, of.languages)
     more, fewer = [i for i in now if i not in of.gone], [i for i in of.gone if i not in now]
-    change = " ".join(f"--set select.{name}={value:g}" for name, value in moved.items())
+    change = " ".join(f"--set select.{name}={value:.12g}" for name, value in moved.items())
     return tag(
         "div", _counts(of, of.gone, now),
         tag("p", "On the command line: ", tag("code", change)),
@@ -186,17 +189,20 @@ def _slider(of: Selection, rule: Rule, moved: float | None) -> Html:
     values = numeric(of.table[rule.drop.signal])
     finite = values[~np.isnan(values)]
     low, high = _span(finite, rule.number)
+    whole = isinstance(rule.threshold, int)
+    if whole:
+        low, high = math.floor(low), math.ceil(high)
     counts, _ = np.histogram(np.clip(finite, low, high), BINS, (low, high))
     top = max(1, int(counts.max(initial=0)))
     heights = [20 * (int(count) / top) ** 0.5 for count in counts]
     bars = [tag("rect", x=n, y=f"{20 - height:.1f}", width=0.9, height=f"{height:.1f}") for n, height in enumerate(heights)]
-    whole = bool(np.all(finite == np.round(finite))) and high - low > 20
     step = 1 if whole else (high - low) / 400
     now = rule.number if moved is None else moved
     label = f"{rule.drop.signal} {rule.drop.when} "
-    control = tag("input", type="range", min=f"{low:g}", max=f"{high:g}", step=f"{step:g}", value=f"{now:g}", data_was=f"{rule.number:g}",
+    control = tag("input", type="range", min=f"{low:.12g}", max=f"{high:.12g}", step=f"{step:.12g}", value=f"{now:.12g}",
+                  data_was=f"{rule.number:.12g}",
                   aria_label=f"{rule.name}: goes when {label}")  # fmt: skip
-    box = tag("input", type="number", name=rule.name, step="any", value=f"{now:g}", aria_label=rule.name)
+    box = tag("input", type="number", name=rule.name, step=1 if whole else "any", value=f"{now:.12g}", aria_label=rule.name)
     drawn = tag("svg", bars, viewBox=f"0 0 {BINS} 20", preserveAspectRatio="none", aria_hidden="true")
     unit = f"{number(low, 3)} to {number(high, 3)}"
     return tag("div", tag("b", rule.name), tag("p", "goes when ", label, box), drawn, control, tag("small", unit), class_="slider")

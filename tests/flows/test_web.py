@@ -123,10 +123,10 @@ def test_two_artifacts_differ_in_what_they_were_made_with_and_in_rows(client: Te
 def test_documents_are_found_by_words_and_by_the_rule_that_dropped_them(client: TestClient, store: Store) -> None:
     chosen = selected(store)
     found = client.get(f"/documents?artifact={chosen.id}&q=a.example/12")
-    assert "1 document found" in text(found) and "<script>alert" not in found.text
+    assert "1 found among 20 documents" in text(found) and "<script>alert" not in found.text
     assert "None found" in text(client.get(f"/documents?artifact={chosen.id}&q=a.example/9"))  # dropped: 9 words
     gone = text(client.get(f"/documents?artifact={chosen.id}&q=a.example/9&rule=gopher_quality.min_words"))
-    assert re.search(r"gopher_quality.min_words\s+value 9, threshold 11", gone) and "of 30" in gone
+    assert re.search(r"gopher_quality.min_words\s+value 9, threshold 11", gone) and "among 30 documents" in gone
     (identity,) = re.findall(r'/puna/document/([0-9a-f]{32})"', client.get(f"/documents?artifact={chosen.id}&q=a.example/9&rule=any rule").text)
     said = text(client.get(f"/document/{identity}"))
     assert "What became of it" in said and re.search(r"select\s+dropped", said) and "word word" in said
@@ -162,7 +162,9 @@ def test_a_threshold_is_replayed_as_select_decides(client: TestClient, store: St
     fewer = text(client.get(f"{asked}&gopher_quality.min_words=6"))
     assert "25 of 30 documents stay" in fewer and "5 would stay" in fewer
     assert "takes a number" in text(client.get(f"{asked}&gopher_quality.min_words=many"))
-    assert 'type="range"' in client.get("/rules").text
+    assert "takes a whole number" in text(client.get(f"{asked}&gopher_quality.min_words=16.5"))
+    # The slider of a whole number steps through whole numbers, from one below the documents' quantiles (1.145 and 29.855) to one above.
+    assert 'type="range" min="1" max="30" step="1" value="11"' in client.get("/rules").text
 
 
 def test_a_question_is_answered_and_a_change_refused(client: TestClient) -> None:

@@ -275,7 +275,7 @@ def test_a_single_stage_on_an_artifact_from_before(built: Any, tmp_path: Path) -
     for event in ({"event": "started", "flow": "select"}, next(e for e in events if e.get("step") == "select")):
         store.record("single", event)
     text = Page(write(store, "single", None).read_text(encoding="utf-8")).text
-    assert "documents of before" in text and "signals of before" in text and "gopher_quality.min_words" in text
+    assert "documents from outside this run" in text and "signals from outside this run" in text and "gopher_quality.min_words" in text
 
 
 def test_what_is_no_longer_in_the_store_is_named(built: Any, tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_reused_artifact_hangs_on_the_artifact_of_the_same_content(built: Any,
     assert run.inputs(pii) == [url_filter.artifact]
     assert [level.lost for level in funnel(run)] == [0, 0, 0]
     text = Page(write(second.store, "second", None).read_text(encoding="utf-8")).text
-    assert "pages of before" in text and "documents of before" not in text
+    assert "pages from outside this run" in text and "documents from outside" not in text
 
 
 def test_rows_that_are_lost_are_shown(built: Any, tmp_path: Path) -> None:
