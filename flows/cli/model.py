@@ -110,8 +110,13 @@ def chat(
         if line == "/new":
             messages = list(start)
         elif line:
-            messages.append({"role": "user", "content": _unicode(line, "standard input")})
-            messages.append({"role": "assistant", "content": _answer(engine, messages, params)})
+            asked = [*messages, {"role": "user", "content": _unicode(line, "standard input")}]
+            try:
+                messages = [*asked, {"role": "assistant", "content": _answer(engine, asked, params)}]
+            except PunaError as error:
+                if not sys.stdin.isatty():
+                    raise
+                typer.echo(f"error: {error}", err=True)  # a person may shorten the question or begin another talk
 
 
 def _talk(context: int, max_tokens: int) -> Work:
@@ -132,7 +137,7 @@ def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingPara
         left = engine.room(len(ids), params.max_tokens)
         if not left:
             message = f"the conversation has {len(ids)} tokens, the model's context {engine.model.config.max_position_embeddings}"
-            raise PunaError(f"{message}: begin another, or keep the last alone by --window")
+            raise PunaError(f"{message}: begin another with /new, or keep the last alone by --window")
         events = engine.stream(ids, replace(params, max_tokens=left))
         for event in events:
             new = text.add(event.token, event.completion is not None)
@@ -361,7 +366,7 @@ def api(
     import uvicorn
 
     from puna.flows.cli.openai import Limits, application
-    from puna.flows.server.guard import OwnSite, check_reach
+    from puna.flows.server.guard import OwnSite, address, check_reach, listening
     from puna.stages.training.train import device
 
     check_reach(host, key, "give a key that requests must bring: --key KEY, or PUNA_API_KEY")
@@ -373,8 +378,11 @@ def api(
 
     if step_tokens is None and serving.offload == "none" and device().type == "cpu":
         step_tokens = SERVED_AT_ONCE
-    place = partial(Store.existing, store, project)
-    engine = load_engine(model, place, serving, draft, work, draft_weights, sequences=sequences, step_tokens=step_tokens)
-    server = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, **ahead(serving, draft))
-    door = OwnSite(server, protected=bool(key), pages=None, asking=None)
-    uvicorn.run(door, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)
+    limits = {"sequences": sequences, "step_tokens": step_tokens}
+    with listening(host, port) as listener:
+        engine = load_engine(model, partial(Store.existing, store, project), serving, draft, work, draft_weights, **limits)
+        server = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, **ahead(serving, draft))
+        door = OwnSite(server, protected=bool(key), pages=None, asking=None)
+        if not supervised:
+            print(f"{name or model}: {address(host, listener)}/v1; Ctrl-C ends", flush=True)
+        uvicorn.Server(uvicorn.Config(door, log_level="warning", timeout_graceful_shutdown=10)).run(sockets=[listener])

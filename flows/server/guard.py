@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import re
 import secrets
+import socket
 from base64 import b64decode
 from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
@@ -215,6 +216,26 @@ def loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return False
+
+
+def address(host: str, listener: socket.socket) -> str:
+    """Return the URL of a server that listens."""
+    name = "127.0.0.1" if host == "0.0.0.0" else "[::1]" if host == "::" else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{listener.getsockname()[1]}"
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at the address; opened before anything slow begins."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise PunaError(f"--port {port}: {host}:{port} cannot be had ({error.strerror or error}); choose another, or 0 for any") from error
+    listener.listen()
+    return listener
 
 
 def _here(name: str) -> bool:

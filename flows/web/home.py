@@ -22,7 +22,7 @@ from puna.storage.runs import RunLog
 MOST_RUNS = 50
 LOOKED_SECONDS = 1.0
 """Time between two looks at the run of an open page."""
-FIRST = "Each opens with what is reused and what the rest may cost; nothing runs before it is started."
+FIRST = "Each form shows which steps are reused and what the others may cost. Nothing runs before you press Start."
 router = pages("", "Runs", at=1)
 
 

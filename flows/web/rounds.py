@@ -28,7 +28,7 @@ MEASURED = ("accuracy", "score", "liked", "win_rate", "loss", "document_bits_per
 MOST = 40
 LONGEST = 9
 """Digits of a number of preferences."""
-JUDGE = "Judge pairs of answers, several people under their names; what is said becomes preferences."
+JUDGE = "Judge pairs of answers; each person gives a name. The judgements become preferences."
 router = pages("rounds", "Rounds", at=6)
 
 

@@ -55,7 +55,7 @@ def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False
     try:
         store = Store.existing(uri)
     except PunaError:
-        _listening(host, port).close()
+        guard.listening(host, port).close()
         store = Store.open(uri)
     with explain_write_errors(store.uri), _alone(store.root) as alone:
         if not alone:
@@ -63,8 +63,8 @@ def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False
             where = f"at {note['url']}" if note else "and has no address yet"
             print(f"puna is up already for {store.uri}, {where}")
             return
-        with _listening(host, port) as listening:
-            url = _address(host, listening)
+        with guard.listening(host, port) as listening:
+            url = guard.address(host, listening)
             server = Server(f"{url}/api", auth)
             _configure(store, url, server)
             # For the worker, which starts what forms ask for.
@@ -97,8 +97,8 @@ def pages(store: Store, host: str, port: int, auth: str, urls: bool = False) -> 
     from puna.flows.web import application
 
     check_auth(host, auth)
-    with _listening(host, port) as listening:
-        url = _address(host, listening)
+    with guard.listening(host, port) as listening:
+        url = guard.address(host, listening)
         app = FastAPI(openapi_url=None)
         app.mount("/puna", application(store, prefect=None, auth=auth, urls=urls))
         app.router.routes.insert(0, Route("/", lambda _: RedirectResponse("/puna/")))
@@ -113,8 +113,8 @@ def judging(desk: Desk, host: str, port: int, auth: str) -> None:
     """Serve the page of one desk alone, until stopped."""
     from puna.flows.web.annotate import LINKED, application
 
-    with _listening(host, port) as listening:
-        print(f"{len(desk.order):,} pairs of {desk.answers.id}: {_address(host, listening)}; Ctrl-C ends and saves", flush=True)
+    with guard.listening(host, port) as listening:
+        print(f"{len(desk.order):,} pairs of {desk.answers.id}: {guard.address(host, listening)}; Ctrl-C ends and saves", flush=True)
         door = OwnSite(Password(Bounded(application(desk)), auth), protected=bool(auth), pages=LINKED, asking=None)
         uvicorn.Server(uvicorn.Config(door, log_level="warning", timeout_graceful_shutdown=2)).run(sockets=[listening])
 
@@ -131,11 +131,6 @@ def _config(app: FastAPI, auth: str, body: int = guard.BODY_BYTES) -> uvicorn.Co
     return uvicorn.Config(door, log_level="warning", timeout_graceful_shutdown=3)
 
 
-def _address(host: str, listening: socket.socket) -> str:
-    name = "127.0.0.1" if host == "0.0.0.0" else "[::1]" if host == "::" else f"[{host}]" if ":" in host else host
-    return f"http://{name}:{listening.getsockname()[1]}"
-
-
 @contextlib.contextmanager
 def _alone(root: Path) -> Iterator[bool]:
     """True if this is the only `puna up` of the store; held until the process ends."""
@@ -146,20 +141,6 @@ def _alone(root: Path) -> Iterator[bool]:
             yield False
             return
         yield True
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address; opened before anything slow begins."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise PunaError(f"--port {port}: {host}:{port} cannot be had ({error.strerror or error}); choose another, or 0 for any") from error
-    listener.listen()
-    return listener
 
 
 def _configure(store: Store, url: str, server: Server) -> None:

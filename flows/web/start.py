@@ -42,7 +42,7 @@ def list_page(site: Here, project: str | None = None) -> str:
             link = tag("a", offer.what.name, href=f"/puna/start/{offer.flow}{more}")
             links.append(tag("li", link, " ", first_words(offer.what.doc)))
         parts.append(section(group, {"flow": "flows", "io": "import and export"}.get(group, group), None, tag("ul", links)))
-    lead = "Each opens with what is reused and what the rest may cost; nothing runs before it is started."
+    lead = FIRST
     return site.page("Start", parts, here="start", lead=lead)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -50,6 +51,23 @@ def test_chat_keeps_the_conversation_until_a_new_one(folder):
     (two,) = answers([*first, {"role": "assistant", "content": one}, {"role": "user", "content": "or not?"}], temperature=0, max_tokens=9)
     (three,) = answers([*system, {"role": "user", "content": "that is"}], temperature=0, max_tokens=9)
     assert said == "\n".join([one, two, three, "", ""])
+
+
+def test_a_question_too_long_ends_no_talk_in_a_terminal(folder, monkeypatch):
+    """The question is forgotten; the next one is answered as the first. A pipe ends with the error."""
+    given = "to be " * 300 + "\nto be?\n"
+    with pytest.raises(PunaError, match="the model's context 512: begin another with /new"):
+        puna("chat", folder, given=given)
+    monkeypatch.setattr("puna.flows.cli.model.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    talk = CliRunner().invoke(app, ["chat", folder, "--temperature", "0", "--max-tokens", "9"], input=given, catch_exceptions=False)
+    (one,) = answers([{"role": "user", "content": "to be?"}], temperature=0, max_tokens=9)
+    assert talk.exit_code == 0 and one in talk.stdout and "error: the conversation has" in talk.stderr
+
+
+def test_api_says_where_it_answers(folder, monkeypatch):
+    opened = []
+    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: opened.extend(one.getsockname()[1] for one in sockets))
+    assert puna("api", folder, "--port", "0", "--name", "mine") == f"mine: http://127.0.0.1:{opened[0]}/v1; Ctrl-C ends\n"
 
 
 def test_what_a_terminal_gives_that_is_no_text_is_one_message(folder):
