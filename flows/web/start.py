@@ -24,6 +24,7 @@ from puna.flows.server.guard import own_page
 from puna.flows.web.bounded import Late
 from puna.flows.web.forms import Asked, first_words, form_page, offer_of, request_of, values_given
 from puna.flows.web.frame import STALE, Here, button, pages, problem, projects_nav, sent
+from puna.flows.web.home import FIRST
 from puna.storage import PunaError, Store, digest
 from puna.storage.aliases import DEFAULT
 
@@ -42,8 +43,7 @@ def list_page(site: Here, project: str | None = None) -> str:
             link = tag("a", offer.what.name, href=f"/puna/start/{offer.flow}{more}")
             links.append(tag("li", link, " ", first_words(offer.what.doc)))
         parts.append(section(group, {"flow": "flows", "io": "import and export"}.get(group, group), None, tag("ul", links)))
-    lead = FIRST
-    return site.page("Start", parts, here="start", lead=lead)
+    return site.page("Start", parts, here="start", lead=FIRST)
 
 
 @router.get("/start/{name}")
