@@ -42,7 +42,7 @@ class Desk:
         self.pairs = pairs_to_judge(answered, self.config)
         self.order = list(self.pairs)
         if not self.order:
-            raise PunaError(f"{answers.id} has no prompt with two finished answers that differ: there is nothing to compare")
+            raise PunaError(f"{answers.id} has no prompt with two whole answers that differ; sample more, or with a larger max_tokens")
         self.file = store.root / "judgements" / f"{answers.key}.jsonl"
         self._said: dict[str, dict[str, Judgement]] = defaultdict(dict)
         self._lock = threading.Lock()

@@ -116,7 +116,8 @@ def judging(desk: Desk, host: str, port: int, auth: str) -> None:
     with guard.listening(host, port) as listening:
         print(f"{len(desk.order):,} pairs of {desk.answers.id}: {guard.address(host, listening)}; Ctrl-C ends and saves", flush=True)
         door = OwnSite(Password(Bounded(application(desk)), auth), protected=bool(auth), pages=LINKED, asking=None)
-        uvicorn.Server(uvicorn.Config(door, log_level="warning", timeout_graceful_shutdown=2)).run(sockets=[listening])
+        with contextlib.suppress(KeyboardInterrupt):  # the signal that ended it is raised once more, before the judgements are saved
+            uvicorn.Server(uvicorn.Config(door, log_level="warning", timeout_graceful_shutdown=2)).run(sockets=[listening])
 
 
 def _end_children() -> None:

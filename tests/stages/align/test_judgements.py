@@ -5,12 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import signal
+import socket
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+import uvicorn
 from fastapi.testclient import TestClient
+from typer.testing import CliRunner
 
+from puna.flows.cli.main import app
 from puna.flows.web.annotate import Desk, application
 from puna.stages.align.judgements import LEVELS, JudgementsConfig, agreement, judgements, pairs_to_judge
 from puna.stages.contract import External, execute
@@ -123,3 +128,20 @@ def test_the_page_shows_both_sides_by_chance_and_keeps_what_is_said(tmp_path: Pa
     saved = later.post("/save").json()
     assert saved["rows"] == 12 and saved["id"] == store.alias("judged@latest").id
     assert {message_of(row, "chosen")["content"] for row in store.alias("judged@latest").read().to_pylist()} == {"good"}  # type: ignore[index]
+
+
+def test_ctrl_c_ends_the_page_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store.open(tmp_path / "store")
+    answers, prompts = answered(store)
+    desk = Desk(store, answers, prompts)
+    desk.judge(desk.order[0], "Ada", "left", "better", None, None)
+    monkeypatch.setattr("puna.flows.web.annotate.prompts_of", lambda store, answers: prompts)
+    started = uvicorn.Server.startup
+
+    async def interrupted(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        await started(server, sockets)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(uvicorn.Server, "startup", interrupted)
+    ended = CliRunner().invoke(app, ["annotate", answers.id, "--port", "0", "--store", store.uri], catch_exceptions=False)
+    assert ended.exit_code == 0 and f"1 preferences: {store.alias('judged@latest').id} is judged@latest" in ended.output
