@@ -20,7 +20,7 @@ def pipeline(
 ) -> Output:
     """Turn raw pages or documents into an aligned model; `classifiers` take the place of those that would be trained."""
     curated = curate(inputs, documents, classifiers=classifiers)
-    weights = experiments(curated.documents, curated.domains, [curated.deduplicated])
+    weights = experiments(curated.documents, curated.domains)
     model = pretrain(curated.documents, curated.domains, weights, [curated.deduplicated])
     aligned: Output = align(model)
     return aligned

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from puna.flows.engine.declare import Output, flow, publish, step
+from puna.flows.engine.declare import Output, flow, publish, step, switch
 from puna.stages.contract import Kind
 from puna.stages.curate.contamination import contamination
 from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.evaluation.needle import needle
 from puna.stages.experiments.anneal_experiment import anneal_experiment
+from puna.stages.experiments.choose_size import choose_size
+from puna.stages.experiments.ladder import ladder
+from puna.stages.experiments.law import law
 from puna.stages.pretrain.mix import mix
 from puna.stages.pretrain.pretrain import pretrain as train
 from puna.stages.pretrain.split import split
@@ -31,7 +34,8 @@ def pretrain(
 
     It begins from nothing, or goes on from `model`, which may be any, with its tokenizer. Phases may read tokens of their own: those of
     `tokenize_fresh`, `tokenize_long` and `tokenize_best`, with mixtures of their own; that of `mix_best` is what `anneal_experiment`
-    accepts, where the recipe names it.
+    accepts, where the recipe names it. A `ladder` of small runs on the initial tokens forecasts the loss of the budget in `choose_size`,
+    whose size is trained where `train_chosen_size` is set.
     """
     sides = step(split, documents=documents, signals=domains)
     vocabulary = step(tokenizer, documents=documents, mixture=sides, model=model)
@@ -49,7 +53,8 @@ def pretrain(
             raise PunaError(f"mix_{name}: no step reads this mixture; name {label} in the recipe, too")
         further.append(found or None)
     fresh, long, best = further
-    base = step(train, tokens=tokens, tokenizer=vocabulary, fresh=fresh, long=long, best=best, model=model)
+    size = _size(tokens, vocabulary)
+    base = step(train, tokens=tokens, tokenizer=vocabulary, fresh=fresh, long=long, best=best, model=model, size=size)
     asked = step(prompts)
     measured = step(evaluate, "evaluate_base", model=base, documents=documents, mixture=mixture, prompts=asked)
     step(contamination, "contamination_base", off=True, prompts=asked, model=base, evaluation=measured)
@@ -57,3 +62,16 @@ def pretrain(
     publish("tokenizer", vocabulary)
     publish("mixture", mixture)
     return publish("base", base)
+
+
+def _size(tokens: Output, vocabulary: Output) -> Output | None:
+    """Return the size to train that small runs choose; None where the recipe has its own."""
+    size: Output | None = None
+    if rungs := step(ladder, off=True, tokens=tokens, tokenizer=vocabulary):
+        surface = publish("law", step(law, ladders=[rungs]))
+        size = publish("size", step(choose_size, off=True, law=surface))
+    if not switch("train_chosen_size", False, description="Train the size that choose_size chooses, in place of the recipe's own"):
+        return None
+    if not size:
+        raise PunaError("train_chosen_size needs the steps ladder and choose_size: name both in the recipe")
+    return size

@@ -10,8 +10,8 @@ import typer
 from puna.flows.cli.inspect import JsonOption, ProjectOption, StoreOption, print_rows
 from puna.flows.engine.defaults import DEFAULT_STORE, prepare
 from puna.flows.html.markup import short
-from puna.flows.report.forecasts import forecasts
 from puna.storage import Artifact, PunaError, Store
+from puna.storage.catalog import query
 
 app = typer.Typer()
 
@@ -37,7 +37,7 @@ def predict(
     if outcomes:
         if flops or hours or gpu:
             raise PunaError("--outcomes shows earlier forecasts: leave --flops, --hours and --gpu out")
-        rows = [vars(one) | {"inside": one.inside} for one in forecasts(opened)]
+        rows = query(opened, "select * from forecasts").to_pylist()
         if not rows and not as_json:
             return typer.echo(f"{opened.uri} holds no forecast; `puna predict --flops N` makes one")
         return print_rows(rows, as_json)

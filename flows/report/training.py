@@ -9,8 +9,8 @@ from puna.flows.html.markup import Content, Html, details, duration, join, numbe
 from puna.flows.html.plot import Plot
 from puna.flows.html.scale import Point
 from puna.flows.html.svg import draw, grid
-from puna.flows.report.forecasts import forecasts
 from puna.flows.report.run import Run, Step
+from puna.storage.catalog import query
 
 EXPERIMENTS = ("mix_experiment", "ladder", "law", "choose_size", "anneal_experiment")
 CORPUS_KINDS = ("pages", "documents", "signals", "mixture", "tokenizer", "tokens")
@@ -67,10 +67,10 @@ def experiments_view(run: Run) -> Html:
 def forecasts_view(run: Run) -> Html:
     """Return the store's forecasts beside what was measured later."""
     rows: list[list[Content]] = []
-    for one in forecasts(run.store):
-        interval = f"{one.predicted:.3f} ({one.low:.3f} to {one.high:.3f})"
-        measured = "not yet" if one.measured is None else f"{one.measured:.3f}, {'inside' if one.inside else 'outside'}"
-        rows.append([one.id, f"{one.flops:.2g}", short(one.tokens), interval, measured, one.model])
+    for one in query(run.store, "select * from forecasts").to_pylist():
+        interval = f"{one['predicted']:.3f} ({one['low']:.3f} to {one['high']:.3f})"
+        measured = "not yet" if one["model"] is None else f"{one['measured']:.3f}, {'inside' if one['inside'] else 'outside'}"
+        rows.append([one["forecast"][:12], f"{one['flops']:.2g}", short(one["tokens"]), interval, measured, (one["model"] or "")[:12]])
     head: list[Content] = ["forecast", "operations", "tokens", "predicted loss (95 %)", "measured", "model"]
     return part("Forecasts and outcomes", table(head, rows, numeric=(1, 2)) if rows else None)
 

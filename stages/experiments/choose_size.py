@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import yaml
 from pydantic import Field, model_validator
 
 from puna.models.config import ModelConfig, ModelShape
 from puna.models.parameters import matrix_parameters
+from puna.models.training.settings import OptimizerSettings, ScheduleSettings
 from puna.stages.contract import Evaluation, StageRun, stage
 from puna.stages.experiments.law import LawConfig, forecaster_of, read_points, task_laws
+from puna.stages.training.chosen_size import ChosenSize
 from puna.stages.training.intervals import Interval, evaluation_row
+from puna.stages.training.phase import Phase
 from puna.stages.training.proxy_runs import resized
 from puna.stages.training.scaling_laws import Forecaster, fit_power
 from puna.storage import PunaError
 
-RECIPE = "recipe.yaml"
-"""File of the artifact: what a recipe of `pretrain` needs for the size."""
 WIDEST, MULTIPLE = 32_768, 8
 """Widths that are tried: at most, and multiples of which number."""
 GROWTH, NEAR = (0.3, 0.7), 1.5
@@ -72,7 +72,8 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
 
     Shapes are those of the ladder's family, each on the tokens that the budget has for it; the lowest loss of the law's surface wins.
     The forecast's interval is the union of the bootstrap's, of the forecast without the lowest budget, and of the error of forecasting
-    known budgets, grown with the distance. `recipe.yaml` holds shape, tokens, rows and rate as `pretrain` takes them.
+    known budgets, grown with the distance. `recipe.yaml` holds shape, tokens, rows, rate and optimizer: `pretrain` takes them from the
+    input `size`, or from a recipe.
     """
     rows = read_points(law)
     forecaster = forecaster_of(rows, config, run)
@@ -92,7 +93,7 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
     run.metric("predicted_loss_low", loss.low)
     run.metric("predicted_loss_high", loss.high)
     run.metric("shape", f"{size.shape.num_hidden_layers} layers of width {size.shape.hidden_size}")
-    (run.folder / RECIPE).write_text(yaml.safe_dump(_recipe(size, rows), sort_keys=False), encoding="utf-8")
+    _chosen(size, rows).write(run.folder)
 
 
 def _largest(rows: Sequence[dict[str, Any]]) -> ModelConfig:
@@ -177,14 +178,13 @@ def _best(sizes: Sequence[Size], forecaster: Forecaster) -> Size:
     return sizes[int(np.argmin(losses))]
 
 
-def _recipe(size: Size, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a recipe needs to train the size as the ladder trained its points."""
-    given = ModelShape(**{name: getattr(size.shape, name) for name in ModelShape.model_fields})
+def _chosen(size: Size, rows: Sequence[dict[str, Any]]) -> ChosenSize:
+    """Return the size with rows of a step, rate, schedule and optimizer as the ladder trained its points."""
+    shape = ModelShape(**{name: getattr(size.shape, name) for name in ModelShape.model_fields})
     parameters = [row["parameters"] for row in rows]
     many, rate = (fit_power(parameters, [row[name] for row in rows])(size.parameters) for name in ("rows", "learning_rate"))
     # The schedule of a ladder's points: constant, and a line to 0 at the end.
-    schedule = {"learning_rate": float(f"{rate:.3g}"), "warmup_steps": 0.02, "shape": "constant", "anneal_steps": 0.25}
-    phase = {"name": "initial", "until": round(size.tokens), "rows_per_step": max(1, round(many)), "schedule": schedule}
-    # Every field: what a recipe leaves out is that of pretrain's own model, not of this class.
-    model = given.model_dump(mode="json")
-    return {"tokenize": {"sequence_length": size.shape.max_position_embeddings}, "pretrain": {"model": model, "phases": [phase]}}
+    schedule = ScheduleSettings(learning_rate=float(f"{rate:.3g}"), warmup_steps=0.02, shape="constant", anneal_steps=0.25)
+    phase = Phase(until=round(size.tokens), rows_per_step=max(1, round(many)), schedule=schedule)
+    optimizer = OptimizerSettings.model_validate_json(rows[0]["optimizer"])
+    return ChosenSize(sequence_length=size.shape.max_position_embeddings, model=shape, optimizer=optimizer, phase=phase)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,10 +20,13 @@ from puna.stages.training.intervals import evaluation_row
 from puna.stages.training.packed import Packed, Reader, mean_loss
 from puna.stages.training.phase import OPTIMIZER, SHAPE
 from puna.stages.training.proxy_runs import fresh, moments_in, remembered, resized, run_trials, set_aside, trained
+from puna.stages.training.train import SMALL, device
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
+    import torch
+
     from puna.models.config import ModelConfig
     from puna.models.transformer import Transformer
 
@@ -79,42 +81,42 @@ class Rung(NamedTuple):
     steps: tuple[int, ...]
 
 
-@stage(kind="evaluation")
+@stage(kind="evaluation", device=True)
 def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, config: LadderConfig, run: StageRun) -> None:
     """Train small models on several numbers of tokens each, for a law of the loss (Llama 3, section 3.2.1; Bhagia et al. 2024).
 
     A shape is trained once at a constant rate; at .5, 1, 2 and 4 times 20 tokens a parameter a copy of it decays to 0, which is a point.
     Rows of a step and the rate are tuned before at two scales, each in runs of the shortest length; other shapes follow the power law
     through the two best. No run has fewer than 400 steps: a budget that is too small for that is refused by name. The loss is
-    that of the documents set aside as pretrain does, and of each further `heldout` set.
+    that of the documents set aside as pretrain does, and of each further `heldout` set. Runs share the CPU's cores; where the largest
+    model is too large for one, and there is a GPU, they follow each other there.
     """
     for artifact in (tokens, *(heldout or ())):
         check_tokens(artifact, tokenizer)
     vocabulary = tokenizer_of(tokenizer)
     packed, _ = set_aside(tokens, config.validation_share, config.validation_tokens)
     shapes = [resized(config.model, width).complete(vocabulary.vocab_size, packed.row_length) for width in config.widths]
-    shared = (tokens, tuple(heldout or ()), vocabulary.begin)
+    shared = (tokens, tuple(heldout or ()), vocabulary.begin, _place(shapes[-1]))
     for shape in shapes:  # a shape that is refused is refused before the first run
         _rung(shape, max(config.rows), config.rates[0], packed.row_length, config)
     tuned = _tuned(shapes, packed.row_length, shared, config, run)
     rungs = [_rung(shape, *tuned.at(matrix_parameters(shape)), packed.row_length, config) for shape in shapes]
     # The longest run first, so that no worker waits for it at the end.
     jobs = [(f"{shape.hidden_size}", rung, run.seed("trunk", shape.hidden_size)) for shape, rung in zip(shapes, rungs, strict=True)][::-1]
-    points = [point for trial in list(run_trials(run, _trunk, jobs, *shared))[::-1] for point in trial["points"]]
-    _report(points, tuned, run)
+    points = [point for trial in list(_trials(run, jobs, shared))[::-1] for point in trial["points"]]
+    _report(points, tuned, config.optimizer, run)
 
 
 # --- tuning ---------------------------------------------------------------------------------------------
 
 
 class Tuned(NamedTuple):
-    """Rows and rates of one or two scales (parameters), from which all shapes' follow; the trials' losses by name; their CPU seconds."""
+    """Rows and rates of one or two scales (parameters), from which all shapes' follow; the trials' losses by name."""
 
     parameters: tuple[float, ...]
     rows: tuple[float, ...]
     rates: tuple[float, ...]
     trials: dict[str, float]
-    cpu_seconds: float
 
     def at(self, parameters: int) -> tuple[int, float]:
         """Return rows and rate for a model with so many parameters, on the power law through the two scales."""
@@ -131,8 +133,8 @@ def _line(x: Any, y: Any, at: float) -> float:
 def _tuned(shapes: Sequence[ModelConfig], row: int, shared: tuple[Any, ...], config: LadderConfig, run: StageRun) -> Tuned:
     """Try the rates with the fewest rows at two scales, then the other rows with the best rate of each."""
     if len(config.rows) == len(config.rates) == 1:
-        return Tuned((1.0,), (float(config.rows[0]),), (config.rates[0],), {}, 0.0)
-    scales, spent = [shapes[0], shapes[len(shapes) // 2]], 0.0
+        return Tuned((1.0,), (float(config.rows[0]),), (config.rates[0],), {})
+    scales = [shapes[0], shapes[len(shapes) // 2]]
     losses: list[dict[tuple[int, float], float]] = [{}, {}]
     tries = [(i, config.rows[0], rate) for i in (0, 1) for rate in config.rates]
     for again in (False, True):
@@ -141,16 +143,15 @@ def _tuned(shapes: Sequence[ModelConfig], row: int, shared: tuple[Any, ...], con
             tries = [(i, rows, rates[i]) for i in (0, 1) for rows in config.rows[1:]]
         rungs = [(i, _rung(scales[i], rows, rate, row, config, 1)) for i, rows, rate in tries]
         jobs = [(f"tuning-{i}-{rung.rows}-{rung.rate:.6g}", rung, run.seed("tuning", i)) for i, rung in rungs]
-        for (i, rung), trial in zip(rungs, run_trials(run, _trunk, jobs, *shared), strict=True):
+        for (i, rung), trial in zip(rungs, _trials(run, jobs, shared), strict=True):
             losses[i][rung.rows, rung.rate] = trial["points"][0]["losses"]["validation"]
-            spent += trial["points"][0]["cpu_seconds"]
     best = [min(some, key=some.__getitem__)[0] for some in losses]
     names = {
         f"width {shape.hidden_size}, {rows} rows, rate {rate:.3g}": loss
         for shape, some in zip(scales, losses, strict=True) for (rows, rate), loss in some.items()
     }  # fmt: skip
     sizes = tuple(float(matrix_parameters(shape)) for shape in scales)
-    return Tuned(sizes, tuple(map(float, best)), tuple(rates), names, spent)
+    return Tuned(sizes, tuple(map(float, best)), tuple(rates), names)
 
 
 def _lowest(values: Sequence[float], losses: Sequence[float]) -> float:
@@ -164,6 +165,16 @@ def _lowest(values: Sequence[float], losses: Sequence[float]) -> float:
 
 
 # --- runs -----------------------------------------------------------------------------------------------
+
+
+def _place(shape: ModelConfig) -> torch.device:
+    import torch
+
+    return device() if matrix_parameters(shape) > SMALL else torch.device("cpu")
+
+
+def _trials(run: StageRun, jobs: Sequence[tuple[Any, ...]], shared: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
+    return run_trials(run, _trunk, jobs, *shared, here=shared[-1].type != "cpu")
 
 
 def _rung(shape: ModelConfig, rows: int, rate: float, row: int, config: LadderConfig, points: int | None = None) -> Rung:
@@ -185,24 +196,24 @@ def _rung(shape: ModelConfig, rows: int, rate: float, row: int, config: LadderCo
 
 
 def _trunk(
-    name: str, rung: Rung, seed: int, tokens: Artifact, heldout: tuple[Artifact, ...], begin: int, config: LadderConfig, folder: Path
-) -> dict[str, Any]:
+    name: str, rung: Rung, seed: int, tokens: Artifact, heldout: tuple[Artifact, ...], begin: int, place: torch.device,
+    config: LadderConfig, folder: Path,
+) -> dict[str, Any]:  # fmt: skip
     """Train a shape and return its points; a point that is done is not repeated."""
     packed, held = set_aside(tokens, config.validation_share, config.validation_tokens)
     reader = Reader(packed, held, rung.rows, seed, begin)
     sets = {"validation": packed.validation_pieces(held)} | {one.id: _whole(one) for one in heldout}
     questions = _questions(sets["validation"], config.questions)
-    model, moments, at, points = fresh(rung.shape, seed), None, 0, []
+    model, moments, at, points = fresh(rung.shape, seed).to(place), None, 0, []
     warmup = round(config.warmup_share * rung.steps[0])
     flops = 0.0
     for number, steps in enumerate(rung.steps):
-        began, stem = time.process_time(), steps - max(1, round(config.decay_share * steps))
+        stem = steps - max(1, round(config.decay_share * steps))
         schedule = ScheduleSettings(learning_rate=rung.rate, warmup_steps=0 if number else warmup, shape="constant")
         state = folder / f"trunk-{number}"
         flops += _train(model, reader, at, stem, schedule, rung, seed, config, state, moments)
         at, moments = stem, moments_in(state)
-        spent = time.process_time() - began
-        decay = partial(_decayed, model, reader, at, steps, rung, seed, config, moments, sets, questions, flops, spent)
+        decay = partial(_decayed, model, reader, at, steps, rung, seed, config, moments, sets, questions, flops)
         point = remembered(folder / f"point-{number}.json", decay)
         read = sum(sum(reader.lengths(step)) for step in range(1, steps + 1))
         about = {"shape": rung.shape.model_dump_json(), "parameters": matrix_parameters(rung.shape), "tokens": read, "steps": steps}
@@ -212,18 +223,21 @@ def _trunk(
 
 def _decayed(
     trunk: Transformer, reader: Reader, first: int, last: int, rung: Rung, seed: int, config: LadderConfig, moments: Any,
-    sets: dict[str, list[Any]], questions: list[Question], flops: float, spent: float, state: Path,
+    sets: dict[str, list[Any]], questions: list[Question], flops: float, state: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train a copy of the trunk while the rate falls to 0, and measure it. flops, spent: operations and CPU seconds before."""
-    began, size = time.process_time(), config.compute.micro_batch_tokens
-    branch = fresh(rung.shape, seed)
+    """Train a copy of the trunk while the rate falls to 0, and measure it. flops: operations before."""
+    from puna.models.training.trainer import computing_in
+
+    size = config.compute.micro_batch_tokens
+    branch = fresh(rung.shape, seed).to(next(trunk.parameters()).device)
     branch.load_state_dict(trunk.state_dict())
     schedule = ScheduleSettings(learning_rate=rung.rate, warmup_steps=0, shape="linear")
     flops += _train(branch, reader, first, last, schedule, rung, seed, config, state, moments)
-    losses = {name: mean_loss(branch, pieces, size) for name, pieces in sets.items()}
-    task_loss, accuracy = _answered(branch, questions, size)
-    spent += time.process_time() - began
-    return {"flops": flops, "losses": losses, "task_loss": task_loss, "accuracy": accuracy, "cpu_seconds": spent}
+    # As pretrain measures the loss: in the precision of training.
+    with computing_in(branch, config.compute.precision_on(next(branch.parameters()).device.type)):
+        losses = {name: mean_loss(branch, pieces, size) for name, pieces in sets.items()}
+        task_loss, accuracy = _answered(branch, questions, size)
+    return {"flops": flops, "losses": losses, "task_loss": task_loss, "accuracy": accuracy}
 
 
 def _train(
@@ -280,6 +294,7 @@ def _answered(model: Transformer, questions: Sequence[Question], micro_batch_tok
     nats, right = 0.0, 0
     for some in batched(questions, lambda one: len(one[0]) + sum(map(len, one[1])), micro_batch_tokens):
         targets = Targets.from_answers([prompt for prompt, _ in some], [options for _, options in some])
+        targets = targets.to(next(model.parameters()).device)
         with torch.no_grad():
             sums = targets.sum_by_answer(target_logprobs(model, targets)).view(len(some), PARTS)
         nats -= float(sums[:, 0].double().sum())
@@ -289,14 +304,14 @@ def _answered(model: Transformer, questions: Sequence[Question], micro_batch_tok
 
 # --- results --------------------------------------------------------------------------------------------
 
-COLUMNS = ("shape", "parameters", "tokens", "flops", "task_loss", "accuracy", "seed", "rows", "learning_rate", "steps", "cpu_seconds")
+COLUMNS = ("shape", "parameters", "tokens", "flops", "task_loss", "accuracy", "seed", "rows", "learning_rate", "steps")
 
 
-def _report(points: Sequence[dict[str, Any]], tuned: Tuned, run: StageRun) -> None:
+def _report(points: Sequence[dict[str, Any]], tuned: Tuned, optimizer: OptimizerSettings, run: StageRun) -> None:
     rows, series = [], dict[str, list[tuple[Any, float]]]()
     found = [evaluation_row("tuning", name, loss, 1) for name, loss in tuned.trials.items()]
     for number, point in enumerate(points):
-        columns = {name: point[name] for name in COLUMNS}
+        columns = {name: point[name] for name in COLUMNS} | {"optimizer": optimizer.model_dump_json()}
         rows += [{"point": number, "heldout": name, "loss": loss, **columns} for name, loss in point["losses"].items()]
         loss = point["losses"]["validation"]
         series.setdefault(f"{point['parameters']:,} parameters", []).append((point["flops"], loss))
@@ -304,6 +319,5 @@ def _report(points: Sequence[dict[str, Any]], tuned: Tuned, run: StageRun) -> No
     run.write_rows(rows, "points")
     run.write_rows(found)
     run.metric("points", len(points))
-    run.metric("cpu_seconds", sum(point["cpu_seconds"] for point in points) + tuned.cpu_seconds)
     note = "One line is one trunk: each point is a decay from it."
     run.figure("ladder", Figure("Loss of the small runs", x="operations", y="nats per token", kind="scatter", series=series, note=note))

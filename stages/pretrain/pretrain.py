@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
-from puna.models.config import ModelShape
 from puna.models.parameters import parameters
 from puna.models.settings import NO_RESULT
-from puna.models.training.settings import ComputeSettings, OptimizerSettings
-from puna.stages.contract import Facts, Figure, Model, SeededConfig, StageRun, Tokenizer, Tokens, stage
+from puna.models.training.settings import ComputeSettings
+from puna.stages.contract import Evaluation, Facts, Figure, Model, StageRun, Tokenizer, Tokens, stage
 from puna.stages.evaluation.needle import NeedleSettings, by_depth, heat, noise_of
+from puna.stages.training.chosen_size import ChosenSize, SizedConfig, report_outcome
 from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory, trained
 from puna.stages.training.packed import Packed, Reader, mean_loss
-from puna.stages.training.phase import OPTIMIZER, SHAPE, Acceptance, Phase
+from puna.stages.training.phase import Acceptance, Phase
 from puna.stages.training.train import check_one_tokenizer, device, divergence_named, load_model, on_threads, save_model
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import Artifact, PunaError
@@ -37,12 +37,9 @@ MOMENTS = "optimizer/state.safetensors"
 """Side file of a model artifact with its optimizer's state; in a folder of its own, which exports leave out."""
 
 
-class PretrainConfig(SeededConfig):
+class PretrainConfig(SizedConfig):
     """The model and how it is trained."""
 
-    model: ModelShape = Field(SHAPE, description="Sizes and variations of a decoder that begins from nothing; an input model has its own")
-    phases: tuple[Phase, ...] = Field((Phase(),), min_length=1, description="Stretches of training, in order")
-    optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer of all phases")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
     z_loss: float = Field(
         0.0, ge=0, le=1, description="Weight of the squared log-normaliser of the logits in the loss, for stability (OLMo: 1e-5); 0: none"
@@ -62,9 +59,12 @@ class PretrainConfig(SeededConfig):
 
 def needs(config: PretrainConfig, facts: Facts) -> list[str]:
     """Require memory for the layers, or for the input model. The vocabulary is not known yet and counts for nothing."""
-    if facts.inputs.get("model"):
-        shape = [] if config.model == SHAPE else ["model: the input model has its own shape; leave it out, as the recipe continue does"]
-        return [*shape, *trained(facts, "model", config.optimizer)]
+    given = [name for name in ("model", "size") if facts.inputs.get(name)]
+    if len(given) == 2:
+        return ["size: the input model has a size; give one of the two, or train_chosen_size: false in the recipe"]
+    if given:
+        in_vain = [f"{setting}: the input {given[0]} has its own; leave it out" for setting in config.in_vain(given[0])]
+        return [*in_vain, *trained(facts, "model", config.optimizer)]
     count = parameters(config.model.complete(vocab_size=1, max_position_embeddings=2048)).total
     remedy = "make the model smaller (model.num_hidden_layers, …), or take another machine"
     return memory(facts, count, HELD_BYTES + GRADIENT_BYTES + config.optimizer.state_bytes, remedy)
@@ -72,15 +72,9 @@ def needs(config: PretrainConfig, facts: Facts) -> list[str]:
 
 @stage(kind="model", device=True, ranks=True, needs=needs)
 def pretrain(
-    tokens: Tokens,
-    tokenizer: Tokenizer,
-    fresh: Tokens | None,
-    long: Tokens | None,
-    best: Tokens | None,
-    model: Model | None,
-    config: PretrainConfig,
-    run: StageRun,
-) -> None:
+    tokens: Tokens, tokenizer: Tokenizer, fresh: Tokens | None, long: Tokens | None, best: Tokens | None, model: Model | None,
+    size: Evaluation | None, config: PretrainConfig, run: StageRun,
+) -> None:  # fmt: skip
     """Train a Llama-family decoder on packed documents (Llama 3, sections 3.2 and 3.4), from nothing or from an input model.
 
     Attention stays inside each document. Every row is read once per epoch, in a new order each time. Phases follow each other, each on
@@ -88,11 +82,17 @@ def pretrain(
     they are accepted; annealing takes the rate to 0 and averages the checkpoints on the way. A few documents of the initial tokens are
     set aside from all: their loss is in the log, and an average is taken only where it lowers that loss. The optimizer's moments pass
     from phase to phase, and lie beside the model for a training that goes on from it. After a crash it goes on from the last checkpoint:
-    bit by bit, on a GPU with `compute.deterministic`.
+    bit by bit, on a GPU with `compute.deterministic`. `size`, of `choose_size`, decides the model, the optimizer and the first phase;
+    the loss after that phase stands beside its forecast.
     """
     vocabulary = tokenizer_of(tokenizer)
+    chosen = None if size is None else ChosenSize.read(size)
+    config = config if chosen is None else config.sized(chosen)
     sources = _sources({"initial": tokens, "fresh": fresh, "long": long, "best": best}, config, tokenizer, vocabulary, run.scratch)
     packed = sources["initial"]
+    if chosen and chosen.sequence_length != packed.row_length:
+        raise PunaError(f"{tokens.id} has rows of {packed.row_length} tokens, and the size was chosen for {chosen.sequence_length}: set "
+                        "choose_size.sequence_length, or take the ladder's tokens")  # fmt: skip
     held = packed.validation(config.validation_share, config.validation_tokens)
     aside = {packed.ids[owner] for owner in np.unique(packed.owners[held])}
     phases, starts = _counted(config, sources)
@@ -112,6 +112,8 @@ def pretrain(
             state = _train(network, phase, place, reader, watch, config, run, state if attempt or phase.optimizer == "keep" else None)
             if not phase.accept or watch.accepts(network, phase, phase.accept, attempt + 1, own.row_length, short):
                 break
+        if size is not None and not number:
+            report_outcome(size, watch.after, run)
     _finish(network, watch, run)
     save_model(network, vocabulary, run.folder)
     assert state is not None

@@ -88,14 +88,15 @@ def moments_in(state: Path) -> dict[str, Tensor]:
 
 def run_trials(
     run: StageRun, make: Callable[..., dict[str, Any]], jobs: Sequence[tuple[Any, ...]], *shared: Any, first: int = 0,
-    total: int | None = None,
+    total: int | None = None, here: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Yield `make(*job, *shared, config, state)` of each job, in order, from the run's workers; a job begins with its trial's number.
 
     A trial runs on one thread. Its result survives a crash, and its training goes on from `state`, a folder of checkpoints.
-    first, total: trials before these, and trials in all, for the progress.
+    first, total: trials before these, and trials in all, for the progress. here: in this process, one after another, as on a GPU.
     """
-    results = run.map(_trial, list(jobs), make, (*shared, run.config), str(run.scratch))
+    given: tuple[Any, ...] = (make, (*shared, run.config), str(run.scratch))
+    results = (_trial(job, *given) for job in jobs) if here else run.map(_trial, list(jobs), *given)
     for done, result in enumerate(results, first + 1):
         run.progress(done, total or len(jobs), result["name"])
         yield result

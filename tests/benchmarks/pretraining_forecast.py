@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import yaml
 import zstandard
 
 from puna.models.config import ModelShape
 from puna.stages.contract import execute
-from puna.stages.experiments.choose_size import RECIPE, ChooseSizeConfig, choose_size
+from puna.stages.experiments.choose_size import ChooseSizeConfig, choose_size
 from puna.stages.experiments.ladder import LadderConfig, ladder
 from puna.stages.experiments.law import LawConfig, law
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
@@ -79,10 +78,9 @@ def forecast(seed: int, store: Store, given: dict[str, Artifact]) -> dict[str, A
     surface = execute(law, LawConfig(seed=seed), {"ladders": [made]}, store)
     largest = max(point["flops"] for point in points)
     size = execute(choose_size, ChooseSizeConfig(flops=FURTHER * largest, seed=seed), {"law": surface}, store)
-    spent = made.manifest.metrics["cpu_seconds"] + time.process_time() - began
-    recipe = yaml.safe_load(size.path(RECIPE).read_text())["pretrain"]
-    config = PretrainConfig(**recipe, optimizer=OPTIMIZER, validate_every=10**6, checkpoint_every=10**6, seed=seed)
-    measured = execute(pretrain, config, given, store).manifest.metrics
+    spent = made.manifest.timings["cpu_seconds"] + time.process_time() - began
+    config = PretrainConfig(validate_every=10**6, checkpoint_every=10**6, seed=seed)
+    measured = execute(pretrain, config, {**given, "size": size}, store).manifest.metrics
     numbers = size.manifest.metrics
     low, high, loss = numbers["predicted_loss_low"], numbers["predicted_loss_high"], measured["validation_loss"]
     return {

@@ -16,15 +16,17 @@ from typer.testing import CliRunner
 from puna.flows.cli.main import app
 from puna.models import accounting
 from puna.models.config import ModelConfig
-from puna.stages.contract import execute
+from puna.stages.contract import Facts, execute
+from puna.stages.contract.declaration import InputFacts
 from puna.stages.experiments import choose_size as chosen_sizes
 from puna.stages.experiments import ladder as module
-from puna.stages.experiments.choose_size import RECIPE, ChooseSizeConfig, choose_size
+from puna.stages.experiments.choose_size import ChooseSizeConfig, choose_size
 from puna.stages.experiments.ladder import LadderConfig, ladder
 from puna.stages.experiments.law import LawConfig, law
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
-from puna.stages.training.phase import SHAPE
+from puna.stages.training.chosen_size import ChosenSize
+from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
 from puna.stages.training.proxy_runs import resized
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
@@ -67,7 +69,8 @@ def test_a_run_that_is_done_is_not_repeated(store, given, few_steps: None, monke
     assert len(calls) == 12 + 1 + 1
     monkeypatch.setattr(module, "trained", original)
     whole = execute(ladder, SETTINGS, given, Store.open(store.root.parent / "other"))
-    assert interrupted.data_digest == whole.data_digest
+    # The points count in the digest, and hold nothing that was measured of the machine.
+    assert interrupted.data_digest == whole.data_digest and table_schema("points").identity
 
 
 def test_a_decay_is_what_a_run_of_its_own_would_be(store, given, few_steps: None) -> None:
@@ -99,7 +102,7 @@ def test_rows_and_rate_are_tuned_at_two_scales(store, given, few_steps: None, mo
             point = {
                 "shape": rung.shape.model_dump_json(), "parameters": accounting.matrix_parameters(rung.shape), "tokens": 1, "steps": 1, "flops": 1.0,
                 "rows": rung.rows, "learning_rate": rung.rate, "seed": 0, "losses": {"validation": float(loss)}, "task_loss": None,
-                "accuracy": None, "cpu_seconds": 0.0,
+                "accuracy": None,
             }  # fmt: skip
             yield {"name": name, "points": [point]}
 
@@ -139,7 +142,7 @@ def planted(store: Store) -> Artifact:
                 "point": len(rows), "heldout": "validation", "shape": shape.model_dump_json(), "parameters": n, "tokens": d,
                 "flops": accounting.training_flops(shape, [256]) / 256 * d, "loss": loss, "task_loss": loss / 2,
                 "accuracy": 0.25 + 0.75 / (1 + float(np.exp(3 * loss / 2 - 5))), "seed": 0, "rows": 2, "learning_rate": 0.04 * (n / 1e5) ** -0.5,
-                "steps": 1000, "cpu_seconds": 1.0,
+                "steps": 1000, "optimizer": OPTIMIZER.model_dump_json(),
             })  # fmt: skip
     table = pa.Table.from_pylist(rows, schema=table_schema("points").schema)
     return store.import_table("evaluation", pa.Table.from_pylist([], schema=table_schema("evaluation").schema), points=table)
@@ -161,8 +164,8 @@ def test_law_and_size_of_planted_points(store) -> None:
     assert chosen.manifest.metrics["flops"] == pytest.approx(flops)
     forecast = {row["metric"]: row["value"] for row in chosen.read().to_pylist()}
     assert forecast["accuracy"] == pytest.approx(0.25 + 0.75 / (1 + np.exp(1.5 * numbers["predicted_loss"] - 5)), abs=0.01)
-    phase = yaml.safe_load(chosen.path(RECIPE).read_text())["pretrain"]["phases"][0]
-    assert phase["schedule"]["learning_rate"] == pytest.approx(0.04 * (n / 1e5) ** -0.5, rel=0.01)
+    size = ChosenSize.read(chosen)
+    assert size.phase.schedule.learning_rate == pytest.approx(0.04 * (n / 1e5) ** -0.5, rel=0.01) and size.optimizer == OPTIMIZER
     # A given size is forecast as it is; hours of a GPU are a budget, too.
     same = execute(choose_size, ChooseSizeConfig(model=SHAPE, tokens=10**7, draws=100), {"law": surface}, store).manifest.metrics
     assert same["parameters"] == accounting.matrix_parameters(SHAPE.complete(1024, 256)) and same["tokens"] == 1e7
@@ -224,7 +227,8 @@ def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: No
     def outcomes() -> list[dict[str, Any]]:
         return [json.loads(line) for line in runner.invoke(app, ["predict", "--outcomes", "--json", *place]).stdout.splitlines()]
 
-    assert [(row["id"], row["measured"], row["inside"]) for row in outcomes()] == [(forecast["id"], None, None)]
+    size = store.resolve(forecast["id"])
+    assert [(row["forecast"], row["model"], row["measured"], row["inside"]) for row in outcomes()] == [(size.key, None, None, None)]
     recipe = yaml.safe_load(Path(forecast["recipe"]).read_text())["pretrain"]
     config = PretrainConfig(**recipe, validation_share=0.05)
     assert config.phases[0].until == round(forecast["tokens"]) and config.phases[0].schedule.learning_rate == 0.02
@@ -234,6 +238,25 @@ def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: No
     made = execute(pretrain, config, given, store)
     (after,) = outcomes()
     loss = made.manifest.metrics["validation_loss"]
-    assert (after["model"], after["measured"]) == (made.id, loss) and after["inside"] == (after["low"] <= loss <= after["high"])
+    assert (after["model"], after["measured"]) == (made.key, loss) and after["inside"] == (after["low"] <= loss <= after["high"])
+    # As an input it is the same training; what a later phase does to the loss is not what was forecast.
+    further = PretrainConfig(phases=(Phase(), Phase(name="more", steps=3 * config.phases[0].counted(64).steps)), validation_share=0.05)
+    longer = execute(pretrain, further, {**given, "size": size}, store).manifest.metrics
+    assert longer["measured_loss"] == loss != longer["validation_loss"] and longer["predicted_loss"] == after["predicted"]
+    assert {row["model"]: row["measured"] for row in outcomes()}.values() == pytest.approx([loss, loss])
     refused = runner.invoke(app, ["predict", "--outcomes", "--flops", "1e9", *place])
     assert isinstance(refused.exception, PunaError) and "leave --flops" in str(refused.exception)
+
+
+def test_a_chosen_size_leaves_nothing_else_to_set(store, given) -> None:
+    facts = Facts({"size": (InputFacts("evaluation"),)}, 10**9, 10**9)
+    assert pretrain.needs(PretrainConfig(phases=(Phase(name="first"),)), facts) == []
+    wrong = PretrainConfig(model=MODEL, optimizer={"name": "muon"}, phases=(Phase(steps=5),))
+    assert [line.partition(":")[0] for line in pretrain.needs(wrong, facts)] == ["model", "optimizer", "phases.0, but for its name,"]
+    (both,) = pretrain.needs(PretrainConfig(), Facts({**facts.inputs, "model": (InputFacts("model"),)}, 10**9, 10**9))
+    assert "give one of the two" in both
+    size = execute(choose_size, ChooseSizeConfig(flops=1e12, draws=100), {"law": execute(law, LawConfig(draws=100), {"ladders": [planted(store)]}, store)}, store)
+    with pytest.raises(PunaError, match="has rows of 64 tokens, and the size was chosen for 256"):
+        execute(pretrain, PretrainConfig(), {**given, "size": size}, store)
+    with pytest.raises(PunaError, match="holds no size: give an artifact of the stage choose_size, not of import"):
+        execute(pretrain, PretrainConfig(), {**given, "size": planted(store)}, store)

@@ -1,0 +1,69 @@
+"""The size of a training run: what the stage `choose_size` chooses, and `pretrain` takes from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+import yaml
+from pydantic import Field
+
+from puna.models.config import ModelShape
+from puna.models.training.settings import OptimizerSettings
+from puna.stages.contract import SeededConfig, StageConfig, StageRun
+from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
+from puna.storage import Artifact, PunaError
+
+RECIPE = "recipe.yaml"
+"""File of the artifact: the fields of a recipe that train the size."""
+
+
+class ChosenSize(StageConfig):
+    """The part of a training that a budget and a ladder's points decide."""
+
+    sequence_length: int = Field(ge=2, description="Tokens of a row")
+    model: ModelShape = Field(description="Sizes and variations of the model")
+    optimizer: OptimizerSettings = Field(description="The optimizer")
+    phase: Phase = Field(description="The first phase")
+
+    def write(self, folder: Path) -> None:
+        """Write the recipe's fields to an artifact's folder, defaults too: those of `pretrain` are not the ladder's."""
+        training = self.model_dump(mode="json", include={"model", "optimizer"}) | {"phases": [self.phase.model_dump(mode="json")]}
+        fields = {"tokenize": {"sequence_length": self.sequence_length}, "pretrain": training}
+        (folder / RECIPE).write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+
+    @classmethod
+    def read(cls, artifact: Artifact) -> ChosenSize:
+        """Return the size in an artifact; PunaError if it holds none."""
+        if RECIPE not in artifact.manifest.files:
+            raise PunaError(f"{artifact.id} holds no size: give an artifact of the stage choose_size, not of {artifact.manifest.stage}")
+        fields = yaml.safe_load(artifact.path(RECIPE).read_text(encoding="utf-8"))
+        training = fields["pretrain"]
+        return cls(**fields["tokenize"], model=training["model"], optimizer=training["optimizer"], phase=training["phases"][0])
+
+
+class SizedConfig(SeededConfig):
+    """Settings of a training that an input may decide."""
+
+    model: ModelShape = Field(SHAPE, description="Sizes and variations of a decoder that begins from nothing; an input model has its own")
+    phases: tuple[Phase, ...] = Field((Phase(),), min_length=1, description="Stretches of training, in order; an input size is the first")
+    optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer of all phases; an input size has its own")
+
+    def in_vain(self, source: str) -> list[str]:
+        """Return the settings that the input `source` (model or size) decides, where they are not left out."""
+        first = self.phases[0].replace(name=Phase().name) != Phase()
+        given = {"model": self.model != SHAPE, "optimizer": self.optimizer != OPTIMIZER, "phases.0, but for its name,": first}
+        return [name for name, is_set in given.items() if is_set and (source == "size" or name == source)]
+
+    def sized(self, size: ChosenSize) -> Self:
+        """Return the settings with the model, the optimizer and the first phase of a size."""
+        first = size.phase.replace(name=self.phases[0].name)
+        return self.replace(model=size.model, optimizer=size.optimizer, phases=(first, *self.phases[1:]))
+
+
+def report_outcome(size: Artifact, loss: float, run: StageRun) -> None:
+    """Report the loss of a chosen size beside its forecast."""
+    (forecast,) = (row for row in size.read().to_pylist() if row["metric"] == "loss")
+    named = {"predicted_loss": "value", "predicted_loss_low": "low", "predicted_loss_high": "high"}
+    for name, value in {**{name: forecast[column] for name, column in named.items()}, "measured_loss": loss}.items():
+        run.metric(name, value)
