@@ -104,11 +104,11 @@ def plan(
     """Show the steps that are reused or would run, with their cost; of pretraining also parameters, operations, memory and time.
 
     Time, disk and memory of a step are estimated from its earlier runs in the store. A step after one that runs is computed again only
-    if that one's content is new. Pretraining is computed from the model's shape. Each row counts as one document, which costs the most
-    attention. The time is that of this CPU's measured rates, or of a GPU's data sheet. For several GPUs the three fastest layouts
-    that fit are listed, of those that a test proves equal to one process.
+    if that one's content is new. Pretraining is computed from the model's shape: the recipe's, the input model's, or the chosen one. Each
+    row counts as one document, which costs the most attention. The time is that of this CPU's measured rates, or of a GPU's data sheet.
+    For several GPUs the three fastest layouts that fit are listed, of those that a test proves equal to one process.
     """
-    from puna.flows.engine.cost import Total, costs, steps_of
+    from puna.flows.engine.cost import Total, pretraining, steps_of
     from puna.flows.engine.launch import Request
     from puna.flows.engine.plan import STATES
     from puna.flows.engine.trace import load
@@ -117,7 +117,7 @@ def plan(
     trains = isinstance(chosen, Flow) and any(step.stage == "pretrain" for step in steps)
     if gpu is not None and not trains:
         raise PunaError(f"--gpu {gpu}: {what}{f' with recipe {recipe}' if recipe else ''} pretrains nothing")
-    estimate = costs(load(recipe or DEFAULT_RECIPE, changes, chosen.name), gpu, gpus) if trains else {}
+    estimate = pretraining(load(recipe or DEFAULT_RECIPE, changes, chosen.name), steps, store, gpu, gpus) if trains else {}
     if as_json:
         typer.echo(json.dumps({**estimate, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))
         return
@@ -131,7 +131,7 @@ def plan(
     for name, value in estimate.items():
         if name != "phases":
             typer.echo(f"{name:28s} {_readable(name, value)}")
-    for phase in estimate["phases"]:
+    for phase in estimate.get("phases", ()):
         typer.echo(f"\nphase {phase.pop('name')}")
         for name, value in phase.items():
             typer.echo(f"  {name:26s} {_readable(name, value)}")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from puna.models.training.parallel.estimate import Estimate, Work
     from puna.stages.contract import Stage
     from puna.stages.pretrain.pretrain import PretrainConfig
+    from puna.stages.training.chosen_size import ChosenSize
     from puna.stages.training.phase import Phase
 
 CPU_FLOPS = 1e20
@@ -74,8 +75,21 @@ class Total:
         return "; ".join(words)
 
 
-def costs(recipe: Recipe, gpu: str | None, gpus: int) -> dict[str, Any]:
-    """Return the figures that `puna plan` prints, bytes and seconds as numbers.
+def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: str | None, gpus: int) -> dict[str, Any]:
+    """Return the costs of a planned pretraining: of the recipe's model, of the one that it goes on from, or of the size that is chosen."""
+    from puna.models.formats.checkpoint import read_config
+    from puna.stages.training.chosen_size import ChosenSize
+
+    begins = next(step.begins for step in steps if step.stage == "pretrain")
+    if begins.get("size") == "":
+        return {"recipe": recipe.name, "model": "chosen by choose_size in the run, for its budget; plan again once that is there"}
+    store = Store.existing(place) if any(begins.values()) else None
+    model, size = (store.resolve(begins[name]) if store and begins.get(name) else None for name in ("model", "size"))
+    return costs(recipe, gpu, gpus, read_config(model.path()) if model else None, ChosenSize.read(size) if size else None)
+
+
+def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None = None, size: ChosenSize | None = None) -> dict[str, Any]:
+    """Return the figures that `puna plan` prints, bytes and seconds as numbers. given: the model that the training goes on from.
 
     Without `gpu` the device is this CPU. Where that takes years, it is as many `LARGE` GPUs as hold the state and end within `LONGEST`.
     """
@@ -88,22 +102,30 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int) -> dict[str, Any]:
     from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
 
     if gpu is None:
-        large = costs(recipe, LARGE, 1)
+        large = costs(recipe, LARGE, 1, given, size)
         if large["flops"] > CPU_FLOPS:
             planned, needed = large, 1
             while planned["state_bytes"] > LARGE_BYTES / 2 or planned["seconds"] > LONGEST:
                 needed *= 2
-                planned = costs(recipe, LARGE, needed)
+                planned = costs(recipe, LARGE, needed, given, size)
             why = f"no --gpu given; this CPU would take years for {large['flops']:.1e} operations"
             return {**planned, "device": f"{planned['device']} ({why})"}
     training, packing = recipe.one("pretrain", pretrain, PretrainConfig), recipe.one("tokenize", tokenize, TokenizeConfig)
+    training = training.sized(size) if size else training
     vocab_size = recipe.one("tokenizer", tokenizer, TokenizerConfig).vocab_size
     context = packing.sequence_length
-    config = training.model.complete(vocab_size, context)
+
+    def shape(row: int) -> ModelConfig:
+        if given is None:
+            return training.model.complete(vocab_size, row)
+        return given.replace(max_position_embeddings=max(row, given.max_position_embeddings))
+
+    config = shape(context)
     parameters, machine = accounting.parameters(config), _machine(config, context, gpu)
     phases, read = [], 0
     for phase in training.phases:
-        phases.append(_phase(training, phase, read, (vocab_size, _context(recipe, phase, context)), machine, gpu, gpus))
+        row = _context(recipe, phase, context) * phase.join_rows
+        phases.append(_phase(training, phase, read, row, shape(row), machine, gpu, gpus))
         read += phases[-1]["tokens"]
     return {
         "recipe": recipe.name,
@@ -144,15 +166,13 @@ def _context(recipe: Recipe, phase: Phase, context: int) -> int:
 
 
 def _phase(
-    training: PretrainConfig, phase: Phase, before: int, sizes: tuple[int, int], machine: Machine, gpu: str | None, gpus: int
+    training: PretrainConfig, phase: Phase, before: int, row: int, config: ModelConfig, machine: Machine, gpu: str | None, gpus: int
 ) -> dict[str, Any]:
-    """Return the costs of one phase; `before`: tokens of the run before it; `sizes`: vocabulary and tokens of a packed row."""
+    """Return the costs of one phase of a model; before: tokens of the run before it; row: tokens of a row."""
     from puna.models import accounting
     from puna.models.training.parallel.estimate import Work
 
     precision: Precision = "bf16" if gpu else "fp32"
-    row = sizes[1] * phase.join_rows
-    config = training.model.complete(sizes[0], row)
     phase = phase.counted(row, before)
     step = [row] * phase.full_rows
     # Steps of the full size: a ramp's first ones count for the rows they read.

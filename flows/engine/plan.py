@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from puna.flows.engine.console import in_short
-from puna.flows.engine.declare import Flow, Item, Output, Walk, values
+from puna.flows.engine.declare import Flow, Item, Output, Walk, name_of, values
 from puna.flows.engine.estimates import Expected, Experience, Size
 from puna.flows.engine.inputs import given_items, parse_inputs, sample_folder
 from puna.flows.engine.recipe import Recipe, Step
@@ -16,6 +16,8 @@ from puna.stages.contract import External, Stage, StageConfig, Value, identify, 
 from puna.storage import PunaError, Store
 from puna.storage.explain import against
 
+BEGINS = ("model", "size")
+"""Inputs of a training that its cost depends on."""
 STATES = {"reused": "reused", "runs": "run", "after": "follow on those"}
 
 
@@ -23,7 +25,8 @@ STATES = {"reused": "reused", "runs": "run", "after": "follow on those"}
 class PlannedStep:
     """A step of a plan. `state`: reused (`why`: its artifact), runs (what is new), or after (the steps that it waits for).
 
-    `expected`: what it may cost where it runs; None where no earlier run tells.
+    `expected`: what it may cost where it runs; None where no earlier run tells. `begins`: the model or the chosen size (by the input's
+    name) that a training begins with, its artifact's id; empty where an earlier step is yet to make it.
     """
 
     label: str
@@ -31,6 +34,7 @@ class PlannedStep:
     state: str
     why: str
     expected: Expected | None = None
+    begins: Mapping[str, str] = field(default_factory=dict)
 
 
 class Planner(Walk):
@@ -56,7 +60,8 @@ class Planner(Walk):
             elif new := against(self._store, identity, label):
                 why = in_short(new)
         expected = None if items else self._expected(step.stage, label, config, inputs)
-        self.steps.append(PlannedStep(label, step.stage.name, state, why, expected))
+        begins = {name: "".join(name_of(item) for output in inputs[name] for item in output.items) for name in BEGINS if inputs.get(name)}
+        self.steps.append(PlannedStep(label, step.stage.name, state, why, expected, begins))
         return Output(step.stage.kind, (label,), items)
 
     def _expected(self, stage: Stage, label: str, config: StageConfig, inputs: dict[str, list[Output]]) -> Expected | None:

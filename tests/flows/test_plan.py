@@ -1,8 +1,10 @@
 """`puna plan` against the accounting of the same model, by hand."""
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
@@ -12,11 +14,20 @@ from puna.flows.engine.cost import costs
 from puna.flows.engine.plan import plan_flow
 from puna.flows.engine.trace import flow_named, load
 from puna.models import accounting
+from puna.models.config import ModelConfig
+from puna.models.formats.checkpoint import save
+from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.transformer import Transformer
 from puna.stages import executors
+from puna.stages.contract import External, execute
+from puna.stages.io.import_model import ImportModelConfig, import_model
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
-from puna.storage import PunaError
+from puna.stages.training.chosen_size import ChosenSize
+from puna.stages.training.phase import SHAPE
+from puna.storage import PunaError, Store
+from puna.storage.schemas import table_schema
 
 
 def test_the_plan_is_the_sum_of_its_phases():
@@ -48,6 +59,26 @@ def test_the_command_prints_json_and_text():
     assert json.loads(result.output)["phases"][0]["steps"] == 70
     text = CliRunner().invoke(app, ["plan", "--gpu", "A100"]).output
     assert "phase initial" in text and "arithmetic_intensity" in text
+
+
+def test_the_plan_counts_the_model_that_a_training_goes_on_from_or_the_chosen_one(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store")
+    shape = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    save(Transformer(shape), tmp_path / "model", Tokenizer.train(["a tokenizer of bytes"], 300))
+    model = execute(import_model, ImportModelConfig(), {"model": External.resolve(f"model={tmp_path / 'model'}")[0]}, store)
+    page = {"id": "0" * 32, "url": "https://x.org", "fetched_at": datetime(2026, 1, 1, tzinfo=UTC), "source": "web", "title": None, "text": "a"}
+    documents = store.import_table("documents", pa.Table.from_pylist([page], schema=table_schema("documents").schema))
+    words = ["plan", "pretrain", "--store", str(store.root), "--input", documents.id, "--gpu", "H100", "--json", "--recipe"]
+    found = json.loads(CliRunner().invoke(app, [*words, "continue", "--input", model.id]).output)
+    row = shape.replace(max_position_embeddings=2048)
+    steps = -(-10_000_000 // (8 * 2048))
+    assert found["parameters"] == accounting.parameters(shape).total and found["phases"][0]["steps"] == steps
+    assert found["flops"] == pytest.approx(accounting.training_flops(row, [2048] * 8) * steps)
+    # Before the small runs nobody knows the size; after them it is that of the artifact.
+    assert json.loads(CliRunner().invoke(app, [*words, "one-gpu"]).output)["model"].startswith("chosen by choose_size")
+    size = ChosenSize(sequence_length=2048, model=SHAPE, optimizer={"name": "muon"}, phase={"until": 2**22, "rows_per_step": 4})
+    chosen = costs(load("one-gpu", [], "pretrain"), "H100", 1, size=size)
+    assert chosen["parameters"] == accounting.parameters(SHAPE.complete(32768, 2048)).total and chosen["tokens"] == 2**22
 
 
 @pytest.mark.parametrize(
