@@ -67,7 +67,10 @@ class AnnealExperimentConfig(BadRowsConfig, SeededConfig):
         0.02, ge=0, description="Lower end of both intervals above which a set is accepted: over the default, and over its own words "
         "shuffled, nats per token of its held-out text"
     )  # fmt: skip
-    most_default_rise: float = Field(0.25, ge=0, description="Rise of the default text's loss above which a set is refused, nats per token")
+    most_default_rise: float = Field(
+        0.1, ge=0, description="Rise of the default text's loss over that with the set's words shuffled, which take as many default tokens "
+        "away: its upper end above which a set is refused, nats per token"
+    )  # fmt: skip
     max_repeats: float = Field(4.0, ge=1, description="Times that a set's different documents may be read; a smaller set is refused")
     document_tokens: int = Field(
         8192, ge=8, description="Tokens of a set's document that are read, from its beginning: few tokens then hold many documents"
@@ -104,9 +107,9 @@ def anneal_experiment(
     trained here on the default tokens, is annealed on those tokens alone, with a share of a set's rows among them, and with the set's
     own words shuffled in their place: from the same weights, for as many tokens, on the same default rows. The gain is the loss taken off
     held-out documents of the set. A set is accepted if it gains over both controls, beyond `least_gain` by the intervals of paired
-    runs, while the default text loses at most `most_default_rise`. Copies of a document count once. The table `weights` is the mix to
-    anneal on, for `mix`: the measured share for the accepted sets, by their bytes, the rest as in the mixture. Prompts that the chat
-    template refuses are in `dropped`; see `bad_rows`.
+    runs, and harms the default text by at most `most_default_rise` more than its shuffled words do. Copies of a document count once. The
+    table `weights` is the mix to anneal on, for `mix`: the measured share for the accepted sets, by their bytes, the rest as in the
+    mixture. Prompts that the chat template refuses are in `dropped`; see `bad_rows`.
     """
     given = model or tokenizer
     if given is None:
@@ -260,11 +263,12 @@ def _answer_loss(network: Transformer, pairs: Sequence[Pair], micro_batch_tokens
 
 
 class Verdict(NamedTuple):
-    """A set's name, its gains by held-out text, over its words shuffled, the reason it is refused for ("": none), and its readings."""
+    """A set's name, its gains by held-out text over the default mix and over its words shuffled, the reason it is refused for ("": none),
+    and its readings."""
 
     name: str
     gains: dict[str, intervals.Interval]
-    over_shuffled: intervals.Interval | None
+    over_shuffled: dict[str, intervals.Interval]
     refusal: str
     read: float
 
@@ -273,7 +277,7 @@ def _verdict(
     number: int, name: str, read: float, losses: dict[tuple[int, str, int], dict[str, float]], config: AnnealExperimentConfig
 ) -> Verdict:
     if read > config.max_repeats:
-        return Verdict(name, {}, None, f"its different documents would be read {read:.3g} times, over max_repeats", read)
+        return Verdict(name, {}, {}, f"its different documents would be read {read:.3g} times, over max_repeats", read)
 
     def gain(text: str, control: tuple[int, str]) -> intervals.Interval:
         pairs = [(losses[*control, repeat][text], losses[number, "set", repeat][text]) for repeat in range(config.repeats)]
@@ -282,14 +286,14 @@ def _verdict(
     own, default = f"set {number}", (-1, DEFAULT)
     texts = [text for text in losses[number, "set", 0] if text != own]
     gains = {name: gain(own, default), **{text.removeprefix("task "): gain(text, default) for text in texts}}
-    over = gain(own, (number, "shuffled"))
+    over = {text: gain(held, (number, "shuffled")) for text, held in ((name, own), (DEFAULT, DEFAULT))}
     refusal = ""
     if gains[name].low <= config.least_gain:
         refusal = f"its gain over the default mix may be as low as {gains[name].low:.3f}"
-    elif over.low <= config.least_gain:
-        refusal = f"its gain over its own words shuffled may be as low as {over.low:.3f}"
-    elif -gains[DEFAULT].value > config.most_default_rise:
-        refusal = f"the default text's loss rises by {-gains[DEFAULT].value:.3f}"
+    elif over[name].low <= config.least_gain:
+        refusal = f"its gain over its own words shuffled may be as low as {over[name].low:.3f}"
+    elif -over[DEFAULT].low > config.most_default_rise:
+        refusal = f"the default text's loss may rise by {-over[DEFAULT].low:.3f} more than with its words shuffled"
     return Verdict(name, gains, over, refusal, read)
 
 
@@ -308,13 +312,13 @@ def _weights(mixture: Artifact, groups: Sequence[Group], accepted: set[str], sha
 def _report(verdicts: Sequence[Verdict], config: AnnealExperimentConfig, run: StageRun) -> None:
     rows, bars = [], dict[str, list[tuple[Any, float]]]()
     for verdict in verdicts:
-        for text, value in verdict.gains.items():
-            task = verdict.name if text == verdict.name else f"{verdict.name}/{text}"
-            rows.append(intervals.evaluation_row(task, "gain", value, config.repeats))
-            bars.setdefault("over the default mix", []).append((task, value.value))
-        if verdict.over_shuffled is not None:
-            rows.append(intervals.evaluation_row(verdict.name, "gain_over_shuffled", verdict.over_shuffled, config.repeats))
-            bars.setdefault("over its words shuffled", []).append((verdict.name, verdict.over_shuffled.value))
+        for metric, over, found in (
+            ("gain", "the default mix", verdict.gains), ("gain_over_shuffled", "its words shuffled", verdict.over_shuffled)
+        ):  # fmt: skip
+            for text, value in found.items():
+                task = verdict.name if text == verdict.name else f"{verdict.name}/{text}"
+                rows.append(intervals.evaluation_row(task, metric, value, config.repeats))
+                bars.setdefault(f"over {over}", []).append((task, value.value))
         rows.append(intervals.evaluation_row(verdict.name, "readings", verdict.read, 1))
         rows.append(intervals.evaluation_row(verdict.name, "accepted", float(not verdict.refusal), 1))
         run.metric(f"verdict_{verdict.name}", f"refused: {verdict.refusal}" if verdict.refusal else "accepted")
