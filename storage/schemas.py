@@ -261,6 +261,9 @@ TABLES: dict[str, TableSchema] = {
             column("seed", pa.int64(), "seed of the answers"),
             column("seconds", NUMBER, "computing time of the task", "CPU seconds"),
             column("tokens", pa.int64(), "tokens of questions, options and answers", "tokens"),
+            column("calibration_error", NUMBER, "expected calibration error of the chosen options' probabilities, 0 to 1", nullable=True),
+            column("contaminated", NUMBER, "share of the questions that stand in what the model was trained on, fraction", nullable=True),
+            column("clean", NUMBER, "the value on the other questions", nullable=True),
             key=("task", "metric"), identity=False,
         ),
         _table(

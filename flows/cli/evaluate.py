@@ -20,6 +20,8 @@ from puna.stages.contract import External, Facts, parse
 from puna.storage import Artifact, PunaError, Store
 
 app = typer.Typer()
+MEASURED = {"contaminated": "contaminated", "clean": "clean part", "calibration_error": "calibration error"}
+"""Columns of `task_scores` that not every task has, and their names for people."""
 
 
 @app.command()
@@ -47,7 +49,10 @@ def evaluate(
     project: ProjectOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Score a model on benchmarks: multiple choice, perplexity, and answers by verifiers, with intervals."""
+    """Score a model on benchmarks: multiple choice, perplexity, and answers by verifiers, with intervals.
+
+    Where the store knows what the model was trained on, the share of questions in it and the scores without them stand beside.
+    """
     from puna.flows.engine.defaults import prepare
     from puna.stages.evaluation.benchmark import RESULTS, BenchmarkConfig
 
@@ -67,10 +72,13 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps(json.loads(text)))
         return
+    scores = evaluation.read("task_scores").to_pylist()
+    more = {name: label for name, label in MEASURED.items() if any(row[name] is not None for row in scores)}
     rows = [
         {"task": row["task"], "metric": row["metric"], "value": f"{row['value']:.4f}", "95 %": _interval(row["low"], row["high"]),
+         **{label: "" if row[name] is None else f"{row[name]:.4f}" for name, label in more.items()},
          "questions": row["n"], "examples": row["shots"], "asked": row["format"], "CPU s": f"{row['seconds']:.1f}"}
-        for row in evaluation.read("task_scores").to_pylist()
+        for row in scores
     ]  # fmt: skip
     print_rows(rows, False)
     typer.echo(f"answers and results: {evaluation.folder}")
@@ -119,6 +127,7 @@ def _run(store: Store, model: str, inputs: list[External], config: Any, as_json:
     """Run the stage on a model, which is imported first where it is a folder or file. `own`: the harness runs, with its tasks so named."""
     from puna.flows.engine import preflight
     from puna.flows.engine.session import session
+    from puna.stages.curate.contamination import ContaminationConfig, contamination, trained_on
     from puna.stages.evaluation.benchmark import benchmark
     from puna.stages.io.import_model import ImportModelConfig, import_model
 
@@ -138,6 +147,9 @@ def _run(store: Store, model: str, inputs: list[External], config: Any, as_json:
             given["model"] = now.perform(import_model, ImportModelConfig(), {"model": files}, "import_model").artifact
         else:
             given["model"] = store.checked(store.resolve(model), whole=True)
+        if inputs and trained_on(given["model"])[0]:
+            asked = {"prompts": None, "tasks": inputs, "model": given["model"]}
+            given["overlaps"] = now.perform(contamination, ContaminationConfig(), asked, "contamination").artifact
         preflight.check_stage(stage, config, given, store)
         evaluation = now.perform(stage, config, given, stage.name).artifact
     now.refresh()

@@ -7,10 +7,12 @@ from typing import Annotated, Any, NamedTuple
 
 from puna.kernels.text.fuzzy_match import FuzzyIndex, fuzzy_match
 from puna.kernels.text.grams import Sieve, may_hold, word_hashes
-from puna.stages.contract import Documents, Evaluation, Figure, Instructions, Kind, Preferences, Prompts, StageRun, stage
+from puna.stages.contract import Documents, Evaluation, External, Figure, Instructions, Kind, Preferences, Prompts, StageRun, stage
 from puna.stages.contract.declaration import Reads
-from puna.stages.conversations import content_of, messages_of, shown, text_of
+from puna.stages.conversations import asking, content_of, messages_of, shown, text_of
 from puna.stages.curate.decontaminate import DecontaminateConfig, Index, build_index, fuzzy_index, match, prompts_of_splits
+from puna.stages.evaluation.asking import OVERLAP, contents
+from puna.stages.evaluation.task_file import load_task, task_files
 from puna.stages.training.corpus import chosen_of
 from puna.stages.training.intervals import evaluation_row, mean, wilson
 from puna.storage import Artifact, Part, PunaError
@@ -56,7 +58,8 @@ class Held(NamedTuple):
 
 @stage(kind="evaluation")
 def contamination(
-    prompts: Prompts,
+    prompts: Prompts | None,
+    tasks: list[External] | None,
     model: Trained | None,
     documents: list[Documents] | None,
     instructions: list[Instructions] | None,
@@ -70,6 +73,7 @@ def contamination(
     A question is contaminated where `decontaminate` with these settings would drop a training text for it; held-out documents and rows
     were not trained on. Rows: the share `contaminated` of each task; with an `evaluation` of the prompts also its mean `score` beside
     `score_clean` and `score_contaminated`. The side table `scores` has the largest `overlap` of each such prompt, `examples` its place.
+    `tasks` are task files, whose questions are asked beside the prompts or alone: `benchmark` takes what is written here as `overlaps`.
     The metric `unknown_sources` counts what the lineage names and the store lacks, and imported models, whose data nobody knows.
     """
     sources = [Source(one, None) for given in (documents, instructions, preferences) for one in given or ()]
@@ -79,7 +83,13 @@ def contamination(
     if not sources:
         missing = "no text is given" if model is None else f"the lineage of {model.id} names no text in this store"
         raise PunaError(f"contamination: {missing}; give what it was trained on as documents, instructions or preferences")
-    rows = sorted(prompts_of_splits(prompts, config.splits), key=lambda row: (row["task"], row["id"]))
+    rows = [] if prompts is None else prompts_of_splits(prompts, config.splits)
+    for task in [load_task(one, file, spec) for one in tasks or () for file, spec in task_files(one)]:
+        asked = contents(task)
+        rows += [{"id": key, "task": task.name, "messages": asking(question), "reference": answer} for key, question, answer in asked]
+    if not rows:
+        raise PunaError("contamination: give prompts or tasks, whose questions are looked for")
+    rows.sort(key=lambda row: (row["task"], row["id"]))
     index, unmatchable = build_index(rows, config)
     fuzzy = fuzzy_index(rows, config)
     grams, held = index.with_fuzzy(fuzzy), dict[int, Held]()
@@ -185,7 +195,7 @@ def _report(rows: list[dict[str, Any]], held: dict[int, Held], scores: dict[str,
                     run.metric(metric, sum(values) / len(values))
     run.metric("prompts", len(rows))
     run.metric("contaminated_prompts", len(found))
-    run.write_rows([{"id": name, "name": "overlap", "value": one.share} for name, one in found.items()], "scores")
+    run.write_rows([{"id": name, "name": OVERLAP, "value": one.share} for name, one in found.items()], "scores")
     for row in rows:
         if (one := found.get(row["id"])) is not None:
             detail = f"task {row['task']}: {one.share:.2f} of it in {one.place}"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Literal
 
 from puna.stages.conversations import answer_text
+from puna.stages.evaluation.calibration import confidence
 from puna.stages.evaluation.likelihood import Encoder, Likelihood, Request
 from puna.stages.evaluation.task_file import Document, Task
 from puna.stages.evaluation.task_programs import filtered, matching
@@ -25,18 +27,21 @@ if TYPE_CHECKING:
 
 Prompts = Literal["plain", "chat"]
 Options = Literal["cloze", "letters"]
+OVERLAP = "overlap"
+"""Name of the scores in which `contamination` keeps how much of a question stands in training data."""
 
 
 @dataclass
 class Column:
     """A metric of a task, document by document. `weights`: words or bytes that the values (nats) are shared among, for perplexities.
-    `given`: the number itself where single documents have none."""
+    `given`: the number itself where single documents have none. `confidences`: probabilities of the options that were chosen."""
 
     metric: str
     values: list[float]
     filter: str = "none"
     weights: list[float] = field(default_factory=list)
     given: Interval | None = None
+    confidences: list[float] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -54,6 +59,12 @@ class Column:
         if self.metric == "bits_per_byte":
             return Interval(*(end / math.log(2) for end in nats))
         return Interval(*(math.exp(min(end, 700.0)) for end in nats))
+
+    def of(self, chosen: Sequence[bool]) -> Column | None:
+        """Return the metric of some of the documents, None where none is chosen or single ones have no number."""
+        if not any(chosen) or len(chosen) != len(self.values):
+            return None
+        return Column(self.metric, [*compress(self.values, chosen)], self.filter, [*compress(self.weights, chosen)])
 
 
 def has_letters(task: Task) -> bool:
@@ -81,6 +92,15 @@ def right(task: Task, document: Document) -> tuple[int, ...]:
             raise PunaError(f"{task.where}: doc_to_target: {str(one)[:40]!r} is none of the options of {str(document.text)[:60]!r}")
         indices.append(index)
     return tuple(indices)
+
+
+def contents(task: Task) -> Iterator[tuple[str, str, str]]:
+    """Yield id, question and right answer of each document, as a text that was learned by heart would hold them."""
+    for document in task.documents:
+        if task.file.output_type == "loglikelihood_rolling":
+            yield document.id, str(document.target), ""
+        else:
+            yield document.id, _question(task, document, "cloze"), _answer(task, document, "cloze")
 
 
 def _question(task: Task, document: Document, options: Options) -> str:
@@ -167,6 +187,8 @@ def choice_columns(task: Task, asker: Asker, scored: Sequence[Sequence[Likelihoo
     for document, likelihoods in zip(task.documents, scored, strict=True):
         answers = right(task, document)
         for column in columns:
+            if column.metric == "acc":
+                column.confidences.append(confidence([one.sum for one in likelihoods]))
             if column.metric == "exact_match":
                 column.values.append(float(any(likelihoods[index].greedy for index in answers)))
                 continue

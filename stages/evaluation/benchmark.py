@@ -13,8 +13,9 @@ from pydantic import Field, field_validator
 
 from puna.models.memory.workload import Work
 from puna.models.serving import ServingSettings, engine_of, prepared
-from puna.stages.contract import External, Model, SeededConfig, StageRun, stage
+from puna.stages.contract import Evaluation, External, Model, SeededConfig, StageRun, stage
 from puna.stages.evaluation.asking import (
+    OVERLAP,
     Asker,
     Column,
     Options,
@@ -26,6 +27,7 @@ from puna.stages.evaluation.asking import (
     has_letters,
     verified_columns,
 )
+from puna.stages.evaluation.calibration import calibration_error
 from puna.stages.evaluation.likelihood import Encoder, likelihoods
 from puna.stages.evaluation.task_file import LOWER, Document, Generation, Task, load_task, task_files
 from puna.stages.training import intervals
@@ -108,7 +110,9 @@ def verifiers_of_tasks(inputs: Mapping[str, Sequence[Artifact | External]]) -> l
 
 
 @stage(kind="evaluation", named=verifiers_of_tasks)
-def benchmark(model: Model, tasks: list[External], judges: list[Model] | None, config: BenchmarkConfig, run: StageRun) -> None:
+def benchmark(
+    model: Model, tasks: list[External], judges: list[Model] | None, overlaps: Evaluation | None, config: BenchmarkConfig, run: StageRun
+) -> None:
     """Score a model on task files in lm-evaluation-harness's YAML, over local data; each number has its 95 % interval.
 
     `tasks`: task files beside their data. Multiple choice: context and option are encoded as one, and the options of all questions
@@ -117,8 +121,10 @@ def benchmark(model: Model, tasks: list[External], judges: list[Model] | None, c
     each filter; by a `verifier` of the task file `verified`, and of several answers `pass@k` and `majority@n`. An answer that was
     cut off by its length is not right by a verifier, for which `judges` are models that it may name.
 
-    `task_scores` has each number with version, examples, format, seed and cost; `scores` that of each question, so that two models can be
-    compared; the file results.json all in the harness's layout.
+    `task_scores` has each number with version, examples, format, seed and cost; for multiple choice the expected calibration error; and
+    with `overlaps`, that `contamination` wrote of these tasks, the share of questions that the model was trained on and the number
+    without them. `scores` has that of each question, so that two models can be compared; the file results.json all in the harness's
+    layout.
     """
     loaded = [load_task(one, file, spec, config.limit, config.shots) for one in tasks for file, spec in task_files(one)]
     check_names(loaded)
@@ -127,7 +133,7 @@ def benchmark(model: Model, tasks: list[External], judges: list[Model] | None, c
     for number, task in enumerate(loaded):
         run.progress(number, len(loaded), task.name)
         results += bench.measured(task)
-    write(results, config, run)
+    write(results, config, run, overlaps)
 
 
 def format_of(task: Task, prompts: Prompts, options: Options = "cloze") -> str:
@@ -290,17 +296,28 @@ def _example(name: str, task: Task, document: Document, asker: Asker, text: str,
     return {"id": f"{name}-{document.id}", "kind": "answer", "prompt": asker.shown(task, document), "text": text, "detail": about}
 
 
-def write(results: Sequence[Result], config: BenchmarkConfig, run: StageRun, layout: dict[str, Any] | None = None) -> None:
+def write(
+    results: Sequence[Result], config: BenchmarkConfig, run: StageRun, overlaps: Artifact | None, layout: dict[str, Any] | None = None
+) -> None:
     """Write the tables of an evaluation, and its results as the harness writes them (`layout`: those that it wrote itself)."""
+    searched = set() if overlaps is None else {row["task"] for row in overlaps.read().to_pylist()}
+    learned = set() if overlaps is None else {row["id"] for row in overlaps.read("scores").to_pylist() if row["name"] == OVERLAP}
     rows: list[dict[str, Any]] = []
     more: list[dict[str, Any]] = []
     single: list[dict[str, Any]] = []
     for one in results:
+        known = not searched.isdisjoint((one.name, one.name.rpartition(":")[0]))
+        clean = [known and key not in learned for key in one.ids]
+        share = 1 - sum(clean) / len(clean) if known else None
         for column in one.columns:
             value = column.interval()
+            rest = column.of(clean)
             row = intervals.evaluation_row(one.name, column.name, value, len(one.ids))
             rows.append(row)
-            more.append({**row, **one.about, "seed": config.seed, "seconds": one.seconds, "tokens": one.tokens})
+            more.append(
+                {**row, **one.about, "seed": config.seed, "seconds": one.seconds, "tokens": one.tokens, "contaminated": share,
+                 "clean": rest and rest.interval().value, "calibration_error": calibration_error(column.confidences, column.values)}
+            )  # fmt: skip
             single += _single(one, column)
             run.metric(f"{one.name}_{column.name}", value.value)
     run.write_rows(rows)
@@ -312,12 +329,10 @@ def write(results: Sequence[Result], config: BenchmarkConfig, run: StageRun, lay
 
 
 def _single(result: Result, column: Column) -> Iterator[dict[str, Any]]:
-    """Yield the scores of single questions; of texts the nats and, under NAME:weight, the words or bytes."""
-    name = f"{result.name}/{column.name}"
-    for key, value in zip(result.ids, column.values, strict=False):
-        yield {"id": key, "name": name, "value": value}
-    for key, weight in zip(result.ids, column.weights, strict=False):
-        yield {"id": key, "name": f"{name}:weight", "value": weight}
+    """Yield the scores of single questions; of texts the nats and, under NAME:weight, the words or bytes; NAME:confidence."""
+    for kind, values in (("", column.values), (":weight", column.weights), (":confidence", column.confidences)):
+        for key, value in zip(result.ids, values, strict=False):
+            yield {"id": key, "name": f"{result.name}/{column.name}{kind}", "value": value}
 
 
 def harness_layout(results: Sequence[Result], config: BenchmarkConfig) -> dict[str, Any]:

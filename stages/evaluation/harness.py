@@ -13,10 +13,11 @@ from typing import Any
 import yaml
 from pydantic import Field
 
-from puna.stages.contract import External, ExternalFile, Facts, Model, StageRun, parse, stage
+from puna.stages.contract import Evaluation, External, ExternalFile, Facts, Model, StageRun, parse, stage
 from puna.stages.draws import identifier
 from puna.stages.evaluation.asking import Column, cut
 from puna.stages.evaluation.benchmark import Bench, BenchmarkConfig, Result, check_names, format_of, write
+from puna.stages.evaluation.calibration import confidence
 from puna.stages.evaluation.likelihood import Request, likelihoods
 from puna.stages.evaluation.task_file import Generation, TaskFile, generation, load_task, task_files
 from puna.stages.training.intervals import Z95, Interval
@@ -40,7 +41,7 @@ def needs(config: HarnessConfig, facts: Facts) -> list[str]:
 
 
 @stage(kind="evaluation", needs=needs)
-def harness(model: Model, tasks: list[External] | None, config: HarnessConfig, run: StageRun) -> None:
+def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | None, config: HarnessConfig, run: StageRun) -> None:
     """Measure a model by lm-evaluation-harness: task files over local data, or tasks of its own by name.
 
     Prompts, filters and metrics are the harness's; likelihoods and answers are Puna's, the options of questions on shared prompts. The
@@ -79,7 +80,7 @@ def harness(model: Model, tasks: list[External] | None, config: HarnessConfig, r
                 results[-1].ids = [document.id for document in known[task].documents]
                 results[-1].about |= {"content": known[task].digest, "format": format_of(known[task], config.prompts)}
     layout["config"] = {"model": "puna", "limit": config.limit, "random_seed": config.seed}
-    write(results, config, run, layout)
+    write(results, config, run, overlaps, layout)
 
 
 def _content(external: External, file: ExternalFile, spec: TaskFile) -> dict[str, Any]:
@@ -97,6 +98,7 @@ def _content(external: External, file: ExternalFile, spec: TaskFile) -> dict[str
 def _result(task: str, samples: Sequence[Mapping[str, Any]], output: Any, config: HarnessConfig, started: float) -> Result:
     """Return what the harness measured of a task."""
     columns: dict[tuple[str, str], Column] = {}
+    settings = output["configs"].get(task, {})
     ids: dict[int, str] = {}
     examples: list[dict[str, Any]] = []
     for sample in samples:
@@ -109,6 +111,8 @@ def _result(task: str, samples: Sequence[Mapping[str, Any]], output: Any, config
                 column.weights.append(value[1])
             elif isinstance(value, int | float):
                 column.values.append(float(value))
+                if metric == "acc" and settings.get("output_type") == "multiple_choice":
+                    column.confidences.append(confidence([likelihood for likelihood, _ in sample["filtered_resps"]]))
         if len(ids) > len(examples) < config.examples:
             detail = json.dumps({"task": task, "target": sample["target"], "answers": sample["filtered_resps"]}, default=str)
             prompt, answer = str(sample["arguments"][0][0]), str(sample["resps"][0][0])
@@ -121,7 +125,6 @@ def _result(task: str, samples: Sequence[Mapping[str, Any]], output: Any, config
             column.values, column.given = [], Interval(float(value), value - half, value + half)
     version, shots = str(output["versions"].get(task, "")), output["n-shot"].get(task) or 0
     about = {"version": version, "content": "", "shots": shots, "format": config.prompts}
-    settings = output["configs"].get(task, {})
     return Result(task, about, list(ids.values()), list(columns.values()), examples, time.process_time() - started, 0, settings)
 
 

@@ -257,7 +257,7 @@ class Task:
         return pool[: self.file.num_fewshot]
 
 
-def load_task(external: External, file: ExternalFile, spec: TaskFile, limit: int | None, shots: int | None) -> Task:
+def load_task(external: External, file: ExternalFile, spec: TaskFile, limit: int | None = None, shots: int | None = None) -> Task:
     """Return a task with its first `limit` documents. `shots`: in place of the file's num_fewshot."""
     spec = spec if shots is None else spec.replace(num_fewshot=shots)
     where = file.location

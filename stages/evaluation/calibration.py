@@ -1,0 +1,38 @@
+"""Calibration of multiple choice: a model's confidence in its answers beside the share that is right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+BINS = 10
+
+
+class Bin(NamedTuple):
+    """Questions of like confidence: its mean, the share that is right, and their number."""
+
+    confidence: float
+    accuracy: float
+    n: int
+
+
+def confidence(likelihoods: Sequence[float]) -> float:
+    """Return the probability of the likeliest option given that one of them is the answer, from log-likelihoods in nats."""
+    return 1 / sum(math.exp(value - max(likelihoods)) for value in likelihoods)
+
+
+def bins(confidences: Sequence[float], right: Sequence[float]) -> list[Bin]:
+    """Return the bins of equal width from 0 to 1 that hold questions, the least confidence first."""
+    groups: dict[int, list[tuple[float, float]]] = {}
+    for sure, value in zip(confidences, right, strict=True):
+        groups.setdefault(min(BINS - 1, int(sure * BINS)), []).append((sure, value))
+    ordered = [groups[number] for number in sorted(groups)]
+    return [Bin(sum(sure for sure, _ in own) / len(own), sum(value for _, value in own) / len(own), len(own)) for own in ordered]
+
+
+def calibration_error(confidences: Sequence[float], right: Sequence[float]) -> float | None:
+    """Return the expected calibration error, 0 to 1 (Guo et al. 2017): the bins' mean distance of confidence and accuracy, by questions.
+
+    None without confidences."""
+    return sum(one.n * abs(one.confidence - one.accuracy) for one in bins(confidences, right)) / len(right) if confidences else None
