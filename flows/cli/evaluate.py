@@ -166,11 +166,11 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """Compare two models question by question on the tasks that both were asked: B less A, with 95 % intervals and Holm's correction."""
-    from puna.stages.evaluation.comparison import differences, evaluations_of
+    from puna.stages.evaluation.comparison import differences, evaluations_of, measured
 
     opened = Store.existing(store, project)
     artifacts = [Artifact(entry["kind"], entry["key"], opened.files) for entry in opened.entries() if entry["kind"] == "evaluation"]
-    first, second = (evaluations_of(opened.checked(opened.resolve(name)), artifacts) for name in (one, other))
+    first, second = (measured(evaluations_of(opened.checked(opened.resolve(name)), artifacts)) for name in (one, other))
     rows, remarks = differences(first, second, every)
     for remark in remarks:
         typer.echo(f"not compared: {remark}", err=True)

@@ -29,7 +29,7 @@ from puna.storage import PunaError, Store
 START_SECONDS = 180.0
 MAX_TOKENS = 400
 MOST_MODELS = 40
-router = pages("chat", "Chat", at=8)
+router = pages("chat", "Chat", at=9)
 
 
 @router.get("/chat")

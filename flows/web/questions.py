@@ -33,7 +33,7 @@ EXAMPLES = {
 }
 
 
-router = pages("sql", "SQL", at=7)
+router = pages("sql", "SQL", at=8)
 
 
 @router.get("/sql")

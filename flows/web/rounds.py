@@ -29,7 +29,7 @@ MOST = 40
 LONGEST = 9
 """Digits of a number of preferences."""
 JUDGE = "Judge pairs of answers; each person gives a name. The judgements become preferences."
-router = pages("rounds", "Rounds", at=6)
+router = pages("rounds", "Rounds", at=7)
 
 
 @router.get("/rounds")

@@ -56,7 +56,7 @@ class BenchmarkConfig(SeededConfig):
     )
     answers: int | None = Field(None, ge=1, le=1000, description="Answers to each question; null: the task file's repeats")
     temperature: float | None = Field(None, ge=0, le=10, description="Sampling temperature of answers; null: the task file's")
-    examples: int = Field(20, ge=0, description="Questions of each task kept with their answers for a reader")
+    examples: int = Field(100, ge=0, description="Questions of each task kept with their answers for a reader")
     micro_batch_tokens: int = Field(8192, ge=16, description="Tokens of one forward pass")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which verifiers score answers")
     serving: ServingSettings = Field(ServingSettings(), description="How the model computes; the engine is Puna's")

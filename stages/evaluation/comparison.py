@@ -12,9 +12,17 @@ from puna.storage import Artifact, PunaError
 
 MAIN = ("verified", "acc", "bits_per_byte")
 """Metrics that stand for a task, the first that it has; else its first by name."""
+SURE = 0.05
+"""Level of significance."""
 TABLE = "task_scores"
 SAME = ("content", "shots", "format")
 """What must be alike for two numbers to be compared."""
+
+
+Values = dict[str, tuple[float, float]]
+"""Each question's value and weight."""
+Measured = dict[str, dict[str, tuple[dict[str, Any], Values]]]
+"""By task and metric: the row of `task_scores` with the key of its `evaluation`, and the values."""
 
 
 @dataclass(frozen=True)
@@ -48,37 +56,37 @@ def evaluations_of(artifact: Artifact, artifacts: Iterable[Artifact]) -> list[Ar
     return sorted(own, key=lambda one: one.manifest.created_at, reverse=True)
 
 
-def differences(one: Sequence[Artifact], other: Sequence[Artifact], every: bool = False) -> tuple[list[Difference], list[str]]:
-    """Return what differs between the benchmarks of two models, the newest of each task, and what cannot be compared and why.
+def main_metric(metrics: Iterable[str]) -> str:
+    """Return the metric that stands for a task, of those that it has."""
+    return min(metrics, key=lambda name: (MAIN.index(name) if name in MAIN else len(MAIN), name))
+
+
+def differences(one: Measured, other: Measured, every: bool = False) -> tuple[list[Difference], list[str]]:
+    """Return what differs between the benchmarks of two models, and what cannot be compared and why.
 
     `every`: all metrics, else one of each task."""
-    first, second = _measured(one), _measured(other)
-    tasks = sorted({task for task, _ in first} & {task for task, _ in second})
     rows: list[Difference] = []
     remarks: list[str] = []
+    tasks = sorted(one.keys() & other.keys())
     for task in tasks:
-        metrics = sorted({metric for name, metric in first if name == task} & {metric for name, metric in second if name == task})
-        chosen = metrics if every else [next((name for name in MAIN if name in metrics), metrics[0])]
-        for metric in chosen:
-            (about, values), (about_other, others) = first[task, metric], second[task, metric]
+        metrics = sorted(one[task].keys() & other[task].keys())
+        for metric in metrics if every else [main_metric(metrics)] if metrics else []:
+            (about, values), (about_other, others) = one[task][metric], other[task][metric]
             unlike = [f"{name} {about[name]} and {about_other[name]}" for name in SAME if about[name] != about_other[name]]
             if unlike or len(values.keys() & others.keys()) < 2:
                 remarks.append(f"{task}: {'; '.join(unlike) or 'fewer than two questions in common'}")
                 break
             rows.append(_difference(task, metric, values, others))
-    lonely = sorted({task for task, _ in [*first, *second]} - set(tasks))
-    if lonely:
+    if lonely := sorted(one.keys() ^ other.keys()):
         remarks.append(f"only one of the two was asked {', '.join(lonely)}")
     return holm(rows), remarks
 
 
-Values = dict[str, tuple[float, float]]
-
-
-def _measured(evaluations: Sequence[Artifact]) -> dict[tuple[str, str], tuple[dict[str, Any], Values]]:
-    """Return what was measured by task and metric: the row of `task_scores`, and each question's value and weight."""
-    measured: dict[tuple[str, str], tuple[dict[str, Any], Values]] = {}
+def measured(evaluations: Sequence[Artifact]) -> Measured:
+    """Return what was measured of each task, by the first of the evaluations that has it."""
+    results: Measured = {}
     for evaluation in evaluations:
+        own: Measured = {}
         single: dict[str, dict[str, float]] = {}
         for row in evaluation.read("scores").to_pylist():
             single.setdefault(row["name"], {})[row["id"]] = row["value"]
@@ -89,9 +97,10 @@ def _measured(evaluations: Sequence[Artifact]) -> dict[tuple[str, str], tuple[di
                 continue  # one of two formats, of which the better is there under the task's own name
             weights = single.get(f"{name}:weight", {})
             scale = 1 / math.log(2) if row["metric"] == "bits_per_byte" else 1.0
-            values = {key: (value * scale, weights.get(key, 1.0)) for key, value in single[name].items()}
-            measured.setdefault((row["task"], row["metric"]), (row, values))
-    return measured
+            values = {key: (value * scale, weights.get(key, 1.0)) for key, value in single.get(name, {}).items()}
+            own.setdefault(row["task"], {})[row["metric"]] = ({**row, "evaluation": evaluation.key}, values)
+        results = own | results
+    return results
 
 
 def _difference(task: str, metric: str, values: Values, others: Values) -> Difference:

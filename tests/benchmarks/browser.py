@@ -5,7 +5,7 @@
 
 Starts `puna up` on a new store and drives Chromium (`--chromium`, the one of the system; nothing is downloaded): `curate` from its form,
 watched and its funnel opened; a stage on a picked artifact with a changed number; wrong values; a training that is stopped and goes on;
-a round that a person approves; a schedule set in Prefect's UI that survives a restart and fires; a project begun by its name; a threshold moved; a search; what a text resembles; a question in SQL; every
+a round that a person approves; two models evaluated and compared; a schedule set in Prefect's UI that survives a restart and fires; a project begun by its name; a threshold moved; a search; what a text resembles; a question in SQL; every
 page at 390 px and in the dark. Every step that fails is told with its reason. `--sample`: the pages of `puna demo-pages`, fetched where it is
 not given. `--store` and `--steps` go on in a store that is there.
 """
@@ -34,7 +34,7 @@ LONG = 900.0
 """Seconds that a run may take on a loaded machine."""
 PAGES = {
     "home": "/puna/", "start": "/puna/start", "curate": "/puna/start/curate", "artifacts": "/puna/artifacts", "documents": "/puna/documents?q=the",
-    "rules": "/puna/rules", "rounds": "/puna/rounds", "sql": "/puna/sql?q=select+kind,+count(*)+from+artifacts+group+by+1", "chat": "/puna/chat",
+    "rules": "/puna/rules", "benchmarks": "/puna/benchmarks", "rounds": "/puna/rounds", "sql": "/puna/sql?q=select+kind,+count(*)+from+artifacts+group+by+1", "chat": "/puna/chat",
 }  # fmt: skip
 SMALL_ROUND = (
     "gate.decision=person\nround_prompts=24\nreward_model=null\nchosen=null\nrejection_sample={pick: random}\ndpo=null\ngrpo=null\naverage=null\n"
@@ -230,6 +230,37 @@ def approve(tour: Tour) -> dict[str, Any]:
     return {}
 
 
+def benchmarks(tour: Tour) -> dict[str, Any]:
+    """Two models are evaluated on a task file by its form, compared, and one question opened with both answers."""
+    folder = tour.store.parent / "tasks"
+    folder.mkdir(exist_ok=True)
+    rows = [{"q": f"{a} + {b} =", "options": [str(a + b), str(a + b + 1), "a tree"], "right": 0} for a in range(5) for b in range(5)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "sums.yaml").write_text(
+        "task: sums\ndataset_path: json\ndataset_kwargs: {data_files: {test: sums.jsonl}}\ntest_split: test\n"
+        "output_type: multiple_choice\ndoc_to_text: q\ndoc_to_choice: options\ndoc_to_target: right\n"
+    )
+    for number in (1, 2):
+        tour.go("Benchmarks", "Evaluate a model")
+        tour.page.locator("[name=tasks]").fill(str(folder))
+        tour.page.locator("[name=model]").select_option(index=number)
+        tour.page.locator("#outcome h2").wait_for()
+        tour.page.get_by_role("button", name="Start").click()
+        assert tour.follow() == "finished"
+    tour.go("Benchmarks")
+    for number in (0, 1):
+        tour.page.locator("[name=model]").nth(number).check()
+    tour.shot("leaderboard")
+    tour.page.get_by_role("button", name="Compare two").click()
+    tour.page.get_by_role("heading", name="Calibration").wait_for()
+    tour.shot("two-models", full_page=True)
+    tour.page.get_by_role("link", name="sums").first.click()
+    tour.page.locator(".pairs summary").first.click()
+    tour.page.locator(".pairs .sides table").nth(1).wait_for()
+    tour.shot("question")
+    return {"questions": tour.page.locator(".pairs summary").count()}
+
+
 def judge(tour: Tour) -> dict[str, Any]:
     """The approved policy answers prompts, and a pair of its answers is judged with the keyboard, in these pages."""
     tour.go("Start", "sample")
@@ -392,7 +423,7 @@ def looks(tour: Tour) -> dict[str, Any]:
     return {"pages": len(PAGES)}
 
 
-STEPS = (usable, curate, stage, wrong, late, threshold, search, question, again, training, approve, judge, schedule, projects, looks)
+STEPS = (usable, curate, stage, wrong, late, threshold, search, question, again, training, approve, benchmarks, judge, schedule, projects, looks)
 
 
 def main() -> None:

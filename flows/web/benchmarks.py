@@ -1,0 +1,262 @@
+"""Benchmarks: models by tasks, two models' differences and calibration, and each question with the answers to it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+from urllib.parse import urlencode
+
+from fastapi import Query
+
+from puna.flows.html.markup import Content, Html, details, excerpt, number, percent, section, table, tag
+from puna.flows.html.plot import Plot
+from puna.flows.html.svg import draw, grid
+from puna.flows.web.frame import Here, artifact_link, bar, button, note, pages, problem, projects_nav, tab
+from puna.stages.evaluation.calibration import bins
+from puna.stages.evaluation.comparison import SURE, TABLE, Difference, Measured, differences, evaluations_of, main_metric, measured
+from puna.stages.evaluation.task_file import LOWER
+from puna.storage import Artifact, PunaError, Store
+
+MOST = 30
+"""Models of the leaderboard."""
+SHOWN = 20
+"""Questions of a page."""
+TITLE = 140
+"""Characters of a question's heading."""
+WHICH = {"": "all", "differ": "one model is right", "wrong": "no model is right"}
+HOW = "The best first: main metric, 95 % interval, and the difference from {} on the same questions, bold where Holm's p < {}."
+ECE = "Confidence is the probability of the chosen option among the options. A calibrated model lies on the diagonal."
+router = pages("benchmarks", "Benchmarks", at=6)
+
+
+class Candidate(NamedTuple):
+    """A model with what was measured of it."""
+
+    model: Artifact
+    name: str
+    results: Measured
+
+
+def candidates(store: Store, project: str | None) -> list[Candidate]:
+    """Return the models that were asked tasks, the last asked first. `project`: only by evaluations of a project."""
+    entries = [one for one in store.entries(project) if one["kind"] == "evaluation" and TABLE in one["tables"]]
+    artifacts = [Artifact(one["kind"], one["key"], store.files) for one in reversed(entries)]
+    names, models = store.names(), dict[str, Artifact]()
+    for one in artifacts:
+        record = next(item for item in one.manifest.inputs if item.name == "model")
+        models.setdefault(record.data_digest, Artifact(record.kind, record.key, store.files))
+    chosen = [model for model in models.values() if store.find(model.kind, model.key)][:MOST]
+    return [Candidate(one, ", ".join(names.get(one.key, [])) or one.id, measured(evaluations_of(one, artifacts))) for one in chosen]
+
+
+@router.get("/benchmarks")
+def board_page(site: Here, project: str | None = None, beside: str | None = None) -> str:
+    """Return the leaderboard. `beside`: the model whose differences from the others are shown, else the first."""
+    models = ranked(candidates(site.store.within(project).require_project(), project))
+    about = f"project={project}&" if project else ""
+    reference = next((one for one in models if one.model.key.startswith(beside or "")), None)
+    start = tag("p", button("Evaluate a model", "/puna/start/benchmark"), class_="buttons")
+    if reference is None:
+        nothing = tag("p", "No model was asked a task yet. ", tag("code", "puna evaluate MODEL --tasks FILE"), " does that.", class_="lead")
+        return site.page("Benchmarks", projects_nav(site.store, project, "/puna/benchmarks", every=True), nothing, start, here="benchmarks")
+    tasks = sorted({task for one in models for task in one.results})
+    rows: list[list[Content]] = []
+    for one in models:
+        gaps = {} if one is reference else {gap.task: gap for gap in differences(reference.results, one.results)[0]}
+        box = tag("input", type="checkbox", name="model", value=one.model.key[:12], aria_label=f"compare {one.name}")
+        link = tab("reference" if one is reference else "compare all with it", f"?{about}beside={one.model.key[:12]}", one is reference)
+        cells = [_score(one.results.get(task), gaps.get(task)) for task in tasks]
+        rows.append([box, [artifact_link(one.model, one.name), tag("small", link)], *cells])
+    first = [next(one.results[task] for one in models if task in one.results) for task in tasks]
+    head = [[task, Html("<br>"), tag("small", _metric(main_metric(metrics)))] for task, metrics in zip(tasks, first, strict=True)]
+    listed = table([tag("small", "pick"), "model", *head], rows, numeric=range(2, 2 + len(tasks)))
+    lead = HOW.format(reference.name, SURE)
+    form = tag("form", listed, tag("p", tag("button", "Compare two")), action="/puna/benchmarks/compare", method="get")
+    return site.page("Benchmarks", projects_nav(site.store, project, "/puna/benchmarks", every=True),
+                     section("board", "Leaderboard", lead, form), start, here="benchmarks")  # fmt: skip
+
+
+def ranked(models: Sequence[Candidate]) -> list[Candidate]:
+    """Return the models by the mean share of models that they beat over the tasks, the best first."""
+    values: dict[str, dict[int, float]] = {}
+    for at, one in enumerate(models):
+        for task, metrics in one.results.items():
+            name = main_metric(metrics)
+            values.setdefault(task, {})[at] = metrics[name][0]["value"] * (-1 if name in LOWER else 1)
+
+    def beaten(at: int) -> float:
+        shares = [sum(own[at] > value for value in own.values()) / len(own) for own in values.values() if at in own]
+        return sum(shares) / max(1, len(values))
+
+    return [models[at] for at in sorted(range(len(models)), key=lambda at: (-beaten(at), at))]
+
+
+def _score(metrics: Mapping[str, tuple[dict[str, Any], Any]] | None, gap: Difference | None) -> Content:
+    """Return a cell of the leaderboard, which links to the questions."""
+    if metrics is None:
+        return "–"
+    row = metrics[main_metric(metrics)][0]
+    span = "" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
+    more = [tag("small", f"{percent(row['contaminated'], 1)} contaminated, {_clean(row)} without")] if row.get("contaminated") else []
+    if gap is not None:
+        words = f"{gap.difference.value:+.3f}, p {gap.holm:.2g}"
+        more.append(tag("small", tag("b", words) if gap.holm < SURE else words))
+    title = f"{row['metric']}, {row['n']:,} questions"
+    return [tag("a", f"{row['value']:.3f}", href=_questions(row["task"], row["evaluation"]), title=title), tag("small", span), more]
+
+
+def _metric(name: str) -> str:
+    return f"{name}, less is better" if name in LOWER else name
+
+
+def _clean(row: Mapping[str, Any]) -> str:
+    return "none is left" if row.get("clean") is None else f"{row['clean']:.3f}"
+
+
+def _questions(task: str, *evaluations: str, **more: object) -> str:
+    return f"/puna/benchmarks/questions?{urlencode({'task': task, 'evaluation': [key[:12] for key in evaluations], **more}, doseq=True)}"
+
+
+@router.get("/benchmarks/compare")
+def compare_page(site: Here, names: Annotated[list[str], Query(alias="model")] = []) -> str:  # noqa: B006
+    """Return two models side by side: the differences task by task, and how well their confidence fits."""
+    if len(names) != 2:
+        raise PunaError(f"compare: choose two models, not {len(names)}")
+    known = {one.model.key: one for one in candidates(site.store, None)}
+    keys = [site.store.resolve(f"model/{name}").key for name in names]
+    if missing := [key for key in keys if key not in known]:
+        raise PunaError(f"model/{missing[0][:12]} was not asked any task, or is not among the last {MOST} that were")
+    one, other = (known[key] for key in keys)
+    gaps, remarks = differences(one.results, other.results)
+    rows: list[list[Content]] = []
+    for gap in gaps:
+        first, second = (side.results[gap.task][gap.metric][0] for side in (one, other))
+        link = tag("a", gap.task, href=_questions(gap.task, first["evaluation"], second["evaluation"]))
+        clean = [_clean(row) if row.get("contaminated") else "" for row in (first, second)]
+        rows.append(
+            [[link, tag("small", _metric(gap.metric))], *([f"{mean:.4f}", tag("small", f"{rest} on the clean part") if rest else None]
+             for mean, rest in zip((gap.one, gap.other), clean, strict=True)), f"{gap.difference.value:+.4f}",
+             f"{gap.difference.low:+.4f} to {gap.difference.high:+.4f}", gap.n, f"{gap.p:.3g}", f"{gap.holm:.3g}"]
+        )  # fmt: skip
+    shares = [gap for gap in gaps if gap.metric not in LOWER]
+    series = {"difference": [(gap.task, gap.difference.value) for gap in shares]}
+    spans = {"difference": [(gap.task, gap.difference.low, gap.difference.high) for gap in shares]}
+    plot = Plot("Difference, 95 % interval", "task", "B - A", series, "scatter", lines={"equal": 0.0}, intervals=spans)
+    head: list[Content] = ["task", "A", "B", "B - A", "95 %", "questions", "p", "p (Holm)"]
+    return site.page(
+        "Two models",
+        [problem(f"Not compared: {remark}") for remark in remarks],
+        section("differences", "Differences", "On the same questions. A task's name opens its questions with both answers.",
+                table(head, rows, numeric=range(1, 8)), grid([draw(plot)])) if rows else None,
+        section("calibration", "Calibration", ECE, _calibration(site.store, {"A": one, "B": other})),
+        here="benchmarks", lead=[["A: ", artifact_link(one.model, one.name)], Html("<br>"), "B: ", artifact_link(other.model, other.name)],
+    )  # fmt: skip
+
+
+def _calibration(store: Store, sides: Mapping[str, Candidate]) -> Content:
+    """Return the calibration errors and a reliability plot of each multiple choice task."""
+    rows: list[list[Content]] = []
+    plots = []
+    for task in sorted({task for side in sides.values() for task in side.results}):
+        series: dict[str, list[tuple[float | str, float]]] = {}
+        errors: list[Content] = []
+        for name, side in sides.items():
+            row, right = side.results.get(task, {}).get("acc", ({}, {}))
+            errors.append("–" if row.get("calibration_error") is None else f"{row['calibration_error']:.3f}")
+            if row.get("calibration_error") is not None:
+                scores = store.resolve(f"evaluation/{row['evaluation']}").read("scores").to_pylist()
+                sure = {one["id"]: one["value"] for one in scores if one["name"] == f"{task}/acc:confidence"}
+                places = bins([*sure.values()], [right[key][0] for key in sure])
+                series[name] = [(one.confidence, one.accuracy) for one in places]
+        if series:
+            rows.append([task, *errors])
+            series["calibrated"] = [(0.0, 0.0), (1.0, 1.0)]
+            plots.append(Plot(task, "confidence", "share that is right", series, faint=frozenset(["calibrated"])))
+    return [table(["expected calibration error", *sides], rows, numeric=(1, 2)), grid(map(draw, plots))] if rows else None
+
+
+@router.get("/benchmarks/questions")
+def questions_page(
+    site: Here,
+    task: str,
+    names: Annotated[list[str], Query(alias="evaluation")],
+    which: str = "",
+    start: Annotated[int, Query(ge=0)] = 0,
+) -> str:
+    """Return questions of a task with the answers of one model or of two. `which`: a name of WHICH; `start`: the first that is shown."""
+    evaluations = [site.store.resolve(f"evaluation/{name}") for name in names]
+    titles = ["A", "B"] if len(names) > 1 else [""]
+    if len(names) > 2 or which not in WHICH:
+        raise PunaError("questions: choose one or two evaluations, and which questions: all, differ or wrong")
+    results = [measured([one]).get(task) for one in evaluations]
+    if missing := [one.id for one, own in zip(evaluations, results, strict=True) if not own]:
+        raise PunaError(f"{missing[0]} has no task {task}")
+    metric = main_metric(set.intersection(*(set(own) for own in results if own)))
+    asked = [_answers(one, task) for one in evaluations]
+    both = [key for key in asked[0] if all(key in own for own in asked)]
+    right = {key: [own[key]["about"].get(metric) for own in asked] for key in both}
+    some = {"": both, "differ": [key for key in both if len({*right[key]}) > 1], "wrong": [key for key in both if {*right[key]} == {0.0}]}
+    chosen = some[which]
+    total = max(len(own[metric][1]) for own in results if own)
+    offered = {name: words for name, words in WHICH.items() if name != "differ" or len(names) > 1}
+    links = [tab(words, _questions(task, *names, which=name), name == which) for name, words in offered.items()]
+    steps = [tag("a", words, href=_questions(task, *names, which=which, start=at)) for words, at in
+             (("before", start - SHOWN), ("next", start + SHOWN)) if 0 <= at < len(chosen)]  # fmt: skip
+    counted = f"{len(chosen):,} of the {len(both):,} questions that are kept with answers (setting examples); {total:,} were asked."
+    shown = [_question([own[key] for own in asked], right[key], titles) for key in chosen[start : start + SHOWN]]
+    models = [next(item for item in one.manifest.inputs if item.name == "model") for one in evaluations]
+    lead = [[f"{title}: " if title else "", artifact_link(Artifact(one.kind, one.key, site.store.files), _name(site.store, one.key)), " "]
+            for title, one in zip(titles, models, strict=True)]  # fmt: skip
+    return site.page(
+        task, tag("nav", links, aria_label="Questions"), note(counted), tag("div", shown, class_="pairs"),
+        tag("p", [[step, " "] for step in steps], class_="more-links") if steps else None, here="benchmarks", lead=lead,
+    )  # fmt: skip
+
+
+def _name(store: Store, key: str) -> str:
+    return ", ".join(store.names().get(key, [])) or f"model/{key[:12]}"
+
+
+def _answers(evaluation: Artifact, task: str) -> dict[str, dict[str, Any]]:
+    """Return the questions of a task that an evaluation keeps with their answers, by their ids."""
+    rows = [{**row, "about": json.loads(row["detail"])} for row in evaluation.read("examples").to_pylist()]
+    return {row["id"]: row for row in rows if row["about"].get("task") == task}
+
+
+def _question(rows: Sequence[Mapping[str, Any]], right: Sequence[float | None], titles: Sequence[str]) -> Html:
+    """Return a question that opens at a click: as it was asked, and each model's answer."""
+    first = rows[0]
+    verdicts = [_verdict(title, value) for title, value in zip(titles, right, strict=True)]
+    sides = [tag("div", tag("h4", title), _verdict("", value), _answer(row)) for title, row, value in zip(titles, rows, right, strict=True)]
+    target = tag("p", "right answer: ", tag("b", excerpt(_target(first["about"]))))
+    asked = tag("p", str(first["prompt"]), class_="said", dir="auto")
+    return details([tag("b", excerpt(str(first["prompt"]), TITLE)), " ", verdicts], asked, target, tag("div", sides, class_="sides"))
+
+
+def _target(about: Mapping[str, Any]) -> str:
+    choices, target = list(about.get("nats", ())), about.get("target")
+    return choices[target] if isinstance(target, int) and target < len(choices) else str(target)
+
+
+def _verdict(title: str, value: float | None) -> Html | None:
+    if value is None:
+        return None
+    kind, words = ("right", "right") if value >= 1 else ("wrong", "wrong") if value <= 0 else ("", f"score {number(value, 3)}")
+    return tag("span", f"{title} {words}".strip(), class_=f"tag {kind}")
+
+
+def _answer(row: Mapping[str, Any]) -> Content:
+    """Return a model's answer: the options with their probabilities, or its text with what its verifier says."""
+    about = row["about"]
+    if not (nats := about.get("nats")):
+        said = [tag("p", text, class_="note") for text in dict.fromkeys(about.get("said") or ()) if text]
+        return [tag("p", str(row["text"]), class_="said", dir="auto"), said]
+    whole = sum(math.exp(value - max(nats.values())) for value in nats.values())
+    rows: list[list[Content]] = []
+    for choice, value in nats.items():
+        share = math.exp(value - max(nats.values())) / whole
+        words = tag("b", excerpt(choice)) if choice == row["text"] else excerpt(choice)
+        rows.append([words, bar(share, percent(share, 1)), percent(share, 1)])
+    return table(["option", "probability", ""], rows, numeric=(2,))
