@@ -70,7 +70,7 @@ class Site:
     def page(self, title: str, *content: Content, here: str = "", live: str | None = None, lead: Content = None) -> Html:
         """Return a whole page. `here`: its place in the navigation; `live`: the address of events after which `main` is fetched anew."""
         links = [
-            tag("a", name, href=f"/puna/{place}", aria_current="page" if place == here else None, accesskey=str(number))
+            tag("a", name, href=f"/puna/{place}", aria_current="page" if place == here else None, accesskey=str(number) if number < 10 else None)
             for number, (_, place, name, _) in enumerate(sorted(entry for entry in REGISTRY if entry.name), 1)
         ]
         if self.prefect is not None:
