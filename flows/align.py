@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
-from puna.flows.engine.declare import Output, flow, publish, setting, step, switch, together
-from puna.flows.rounds import State, controls, development_prompts, distilled, learned_from, new_prompts, one_round
+from puna.flows.engine.declare import Output, flow, publish, setting, step, switch, tell, together
+from puna.flows.rounds import State, controls, development_prompts, distilled, learned_from, new_prompts, one_round, stopped
 from puna.stages.align.instructions import instructions
 from puna.stages.align.sft import sft
 from puna.stages.contract import Kind
@@ -24,6 +24,7 @@ def align(
 ) -> Output:
     """Align a model by supervised finetuning on gold answers, then rounds; with instructions and preferences of one's own.
 
+    A later round must pass its `gate` over the one before: the first that is refused is the last, and the policy stays.
     `teacher`: a better model with the same tokenizer, for the step `distill` between the two.
     """
     rounds = setting("rounds", 2, minimum=0, maximum=20, description="Rounds of alignment")
@@ -35,16 +36,20 @@ def align(
     policy = step(sft, "sft_first", through="model", model=model, instructions=gold)
     policy = distilled(policy, teacher, tasks, gold, compared=compared)
     other = step(sft, "sft_lora", default=SftConfig(method="lora"), model=policy, instructions=gold)
-    step(evaluate, "evaluate_sft", field="evaluate", model=policy, prompts=tasks)
-    state = State(policy, other, tuple(gold), tuple(judged or []))
+    measured = step(evaluate, "evaluate_sft", field="evaluate", model=policy, prompts=tasks)
+    state = State(policy, other, tuple(gold), tuple(judged or []), measured)
     development = development_prompts() if rounds else None
     arms: list[Callable[[], None]] = []
     for number in range(1, rounds + 1):
         asked, before = new_prompts(number), state
         state = one_round(number, before, asked, tasks, development=development)
-        publish("policy", state.policy, f"round-{number}")
         if compared:
             arms += controls(number, before, state, asked, tasks, development=development)
+        if number > 1 and (reason := stopped(number, before, state, tasks)):
+            tell(f"stop: round {number} {reason}; the policy stays that of round {number - 1}")
+            state = before
+            break
+        publish("policy", state.policy, f"round-{number}")
     aligned = publish("policy", state.policy)
     together(*arms)
     return aligned

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
 
-from puna.flows.engine.declare import Output, current_walk, publish, setting, step
+from puna.flows.engine.declare import Output, current_walk, publish, setting, step, switch
 from puna.flows.engine.recipe import Step
 from puna.stages.align.average import average
 from puna.stages.align.data_quality import data_quality
 from puna.stages.align.distill import distill
 from puna.stages.align.dpo import dpo
+from puna.stages.align.gate import gate
 from puna.stages.align.instructions import chosen
 from puna.stages.align.new_prompts import NewPromptsConfig
 from puna.stages.align.new_prompts import new_prompts as unused_prompts
@@ -28,12 +30,15 @@ from puna.stages.contract import StageConfig
 from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.prompts.prompts import PromptsConfig, prompts
 from puna.stages.training.rewards import Reward
+from puna.stages.training.settings import SftConfig
 from puna.storage import Artifact, PunaError
 
 RANKED = 4
 """Right answers to a prompt, those that the reward model ranks highest, that an arm is finetuned on."""
 ITERATIONS = 3
 """Times that an arm samples and is finetuned, with a part of the checks and updates each."""
+MORE = 1.1
+"""What a finetuned arm is given of the recipe's answers and steps: its right answers may be fewer than the round's."""
 DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
 """The prompts on which the weights of the average are searched."""
 
@@ -115,7 +120,10 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     data = [*gold, *(one for one in (better, good, synthetic) if one)]
     tuned = step(sft, number=number, through="model", model=start, instructions=data)
     preferred = step(dpo, number=number, through="model", model=tuned, preferences=last_pairs)
-    trained = step(grpo, number=number, off=True, through="policy", policy=preferred, reward_model=reward, prompts=tasks)
+    taught, parts = preferred, _iterations()
+    for part in range(1, parts + 1):
+        taught = _taught(f"again_{part}", number, taught, gold, tasks, reward, ranked=bool(reward), share=1 / parts)
+    trained = step(grpo, number=number, off=True, through="policy", policy=taught, reward_model=reward, prompts=tasks)
     trained = step(ppo, number=number, off=True, through="policy", policy=trained, reward_model=reward, prompts=tasks)
     policy = _averaged("average", number, before, trained, reward, development)
     measured = step(evaluate, f"evaluate_round_{number}", field="evaluate", model=policy, prompts=heldout)
@@ -125,6 +133,20 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     }  # fmt: skip
     other = tuned if before.other else before.other
     return State(policy, other, before.instructions, pairs, measured, before.start, outputs)
+
+
+def stopped(number: int, before: State, after: State, heldout: Output) -> str:
+    """Return why a round's gate does not let its candidate take the policy's place; empty where it does, or where no gate is made yet."""
+    verdict = step(
+        gate, number=number, policy=before.policy, candidate=after.policy, before=before.evaluation, after=after.evaluation, prompts=heldout
+    )
+    (one,) = verdict.items or (None,)
+    if not isinstance(one, Artifact):
+        return ""
+    outcome, reason = (str(one.manifest.metrics[name]) for name in ("verdict", "reason"))
+    if outcome != "waits":
+        publish("gate", verdict, one.key[:16])
+    return {"passed": "", "refused": f"gains nothing: {reason}"}.get(outcome, "waits for an approval")
 
 
 def _averaged(label: str, number: int, before: State, trained: Output, reward: Output, development: Output | None) -> Output:
@@ -138,15 +160,15 @@ def _averaged(label: str, number: int, before: State, trained: Output, reward: O
 def controls(
     number: int, before: State, after: State, tasks: Output, heldout: Output, *, development: Output | None = None
 ) -> list[Callable[[], None]]:
-    """Return the control arms of round `number`, each a model and its evaluation: the same labels and updates without a part of the round.
+    """Return the control arms of round `number`, each a model and its evaluation, averaged with the round's start as the round is.
 
-    In place of RL, what `_equal` says. Finetuning alone, from the round's start, with as many updates as its finetuning and RL: on
-    demonstrations, with chosen answers, with synthetic ones, with one more answer per prompt by each way to pick. DPO in place of RL,
-    where the recipe names `dpo_instead`; with `sample_instead` also on pairs of the finetuned model's own answers, whose checks another
-    arm is finetuned on. The round without DPO, RL, or the reward model in RL. Each arm is averaged with the round's start, as the round is.
+    In place of its last training, what `_equal` says. With `ablations`, of a smaller budget: finetuning alone, with as many updates as the
+    round, on demonstrations, with chosen answers, with synthetic ones, with one more answer per prompt by each way to pick. DPO in place
+    of RL, where the recipe names `dpo_instead`; with `sample_instead` also on pairs of the finetuned model's own answers, whose checks
+    another arm is finetuned on. The round without DPO, without its last training, or without the reward model in RL.
     """
     made, start, gold = after.made, before.start or before.policy, list(before.instructions)
-    updates = replaced("more_steps", _updates_of_rl())
+    updates = replaced("more_steps", _last_updates())
     base = [*gold, made["chosen"]] if made["chosen"] else gold
 
     def arm(name: str, trained: Output) -> Output:
@@ -180,16 +202,19 @@ def controls(
             tuned("pick_instead", [*base, checked, more])
 
     def rewarded(name: str, policy: Output, reward: Reward | None = None) -> None:
-        arm(name, policy if name == "no_rl" else _by_rl(number, tasks, made["reward_model"], name, policy, reward))
+        arm(name, _by_rl(number, tasks, made["reward_model"], name, policy, reward))
 
+    trains = made["policy"].labels != made["dpo"].labels
+    arms = _equal(number, made, gold, tasks, heldout, arm) if trains else []
+    if not switch("ablations", True, description="Also control arms of a smaller budget: what a part of the round, or its data, adds"):
+        return arms
     # Made at once, for two arms that may be made at one time learn from it.
     checked = chosen_by("verifier", made["sample"], "pick_verifier")
-    arms = _equal(number, made, gold, tasks, heldout, arm) if made["policy"].labels != made["dpo"].labels else []
     arms += [partial(tuned, "gold", gold), *([partial(tuned, "chosen", base)] if made["chosen"] else [])]
     arms += [partial(tuned, "synthetic", [*base, made["synthesize"]])] if made["synthesize"] else []
     arms += [partial(picked, pick) for pick in get_args(Pick) if pick != "reward_model" or made["reward_model"]] + [instead]
-    if made["policy"].labels != made["dpo"].labels:
-        arms.append(partial(rewarded, "no_rl", made["dpo"]))
+    arms += [partial(arm, "untaught", made["dpo"])] if trains else []
+    if _of_rl():
         if made["dpo"].labels != made["sft"].labels:
             arms.append(partial(rewarded, "no_dpo", made["sft"]))
         if any(config.reward != "verifier" for config in _of_rl()):
@@ -200,69 +225,91 @@ def controls(
 def _equal(
     number: int, made: Mapping[str, Output], gold: list[Output], tasks: Output, heldout: Output, arm: Callable[[str, Output], Output]
 ) -> list[Callable[[], None]]:
-    """Return the arms that are given in place of RL as much as RL is, where the recipe names `sft_equal` and `sample_equal`.
+    """Return the arms that are given as much as the round's last training is, where the recipe names `sft_again` and `sample_again`.
 
-    The policy that RL starts from answers the round's prompts, the checker judges each answer once, and it is finetuned, beside gold
-    answers, on: all distinct right answers; those that the reward model ranks highest; the same in `ITERATIONS` parts, each sampled from
-    what the last one trained; all right ones of half as many, then half of RL. The first arm's model also answers held-out prompts by
-    the reward model's best of n, where the recipe names `evaluate_best`.
+    The policy that it starts from is finetuned by `_taught` on all distinct right answers; and reinforced, where the recipe names
+    `grpo_instead`. With `more_controls` also: on right answers that the reward model ranks highest, once or in `ITERATIONS` parts; on
+    half of the answers, then half of RL; and the first arm's model answers held-out prompts by the reward model's best of n, where the
+    recipe names `evaluate_best`.
     """
-    if not current_walk().configs(Step("sft_equal", "sft_equal", sft, off=True)):
+    if not current_walk().configs(Step("sft_again", "sft_again", sft, off=True)):
         return []
-    reward = made["reward_model"]
+    start, reward, own = made["dpo"], made["reward_model"], _iterations()
+    taught = partial(_taught, number=number, gold=gold, tasks=tasks, reward=reward)
 
-    def tuned(name: str, model: Output, *, ranked: bool = False, parts: int = 1, samples: str = "") -> Output:
-        """Finetune a model on its own checked answers, with a part of the checks and updates."""
-        asked = f"sample_{samples or name}_{number}"
-        fewer = partial(_divided, "answers", parts)
-        answers = step(sample, asked, field="sample_equal", number=number, off=True, adapt=fewer, models=[model], prompts=tasks)
-        ways = {"pick": "reward_model", "correct": True, "most": RANKED} if ranked else {"pick": "verifier", "most": 1000}
-        picked = step(
-            rejection_sample, f"pick_{name}_{number}", field="pick_equal", number=number, answers=answers, prompts=tasks,
-            default=RejectionSampleConfig(), adapt=lambda config: config.model_copy(update=ways), reward_model=reward if ranked else None,
+    def reinforced(name: str, policy: Output, field: str, share: float = 1) -> None:
+        trained = step(
+            grpo, f"grpo_{name}_{number}", field=field, number=number, off=True, policy=policy, reward_model=reward, prompts=tasks,
+            adapt=partial(_shared, "rollouts", share),
         )  # fmt: skip
-        label, shorter = f"sft_{name}_{number}", partial(_divided, "steps", parts)
-        data = [*gold, picked]
-        return step(sft, label, field="sft_equal", number=number, off=True, through="model", adapt=shorter, model=model, instructions=data)
+        if trained:
+            arm(name, trained)
 
     def checked() -> None:
-        model = arm("checked", tuned("checked", made["dpo"], samples="equal"))
-        step(
-            evaluate, f"control_best_of_n_{number}", field="evaluate_best", off=True, model=model, prompts=heldout,
-            judges=[reward] if reward else [],
-        )  # fmt: skip
+        model = arm("checked", taught("checked", model=start, samples="equal"))
+        if more:
+            step(
+                evaluate, f"control_best_of_n_{number}", field="evaluate_best", off=True, model=model, prompts=heldout,
+                judges=[reward] if reward else [],
+            )  # fmt: skip
+        # In turn, for both learn from the same samples.
+        if more and reward and own != 1:
+            arm("ranked", taught("ranked", model=start, ranked=True, samples="equal"))
 
     def iterated() -> None:
-        model = made["dpo"]
+        model = start
         for part in range(1, ITERATIONS + 1):
-            model = tuned(f"iterated_{part}", model, ranked=True, parts=ITERATIONS)
+            model = taught(f"iterated_{part}", model=model, ranked=True, share=MORE / ITERATIONS)
         arm("iterated", model)
 
     def half() -> None:
-        model = tuned("half", made["dpo"], parts=2)
-        shorter = partial(_divided, "rollouts", 2)
-        arm("half", step(grpo, f"grpo_half_{number}", field="grpo", number=number, off=True, through="policy", policy=model,
-                         reward_model=reward, prompts=tasks, adapt=shorter))  # fmt: skip
+        reinforced("half", taught("half", model=start, share=MORE / 2), "grpo_instead" if own else "grpo", 1 / 2)
 
-    def ranked() -> None:
-        arm("ranked", tuned("ranked", made["dpo"], ranked=True, samples="equal"))
-
-    def first() -> None:
-        # In turn, for both learn from the same samples.
-        checked()
-        if reward:
-            ranked()
-
-    return [first, *([iterated] if reward else []), half]
+    more = switch("more_controls", True, description="Also the control arms `ranked`, `iterated`, `half` and `best_of_n`")
+    arms = [checked, partial(reinforced, "rl", start, "grpo_instead")]
+    if more and reward and own <= 1:
+        arms.append(iterated)
+    return [*arms, *([half] if more else [])]
 
 
-def _divided(name: str, parts: int, config: Any) -> Any:
-    """Return a configuration with a part of its answers, steps or rollouts, rounded up."""
+def _iterations() -> int:
+    return setting(
+        "iterations", 0, minimum=0, maximum=20,
+        description="Times that a round's policy answers again (`sample_again`) and is finetuned (`sft_again`) on right answers, those "
+        "that the reward model ranks highest, with a part of the recipe's answers and steps each; 0: never",
+    )  # fmt: skip
+
+
+def _taught(
+    name: str, number: int, model: Output, gold: Sequence[Output], tasks: Output, reward: Output, *, ranked: bool = False,
+    share: float = MORE, samples: str = "",
+) -> Output:  # fmt: skip
+    """Finetune a model on gold and on its own right answers to the round's prompts, with a share of the recipe's answers and steps.
+
+    All distinct ones; or, `ranked`, the `RANKED` of each prompt with the highest reward. `samples`: the name of answers that arms share.
+    """
+    answers = step(
+        sample, f"sample_{samples or name}_{number}", field="sample_again", number=number, off=True, models=[model], prompts=tasks,
+        adapt=partial(_shared, "answers", share),
+    )  # fmt: skip
+    ways = {"pick": "reward_model", "correct": True, "most": RANKED} if ranked else {"pick": "verifier", "most": 1000}
+    picked = step(
+        rejection_sample, f"pick_{name}_{number}", field="pick_again", number=number, answers=answers, prompts=tasks,
+        default=RejectionSampleConfig(), adapt=lambda config: config.model_copy(update=ways), reward_model=reward if ranked else None,
+    )  # fmt: skip
+    return step(
+        sft, f"sft_{name}_{number}", field="sft_again", number=number, off=True, through="model", adapt=partial(_shared, "steps", share),
+        model=model, instructions=[*gold, picked],
+    )  # fmt: skip
+
+
+def _shared(name: str, share: float, config: Any) -> Any:
+    """Return a configuration with a share of its answers, steps or rollouts, rounded up."""
     if name == "steps":
         training = config.training
-        shorter = {"steps": -(-training.steps // parts)} if training.steps else {"epochs": training.epochs / parts}
+        shorter = {"steps": math.ceil(training.steps * share)} if training.steps else {"epochs": training.epochs * share}
         return config.model_copy(update={"training": training.replace(**shorter)})
-    return config.model_copy(update={name: -(-getattr(config, name) // parts)})
+    return config.model_copy(update={name: math.ceil(getattr(config, name) * share)})
 
 
 def _chosen_by(number: int, tasks: Output, reward_model: Output, pick: Pick, answers: Output, label: str) -> Output:
@@ -288,9 +335,11 @@ def _of_rl() -> list[RolloutsConfig]:
     return [config for config in configs if isinstance(config, RolloutsConfig)]
 
 
-def _updates_of_rl() -> int:
-    """Return the number of policy updates in reinforcement learning."""
-    return sum(config.rollouts * config.epochs * config.minibatches for config in _of_rl())
+def _last_updates() -> int:
+    """Return the number of the policy's updates after DPO: of finetuning on its own right answers, and of reinforcement learning."""
+    again = current_walk().configs(Step("sft_again", "sft_again", sft, off=True)) if _iterations() else []
+    steps = sum(config.training.steps or 0 for config in again if isinstance(config, SftConfig))
+    return steps + sum(config.rollouts * config.epochs * config.minibatches for config in _of_rl())
 
 
 def replaced(name: str, value: object) -> Callable[[StageConfig], StageConfig]:

@@ -87,7 +87,7 @@ def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]
 
 
 def _arms(arms_of_round: arms.Arms) -> Table:
-    table = _table(f"round {arms_of_round.number} and its controls", *(arms.METRICS[metric] for metric in arms_of_round.metrics))
+    table = _table(f"round {arms_of_round.number} beside other arms", *(arms.METRICS[metric] for metric in arms_of_round.metrics))
     for arm in arms_of_round.scores:
         table.add_row(arms.NAMES.get(arm, arm), *(f"{arms_of_round.share(arm, metric).value:.3f}" for metric in arms_of_round.metrics))
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -175,44 +176,46 @@ def _cell(m: Measured | None) -> Content:
 
 
 def arms_view(run: Run) -> Html:
-    """Show each round beside its control arms: shares with intervals, differences, and the gain of each part."""
+    """Show each round beside other arms: shares with intervals, the round's gain over each, the arm's share of its budget, and claims."""
     parts = []
-    for arms_of_round in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
-        head: list[Content] = ["arm"]
-        for metric in arms_of_round.metrics:
-            head += [arms.METRICS[metric], "the round beyond it"]
-        rows: list[list[Content]] = []
-        for arm in arms_of_round.scores:
-            row: list[Content] = [arms.NAMES.get(arm, arm)]
-            for metric in arms_of_round.metrics:
-                share = arms_of_round.share(arm, metric)
-                row.append([f"{share.value:.3f}", tag("small", f"{share.low:.3f} to {share.high:.3f}")])
-                row.append("" if arm == "round" or "round" not in arms_of_round.scores else _gain(arms_of_round.gain("round", arm, metric)))
-            rows.append(row)
-        claims = [
-            [claim.name, arms.NAMES[claim.control], arms.METRICS[claim.metric], _gain(claim.gain), claim.verdict]
-            for claim in arms_of_round.claims()
+    for one in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
+        titles = [title for metric in one.metrics for title in (arms.METRICS[metric], "the round beyond it")]
+        rows = [[arms.NAMES.get(arm, arm), *(cell for metric in one.metrics for cell in _share_and_gain(one, arm, metric)),
+                 _ratio(one, arm)] for arm in one.scores]  # fmt: skip
+        claims: list[list[Content]] = [
+            [claim.name, arms.NAMES[claim.control], arms.METRICS[claim.metric], _gain(claim.gain), claim.verdict] for claim in one.claims()
         ]
-        beside = table(["what", "its strongest control", "of answers", "gain", "verdict"], claims, numeric=[3])
-        views = [table(head, rows, numeric=range(1, len(head))), beside, _budgets(arms_of_round)]
-        parts.append(part(f"Round {arms_of_round.number} and its controls", *views))
+        beside = table(["what", "over", "of answers", "gain", "verdict"], claims, numeric=[3])
+        shares = table(["arm", *titles, "budget"], rows, numeric=range(1, len(titles) + 2))
+        parts.append(part(f"Round {one.number} beside other arms", shares, beside, _budgets(one)))
     note = (
-        "A part has earned its gain over a control with as many checker calls, labels, sampled tokens, updates and trained answers, or "
-        "more. Gains are differences on the same held-out prompts, with 95 % intervals; where that holds 0, a part has earned nothing."
+        "A control has as many checker calls, labels, sampled tokens, updates and trained answers as the round, or more: a budget of 1 at "
+        "least. A part has earned its gain over a control alone. Gains are differences on the same held-out prompts, with 95 % intervals; "
+        "where that holds 0, a part has earned nothing."
     )
     return join([tag("p", note, class_="note"), *parts]) if parts else Html("")
 
 
-def _budgets(arms_of_round: arms.Arms) -> Html:
-    """Show what each arm was given beyond what the round begins with."""
-    counted = ("checker calls", "labels", "sampled tokens", "updates", "answers an update", "trained tokens")
-    head: list[Content] = ["arm", *counted, "CPU seconds"]
-    rows: list[list[Content]] = []
-    for arm in arms_of_round.scores:
-        if one := arms_of_round.budgets[arm]:
-            counts = (one.checker_calls, one.labels, one.sampled_tokens, one.updates, one.answers_per_update, one.trained_tokens)
-            rows.append([arms.NAMES.get(arm, arm), *(f"{count:,.0f}" for count in counts), f"{one.cpu_seconds:.1f}"])
-    return details("What each arm was given", table(head, rows, numeric=range(1, len(head)))) if rows else Html("")
+def _share_and_gain(one: arms.Arms, arm: str, metric: str) -> tuple[Content, Content]:
+    share = one.share(arm, metric)
+    gain = "" if arm == "round" or "round" not in one.scores else _gain(one.gain("round", arm, metric))
+    return [f"{share.value:.3f}", tag("small", f"{share.low:.3f} to {share.high:.3f}")], gain
+
+
+def _ratio(one: arms.Arms, arm: str) -> str:
+    """Return an arm's budget over the round's, as the law counts it; empty where one of the two is unknown."""
+    ratio = one.ratio(arm, "round")
+    return "" if ratio is None or math.isinf(ratio) else f"{math.floor(ratio * 100) / 100:.2f}"
+
+
+def _budgets(one: arms.Arms) -> Html:
+    """Show the budget of each arm beyond what the round begins with."""
+    counted = ("checker_calls", "labels", "sampled_tokens", "updates", "answers_per_update", "trained_tokens", "cpu_seconds")
+    rows: list[list[Content]] = [
+        [arms.NAMES.get(arm, arm), *(f"{getattr(budget, name):,.0f}" for name in counted)] for arm, budget in one.budgets.items() if budget
+    ]
+    head = ["arm", *(name.replace("_", " ") for name in counted)]
+    return details("Budgets", table(head, rows, numeric=range(1, len(head)))) if rows else Html("")
 
 
 def _gain(gain: Interval) -> Content:

@@ -23,32 +23,30 @@ NAMES = {
     "pick_majority": "gold + chosen + majority",
     "pick_verifier": "gold + chosen + checked answers",
     "pick_instead": "and checked answers of the finetuned model",
-    "checked": "all distinct checked answers in place of RL",
-    "ranked": "checked answers that the reward model ranks highest, in place of RL",
-    "iterated": "the same, sampled again as it learns",
-    "half": "half checked answers, half RL",
+    "checked": "finetuning on all distinct checked answers",
+    "ranked": "on checked answers that the reward model ranks highest",
+    "iterated": "the same in parts, sampled again as it learns",
+    "rl": "reinforcement learning",
+    "half": "half checked answers, half reinforcement learning",
     "best_of_n": "checked answers, and best of n when asked",
     "dpo_instead": "DPO in place of RL",
-    "no_rl": "the round without RL",
+    "untaught": "the round without its last training",
     "no_dpo": "the round without DPO",
     "no_reward_model": "the round without reward model in RL",
     "round": "the round",
 }
 """Arms in the order of the table."""
-WITHOUT_RL = (
-    "before", "gold", "chosen", "synthetic", "pick_random", "pick_majority", "pick_verifier", "pick_instead", "pick_reward_model",
-    "checked", "ranked", "iterated", "best_of_n", "dpo_instead", "no_rl",
-)  # fmt: skip
+OTHERS = tuple(name for name in NAMES if not name.startswith(("no_", "round")))
 CLAIMS = {
-    "the round over its strongest control": ("round", (*WITHOUT_RL, "half")),
-    "RL on the taste over its strongest control": ("round", (*WITHOUT_RL, "half", "no_reward_model")),
-    "RL": ("round", ("no_rl",)),
+    "the round over its strongest control": ("round", OTHERS),
+    "its last training": ("round", ("untaught",)),
+    "RL in its place over the strongest control": ("rl", tuple(name for name in OTHERS if name not in ("rl", "half"))),
     "the reward model in RL": ("round", ("no_reward_model",)),
     "DPO before RL": ("round", ("no_dpo",)),
-    "DPO in place of RL over its strongest control": ("dpo_instead", (*WITHOUT_RL[:-2], "no_rl")),
+    "DPO in place of RL over its strongest control": ("dpo_instead", (*OTHERS[: OTHERS.index("checked")], "untaught")),
     "synthetic data": ("synthetic", ("chosen", "gold", "pick_random")),
     "the reward model's pick over a random one": ("pick_reward_model", ("pick_random",)),
-}  # fmt: skip
+}
 """What is claimed: an arm, and the controls of which the strongest with as large a budget counts."""
 POLICY_STAGES = ("sft", "dpo", "grpo", "ppo", "distill")
 

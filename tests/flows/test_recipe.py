@@ -96,11 +96,11 @@ def test_arms_in_place_of_reinforcement_learning_have_as_large_a_budget() -> Non
 
 
 def test_control_arms_learn_from_what_their_round_learns_from() -> None:
-    recipe = load("demo", ["rounds=1", "pick={}", "sft_equal=null"])
+    recipe = load("demo", ["rounds=1", "pick={}", "sft_again=null"])
     order = labels(recipe)
     arms = [name.removeprefix("control_").removesuffix("_1") for name in order if name.startswith("control_")]
     picks = [f"pick_{name}" for name in ("reward_model", "random", "majority", "verifier")]
-    assert arms == ["gold", "chosen", *picks, "dpo_instead", "no_rl", "no_reward_model"]
+    assert arms == ["gold", "chosen", *picks, "dpo_instead", "untaught", "no_reward_model"]
     rl = config_of(recipe, "grpo_1")
     given = inputs_of(recipe, "sft_1")
     for name in ("gold", "chosen", *picks):
@@ -113,10 +113,10 @@ def test_control_arms_learn_from_what_their_round_learns_from() -> None:
         assert inputs_of(recipe, f"control_{name}_1") == {**inputs_of(recipe, "evaluate_round_1"), "model": (f"average_{name}_1",)}
         assert inputs_of(recipe, f"average_{name}_1") == {**inputs_of(recipe, "average_1"), "models": ("sft_first", f"sft_{name}_1")}
     assert inputs_of(recipe, "average_1")["models"] == ("sft_first", "grpo_1")
-    assert inputs_of(recipe, "dpo_instead_1")["model"] == ("sft_1",) and inputs_of(recipe, "average_no_rl_1")["models"] == ("sft_first", "sft_1")
+    assert inputs_of(recipe, "dpo_instead_1")["model"] == ("sft_1",) and inputs_of(recipe, "average_untaught_1")["models"] == ("sft_first", "sft_1")
     assert config_of(recipe, "grpo_no_reward_model_1").reward == "verifier" and rl.reward == "product"
     with_dpo = load("demo", ["rounds=1", "dpo={}"])
-    assert inputs_of(with_dpo, "grpo_no_dpo_1")["policy"] == ("sft_1",) and inputs_of(with_dpo, "average_no_rl_1")["models"][1] == "dpo_1"
+    assert inputs_of(with_dpo, "grpo_no_dpo_1")["policy"] == ("sft_1",) and inputs_of(with_dpo, "average_untaught_1")["models"][1] == "dpo_1"
     assert not [name for name in labels(load("demo", ["controls=false"])) if "control" in name or "pick" in name]
     with pytest.raises(PunaError, match=r"controls: takes true or false \(got 1\)"):
         load("demo", ["controls=1"])
@@ -149,7 +149,7 @@ def test_a_reward_model_given_several_times_is_an_ensemble() -> None:
 def test_a_round_without_a_reward_model_has_no_arms_of_it() -> None:
     order = labels(load("smollm2-135m", ["controls=true"], flow="align"), "align")
     arms = [name.removeprefix("control_").removesuffix("_1") for name in order if name.startswith("control_")]
-    assert arms == ["gold", "pick_random", "pick_majority", "pick_verifier", "dpo_instead", "pick_instead", "no_rl"]
+    assert arms == ["gold", "pick_random", "pick_majority", "pick_verifier", "dpo_instead", "pick_instead", "untaught"]
     assert not [name for name in order if "reward_model" in name]
 
 
@@ -165,7 +165,7 @@ def test_dpo_in_place_of_rl_learns_from_answers_of_the_finetuned_model_where_tol
     checked = inputs_of(recipe, "sft_pick_verifier_1")
     assert inputs_of(recipe, "sft_pick_instead_1") == {**checked, "instructions": (*checked["instructions"], "pick_instead_1")}
     assert config_of(recipe, "sft_pick_instead_1") == config_of(recipe, "sft_pick_verifier_1")
-    assert not [name for name in labels(load("demo", ["rounds=1", "sample_instead={}", "sft_equal=null"])) if "pick" in name]
+    assert not [name for name in labels(load("demo", ["rounds=1", "sample_instead={}", "sft_again=null"])) if "pick" in name]
     assert "sample_instead_1" not in labels(load("demo", ["rounds=1"]))
     assert not [name for name in labels(load("demo", ["rounds=1", "dpo_instead=null"])) if "instead" in name]
 

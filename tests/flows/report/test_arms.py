@@ -52,20 +52,19 @@ def found(**evaluations: Evaluation) -> list[arms.Arms]:
 def test_the_strongest_control_counts_and_arms_of_a_round_stay_together() -> None:
     first, second = found(
         evaluate_sft=Evaluation(20), evaluate_round_1=Evaluation(60), evaluate_round_2=Evaluation(70),
-        control_gold_1=Evaluation(30), control_chosen_1=Evaluation(45), control_no_rl_1=Evaluation(50),
+        control_gold_1=Evaluation(30), control_chosen_1=Evaluation(45), control_untaught_1=Evaluation(50),
         control_no_reward_model_1=Evaluation(55), control_dpo_instead_1=Evaluation(30),
         control_gold_2=Evaluation(65, first=30), evaluate_base=Evaluation(0),
     )  # fmt: skip
-    assert list(first.scores) == ["before", "gold", "chosen", "dpo_instead", "no_rl", "no_reward_model", "round"]
+    assert list(first.scores) == ["before", "gold", "chosen", "dpo_instead", "untaught", "no_reward_model", "round"]
     assert list(second.scores) == ["before", "gold", "round"]
     claims = {claim.name: claim for claim in first.claims()}
     whole = claims["the round over its strongest control"]
-    # The round's own finetuning counts among its controls; RL without the reward model is one of RL on the taste alone.
-    assert whole.control == "no_rl" and whole.gain.value == pytest.approx(0.1) and whole.verdict == "earned"
-    assert claims["RL"].control == "no_rl" and claims["RL"].gain.value == pytest.approx(0.1)
-    taste = claims["RL on the taste over its strongest control"]
-    assert taste.control == "no_reward_model" and taste.gain.value == pytest.approx(0.05)
-    assert claims["DPO in place of RL over its strongest control"].gain.value == pytest.approx(-0.2)
+    # The round's own finetuning counts among its controls; RL without the reward model shows a part of the round.
+    assert whole.control == "untaught" and whole.gain.value == pytest.approx(0.1) and whole.verdict == "earned"
+    assert claims["its last training"].control == "untaught" and claims["its last training"].gain.value == pytest.approx(0.1)
+    assert claims["the reward model in RL"].gain.value == pytest.approx(0.05)
+    assert claims["DPO in place of RL over its strongest control"].gain.value == pytest.approx(-0.2) and "RL in its place over the strongest control" not in claims
     assert "DPO before RL" not in claims and "the reward model's pick over a random one" not in claims
     # Round 2 against gold: .70 against .65, but on other prompts: 30 won, 25 lost, 45 alike.
     (late,) = [claim for claim in second.claims() if claim.name == "the round over its strongest control"]
