@@ -39,7 +39,7 @@ def align(
     measured = step(evaluate, "evaluate_sft", field="evaluate", model=policy, prompts=tasks)
     state = State(policy, other, tuple(gold), tuple(judged or []), measured)
     development = development_prompts() if rounds else None
-    arms: list[Callable[[], None]] = []
+    arms: list[Callable[[], object]] = []
     for number in range(1, rounds + 1):
         asked, before = new_prompts(number), state
         state = one_round(number, before, asked, tasks, development=development)

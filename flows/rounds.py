@@ -159,7 +159,7 @@ def _averaged(label: str, number: int, before: State, trained: Output, reward: O
 
 def controls(
     number: int, before: State, after: State, tasks: Output, heldout: Output, *, development: Output | None = None
-) -> list[Callable[[], None]]:
+) -> list[Callable[[], object]]:
     """Return the control arms of round `number`, each a model and its evaluation, averaged with the round's start as the round is.
 
     In place of its last training, what `_equal` says. With `ablations`, of a smaller budget: finetuning alone, with as many updates as the
@@ -224,7 +224,7 @@ def controls(
 
 def _equal(
     number: int, made: Mapping[str, Output], gold: list[Output], tasks: Output, heldout: Output, arm: Callable[[str, Output], Output]
-) -> list[Callable[[], None]]:
+) -> list[Callable[[], object]]:
     """Return the arms that are given as much as the round's last training is, where the recipe names `sft_again` and `sample_again`.
 
     The policy that it starts from is finetuned by `_taught` on all distinct right answers; and reinforced, where the recipe names
@@ -266,7 +266,7 @@ def _equal(
         reinforced("half", taught("half", model=start, share=MORE / 2), "grpo_instead" if own else "grpo", 1 / 2)
 
     more = switch("more_controls", True, description="Also the control arms `ranked`, `iterated`, `half` and `best_of_n`")
-    arms = [checked, partial(reinforced, "rl", start, "grpo_instead")]
+    arms: list[Callable[[], object]] = [checked, partial(reinforced, "rl", start, "grpo_instead")]
     if more and reward and own <= 1:
         arms.append(iterated)
     return [*arms, *([half] if more else [])]

@@ -198,7 +198,7 @@ def switch(name: str, default: bool, *, description: str) -> bool:
     return bool(current_walk().setting(Setting(name, default, False, True, description)))
 
 
-def together(*parts: Callable[[], None]) -> None:
+def together(*parts: Callable[[], object]) -> None:
     """Run independent parts of the current flow, possibly in parallel."""
     current_walk().together(parts)
 
@@ -253,7 +253,7 @@ class Walk(ABC):
     def publish(self, name: str, output: Output) -> None:
         """Name an output."""
 
-    def together(self, parts: Sequence[Callable[[], None]]) -> None:
+    def together(self, parts: Sequence[Callable[[], object]]) -> None:
         """Run parts that do not need each other."""
         for part in parts:
             part()

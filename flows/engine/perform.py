@@ -24,7 +24,7 @@ class Performer(Walk):
         artifact = current().perform(step.stage, config, values(step.stage, inputs), label).artifact
         return Output(artifact.kind, (label,), (artifact,))
 
-    def together(self, parts: Sequence[Callable[[], None]]) -> None:
+    def together(self, parts: Sequence[Callable[[], object]]) -> None:
         """Run the parts in parallel, one per worker. After an error, start no further part."""
         slots = current().slots
         if slots < 2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TypeAlias
 
@@ -69,11 +69,11 @@ def document(title: str, body: Html, *head: Content) -> Html:
     return Html(f"<!doctype html>\n{tag('html', first, body, lang='en')}\n")
 
 
-def table(head: list[Content], rows: Iterable[list[Content]], *, numeric: Iterable[int] = ()) -> Html:
+def table(head: Sequence[Content], rows: Iterable[list[Content]], *, numeric: Iterable[int] = ()) -> Html:
     """Return a table in a box that scrolls by itself; the columns `numeric` are set flush right."""
     right = set(numeric)
 
-    def cells(kind: str, row: list[Content], scope: str | None = None) -> list[Html]:
+    def cells(kind: str, row: Sequence[Content], scope: str | None = None) -> list[Html]:
         return [tag(kind, cell, class_="n" if i in right else None, scope=scope) for i, cell in enumerate(row)]
 
     body = [tag("tr", cells("td", row)) for row in rows]

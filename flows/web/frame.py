@@ -69,9 +69,11 @@ class Site:
 
     def page(self, title: str, *content: Content, here: str = "", live: str | None = None, lead: Content = None) -> Html:
         """Return a whole page. `here`: its place in the navigation; `live`: the address of events after which `main` is fetched anew."""
+        entries = sorted(entry for entry in REGISTRY if entry.name)
+        keys = [*"123456789", *[None] * len(entries)]
         links = [
-            tag("a", name, href=f"/puna/{place}", aria_current="page" if place == here else None, accesskey=str(number) if number < 10 else None)
-            for number, (_, place, name, _) in enumerate(sorted(entry for entry in REGISTRY if entry.name), 1)
+            tag("a", name, href=f"/puna/{place}", aria_current="page" if place == here else None, accesskey=key)
+            for (_, place, name, _), key in zip(entries, keys, strict=False)
         ]
         if self.prefect is not None:
             links.append(tag("a", "Prefect ↗", href="/v2/deployments"))
