@@ -50,6 +50,12 @@ class OptimizerSettings(Settings):
     )
     max_skipped: int = Field(5, ge=1, description="Refused steps in a row that stop the run")
 
+    state_in: Literal["memory", "file"] = Field(
+        "memory", description="Where the optimizer's state is: the device's memory; or files without a name in TMPDIR, mapped into the "
+        "host's memory, where the processor updates the weights: as much memory as is free is used, and the disk for the rest",
+        json_schema_extra=NO_RESULT,
+    )  # fmt: skip
+
     @model_validator(mode="after")
     def _window_is_long_enough(self) -> OptimizerSettings:
         if 0 < self.spike_window < 8:
@@ -71,8 +77,8 @@ class OptimizerSettings(Settings):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of state per parameter, at least."""
-        return OPTIMIZERS[self.name].state_bytes
+        """Bytes of state per parameter in the device's memory, at least."""
+        return OPTIMIZERS[self.name].state_bytes if self.state_in == "memory" else 0
 
 
 class ScheduleSettings(Settings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -21,6 +22,7 @@ from puna.models.config import ModelConfig
 from puna.models.machine import bf16_pays, generation_room
 from puna.models.training import objectives as o
 from puna.models.training.loop import TrainConfig, Trainer, TrainingDiverged, train, weights_digest
+from puna.models.training.optimizers import base
 from puna.models.training.settings import ComputeSettings
 from puna.models.training.state import load_state, save_state
 from puna.models.training.trainer import TIMED, undecayed
@@ -38,6 +40,43 @@ def model(seed: int = 0) -> Transformer:
 def batches(step: int) -> list[o.Targets]:
     rng = np.random.default_rng([7, step])
     return [o.Targets.from_documents(rng.integers(0, 19, (3, 11)).tolist()) for _ in range(2)]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "galore"])
+def test_state_in_files_gives_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(base, "SMALL", 2)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    digests = []
+    for place in ("memory", "file"):
+        config = TrainConfig(steps=4, **nested(learning_rate=0.01), optimizer={"name": name, "state_in": place, "parameters": {"rank": 4} if name == "galore" else {}})
+        made = model()
+        with Trainer(made, o.LanguageModeling(), config) as trainer:
+            for step in range(1, 5):
+                trainer.step(step, batches(step), 1)
+            mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+            assert len(mapped) >= len(trainer.weights) if place == "file" else not mapped
+        digests.append(weights_digest(made))
+    assert digests[0] == digests[1] and not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_refuses_state_in_files(monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(base, "SMALL", 2)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match="has no room for .* of an optimizer's state .*set TMPDIR"):
+        Trainer(model(), o.LanguageModeling(), TrainConfig(steps=1, optimizer={"state_in": "file"}))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_state_in_files_of_a_model_on_a_gpu():
+    config = TrainConfig(steps=4, optimizer={"state_in": "file"}, compute={"precision": "fp32"})
+    made = model().cuda()
+    with Trainer(made, o.LanguageModeling(), config) as trainer:
+        trainer.step(1, batches(1), 1)
+        assert {value.device.type for state in trainer.optimizers[0].state.values() for value in state.values()} == {"cpu"}
+        assert {weight.device.type for weight in trainer.weights.values()} == {"cuda"}
 
 
 # ---- schedules ----------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ No file of this folder imports torch before it computes: forms and checks before
 
 from __future__ import annotations
 
+import os
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 Updated = tuple["Tensor", "Tensor", Mapping[str, "Tensor"]]
 """A weight, its gradient and its state."""
+SMALL = 1024
+"""Numbers of a state that is not worth a file."""
 OPTIMIZERS: Registry[type[Optimizer]] = Registry("optimizer", "puna.optimizers")
 
 
@@ -56,7 +60,11 @@ class Optimizer(ABC):
     def __init__(self, groups: Sequence[Group], settings: OptimizerSettings) -> None:
         self.groups, self.settings = groups, settings
         # Read-only mappings: a tensor that `start` does not name would be in no checkpoint.
-        self.state = {weight: MappingProxyType(self.start(weight)) for group in groups for weight in group.weights}
+        place = _mapped if settings.state_in == "file" else lambda tensor: tensor
+        self.state = {
+            weight: MappingProxyType({name: place(tensor) for name, tensor in self.start(weight).items()})
+            for group in groups for weight in group.weights
+        }  # fmt: skip
 
     @classmethod
     def takes(cls, weight: Tensor, **own: float) -> bool:
@@ -78,5 +86,32 @@ class Optimizer(ABC):
         with torch.no_grad():
             for group in self.groups:
                 weights = [(weight, weight.grad, self.state[weight]) for weight in group.weights if weight.grad is not None]
-                if weights:
+                if not weights:
+                    continue
+                if self.settings.state_in == "memory" or weights[0][0].device.type == "cpu":
                     self.update(weights, rate * group.scale, group.weight_decay, factor)
+                    continue
+                for weight, gradient, state in weights:  # the processor updates what is in files, a weight at a time
+                    own = weight.cpu()
+                    cut = None if factor is None else factor.cpu()
+                    self.update([(own, gradient.cpu(), state)], rate * group.scale, group.weight_decay, cut)
+                    weight.copy_(own)
+
+
+def _mapped(tensor: Tensor) -> Tensor:
+    """Return a copy in the processor's memory that is mapped to a file without a name; ValueError if the disk has no room for it.
+
+    ZeRO-Infinity's offloading (Rajbhandari et al. 2021), left to the system's page cache.
+    """
+    import torch
+
+    if tensor.numel() < SMALL:
+        return tensor.cpu()
+    with tempfile.NamedTemporaryFile(prefix="puna-moments-") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
+        except OSError as error:
+            need = f"{tensor.nbytes / 1e9:.3g} GB of an optimizer's state"
+            raise ValueError(f"{tempfile.gettempdir()} has no room for {need} ({error.strerror}): set TMPDIR to another folder") from error
+        mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+    return mapped.copy_(tensor)
