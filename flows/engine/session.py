@@ -31,7 +31,7 @@ from puna.flows.server.reporter import Reporter
 from puna.models.training import state as training_state
 from puna.stages.contract import Outcome, Stage, StageConfig, Value, perform
 from puna.stages.contract.run import WHOLE
-from puna.stages.executors import PROCESSES, PartExecutor, connected
+from puna.stages.executors import PROCESSES, PartExecutor, connected, ranks
 from puna.stages.identity.libraries import installed
 from puna.storage import Artifact, Identity, PunaError, Store, database, runs
 from puna.storage.explain import against
@@ -64,7 +64,9 @@ class Session:
 
     @property
     def slots(self) -> int:
-        """Return how many stages may run in parallel: the number of workers below this process."""
+        """Return how many stages may run in parallel: the number of workers below this process; 1 where a stage takes all processes."""
+        if ranks.count() > 1:
+            return 1
         return self.executor.slots if isinstance(self.executor, PartExecutor) and self.executor.below else 1
 
     @contextlib.contextmanager

@@ -19,7 +19,7 @@ from puna.stages.contract.external import External
 from puna.stages.contract.measure import Meter
 from puna.stages.contract.run import Listener, StageRun
 from puna.stages.contract.signals import check_measured
-from puna.stages.executors import PartExecutor
+from puna.stages.executors import PartExecutor, ranks
 from puna.stages.identity import code, libraries
 from puna.storage import Artifact, Identity, InputRecord, PunaError, Store, Work
 from puna.storage.damage import set_aside
@@ -94,7 +94,7 @@ def perform(
     started = time.perf_counter()
     identity = identify(stage, config, given)
     artifact = reusable(stage, identity, store)
-    if artifact is None and isinstance(executor, PartExecutor) and ((on_device := stage.device and executor.has_device()) or apart):
+    if artifact is None and isinstance(executor, PartExecutor) and ((on_device := _takes_device(stage, executor)) or apart):
         if on_start:
             on_start(identity)
         submit = executor.submit_to_device if on_device else executor.submit
@@ -123,6 +123,11 @@ def perform(
                 return Outcome(new, False, time.perf_counter() - started)
             work.discard()
     return Outcome(artifact, True, time.perf_counter() - started)
+
+
+def _takes_device(stage: Stage, executor: PartExecutor) -> bool:
+    """True if a stage runs on a worker that has an accelerator; one that processes train together runs in them."""
+    return stage.device and executor.has_device() and not (stage.ranks and ranks.count() > 1)
 
 
 def _check_inputs(stage: Stage, inputs: dict[str, list[Artifact] | list[External]], store: Store, *, quick: bool = False) -> None:

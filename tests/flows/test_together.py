@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,13 @@ def test_parts_are_made_at_one_time_and_are_the_same(tmp_path: Path, monkeypatch
     assert run(Store.open(tmp_path / "two"), arm(1), arm(2)) == expected
     # Reused, nothing is sent to a worker: two that wait for each other would wait for ever.
     assert run(Store.open(tmp_path / "two"), arm(2)) == [name for name in expected if "_2" in name]
+
+
+def test_parts_that_may_train_in_all_processes_are_made_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "connected", lambda *_: Threads(meet=False))
+    monkeypatch.setattr(sys.modules["puna.stages.contract.execute"], "_on_worker", lambda *_: pytest.fail("a stage went to a worker, which has joined no other process"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert len(run(Store.open(tmp_path), arm(1), arm(2))) == 4
 
 
 def test_a_part_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
