@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from puna.flows.cli import authoring, evaluate, exchange, inspect, model, predict, rules, serving, sql
+from puna.flows.cli import authoring, evaluate, exchange, inspect, model, rules, serving, sql
 from puna.flows.cli.inspect import JsonOption, ModuleOption, NameArgument, ProjectOption, StoreOption, import_modules
 from puna.flows.engine.console import fail
 from puna.flows.engine.declare import Flow
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Raw web pages to an aligned language model."
 )
-for group in (inspect, sql, predict, exchange, rules, model, authoring, evaluate, serving):
+for group in (inspect, sql, exchange, rules, model, authoring, evaluate, serving):
     app.add_typer(group.app)
 
 RecipeOption = Annotated[

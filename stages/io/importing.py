@@ -30,7 +30,7 @@ from puna.stages.reading.files import Job, address_of, jobs_of, suffix
 from puna.stages.reading.pages import repetitions
 from puna.stages.reading.rows import COLUMNAR, SIDECARS, Fault, Row, format_of, read_rows, stream_rows
 from puna.stages.verifiers.base import Question
-from puna.stages.verifiers.python_function import PythonFunction
+from puna.stages.verifiers.python_code import PythonFunction
 from puna.stages.verifiers.registry import from_text
 from puna.storage import PunaError
 from puna.storage.exchange import partitions

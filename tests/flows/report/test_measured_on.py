@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from puna.flows.report.measured_on import measured_view
+from puna.flows.report.page import measured_view
 from puna.flows.report.run import Run
 from tests.flows.report.conftest import everything
 

@@ -12,8 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from puna.kernels.text.hashing import slice_hashes
-from puna.kernels.text.projection import document_frequency, project
+from puna.kernels.text.hashing import document_frequency, project, slice_hashes
 from puna.stages.contract import External, execute
 from puna.stages.curate.semantic_dedup import SemanticDedupConfig, semantic_dedup
 from puna.storage import PunaError, Store
