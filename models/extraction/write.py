@@ -71,8 +71,7 @@ def write(page: Scan, start: int, stop: int) -> None:
     s, html, text, hashes = page.state, page.html, page.text, page.hashes
     out, place, opened, space, verbatim = s[L.OUT], s[L.HASH], s[L.OPEN], s[L.SPACE], s[L.VERBATIM]
     chars = words = wide = upper = digits = commas = stops = last = 0
-    word, in_word = OFFSET, False
-    at = start
+    word, in_word, at = OFFSET, False, start
     while at < stop:
         c, length = np.int64(html[at]), 1
         if c == 38:
@@ -95,12 +94,7 @@ def write(page: Scan, start: int, stop: int) -> None:
                 space, verbatim = 1, 0
             continue
         if not opened:
-            s[L.OUT], opened = out, 1
-            _open(page)
-            for _ in range(min(verbatim, MAX_INDENT) if s[L.IN_PRE] else 0):
-                text[out] = 32
-                out += 1
-            verbatim = 0
+            out, opened, verbatim = _begin(page, out, verbatim), 1, 0
         elif space:
             text[out] = 32
             out += 1
@@ -123,10 +117,7 @@ def write(page: Scan, start: int, stop: int) -> None:
             if c >= FIRST_MARK:
                 mark = _mark(html, at, c)
                 commas, stops, last = commas + (mark == 44), stops + (mark > 0 and mark != 44), mark if mark else last
-            if 0xE3 <= c <= 0xED:  # most letters of Chinese, Japanese and Korean: two make a word, about
-                wide += at & 1
-            elif (c == 0xE0 or c == 0xE1) and at < len(html) and _is_unspaced(c, html[at]):
-                wide += at & 3 == 0  # four, marks among them; a letter is three bytes
+            wide += _part_of_word(html, at, c)
         else:
             commas += c == 44
             stops += c == 33 or c == 46 or c == 58 or c == 59 or c == 63
@@ -134,17 +125,34 @@ def write(page: Scan, start: int, stop: int) -> None:
         words, place = words + 1, _add_hash(hashes, place, word)
     s[L.OUT], s[L.HASH], s[L.SPACE], s[L.VERBATIM] = out, place, space, verbatim
     if chars or last:
-        block = page.blocks[s[L.BLOCKS]]
-        block[L.LAST] = last
-        block[L.CHARS] += chars
-        block[L.WORDS] += words + wide
-        block[L.UPPER] += upper
-        block[L.DIGITS] += digits
-        block[L.COMMAS] += commas
-        block[L.STOPS] += stops
-        if s[L.IN_LINK]:
-            block[L.LINKED_CHARS] += chars
-            block[L.LINKED_WORDS] += words + wide
+        _count(page, last, chars, words + wide, upper, digits, commas, stops)
+
+
+@njit(cache=True, borrows=True)
+def _begin(page: Scan, out: int, indent: int) -> int:
+    """Open a block whose text begins at `out`, in <pre> after its indentation; return the place of its first visible character."""
+    page.state[L.OUT] = out
+    _open(page)
+    for _ in range(min(indent, MAX_INDENT) if page.state[L.IN_PRE] else 0):
+        page.text[out] = 32
+        out += 1
+    return out
+
+
+@njit(cache=True, borrows=True)
+def _count(page: Scan, last: int, chars: int, words: int, upper: int, digits: int, commas: int, stops: int) -> None:
+    """Add the counts of what was written to the open block."""
+    block = page.blocks[page.state[L.BLOCKS]]
+    block[L.LAST] = last
+    block[L.CHARS] += chars
+    block[L.WORDS] += words
+    block[L.UPPER] += upper
+    block[L.DIGITS] += digits
+    block[L.COMMAS] += commas
+    block[L.STOPS] += stops
+    if page.state[L.IN_LINK]:
+        block[L.LINKED_CHARS] += chars
+        block[L.LINKED_WORDS] += words
 
 
 @njit(cache=True, borrows=True)
@@ -165,9 +173,15 @@ def _mark(html: NDArray[np.uint8], at: int, first: int) -> int:
 
 
 @njit(cache=True, borrows=True)
-def _is_unspaced(first: int, second: int) -> bool:
-    """True if a letter that begins with these bytes is Thai or Lao, or Burmese or Khmer."""
-    return 0xB8 <= second <= 0xBB if first == 0xE0 else 0x80 <= second <= 0x82 or 0x9E <= second <= 0x9F
+def _part_of_word(html: NDArray[np.uint8], at: int, first: int) -> int:
+    """Return 1 for some of the letters of scripts without spaces, as many as they have words; `first` stands before `at`."""
+    if 0xE3 <= first <= 0xED:  # most letters of Chinese, Japanese and Korean: two make a word, about
+        return at & 1
+    if (first != 0xE0 and first != 0xE1) or at >= len(html):
+        return 0
+    second = int(html[at])  # Thai and Lao, or Burmese and Khmer: four, marks among them; a letter is three bytes
+    unspaced = 0xB8 <= second <= 0xBB if first == 0xE0 else 0x80 <= second <= 0x82 or 0x9E <= second <= 0x9F
+    return int(unspaced and at & 3 == 0)
 
 
 @njit(cache=True, borrows=True)

@@ -134,9 +134,8 @@ def mix(
     if config.cluster_weights and not deduplicated:
         raise PunaError("mix.cluster_weights needs to know what was removed: give the artifacts of minhash_dedup as `deduplicated`")
     cut = max(1, documents.record().cut)
-    copies = None
-    if config.cluster_weights and deduplicated:
-        copies = run.exchange(cluster_sizes, [tuple(deduplicated)], by="id", partitions=cut)
+    given = [tuple(deduplicated)] if config.cluster_weights and deduplicated else []
+    copies = run.exchange(cluster_sizes, given, by="id", partitions=cut) if given else None
     parts = run.parts(documents, columns=["id", "text"])
     measured = run.exchange(_measured, parts, split, copies, config.cluster_weights, by="id", partitions=cut)
     amounts: dict[str, Amounts] = {}

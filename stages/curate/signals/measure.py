@@ -220,8 +220,7 @@ def _measure(
             # C4 counts words between white space: a line of a script without spaces has one, and none would be kept.
             # 30 characters are a short line of letters, but a sentence of such a script.
             one.c4_sentences = one.c4_open_sentences = one.short_line_fraction = np.nan
-        one.newline_ratio = newlines / max(words, 1)
-        one.code_lines = code_lines(codes)[1]
+        one.newline_ratio, one.code_lines = newlines / max(words, 1), code_lines(codes)[1]
         one.misread_fraction = misread_characters(codes) / max(characters, 1)
         one.characters, one.mean_line_length = characters, (characters - newlines) / (newlines + 1)
         one.max_line_length, one.alphanumeric_fraction = longest, alphanumeric / max(characters, 1)
