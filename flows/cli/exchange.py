@@ -10,6 +10,7 @@ import typer
 
 from puna.flows.cli.inspect import ModuleOption, ProjectOption, StoreOption, import_modules
 from puna.flows.engine.defaults import DEFAULT_STORE
+from puna.flows.html.markup import size
 from puna.stages.contract import did_you_mean
 from puna.storage import Artifact, PunaError, Store
 
@@ -122,7 +123,7 @@ def export(
         typer.echo(json.dumps([str(file) for file in files]))
         return
     for file in files:
-        typer.echo(f"{file}  {file.stat().st_size / 1e6:,.1f} MB")
+        typer.echo(f"{file}  {size(file.stat().st_size)}")
 
 
 def _export_signatures(documents: Artifact, folder: Path) -> Path:

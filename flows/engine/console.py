@@ -92,7 +92,7 @@ class Console:
         state = "[green]reused[/]" if outcome.reused else f"{outcome.seconds:5.1f} s"
         rows = f"{artifact.rows():>9,} rows" if artifact.kind in artifact.tables else ""
         dropped = f", {artifact.rows('dropped'):,} dropped" if "dropped" in artifact.tables else ""
-        self.say(f"{step:24s} {artifact.id:26s} {state:>8s} {rows}{dropped}")
+        self.say(f"{step:24s} {artifact.id:26s} {state:>8s} {(rows + dropped).removeprefix(', ')}")
 
 
 def summary(artifact: Artifact, **more: Any) -> dict[str, Any]:

@@ -14,11 +14,14 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from puna.flows.engine.console import Console
 from puna.flows.engine.session import session
 from puna.flows.report import place, write
+from puna.stages.contract import Outcome
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.prompts.prompts import PromptsConfig, Task, prompts
-from puna.storage import PunaError, Store
+from puna.storage import Identity, PunaError, Store
+from puna.storage.schemas import table_schema
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,6 +73,24 @@ def test_the_first_run_on_a_processor_says_what_it_compiles(
     assert messages == [1, 0]
 
 
+def test_a_step_tells_the_rows_that_its_artifact_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model has no rows of its own: only what it dropped is told, after no comma."""
+    store = Store.open(tmp_path)
+    dropped = pa.Table.from_pylist([{"id": "a", "rule": "r", "value": None, "threshold": None, "detail": None}], schema=table_schema("dropped").schema)
+    identity = Identity("dpo")
+    with store.work(identity.key) as work:
+        (work.output / "weights.bin").write_bytes(b"whole")
+        work.add("dropped", dropped, "one")
+        model = work.commit("model", identity.key, identity)
+    documents = store.import_table("prompts", pa.Table.from_pylist([], schema=table_schema("prompts").schema))
+    with Console(json=False) as console:
+        console.finished("dpo", Outcome(model, False, 2.0))
+        console.finished("prompts", Outcome(documents, False, 2.0))
+    told = capsys.readouterr()
+    one, other = [" ".join(line.split()[2:]) for line in (told.out + told.err).splitlines() if line.strip()]
+    assert (one, other) == ("2.0 s 1 dropped", "2.0 s 0 rows")
+
+
 def test_a_step_that_fails_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     words = [sys.executable, "-m", "puna.flows.cli.main", "run", "ingest", "--store", str(tmp_path / "store"), "--input", str(tmp_path / "empty.jsonl")]
@@ -91,6 +112,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 from puna.flows.report import write
+from puna.flows.engine.console import Console
 from puna.flows.engine.session import session
 from puna.stages.executors import ordered
 from puna.storage import Store

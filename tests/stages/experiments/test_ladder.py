@@ -249,6 +249,8 @@ def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: No
     assert forecasts_view(SimpleNamespace(store=store)).count(f"{loss:.3f}, {'in' if after['inside'] else 'out'}side") == 2  # type: ignore[arg-type]
     refused = runner.invoke(app, ["predict", "--outcomes", "--flops", "1e9", *place])
     assert isinstance(refused.exception, PunaError) and "leave --flops" in str(refused.exception)
+    lacking = runner.invoke(app, ["predict", "--flops", "1e9", "--law", "none@latest", *place])
+    assert "none@latest: " in str(lacking.exception) and "`puna run ladder`, then `puna run law" in str(lacking.exception)
 
 
 def test_a_chosen_size_leaves_nothing_else_to_set(store, given) -> None:
