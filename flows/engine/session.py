@@ -30,7 +30,6 @@ from puna.flows.server.client import from_environment, server_of
 from puna.flows.server.reporter import Reporter
 from puna.models.training import state as training_state
 from puna.stages.contract import Outcome, Stage, StageConfig, Value, perform
-from puna.stages.contract.run import WHOLE
 from puna.stages.executors import PROCESSES, PartExecutor, connected, ranks
 from puna.stages.identity.libraries import installed
 from puna.storage import Artifact, Identity, PunaError, Store, database, runs
@@ -319,8 +318,7 @@ def saved(store: Store, key: str) -> str:
     trainings = _trainings(scratch)
     phrases = [*trainings, *_counted(fits, "fit"), *_counted(trials, "small run"), *_counted(parts, "finished part")]
     if not phrases:
-        whole = scratch / WHOLE
-        return f"nothing is saved: {whole.read_text(encoding='utf-8')}" if whole.exists() else "nothing is saved yet"
+        return "nothing is saved yet"
     one = len(phrases) == 1 and (trainings or fits + trials + parts == 1)
     return f"{', '.join(phrases)} {'is' if one else 'are'} saved"
 

@@ -23,9 +23,6 @@ from puna.storage.schemas import table_schema
 if TYPE_CHECKING:
     import numpy as np
 
-WHOLE = "whole.txt"
-"""File of the scratch folder that names work which cannot be saved within."""
-
 
 @dataclass(frozen=True)
 class Figure:
@@ -223,10 +220,6 @@ class StageRun:
     def scratch(self) -> Path:
         """Return a folder that survives a crash and is deleted after the commit."""
         return self._work.scratch
-
-    def whole(self, work: str) -> None:
-        """Record that `work` is one call of a library that cannot be saved within: a stopped run says so."""
-        (self.scratch / WHOLE).write_text(work, encoding="utf-8")
 
     def progress(self, done: float, total: float, note: str = "") -> None:
         """Tell how far the stage is."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from pydantic import Field
 
+from puna.models.training.state import Stop, interruptible, remembered
 from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, SeededConfig, StageRun, stage
 from puna.stages.training.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, rank, smallest
 from puna.stages.training.vocabulary import FILES, loaded
@@ -33,8 +34,9 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
 
     Learns from training documents only where a mixture says which they are. The sample is the documents with
     the smallest hashes, until max_bytes is reached; the merges depend on how often each word occurs in it and
-    on nothing else. The result is checked to give every sampled text back, byte by byte. With a model nothing is learned: its own
-    tokenizer, also an imported one, is taken as it is, for documents that the model is to go on with.
+    on nothing else. One call of a library learns them. Ctrl-C and Stop wait for it (4 s by default, 71 s for 240 MB and 128,000 tokens
+    on two cores), and nothing is lost; kill loses the call. The result is checked to give every sampled text back, byte by byte.
+    With a model nothing is learned: its own tokenizer, also an imported one, is taken as it is, for documents that it goes on with.
     """
     if mixture is not None:
         check_mixture(run, documents, mixture)
@@ -60,12 +62,16 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
 def _learn(texts: Iterable[str], size: int, config: TokenizerConfig, run: StageRun) -> None:
     from puna.models.tokens.tokenizer import Tokenizer
 
-    run.whole("the merges are learned in one piece")
-    made = Tokenizer.train(texts, config.vocab_size)
-    made.save(run.folder)
-    if made.vocab_size < config.vocab_size:
+    def learned() -> dict[str, str]:
+        interruptible(lambda: Tokenizer.train(texts, config.vocab_size)).save(run.folder)
+        return {name: (run.folder / name).read_text(encoding="utf-8") for name in FILES}
+
+    with Stop():  # one call of a library: a stop waits for its result, which the next attempt takes over
+        for name, text in remembered(run.scratch / "fit-merges.json", learned).items():
+            (run.folder / name).write_text(text, encoding="utf-8")
+    if (tokens := loaded(str(run.folder)).vocab_size) < config.vocab_size:
         raise PunaError(
-            f"the sample of {size} bytes has words for {made.vocab_size} tokens only, not for vocab_size={config.vocab_size}; "
+            f"the sample of {size} bytes has words for {tokens} tokens only, not for vocab_size={config.vocab_size}; "
             "give more documents, raise max_bytes or ask for fewer tokens"
         )
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from puna.models.config import ModelConfig
+from puna.models.training import state
 from puna.models.training.settings import TrainConfig
 from puna.stages.contract import SeededConfig, StageRun, stage
 from puna.stages.training.proxy_runs import remembered
@@ -118,8 +119,14 @@ def part(number: int, folder: str) -> pa.Table:
 
 
 @stage(kind="evaluation", version="1")
-def stopped_whole(config: StoppedConfig, run: StageRun) -> None:
-    """Work in one piece, which stops the run."""
-    run.whole("the merges are learned in one piece")
-    stop(config.folder, os.getpid())
+def stopped_call(config: StoppedConfig, run: StageRun) -> None:
+    """Make one long call, which stops the run before it returns."""
+
+    def call() -> int:
+        assert stop(config.folder, os.getpid()), "the call is made again"
+        time.sleep(0.2)
+        return 7
+
+    with state.Stop():
+        run.metric("result", state.remembered(run.scratch / "fit-call.json", lambda: state.interruptible(call)))
     run.write_rows([])
