@@ -12,7 +12,7 @@ from puna.flows.html.svg import draw, grid
 from puna.flows.report.run import Run, Step
 from puna.storage.catalog import query
 
-EXPERIMENTS = ("mix_experiment", "ladder", "law", "choose_size", "anneal_experiment")
+EXPERIMENTS = ("mix_experiment", "ladder", "law", "choose_size", "anneal_experiment", "filter_ablation")
 CORPUS_KINDS = ("pages", "documents", "signals", "mixture", "tokenizer", "tokens")
 HEAT = "needle"
 SMOOTHED_FROM = 40

@@ -14,6 +14,9 @@ from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Partition
 from puna.storage.parts import Beside, span
 
+KEPT = "kept"
+"""Category of the documents that no rule of a selection drops."""
+
 
 class Chosen(NamedTuple):
     """One document of a split: how often it is read, and the knowledge type it belongs to."""
@@ -25,13 +28,18 @@ class Chosen(NamedTuple):
 
 
 def chosen(documents: pa.Table, mixture: Artifact | None, split: str) -> Iterator[Chosen]:
-    """Yield the documents (sorted by id) that the mixture puts into `split`; without a mixture, each of them once."""
+    """Yield the documents (sorted by id) that the mixture puts into `split`; without a mixture, each of them once.
+
+    A selection of the documents is a mixture of those that it keeps, and of those that each rule drops."""
     ids = documents.column("id").to_pylist()
     if not ids:
         return
     uses: dict[str, tuple[str, int]]
     if mixture is None:
         uses = dict.fromkeys(ids, ("all", 1))
+    elif mixture.kind == "documents":
+        dropped = mixture.between(ids[0], ids[-1], "dropped", ["id", "rule"])
+        uses = dict.fromkeys(ids, (KEPT, 1)) | {row["id"]: (row["rule"], 1) for row in dropped.to_pylist()}
     else:
         rows = mixture.between(ids[0], ids[-1], columns=["id", "category", "repeats", "split"])
         rows = rows.filter(pc.field("split") == split)

@@ -1,0 +1,122 @@
+"""What the rules of a selection earn or cost the model: small runs with and without the documents that each drops."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from puna.models.config import ModelShape
+from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
+from puna.stages.contract import Documents, Figure, SeededConfig, StageRun, Tokenizer, stage
+from puna.stages.experiments.mix_experiment import PROXY
+from puna.stages.training.corpus import KEPT
+from puna.stages.training.intervals import evaluation_row, mean
+from puna.stages.training.packed import mean_loss
+from puna.stages.training.phase import OPTIMIZER, Phase
+from puna.stages.training.pools import PoolRows, Pools, Sizes, build_pools, grouped
+from puna.stages.training.proxy_runs import fresh, run_trials, trained, trial_row
+from puna.stages.training.vocabulary import tokenizer_of
+from puna.storage import PunaError
+
+
+class FilterAblationConfig(SeededConfig):
+    """The small runs, and how much of a rule's documents they read."""
+
+    rules: int = Field(8, ge=1, le=100, description="Rules told apart: those that drop most text, the others together as one")
+    share: float = Field(
+        0.3, gt=0, le=1, description="Share of the rows that are of the rule's documents in its runs, fraction; more than it drops, which "
+        "few tokens would not show"
+    )  # fmt: skip
+    max_readings: float = Field(4.0, ge=1, description="Times that a rule's documents may be read; one that drops less is not measured")
+    model: ModelShape = Field(PROXY, description="Shape of the small models")
+    phase: Phase = Field(
+        Phase(name="proxy", steps=300, rows_per_step=4, schedule=ScheduleSettings(learning_rate=1.5e-2, warmup_steps=0.1)),
+        description="Training of each",
+    )
+    optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer")
+    compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
+    repeats: int = Field(3, ge=3, le=100, description="Seeds of weights, with which the runs are paired. Two pairs decide nothing")
+    sequence_length: int = Field(256, ge=8, description="Tokens of a row")
+    document_tokens: int = Field(1024, ge=8, description="Tokens of a document that are read, from its beginning")
+    heldout_tokens: int = Field(20_000, ge=100, description="Tokens of the kept documents to measure on, which no run reads")
+
+    @model_validator(mode="after")
+    def _rows_are_plain(self) -> FilterAblationConfig:
+        self.phase.check_plain("the small runs draw rows of sequence_length")
+        return self
+
+
+@stage(kind="evaluation")
+def filter_ablation(
+    documents: Documents, selected: Documents, tokenizer: Tokenizer, config: FilterAblationConfig, run: StageRun
+) -> None:
+    """Measure what each rule of a selection earns or costs, in bits per byte of held-out kept documents (Penedo et al. 2024, section 3.5).
+
+    `documents` went into the selection, `selected` came out. A small model is trained on kept documents alone; another, from the same
+    weights and on as many tokens, with a share of documents that the rule dropped in the place of some. What the second loses is what
+    the rule earns where its documents have that share; below 0 it costs. A document counts for the first rule that dropped it: others
+    may drop it as well. A rule whose few documents would be read too often is not measured.
+    """
+    vocabulary = tokenizer_of(tokenizer)
+    wanted = config.phase.steps * config.phase.rows_per_step * config.sequence_length
+    sizes = Sizes(wanted, config.heldout_tokens, config.sequence_length, config.document_tokens)
+    every = grouped(documents, selected, config.rules + 1, sizes, run) if "dropped" in selected.tables else []
+    groups = [group for group in every if group.documents > 1]
+    names = [group.name for group in groups]
+    if KEPT not in names or len(names) < 2:
+        raise PunaError(f"{selected.id} keeps or drops next to nothing of {documents.id}: give a selection, and what it was made of")
+    pools = build_pools(documents, selected, groups, tokenizer, sizes, run)
+    kept, text = names.index(KEPT), Pools.read(pools)
+    read = {name: config.share * wanted / max(1, int(pool.sizes.sum())) for name, pool in zip(names, text.training, strict=True)}
+    arms = [kept, *(number for number, name in enumerate(names) if name != KEPT and read[name] <= config.max_readings)]
+    runs = [(arm, repeat) for arm in arms for repeat in range(config.repeats)]
+    jobs = [(job, arm, kept, f"{names[arm]} {repeat}", run.seed("weights", repeat)) for job, (arm, repeat) in enumerate(runs)]
+    trials = list(run_trials(run, _trial, jobs, pools, vocabulary.vocab_size, vocabulary.begin))
+    run.write_rows(trials, "trials")
+    # Nats of a token to bits of a byte, on the text that all are measured on.
+    size = sum(len(vocabulary.decode(piece.tolist(), skip_special_tokens=True).encode()) for piece in text.heldout[kept])
+    bits = sum(len(piece) - 1 for piece in text.heldout[kept]) / size / math.log(2)
+    losses = {(names[arm], repeat): bits * trial["loss"] for (arm, repeat), trial in zip(runs, trials, strict=True)}
+    per_byte = sum(map(len, text.heldout[kept])) / size
+    _report({group.name: (group.documents, group.bytes * per_byte, read[group.name]) for group in groups}, losses, config, run)
+
+
+def _report(
+    rules: dict[str, tuple[int, float, float]], losses: dict[tuple[str, int], float], config: FilterAblationConfig, run: StageRun
+) -> None:
+    """Report each rule's documents, tokens and readings, and what it earns by the losses of its runs, in bits per byte."""
+    rows, bars, repeats = [], list[tuple[Any, float]](), range(config.repeats)
+    for name, (documents, tokens, read) in rules.items():
+        rows += [evaluation_row(name, "tokens", tokens, documents), evaluation_row(name, "readings", read, documents)]
+        if name == KEPT:
+            rows.append(evaluation_row(name, "bits_per_byte", mean([losses[name, repeat] for repeat in repeats]), config.repeats))
+        elif (name, 0) in losses:
+            earned = mean([losses[name, repeat] - losses[KEPT, repeat] for repeat in repeats])
+            rows.append(evaluation_row(name, "earned_bits_per_byte", earned, config.repeats))
+            bars.append((name, earned.value))
+    run.write_rows(rows)
+    run.metric("rules_measured", len(bars))
+    note = f"Where {config.share:.0%} of the rows are documents that the rule drops; below 0 the rule costs."
+    title, y = "What the rules of the selection earn", "bits per byte of held-out kept documents"
+    series = {"with the documents that it drops, less without": sorted(bars, key=lambda bar: -bar[1])}
+    run.figure("earned", Figure(title, x="rule", y=y, kind="bar", series=series, note=note))
+
+
+def _trial(
+    job: int, arm: int, kept: int, name: str, seed: int, pools: PoolRows, vocab_size: int, begin: int, config: FilterAblationConfig,
+    state: Path,
+) -> dict[str, Any]:  # fmt: skip
+    """Train on kept documents, with the share of those of the rule `arm`; measure on held-out kept ones."""
+    text, shares = Pools.read(pools), np.zeros(len(pools.totals))
+    shares[kept] = 1.0
+    if arm != kept:
+        shares[[arm, kept]] = config.share, 1 - config.share
+    mixed = text.mixed(shares.tolist(), config.phase.rows_per_step, begin)
+    size, settings = config.compute.micro_batch_tokens, config.phase.train_config(config.optimizer, config.compute)
+    network = fresh(config.model.complete(vocab_size, config.sequence_length), seed)
+    proxy = trained(network, f"a small run, {name},", lambda step: mixed.batches(step, size), mixed.lengths, settings, seed, state)
+    return trial_row(job, name, {"share": shares[arm], "seed": seed}, mean_loss(proxy.model, text.heldout[kept], size), proxy)

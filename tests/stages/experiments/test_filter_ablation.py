@@ -1,0 +1,64 @@
+"""What the rules of a selection earn: runs with and without the documents that each drops."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from puna.stages.contract import execute
+from puna.stages.experiments.filter_ablation import FilterAblationConfig, filter_ablation
+from puna.stages.training.phase import SHAPE, Phase
+from puna.stages.training.vocabulary import tokenizer_of
+from puna.storage import PunaError
+from puna.storage.schemas import table_schema
+
+SETTINGS = FilterAblationConfig(
+    model=SHAPE.replace(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1),
+    phase=Phase(name="proxy", steps=24, rows_per_step=1, schedule={"learning_rate": 0.03, "warmup_steps": 4}), share=0.5,
+    sequence_length=32, heldout_tokens=200, max_readings=1,
+)  # fmt: skip
+
+
+@pytest.fixture
+def given(store, corpus):
+    """Documents of one kind, of which a rule drops some without a reason, others of another kind, and few of a third."""
+    made = corpus([("high", 60)] * 50 + [("high", 60)] * 20 + [("low", 60)] * 20 + [("code", 60)] * 2)
+    rows = made["documents"].read()
+    dropped = [
+        {"id": id_, "rule": rule, "value": None, "threshold": None, "detail": None}
+        for id_, rule in zip(rows["id"].to_pylist()[50:], ["harsh"] * 20 + ["sound"] * 20 + ["rare"] * 2, strict=True)
+    ]
+    table = pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)
+    selected = store.import_table("documents", rows.slice(0, 50), dropped=table)
+    return {"documents": made["documents"], "selected": selected, "tokenizer": made["tokenizer"]}
+
+
+def test_a_rule_earns_what_the_documents_it_drops_would_cost(store, given) -> None:
+    made = execute(filter_ablation, SETTINGS, given, store)
+    found = {(row["task"], row["metric"]): row for row in made.read().to_pylist()}
+    # Two documents, one of them held out, would be read too often.
+    assert ("rare", "earned_bits_per_byte") not in found and found["rare", "readings"]["value"] > 1 and made.manifest.metrics["rules_measured"] == 2
+    sound, harsh = (found[rule, "earned_bits_per_byte"] for rule in ("sound", "harsh"))
+    assert sound["low"] > 0 and sound["value"] > harsh["high"]
+    losses: dict[str, list[float]] = {}
+    for trial in made.read("trials").to_pylist():
+        losses.setdefault(trial["name"].split()[0], []).append(trial["loss"])
+        assert json.loads(trial["parameters"])["share"] == (1 if trial["name"].startswith("kept") else 0.5)
+    # Bits per byte are nats per token in another unit, the same for all runs.
+    unit = found["kept", "bits_per_byte"]["value"] / np.mean(losses["kept"])
+    assert 0 < unit < 1 / math.log(2)
+    pairs = np.array(losses["sound"]) - losses["kept"]
+    assert sound["value"] == pytest.approx(unit * pairs.mean())
+    assert sound["value"] - sound["low"] == pytest.approx(4.302653 * unit * pairs.std(ddof=1) / 3**0.5)
+    encoded = tokenizer_of(given["tokenizer"]).encode_batch(given["selected"].read()["text"].to_pylist())
+    assert found["sound", "tokens"]["n"] == 20 and found["kept", "tokens"]["value"] == pytest.approx(sum(map(len, encoded)), rel=0.05)
+
+
+def test_what_is_no_selection_is_refused(store, given) -> None:
+    for wrong in (given["documents"], store.import_table("documents", given["documents"].read(), dropped=given["selected"].read("dropped").slice(0, 0))):
+        with pytest.raises(PunaError, match="keeps or drops next to nothing"):
+            execute(filter_ablation, SETTINGS, {**given, "selected": wrong}, store)
