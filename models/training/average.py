@@ -71,13 +71,9 @@ def _trimmed(difference: Tensor, density: float) -> Tensor:
 
 
 def average(
-    states: Sequence[Mapping[str, Tensor] | nn.Module],
-    weights: Sequence[float] | None = None,
-    method: AverageMethod = "linear",
-    *,
-    base: Mapping[str, Tensor] | nn.Module | None = None,
-    density: float = 0.2,
-) -> dict[str, Tensor]:
+    states: Sequence[Mapping[str, Tensor] | nn.Module], weights: Sequence[float] | None = None, method: AverageMethod = "linear", *, base:
+    Mapping[str, Tensor] | nn.Module | None = None, density: float = 0.2,
+) -> dict[str, Tensor]:  # fmt: skip
     """Return the average of models or state dictionaries with the same names and shapes.
 
     `weights` need not add up to 1; None weighs all the same. `base` and `density`: see `ties`. It is computed in fp64 and does
@@ -94,14 +90,9 @@ def average(
 
 
 def average_checkpoints(
-    folders: Sequence[Path],
-    target: Path,
-    weights: Sequence[float] | None = None,
-    method: AverageMethod = "linear",
-    *,
-    base: Path | None = None,
-    density: float = 0.2,
-) -> None:
+    folders: Sequence[Path], target: Path, weights: Sequence[float] | None = None, method: AverageMethod = "linear", *, base: Path | None =
+    None, density: float = 0.2,
+) -> None:  # fmt: skip
     """Write the average of Hugging Face model folders, as `average` has it, to `target`, one tensor in memory at a time
     per checkpoint; configuration and tokenizer are copied from the first folder. Each tensor has the widest of its dtypes.
 

@@ -33,19 +33,11 @@ class TrainingDiverged(RuntimeError):
 
 
 def train(
-    model: nn.Module,
-    objective: Callable[..., tuple[Tensor, dict[str, Any]]],
-    batches: Batches,
-    config: TrainConfig,
-    seed: int,
-    checkpoint_dir: Path | None = None,
-    checkpoint_every: int = 0,
-    on_step: Callable[[Row], None] | None = None,
-    rate_scales: Mapping[str, float] | None = None,
-    state: Mapping[str, Tensor] | None = None,
-    watched: Callable[[int], bool] = lambda step: False,
-    mesh: Mesh | None = None,
-) -> TrainLog:
+    model: nn.Module, objective: Callable[..., tuple[Tensor, dict[str, Any]]], batches: Batches, config: TrainConfig, seed: int,
+    checkpoint_dir: Path | None = None, checkpoint_every: int = 0, on_step: Callable[[Row], None] | None = None, rate_scales: Mapping[str,
+    float] | None = None, state: Mapping[str, Tensor] | None = None, watched: Callable[[int], bool] = lambda step: False, mesh: Mesh | None
+    = None,
+) -> TrainLog:  # fmt: skip
     """Optimise `model` in place and return one row per step, as the table `training_log` holds it.
 
     batches: gives the batch of a step, counted from 1, or a list of micro-batches; the same step always has the same batch. Only

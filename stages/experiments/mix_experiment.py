@@ -193,14 +193,9 @@ class Trial:
 
 
 def _trained(
-    mixtures: Sequence[tuple[str, mixing_laws.Floats, int]],
-    first: int,
-    pools: PoolRows,
-    config: MixExperimentConfig,
-    vocab_size: int,
-    begin: int,
-    run: StageRun,
-) -> list[Trial]:
+    mixtures: Sequence[tuple[str, mixing_laws.Floats, int]], first: int, pools: PoolRows, config: MixExperimentConfig, vocab_size: int,
+    begin: int, run: StageRun,
+) -> list[Trial]:  # fmt: skip
     """Run a trial of each mixture, given with its name and the number of its repeat."""
     # All proxies of a repeat start from one set of weights and read each category's rows in one order: what differs
     # between two trials is the mixture alone.
@@ -244,16 +239,9 @@ def _write(trials: Sequence[Trial], groups: Sequence[Group], target: mixing_laws
 
 
 def _report(
-    tried: Sequence[Trial],
-    optimum: Trial,
-    used: Trial,
-    gain: Interval,
-    repeats: int,
-    groups: Sequence[Group],
-    target: mixing_laws.Floats,
-    fitted: list[mixing_laws.Surrogate],
-    run: StageRun,
-) -> None:
+    tried: Sequence[Trial], optimum: Trial, used: Trial, gain: Interval, repeats: int, groups: Sequence[Group], target: mixing_laws.Floats,
+    fitted: list[mixing_laws.Surrogate], run: StageRun,
+) -> None:  # fmt: skip
     """Report the trials, the laws fitted to `tried` (the natural mixture first), and the gain of the optimum."""
     natural, names = tried[0], [group.name for group in groups]
     shares, losses = np.array([t.shares for t in tried]), np.array([t.losses for t in tried])

@@ -49,12 +49,9 @@ class PretrainConfig(SizedConfig):
     validation_tokens: int = Field(40_000, ge=100, description="Tokens of those documents at most (the last one may go over)")
     validate_every: int = Field(100, ge=1, description="Steps between measurements of their loss")
     checkpoint_every: int = Field(
-        100,
-        ge=1,
-        description="Steps between checkpoints to resume from; they change no result. Slow steps are also saved by time, "
-        "see compute.save_seconds",
-        json_schema_extra=NO_RESULT,
-    )
+        100, ge=1, json_schema_extra=NO_RESULT, description="Steps between checkpoints to resume from; they change no result. Slow steps "
+        "are also saved by time, see compute.save_seconds",
+    )  # fmt: skip
 
 
 def needs(config: PretrainConfig, facts: Facts) -> list[str]:
@@ -303,17 +300,10 @@ def _train(
         measure(record["step"], lambda: _restored(model, tensors))
     with divergence_named(f"{run.stage}, phase {phase.name},"), _fitting_state(phase):
         log = train(
-            model,
-            LanguageModeling(config.z_loss),
-            lambda step: reader.batches(step, config.compute.micro_batch_tokens),
-            phase.train_config(config.optimizer, config.compute),
-            run.seed("loop", *place),
-            checkpoint_dir=folder,
-            checkpoint_every=config.checkpoint_every,
-            on_step=on_step,
-            state=state,
-            watched=watched,
-        )
+            model, LanguageModeling(config.z_loss), lambda step: reader.batches(step, config.compute.micro_batch_tokens),
+            phase.train_config(config.optimizer, config.compute), run.seed("loop", *place), checkpoint_dir=folder,
+            checkpoint_every=config.checkpoint_every, on_step=on_step, state=state, watched=watched,
+        )  # fmt: skip
     after = load_state(folder)
     assert after is not None
     watch.before = watch.after = measured[str(phase.steps)]

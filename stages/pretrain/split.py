@@ -91,17 +91,11 @@ def _amounts(rows: pa.Table, sides: Sides) -> tuple[dict[str, int], int, int]:
 def _mixture(rows: pa.Table, sides: Sides, weights: dict[str, float]) -> dict[str, pa.Table]:
     rows = rows.sort_by("id")
     out, categories = sides.held_out(rows["chance"].to_numpy()), rows["category"].to_pylist()
-    return {
-        "mixture": pa.table(
-            {
-                "id": rows["id"],
-                "category": rows["category"],
-                "split": np.where(out, "heldout", "train").tolist(),
-                "repeats": np.ones(len(rows), np.int32),
-                "weight": pa.array([weights[c] for c in categories], pa.float64()),
-            }
-        )
-    }
+    columns = {
+        "id": rows["id"], "category": rows["category"], "split": np.where(out, "heldout", "train").tolist(),
+        "repeats": np.ones(len(rows), np.int32), "weight": pa.array([weights[c] for c in categories], pa.float64()),
+    }  # fmt: skip
+    return {"mixture": pa.table(columns)}
 
 
 # --- which side -------------------------------------------------------------------------------------

@@ -100,14 +100,6 @@ def _report(counts: Sequence[dict[str, Any]], tokens: int, rows: int, run: Stage
     categories: Counter[str] = Counter()
     for part in counts:
         categories.update(part["categories"])
-    run.figure(
-        "tokens",
-        Figure(
-            title="Training tokens by category",
-            x="category",
-            y="tokens",
-            kind="bar",
-            series={"tokens": [(name, float(count)) for name, count in sorted(categories.items())]},
-            note="Repeats counted.",
-        ),
-    )
+    series: dict[str, list[tuple[Any, float]]] = {"tokens": [(name, float(count)) for name, count in sorted(categories.items())]}
+    title = "Training tokens by category"
+    run.figure("tokens", Figure(title, x="category", y="tokens", kind="bar", series=series, note="Repeats counted."))

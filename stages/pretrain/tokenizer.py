@@ -110,15 +110,9 @@ def _measure(found: list[dict[str, tuple[int, int]]], run: StageRun) -> None:
             totals[category] = (before[0] + size, before[1] + tokens)
     overall = sum(size for size, _ in totals.values()) / sum(tokens for _, tokens in totals.values())
     run.metric("bytes_per_token", overall)
-    run.figure(
-        "bytes_per_token",
-        Figure(
-            title="Text per token",
-            x="category",
-            y="bytes per token",
-            kind="bar",
-            series={"sample": [(category, size / tokens) for category, (size, tokens) in sorted(totals.items())]},
-            lines={"all": overall},
-            note="On a sample of the training documents.",
-        ),
-    )
+    figure = Figure(
+        title="Text per token", x="category", y="bytes per token", kind="bar", lines={"all": overall},
+        series={"sample": [(category, size / tokens) for category, (size, tokens) in sorted(totals.items())]},
+        note="On a sample of the training documents.",
+    )  # fmt: skip
+    run.figure("bytes_per_token", figure)

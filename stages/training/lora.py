@@ -34,16 +34,10 @@ def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
     if unknown := sorted(set(lora.targets) - parts):
         raise PunaError(f"lora.targets: the model has no projection {unknown[0]}; it has {', '.join(sorted(parts))}")
     return LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=sorted(lora.targets or parts),
-        use_rslora=lora.rslora,
-        use_dora=lora.dora,
-        init_lora_weights=INITIALIZATIONS[lora.initialization],
-        modules_to_save=["score"] if model.head == "scalar" else None,
-        bias="none",
-    )
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=sorted(lora.targets or parts), use_rslora=lora.rslora,
+        use_dora=lora.dora, init_lora_weights=INITIALIZATIONS[lora.initialization],
+        modules_to_save=["score"] if model.head == "scalar" else None, bias="none",
+    )  # fmt: skip
 
 
 @contextmanager

@@ -21,14 +21,9 @@ if TYPE_CHECKING:
     from puna.models.training.schedules import Ramp
 
 SHAPE = ModelShape(
-    hidden_size=192,
-    intermediate_size=512,
-    num_hidden_layers=4,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
+    hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True,
     initializer_range=0.08,
-)
+)  # fmt: skip
 """A model for minutes on a CPU."""
 OPTIMIZER = OptimizerSettings(beta2=0.98)
 

@@ -84,15 +84,9 @@ class Rewards:
 
 
 def rewards_of(
-    scorer: Scorer | None,
-    reward_models: Sequence[Transformer],
-    rows: Sequence[dict[str, Any]],
-    asked: Ids,
-    tokenizer: Tokenizer,
-    micro_batch_tokens: int,
-    floor: float = 0.0,
-    ensemble: Ensemble = "mean",
-) -> Rewards:
+    scorer: Scorer | None, reward_models: Sequence[Transformer], rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer,
+    micro_batch_tokens: int, floor: float = 0.0, ensemble: Ensemble = "mean",
+) -> Rewards:  # fmt: skip
     """Return rewards by the verifiers' scores, the reward models' numbers, or both. `asked` are the ids of `rows`."""
     gold = None if scorer is None else gold_of(scorer, rows, asked, tokenizer)
     return Rewards(gold, ensemble_of(reward_models, micro_batch_tokens, ensemble) if reward_models else None, floor)

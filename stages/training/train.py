@@ -215,13 +215,9 @@ def load_model(
 
 
 def load_served(
-    artifact: Artifact,
-    serving: ServingSettings,
-    work: Work,
-    run: StageRun,
-    step_tokens: int | None = None,
-    draft: Transformer | None = None,
-) -> tuple[Transformer, Tokenizer, dict[str, Any]]:
+    artifact: Artifact, serving: ServingSettings, work: Work, run: StageRun, step_tokens: int | None = None, draft: Transformer | None =
+    None,
+) -> tuple[Transformer, Tokenizer, dict[str, Any]]:  # fmt: skip
     """Load a language model as `serving` configures it; return it with its tokenizer and its engine's limits.
 
     With offloading a metric records the plan. `step_tokens`: longest pass outside the engine, in tokens."""
@@ -263,14 +259,9 @@ def divergence_named(what: str) -> Iterator[None]:
 
 
 def fit(
-    model: Any,
-    objective: Callable[..., Any],
-    batches: Callable[[int], Any],
-    config: TrainConfig,
-    run: StageRun,
-    scales: Mapping[str, float] | None = None,
-    sampled: bool = False,
-) -> list[dict[str, float]]:
+    model: Any, objective: Callable[..., Any], batches: Callable[[int], Any], config: TrainConfig, run: StageRun, scales: Mapping[str,
+    float] | None = None, sampled: bool = False,
+) -> list[dict[str, float]]:  # fmt: skip
     """Train with the one loop; the run's checkpoints lie in its scratch folder, the log in `training_log`.
 
     `scales` multiplies the learning rate of the parameters that it names. `sampled`: batches are made with the model as it is by then.
@@ -279,17 +270,10 @@ def fit(
 
     with divergence_named(run.stage):
         log = train(
-            model,
-            objective,
-            batches,
-            config,
-            run.seed("loop"),
-            rate_scales=scales,
-            watched=lambda _: sampled,
-            checkpoint_dir=run.scratch / CHECKPOINTS,
-            checkpoint_every=CHECKPOINT_STEPS,
+            model, objective, batches, config, run.seed("loop"), rate_scales=scales, watched=lambda _: sampled,
+            checkpoint_dir=run.scratch / CHECKPOINTS, checkpoint_every=CHECKPOINT_STEPS,
             on_step=lambda row: run.progress(row["step"], config.steps, f"loss {row['loss']:.3f}"),
-        )
+        )  # fmt: skip
     write_log(log, run)
     return list(log)
 
