@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -227,14 +227,14 @@ def lines(file: Path, *fields: str) -> list[str]:
     return ["\n".join(json.loads(line)[field] for field in fields) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def anneal(folder: Path, data: Path) -> dict[str, Any]:
+def anneal(folder: Path, data: Path, seeds: Iterable[int] = range(10, 15)) -> dict[str, Any]:
     """Two good sets and two bad ones for each of five seeds: school mathematics and questions of programmers, the first with its words
     shuffled, two texts of the second copied forty times. Seeds 0 to 4 were there when the bounds were chosen."""
     books, began = pages(data, 400), seconds()
     school = lines(data / "gsm8k" / "train.jsonl", "question", "answer")
     forum = [text[:6000] for text in lines(data / "text_misc" / "dj_stack_exchange.jsonl", "text")]
     good, bad, gains = [0, 0], [0, 0], list[Any]()
-    for seed in range(10, 15):
+    for seed in seeds:
         store, draw = Store.open(folder / str(seed)), random.Random(seed)
         some, chosen = draw.sample(school, 300), draw.sample(forum, 40)
         shuffled = [" ".join(draw.sample(words, len(words))) for words in map(str.split, draw.sample(school, 300))]
