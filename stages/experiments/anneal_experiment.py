@@ -72,6 +72,7 @@ class AnnealExperimentConfig(BadRowsConfig, SeededConfig):
         "away: its upper end above which a set is refused, nats per token"
     )  # fmt: skip
     max_repeats: float = Field(4.0, ge=1, description="Times that a set's different documents may be read; a smaller set is refused")
+    least_different: float = Field(0.5, ge=0, le=1, description="Share of a set's documents that must be no copies, fraction")
     document_tokens: int = Field(
         8192, ge=8, description="Tokens of a set's document that are read, from its beginning: few tokens then hold many documents"
     )
@@ -107,9 +108,9 @@ def anneal_experiment(
     trained here on the default tokens, is annealed on those tokens alone, with a share of a set's rows among them, and with the set's
     own words shuffled in their place: from the same weights, for as many tokens, on the same default rows. The gain is the loss taken off
     held-out documents of the set. A set is accepted if it gains over both controls, beyond `least_gain` by the intervals of paired
-    runs, and harms the default text by at most `most_default_rise` more than its shuffled words do. Copies of a document count once. The
-    table `weights` is the mix to anneal on, for `mix`: the measured share for the accepted sets, by their bytes, the rest as in the
-    mixture. Prompts that the chat template refuses are in `dropped`; see `bad_rows`.
+    runs, and harms the default text by at most `most_default_rise` more than its shuffled words do. Copies of a document count once, and a
+    set that is mostly copies is refused unread. The table `weights` is the mix to anneal on, for `mix`: the measured share for the accepted
+    sets, by their bytes, the rest as in the mixture. Prompts that the chat template refuses are in `dropped`; see `bad_rows`.
     """
     given = model or tokenizer
     if given is None:
@@ -124,9 +125,11 @@ def anneal_experiment(
         raise PunaError(f"anneal_experiment.sets: {unknown[0]!r} is not among the data sets {', '.join(names)}")
     pools = build_pools(documents, mixture, groups, given, sizes, run)
     judged = [number for number, name in enumerate(names) if not config.sets or name in config.sets]
-    read = {number: wanted / max(1, _different(Pools.read(pools), number)[1]) for number in judged}
-    tried = [number for number in judged if read[number] <= config.max_repeats]
-    start = str(model.path()) if model is not None else _base(tokens, given, config, run)
+    different = {number: _different(Pools.read(pools), number) for number in judged}
+    read = {number: wanted / max(1, size) for number, (_, size, _) in different.items()}
+    small = {number: _too_small(read[number], share, config) for number, (_, _, share) in different.items()}
+    tried = [number for number in judged if not small[number]]
+    start = str(model.path()) if model is not None else _base(tokens, given, config, run) if tried else ""
     runs = [(number, arm, repeat) for number in tried for arm in ARMS for repeat in range(config.repeats)]
     runs = [(-1, DEFAULT, repeat) for repeat in range(config.repeats)] + runs if tried else []
     jobs = [(job, number, arm, repeat, run.seed("repeat", repeat)) for job, (number, arm, repeat) in enumerate(runs)]
@@ -135,7 +138,11 @@ def anneal_experiment(
     if trials:
         run.write_rows([{k: v for k, v in trial.items() if k != "losses"} for trial in trials], "trials")
     losses = {(number, arm, repeat): trial["losses"] for (number, arm, repeat), trial in zip(runs, trials, strict=True)}
-    verdicts = [_verdict(number, names[number], read[number], losses, config) for number in judged]
+    verdicts = [
+        Verdict(names[number], {}, {}, small[number], read[number]) if small[number]
+        else _verdict(number, names[number], read[number], losses, config)
+        for number in judged
+    ]  # fmt: skip
     _report(verdicts, config, run)
     if mixture is not None:
         accepted = {name for verdict in verdicts if not verdict.refusal for name in groups[names.index(verdict.name)].members}
@@ -158,8 +165,16 @@ def _base(tokens: Artifact, tokenizer: Artifact, config: AnnealExperimentConfig,
     return str(folder)
 
 
-def _different(pools: Pools, number: int) -> tuple[npt.NDArray[np.bool_], int]:
-    """Return a mask [P] of a set's training pieces whose document is a copy of an earlier or held-out one, and the tokens of the others."""
+def _too_small(read: float, different: float, config: AnnealExperimentConfig) -> str:
+    """Return the reason to refuse a set unread, by the readings and the share of its different documents; empty: none."""
+    if read > config.max_repeats:
+        return f"its different documents would be read {read:.3g} times, over max_repeats"
+    return "" if different >= config.least_different else f"{different:.0%} of its documents are different, under least_different"
+
+
+def _different(pools: Pools, number: int) -> tuple[npt.NDArray[np.bool_], int, float]:
+    """Return a mask [P] of a set's training pieces whose document is a copy of an earlier or held-out one, the tokens of the others, and
+    the share of the documents that they are of."""
     packed, seen = pools.training[number], set[bytes]()
     held = np.concatenate(pools.heldout[number])
     for document in np.split(held, np.flatnonzero(held == held[0])[1:]):
@@ -170,7 +185,7 @@ def _different(pools: Pools, number: int) -> tuple[npt.NDArray[np.bool_], int]:
         copies[owner] = digest in seen
         seen.add(digest)
     mask = copies[packed.owners]
-    return mask, int(packed.sizes[~mask].sum())
+    return mask, int(packed.sizes[~mask].sum()), float(1 - copies.mean())
 
 
 def _documents(packed: Packed) -> list[npt.NDArray[np.int32]]:
@@ -276,9 +291,6 @@ class Verdict(NamedTuple):
 def _verdict(
     number: int, name: str, read: float, losses: dict[tuple[int, str, int], dict[str, float]], config: AnnealExperimentConfig
 ) -> Verdict:
-    if read > config.max_repeats:
-        return Verdict(name, {}, {}, f"its different documents would be read {read:.3g} times, over max_repeats", read)
-
     def gain(text: str, control: tuple[int, str]) -> intervals.Interval:
         pairs = [(losses[*control, repeat][text], losses[number, "set", repeat][text]) for repeat in range(config.repeats)]
         return intervals.mean([without - with_ for without, with_ in pairs])

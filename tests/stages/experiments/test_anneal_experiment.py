@@ -98,6 +98,9 @@ def test_copies_count_once(store, corpus, given) -> None:
     made = execute(anneal_experiment, SETTINGS.replace(max_repeats=2), {**given, "documents": store.import_table("documents", copied)}, store)
     assert made.manifest.metrics["verdict_candidate"].startswith("refused: its different documents would be read")
     assert "trials" not in made.tables and made.manifest.metrics["accepted_sets"] == 0
+    often = SETTINGS.replace(max_repeats=1000)
+    made = execute(anneal_experiment, often, {**given, "documents": store.import_table("documents", copied)}, store)
+    assert made.manifest.metrics["verdict_candidate"] == "refused: 12% of its documents are different, under least_different"
 
 
 def test_the_verdict_is_the_mix_to_anneal_on(store, corpus) -> None:
