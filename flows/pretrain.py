@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from puna.flows.engine.declare import Output, flow, publish, step, switch
+from puna.flows.engine.declare import Files, Output, flow, publish, step, switch
 from puna.stages.contract import Kind
 from puna.stages.curate.contamination import contamination
 from puna.stages.evaluation.evaluate import evaluate
@@ -29,8 +29,10 @@ def pretrain(
     weights: Annotated[Output, Kind("evaluation")] | None = None,
     deduplicated: list[Annotated[Output, Kind("documents")]] | None = None,
     model: Annotated[Output, Kind("model")] | None = None,
+    tasks: list[Files] | None = None,
 ) -> Output:
-    """Train a base model on documents with their knowledge types; `weights` come from `experiments`.
+    """Train a base model on documents with their knowledge types; `weights` come from `experiments`. `tasks`: folders of task files with
+    their data, whose scores are in the training's log.
 
     It begins from nothing, or goes on from `model`, which may be any, with its tokenizer. Phases may read tokens of their own: those of
     `tokenize_fresh`, `tokenize_long` and `tokenize_best`, with mixtures of their own; that of `mix_best` is what `anneal_experiment`
@@ -54,7 +56,7 @@ def pretrain(
         further.append(found or None)
     fresh, long, best = further
     size = _size(tokens, vocabulary)
-    base = step(train, tokens=tokens, tokenizer=vocabulary, fresh=fresh, long=long, best=best, model=model, size=size)
+    base = step(train, tokens=tokens, tokenizer=vocabulary, fresh=fresh, long=long, best=best, model=model, size=size, tasks=tasks)
     asked = step(prompts)
     measured = step(evaluate, "evaluate_base", model=base, documents=documents, mixture=mixture, prompts=asked)
     step(contamination, "contamination_base", off=True, prompts=asked, model=base, evaluation=measured)

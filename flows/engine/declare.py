@@ -75,8 +75,8 @@ class Flow:
 
     @property
     def takes_files(self) -> bool:
-        """True if the flow reads files. Without inputs it reads the sample."""
-        return any(spec.kind == "external" for spec in self.inputs)
+        """True if the flow begins with files. Without inputs it reads the sample."""
+        return self.inputs[0].kind == "external" if self.inputs else False
 
     def by_kind(
         self, items: Sequence[Item], named: Mapping[str, Sequence[Artifact]] | None = None, sources: Mapping[str, str] | None = None

@@ -74,11 +74,11 @@ def train(
             log.append(row)
             check_skips(log, config.optimizer.max_skipped)
             _average(average, trainer.weights, config, row)
-            saver.stepped(step == config.steps or bool(checkpoint_every and step % checkpoint_every == 0))
             if watched(step):
                 trainer.publish_whole()
-            if on_step is not None:
+            if on_step is not None:  # before the step is saved: after a crash none is left without its call
                 on_step(row)
+            saver.stepped(step == config.steps or bool(checkpoint_every and step % checkpoint_every == 0))
             saver.end_if_asked()
         trainer.assign(average)
     model.train(was_training)

@@ -7,26 +7,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from puna.stages.contract import Instructions, Model, StageRun, stage
+from puna.stages.contract import External, Instructions, Model, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
 from puna.stages.training.lora import adapted
 from puna.stages.training.needs import training_needs
 from puna.stages.training.settings import SftConfig
-from puna.stages.training.train import Example, fit, load_model, render_conversation, row_limit, save_model
+from puna.stages.training.train import Example, code_of_tasks, fit, load_model, render_conversation, row_limit, save_model, task_watch
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.training.objectives import Targets
     from puna.models.transformer import Transformer
+    from puna.stages.evaluation.during import TaskWatch
 
 
-@stage(kind="model", device=True, ranks=True, needs=training_needs)
-def sft(model: Model, instructions: list[Instructions], config: SftConfig, run: StageRun) -> None:
+@stage(kind="model", device=True, ranks=True, needs=training_needs, named=code_of_tasks)
+def sft(model: Model, instructions: list[Instructions], tasks: list[External] | None, config: SftConfig, run: StageRun) -> None:
     """Fine-tune on the assistant's turns of instructions (Llama 3, section 4.1.3; LoRA: Hu et al. 2021).
 
     Several sets of instructions are read as one, held-out rows left out; each learned token of a step weighs the same.
-    Rows that the chat template refuses, and those longer than a packed row, are in `dropped`; see `bad_rows`.
+    Rows that the chat template refuses, and those longer than a packed row, are in `dropped`; see `bad_rows`. The scores on `tasks`
+    (folders of task files and their data) are in the log and the metrics.
     """
     rows = read_instructions(instructions)
     network, tokenizer = load_model(model, "lm", quantization=config.quantization)
@@ -37,12 +39,15 @@ def sft(model: Model, instructions: list[Instructions], config: SftConfig, run: 
     run.metric("instructions", len(rows) - len(bad.dropped))
     examples = joined(examples, config.answers_together, config.training.compute.micro_batch_tokens)
     config = config.lengthened(len(examples))
+    watch = task_watch(tasks, config.ask_every, tokenizer, config.training.compute, run)
     if config.engine == "trl":
+        if watch:
+            raise PunaError("sft: tasks are asked by engine puna alone; leave them out, or set engine to puna")
         from puna.stages.training.trl_engine import hub_tokenizer, train_sft
 
         network = train_sft(network, examples, hub_tokenizer(model, tokenizer), config, run)
     else:
-        _train(network, examples, config, run)
+        _train(network, examples, config, run, watch)
     save_model(network, tokenizer, run.folder)
 
 
@@ -84,7 +89,7 @@ def joined(examples: Sequence[Example], most: int, tokens: int) -> list[Example]
     return whole
 
 
-def _train(model: Transformer, examples: list[Example], config: SftConfig, run: StageRun) -> None:
+def _train(model: Transformer, examples: list[Example], config: SftConfig, run: StageRun, watch: TaskWatch | None) -> None:
     from puna.models.training.objectives import Sft
     from puna.models.training.packing import Sampler
 
@@ -93,7 +98,7 @@ def _train(model: Transformer, examples: list[Example], config: SftConfig, run: 
     steps = training.train_config(len(examples)).steps
     run.metric("trained_answers", sampler.drawn(steps) * sum(len(one.answers) for one in examples) / len(examples))
     with adapted(model, config, run) as scales, noised(model, config.neftune_alpha, sum(map(len, examples)) / len(examples)):
-        fit(model, Sft(), sampler, training.train_config(len(examples)), run, scales)
+        fit(model, Sft(), sampler, training.train_config(len(examples)), run, scales, watch=watch)
 
 
 @contextmanager

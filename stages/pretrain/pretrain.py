@@ -15,13 +15,22 @@ from pydantic import Field
 from puna.models.parameters import parameters
 from puna.models.settings import NO_RESULT
 from puna.models.training.settings import ComputeSettings
-from puna.stages.contract import Evaluation, Facts, Figure, Model, StageRun, Tokenizer, Tokens, stage
+from puna.stages.contract import Evaluation, External, Facts, Figure, Model, StageRun, Tokenizer, Tokens, stage
 from puna.stages.evaluation.needle import NeedleSettings, by_depth, heat, noise_of
 from puna.stages.training.chosen_size import ChosenSize, SizedConfig, report_outcome
 from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory, trained
 from puna.stages.training.packed import Packed, Reader, mean_loss
 from puna.stages.training.phase import Acceptance, Phase
-from puna.stages.training.train import check_one_tokenizer, device, divergence_named, load_model, on_threads, save_model
+from puna.stages.training.train import (
+    check_one_tokenizer,
+    code_of_tasks,
+    device,
+    divergence_named,
+    load_model,
+    on_threads,
+    save_model,
+    task_watch,
+)
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import Artifact, PunaError
 from puna.storage.work import write_text
@@ -31,6 +40,7 @@ if TYPE_CHECKING:
 
     from puna.models.tokens.tokenizer import Tokenizer as Vocabulary
     from puna.models.transformer import Transformer
+    from puna.stages.evaluation.during import TaskWatch
 
 
 MOMENTS = "optimizer/state.safetensors"
@@ -48,6 +58,7 @@ class PretrainConfig(SizedConfig):
     validation_share: float = Field(0.01, gt=0, lt=0.5, description="Maximum share of documents set aside to watch the loss on, fraction")
     validation_tokens: int = Field(40_000, ge=100, description="Tokens of those documents at most (the last one may go over)")
     validate_every: int = Field(100, ge=1, description="Steps between measurements of their loss")
+    ask_every: int = Field(1000, ge=1, description="Steps of a phase between scores on the input tasks; after its last step, too")
     checkpoint_every: int = Field(
         100, ge=1, json_schema_extra=NO_RESULT, description="Steps between checkpoints to resume from; they change no result. Slow steps "
         "are also saved by time, see compute.save_seconds",
@@ -67,10 +78,10 @@ def needs(config: PretrainConfig, facts: Facts) -> list[str]:
     return memory(facts, count, HELD_BYTES + GRADIENT_BYTES + config.optimizer.state_bytes, remedy)
 
 
-@stage(kind="model", device=True, ranks=True, needs=needs)
+@stage(kind="model", device=True, ranks=True, needs=needs, named=code_of_tasks)
 def pretrain(
     tokens: Tokens, tokenizer: Tokenizer, fresh: Tokens | None, long: Tokens | None, best: Tokens | None, model: Model | None,
-    size: Evaluation | None, config: PretrainConfig, run: StageRun,
+    size: Evaluation | None, tasks: list[External] | None, config: PretrainConfig, run: StageRun,
 ) -> None:  # fmt: skip
     """Train a Llama-family decoder on packed documents (Llama 3, sections 3.2 and 3.4), from nothing or from an input model.
 
@@ -80,7 +91,8 @@ def pretrain(
     set aside from all: their loss is in the log, and an average is taken only where it lowers that loss. The optimizer's moments pass
     from phase to phase, and lie beside the model for a training that goes on from it. After a crash it goes on from the last checkpoint:
     bit by bit, on a GPU with `compute.deterministic`. `size`, of `choose_size`, decides the model, the optimizer and the first phase;
-    the loss after that phase stands beside its forecast.
+    the loss after that phase stands beside its forecast. The scores on `tasks` (folders of task files and their data) are in the log and
+    the metrics.
     """
     vocabulary = tokenizer_of(tokenizer)
     chosen = None if size is None else ChosenSize.read(size)
@@ -94,6 +106,7 @@ def pretrain(
     aside = {packed.ids[owner] for owner in np.unique(packed.owners[held])}
     phases, starts = _counted(config, sources)
     watch = Watch(packed.validation_pieces(held), sum(phase.steps for phase in phases), vocabulary, config, run)
+    watch.tasks = task_watch(tasks, config.ask_every, vocabulary, config.compute, run)
     if model is None:
         network, state = _initial(config, vocabulary.vocab_size, packed.row_length, run.seed("weights")), None
     else:
@@ -208,6 +221,7 @@ class Watch:
     def __init__(self, pieces: Sequence[Any], total: int, vocabulary: Vocabulary, config: PretrainConfig, run: StageRun) -> None:
         self.pieces, self.total, self.vocabulary, self.config, self.run = pieces, total, vocabulary, config, run
         self.log: list[dict[str, Any]] = []
+        self.tasks: TaskWatch | None = None
         self.validation: list[tuple[float, float]] = []
         self.before = self.after = math.nan
         self.flops = self.gain = 0.0
@@ -281,28 +295,28 @@ def _train(
     file = watch.file(place)
     measured: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
 
-    def watched(step: int) -> bool:
+    def validated(step: int) -> bool:
         return step % config.validate_every == 0 or step == phase.steps
 
-    def measure(step: int, weights: Callable[[], Transformer]) -> None:
-        if watched(step) and str(step) not in measured:
-            measured[str(step)] = watch.loss(weights())
-            write_text(file, json.dumps(measured))
+    def asked(step: int) -> bool:
+        return watch.tasks is not None and watch.tasks.due(step, phase.steps)
 
     def on_step(row: dict[str, float]) -> None:
-        measure(int(row["step"]), lambda: model)
-        run.progress(done + row["step"], watch.total, f"{phase.name}: loss {row['loss']:.3f}")
+        step = int(row["step"])
+        if validated(step) and str(step) not in measured:
+            measured[str(step)] = watch.loss(model)
+            write_text(file, json.dumps(measured))
+        if watch.tasks is not None and asked(step):
+            watch.tasks.ask(done + step, model)
+        run.progress(done + step, watch.total, f"{phase.name}: loss {row['loss']:.3f}")
 
     folder = run.scratch / f"phase-{_name(place)}"
-    # A crash between a checkpoint and its measurement: the weights of that step are in the checkpoint alone.
-    if found := load_state(folder):
-        tensors, record = found
-        measure(record["step"], lambda: _restored(model, tensors))
     with divergence_named(f"{run.stage}, phase {phase.name},"), _fitting_state(phase):
         log = train(
             model, LanguageModeling(config.z_loss), lambda step: reader.batches(step, config.compute.micro_batch_tokens),
             phase.train_config(config.optimizer, config.compute), run.seed("loop", *place), checkpoint_dir=folder,
-            checkpoint_every=config.checkpoint_every, on_step=on_step, state=state, watched=watched,
+            checkpoint_every=config.checkpoint_every, on_step=on_step, state=state,
+            watched=lambda step: validated(step) or asked(step),
         )  # fmt: skip
     after = load_state(folder)
     assert after is not None
@@ -313,9 +327,10 @@ def _train(
     tokens_at = np.cumsum([row["tokens"] for row in log]) + sum(row["tokens"] for row in watch.log)
     watch.validation += [(float(tokens_at[int(step) - 1]), loss) for step, loss in sorted(measured.items(), key=lambda m: int(m[0]))]
     watch.log += [
-        {**row, "step": done + int(row["step"]), "phase": float(place[0]), "validation_loss": measured.get(str(int(row["step"])))}
+        {**row, "step": done + int(row["step"]), "phase": float(place[0]), "validation_loss": measured.get(str(int(row["step"]))),
+         **(watch.tasks.after(done + int(row["step"])) if watch.tasks else {})}
         for row in log
-    ]
+    ]  # fmt: skip
     run.metric(f"epochs_{phase.name}", reader.rows_before(phase.steps + 1) / reader.epoch_rows)
     return {name: value for name, value in after[0].items() if name.startswith("state.")}
 

@@ -89,6 +89,8 @@ class SftConfig(AdaptableConfig):
         0, ge=0, description="Steps beyond those of `training`: of a control arm, as many as its round has of reinforcement learning"
     )
 
+    ask_every: int = Field(100, ge=1, description="Steps between scores on the input tasks; after the last step, too")
+
     @model_validator(mode="after")
     def _noise_has_an_engine(self) -> Self:
         if self.engine == "trl" and self.neftune_alpha:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from puna.stages.contract import Figure, StageRun
+from puna.stages.contract import External, Figure, StageRun
 from puna.stages.conversations import BadRow, Message, messages_of, prompt_ids, rendering, tools_of
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.storage import Artifact, PunaError
@@ -25,11 +26,14 @@ if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.training.settings import ComputeSettings, TrainConfig, TrainingSettings
     from puna.models.transformer import Transformer
+    from puna.stages.evaluation.during import TaskWatch
 
 CHECKPOINTS = "training"
 """Folder of a run's checkpoints in its scratch."""
 CHECKPOINT_STEPS = 50
 """Steps between checkpoints of a run; they change no result."""
+WATCH = "puna.stages.evaluation.during"
+"""What asks a model tasks while it is trained. It is imported by name: the key of a model that was asked nothing does not cover it."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +264,7 @@ def divergence_named(what: str) -> Iterator[None]:
 
 def fit(
     model: Any, objective: Callable[..., Any], batches: Callable[[int], Any], config: TrainConfig, run: StageRun, scales: Mapping[str,
-    float] | None = None, sampled: bool = False,
+    float] | None = None, sampled: bool = False, watch: TaskWatch | None = None,
 ) -> list[dict[str, float]]:  # fmt: skip
     """Train with the one loop; the run's checkpoints lie in its scratch folder, the log in `training_log`.
 
@@ -268,14 +272,34 @@ def fit(
     """
     from puna.models.training.loop import train
 
+    def due(step: int) -> bool:
+        return watch is not None and watch.due(step, config.steps)
+
+    def on_step(row: dict[str, float]) -> None:
+        run.progress(row["step"], config.steps, f"loss {row['loss']:.3f}")
+        if watch is not None and due(int(row["step"])):
+            watch.ask(int(row["step"]), model)
+
     with divergence_named(run.stage):
         log = train(
-            model, objective, batches, config, run.seed("loop"), rate_scales=scales, watched=lambda _: sampled,
+            model, objective, batches, config, run.seed("loop"), rate_scales=scales, watched=lambda step: sampled or due(step),
             checkpoint_dir=run.scratch / CHECKPOINTS, checkpoint_every=CHECKPOINT_STEPS,
-            on_step=lambda row: run.progress(row["step"], config.steps, f"loss {row['loss']:.3f}"),
+            on_step=on_step,
         )  # fmt: skip
-    write_log(log, run)
+    write_log([row | watch.after(int(row["step"])) for row in log] if watch else log, run)
     return list(log)
+
+
+def task_watch(
+    tasks: Sequence[External] | None, every: int, tokenizer: Tokenizer, compute: ComputeSettings, run: StageRun
+) -> TaskWatch | None:
+    """Return an object that asks a model these tasks while it is trained."""
+    return importlib.import_module(WATCH).TaskWatch(tasks, every, tokenizer, compute, run) if tasks else None
+
+
+def code_of_tasks(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
+    """Return the code (module, symbol) that asks a training's tasks; none without tasks."""
+    return [*importlib.import_module(WATCH).code(inputs["tasks"])] if inputs["tasks"] else []
 
 
 def training_precision(compute: ComputeSettings, run: StageRun) -> Precision:

@@ -111,7 +111,7 @@ def test_resumes_bit_by_bit(tmp_path: Path, store, given, monkeypatch: pytest.Mo
 def test_a_loss_that_a_crash_left_unmeasured_is_measured(
     precision: str, tmp_path: Path, store, given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint of step 20 is written, and the run is killed before the loss after step 20 is known."""
+    """The run is killed before the loss after step 20 is known: the step is not saved without it, and is made again."""
     phase = Phase(steps=30, rows_per_step=4, schedule={"learning_rate": 1e-2, "warmup_steps": 5})
     settings = config(phases=(phase,), checkpoint_every=20, validate_every=20, compute={"precision": precision})
     original, calls = module.Watch.loss, []

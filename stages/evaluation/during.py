@@ -1,0 +1,67 @@
+"""Task files that a model is asked while it is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from puna.models.training.settings import ComputeSettings
+from puna.stages.contract import External, StageRun
+from puna.stages.evaluation.benchmark import Bench, BenchmarkConfig, check_names, verifiers_of_tasks
+from puna.stages.evaluation.comparison import main_metric
+from puna.stages.evaluation.likelihood import Encoder
+from puna.stages.evaluation.task_file import load_task, task_files
+from puna.stages.training.train import device
+from puna.storage import Artifact
+from puna.storage.work import write_text
+
+if TYPE_CHECKING:
+    from puna.models.tokens.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
+
+
+class TaskWatch:
+    """The main metric of each task after every so many steps of a training. Scores lie in the run's scratch folder and survive a crash."""
+
+    def __init__(self, tasks: Sequence[External], every: int, tokenizer: Tokenizer, compute: ComputeSettings, run: StageRun) -> None:
+        self.tasks = [load_task(one, file, spec) for one in tasks for file, spec in task_files(one)]
+        check_names(self.tasks)
+        self.every, self.tokenizer, self.compute, self.run = every, tokenizer, compute, run
+        self.file = run.scratch / "task-scores.json"
+        self.scores: dict[str, dict[str, float]] = json.loads(self.file.read_text()) if self.file.exists() else {}
+
+    def due(self, step: int, last: int) -> bool:
+        """True if the model is asked after this step."""
+        return step % self.every == 0 or step == last
+
+    def ask(self, step: int, model: Transformer) -> None:
+        """Ask a model as it is after this step, unless it was asked before a crash."""
+        from puna.models.generation import Engine
+        from puna.models.training.trainer import computing_in
+
+        if str(step) in self.scores:
+            return
+        training = model.training
+        model.eval()
+        config = BenchmarkConfig(examples=0, micro_batch_tokens=self.compute.micro_batch_tokens)
+        with computing_in(model, self.compute.precision_on(device().type)):
+            bench = Bench(model, Engine(model, self.tokenizer), Encoder(self.tokenizer), (), config, self.run)
+            results = [result for task in self.tasks for result in bench.measured(task)]
+        model.train(training)
+        columns = {(one.name, column.name): column for one in results for column in one.columns}
+        main = [(one.name, main_metric(column.name for column in one.columns)) for one in results]
+        self.scores[str(step)] = {f"{task}_{metric}": columns[task, metric].interval().value for task, metric in main}
+        write_text(self.file, json.dumps(self.scores))
+
+    def after(self, step: int) -> dict[str, float]:
+        """Return the scores after a step as columns of its row in the log, none where the model was not asked; record them as metrics."""
+        scores = self.scores.get(str(step), {})
+        for name, value in scores.items():
+            self.run.metric(name, value)
+        return scores
+
+
+def code(tasks: Sequence[Artifact | External]) -> list[tuple[str, str]]:
+    """Return the code (module, symbol) that asks these tasks, and that of the verifiers that they name."""
+    return [(__name__, TaskWatch.__name__), *verifiers_of_tasks({"tasks": tasks})]
