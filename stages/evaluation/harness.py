@@ -85,7 +85,9 @@ def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | N
 
 def _content(external: External, file: ExternalFile, spec: TaskFile) -> dict[str, Any]:
     """Return a task as the harness reads it: the data by their paths on this machine, without Puna's own keys."""
-    content = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True, exclude={"verifier"})
+    if spec.permuted:
+        raise PunaError(f"{file.location}: the harness does not know `permuted`: remove it, or leave --harness out")
+    content = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True, exclude={"verifier", "permuted"})
     places = {one.name: one.local() for one in external.files}
     names = {one: str(place) for one in places if (place := places[one]) is not None}
     base = Path(file.name).parent

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from posixpath import normpath
 from typing import Any, Literal
@@ -17,7 +17,7 @@ import yaml
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from puna.stages.contract import External, ExternalFile, StageConfig, parse
-from puna.stages.draws import identifier
+from puna.stages.draws import identifier, place
 from puna.stages.evaluation.task_programs import FILTER_SETTINGS, FILTERS, MATCH_SETTINGS, Row, rendered
 from puna.stages.reading.rows import Fault, read_rows
 from puna.storage import PunaError
@@ -127,6 +127,9 @@ class TaskFile(StageConfig):
     verifier: str | dict[str, JsonValue] | None = Field(
         None, description="Puna's own: a verifier that scores answers too, by name or {name: …}; its texts are templates or fields"
     )
+    permuted: bool = Field(
+        False, description="Puna's own: the options of each question in an order of its own, the same for all models (for letters)"
+    )
     metadata: dict[str, JsonValue] = Field(default_factory=dict, description="version, and anything else")
 
     @field_validator("num_fewshot", mode="before")
@@ -146,6 +149,8 @@ class TaskFile(StageConfig):
             raise ValueError("filter_list, repeats and verifier are for answers: output_type generate_until")
         if self.output_type == "multiple_choice" and self.doc_to_choice is None:
             raise ValueError("multiple_choice needs doc_to_choice")
+        if self.permuted and (self.output_type != "multiple_choice" or isinstance(self.doc_to_choice, tuple)):
+            raise ValueError("permuted needs multiple_choice with options of each row: a list in the task file is the same for all rows")
         if "data_files" not in self.dataset_kwargs or len(self.dataset_kwargs) > 1:
             raise ValueError("dataset_kwargs: give data_files alone")
         return self
@@ -328,8 +333,23 @@ def _documents(spec: TaskFile, rows: Sequence[Row], where: str) -> list[Document
         seen[content] = seen.get(content, 0) + 1
         own = content if seen[content] == 1 else identifier(content, seen[content])
         target = values.get("doc_to_target", spec.doc_to_target)
-        documents.append(Document(own, row, text, target, tuple(choices), str(values.get("description", ""))))
+        document = Document(own, row, text, target, tuple(choices), str(values.get("description", "")))
+        documents.append(_permuted(document) if spec.permuted else document)
     return documents
+
+
+def _permuted(document: Document) -> Document:
+    """Return a question with its options in an order that a hash of its id gives. Indices of options follow."""
+    order = sorted(range(len(document.choices)), key=lambda at: place(0, document.id, str(at)))
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [moved(one) for one in value]
+        return order.index(value) if isinstance(value, int) and value in order else value
+
+    text = document.text if isinstance(document.text, str) else moved(document.text)
+    target = document.target if isinstance(document.text, int) else moved(document.target)
+    return replace(document, text=text, target=target, choices=tuple(document.choices[at] for at in order))
 
 
 def _verifiers(spec: TaskFile, rows: Sequence[Row], where: str) -> list[str]:

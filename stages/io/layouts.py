@@ -18,9 +18,8 @@ from puna.storage import PunaError
 Fields = Mapping[str, Any]
 
 SINGLE_NAMED = (
-    "instruction", "input", "chosen", "rejected", "label", "edited", "others", "verifier", "split", "task", "level", "margin", "title",
-    "url",
-)  # fmt: skip
+    "instruction", "input", "chosen", "rejected", "label", "edited", "others", "verifier", "split", "level", "margin", "title", "url",
+)
 NAMES: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation"),
     "prompt": ("prompt", "question", "query"),
@@ -34,6 +33,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "chosen_score": ("chosen_score", "score_chosen", "chosen_rating"),
     "rejected_score": ("rejected_score", "score_rejected", "rejected_rating"),
     "text": ("text", "content"),
+    "task": ("task", "subset"),
     "date": ("date", "timestamp", "fetched_at"),
     "id": (),
     **{name: (name,) for name in SINGLE_NAMED},

@@ -127,7 +127,7 @@ def test_a_teacher_stands_between_the_first_finetuning_and_the_rounds() -> None:
     assert inputs_of(recipe, "distill", "align") == {"student": ("sft_first",), "teacher": ("input teacher",), "prompts": ("prompts",)}
     assert inputs_of(recipe, "sft_1", "align")["model"] == ("distill",)
     beside = inputs_of(recipe, "sft_teacher", "align")
-    assert beside == {"model": ("sft_first",), "instructions": (*inputs_of(recipe, "sft_first", "align")["instructions"], "pick_teacher")}
+    assert beside == {"model": ("sft_first",), "instructions": (*inputs_of(recipe, "sft_first", "align")["instructions"], "pick_teacher"), "tasks": ()}
     assert inputs_of(recipe, "sample_teacher", "align")["models"] == ("input teacher",)
     assert {"evaluate_distilled", "evaluate_sft_teacher"} <= set(labels(recipe, "align"))
     assert not [name for name in labels(load("demo", flow="align"), "align") if "teacher" in name or "distill" in name]

@@ -93,6 +93,29 @@ def test_letters_and_the_better_of_both(store: Store, model: Make, task: Task) -
     assert both["letters"]["value"] == sum(expected) / 3
 
 
+def test_permuted_options_change_the_letters_and_nothing_else(store: Store, model: Make, task: Task) -> None:
+    given = model()
+    rows = [{**row, "n": n} for n in range(8) for row in ROWS]
+    made = {}
+    for permuted in (False, True):
+        tasks = task(rows, task=f"mine{permuted}", permuted=permuted, **CHOICE)
+        made[permuted] = execute(benchmark, BenchmarkConfig(options="best"), {"model": given, "tasks": [tasks]}, store)
+    values = [numbers(made[permuted])[f"mine{permuted}:cloze", "acc"]["value"] for permuted in (False, True)]
+    assert values[0] == values[1]  # likelihoods of the options' texts do not see their order
+    network, tokenizer = opened(given)
+    orders, expected = set(), []
+    for one in (row for row in made[True].read("examples").to_pylist() if json.loads(row["detail"])["task"] == "mineTrue:letters"):
+        about, listed = json.loads(one["detail"]), re.findall(r"^ ([A-Z])\. (.+)$", one["prompt"], re.M)
+        row = next(row for row in ROWS if row["q"] in one["prompt"])
+        assert {text for _, text in listed} == set(row["options"]) and listed[about["target"]][1] == row["options"][row["right"]]
+        sums = [nats(network, tokenizer, one["prompt"], f" {letter}") for letter, _ in listed]
+        expected.append(sums.index(max(sums)) == about["target"])
+        orders.add((row["q"], tuple(row["options"].index(text) for _, text in listed)))
+    assert numbers(made[True])["mineTrue:letters", "acc"]["value"] == sum(expected) / len(rows) and len(orders) > 8
+    with pytest.raises(PunaError, match="permuted needs multiple_choice with options of each row"):
+        execute(benchmark, BenchmarkConfig(), {"model": given, "tasks": [task(ROWS, permuted=True, doc_to_target="q")]}, store)
+
+
 def test_lettered_questions() -> None:
     assert lettered("Question: q\nAnswer:", ["x", " y"]) == "Question: q\n A. x\n B. y\nAnswer:"
     assert lettered("q", ["x"]) == "q\n A. x\nAnswer:"

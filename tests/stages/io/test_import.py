@@ -33,6 +33,15 @@ def test_every_layout_is_read_from_every_format(tmp_path: Path, layout: str) -> 
     assert len(digests) <= 1  # the same rows, the same ids, whatever file they came in
 
 
+def test_the_subset_of_a_reward_benchmarks_pair_is_its_task(tmp_path: Path) -> None:
+    """RewardBench's columns (Lambert et al. 2024); a column `task` comes first."""
+    row = {"prompt": "How?", "chosen": "So.", "chosen_model": "a", "rejected": "No.", "rejected_model": "b", "subset": "alpacaeval-easy", "id": 1}
+    artifact = made(tmp_path, "preferences", written(tmp_path / "pairs", [row, {**row, "prompt": "Why?", "subset": "donotanswer"}], "jsonl"))
+    assert sorted(artifact.read()["task"].to_pylist()) == ["alpacaeval-easy", "donotanswer"]
+    named = made(tmp_path, "preferences", written(tmp_path / "named", [{**row, "task": "own"}], "jsonl"))
+    assert named.read()["task"].to_pylist() == ["own"]
+
+
 def test_files_of_a_test_split_are_held_out(tmp_path: Path) -> None:
     """A saved DatasetDict, and a folder in the hub's layout with what lies beside its rows."""
     import datasets
