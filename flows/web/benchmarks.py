@@ -21,7 +21,7 @@ from puna.storage import Artifact, PunaError, Store
 
 MOST = 30
 """Models of the leaderboard."""
-SHOWN = 20
+SHOWN = 400
 """Questions of a page."""
 TITLE = 140
 """Characters of a question's heading."""
@@ -38,29 +38,38 @@ class Candidate(NamedTuple):
     name: str
     results: Measured
 
+    @staticmethod
+    def of(store: Store, model: Artifact, evaluations: Sequence[Artifact]) -> Candidate:
+        return Candidate(model, _name(store, model), measured(evaluations_of(model, evaluations)))
 
-def candidates(store: Store, project: str | None) -> list[Candidate]:
-    """Return the models that were asked tasks, the last asked first. `project`: only by evaluations of a project."""
+
+def _name(store: Store, model: Artifact) -> str:
+    return ", ".join(store.names().get(model.key, [])) or model.id
+
+
+def _evaluations(store: Store, project: str | None = None) -> list[Artifact]:
+    """Return the benchmarks of a project or of all, the newest first."""
     entries = [one for one in store.entries(project) if one["kind"] == "evaluation" and TABLE in one["tables"]]
-    artifacts = [Artifact(one["kind"], one["key"], store.files) for one in reversed(entries)]
-    names, models = store.names(), dict[str, Artifact]()
-    for one in artifacts:
-        record = next(item for item in one.manifest.inputs if item.name == "model")
-        models.setdefault(record.data_digest, Artifact(record.kind, record.key, store.files))
-    chosen = [model for model in models.values() if store.find(model.kind, model.key)][:MOST]
-    return [Candidate(one, ", ".join(names.get(one.key, [])) or one.id, measured(evaluations_of(one, artifacts))) for one in chosen]
+    return [Artifact(one["kind"], one["key"], store.files) for one in reversed(entries)]
+
+
+def _model(evaluation: Artifact) -> Artifact:
+    return next(Artifact(one.kind, one.key, evaluation.files) for one in evaluation.manifest.inputs if one.name == "model")
 
 
 @router.get("/benchmarks")
 def board_page(site: Here, project: str | None = None, beside: str | None = None) -> str:
     """Return the leaderboard. `beside`: the model whose differences from the others are shown, else the first."""
-    models = ranked(candidates(site.store.within(project).require_project(), project))
-    about = f"project={project}&" if project else ""
+    store = site.store.within(project).require_project()
+    evaluations = _evaluations(store, project)
+    asked = [one for one in {_model(one).key: _model(one) for one in evaluations}.values() if store.find(one.kind, one.key)]
+    models = ranked([Candidate.of(store, one, evaluations) for one in asked[:MOST]])
+    about, switch = f"project={project}&" if project else "", projects_nav(store, project, "/puna/benchmarks", every=True)
     reference = next((one for one in models if one.model.key.startswith(beside or "")), None)
     start = tag("p", button("Evaluate a model", "/puna/start/benchmark"), class_="buttons")
     if reference is None:
         nothing = tag("p", "No model was asked a task yet. ", tag("code", "puna evaluate MODEL --tasks FILE"), " does that.", class_="lead")
-        return site.page("Benchmarks", projects_nav(site.store, project, "/puna/benchmarks", every=True), nothing, start, here="benchmarks")
+        return site.page("Benchmarks", switch, nothing, start, here="benchmarks")
     tasks = sorted({task for one in models for task in one.results})
     rows: list[list[Content]] = []
     for one in models:
@@ -74,8 +83,7 @@ def board_page(site: Here, project: str | None = None, beside: str | None = None
     listed = table([tag("small", "pick"), "model", *head], rows, numeric=range(2, 2 + len(tasks)))
     lead = HOW.format(reference.name, SURE)
     form = tag("form", listed, tag("p", tag("button", "Compare two")), action="/puna/benchmarks/compare", method="get")
-    return site.page("Benchmarks", projects_nav(site.store, project, "/puna/benchmarks", every=True),
-                     section("board", "Leaderboard", lead, form), start, here="benchmarks")  # fmt: skip
+    return site.page("Benchmarks", switch, section("board", "Leaderboard", lead, form), start, here="benchmarks")
 
 
 def ranked(models: Sequence[Candidate]) -> list[Candidate]:
@@ -124,11 +132,8 @@ def compare_page(site: Here, names: Annotated[list[str], Query(alias="model")] =
     """Return two models side by side: the differences task by task, and how well their confidence fits."""
     if len(names) != 2:
         raise PunaError(f"compare: choose two models, not {len(names)}")
-    known = {one.model.key: one for one in candidates(site.store, None)}
-    keys = [site.store.resolve(f"model/{name}").key for name in names]
-    if missing := [key for key in keys if key not in known]:
-        raise PunaError(f"model/{missing[0][:12]} was not asked any task, or is not among the last {MOST} that were")
-    one, other = (known[key] for key in keys)
+    evaluations = _evaluations(site.store)
+    one, other = (Candidate.of(site.store, site.store.resolve(f"model/{name}"), evaluations) for name in names)
     gaps, remarks = differences(one.results, other.results)
     rows: list[list[Content]] = []
     for gap in gaps:
@@ -178,14 +183,8 @@ def _calibration(store: Store, sides: Mapping[str, Candidate]) -> Content:
 
 
 @router.get("/benchmarks/questions")
-def questions_page(
-    site: Here,
-    task: str,
-    names: Annotated[list[str], Query(alias="evaluation")],
-    which: str = "",
-    start: Annotated[int, Query(ge=0)] = 0,
-) -> str:
-    """Return questions of a task with the answers of one model or of two. `which`: a name of WHICH; `start`: the first that is shown."""
+def questions_page(site: Here, task: str, names: Annotated[list[str], Query(alias="evaluation")], which: str = "") -> str:
+    """Return questions of a task with the answers of one model or of two. `which`: a name of WHICH."""
     evaluations = [site.store.resolve(f"evaluation/{name}") for name in names]
     titles = ["A", "B"] if len(names) > 1 else [""]
     if len(names) > 2 or which not in WHICH:
@@ -193,7 +192,9 @@ def questions_page(
     results = [measured([one]).get(task) for one in evaluations]
     if missing := [one.id for one, own in zip(evaluations, results, strict=True) if not own]:
         raise PunaError(f"{missing[0]} has no task {task}")
-    metric = main_metric(set.intersection(*(set(own) for own in results if own)))
+    if not (common := set.intersection(*(set(own) for own in results if own))):
+        raise PunaError(f"{task}: the two evaluations have no metric in common")
+    metric = main_metric(common)
     asked = [_answers(one, task) for one in evaluations]
     both = [key for key in asked[0] if all(key in own for own in asked)]
     right = {key: [own[key]["about"].get(metric) for own in asked] for key in both}
@@ -202,21 +203,14 @@ def questions_page(
     total = max(len(own[metric][1]) for own in results if own)
     offered = {name: words for name, words in WHICH.items() if name != "differ" or len(names) > 1}
     links = [tab(words, _questions(task, *names, which=name), name == which) for name, words in offered.items()]
-    steps = [tag("a", words, href=_questions(task, *names, which=which, start=at)) for words, at in
-             (("before", start - SHOWN), ("next", start + SHOWN)) if 0 <= at < len(chosen)]  # fmt: skip
     counted = f"{len(chosen):,} of the {len(both):,} questions that are kept with answers (setting examples); {total:,} were asked."
-    shown = [_question([own[key] for own in asked], right[key], titles) for key in chosen[start : start + SHOWN]]
-    models = [next(item for item in one.manifest.inputs if item.name == "model") for one in evaluations]
-    lead = [[f"{title}: " if title else "", artifact_link(Artifact(one.kind, one.key, site.store.files), _name(site.store, one.key)), " "]
-            for title, one in zip(titles, models, strict=True)]  # fmt: skip
-    return site.page(
-        task, tag("nav", links, aria_label="Questions"), note(counted), tag("div", shown, class_="pairs"),
-        tag("p", [[step, " "] for step in steps], class_="more-links") if steps else None, here="benchmarks", lead=lead,
-    )  # fmt: skip
-
-
-def _name(store: Store, key: str) -> str:
-    return ", ".join(store.names().get(key, [])) or f"model/{key[:12]}"
+    if len(chosen) > SHOWN:
+        counted += f" The first {SHOWN} are shown."
+    shown = [_question([own[key] for own in asked], right[key], titles) for key in chosen[:SHOWN]]
+    models = [artifact_link(model, _name(site.store, model)) for model in map(_model, evaluations)]
+    lead = [[f"{title}: " if title else "", link, " "] for title, link in zip(titles, models, strict=True)]
+    return site.page(task, tag("nav", links, aria_label="Questions"), note(counted), tag("div", shown, class_="pairs"),
+                     here="benchmarks", lead=lead)  # fmt: skip
 
 
 def _answers(evaluation: Artifact, task: str) -> dict[str, dict[str, Any]]:

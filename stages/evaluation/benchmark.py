@@ -14,22 +14,11 @@ from pydantic import Field, field_validator
 from puna.models.memory.workload import Work
 from puna.models.serving import ServingSettings, engine_of, prepared
 from puna.stages.contract import Evaluation, External, Model, SeededConfig, StageRun, stage
-from puna.stages.evaluation.asking import (
-    OVERLAP,
-    Asker,
-    Column,
-    Options,
-    Prompts,
-    answer_columns,
-    choice_columns,
-    cut,
-    document_columns,
-    has_letters,
-    verified_columns,
-)
+from puna.stages.evaluation import asking
+from puna.stages.evaluation.asking import Asker, Column, Options, Prompts, cut, has_letters
 from puna.stages.evaluation.calibration import calibration_error
 from puna.stages.evaluation.likelihood import Encoder, likelihoods
-from puna.stages.evaluation.task_file import LOWER, Document, Generation, Task, load_task, task_files
+from puna.stages.evaluation.task_file import LOWER, Document, Generation, Task, load_task, task_files, texts_of
 from puna.stages.training import intervals
 from puna.stages.training.train import load_served
 from puna.stages.verifiers.base import ScoringConfig, ended
@@ -95,17 +84,10 @@ class Result:
 def verifiers_of_tasks(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
     """Return the code (module, symbol) of the verifiers that task files name."""
     names: set[str] = set()
-
-    def collect(value: Any) -> None:
-        if isinstance(value, dict):
-            names.update([value["name"]] if isinstance(value.get("name"), str) else [])
-        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-            collect(item)
-
     for external in inputs["tasks"]:
         assert isinstance(external, External)
-        for _, spec in task_files(external):
-            collect({"name": spec.verifier} if isinstance(spec.verifier, str) else spec.verifier)
+        for own in [spec.verifier for _, spec in task_files(external)]:
+            names.update([own] if isinstance(own, str) else [name for path, name in texts_of(own) if path[-1] == "name"])
     return sorted({symbol for name in names for symbol in kind_of(name).of_class()})
 
 
@@ -197,7 +179,7 @@ class Bench:
         flat = [request for several in requests for request in several]
         scored = iter(self._likelihoods(flat, task))
         grouped = [[next(scored) for _ in several] for several in requests]
-        columns = choice_columns(task, asker, grouped)
+        columns = asking.choice_columns(task, asker, grouped)
         examples = []
         for number, document in enumerate(task.documents[: self.config.examples]):
             pairs = {choice: round(one.sum, 4) for choice, one in zip(asker.choices(document), grouped[number], strict=True)}
@@ -222,7 +204,7 @@ class Bench:
         windows = [self.encoder.document(text, self.longest) for text in texts]
         scored = iter(self._likelihoods([one for several in windows for one in several], task))
         nats = [-sum(next(scored).sum for _ in several) for several in windows]
-        columns = document_columns(task, texts, nats)
+        columns = asking.document_columns(task, texts, nats)
         tokens = sum(len(one.continuation) for several in windows for one in several)
         return Result.of(task, task.name, "plain", columns, [], started, tokens)
 
@@ -240,12 +222,12 @@ class Bench:
         drawn = self.generated(prompts, own.replace(temperature=temperature, do_sample=None), until, n, task.where)
         tokenizer = self.encoder.tokenizer
         texts = [[cut(one, tokenizer, until) for one in several] for several in drawn]
-        columns = answer_columns(task, texts)
+        columns = asking.answer_columns(task, texts)
         more: list[list[str]] = [[] for _ in texts]
         if task.file.verifier is not None:
             finished = [[one.finished for one in several] for several in drawn]
             scores, more = self._verified(task, asker, texts, finished)
-            columns = [*verified_columns(scores, texts), *columns]
+            columns = [*asking.verified_columns(scores, texts), *columns]
         examples = []
         for number, document in enumerate(task.documents[: self.config.examples]):
             values = {column.name: column.values[number] for column in columns}
@@ -301,7 +283,7 @@ def write(
 ) -> None:
     """Write the tables of an evaluation, and its results as the harness writes them (`layout`: those that it wrote itself)."""
     searched = set() if overlaps is None else {row["task"] for row in overlaps.read().to_pylist()}
-    learned = set() if overlaps is None else {row["id"] for row in overlaps.read("scores").to_pylist() if row["name"] == OVERLAP}
+    learned = set() if overlaps is None else {row["id"] for row in overlaps.read("scores").to_pylist() if row["name"] == asking.OVERLAP}
     rows: list[dict[str, Any]] = []
     more: list[dict[str, Any]] = []
     single: list[dict[str, Any]] = []

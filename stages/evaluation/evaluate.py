@@ -164,82 +164,64 @@ def evaluate(
 def _by_category(pages: Sequence[Any]) -> Iterator[tuple[str, list[int]]]:
     """Yield (task name, indices): all pages first, then each category if there are several."""
     yield "pages", list(range(len(pages)))
-    categories = sorted({page.category for page in pages})
-    if len(categories) > 1:
-        for category in categories:
-            yield f"pages/{category}", [i for i, page in enumerate(pages) if page.category == category]
+    categories = {page.category for page in pages}
+    for category in sorted(categories) if len(categories) > 1 else ():
+        yield f"pages/{category}", [i for i, page in enumerate(pages) if page.category == category]
 
 
 def _bits(
-    pages: Sequence[Chosen],
-    read: Sequence[list[int]],
-    model: Transformer,
-    tokenizer: Tokenizer,
-    context: int,
-    config: EvaluateConfig,
+    pages: Sequence[Chosen], read: Sequence[list[int]], model: Transformer, tokenizer: Tokenizer, context: int, config: EvaluateConfig,
     run: StageRun,
-) -> None:
-    encoded = [[*tokenizer.lead, *ids, *tokenizer.end] for ids in tokenizer.encode_batch([page.text for page in pages])]
-    nats = bits_per_byte.document_nats(
-        model, encoded, context, config.micro_batch_tokens, progress=lambda done, total: run.progress(done, total, "bits per byte")
-    )
-    sizes = [float(len(page.text.encode())) for page in pages]
+) -> None:  # fmt: skip
+    texts = [page.text for page in pages]
+    encoded = [[*tokenizer.lead, *ids, *tokenizer.end] for ids in tokenizer.encode_batch(texts)]
+    told = partial(run.progress, note="bits per byte")
+    nats = bits_per_byte.document_nats(model, encoded, context, config.micro_batch_tokens, progress=told)
+    sizes, targets = [float(len(text.encode())) for text in texts], [len(ids) - 1.0 for ids in encoded]
     found = {OWN_BITS: [bits_per_byte.bits(n) for n in nats]}
     if read:
         counted = NGrams(read, config.pages.ngram_order, tokenizer.vocab_size)
         for name, page in (("ngram", False), ("ngram_page", True)):
             found[f"{name}_bits_per_byte"] = [bits_per_byte.bits(n) for n in counted.nats(encoded, page=page)]
         text = "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in read)
-        squeezed = dictionary_bits([page.text for page in pages], text.encode())
-        found["dictionary_bits_per_byte"] = [float(value) for value in squeezed]
+        found["dictionary_bits_per_byte"] = [float(value) for value in dictionary_bits(texts, text.encode())]
         run.metric("baseline_tokens", sum(map(len, read)))
-    rows = []
+    series: dict[str, list[tuple[Any, float]]] = {}
     for task, members in _by_category(pages):
-        weights = [sizes[i] for i in members]
-        for metric, values in found.items():
-            rows.append(intervals.evaluation_row(task, metric, intervals.ratio([values[i] for i in members], weights), len(members)))
-        targets = [float(len(encoded[i]) - 1) for i in members]
-        rows.append(intervals.evaluation_row(task, "nats_per_token", intervals.ratio([nats[i] for i in members], targets), len(members)))
-    run.write_rows(rows)
-    for metric, values in found.items():
-        run.metric(metric, sum(values) / sum(sizes))
+        shares = {metric: _share(values, sizes, members) for metric, values in found.items()}
+        for metric, interval in shares.items():
+            name = "model" if metric == OWN_BITS else metric.removesuffix("_bits_per_byte")
+            series.setdefault(name, []).append((task.removeprefix("pages/") if "/" in task else ALL, interval.value))
+            if task == "pages":
+                run.metric(metric, interval.value)
+        shares["nats_per_token"] = _share(nats, targets, members)
+        run.write_rows([intervals.evaluation_row(task, metric, interval, len(members)) for metric, interval in shares.items()])
     run.metric("page_bytes", int(sum(sizes)))
-    series: dict[str, list[tuple[Any, float]]] = {
-        metric.removesuffix("_bits_per_byte") if metric != OWN_BITS else "model": [
-            (task.removeprefix("pages/") if "/" in task else ALL, sum(values[i] for i in members) / sum(sizes[i] for i in members))
-            for task, members in _by_category(pages)
-        ]
-        for metric, values in found.items()
-    }
-    run.figure(
-        "bits_per_byte",
-        Figure(title="Held-out pages", x="category", y="bits per byte", kind="bar", series=series, note="Page by page; less is better."),
-    )
+    note = "Page by page; less is better."
+    run.figure("bits_per_byte", Figure("Held-out pages", "category", "bits per byte", series, kind="bar", note=note))
+
+
+def _share(values: Sequence[float], weights: Sequence[float], members: Sequence[int]) -> intervals.Interval:
+    return intervals.ratio([values[i] for i in members], [weights[i] for i in members])
 
 
 def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun) -> None:
-    settings = config.pages
-    if not settings.questions:
+    if not (own := config.pages).questions:
         return
     documents = [(page.id, page.category, page.text) for page in pages]
-    items = multiple_choice.build(
-        documents, settings.questions, settings.options, settings.prompt_words, settings.option_words, run.seed("questions")
-    )
+    items = multiple_choice.build(documents, own.questions, own.options, own.prompt_words, own.option_words, run.seed("questions"))
     run.metric("questions", len(items))
     if not items:
         return
-    found = multiple_choice.likelihoods(
-        model, tokenizer, items, config.micro_batch_tokens, progress=lambda done, total: run.progress(done, total, "multiple choice")
-    )
-    rows = []
+    told = partial(run.progress, note="multiple choice")
+    found = multiple_choice.likelihoods(model, tokenizer, items, config.micro_batch_tokens, progress=told)
     for metric, normalised in (("accuracy", False), ("accuracy_per_byte", True)):
         right = [multiple_choice.chosen(item, values, normalised) == item.answer for item, values in zip(items, found, strict=True)]
         run.metric(f"choice_{metric}", sum(right) / len(right))
         for task, members in _by_category(items):
             interval = intervals.wilson(sum(right[i] for i in members), len(members))
-            rows.append(intervals.evaluation_row(task.replace("pages", "choice"), metric, interval, len(members)))
-    run.write_rows(rows)
-    run.metric("choice_chance", 1.0 / settings.options)
+            run.write_rows([intervals.evaluation_row(task.replace("pages", "choice"), metric, interval, len(members))])
+    run.metric("choice_chance", 1.0 / own.options)
 
 
 def _continuations(
@@ -247,24 +229,18 @@ def _continuations(
 ) -> None:
     from puna.models.generation import Engine, SamplingParams
 
-    beginnings: list[tuple[Chosen, str]] = []
-    for page in pages:
-        words = multiple_choice.WORD.findall(page.text)[: config.pages.prompt_words]
-        if len(words) == config.pages.prompt_words and len(beginnings) < config.pages.continuations:
-            beginnings.append((page, "".join(words)))
+    words = config.pages.prompt_words
+    begun = [(page, multiple_choice.WORD.findall(page.text)[:words]) for page in pages]
+    beginnings = [(page, "".join(some)) for page, some in begun if len(some) == words][: config.pages.continuations]
     if not beginnings:
         return
     params = SamplingParams(temperature=0.8, max_tokens=64, stop=tuple(tokenizer.end), seed=run.seed("continuations"))
     prompts = [[*tokenizer.lead, *tokenizer.encode(text)] for _, text in beginnings]
     completions = Engine(model, tokenizer, **limits).generate(prompts, params)
-    rows = []
     for (page, text), (completion,) in zip(beginnings, completions, strict=True):
-        own = page.text[len(text) : len(text) + 300]
-        rows.append(
-            {"id": f"page-{page.id}", "kind": "continuation", "prompt": text, "text": answer_text(completion.tokens, tokenizer),
-             "detail": json.dumps({"category": page.category, "page": own}, ensure_ascii=False)}
-        )  # fmt: skip
-    run.write_rows(rows, "examples")
+        detail = json.dumps({"category": page.category, "page": page.text[len(text) :][:300]}, ensure_ascii=False)
+        said = answer_text(completion.tokens, tokenizer)
+        run.write_rows([{"id": f"page-{page.id}", "kind": "continuation", "prompt": text, "text": said, "detail": detail}], "examples")
 
 
 # --- prompts --------------------------------------------------------------------------------------------
@@ -327,44 +303,37 @@ def _heldout_prompts(prompts: Artifact, per_task: int, seed: int) -> list[dict[s
 
 
 def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> None:
-    rows, chosen = [], []
-    tasks = sorted({row["task"] for row in found})
     bars: list[tuple[Any, float]] = []
-    for task in [ALL, *tasks]:
+    for task in [ALL, *sorted({row["task"] for row in found})]:
         members = [row for row in found if task in (ALL, row["task"])]
-        scored = [row["gold"] for row in members if row["gold"] is not None]
-        if scored:
-            accuracy = intervals.wilson(sum(map(is_correct, scored)), len(scored))
-            rows.append(intervals.evaluation_row(task, "accuracy", accuracy, len(scored)))
-            rows.append(intervals.evaluation_row(task, "score", intervals.mean(scored), len(scored)))
-            bars.append((task, accuracy.value))
+        values: dict[str, tuple[intervals.Interval, int]] = {}
+        if scored := [row["gold"] for row in members if row["gold"] is not None]:
+            values["accuracy"] = intervals.wilson(sum(map(is_correct, scored)), len(scored)), len(scored)
+            values["score"] = intervals.mean(scored), len(scored)
+            bars.append((task, values["accuracy"][0].value))
         if tasted := [_liked(row) for row in members if row["gold"] is not None and row["liked"] is not None]:
-            rows.append(intervals.evaluation_row(task, "liked", intervals.wilson(sum(tasted), len(tasted)), len(tasted)))
-        whole = intervals.wilson(sum(row["finished"] for row in members), len(members))
-        rows.append(intervals.evaluation_row(task, "finished", whole, len(members)))
+            values["liked"] = intervals.wilson(sum(tasted), len(tasted)), len(tasted)
+        values["finished"] = intervals.wilson(sum(row["finished"] for row in members), len(members)), len(members)
         different = variety([(shown(messages_of(row)), row["text"]) for row in members])
-        rows.append(intervals.evaluation_row(task, "variety", intervals.mean(different), len(members)))
+        values["variety"] = intervals.mean(different), len(members)
+        run.write_rows([intervals.evaluation_row(task, metric, *value) for metric, value in values.items()])
         if task != ALL:
-            chosen += members[:examples]
-    run.write_rows(rows)
+            run.write_rows([_example(row) for row in members[:examples]], "examples")
     judged = [row for row in found if row["gold"] is not None]
     scores = [{"id": row["id"], "name": "score", "value": row["gold"]} for row in judged]
     scores += [{"id": row["id"], "name": "liked", "value": float(_liked(row))} for row in judged if row["liked"] is not None]
     run.write_rows(scores, "scores")
-    run.write_rows(
-        [
-            {"id": f"prompt-{row['id']}", "kind": "answer", "prompt": shown(messages_of(row)), "text": row["text"],
-             "detail": json.dumps({"task": row["task"], "reference": row["reference"], "score": row["gold"],
-                                   "verifier": row["detail"]}, ensure_ascii=False)}
-            for row in chosen
-        ],
-        "examples",
-    )  # fmt: skip
     if not bars:
         raise PunaError(f"evaluate: no answer could be scored; the first: {found[0]['detail']}")
     run.metric("accuracy", bars[0][1])
     run.metric("prompts", len(found))
     run.figure("accuracy", Figure(title="Held-out tasks solved", x="task", y="accuracy", kind="bar", series={"accuracy": bars}))
+
+
+def _example(row: dict[str, Any]) -> dict[str, Any]:
+    about = {"task": row["task"], "reference": row["reference"], "score": row["gold"], "verifier": row["detail"]}
+    asked, detail = shown(messages_of(row)), json.dumps(about, ensure_ascii=False)
+    return {"id": f"prompt-{row['id']}", "kind": "answer", "prompt": asked, "text": row["text"], "detail": detail}
 
 
 def _liked(row: dict[str, Any]) -> bool:

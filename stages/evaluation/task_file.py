@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
 from pathlib import PurePosixPath
 from posixpath import normpath
 from typing import Any, Literal
@@ -352,29 +354,20 @@ def _permuted(document: Document) -> Document:
     return replace(document, text=text, target=target, choices=tuple(document.choices[at] for at in order))
 
 
+def texts_of(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yield path and text of each text in a JSON value."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from [((*path, key), item)] if isinstance(item, str) else texts_of(item, (*path, key))
+
+
 def _verifiers(spec: TaskFile, rows: Sequence[Row], where: str) -> list[str]:
     """Return each row's verifier as JSON: the texts of the task's, but names, are templates or columns."""
     given = {"name": spec.verifier} if isinstance(spec.verifier, str) else spec.verifier
-    texts: dict[str, str] = {}
-
-    def collect(value: Any, path: str) -> None:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                if key != "name":
-                    collect(item, f"{path}.{key}")
-        elif isinstance(value, list):
-            for number, item in enumerate(value):
-                collect(item, f"{path}.{number}")
-        elif isinstance(value, str):
-            texts[path] = value
-
-    def filled(value: Any, path: str, values: Mapping[str, Any]) -> Any:
-        if isinstance(value, dict):
-            return {key: item if key == "name" else filled(item, f"{path}.{key}", values) for key, item in value.items()}
-        if isinstance(value, list):
-            return [filled(item, f"{path}.{number}", values) for number, item in enumerate(value)]
-        return values.get(path, value)
-
-    collect(given, "verifier")
-    rows_of_values = rendered(texts, rows, False, where)
-    return [json.dumps(filled(given, "verifier", values), sort_keys=True, ensure_ascii=False) for values in rows_of_values]
+    texts = {path: text for path, text in texts_of(given) if path[-1] != "name"}
+    results = []
+    for values in rendered({".".join(map(str, ("verifier", *path))): text for path, text in texts.items()}, rows, False, where):
+        filled: Any = json.loads(json.dumps(given))
+        for path, value in zip(texts, values.values(), strict=True):
+            reduce(getitem, path[:-1], filled)[path[-1]] = value
+        results.append(json.dumps(filled, sort_keys=True, ensure_ascii=False))
+    return results
