@@ -39,8 +39,10 @@ def test_shared_sequences_score_as_each_alone() -> None:
         for _ in range(30)
     ]
     expected = [alone(model, request, 12) for request in requests]  # contexts of more than 12 tokens lose their beginning
+    first = likelihoods(model, requests, 12, 16)
     for limit in (16, 64, 10_000):
         found = likelihoods(model, requests, 12, limit)
+        assert found == first  # bit by bit, whatever was computed beside them
         assert [one.sum for one in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
         assert [one.greedy for one in found] == [greedy for _, greedy in expected]
     assert {greedy for _, greedy in expected} == {True, False}
