@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / ".pkg"))
 
 from puna.flows.report import arms, write  # noqa: E402
-from puna.flows.report.run import Run  # noqa: E402
+from puna.flows.report.run import Run, Step  # noqa: E402
 from puna.stages.prompts.lookups import REPEATED, REPLACED, answers_without_model  # noqa: E402
 from puna.stages.training.intervals import wilson  # noqa: E402
 from puna.storage import PunaError, Store  # noqa: E402
@@ -50,28 +50,38 @@ def measured(run: Run) -> dict[str, Any]:
         "cpu_minutes": round(sum(spent.values()) / 60, 1),
         "heldout": len(rounds[0].scores["round"]["accuracy"]),
         "rounds": [_round(one) for one in rounds],
-        **({"equal_checks": _equal_checks(run, rounds[0])} if "checked" in rounds[0].scores else {}),
+        **({"equal_budget": _equal_budget(run, rounds[0])} if "rl" in rounds[0].scores else {}),
+        "gates": {step.round: _gate(step) for step in run.steps if step.stage == "gate"},
     }
 
 
-def _equal_checks(run: Run, one: arms.Arms) -> dict[str, Any]:
-    """Return the right answers of finetuning on as many checked answers, the round's over that, and those without a model."""
+def _equal_budget(run: Run, one: arms.Arms) -> dict[str, Any]:
+    """Return the shares of the first round's control arms with as large a budget, and those without a model."""
     rows = answers_without_model(run.kind("prompts")[0].artifact.read().to_pylist())
     right, asked = max((int(sum(rows[name].values())), len(rows[name])) for name in REPEATED)
     return {
-        "right": round(one.share("checked", "accuracy").value, 3),
-        "round_over_it": [round(value, 3) for value in one.gain("round", "checked", "accuracy")],
+        "arms": {name: _shares(one, name) for name in ("ranked", "rl") if (one.ratio(name, "round") or 0) >= 1},
         "lookup": [round(value, 3) for value in wilson(right, asked)],
         "replaced": round(sum(rows[REPLACED].values()) / len(rows[REPLACED]), 3),
     }
+
+
+def _gate(step: Step) -> dict[str, Any]:
+    """Return a gate's verdict and gain over the policy before."""
+    gain = {name.removeprefix("gain_"): round(float(step.metrics[name]), 3) for name in ("gain", "gain_low", "gain_high")}
+    return {"verdict": step.metrics["verdict"], "metric": step.artifact.manifest.config["metric"], **gain}
+
+
+def _shares(one: arms.Arms, arm: str) -> dict[str, float]:
+    return {metric: round(one.share(arm, metric).value, 3) for metric in one.metrics}
 
 
 def _round(one: arms.Arms) -> dict[str, Any]:
     claims = [claim for claim in one.claims() if claim.name == next(iter(arms.CLAIMS))]
     return {
         "number": one.number,
-        "before": {metric: round(one.share("before", metric).value, 3) for metric in one.metrics},
-        "after": {metric: round(one.share("round", metric).value, 3) for metric in one.metrics},
+        "before": _shares(one, "before"),
+        "after": _shares(one, "round"),
         "over_strongest_control": {
             one.metric: {"control": arms.NAMES[one.control], "gain": [round(value, 3) for value in one.gain], "verdict": one.verdict}
             for one in claims
@@ -85,26 +95,33 @@ def share(value: float) -> str:
 
 
 def passage(figures: dict[str, Any]) -> str:
-    """Return the passage of README: each round's share of right answers, its gain, and what is as good without a round."""
-    rounds, equal = figures["rounds"], figures["equal_checks"]
-    before = share(rounds[0]["before"]["accuracy"])
-    told = [f"Of {figures['heldout']} held-out questions {before} are answered correctly before the rounds."]
+    """Return the passage of README: shares before and after each round, its gains over controls, and what is as good without one."""
+    rounds, equal = figures["rounds"], figures["equal_budget"]
+    told = [f"Of {figures['heldout']} held-out questions {both(rounds[0]['before'])} before the rounds."]
     for one in rounds:
-        claim = one["over_strongest_control"]["accuracy"]
-        gain, low, high = claim["gain"]
-        verdict = {"earned": "more than", "cost": "a loss against", "earned nothing": "no gain over"}.get(
-            claim["verdict"], "more, for a larger budget, than"
-        )
-        told.append(
-            f"Round {one['number']} reaches {share(one['after']['accuracy'])}: {verdict} its strongest control "
-            f"({share(gain)}; {share(low)} to {share(high)})."
-        )
+        told.append(f"Round {one['number']}: {both(one['after'])}.")
+        for metric, claim in one["over_strongest_control"].items():
+            gain, low, high = claim["gain"]
+            verdict = {"earned": "more than", "cost": "a loss against", "earned nothing": "no gain over"}.get(
+                claim["verdict"], "more, for a larger budget, than"
+            )
+            shown = f"({share(gain)}; {share(low)} to {share(high)})"
+            told.append(f"In {arms.METRICS[metric]} answers {verdict} its strongest control {shown}.")
+    for number, gate in figures["gates"].items():
+        shown = f"{gate['verdict']} ({gate['metric']} {share(gate['gain'])}; {share(gate['low'])} to {share(gate['high'])})"
+        told.append(f"The gate of round {number}: {shown}" + ("." if gate["verdict"] == "passed" else "; the policy stays."))
+    names = {"ranked": "finetuning alone", "rl": "reinforcement learning alone"}
+    told += [f"With as large a budget as round 1, {names[name]}: {both(shares)}." for name, shares in equal["arms"].items()]
     told.append(
-        f"Finetuning on checked answers with equally many checks, without RL, reaches {share(equal['right'])}. Without a model, the gold "
-        f"answer to the nearest training question is right for {share(equal['lookup'][0])}, with its tokens replaced for "
-        f"{share(equal['replaced'])}."
+        f"Without a model, the gold answer to the nearest training question is right for {share(equal['lookup'][0])}, with its tokens "
+        f"replaced for {share(equal['replaced'])}."
     )
     return textwrap.fill(" ".join(told), 138, break_on_hyphens=False, break_long_words=False)
+
+
+def both(shares: dict[str, float]) -> str:
+    """Return the shares of right answers, and of those that are liked, too."""
+    return f"{share(shares['accuracy'])} right" + (f", {share(shares['liked'])} right and liked" if "liked" in shares else "")
 
 
 def written(text: str, figures: dict[str, Any]) -> str:

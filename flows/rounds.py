@@ -33,12 +33,8 @@ from puna.stages.training.rewards import Reward
 from puna.stages.training.settings import SftConfig
 from puna.storage import Artifact, PunaError
 
-RANKED = 4
-"""Right answers to a prompt, those that the reward model ranks highest, that an arm is finetuned on."""
 ITERATIONS = 3
 """Times that an arm samples and is finetuned, with a part of the checks and updates each."""
-MORE = 1.1
-"""What a finetuned arm is given of the recipe's answers and steps: its right answers may be fewer than the round's."""
 DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
 """The prompts on which the weights of the average are searched."""
 
@@ -122,7 +118,7 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     preferred = step(dpo, number=number, through="model", model=tuned, preferences=last_pairs)
     taught, parts = preferred, _iterations()
     for part in range(1, parts + 1):
-        taught = _taught(f"again_{part}", number, taught, gold, tasks, reward, ranked=bool(reward), share=1 / parts)
+        taught = _taught(f"again_{part}", number, taught, gold, tasks, reward, field="again", ranked=bool(reward), share=1 / parts)
     trained = step(grpo, number=number, off=True, through="policy", policy=taught, reward_model=reward, prompts=tasks)
     trained = step(ppo, number=number, off=True, through="policy", policy=trained, reward_model=reward, prompts=tasks)
     policy = _averaged("average", number, before, trained, reward, development)
@@ -225,80 +221,81 @@ def controls(
 def _equal(
     number: int, made: Mapping[str, Output], gold: list[Output], tasks: Output, heldout: Output, arm: Callable[[str, Output], Output]
 ) -> list[Callable[[], object]]:
-    """Return the arms that are given as much as the round's last training is, where the recipe names `sft_again` and `sample_again`.
+    """Return the arms in place of the round's last training, with as large a budget, where the recipe names `sft_equal`.
 
-    The policy that it starts from is finetuned by `_taught` on all distinct right answers; and reinforced, where the recipe names
-    `grpo_instead`. With `more_controls` also: on right answers that the reward model ranks highest, once or in `ITERATIONS` parts; on
-    half of the answers, then half of RL; and the first arm's model answers held-out prompts by the reward model's best of n, where the
-    recipe names `evaluate_best`.
+    The policy that it starts from is finetuned by `_taught` on right answers, those that the reward model ranks highest; and reinforced,
+    where the recipe names `grpo_equal`. With `more_controls` also: finetuned on all distinct right answers, whose model answers held-out
+    prompts by the reward model's best of n, too, where the recipe names `evaluate_best`; on ranked ones in `ITERATIONS` parts; on half
+    of them, then half of RL, where the round is not that.
     """
-    if not current_walk().configs(Step("sft_again", "sft_again", sft, off=True)):
+    if not current_walk().configs(Step("sft_equal", "sft_equal", sft, off=True)):
         return []
-    start, reward, own = made["dpo"], made["reward_model"], _iterations()
-    taught = partial(_taught, number=number, gold=gold, tasks=tasks, reward=reward)
+    start, reward, own = made["dpo"], made["reward_model"], _iterations() and _of_rl()
+    taught = partial(_taught, number=number, gold=gold, tasks=tasks, reward=reward, field="equal")
 
-    def reinforced(name: str, policy: Output, field: str, share: float = 1) -> None:
+    def reinforced(name: str, policy: Output, share: float = 1) -> None:
         trained = step(
-            grpo, f"grpo_{name}_{number}", field=field, number=number, off=True, policy=policy, reward_model=reward, prompts=tasks,
+            grpo, f"grpo_{name}_{number}", field="grpo_equal", number=number, off=True, policy=policy, reward_model=reward, prompts=tasks,
             adapt=partial(_shared, "rollouts", share),
         )  # fmt: skip
         if trained:
             arm(name, trained)
 
-    def checked() -> None:
-        model = arm("checked", taught("checked", model=start, samples="equal"))
+    def finetuned() -> None:
+        # In turn, for both learn from the same samples.
+        if reward:
+            arm("ranked", taught("ranked", model=start, ranked=True, samples="equal"))
+        if more or not reward:
+            model = arm("checked", taught("checked", model=start, samples="equal"))
         if more:
             step(
                 evaluate, f"control_best_of_n_{number}", field="evaluate_best", off=True, model=model, prompts=heldout,
                 judges=[reward] if reward else [],
             )  # fmt: skip
-        # In turn, for both learn from the same samples.
-        if more and reward and own != 1:
-            arm("ranked", taught("ranked", model=start, ranked=True, samples="equal"))
 
     def iterated() -> None:
         model = start
         for part in range(1, ITERATIONS + 1):
-            model = taught(f"iterated_{part}", model=model, ranked=True, share=MORE / ITERATIONS)
+            model = taught(f"iterated_{part}", model=model, ranked=bool(reward), share=1 / ITERATIONS)
         arm("iterated", model)
 
     def half() -> None:
-        reinforced("half", taught("half", model=start, share=MORE / 2), "grpo_instead" if own else "grpo", 1 / 2)
+        reinforced("half", taught("half", model=start, ranked=bool(reward), share=1 / 2), 1 / 2)
 
-    more = switch("more_controls", True, description="Also the control arms `ranked`, `iterated`, `half` and `best_of_n`")
-    arms: list[Callable[[], object]] = [checked, partial(reinforced, "rl", start, "grpo_instead")]
-    if more and reward and own <= 1:
-        arms.append(iterated)
-    return [*arms, *([half] if more else [])]
+    more = switch("more_controls", True, description="Also the control arms `checked`, `iterated`, `half` and `best_of_n`")
+    return [finetuned, partial(reinforced, "rl", start), *([iterated] if more else []), *([half] if more and not own else [])]
 
 
 def _iterations() -> int:
-    return setting(
-        "iterations", 0, minimum=0, maximum=20,
+    """Return the times that a round is finetuned on its own right answers; 0 where the recipe does not name `sft_again`."""
+    times = setting(
+        "iterations", 1, minimum=1, maximum=20,
         description="Times that a round's policy answers again (`sample_again`) and is finetuned (`sft_again`) on right answers, those "
-        "that the reward model ranks highest, with a part of the recipe's answers and steps each; 0: never",
+        "that the reward model ranks highest, with a part of the recipe's answers and steps each",
     )  # fmt: skip
+    return times if current_walk().configs(Step("sft_again", "sft_again", sft, off=True)) else 0
 
 
 def _taught(
-    name: str, number: int, model: Output, gold: Sequence[Output], tasks: Output, reward: Output, *, ranked: bool = False,
-    share: float = MORE, samples: str = "",
+    name: str, number: int, model: Output, gold: Sequence[Output], tasks: Output, reward: Output, *, field: str, ranked: bool = False,
+    share: float = 1, samples: str = "",
 ) -> Output:  # fmt: skip
     """Finetune a model on gold and on its own right answers to the round's prompts, with a share of the recipe's answers and steps.
 
-    All distinct ones; or, `ranked`, the `RANKED` of each prompt with the highest reward. `samples`: the name of answers that arms share.
+    All distinct ones; or, `ranked`, those to each prompt with the highest reward, as many as the recipe's `pick` takes. `samples`: a
+    name of answers that arms share. `field`: the end of the recipe's fields.
     """
     answers = step(
-        sample, f"sample_{samples or name}_{number}", field="sample_again", number=number, off=True, models=[model], prompts=tasks,
+        sample, f"sample_{samples or name}_{number}", field=f"sample_{field}", number=number, off=True, models=[model], prompts=tasks,
         adapt=partial(_shared, "answers", share),
     )  # fmt: skip
-    ways = {"pick": "reward_model", "correct": True, "most": RANKED} if ranked else {"pick": "verifier", "most": 1000}
+    ways = {"pick": "reward_model", "correct": True} if ranked else {"pick": "verifier", "most": 1000}
     picked = step(
-        rejection_sample, f"pick_{name}_{number}", field="pick_again", number=number, answers=answers, prompts=tasks,
+        rejection_sample, f"pick_{name}_{number}", field=f"pick_{field}", number=number, answers=answers, prompts=tasks,
         default=RejectionSampleConfig(), adapt=lambda config: config.model_copy(update=ways), reward_model=reward if ranked else None,
     )  # fmt: skip
     return step(
-        sft, f"sft_{name}_{number}", field="sft_again", number=number, off=True, through="model", adapt=partial(_shared, "steps", share),
+        sft, f"sft_{name}_{number}", field=f"sft_{field}", number=number, off=True, through="model", adapt=partial(_shared, "steps", share),
         model=model, instructions=[*gold, picked],
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Settings of RL and of finetuning on checked answers, searched alike: arms from one shared finetuned model and reward model.
 
-    python tests/benchmarks/alignment_rates.py --store STORE --seeds 101 102 --arm "rl grpo.schedule.learning_rate=0.002" --arm ranked
+    python tests/benchmarks/alignment_rates.py --store STORE --seeds 101 102 --arm "rl grpo_equal.schedule.learning_rate=0.002" --arm ranked
 
 Give seeds that are never reported. An arm is a kind and changes of the recipe: `rl`; `checked` and `ranked` finetuning (`most=N`: answers to a
 prompt); `iterated` (`parts=N`); `half`, finetuning and then RL. One line of JSON for each arm: shares of right and of liked answers, CPU seconds.
@@ -27,7 +27,7 @@ from puna.stages.contract.execute import execute
 from puna.stages.evaluation.evaluate import evaluate
 from puna.storage import Artifact, Store
 
-SHARED = ("rounds=1", "controls=false", "iterations=0", "grpo=null")
+SHARED = ("rounds=1", "controls=false", "sft_again=null", "sft_equal=null")
 
 
 class Round:
@@ -45,20 +45,20 @@ class Round:
     def tuned(self, model: Artifact, changes: Sequence[str], ranked: bool, most: int, parts: int) -> list[Artifact]:
         """Return the artifacts of finetuning on checked answers, the model last."""
         values, made = read_values("demo", [*self.changes, *changes])[0], self.made
-        prompts, training = made["prompts_1"], values["sft_again"]["training"]
-        count, steps = -(-values["sample_again"]["answers"] // parts), -(-training["steps"] // parts)
-        asked = self.make(sample, "sample_again", changes, {"models": [model], "prompts": prompts}, answers=count)
+        prompts, training = made["prompts_1"], values["sft_equal"]["training"]
+        count, steps = -(-values["sample_equal"]["answers"] // parts), -(-training["steps"] // parts)
+        asked = self.make(sample, "sample_equal", changes, {"models": [model], "prompts": prompts}, answers=count)
         picking = RejectionSampleConfig(pick="reward_model" if ranked else "verifier", correct=ranked, most=most, seed=self.seed)
         reward = {"reward_model": [made["reward_model_1"]]} if ranked else {}
         picked = execute(rejection_sample, picking, {"answers": asked, "prompts": prompts, **reward}, self.store)
         data = {"model": model, "instructions": [made["instructions"], picked]}
-        return [asked, picked, self.make(sft, "sft_again", changes, data, training={**training, "steps": steps})]
+        return [asked, picked, self.make(sft, "sft_equal", changes, data, training={**training, "steps": steps})]
 
     def reinforced(self, policy: Artifact, changes: Sequence[str], parts: int = 1) -> Artifact:
         """Return the policy after a part of RL."""
-        rollouts = -(-read_values("demo", [*self.changes, *changes])[0]["grpo"]["rollouts"] // parts)
+        rollouts = -(-read_values("demo", [*self.changes, *changes])[0]["grpo_equal"]["rollouts"] // parts)
         given = {"policy": policy, "reward_model": [self.made["reward_model_1"]], "prompts": self.made["prompts_1"]}
-        return self.make(grpo, "grpo", changes, given, rollouts=rollouts)
+        return self.make(grpo, "grpo_equal", changes, given, rollouts=rollouts)
 
     def arm(self, kind: str, words: Sequence[str]) -> dict[str, Any]:
         """Return an arm's measurements."""

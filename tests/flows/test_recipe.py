@@ -50,7 +50,8 @@ def test_the_order_of_the_pipeline() -> None:
     assert order.index("mix_experiment") < order.index("mix") < order.index("pretrain") < order.index("sft_first")
     assert len(order) == len(set(order))
     assert [name for name in order if name.endswith("_2")] == [
-        f"{name}_2" for name in ("prompts", "sample", "preferences", "reward_model", "chosen", "sft", "grpo", "average", "evaluate_round")
+        f"{name}_2"
+        for name in ("prompts", "sample", "preferences", "reward_model", "chosen", "sft", "grpo", "average", "evaluate_round", "gate")
     ]
 
 
@@ -76,23 +77,23 @@ def test_the_aliases_of_the_pipeline() -> None:
 
 
 def test_arms_in_place_of_reinforcement_learning_have_as_large_a_budget() -> None:
-    """Each begins where RL begins; with 22 checks for each of 750 prompts, and as many updates as RL, in one part, in three, or half."""
-    recipe = load("demo", ["rounds=1"])
+    """Each begins where RL begins, with as many checks of answers to 600 prompts and updates: in one part, in three, or half."""
+    recipe = load("demo", ["rounds=1", "sft_again=null", "grpo={rollouts: 20, prompts: 32, answers: 8, reward: product}", "more_controls=true"])
     order, rl = labels(recipe), config_of(recipe, "grpo_1")
-    assert {f"control_{name}_1" for name in ("checked", "ranked", "iterated", "half", "best_of_n")} <= set(order)
+    assert {f"control_{name}_1" for name in ("checked", "rl", "ranked", "iterated", "half", "best_of_n")} <= set(order)
     checks = rl.prompts * rl.answers * (rl.rollouts + 1)
     for name, sampled in {"checked": ["equal"], "iterated": [f"iterated_{part}" for part in (1, 2, 3)]}.items():
         tuned = [f"sft_{name if one == 'equal' else one}_1" for one in sampled]
-        assert sum(config_of(recipe, f"sample_{one}_1").answers * 750 for one in sampled) >= checks
+        assert sum(config_of(recipe, f"sample_{one}_1").answers * 600 for one in sampled) >= checks
         assert sum(config_of(recipe, one).training.steps for one in tuned) >= rl.rollouts * rl.epochs * rl.minibatches
         assert [inputs_of(recipe, one)["model"] for one in tuned] == [inputs_of(recipe, "grpo_1")["policy"], *((one,) for one in tuned[:-1])]
     half = config_of(recipe, "grpo_half_1")
-    assert config_of(recipe, "sample_half_1").answers * 750 + rl.prompts * rl.answers * (half.rollouts + 1) >= checks
+    assert config_of(recipe, "sample_half_1").answers * 600 + rl.prompts * rl.answers * (half.rollouts + 1) >= checks
     assert inputs_of(recipe, "grpo_half_1")["policy"] == ("sft_half_1",)
     assert inputs_of(recipe, "control_best_of_n_1")["model"] == ("average_checked_1",)
     ranked = config_of(recipe, "pick_ranked_1")
     assert (ranked.pick, ranked.correct) == ("reward_model", True)
-    assert not [name for name in labels(load("demo", ["rounds=1", "grpo=null", "average=null"])) if "equal" in name or "iterated" in name]
+    assert not [name for name in labels(load("demo", ["rounds=1", "sft_again=null", "grpo=null", "average=null"])) if "equal" in name]
 
 
 def test_control_arms_learn_from_what_their_round_learns_from() -> None:
