@@ -21,6 +21,7 @@ import math
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -79,8 +80,9 @@ def measured(command: Command, seed: int, changes: list[str], articles: Artifact
     """The arms of a seed."""
     given = [word for change in ("controls=true", f"seed={seed}", *changes) for word in ("--set", change)]
     made = command.made("align", "--recipe", "smollm2-135m", "--input", MODEL, *given)
-    found = alignment.measured(seed, made)
     (one,) = arms.rounds((step, artifact) for step, artifact in made.items() if artifact.kind == "evaluation")
+    spent = {artifact.key: float(artifact.manifest.timings.get("cpu_seconds", 0.0)) for artifact in made.values()}
+    found: dict[str, Any] = {"seed": seed, "arms": alignment.table(one), "cpu_seconds": sum(spent.values())}
     steps = {"before": "evaluate_sft", "round": "evaluate_round_1"}
     evaluations = {arm: made[steps.get(arm, f"control_{arm}_1")] for arm in one.scores}
     found["tasks"] = {arm: by_task(evaluation) for arm, evaluation in evaluations.items()}
@@ -112,6 +114,14 @@ def read(command: Command, evaluation: Artifact, articles: Artifact) -> float:
     made = command.made("evaluate", "--input", f"model/{model}", "--input", articles.id, *given)
     rows = made["evaluate"].read().to_pylist()
     return next(float(row["value"]) for row in rows if row["task"] == "pages" and row["metric"] == "nats_per_token")
+
+
+def summary(values: list[float]) -> dict[str, Any]:
+    """Smallest, mean and standard error of values."""
+    if not values:
+        return {}
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return {"smallest": min(values), "mean": statistics.fmean(values), "standard_error": error, "seeds": values}
 
 
 def reward(command: Command, pairs: Path, changes: list[str]) -> dict[str, Any]:
@@ -186,7 +196,7 @@ def main() -> None:
         articles = command.imported("documents", articles_of(given.text), "wikitext")
         results = [measured(command, seed, given.changes, articles) for seed in given.seeds]
         gains = {
-            f"{arm}_over_{below}": alignment.summary([one["gain"][0] for r in results for one in r["steps"] if one["arm"] == arm])
+            f"{arm}_over_{below}": summary([one["gain"][0] for r in results for one in r["steps"] if one["arm"] == arm])
             for below, arm in itertools.pairwise(ORDER)
         }
         figures = {"gains": gains, "cpu_seconds": max(r["cpu_seconds"] for r in results), "seeds": results}
