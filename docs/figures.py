@@ -40,14 +40,14 @@ def measured(run: Run) -> dict[str, Any]:
     rounds = arms.rounds((step.name, step.artifact) for step in run.kind("evaluation"))
     if run.log.state != "finished" or run.log.opened is None or run.log.closed is None or not rounds:
         raise PunaError(f"run {run.log.name}: is no finished run with rounds and their control arms; `make demo` makes one")
-    spent = {step.artifact.key: float(step.artifact.manifest.timings.get("cpu_seconds", 0.0)) for step in run.steps}
+    spent = {step.artifact.key: {"seconds": 0.0, "cpu_seconds": 0.0, **step.artifact.manifest.timings} for step in run.steps}
     return {
         "run": run.log.name,
         "day": run.log.opened.date().isoformat(),
         "commit": run.log.about.get("commit"),
         "versions": run.log.about.get("versions"),
-        "minutes": round((run.log.closed - run.log.opened).total_seconds() / 60, 1),
-        "cpu_minutes": round(sum(spent.values()) / 60, 1),
+        "minutes": round(sum(taken["seconds"] for taken in spent.values()) / 60, 1),
+        "cpu_minutes": round(sum(taken["cpu_seconds"] for taken in spent.values()) / 60, 1),
         "heldout": len(rounds[0].scores["round"]["accuracy"]),
         "rounds": [_round(one) for one in rounds],
         **({"equal_budget": _equal_budget(run, rounds[0])} if "rl" in rounds[0].scores else {}),

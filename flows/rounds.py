@@ -29,7 +29,6 @@ from puna.stages.align.topics import topics
 from puna.stages.contract import StageConfig
 from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.prompts.prompts import PromptsConfig, prompts
-from puna.stages.training.rewards import Reward
 from puna.stages.training.settings import SftConfig
 from puna.storage import Artifact, PunaError
 
@@ -161,7 +160,7 @@ def controls(
     In place of its last training, what `_equal` says. With `ablations`, of a smaller budget: finetuning alone, with as many updates as the
     round, on demonstrations, with chosen answers, with synthetic ones, with one more answer per prompt by each way to pick. DPO in place
     of RL, where the recipe names `dpo_instead`; with `sample_instead` also on pairs of the finetuned model's own answers, whose checks
-    another arm is finetuned on. The round without DPO, without its last training, or without the reward model in RL.
+    another arm is finetuned on. The round without its last training.
     """
     made, start, gold = after.made, before.start or before.policy, list(before.instructions)
     updates = replaced("more_steps", _last_updates())
@@ -197,9 +196,6 @@ def controls(
         if answers and checked and (more := chosen_by("verifier", answers, "pick_instead")):
             tuned("pick_instead", [*base, checked, more])
 
-    def rewarded(name: str, policy: Output, reward: Reward | None = None) -> None:
-        arm(name, _by_rl(number, tasks, made["reward_model"], name, policy, reward))
-
     trains = made["policy"].labels != made["dpo"].labels
     arms = _equal(number, made, gold, tasks, heldout, arm) if trains else []
     if not switch("ablations", True, description="Also control arms of a smaller budget: what a part of the round, or its data, adds"):
@@ -210,11 +206,6 @@ def controls(
     arms += [partial(tuned, "synthetic", [*base, made["synthesize"]])] if made["synthesize"] else []
     arms += [partial(picked, pick) for pick in get_args(Pick) if pick != "reward_model" or made["reward_model"]] + [instead]
     arms += [partial(arm, "untaught", made["dpo"])] if trains else []
-    if _of_rl():
-        if made["dpo"].labels != made["sft"].labels:
-            arms.append(partial(rewarded, "no_dpo", made["sft"]))
-        if any(config.reward != "verifier" for config in _of_rl()):
-            arms.append(partial(rewarded, "no_reward_model", made["dpo"], "verifier"))
     return arms
 
 
@@ -314,14 +305,6 @@ def _chosen_by(number: int, tasks: Output, reward_model: Output, pick: Pick, ans
     return step(
         rejection_sample, f"{label}_{number}", field="pick", number=number, adapt=replaced("pick", pick), answers=answers,
         reward_model=reward_model if pick == "reward_model" else None, prompts=tasks,
-    )  # fmt: skip
-
-
-def _by_rl(number: int, tasks: Output, reward_model: Output, name: str, policy: Output, reward: Reward | None) -> Output:
-    """Return the policy after GRPO, with another reward where one is given."""
-    return step(
-        grpo, f"grpo_{name}_{number}", field="grpo", number=number, off=True, through="policy", policy=policy,
-        reward_model=reward_model, prompts=tasks, adapt=replaced("reward", reward) if reward else None,
     )  # fmt: skip
 
 

@@ -31,18 +31,14 @@ NAMES = {
     "best_of_n": "checked answers, and best of n when asked",
     "dpo_instead": "DPO in place of RL",
     "untaught": "the round without its last training",
-    "no_dpo": "the round without DPO",
-    "no_reward_model": "the round without reward model in RL",
     "round": "the round",
 }
 """Arms in the order of the table."""
-OTHERS = tuple(name for name in NAMES if not name.startswith(("no_", "round")))
+OTHERS = tuple(name for name in NAMES if name != "round")
 CLAIMS = {
     "the round over its strongest control": ("round", OTHERS),
     "its last training": ("round", ("untaught",)),
     "RL in its place over the strongest control": ("rl", tuple(name for name in OTHERS if name not in ("rl", "half"))),
-    "the reward model in RL": ("round", ("no_reward_model",)),
-    "DPO before RL": ("round", ("no_dpo",)),
     "DPO in place of RL over its strongest control": ("dpo_instead", (*OTHERS[: OTHERS.index("checked")], "untaught")),
     "synthetic data": ("synthetic", ("chosen", "gold", "pick_random")),
     "the reward model's pick over a random one": ("pick_reward_model", ("pick_random",)),

@@ -51,7 +51,10 @@ def test_the_order_of_the_pipeline() -> None:
     assert len(order) == len(set(order))
     assert [name for name in order if name.endswith("_2")] == [
         f"{name}_2"
-        for name in ("prompts", "sample", "preferences", "reward_model", "chosen", "sft", "grpo", "average", "evaluate_round", "gate")
+        for name in (
+            "prompts", "sample", "preferences", "reward_model", "chosen", "sft", "sample_again_1", "pick_again_1", "sft_again_1", "grpo",
+            "average", "evaluate_round", "gate",
+        )
     ]
 
 
@@ -76,32 +79,41 @@ def test_the_aliases_of_the_pipeline() -> None:
     assert found["policy@latest"] == found["policy@round-2"] == ("average_2",)
 
 
-def test_arms_in_place_of_reinforcement_learning_have_as_large_a_budget() -> None:
-    """Each begins where RL begins, with as many checks of answers to 600 prompts and updates: in one part, in three, or half."""
-    recipe = load("demo", ["rounds=1", "sft_again=null", "grpo={rollouts: 20, prompts: 32, answers: 8, reward: product}", "more_controls=true"])
-    order, rl = labels(recipe), config_of(recipe, "grpo_1")
-    assert {f"control_{name}_1" for name in ("checked", "rl", "ranked", "iterated", "half", "best_of_n")} <= set(order)
-    checks = rl.prompts * rl.answers * (rl.rollouts + 1)
-    for name, sampled in {"checked": ["equal"], "iterated": [f"iterated_{part}" for part in (1, 2, 3)]}.items():
+def test_arms_in_place_of_the_last_training_have_as_large_a_budget() -> None:
+    """Each begins where the round's begins, with as many checks of 600 prompts' answers, updates and answers in them: at once or in parts."""
+    recipe = load("demo", ["rounds=1", "more_controls=true"])
+    order, rl, again = labels(recipe), config_of(recipe, "grpo_1"), config_of(recipe, "sft_again_1_1").training
+    names = [name.removeprefix("control_").removesuffix("_1") for name in order if name.startswith("control_")]
+    assert names == ["ranked", "checked", "best_of_n", "rl", "iterated"]
+    assert inputs_of(recipe, "grpo_1")["policy"] == ("sft_again_1_1",)
+    each = rl.prompts * rl.answers
+    checks = config_of(recipe, "sample_again_1_1").answers * 600 + each * (rl.rollouts + 1)
+    updates, start = again.steps + rl.rollouts * rl.epochs * rl.minibatches, inputs_of(recipe, "sample_again_1_1")["models"]
+    for name, sampled in {"ranked": ["equal"], "checked": ["equal"], "iterated": [f"iterated_{part}" for part in (1, 2, 3)]}.items():
         tuned = [f"sft_{name if one == 'equal' else one}_1" for one in sampled]
         assert sum(config_of(recipe, f"sample_{one}_1").answers * 600 for one in sampled) >= checks
-        assert sum(config_of(recipe, one).training.steps for one in tuned) >= rl.rollouts * rl.epochs * rl.minibatches
-        assert [inputs_of(recipe, one)["model"] for one in tuned] == [inputs_of(recipe, "grpo_1")["policy"], *((one,) for one in tuned[:-1])]
-    half = config_of(recipe, "grpo_half_1")
-    assert config_of(recipe, "sample_half_1").answers * 600 + rl.prompts * rl.answers * (half.rollouts + 1) >= checks
-    assert inputs_of(recipe, "grpo_half_1")["policy"] == ("sft_half_1",)
+        assert sum(config_of(recipe, one).training.steps for one in tuned) >= updates
+        assert [inputs_of(recipe, one)["model"] for one in tuned] == [start, *((one,) for one in tuned[:-1])]
+    alone = config_of(recipe, "grpo_rl_1")
+    assert inputs_of(recipe, "grpo_rl_1")["policy"] == start and each * (alone.rollouts + 1) >= checks
+    assert alone.rollouts * alone.epochs * alone.minibatches >= updates
+    assert alone.model_copy(update={"rollouts": rl.rollouts}) == rl
     assert inputs_of(recipe, "control_best_of_n_1")["model"] == ("average_checked_1",)
     ranked = config_of(recipe, "pick_ranked_1")
-    assert (ranked.pick, ranked.correct) == ("reward_model", True)
-    assert not [name for name in labels(load("demo", ["rounds=1", "sft_again=null", "grpo=null", "average=null"])) if "equal" in name]
+    assert (ranked.pick, ranked.correct, ranked.most) == ("reward_model", True, 2)
+    # A round of RL alone has an arm that is half of each.
+    reinforced = load("demo", ["rounds=1", "sft_again=null", "more_controls=true"])
+    assert inputs_of(reinforced, "grpo_half_1")["policy"] == ("sft_half_1",) and config_of(reinforced, "grpo_half_1").rollouts == 15
+    assert config_of(reinforced, "sample_half_1").answers == 7 and "grpo_rl_1" in labels(reinforced)
+    assert not [name for name in labels(load("demo", ["rounds=1", "sft_equal=null"])) if "equal" in name or "control" in name]
 
 
 def test_control_arms_learn_from_what_their_round_learns_from() -> None:
-    recipe = load("demo", ["rounds=1", "pick={}", "sft_again=null"])
+    recipe = load("demo", ["rounds=1", "ablations=true", "dpo_instead={}", "sft_equal=null", "sft_again=null"])
     order = labels(recipe)
     arms = [name.removeprefix("control_").removesuffix("_1") for name in order if name.startswith("control_")]
     picks = [f"pick_{name}" for name in ("reward_model", "random", "majority", "verifier")]
-    assert arms == ["gold", "chosen", *picks, "dpo_instead", "untaught", "no_reward_model"]
+    assert arms == ["gold", "chosen", *picks, "dpo_instead", "untaught"]
     rl = config_of(recipe, "grpo_1")
     given = inputs_of(recipe, "sft_1")
     for name in ("gold", "chosen", *picks):
@@ -115,10 +127,9 @@ def test_control_arms_learn_from_what_their_round_learns_from() -> None:
         assert inputs_of(recipe, f"average_{name}_1") == {**inputs_of(recipe, "average_1"), "models": ("sft_first", f"sft_{name}_1")}
     assert inputs_of(recipe, "average_1")["models"] == ("sft_first", "grpo_1")
     assert inputs_of(recipe, "dpo_instead_1")["model"] == ("sft_1",) and inputs_of(recipe, "average_untaught_1")["models"] == ("sft_first", "sft_1")
-    assert config_of(recipe, "grpo_no_reward_model_1").reward == "verifier" and rl.reward == "product"
-    with_dpo = load("demo", ["rounds=1", "dpo={}"])
-    assert inputs_of(with_dpo, "grpo_no_dpo_1")["policy"] == ("sft_1",) and inputs_of(with_dpo, "average_untaught_1")["models"][1] == "dpo_1"
-    assert not [name for name in labels(load("demo", ["controls=false"])) if "control" in name or "pick" in name]
+    with_dpo = load("demo", ["rounds=1", "dpo={}", "ablations=true"])
+    assert inputs_of(with_dpo, "average_untaught_1")["models"][1] == "dpo_1" == inputs_of(with_dpo, "sample_again_1_1")["models"][0]
+    assert not [name for name in labels(load("demo", ["controls=false"])) if "control" in name or "equal" in name]
     with pytest.raises(PunaError, match=r"controls: takes true or false \(got 1\)"):
         load("demo", ["controls=1"])
 
@@ -155,7 +166,7 @@ def test_a_round_without_a_reward_model_has_no_arms_of_it() -> None:
 
 
 def test_dpo_in_place_of_rl_learns_from_answers_of_the_finetuned_model_where_told() -> None:
-    recipe = load("demo", ["rounds=1", "sample_instead={answers: 4}", "pick={}"])
+    recipe = load("demo", ["rounds=1", "sample_instead={answers: 4}", "dpo_instead={}", "ablations=true"])
     assert inputs_of(recipe, "sample_instead_1")["models"] == ("sft_1",) and config_of(recipe, "sample_instead_1").answers == 4
     own = inputs_of(recipe, "preferences_instead_1")
     assert own == {**inputs_of(recipe, "preferences_1"), "answers": ("sample_instead_1",)}
@@ -166,9 +177,9 @@ def test_dpo_in_place_of_rl_learns_from_answers_of_the_finetuned_model_where_tol
     checked = inputs_of(recipe, "sft_pick_verifier_1")
     assert inputs_of(recipe, "sft_pick_instead_1") == {**checked, "instructions": (*checked["instructions"], "pick_instead_1")}
     assert config_of(recipe, "sft_pick_instead_1") == config_of(recipe, "sft_pick_verifier_1")
-    assert not [name for name in labels(load("demo", ["rounds=1", "sample_instead={}", "sft_again=null"])) if "pick" in name]
-    assert "sample_instead_1" not in labels(load("demo", ["rounds=1"]))
-    assert not [name for name in labels(load("demo", ["rounds=1", "dpo_instead=null"])) if "instead" in name]
+    assert not [name for name in labels(load("demo", ["rounds=1", "sample_instead={}", "dpo_instead={}", "ablations=true", "pick=null"])) if "pick_v" in name]
+    assert "sample_instead_1" not in labels(load("demo", ["rounds=1", "ablations=true", "dpo_instead={}"]))
+    assert not [name for name in labels(load("demo", ["rounds=1", "ablations=true"])) if "instead" in name]
 
 
 def test_a_name_is_a_flow_unless_it_says_stage() -> None:
@@ -193,12 +204,12 @@ def test_what_passes_documents_may_be_left_out(step: str) -> None:
 def test_the_step_after_one_that_is_left_out_takes_what_it_would_have_taken() -> None:
     recipe = load("demo", ["line_dedup=null", "minhash_dedup=null"], "curate")
     assert inputs_of(recipe, "domains", "curate")["documents"] == ("pii",)
-    recipe = load("demo", ["rounds=1", "controls=false", "sft_first=null", "grpo=null", "sft_lora={}", "average={}"])
+    recipe = load("demo", ["rounds=1", "controls=false", "sft_first=null", "sft_again=null", "grpo=null", "sft_lora={}", "average={}"])
     assert inputs_of(recipe, "sample_1")["models"] == ("pretrain", "sft_lora") and inputs_of(recipe, "average_1")["models"] == ("pretrain", "sft_1")
 
 
 def test_no_prompts_are_set_aside_for_an_average_that_is_left_out() -> None:
-    recipe = load("demo", ["average=null"])
+    recipe = load("demo", ["average=null", "ablations=true"])
     assert "development" not in labels(recipe) and inputs_of(recipe, "control_gold_2")["model"] == ("sft_gold_2",)
     assert inputs_of(load("demo"), "average_2")["prompts"] == ("development",)
 

@@ -53,19 +53,19 @@ def test_the_strongest_control_counts_and_arms_of_a_round_stay_together() -> Non
     first, second = found(
         evaluate_sft=Evaluation(20), evaluate_round_1=Evaluation(60), evaluate_round_2=Evaluation(70),
         control_gold_1=Evaluation(30), control_chosen_1=Evaluation(45), control_untaught_1=Evaluation(50),
-        control_no_reward_model_1=Evaluation(55), control_dpo_instead_1=Evaluation(30),
+        control_rl_1=Evaluation(45), control_dpo_instead_1=Evaluation(30),
         control_gold_2=Evaluation(65, first=30), evaluate_base=Evaluation(0),
     )  # fmt: skip
-    assert list(first.scores) == ["before", "gold", "chosen", "dpo_instead", "untaught", "no_reward_model", "round"]
+    assert list(first.scores) == ["before", "gold", "chosen", "rl", "dpo_instead", "untaught", "round"]
     assert list(second.scores) == ["before", "gold", "round"]
     claims = {claim.name: claim for claim in first.claims()}
     whole = claims["the round over its strongest control"]
-    # The round's own finetuning counts among its controls; RL without the reward model shows a part of the round.
+    # The round without its last training counts among its controls.
     assert whole.control == "untaught" and whole.gain.value == pytest.approx(0.1) and whole.verdict == "earned"
     assert claims["its last training"].control == "untaught" and claims["its last training"].gain.value == pytest.approx(0.1)
-    assert claims["the reward model in RL"].gain.value == pytest.approx(0.05)
-    assert claims["DPO in place of RL over its strongest control"].gain.value == pytest.approx(-0.2) and "RL in its place over the strongest control" not in claims
-    assert "DPO before RL" not in claims and "the reward model's pick over a random one" not in claims
+    assert claims["RL in its place over the strongest control"].gain.value == pytest.approx(-0.05)
+    assert claims["DPO in place of RL over its strongest control"].gain.value == pytest.approx(-0.2)
+    assert "the reward model's pick over a random one" not in claims
     # Round 2 against gold: .70 against .65, but on other prompts: 30 won, 25 lost, 45 alike.
     (late,) = [claim for claim in second.claims() if claim.name == "the round over its strongest control"]
     assert late.control == "gold" and late.gain.value == pytest.approx(0.05) and late.verdict == "earned nothing"
@@ -75,11 +75,12 @@ def test_the_strongest_control_counts_and_arms_of_a_round_stay_together() -> Non
 
 def test_a_part_that_costs_is_told_and_metrics_are_those_of_all_arms() -> None:
     (one,) = found(
-        evaluate_round_1=Evaluation(40, liked=30), control_no_dpo_1=Evaluation(60, liked=30), control_gold_1=Evaluation(10, liked=0)
-    )
+        evaluate_round_1=Evaluation(40, liked=30), control_untaught_1=Evaluation(60, liked=30), control_gold_1=Evaluation(10, liked=0),
+        control_synthetic_1=Evaluation(20, liked=30),
+    )  # fmt: skip
     told = {(claim.name, claim.metric): claim.verdict for claim in one.claims()}
-    assert told["DPO before RL", "accuracy"] == "cost" and told["DPO before RL", "liked"] == "earned nothing"
-    assert told["the round over its strongest control", "liked"] == "earned"
+    assert told["its last training", "accuracy"] == "cost" and told["its last training", "liked"] == "earned nothing"
+    assert told["synthetic data", "liked"] == "earned"
     (mixed,) = found(evaluate_round_1=Evaluation(40), control_gold_1=Evaluation(10, liked=0))
     assert mixed.metrics == ["accuracy"]
     assert found(evaluate_round_1=Evaluation(40)) == []
