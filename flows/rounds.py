@@ -34,6 +34,8 @@ from puna.storage import Artifact, PunaError
 
 ITERATIONS = 3
 """Times that an arm samples and is finetuned, with a part of the checks and updates each."""
+AGAIN = Step("sft_again", "sft_again", sft, off=True)
+"""A round's finetuning on its own right answers."""
 DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
 """The prompts on which the weights of the average are searched."""
 
@@ -115,9 +117,8 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     data = [*gold, *(one for one in (better, good, synthetic) if one)]
     tuned = step(sft, number=number, through="model", model=start, instructions=data)
     preferred = step(dpo, number=number, through="model", model=tuned, preferences=last_pairs)
-    taught, parts = preferred, _iterations()
-    for part in range(1, parts + 1):
-        taught = _taught(f"again_{part}", number, taught, gold, tasks, reward, field="again", ranked=bool(reward), share=1 / parts)
+    again = current_walk().configs(AGAIN)
+    taught = _taught("again", number, preferred, gold, tasks, reward, ranked=bool(reward)) if again else preferred
     trained = step(grpo, number=number, off=True, through="policy", policy=taught, reward_model=reward, prompts=tasks)
     trained = step(ppo, number=number, off=True, through="policy", policy=trained, reward_model=reward, prompts=tasks)
     policy = _averaged("average", number, before, trained, reward, development)
@@ -221,7 +222,7 @@ def _equal(
     """
     if not current_walk().configs(Step("sft_equal", "sft_equal", sft, off=True)):
         return []
-    start, reward, own = made["dpo"], made["reward_model"], _iterations() and _of_rl()
+    start, reward, own = made["dpo"], made["reward_model"], current_walk().configs(AGAIN) and _of_rl()
     taught = partial(_taught, number=number, gold=gold, tasks=tasks, reward=reward, field="equal")
 
     def reinforced(name: str, policy: Output, share: float = 1) -> None:
@@ -257,19 +258,9 @@ def _equal(
     return [finetuned, partial(reinforced, "rl", start), *([iterated] if more else []), *([half] if more and not own else [])]
 
 
-def _iterations() -> int:
-    """Return the times that a round is finetuned on its own right answers; 0 where the recipe does not name `sft_again`."""
-    times = setting(
-        "iterations", 1, minimum=1, maximum=20,
-        description="Times that a round's policy answers again (`sample_again`) and is finetuned (`sft_again`) on right answers, those "
-        "that the reward model ranks highest, with a part of the recipe's answers and steps each",
-    )  # fmt: skip
-    return times if current_walk().configs(Step("sft_again", "sft_again", sft, off=True)) else 0
-
-
 def _taught(
-    name: str, number: int, model: Output, gold: Sequence[Output], tasks: Output, reward: Output, *, field: str, ranked: bool = False,
-    share: float = 1, samples: str = "",
+    name: str, number: int, model: Output, gold: Sequence[Output], tasks: Output, reward: Output, *, ranked: bool = False,
+    field: str = "again", share: float = 1, samples: str = "",
 ) -> Output:  # fmt: skip
     """Finetune a model on gold and on its own right answers to the round's prompts, with a share of the recipe's answers and steps.
 
@@ -317,8 +308,8 @@ def _of_rl() -> list[RolloutsConfig]:
 
 def _last_updates() -> int:
     """Return the number of the policy's updates after DPO: of finetuning on its own right answers, and of reinforcement learning."""
-    again = current_walk().configs(Step("sft_again", "sft_again", sft, off=True)) if _iterations() else []
-    steps = sum(config.training.steps or 0 for config in again if isinstance(config, SftConfig))
+    again = [config for config in current_walk().configs(AGAIN) if isinstance(config, SftConfig)]
+    steps = sum(config.training.steps or 0 for config in again)
     return steps + sum(config.rollouts * config.epochs * config.minibatches for config in _of_rl())
 
 

@@ -194,14 +194,15 @@ def rounds(evaluations: Iterable[tuple[str, Artifact]]) -> list[Arms]:
     return [
         Arms(
             number,
-            {arm: _scores(arms[arm]) for arm in [*NAMES, *sorted(set(arms) - set(NAMES))] if arm in arms},
+            {arm: scores_of(arms[arm]) for arm in [*NAMES, *sorted(set(arms) - set(NAMES))] if arm in arms},
             {arm: budget(one, arms.get("before")) for arm, one in arms.items()},
         )
         for number, arms in sorted(by_number.items())
     ]
 
 
-def _scores(evaluation: Artifact) -> dict[str, dict[str, float]]:
+def scores_of(evaluation: Artifact) -> dict[str, dict[str, float]]:
+    """Return an evaluation's scores by metric and prompt; accuracy: 1 or 0."""
     by_metric: dict[str, dict[str, float]] = {}
     for row in evaluation.read("scores").to_pylist():
         if row["name"] == "score":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, Literal
@@ -45,7 +45,6 @@ class RejectionSampleConfig(RewardedConfig, SeededConfig):
     )
     correct: bool = Field(False, description="The reward model chooses among the answers alone that the prompt's verifier calls right")
     most: int = Field(1, ge=1, description="Different answers to take for each prompt, the first choice first")
-    models: int = Field(0, ge=0, description="Use the answers of this many of the models only, best mean reward first; 0: all")
     source: str = Field("rejection_sampling", min_length=1, description="Name of the source in the instructions table")
 
 
@@ -62,8 +61,7 @@ def rejection_sample(
 
     Side tables: `scores` holds, per instruction, `agreement` (the share of the prompt's answers with the same text) and, where the
     reward model picks, `reward`, which each answer has, too; `dropped` the prompts whose answers were all cut off
-    (`unfinished`), were finished by other models than the best `models` only (`unselected_models`), of which none is right
-    (`none_right`), or that cannot be scored; see `bad_rows`.
+    (`unfinished`), of which none is right (`none_right`), or that cannot be scored; see `bad_rows`.
     Metrics compare the gold accuracy of the picked answers with the mean and with the best that was there.
     """
     asked, groups = read_answers(answers, prompts)
@@ -74,7 +72,6 @@ def rejection_sample(
         if not reward_model:
             raise PunaError(f"rejection_sample: {NO_REWARD_MODEL}")
         candidates = rewarded(candidates, asked, reward_model, config, bad, run)
-        candidates = _best_models(candidates, config.models)
     picked = {key: some for key, group in candidates.items() if (some := _picked(key, group, config))}
     rows: list[Row] = []
     scores: list[Row] = []
@@ -92,9 +89,7 @@ def rejection_sample(
         scores += [{"id": a["id"], "name": "reward", "value": a["reward"]} for key in picked for a in candidates[key]]
     dropped = bad.dropped
     for key in sorted(set(groups) - set(picked) - {row["id"] for row in dropped}):
-        # No answer came to its end; or some did, but none of them is right, or of the models that were chosen.
-        left = "none_right" if key in candidates else "unselected_models"
-        rule, count = (left, len(finished[key])) if finished[key] else ("unfinished", len(groups[key]))
+        rule, count = ("none_right", len(finished[key])) if finished[key] else ("unfinished", len(groups[key]))
         dropped.append({"id": key, "rule": rule, "value": float(count), "threshold": None, "detail": shown(messages_of(asked[key]))})
     # Of a prompt with several answers to learn, each counts.
     run.count_input(len(rows) + len(dropped))
@@ -144,20 +139,6 @@ def rewarded(
         by_text = {text: combined(some, config.ensemble) for text, *some in zip(texts[row["id"]], *rewards, strict=True)}
         found[row["id"]] = [{**a, "reward": by_text[a["text"].strip()]} for a in candidates[row["id"]]]
     return found
-
-
-def _best_models(candidates: dict[str, list[Row]], most: int) -> dict[str, list[Row]]:
-    """Return only the answers of the `most` models with the highest mean reward (0: of all models)."""
-    if not most:
-        return candidates
-    rewards: dict[str, list[float]] = defaultdict(list)
-    for group in candidates.values():
-        for answer in group:
-            rewards[answer["model"]].append(answer["reward"])
-    ranked = sorted(rewards, key=lambda name: (-sum(rewards[name]) / len(rewards[name]), name))
-    chosen = set(ranked[:most])
-    left = {key: [a for a in group if a["model"] in chosen] for key, group in candidates.items()}
-    return {key: group for key, group in left.items() if group}
 
 
 def _report(candidates: dict[str, list[Row]], picked: dict[str, Row], run: StageRun) -> None:

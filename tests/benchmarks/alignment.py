@@ -10,8 +10,8 @@ than questions do. A control has as many checker calls, labels, sampled tokens, 
 `lookup_right_max`: most right answers of a gold answer that is repeated, no model. `budget_ratio_min`: smallest budget of an arm that
 is called a control over the round's. `round_over_before`, `round_over_equal_checks`, `round_over_equal_cpu`: right answers of the round
 over the policy that it begins with, the strongest control, and the strongest arm with as many CPU seconds. `taste_over_equal_checks`:
-answers right and liked, over the strongest finetuning on checked answers, ranked by the same reward model or not. `second_round_gain`:
-of the second round over the first, right, and right and liked.
+answers right and liked, over the strongest finetuning on checked answers, ranked by the same reward model or not. `round_over_rl`: over
+reinforcement learning alone. `second_round_gain`: of the second round over the first, right, and right and liked, and its gate's verdict.
 
 Runs are resumed. CPU seconds are those that the stages took when their artifacts were written: compare arms of one machine and load.
 """
@@ -39,7 +39,7 @@ from puna.stages.training.intervals import paired  # noqa: E402
 from puna.storage import Artifact, Store  # noqa: E402
 
 FINETUNED = ("checked", "ranked", "iterated", "best_of_n")
-CONTROLS = (*FINETUNED, "half")
+CONTROLS = (*FINETUNED, "rl", "half")
 Choice = Callable[[Arms], str | None]
 
 
@@ -99,9 +99,10 @@ def figures(made: Mapping[int, Mapping[str, Artifact]]) -> dict[str, Any]:
     without = {seed: answers_without_model(steps["prompts"].read().to_pylist()) for seed, steps in made.items()}
     ratios = [one.ratio(name, "round") or 0.0 for one in first.values() for name in CONTROLS if name in one.scores]
     others = [name for name in arms.NAMES if name not in ("round", "before")]
+    names = {"round": "evaluate_round_2", "first": "evaluate_round_1"}
     second = {
-        seed: Arms(2, {"round": both[1].scores["round"], "first": both[0].scores["round"]}, {})
-        for seed, both in rounds.items() if len(both) > 1
+        seed: Arms(2, {name: arms.scores_of(steps[step]) for name, step in names.items()}, {})
+        for seed, steps in made.items() if names["round"] in steps
     }  # fmt: skip
     return {
         "lookup_right_max": max(sum(rows[name].values()) / len(rows[name]) for rows in without.values() for name in REPEATED),
@@ -110,7 +111,9 @@ def figures(made: Mapping[int, Mapping[str, Artifact]]) -> dict[str, Any]:
         "round_over_equal_cpu": gain(first, "accuracy", strongest("accuracy", others, as_many_seconds)),
         "round_over_equal_checks": gain(first, "accuracy", strongest("accuracy", CONTROLS, equal)),
         "taste_over_equal_checks": gain(first, "liked", strongest("liked", FINETUNED, equal)),
+        "round_over_rl": {metric: gain(first, metric, strongest(metric, ["rl"], equal)) for metric in arms.METRICS},
         "second_round_gain": {metric: gain(second, metric, lambda _: "first") for metric in arms.METRICS} if second else None,
+        "second_round_gates": {seed: str(steps["gate_2"].manifest.metrics["verdict"]) for seed, steps in made.items() if "gate_2" in steps},
         "seeds_reported": list(made),
         "without_model": {seed: {name: sum(row.values()) / len(row) for name, row in rows.items()} for seed, rows in without.items()},
         "arms": {seed: [table(one) for one in found] for seed, found in rounds.items()},
@@ -134,7 +137,7 @@ def main() -> None:
     parser.add_argument("--day", type=datetime.date.fromisoformat, default=datetime.date.today(), help="YYYY-MM-DD; default: today")
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--model", default="base@latest")
-    parser.add_argument("--set", action="append", default=[], help="FIELD=VALUE of the recipe, for a search of rates on seeds of its own")
+    parser.add_argument("--set", action="append", default=[], help="FIELD=VALUE of the recipe, such as more_controls=true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     result = figures({seed: run(seed, given.store, given.model, given.set) for seed in drawn(given.day, given.seeds)})

@@ -52,7 +52,7 @@ def test_the_order_of_the_pipeline() -> None:
     assert [name for name in order if name.endswith("_2")] == [
         f"{name}_2"
         for name in (
-            "prompts", "sample", "preferences", "reward_model", "chosen", "sft", "sample_again_1", "pick_again_1", "sft_again_1", "grpo",
+            "prompts", "sample", "preferences", "reward_model", "chosen", "sft", "sample_again", "pick_again", "sft_again", "grpo",
             "average", "evaluate_round", "gate",
         )
     ]
@@ -82,13 +82,13 @@ def test_the_aliases_of_the_pipeline() -> None:
 def test_arms_in_place_of_the_last_training_have_as_large_a_budget() -> None:
     """Each begins where the round's begins, with as many checks of 600 prompts' answers, updates and answers in them: at once or in parts."""
     recipe = load("demo", ["rounds=1", "more_controls=true"])
-    order, rl, again = labels(recipe), config_of(recipe, "grpo_1"), config_of(recipe, "sft_again_1_1").training
+    order, rl, again = labels(recipe), config_of(recipe, "grpo_1"), config_of(recipe, "sft_again_1").training
     names = [name.removeprefix("control_").removesuffix("_1") for name in order if name.startswith("control_")]
     assert names == ["ranked", "checked", "best_of_n", "rl", "iterated"]
-    assert inputs_of(recipe, "grpo_1")["policy"] == ("sft_again_1_1",)
+    assert inputs_of(recipe, "grpo_1")["policy"] == ("sft_again_1",)
     each = rl.prompts * rl.answers
-    checks = config_of(recipe, "sample_again_1_1").answers * 600 + each * (rl.rollouts + 1)
-    updates, start = again.steps + rl.rollouts * rl.epochs * rl.minibatches, inputs_of(recipe, "sample_again_1_1")["models"]
+    checks = config_of(recipe, "sample_again_1").answers * 600 + each * (rl.rollouts + 1)
+    updates, start = again.steps + rl.rollouts * rl.epochs * rl.minibatches, inputs_of(recipe, "sample_again_1")["models"]
     for name, sampled in {"ranked": ["equal"], "checked": ["equal"], "iterated": [f"iterated_{part}" for part in (1, 2, 3)]}.items():
         tuned = [f"sft_{name if one == 'equal' else one}_1" for one in sampled]
         assert sum(config_of(recipe, f"sample_{one}_1").answers * 600 for one in sampled) >= checks
@@ -128,7 +128,7 @@ def test_control_arms_learn_from_what_their_round_learns_from() -> None:
     assert inputs_of(recipe, "average_1")["models"] == ("sft_first", "grpo_1")
     assert inputs_of(recipe, "dpo_instead_1")["model"] == ("sft_1",) and inputs_of(recipe, "average_untaught_1")["models"] == ("sft_first", "sft_1")
     with_dpo = load("demo", ["rounds=1", "dpo={}", "ablations=true"])
-    assert inputs_of(with_dpo, "average_untaught_1")["models"][1] == "dpo_1" == inputs_of(with_dpo, "sample_again_1_1")["models"][0]
+    assert inputs_of(with_dpo, "average_untaught_1")["models"][1] == "dpo_1" == inputs_of(with_dpo, "sample_again_1")["models"][0]
     assert not [name for name in labels(load("demo", ["controls=false"])) if "control" in name or "equal" in name]
     with pytest.raises(PunaError, match=r"controls: takes true or false \(got 1\)"):
         load("demo", ["controls=1"])

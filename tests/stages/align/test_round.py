@@ -312,30 +312,18 @@ def test_prompts_whose_answers_were_all_cut_off_are_dropped(tmp_path: Path, tiny
     assert made.rows() == 0 and made.rows("dropped") == 6
 
 
-def test_only_the_best_models_answers(tmp_path: Path, tiny_model: Tiny) -> None:
-    store = Store.open(tmp_path)
-    model, questions = tiny_model(store), asked(store)
-    given = answers(store, questions, {"A": [("no no", True)] * 2, "B": [("no no", True), ("1", True)]})
-    inputs: dict[str, Any] = {"answers": given, "reward_model": scorer(store, model), "prompts": questions}
-    made = execute(rejection_sample, RejectionSampleConfig(models=1), inputs, store)
-    # Only B's answers count: one of two agrees.
-    assert {r["value"] for r in made.read("scores").to_pylist() if r["name"] == "agreement"} == {0.5}
-    assert made.rows("scores") == 6 * (2 + 2)
-
-
 def test_a_dropped_prompt_has_its_own_reason(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     model, questions = tiny_model(store), asked(store)
     first, second, third = sorted(r["id"] for r in questions.read().to_pylist() if r["split"] == "train")[:3]
     table = answers(store, questions, {"A": [("no no", True)] * 2, "B": [("1", True)] * 2}).read()
-    # To the first prompt nobody finished, to the second only A did; B's answers are the better ones.
+    # To the first prompt nobody finished, to the second only A did, wrongly.
     done = [not (r["prompt_id"] == first or (r["prompt_id"] == second and r["model"] == "B")) for r in table.to_pylist()]
     table = table.set_column(table.schema.get_field_index("finished"), "finished", pa.array(done))
     inputs = {"answers": store.import_table("answers", table), "reward_model": scorer(store, model), "prompts": questions}
-    made = execute(rejection_sample, RejectionSampleConfig(models=1), inputs, store)
+    made = execute(rejection_sample, RejectionSampleConfig(correct=True), inputs, store)
     dropped = {r["id"]: (r["rule"], r["value"]) for r in made.read("dropped").to_pylist()}
-    assert dropped == {first: ("unfinished", 4.0), second: ("unselected_models", 2.0)}
-    assert third in made.read()["prompt_id"].to_pylist()
+    assert [dropped[key] for key in (first, second, third)] == [("unfinished", 4.0), ("none_right", 2.0), ("none_right", 4.0)]
 
 
 def test_ppo_raises_the_reward_and_resumes(tmp_path: Path, tiny_model: Tiny) -> None:
