@@ -1,4 +1,4 @@
-"""What the rules of a selection earn or cost the model: small runs with and without the documents that each drops."""
+"""The worth of a selection's rules to the model: small runs with and without the documents that each drops."""
 
 from __future__ import annotations
 
