@@ -39,24 +39,15 @@ SERVED_AT_ONCE = 128
 """Tokens of prompts in a step of the server on a CPU: a prompt of 3,000 stops other answers for 12 s if it is one step, for 1 s so."""
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A model of the store (ID or NAME@VERSION), a folder, a GGUF file")]
-TemperatureOption = Annotated[
-    float | None,
-    typer.Option(min=0, max=10, help="Sampling temperature; 0 always takes the likeliest token (default: the model's own, or 0.7)"),
-]
-TopOption = Annotated[
-    float | None, typer.Option(help="Smallest set of likeliest tokens with this probability is drawn from (default: the model's own)")
-]
+TemperatureOption = Annotated[float | None, typer.Option(min=0, max=10, help="0: the likeliest token (default: the model's own, or 0.7)")]
+TopOption = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this probability (default: the model's)")]
 SERVING = ServingSettings()
 CHAT = {"temperature": 0.7, "top_p": 0.95}
 """How a model is sampled in a talk that neither says itself nor is told."""
 TokensOption = Annotated[int, typer.Option(min=1, help="Longest answer, tokens")]
 SeedOption = Annotated[int, typer.Option(min=0, help="What the draws follow from")]
-DraftOption = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="A smaller model with the same tokenizer that guesses ahead; the distribution stays")
-]
-DraftWeightsOption = Annotated[
-    Weights, typer.Option(help="Those of --draft; the model itself in int8 is a draft that saves time where one prompt is answered")
-]
+DraftOption = Annotated[str | None, typer.Option(metavar="MODEL", help="Smaller model with the same tokenizer that guesses ahead")]
+DraftWeightsOption = Annotated[Weights, typer.Option(help="Weights of --draft; the model itself in int8 helps a single prompt")]
 
 
 def ahead(serving: ServingSettings, draft: str | None) -> dict[str, int]:
@@ -163,29 +154,18 @@ def generate(
     top_p: TopOption = None,
     max_tokens: TokensOption = 128,
     seed: SeedOption = 0,
-    schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSON schema that each answer is held to", exists=True, dir_okay=False)
-    ] = None,
-    search: Annotated[
-        str | None,
-        typer.Option(metavar="METHOD", help="One of --n tries: best (by --verifier, else the likeliest), majority; or tree, over lines"),
-    ] = None,
-    verifier: Annotated[
-        str | None, typer.Option(metavar="JSON", help='What best and tree score answers by: {"name": "json_schema", …}')
-    ] = None,
+    schema: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON schema of each answer", exists=True, dir_okay=False)] = None,
+    search: Annotated[str | None, typer.Option(metavar="METHOD", help="best (--verifier or likelihood), majority, of --n; or tree")] = None,
+    verifier: Annotated[str | None, typer.Option(metavar="JSON", help='Scores for best and tree: {"name": "json_schema", …}')] = None,
     expansions: Annotated[int, typer.Option(min=1, help="With --search tree: leaves grown, each by --n steps")] = 16,
-    documents: Annotated[
-        str | None, typer.Option(metavar="ID", help="Documents of the store; passages of them that fit a prompt are put before it")
-    ] = None,
+    documents: Annotated[str | None, typer.Option(metavar="ID", help="Documents; passages that fit a prompt precede it")] = None,
     passages: Annotated[int, typer.Option(min=1, help="With --documents: passages for each prompt, of 150 words at most")] = 3,
     draft: DraftOption = None,
     draft_weights: DraftWeightsOption = "same",
     serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object per answer: prompt, text, tokens, logprobs, finished, and what it cost")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object per answer: text, tokens, logprobs, finished, cost")] = False,
 ) -> None:
     """Answer prompts, many at once. A line of standard input is a JSON text, a list of messages, or an object with `prompt`
     or `messages`."""
@@ -349,12 +329,7 @@ def api(
     queue: Annotated[int, typer.Option(min=1, help="Requests that wait or are answered at once; more are told to come later")] = 256,
     seconds: Annotated[float, typer.Option(min=1, help="Longest time for one request, seconds")] = 600,
     sequences: Annotated[int | None, typer.Option(min=1, help="Answers computed at once (default: 64, on a GPU 256)")] = None,
-    step_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Tokens of prompts computed in one step, which answers in the making wait for (default: 128, on a GPU 8192)"
-        ),
-    ] = None,
+    step_tokens: Annotated[int | None, typer.Option(min=1, help="Prompt tokens a step; streams wait (default: 128; GPU 8192)")] = None,
     draft: DraftOption = None,
     draft_weights: DraftWeightsOption = "same",
     serving: ServingSettings = SERVING,

@@ -127,7 +127,7 @@ def _moved(of: Selection, query: Mapping[str, str]) -> dict[str, float]:
                 value = float(query[rule.name])
             except ValueError as error:
                 raise PunaError(f"{rule.name}: takes a number (got {query[rule.name]!r})") from error
-            if isinstance(rule.threshold, int) and value != int(value):
+            if isinstance(rule.threshold, int) and value % 1 != 0:
                 raise PunaError(f"{rule.name}: takes a whole number (got {query[rule.name]!r})")
             if abs(value - rule.number) > 1e-9:
                 moved[rule.name] = value
@@ -200,8 +200,7 @@ def _slider(of: Selection, rule: Rule, moved: float | None) -> Html:
     now = rule.number if moved is None else moved
     label = f"{rule.drop.signal} {rule.drop.when} "
     control = tag("input", type="range", min=f"{low:.12g}", max=f"{high:.12g}", step=f"{step:.12g}", value=f"{now:.12g}",
-                  data_was=f"{rule.number:.12g}",
-                  aria_label=f"{rule.name}: goes when {label}")  # fmt: skip
+                  data_was=f"{rule.number:.12g}", aria_label=f"{rule.name}: goes when {label}")  # fmt: skip
     box = tag("input", type="number", name=rule.name, step=1 if whole else "any", value=f"{now:.12g}", aria_label=rule.name)
     drawn = tag("svg", bars, viewBox=f"0 0 {BINS} 20", preserveAspectRatio="none", aria_hidden="true")
     unit = f"{number(low, 3)} to {number(high, 3)}"

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -83,16 +83,8 @@ Result = TypeVar("Result")
 
 def interruptible(call: Callable[[], Result]) -> Result:
     """Return the result of a long call of a library, which runs in a thread of its own: this one handles signals meanwhile."""
-    result: Future[Result] = Future()
-
-    def work() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
-            result.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return result.result()
+    with ThreadPool(1) as pool:
+        return pool.apply_async(call).get()
 
 
 RECORD = "state.json"
