@@ -241,6 +241,8 @@ def _forecast(store: Store, budget: dict[str, Any], law: str) -> Artifact:
         config = ChooseSizeConfig(**budget)
     except ValidationError as error:
         raise PunaError(f"predict: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
-    if "@" in law and law not in store.aliases():
-        raise PunaError(f"{law}: {store.uri} has no such law of the loss; `puna run ladder`, then `puna run law … --as law` make one")
-    return execute(choose_size, config, {"law": store.resolve(law)}, store)
+    try:
+        given = store.resolve(law)
+    except PunaError as error:
+        raise PunaError(f"{error}; a law of the loss comes from `puna run ladder`, then `puna run law … --as law`") from error
+    return execute(choose_size, config, {"law": given}, store)
