@@ -56,7 +56,7 @@ def _registers(place: Place, values: Configuration) -> float:
 
 def _attention(place: Place, device: torch.device, tokens: int) -> Run:
     """Heads of the place's width, grouped by four, over one document; a window sees a quarter of it."""
-    heads = max(4, 4096 // max(place.width, 1))
+    heads = max(4, min(4096, 2 * tokens) // max(place.width, 1))  # few where an interpreter computes few tokens
     mask = ForestMask.from_end(torch.full((tokens,), tokens, dtype=torch.int32)).to(device)
     mask = mask.within(tokens // 4 if place.window else None)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

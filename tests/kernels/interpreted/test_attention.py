@@ -45,15 +45,18 @@ def draw(normal, T, H, G, K, V):
     return normal(T, H, K), normal(T, G, K, seed=1), normal(T, G, V, seed=2)
 
 
-@pytest.mark.parametrize(("H", "G", "K", "V", "dtype"), [(2, 1, 16, 16, torch.float16), (1, 1, 24, 8, torch.float32)])
-@pytest.mark.parametrize("end", [PACKED, BRANCHES, NESTED], ids=["packed", "branches", "nested"])
+@pytest.mark.parametrize(
+    ("end", "H", "G", "K", "V", "dtype"),
+    [(PACKED, 2, 1, 16, 16, torch.float16), (BRANCHES, 1, 1, 24, 8, torch.float32), (NESTED, 2, 1, 16, 16, torch.float16)],
+    ids=["packed", "branches", "nested"],
+)
 def test_values_and_gradients(within_budget, normal, ordered, end, H, G, K, V, dtype):
     mask = ForestMask.from_end(torch.tensor(end, dtype=torch.int32))
     ours, reference = (lambda q, k, v, f=f: f(q, k, v, mask) for f in (attention, attention_reference))
     within_budget(ours, reference, draw(normal, len(end), H, G, K, V), dtype)
 
 
-@pytest.mark.parametrize("window", [1, 5, 23])
+@pytest.mark.parametrize("window", [1, 23])
 def test_sliding_window_counts_tokens_of_the_path(within_budget, normal, window):
     mask = ForestMask.from_end(torch.tensor(BRANCHES, dtype=torch.int32)).within(window)
     ours, reference = (lambda q, k, v, f=f: f(q, k, v, mask) for f in (attention, attention_reference))
@@ -89,7 +92,7 @@ def ends(forest, first=0):
 
 
 @given(st.lists(trees, min_size=1, max_size=3), st.sampled_from([None, 1, 7, 30]))
-@settings(max_examples=8, deadline=None, database=None, derandomize=True)
+@settings(max_examples=6, deadline=None, database=None, derandomize=True)
 def test_any_forest(forest, window):
     end = torch.tensor(ends(forest), dtype=torch.int32)[:90]
     end = end.clamp_max(len(end))
