@@ -7,6 +7,7 @@ import re
 import struct
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import zstandard
 from fastwarc.stream_io import BrotliReader
@@ -62,7 +63,7 @@ def gunzipped(body: bytes, limit: int) -> bytes:
     return bytes(out)
 
 
-def _lacks_trailer_alone(engine: zlib._Decompress, piece: bytes) -> bool:
+def _lacks_trailer_alone(engine: Any, piece: bytes) -> bool:
     """True if the member of `piece` is complete but for its checksum and length."""
     trailer = struct.pack("<II", zlib.crc32(piece), len(piece) & 0xFFFFFFFF)
     for missing in range(1, TRAILER + 1):

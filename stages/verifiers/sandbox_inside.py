@@ -10,7 +10,6 @@ Modes: `root` makes the namespaces with root's rights, `user` in a user namespac
 
 from __future__ import annotations
 
-import _socket
 import contextlib
 import json
 import os
@@ -21,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import TypedDict
 
-from puna.stages.verifiers.sandbox_calls import SO_SNDBUF, become_nobody, build_root, call, enter, refuse_calls
+from puna.stages.verifiers.sandbox_calls import become_nobody, build_root, call, enter, refuse_calls
 from puna.stages.verifiers.sandbox_program import Program
 from puna.stages.verifiers.sandbox_tester import run_tests
 
@@ -34,12 +33,11 @@ PIPES_BYTES = OPEN_FILES << 16
 LOCK_BYTES = 256
 INODE_BYTES = 1024
 """Memory that a file takes beside its content."""
-SOCKET_BYTES = _socket.socket(1, 1).getsockopt(1, SO_SNDBUF)
-"""What a local socket's buffer holds if nobody changes it."""
 
 
 class Job(TypedDict):
-    """A job: the program's isolation and limits; `user` is the program's own user, if it has one.
+    """A job: the program's isolation and limits; `user` is the program's own user, if it has one, `socket_bytes` what a local socket's
+    buffer holds if nobody changes it.
 
     `groups`: the open file of the cgroup that counts its memory, if there is one.
     """
@@ -55,6 +53,7 @@ class Job(TypedDict):
     processes: int
     groups: tuple[int, ...]
     user: int
+    socket_bytes: int
 
 
 def main(job: Job) -> None:
@@ -75,6 +74,8 @@ def supervise(job: Job) -> None:
     job["user"] = FIRST_USER + 4 * os.getpid()  # and two more, nobody else's: processes can be counted and ended
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody traces this process, or those below it until they change their user
+    with open("/proc/sys/net/core/wmem_default") as handle:  # inside there is no such file
+        job["socket_bytes"] = int(handle.read())
     enter(job["mode"] == "user")
     first = os.fork()
     if first == 0:
@@ -190,7 +191,7 @@ def _how(status: int) -> str:
 
 def memory_of(job: Job) -> int:
     """Return the bytes that the program's processes, files in memory, sockets and locks hold, and its pipes may hold."""
-    page, total = resource.getpagesize(), files_in_memory() + kernel_holds()
+    page, total = resource.getpagesize(), files_in_memory() + kernel_holds(job["socket_bytes"])
     for process in (name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()):
         total += PIPES_BYTES
         with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{process}/statm") as handle:
@@ -204,7 +205,7 @@ def files_in_memory() -> int:
     return (size.f_blocks - size.f_bfree) * size.f_frsize + (size.f_files - size.f_ffree) * INODE_BYTES
 
 
-def kernel_holds() -> int:
+def kernel_holds(socket_bytes: int) -> int:
     """Return the bytes of the program's locks of files and of its local sockets: two buffers each, as the last message may fill one."""
     with open("/proc/net/unix") as sockets, open("/proc/locks") as locks:
-        return sum(2 * SOCKET_BYTES for _ in sockets) + sum(LOCK_BYTES for _ in locks)
+        return sum(2 * socket_bytes for _ in sockets) + sum(LOCK_BYTES for _ in locks)

@@ -8,7 +8,7 @@ cannot suppress a test's error.
 
 from __future__ import annotations
 
-import _ast
+import ast
 import builtins
 import importlib
 import json
@@ -253,36 +253,36 @@ class Uses:
             self._note(node)
             for field in node._fields:
                 value = getattr(node, field, None)
-                todo += [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, _ast.AST)]
+                todo += [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, ast.AST)]
 
     def _note(self, node: Any) -> None:
-        if isinstance(node, _ast.Name):
-            (self.read if isinstance(node.ctx, _ast.Load) else self.bound).add(node.id)
-        elif isinstance(node, _ast.FunctionDef | _ast.AsyncFunctionDef | _ast.ClassDef):
+        if isinstance(node, ast.Name):
+            (self.read if isinstance(node.ctx, ast.Load) else self.bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             self.bound.add(node.name)
-        elif isinstance(node, _ast.arg):
+        elif isinstance(node, ast.arg):
             self.bound.add(node.arg)
-        elif isinstance(node, _ast.alias):
+        elif isinstance(node, ast.alias):
             self.bound.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, _ast.Call) and isinstance(node.func, _ast.Name):
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             self.called.add(node.func.id)
-        elif isinstance(node, _ast.Attribute) and isinstance(node.value, _ast.Name):
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             self.dotted.add(node.value.id)
 
 
 def parsed(source: str) -> Any:
     """Return the syntax tree of source; an empty one where it does not compile."""
     try:
-        return compile(source, "test.py", "exec", _ast.PyCF_ONLY_AST)
+        return compile(source, "test.py", "exec", ast.PyCF_ONLY_AST)
     except (SyntaxError, ValueError, RecursionError):
-        return _ast.Module([], [])
+        return ast.Module([], [])
 
 
 def whole_statements(prefix: str) -> Any:
     """Return the tree of a prefix without its classes, up to the last definition, which an answer may go on with."""
     last = max((match.start() for match in re.finditer(r"^(@.*\n)*(async def|def|class)\b", prefix, re.MULTILINE)), default=len(prefix))
     tree = parsed(prefix[:last])
-    tree.body = [statement for statement in tree.body if not isinstance(statement, _ast.ClassDef)]
+    tree.body = [statement for statement in tree.body if not isinstance(statement, ast.ClassDef)]
     return tree
 
 
