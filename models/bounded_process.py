@@ -85,7 +85,6 @@ class Process:
         return self._popen
 
     def _end(self) -> int:
-        """End the process if it runs; return its exit status."""
         popen, self._popen = self._popen, None
         self.known.clear()
         if popen is not None:

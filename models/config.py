@@ -100,7 +100,6 @@ class Mla(Settings):
 
     @property
     def qk_head_dim(self) -> int:
-        """Width of a query or key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
@@ -243,7 +242,6 @@ class ModelConfig(ModelShape):
 
     @property
     def value_dim(self) -> int:
-        """Width of a value head."""
         return self.head_dim if self.mla is None else self.mla.v_head_dim
 
     def rotary_frequencies(self) -> list[float]:

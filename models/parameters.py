@@ -21,7 +21,6 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """All parameters."""
         return self.embedding + self.attention + self.feed_forward + self.norms + self.head
 
     @property

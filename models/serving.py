@@ -76,7 +76,6 @@ class ServingSettings(Settings):
         return {} if self.window is None else {"sinks": self.sinks, "window": self.window}
 
     def unmet(self, where: str) -> list[str]:
-        """Return what is missing on this machine."""
         missing = self.engine == "vllm" and find_spec("vllm") is None
         return [f"{where}.engine: vLLM is not installed; pip install 'puna[vllm]', or set engine to puna"] if missing else []
 
@@ -148,7 +147,6 @@ def offloaded_model(
 
 
 def vllm_engine(folder: Path, tokenizer: Tokenizer, settings: ServingSettings) -> AnswerEngine:
-    """Return vLLM's engine of the model in a folder."""
     from puna.models.generation.vllm import VllmEngine
 
     return VllmEngine(folder, tokenizer, settings.weights, settings.gpu_memory)

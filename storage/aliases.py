@@ -131,7 +131,6 @@ class Aliases:
 
 
 def is_pointer(name: str) -> bool:
-    """True if a name is that of a finished pointer file."""
     return name.endswith(".json") and not name.rpartition("/")[2].startswith(".")
 
 

@@ -37,7 +37,6 @@ class Artifact:
 
     @property
     def place(self) -> str:
-        """Return the name of its folder in the store."""
         return place_of(self.kind, self.key)
 
     @property

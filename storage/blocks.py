@@ -29,7 +29,6 @@ def block_bytes(size: int) -> int:
 
 
 def of_bytes(data: bytes) -> str:
-    """Return the checksums of a file's blocks, as text."""
     return _text(io.BytesIO(data), len(data))
 
 

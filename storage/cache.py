@@ -26,7 +26,6 @@ _pinned: OrderedDict[Path, BinaryIO] = OrderedDict()
 
 
 def folder() -> Path:
-    """Return the folder of all local copies."""
     return Path(os.environ.get("PUNA_CACHE") or Path.home() / ".cache" / "puna").expanduser().absolute()
 
 

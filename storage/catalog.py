@@ -154,7 +154,6 @@ def format_of(file: Path) -> str:
 
 
 def create_facts(connection: duckdb.DuckDBPyConnection, name: str, rows: list[dict[str, Any]]) -> None:
-    """Make one of the tables `FACTS`."""
     # Through JSON: to take an Arrow table, DuckDB would import pandas first, which costs half a second.
     shape = json.dumps([{field.name: duck_type(field.type) for field in FACTS[name]}])
     query = f"create table {name} as select unnest(from_json(?::json, {literal(shape)}), recursive := true)"
@@ -209,7 +208,6 @@ def _distinct(names: list[str]) -> list[str]:
 
 
 def statements(opened: Catalog, text: str) -> list[str]:
-    """Return the SQL statements in a text, one by one."""
     try:
         return [statement.query for statement in opened.connection.extract_statements(text)]
     except duckdb.Error as error:

@@ -121,7 +121,6 @@ def of_rows(table: pa.Table) -> npt.NDArray[np.uint8]:
 
 
 def of_table(table: pa.Table) -> str:
-    """Return the digest of a table in memory."""
     rolling = Rolling(table.schema)
     rolling.update(table)
     return rolling.hexdigest()

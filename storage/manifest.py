@@ -102,7 +102,6 @@ class Manifest:
 
     @property
     def sources(self) -> list[Source]:
-        """Return the artifacts that hold some of its rows."""
         return [source for table in self.tables.values() for source in table.sources]
 
     def contradictions(self) -> list[str]:

@@ -41,7 +41,6 @@ class Stored:
         return self.sha256 if stat is None else stat.version
 
     def read(self, groups: Sequence[int], columns: Sequence[str] | None) -> pa.Table:
-        """Return some row groups, one after another."""
         with self.files.table(self.name) as handle:
             return self._opened(handle).read_row_groups(list(groups), columns=list(columns) if columns is not None else None)
 
@@ -58,7 +57,6 @@ class Stored:
             return pq.ParquetFile(handle, pre_buffer=False).read()
 
     def range(self, start: int, stop: int, columns: Sequence[str] | None) -> pa.Table:
-        """Return the rows start .. stop."""
         ends = list(accumulate(self.groups))
         first, last = bisect.bisect_right(ends, start), bisect.bisect_left(ends, stop)
         before = ends[first - 1] if first else 0
@@ -146,7 +144,6 @@ class ShardRows:
         return self._collected(*self.place(start, stop), columns)
 
     def take(self, rows: Ints, columns: Sequence[str] | None = None) -> pa.Table:
-        """Return some rows, given in order."""
         if self.order is None:
             return self._collected(np.zeros(len(rows), np.int64), rows, columns)
         source, row = self.place(0, self.rows)
@@ -219,14 +216,12 @@ class Part:
         return self.shard.read(self.first, self.first + self.rows, self.columns)
 
     def split(self) -> Iterator[Part]:
-        """Yield smaller parts, one per row group."""
         for first, last in self.shard.pieces():
             low, high = max(first, self.first), min(last, self.first + self.rows)
             if low < high:
                 yield replace(self, first=low, rows=high - low, start=self.start + low - self.first)
 
     def of(self, columns: Sequence[str]) -> Part:
-        """Return the same rows with these columns."""
         return replace(self, columns=tuple(columns))
 
 

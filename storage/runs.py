@@ -23,7 +23,6 @@ class Made:
     seconds: float
 
     def event(self) -> dict[str, Any]:
-        """Return the step's event for the log."""
         return asdict(self)
 
 
@@ -80,7 +79,6 @@ class RunLog:
         return str(self.about.get("title") or self.flow or self.name)
 
     def row(self) -> dict[str, Any]:
-        """Return its row of the table `runs`."""
         times = {name: None if at is None else at.isoformat() for name, at in (("opened", self.opened), ("closed", self.closed))}
         about = {name: self.about.get(name) for name in ("recipe", "command", "commit")}
         changes = json.dumps(self.about["changes"]) if "changes" in self.about else None

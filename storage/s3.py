@@ -303,7 +303,6 @@ class StoreFileSystem(AbstractFileSystem):
         self._files = files
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """Return name and size of a file."""
         name = self._strip_protocol(path)
         stat = self._files.stat(name)
         if stat is None:

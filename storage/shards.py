@@ -70,7 +70,6 @@ class Shard:
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> Shard:
-        """Return a shard from JSON."""
         return cls(**value | {"groups": tuple(value["groups"])})
 
     @property
@@ -93,7 +92,6 @@ def bounds(shards: int) -> tuple[str, ...]:
 
 
 def shard_of(ids: pa.Array | pa.ChunkedArray, shards: int) -> npt.NDArray[np.int64]:
-    """Return the shard of each id, int64[n]."""
     if shards == 1:
         return np.zeros(len(ids), np.int64)
     values = np.array([i.encode() for i in ids.to_pylist()], dtype=object)

@@ -252,7 +252,6 @@ class Store:
         return self._aliases.called(alias)
 
     def project_of(self, alias: str) -> str:
-        """Return the project of an alias."""
         return self._aliases.parts(alias)[0]
 
     def own(self, name: str) -> str:
@@ -286,7 +285,6 @@ class Store:
         return names
 
     def record(self, run: str, event: dict[str, Any]) -> None:
-        """Append one event to the log of a run."""
         line = json.dumps({"time": datetime.now(UTC).isoformat(), **event}, ensure_ascii=False).encode() + b"\n"
         with explain_write_errors(self.uri):
             if self.files.stat(f"runs/{run}.jsonl") is None:

@@ -122,7 +122,6 @@ class Views:
         return [*TABLES, ADDRESSES, *newest, *aliased, *DERIVED]
 
     def query(self, name: str) -> str:
-        """Return the query of a view."""
         if name == ADDRESSES:
             return self._addresses()
         if name in DERIVED:
@@ -308,7 +307,6 @@ MACROS = {
 
 
 def duck_type(kind: pa.DataType) -> str:
-    """Return DuckDB's name of a type."""
     if pa.types.is_list(kind):
         return f"{duck_type(kind.value_type)}[]"
     names = {

@@ -148,7 +148,6 @@ class Offsets:
     parts: list[int] = field(default_factory=list)
 
     def add(self, token: int) -> None:
-        """Take in the next token."""
         self.places.append(self.length)
         self.parts = [*self.parts, token]
         text = self.tokenizer.decode(self.parts, skip_special_tokens=True)
@@ -217,7 +216,6 @@ class Reply:
         return top
 
     def usage(self) -> dict[str, int]:
-        """Return the counts of tokens."""
         completion = sum(map(len, self.drawn.values()))
         return {"prompt_tokens": len(self.ids), "completion_tokens": completion, "total_tokens": len(self.ids) + completion}
 

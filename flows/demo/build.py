@@ -45,7 +45,6 @@ class SampleReport:
 
     @property
     def paths(self) -> list[Path]:
-        """Paths of the WARC files."""
         return [self.folder / file.name for file in self.files]
 
 

@@ -50,7 +50,6 @@ def cached_path(cache: Path, package: Package) -> Path:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file, in hex."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -39,11 +39,9 @@ class Package:
 
     @property
     def name(self) -> str:
-        """Project and version."""
         return f"{self.project} {self.version}"
 
     def wanted(self, path: str) -> bool:
-        """True if a member of the archive gives a page."""
         return any(part.wanted(path) for part in self.pages)
 
 

@@ -94,7 +94,6 @@ def _arms(arms_of_round: arms.Arms) -> Table:
 
 
 def _claims(arms_of_round: arms.Arms) -> Table:
-    """Return the table of each round component's gain."""
     table = _table(f"in round {arms_of_round.number}", "of", "gain", "")
     for claim in arms_of_round.claims():
         gain = f"{claim.gain.value:+.3f} ({claim.gain.low:+.3f} to {claim.gain.high:+.3f})"

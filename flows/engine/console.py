@@ -96,7 +96,6 @@ class Console:
 
 
 def summary(artifact: Artifact, **more: Any) -> dict[str, Any]:
-    """Return an artifact as one JSON object."""
     m = artifact.manifest
     return {
         "id": artifact.id, "kind": artifact.kind, "key": artifact.key, "stage": m.stage, "data_digest": m.data_digest,

@@ -125,7 +125,6 @@ def given_as(item: Item, sources: Mapping[str, str]) -> Output:
 
 
 def kind_of(item: Item) -> str:
-    """Return the kind of an artifact, `external` of files."""
     return item.kind if isinstance(item, Artifact) else "external"
 
 
@@ -140,7 +139,6 @@ def described(spec: InputSpec) -> str:
 
 
 def example(spec: InputSpec) -> str:
-    """Return an example value of `--input` for an input."""
     return "[NAME=]URI" if spec.kind == "external" else f"{spec.kind}/ID or NAME@latest"
 
 
@@ -273,7 +271,6 @@ class Walk(ABC):
         """Report the flow's outcome."""
 
     def wrong(self, message: str) -> None:
-        """Record an unmet need."""
         raise PunaError(message)
 
     def setting(self, wanted: Setting) -> int:
@@ -376,12 +373,10 @@ def values(stage: Stage, inputs: Mapping[str, Sequence[Output]]) -> dict[str, Va
 
 
 def outputs(value: Given) -> list[Output]:
-    """Return an input as a list of outputs."""
     return [] if value is None else [value] if isinstance(value, Output) else list(value)
 
 
 def joined(made: list[Output]) -> Output:
-    """Return several outputs of one kind as one."""
     return Output(made[0].kind, tuple(n for m in made for n in m.labels), tuple(i for m in made for i in m.items))
 
 

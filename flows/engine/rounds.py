@@ -63,7 +63,6 @@ class History:
         return len(self.rounds) + 1
 
     def used(self) -> Counter[str]:
-        """Return the number of used prompts by task."""
         return Counter(task for artifact in self.prompts for task in artifact.read(columns=["task"])["task"].to_pylist())
 
     @classmethod

@@ -82,7 +82,6 @@ def table(head: Sequence[Content], rows: Iterable[list[Content]], *, numeric: It
 
 
 def details(summary: Content, *content: Content, open_: bool = False, class_: str | None = None) -> Html:
-    """Return a part that opens at a click."""
     return tag("details", tag("summary", summary), *content, open=open_, class_=class_)
 
 

@@ -38,7 +38,6 @@ def grid(figures: Iterable[Html]) -> Html:
 
 
 def colour(index: int) -> str:
-    """Return the style of the series with this number."""
     return f"--c:var(--s{index % COLOURS + 1})"
 
 

@@ -213,7 +213,6 @@ class _Existing(RunnerDeployment):
 
 
 def _offer(offering: DeploymentSync, runner: Runner, crons: dict[str, str], supervised: bool) -> None:
-    """Publish every form, then keep the forms up to date."""
     try:
         offering.publish(crons, lambda title, deployment: runner.add_deployment(_Existing(name=title, id=deployment)))
     except PunaError as error:

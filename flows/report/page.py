@@ -46,7 +46,6 @@ def page(run: Run) -> Html:
 
 
 def comparison(first: Run, second: Run) -> Html:
-    """Return a page of two runs side by side."""
     names = [tag("p", run.log.flow, " ", tag("code", run.log.name), " ", run.log.state) for run in (first, second)]
     again = [tag("code", f"puna report {second.log.name} --compare {first.log.name}"), " makes it again."]
     title = f"Puna: {first.log.name} and {second.log.name}"

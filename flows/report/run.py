@@ -132,7 +132,6 @@ class Run:
         return []
 
     def signals(self, column: str) -> Artifact | None:
-        """Return the last signals that have a column."""
         steps = (s for s in reversed(self.kind("signals")) if s.has("signals"))
         return next((step.artifact for step in steps if column in step.artifact.columns()), None)
 

@@ -17,7 +17,6 @@ MOST_PLOTS = 4
 
 
 def headline(outcome: Outcome) -> str:
-    """Return a step's output in a few words."""
     artifact = outcome.artifact
     tables = {artifact.kind: "rows", "dropped": "dropped"}
     words = [f"{count} {name}" for table, name in tables.items() if (count := counted_rows(artifact, table))]

@@ -121,7 +121,6 @@ class Reporter:
         self.log(f"{step.label}: {step.message}", 40, step)
 
     def log(self, text: str, level: int = 20, step: StepRecord | None = None) -> None:
-        """Send a line to the run's log on the server."""
         when = datetime.now(UTC).isoformat()
         self._logs.append({"name": "puna", "level": level, "message": text, "timestamp": when, "task_run_id": step.id if step else None})
         self._wake.set()
@@ -197,7 +196,6 @@ class Reporter:
         self._opened = True
 
     def _tell(self, server: Server, step: StepRecord) -> None:
-        """Update the server's record of a step."""
         state = {"type": step.state, "name": step.name, "message": step.message}
         aim = f"{step.state} {step.name}"
         if step.own and not step.known:

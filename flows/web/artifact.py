@@ -133,7 +133,6 @@ def _pair(one: float | str | None, other: float | str | None) -> list[Content]:
 
 
 def _folded(what: str, head: list[Content], rows: list[list[Content]], *, open_: bool = False) -> Html | None:
-    """Return a table that opens at a click."""
     return details(f"{len(rows)} {what}", table(head, rows), open_=open_, class_="more") if rows else None
 
 

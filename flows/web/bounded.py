@@ -42,7 +42,6 @@ _children: weakref.WeakSet[Child] = weakref.WeakSet()
 
 
 def end_children() -> None:
-    """Kill all children when the server ends."""
     for child in list(_children):
         child.end()
 
@@ -126,7 +125,6 @@ class Child:
         return bytes(line)
 
     def end(self) -> None:
-        """Kill the child, with its own children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

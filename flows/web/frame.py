@@ -190,7 +190,6 @@ def bar(share: float, words: str) -> Html:
 
 
 def problem(words: str) -> Html:
-    """Return an error message, line by line."""
     return tag("p", *[[line, Html("<br>")] for line in words.splitlines()], class_="alarm", role="alert")
 
 

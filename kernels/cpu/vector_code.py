@@ -65,12 +65,10 @@ def add(builder: Any, address: Any, index: Any, size: Any = 1) -> Any:
 
 
 def load(builder: Any, address: Any, kind: Any = VECTOR, align: int = 4) -> Any:
-    """Load a value of this type."""
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
 
 
 def store(builder: Any, value: Any, address: Any, align: int = 4) -> None:
-    """Write a value to an address."""
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
 
 

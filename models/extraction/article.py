@@ -24,7 +24,6 @@ CAPTION = L.BIT["figcaption"]
 
 
 def names() -> list[str]:
-    """Return names of the features, in order."""
     results = ["caption", "from_focus", "after_focus_start", "before_focus_end", "from_most_prose"]
     results += [f"branch_{name}" for name in ("words", "linked", "stops", "blocks", "alike", "tag", "prose", "images")]
     results += [f"alike^{k}" for k in range(ABOVE)]

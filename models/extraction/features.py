@@ -36,7 +36,6 @@ BUCKETS = 1 << 14  # of words in classes and of words in texts
 
 
 def names() -> list[str]:
-    """Return names of the features, in order."""
     result = [*OWN.split(), *(f"in_{name}" for name in SEEN_FLAGS.split()), *PLACE.split()]
     for k in NEIGHBOURS:
         result += [f"{name}{k:+d}" for name in ["words", "linked", "stops", "text", "path", "same"]]

@@ -71,7 +71,6 @@ class Pages(NamedTuple):
 
 @njit(cache=True)
 def page_of(pages: Pages, number: int) -> Scan:
-    """Return one of the pages."""
     a, z = pages.starts[number], pages.starts[number + 1]
     return Scan(
         pages.html[a[HTML] : z[HTML]],
@@ -88,7 +87,6 @@ def page_of(pages: Pages, number: int) -> Scan:
 
 
 def alone(page: Scan) -> Pages:
-    """Return a page as pages."""
     tables = (page.html, page.text, page.title, page.elements, page.tokens, page.blocks, page.hashes, page.page)
     ends = [len(table) for table in tables]
     return Pages(*page._replace(state=page.state[None]), np.array([[0] * TABLES, ends], np.int64))

@@ -42,7 +42,6 @@ class Packed(NamedTuple):
     scales: Tensor
 
     def weight(self) -> Tensor:
-        """Return the unpacked matrix [N, D]."""
         return ((self.q - self.zeros[:, None]) * self.scales.float()[:, None]).flatten(0, 1).T.contiguous()
 
     def tensors(self, base: str) -> dict[str, Tensor]:

@@ -80,7 +80,6 @@ class Nf4Linear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
     def unpacked(self) -> Tensor:
-        """Return the matrix [N, D] fp32."""
         from bitsandbytes.functional import dequantize_4bit
 
         matrix: Tensor = dequantize_4bit(self.weight.detach(), self.state)

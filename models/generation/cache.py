@@ -38,7 +38,6 @@ class Cache:
         return sum(pages.untyped_storage().nbytes() for pages in self.stores)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages (from, to)."""
         if pairs:
             source, target = (list(pages) for pages in zip(*pairs, strict=True))
             for pages in self.stores:

@@ -50,7 +50,6 @@ class PagePool:
         return page
 
     def share(self, pages: Sequence[int]) -> None:
-        """Add a reference to each page."""
         for page in pages:
             self.spare.pop(page, None)
             self.references[page] += 1

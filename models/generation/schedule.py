@@ -185,7 +185,6 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """True if no answer runs or waits."""
         return not (self.waiting or self.paused or self.running)
 
     def plan(self) -> list[Answer]:
@@ -292,7 +291,6 @@ class Scheduler:
         return answer
 
     def _begin(self, request: Request) -> Answer:
-        """Start the request's next answer."""
         answer = Answer(request, request.first + request.begun, list(request.prompt))
         self.running.append(answer)
         request.begun += 1

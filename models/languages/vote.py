@@ -94,7 +94,6 @@ class Voters(NamedTuple):
 
 @lru_cache(maxsize=1)
 def voters() -> Voters:
-    """Return the voters and the languages that each knows."""
     import pycld2
 
     of_cld2 = {_code(code) for _, code in pycld2.LANGUAGES} | {SORANI}

@@ -95,9 +95,7 @@ class Shelf(Protocol):
         """Return a layer's weights by their names in a block, until it is given back."""
         ...
 
-    def give(self) -> None:
-        """Give back what was taken first."""
-        ...
+    def give(self) -> None: ...
 
 
 class Disk:
@@ -118,7 +116,6 @@ class Disk:
         return self.source.weights(self._held[-1].tensors(self.source.layouts[number]))
 
     def give(self) -> None:
-        """Release the buffer that was taken first."""
         self._loader.give(self._held.pop(0))
 
 
@@ -130,7 +127,6 @@ class Host:
         self._layers = {n: {name: t.pin_memory() for name, t in source.layer(n, place).items()} for n in numbers}
 
     def take(self, number: int) -> dict[str, Tensor]:
-        """Return the layer's weights."""
         return self._layers[number]
 
     def give(self) -> None:
@@ -161,7 +157,6 @@ class Shell:
             own.data.copy_(weights[name].to(device, non_blocking=True))
 
     def compute(self, number: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
-        """Compute a layer with the weights that are loaded."""
         self.block.self_attn.layer = number
         output: tuple[Tensor, Tensor | None] = self.block(x_TD, cos, sin, attend)
         return output
@@ -207,7 +202,6 @@ class Copies:
         self._taken: list[Slot] = []  # slots whose weights are on their way from the shelf
 
     def __call__(self, number: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
-        """Compute the layer."""
         slot = next((slot for slot in self._slots if slot.number == number), None) or self._fetch(number)
         current = torch.cuda.current_stream(self.device)
         current.wait_event(slot.copied)

@@ -66,7 +66,6 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Bytes of the buffer."""
         last = self.extents[-1]
         return last.start + last.size
 
@@ -112,7 +111,6 @@ class Buffer:
         self.bytes = memoryview(whole.numpy().data)[start : start + size]
 
     def tensors(self, layout: Layout) -> dict[str, Tensor]:
-        """Return the tensors of a layout in this buffer."""
         return {
             place.name: torch.frombuffer(self.bytes, dtype=place.dtype, count=_count(place.shape), offset=place.start).view(place.shape)
             for place in layout.places

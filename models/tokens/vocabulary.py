@@ -34,7 +34,6 @@ class Vocabulary:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
         return max(self.backend.get_vocab().values(), default=-1) + 1
 
     def id_of(self, token: str | None) -> int | None:
@@ -43,7 +42,6 @@ class Vocabulary:
         return id_
 
     def token(self, id_: int) -> str:
-        """Return the text of a token."""
         return str(self.backend.id_to_token(id_))
 
     def encode(self, text: str) -> list[int]:

@@ -49,7 +49,6 @@ class ExternalFile:
 
     @property
     def location(self) -> str:
-        """Return the address without credentials."""
         return public(self.address)
 
     def changed(self) -> bool:

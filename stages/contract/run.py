@@ -227,13 +227,11 @@ class StageRun:
             self._listener.progress(self.stage, done, total, note)
 
     def metric(self, name: str, value: float | int | str) -> None:
-        """Record a named number or word in the manifest."""
         if isinstance(value, float) and not (value == value and abs(value) != float("inf")):
             raise PunaError(f"stage {self.stage}: metric {name} is {value}")
         self.metrics[name] = value
 
     def figure(self, name: str, figure: Figure) -> None:
-        """Record a plot in the manifest."""
         self.figures[name] = figure
 
     def count_input(self, rows: int) -> None:

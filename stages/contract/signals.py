@@ -43,7 +43,6 @@ class Signal:
 
     @property
     def field(self) -> pa.Field:
-        """Return the column of the table `signals`."""
         return pa.field(self.name, TYPES[self.kind], metadata={"meaning": self.meaning, "unit": self.unit})
 
     @property

@@ -48,7 +48,6 @@ class Apart:
         return answer
 
     def close(self) -> None:
-        """End the process and what it started."""
         process, self._process = self._process, None
         if process is None:
             return

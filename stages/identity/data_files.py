@@ -91,7 +91,6 @@ def texts(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def below(folder: Path) -> list[Path]:
-    """Return the data files in a folder and below it."""
     files = []
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))

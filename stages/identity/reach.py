@@ -42,7 +42,6 @@ class Reach:
 
     @property
     def files(self) -> list[str]:
-        """Return all files that were read."""
         return [*sorted(self.sources), *(file for _, file in self.data)]
 
 

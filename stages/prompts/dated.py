@@ -57,7 +57,6 @@ def month_number(month: str) -> int:
 
 
 def month_text(number: int) -> str:
-    """Return YYYY-MM of a month's number."""
     return f"{number // 12:04d}-{number % 12 + 1:02d}"
 
 

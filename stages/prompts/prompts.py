@@ -154,5 +154,4 @@ def _fraction(value: object) -> str:
 
 
 def verifier_text(drawn: Drawn) -> str:
-    """Return a question's verifier as JSON."""
     return to_text(drawn.verifier["name"], **{key: value for key, value in drawn.verifier.items() if key != "name"})

@@ -188,7 +188,6 @@ class Peer:
         raise NotImplementedError
 
     def export(self, value: Any) -> int:
-        """Return a value's number in the table."""
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.exported)
             self.exported.append(value)
@@ -225,7 +224,6 @@ class Peer:
         return result
 
     def serve(self, message: list[Any]) -> None:
-        """Answer one call."""
         objects: list[Any] = []
         try:
             _, number, table, function, args, kwargs = message

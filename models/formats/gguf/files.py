@@ -47,7 +47,6 @@ class GgufFile:
 
     @property
     def config(self) -> ModelConfig:
-        """The shape of the model."""
         check_sizes({hub: self._shape.get(name) for name, hub in (FIELDS | EXPERT_FIELDS).items()}, len(self._tensors), self._size)
         frequencies = self._tensor("rope_freqs.weight") if "rope_freqs.weight" in self._tensors else None
         if "token_embd.weight" not in self._tensors:
@@ -61,7 +60,6 @@ class GgufFile:
         return parse_config(raw)
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer with its chat template."""
         return read_tokenizer(self.fields)
 
     def state(self, config: ModelConfig, dtype: torch.dtype | None, device: torch.device | str = "cpu") -> dict[str, Tensor]:

@@ -32,7 +32,6 @@ class Found(NamedTuple):
 
     @classmethod
     def none(cls) -> Found:
-        """Return the decision that removes nothing."""
         return cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64), 0)
 
     def of_rows(self, rows: I64) -> Found:
@@ -139,7 +138,6 @@ class Candidates(NamedTuple):
 
     @classmethod
     def read(cls, table: pa.Table, config: MinhashDedupConfig) -> Candidates:
-        """Return the candidates of some whole components."""
         table = table.combine_chunks()
         narrow = table.schema.field("signature").type.byte_width == 4 * config.bands * config.rows
         facts, values = _array(table["facts"], FACTS), _array(table["signature"], np.dtype(np.uint32 if narrow else np.uint64))

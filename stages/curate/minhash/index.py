@@ -72,7 +72,6 @@ class Index(NamedTuple):
 
     @classmethod
     def open(cls, folder: Path) -> Index:
-        """Return the index in a folder."""
         # As plain arrays over the mapped files: numpy's own class for them makes each small slice dear.
         names = ("facts", "signatures", "keys", "rows")
         facts, signatures, keys, rows = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names)
@@ -114,7 +113,6 @@ class Index(NamedTuple):
 
 
 def indexed(documents: Artifact) -> bool:
-    """True if documents have an index with them."""
     return f"{INDEX}/facts.npy" in documents.manifest.files
 
 

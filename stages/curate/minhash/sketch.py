@@ -31,7 +31,6 @@ class Shingles(NamedTuple):
 
 
 def shingled(texts: pa.ChunkedArray, config: MinhashDedupConfig) -> Shingles:
-    """Return the shingles of a column of texts."""
     from puna.kernels.text.shingles import normal
     from puna.kernels.text.strings import buffers
 
@@ -39,7 +38,6 @@ def shingled(texts: pa.ChunkedArray, config: MinhashDedupConfig) -> Shingles:
 
 
 def of_words(words: Words, config: MinhashDedupConfig) -> Shingles:
-    """Return the shingles of normal texts."""
     from puna.kernels.text.normal_words import shingle_hashes
 
     hashes, where = shingle_hashes(words, config.words)

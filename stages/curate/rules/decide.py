@@ -40,7 +40,6 @@ class SqlRule:
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """The signals that the rule reads."""
         return tuple(name for name in self.columns if name != "source")
 
 
