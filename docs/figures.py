@@ -51,25 +51,31 @@ def measured(run: Run) -> dict[str, Any]:
         "heldout": len(rounds[0].scores["round"]["accuracy"]),
         "rounds": [_round(one) for one in rounds],
         **({"equal_budget": _equal_budget(run, rounds[0])} if "rl" in rounds[0].scores else {}),
-        "gates": {step.round: _gate(step) for step in run.steps if step.stage == "gate"},
+        "gates": [_gate(step) for step in run.steps if step.stage == "gate"],
     }
 
 
 def _equal_budget(run: Run, one: arms.Arms) -> dict[str, Any]:
-    """Return the shares of the first round's control arms with as large a budget, and those without a model."""
+    """Return the first round's control arms with as large a budget, and the answers without a model."""
     rows = answers_without_model(run.kind("prompts")[0].artifact.read().to_pylist())
     right, asked = max((int(sum(rows[name].values())), len(rows[name])) for name in REPEATED)
+    ratios = {name: one.ratio(name, "round") or 0.0 for name in ("ranked", "rl")}
     return {
-        "arms": {name: _shares(one, name) for name in ("ranked", "rl") if (one.ratio(name, "round") or 0) >= 1},
+        "arms": {name: _shares(one, name) | _round_over(one, name) for name, ratio in ratios.items() if ratio >= 1},
+        "budget_ratio": round(min(ratios.values()), 3),
         "lookup": [round(value, 3) for value in wilson(right, asked)],
         "replaced": round(sum(rows[REPLACED].values()) / len(rows[REPLACED]), 3),
     }
 
 
+def _round_over(one: arms.Arms, arm: str) -> dict[str, Any]:
+    return {f"round_over_it_{metric}": [round(value, 3) for value in one.gain("round", arm, metric)] for metric in one.metrics}
+
+
 def _gate(step: Step) -> dict[str, Any]:
     """Return a gate's verdict and gain over the policy before."""
     gain = {name.removeprefix("gain_"): round(float(step.metrics[name]), 3) for name in ("gain", "gain_low", "gain_high")}
-    return {"verdict": step.metrics["verdict"], "metric": step.artifact.manifest.config["metric"], **gain}
+    return {"round": step.round, "verdict": step.metrics["verdict"], "metric": step.artifact.manifest.config["metric"], **gain}
 
 
 def _shares(one: arms.Arms, arm: str) -> dict[str, float]:
@@ -107,9 +113,9 @@ def passage(figures: dict[str, Any]) -> str:
             )
             shown = f"({share(gain)}; {share(low)} to {share(high)})"
             told.append(f"In {arms.METRICS[metric]} answers {verdict} its strongest control {shown}.")
-    for number, gate in figures["gates"].items():
+    for gate in figures["gates"]:
         shown = f"{gate['verdict']} ({gate['metric']} {share(gate['gain'])}; {share(gate['low'])} to {share(gate['high'])})"
-        told.append(f"The gate of round {number}: {shown}" + ("." if gate["verdict"] == "passed" else "; the policy stays."))
+        told.append(f"The gate of round {gate['round']}: {shown}" + ("." if gate["verdict"] == "passed" else "; the policy stays."))
     names = {"ranked": "finetuning alone", "rl": "reinforcement learning alone"}
     told += [f"With as large a budget as round 1, {names[name]}: {both(shares)}." for name, shares in equal["arms"].items()]
     told.append(

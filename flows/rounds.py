@@ -176,7 +176,11 @@ def controls(
         label = f"sft_{name}_{number}"
         arm(name, step(sft, label, field="sft", number=number, through="model", adapt=updates, model=start, instructions=data))
 
-    chosen_by = partial(_chosen_by, number, tasks, made["reward_model"])
+    def chosen_by(pick: Pick, answers: Output, label: str) -> Output:
+        return step(
+            rejection_sample, f"{label}_{number}", field="pick", number=number, adapt=replaced("pick", pick), answers=answers,
+            reward_model=made["reward_model"] if pick == "reward_model" else None, prompts=tasks,
+        )  # fmt: skip
 
     def picked(pick: Pick) -> None:
         if one := checked if pick == "verifier" else chosen_by(pick, made["sample"], f"pick_{pick}"):
@@ -289,14 +293,6 @@ def _shared(name: str, share: float, config: Any) -> Any:
         shorter = {"steps": math.ceil(training.steps * share)} if training.steps else {"epochs": training.epochs * share}
         return config.model_copy(update={"training": training.replace(**shorter)})
     return config.model_copy(update={name: math.ceil(getattr(config, name) * share)})
-
-
-def _chosen_by(number: int, tasks: Output, reward_model: Output, pick: Pick, answers: Output, label: str) -> Output:
-    """Return one answer to each prompt, picked in the given way."""
-    return step(
-        rejection_sample, f"{label}_{number}", field="pick", number=number, adapt=replaced("pick", pick), answers=answers,
-        reward_model=reward_model if pick == "reward_model" else None, prompts=tasks,
-    )  # fmt: skip
 
 
 def _of_rl() -> list[RolloutsConfig]:

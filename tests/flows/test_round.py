@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 from fastapi.testclient import TestClient
 
+from puna.flows import align, rounds
 from puna.flows import round as module
-from puna.flows import rounds
 from puna.flows.engine import trace
 from puna.flows.engine.declare import FLOWS, Output, current_walk, step
 from puna.flows.engine.launch import checked_inputs
@@ -102,13 +102,13 @@ class World:
         self.recipe = folder / "recipe.yaml"
         self.recipe.write_text(RECIPE)
 
-    def fire(self, *inputs: Artifact | str, changes: tuple[str, ...] = ()) -> str:
+    def fire(self, *inputs: Artifact | str, changes: tuple[str, ...] = (), flow: str = "round") -> str:
         """Run the flow; returns what it said."""
         texts = tuple(item.id if isinstance(item, Artifact) else item for item in inputs)
-        recipe = load(str(self.recipe), list(changes), "round")
-        given = checked_inputs(FLOWS["round"], recipe, texts, self.store, quiet=True)
-        with session(self.store, flow="round", workers=1, json=True):
-            Performer(recipe).walk(FLOWS["round"], given)
+        recipe = load(str(self.recipe), list(changes), flow)
+        given = checked_inputs(FLOWS[flow], recipe, texts, self.store, quiet=True)
+        with session(self.store, flow=flow, workers=1, json=True):
+            Performer(recipe).walk(FLOWS[flow], given)
         return " | ".join(event["text"] for event in self.store.events(self.store.runs()[-1]) if event.get("event") == "said")
 
     def model(self, seed: int = 0) -> Artifact:
@@ -181,6 +181,23 @@ def test_several_rounds_of_one_run(world: World) -> None:
     assert "Gates of the rounds" in page and page.count("no task falls by more than 0.05") >= 2
     assert said.count("its candidate is the policy") == 2 and "round 2" in said
     assert json.loads((world.policy.path() / "config.json").read_text())["skill"] == pytest.approx(0.1 + 2 * 3 * 0.01)
+
+
+def test_align_stops_at_the_first_later_round_that_gains_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = [world.pool(train=3), world.pool(train=0, bad=2), world.pool(train=4)]
+    monkeypatch.setattr(align, "one_round", one_round)
+    for one in (align, rounds):
+        monkeypatch.setattr(one, "evaluate", pretended_examination)
+    monkeypatch.setattr(align, "controls", lambda *_, **__: [])
+    monkeypatch.setattr(align, "new_prompts", lambda number: module._as_output(pools[number - 1]))
+    changes = ("rounds=3", "controls=false", "sft_first=null", "sft_lora=null", "prompts.heldout=6")
+    said = world.fire(world.model(), changes=changes, flow="align")
+    assert said.startswith("stop: round 2 gains nothing: its gain of -0.340 ") and said.endswith("; the policy stays that of round 1")
+    aliases = world.store.aliases()
+    assert aliases["policy@latest"] == aliases["policy@round-1"] and "policy@round-2" not in aliases
+    assert "good002" in world.learned() and "bad000" not in world.learned()
+    # The verdict is carried out: the flow `round` goes on with a round of its own.
+    assert world.fire("policy@latest", world.pool(train=6)).startswith("round 2: its candidate is the policy")
 
 
 def preferred(store: Store, *ids: str) -> Artifact:
