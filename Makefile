@@ -8,7 +8,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint types docs check clean
+.PHONY: setup demo test lint types docs wheel clean
 
 setup: $(VENV)/.ready
 
@@ -39,5 +39,10 @@ docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	$(BIN)/python -m mkdocs build --strict --site-dir build/site
 
+# With the loops of curation compiled for the common processors whose instructions this one has.
+wheel: setup
+	$(BIN)/python deploy/compile.py --ship
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
 clean:
-	rm -rf $(VENV) .loops .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .loops kernels/cpu/compiled .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,7 +1,17 @@
-"""Compile the loops of curation, training and generation once, into their cache, so that the first run need not."""
+"""Compile the loops of curation, training and generation once, into their cache, so that the first run need not.
+
+    python deploy/compile.py [--ship]
+
+`--ship`: compile the loops of curation alone, for each common processor whose instructions this one has, into the folder that the wheel and
+the image bring (`numba_cache.SHIPPED`).
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 import tempfile
 from datetime import UTC, datetime
 
@@ -9,6 +19,7 @@ import pyarrow as pa
 import torch
 
 from puna.flows.engine.session import session
+from puna.kernels.cpu import numba_cache
 from puna.kernels.text.technical import measured
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
@@ -68,9 +79,19 @@ def model() -> None:
         Engine(tiny).generate([list(range(20))], SamplingParams(n=2, temperature=temperature, max_tokens=2, stop=()))
 
 
-def main() -> None:
+def ship() -> None:
+    """Compile the loops of curation anew for each target that this processor can run."""
+    shutil.rmtree(numba_cache.SHIPPED, ignore_errors=True)
+    for target in numba_cache.targets():
+        place = numba_cache.SHIPPED / target
+        place.mkdir(parents=True)
+        print(f"compiling the loops of curation for {target}", flush=True)
+        options = {"NUMBA_CPU_NAME": target, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(place)}
+        subprocess.run([sys.executable, __file__, "curation"], env=os.environ | options, check=True)
+
+
+def curation() -> None:
     """Run each stage that has loops; a session also notes that they are compiled."""
-    model()
     with tempfile.TemporaryDirectory() as folder, session(store := Store.open(folder), flow="compile", workers=1) as now:
 
         def made(stage: Stage, config: StageConfig, **given: Value) -> Artifact:
@@ -92,4 +113,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["--ship"]:
+        ship()
+    else:
+        if sys.argv[1:] != ["curation"]:
+            model()
+        curation()

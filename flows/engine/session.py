@@ -219,13 +219,12 @@ def _uncompiled(stage: Stage) -> Path | None:
     """Return the mark that this processor's compiled loops of a stage are on disk, if it is not there."""
     if stage.name not in COMPILES:
         return None
-    from llvmlite.binding import get_host_cpu_name
-
     from puna.kernels.cpu import numba_cache
 
     digest = numba_cache.source_digest(stage.function.__module__)[:16]
-    mark = numba_cache.folder(numba_cache.ROOT) / f"{stage.name}-{get_host_cpu_name()}-{digest}.compiled"
-    return None if mark.exists() else mark
+    places = [(numba_cache.folder(numba_cache.ROOT), numba_cache.processor()), *numba_cache.shipped()]
+    marks = [place / f"{stage.name}-{cpu}-{digest}.compiled" for place, cpu in places]
+    return None if any(mark.exists() for mark in marks) else marks[0]
 
 
 @contextlib.contextmanager

@@ -4,6 +4,10 @@ Numba's own cache looks for changes in the loop's file alone, although the machi
 keeps one index for all signatures, which two processes that compile at the same time can make name each other's code, and it runs damaged
 files. Here each compiled loop is a file of its own with a checksum. Its name is a digest of the source files that the loop's file imports,
 of the signature and of the processor.
+
+The wheel and the image bring loops for common processors in `SHIPPED`. A loop is loaded from those compiled here, else from those of the
+best target whose instructions this processor has, else it is compiled. Loops that sum in any order never come compiled: their bits depend
+on the processor.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import glob
 import hashlib
 import os
 import pickle
+import platform
 import re
 import stat
 import sys
@@ -25,12 +30,21 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from numba.core.caching import CompileResultCacheImpl
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 from numba.core.types import containers
 
 ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = Path(__file__).parent / "compiled"
+"""A folder per target with the loops that come compiled; made by `deploy/compile.py --ship`."""
+AVX2 = "avx avx2 bmi bmi2 cx16 f16c fma lzcnt movbe popcnt sahf sse4.2 xsave"
+TARGETS = {
+    "x86_64": {"x86-64-v4": f"{AVX2} avx512f avx512bw avx512cd avx512dq avx512vl", "x86-64-v3": AVX2},
+    "aarch64": {"generic": ""},
+}
+"""By machine: LLVM's names of processors that loops come compiled for, the best first, and the instructions that each must have."""
 FILES_PER_LOOP = 64  # signatures times processors times states of the code that an edit goes to and fro between
 SUM_BYTES = 4  # of the checksum behind a compiled loop
 APART = ("puna.storage", "puna.stages.contract")
@@ -53,7 +67,7 @@ def njit(*, cache: bool = True, borrows: bool = False, **options: Any) -> Compil
     def compile(function: Callable[..., Any]) -> Any:
         loop = numba.njit(**options)(function)
         if cache:
-            loop._cache = LoopCache(function)
+            loop._cache = LoopCache(function, exact=not options.get("fastmath"))
         return loop
 
     return compile
@@ -62,12 +76,13 @@ def njit(*, cache: bool = True, borrows: bool = False, **options: Any) -> Compil
 class LoopCache:
     """The compiled versions of one loop on disk, as a dispatcher of numba asks for them."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], exact: bool = True) -> None:
         self._function, self._results = function, _Results()
         file = Path(function.__code__.co_filename).resolve()
         inside = file.is_relative_to(ROOT)
-        name = ".".join(file.relative_to(ROOT).with_suffix("").parts) if inside else file.stem
-        self.cache_path = str(folder(ROOT) / (name if inside else f"{name}_{_sha(str(file))[:8]}"))
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts) if inside else f"{file.stem}_{_sha(str(file))[:8]}"
+        self.cache_path = str(folder(ROOT) / name)
+        self._shipped = [(place / name, cpu) for place, cpu in shipped()] if inside and exact else []
         self._name = re.sub(r"\W+", "_", function.__qualname__)
 
     def load_overload(self, signature: Any, context: Any) -> Any:
@@ -75,8 +90,14 @@ class LoopCache:
         if not self._has_source:
             return None
         rtsys.initialize(context)  # numba's own method first loads all that it compiles with, .3 s
+        triple = context.codegen().magic_tuple()[0]
+        files = [self._file(signature, context)]
+        files += [self._file(signature, context, place, (triple, cpu, "")) for place, cpu in self._shipped]
+        return next((loop for file in files if (loop := self._load(file, context)) is not None), None)
+
+    def _load(self, path: Path, context: Any) -> Any:
         try:
-            with self._file(signature, context).open("rb") as file:
+            with path.open("rb") as file:
                 if not _own(os.fstat(file.fileno())):
                     return None
                 packed = file.read()
@@ -109,11 +130,12 @@ class LoopCache:
         for file in self._files():
             file.unlink(missing_ok=True)
 
-    def _file(self, signature: Any, context: Any) -> Path:
+    def _file(self, signature: Any, context: Any, place: Path | None = None, processor: tuple[str, ...] = ()) -> Path:
         cells = [cell.cell_contents for cell in self._function.__closure__ or ()]
         code = (source_digest(self._function.__module__), self._function.__qualname__, repr(cells))
-        target = (numba.__version__, str(signature), _tuples(signature), context.codegen().magic_tuple(), sys.version_info[:2])
-        return Path(self.cache_path, f"{self._name}.{_sha(repr((code, target)))[:24]}.nbc")
+        processor = processor or context.codegen().magic_tuple()
+        target = (numba.__version__, str(signature), _tuples(signature), processor, sys.version_info[:2])
+        return Path(place or self.cache_path, f"{self._name}.{_sha(repr((code, target)))[:24]}.nbc")
 
     def _files(self) -> list[Path]:
         return list(Path(self.cache_path).glob(f"{glob.escape(self._name)}.*.nbc"))
@@ -185,6 +207,26 @@ def folder(root: Path) -> Path:
         if os.access(base, os.W_OK) and not strange:
             return base
     raise OSError(f"no place for compiled loops: neither {root / '.loops'} nor {home} can be written; set NUMBA_CACHE_DIR")
+
+
+@cache
+def processor() -> str:
+    """Return the name of the processor that loops are compiled for."""
+    return str(numba.config.CPU_NAME or get_host_cpu_name())
+
+
+def targets() -> list[str]:
+    """Return the targets whose instructions this processor has, the best first."""
+    has = get_host_cpu_features()
+    return [name for name, needs in TARGETS.get(platform.machine(), {}).items() if all(has.get(one) for one in needs.split())]
+
+
+@cache
+def shipped() -> list[tuple[Path, str]]:
+    """Return the folders of loops that come compiled and that this processor can run, the best first, each with its target."""
+    if numba.config.CPU_NAME is not None:
+        return []  # loops for one target are asked for
+    return [(SHIPPED / name, name) for name in targets() if (SHIPPED / name).is_dir()]
 
 
 def _own(status: os.stat_result) -> bool:

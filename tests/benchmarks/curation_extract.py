@@ -1,6 +1,6 @@
 """Extraction of main text: F1 of words and pages a second, beside trafilatura and Resiliparse on the same pages.
 
-    python tests/benchmarks/curation_extract.py --data FOLDER [--limit N] [--json]
+    python tests/benchmarks/curation_extract.py --data FOLDER [--limit N] [--unseen-sites] [--json]
 
 FOLDER (or the environment's PUNA_EXTRACTION_DATA) is a set of annotated pages as WCXB has
 them: `html/ID.html`, and `ground-truth/ID.json` or `truth.jsonl` with `file_id`, `_internal.page_type.primary`,
@@ -8,6 +8,9 @@ them: `html/ID.html`, and `ground-truth/ID.json` or `truth.jsonl` with `file_id`
 the weights were trained on (they carry a list of them) are scored by weights trained here on the pages of other
 domains, one fold of four; that needs lightgbm and minutes. The speed is of the whole stage on one thread: decoding, bounds,
 parsing, reading, judging, text. trafilatura runs in an environment of its own (`peers.py`).
+
+`--unseen-sites`: `f1_unseen_sites` over all pages, each scored by weights trained on the three folds that hold no page of its domain; the
+same of trafilatura on the same pages, of each page type, and `lead_unseen_sites`.
 """
 
 from __future__ import annotations
@@ -72,6 +75,25 @@ def figures(data: Path | None = None, limit: int | None = None) -> dict[str, flo
     found |= _scores("resiliparse", *_timed(resiliparse, bodies), rows)
     theirs = peers.run("trafilatura", "peer_extract_trafilatura.py", files=[str(file.absolute()) for file in files])
     return found | _scores("trafilatura", theirs["seconds"], theirs["texts"], rows)
+
+
+def unseen_sites(data: Path | None = None) -> dict[str, float]:
+    """Return F1 of words over all pages, each by weights that saw no page of its domain, and trafilatura's."""
+    import peers
+
+    from tests.benchmarks.train_extraction import FOLDS, all_rows, unseen_texts
+
+    folder, rows = _rows(data)
+    pages = _pages(folder, rows)
+    features = all_rows(pages)
+    texts = {file: text for fold in range(FOLDS) for file, text in unseen_texts(pages, features, fold).items()}
+    files = [str((folder / f"{row['file_id']}.html").absolute()) for row in rows]
+    theirs = peers.run("trafilatura", "peer_extract_trafilatura.py", files=files)
+    found = {"unseen_sites_pages": float(len(rows))}
+    for name, made in (("f1_unseen_sites", [texts.get(row["file_id"], "") for row in rows]), ("trafilatura_f1_unseen_sites", theirs["texts"])):
+        scores = _scores(name, 1.0, made, rows)
+        found |= {key.replace(f"{name}_f1", name): value for key, value in scores.items() if not key.endswith("pages_s")}
+    return found | {"lead_unseen_sites": found["f1_unseen_sites"] - found["trafilatura_f1_unseen_sites"]}
 
 
 def _timed(system: Callable[[bytes], str], bodies: list[bytes]) -> tuple[float, list[str]]:
@@ -146,7 +168,7 @@ def _unseen(folder: Path, rows: list[dict[str, Any]]) -> tuple[list[dict[str, An
     from safetensors import safe_open
 
     from puna.models.extraction.model import WEIGHTS
-    from tests.benchmarks.train_extraction import all_rows, corpus, page_digest, read, unseen_texts
+    from tests.benchmarks.train_extraction import all_rows, page_digest, unseen_texts
 
     with safe_open(WEIGHTS, "np") as file:
         seen = set(file.metadata()["trained_on"].split())
@@ -154,12 +176,19 @@ def _unseen(folder: Path, rows: list[dict[str, Any]]) -> tuple[list[dict[str, An
     if len(new) >= 0.1 * len(rows):
         return new, None
     print("the weights have seen these pages: training on three quarters of their domains to score the rest", file=sys.stderr)
+    pages = _pages(folder, rows)
+    texts = unseen_texts(pages, all_rows(pages), HELD_OUT)
+    return [row for row in rows if row["file_id"] in texts], texts
+
+
+def _pages(folder: Path, rows: list[dict[str, Any]]) -> Any:
+    """Return the annotated pages as training reads them."""
+    from tests.benchmarks.train_extraction import corpus, read
+
     with tempfile.TemporaryDirectory() as scratch:
         truth = Path(scratch) / "truth.jsonl"
         truth.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-        pages = corpus(read(folder, truth))
-    texts = unseen_texts(pages, all_rows(pages), HELD_OUT)
-    return [row for row in rows if row["file_id"] in texts], texts
+        return corpus(read(folder, truth))
 
 
 def main() -> None:
@@ -167,10 +196,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder of annotated pages")
     parser.add_argument("--limit", type=int, help="take the first N pages")
+    parser.add_argument("--unseen-sites", action="store_true", help="score every page by weights that saw no page of its domain")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     prepare(arguments.data)
-    found = figures(arguments.data, arguments.limit)
+    found = unseen_sites(arguments.data) if arguments.unseen_sites else figures(arguments.data, arguments.limit)
     if arguments.json:
         print(json.dumps(found))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -331,3 +332,62 @@ def test_a_loop_compiled_for_a_class_that_is_gone_is_compiled_anew(tmp_path, mon
         done = subprocess.run([sys.executable, "-B", "-c", ask.format(name)], cwd=tmp_path, capture_output=True, text=True)
         said.append(done.stdout.split() or done.stderr[-300:])
     assert said == [["3", "0"], ["3", "1"], ["3", "0"], ["3", "1"]]
+
+
+ARITHMETIC = """
+import numpy as np
+from puna.kernels.cpu.numba_cache import njit
+
+def mixed(x):
+    total, bits = 0.0, np.uint64(7)
+    for i in range(len(x)):
+        total = total * 0.75 + x[i] * x[i] / 3.0
+        bits = (bits ^ np.uint64(i)) * np.uint64(0x9E3779B97F4A7C15)
+    return total, bits
+
+def answer(**options):
+    loop = njit(**options)(mixed)
+    total, bits = loop(np.linspace(-1, 2, 1001))
+    return f"{float(total).hex()} {int(bits):x}", sum(loop.stats.cache_hits.values())
+"""
+COMPILE = "from puna.kernels.cpu import numba_cache as c; from pathlib import Path; c.ROOT = Path.cwd(); import sums; print(*sums.answer())"
+
+
+def test_loops_that_come_compiled_serve_processors_that_have_their_instructions(tmp_path, monkeypatch):
+    """Whatever serves, the bits are those of Python's own floats and of integers modulo 2^64."""
+    target = numba_cache.targets()[-1]
+    (tmp_path / "sums.py").write_text(ARITHMETIC)
+    own = {"NUMBA_CPU_NAME": target, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path / "shipped" / target)}
+    path = {"PYTHONPATH": str(numba_cache.ROOT / ".pkg")}
+    done = subprocess.run([sys.executable, "-B", "-c", COMPILE], cwd=tmp_path, env=os.environ | path | own, capture_output=True, text=True, check=True)
+    monkeypatch.setattr(numba_cache, "ROOT", tmp_path)
+    monkeypatch.setattr(numba_cache, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "own"))
+    monkeypatch.syspath_prepend(tmp_path)
+    numba_cache.shipped.cache_clear()
+    import sums
+
+    total, bits = 0.0, 7
+    for i, value in enumerate(np.linspace(-1, 2, 1001).tolist()):
+        total, bits = total * 0.75 + value * value / 3.0, (bits ^ i) * 0x9E3779B97F4A7C15 % 2**64
+    right = f"{total.hex()} {bits:x}"
+    try:
+        assert done.stdout.split() == [*right.split(), "0"]
+        assert sums.answer() == (right, 1)
+        assert not list((tmp_path / "own").rglob("*.nbc"))
+        assert sums.answer(fastmath=True)[1] == 0  # sums in any order: never one that came compiled
+        shutil.rmtree(tmp_path / "own")
+        monkeypatch.setattr(numba_cache, "get_host_cpu_features", lambda: {"sse4.2": True})
+        numba_cache.shipped.cache_clear()
+        assert sums.answer() == (right, 0)
+    finally:
+        numba_cache.shipped.cache_clear()
+        sys.modules.pop("sums")
+
+
+@pytest.mark.parametrize("lacks", ["avx512vl", "avx2", "fma"])
+def test_a_target_needs_each_of_its_instructions(monkeypatch, lacks):
+    levels = numba_cache.TARGETS["x86_64"]
+    monkeypatch.setattr(numba_cache.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(numba_cache, "get_host_cpu_features", lambda: {one: one != lacks for one in levels["x86-64-v4"].split()})
+    assert numba_cache.targets() == (["x86-64-v3"] if lacks == "avx512vl" else [])
