@@ -92,6 +92,17 @@ def recall(draw: random.Random, length: int, keys: int = 6, most: float = 0.7) -
     return " " + " ".join(found)
 
 
+def asked(draw: random.Random, length: int, keys: int) -> str:
+    """A text of as many words: up to so many keys with their values anywhere among words that say nothing, and all of them asked in the end."""
+    count = draw.randint(1, min(keys, length // 5))
+    pairs = list(zip(draw.sample(LETTERS, count), draw.choices(LETTERS, k=count), strict=True))
+    words = [f"n{draw.choice(LETTERS)}" for _ in range(length - 1 - 4 * count)]
+    for key, value in pairs:
+        words.insert(draw.randint(0, len(words)), f"k{key} v{value}")
+    draw.shuffle(pairs)
+    return " " + " ".join([*words, *(f"k{key} v{value}" for key, value in pairs)])
+
+
 def noise(draw: random.Random, length: int) -> str:
     return " " + " ".join(f"n{draw.choice(LETTERS)}" for _ in range(length))
 
@@ -100,21 +111,26 @@ def needle(folder: Path, data: Path) -> dict[str, Any]:
     """A context of 128 tokens made four times as long, in two steps that must hold; measured on texts of its own, 100 for each depth.
 
     Most short texts are dense with pairs, and the first 600 thousand tokens are read in pieces of 48: what says nothing hides the answers
-    from a model that has not learned to look back."""
+    from a model that has not learned to look back. Long texts ask for each pair once, from anywhere."""
     store, draw = Store.open(folder), random.Random(0)
 
-    def corpus(count: int, low: int, high: int, keys: int, share: Callable[[int], float]) -> list[str]:
+    def corpus(count: int, low: int, high: int, recalled: Callable[[int], str], found: Callable[[int], str]) -> list[str]:
+        """Texts of so many words, every sixteenth of noise, else a quarter of `found` and the others of `recalled`."""
+        kinds = [recalled, recalled, recalled, found]
         sizes = [draw.randint(low, high) for _ in range(count)]
-        return [recall(draw, size, keys, share(i)) if i % 16 else noise(draw, size) for i, size in enumerate(sizes)]
+        return [kinds[i % 4](size) if i % 16 else noise(draw, size) for i, size in enumerate(sizes)]
 
     def shorter(count: int) -> list[str]:
-        return corpus(count, 24, 126, 8, lambda i: 0.3 if i % 4 else 0.9)
+        return corpus(count, 24, 126, lambda size: recall(draw, size, 8, 0.3), lambda size: asked(draw, size, 8))
+
+    def longer(count: int) -> list[str]:
+        return corpus(count, 300, 510, lambda size: asked(draw, size, 24), lambda size: recall(draw, size, 24))
 
     short = documents(store, shorter(8000))
     vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=337), {"documents": short}, store)
     initial = rows(store, short, vocabulary, 128)
     # Long documents among short ones, so that what was learned first stays.
-    long = rows(store, documents(store, corpus(800, 300, 510, 24, lambda i: 0.5 if i % 2 else 0.97) + shorter(1200)), vocabulary, 512)
+    long = rows(store, documents(store, longer(800) + shorter(1200)), vocabulary, 512)
     passages = NeedleSettings(passage=" k{key} {value}", key_words=tuple(LETTERS), value_words=tuple(f"v{x}" for x in LETTERS), trials=40)
     accept = Acceptance(short_loss=0.01, needle=0.95, attempts=4)
     decay = {"learning_rate": 0.01, "warmup_steps": 5, "shape": "linear"}
