@@ -33,7 +33,7 @@ from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
 from puna.stages.training.intervals import mean
 from puna.stages.training.phase import SHAPE, Acceptance, Phase
-from puna.storage import Artifact, Store
+from puna.storage import Artifact, PunaError, Store
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 MUON = {"name": "muon", "embedding_scale": 32}
@@ -86,17 +86,17 @@ def recall(draw: random.Random, length: int, keys: int = 6, most: float = 0.7) -
     rate = draw.uniform(0.0, most)
     count = draw.randint(1, keys)
     pairs, found = list(zip(draw.sample(LETTERS, count), draw.choices(LETTERS, k=count), strict=True)), list[str]()
-    while len(found) < length - 1:
+    while len(found) < length:
         key, value = draw.choice(pairs)
         found += [f"n{draw.choice(LETTERS)}"] if draw.random() < rate else [f"k{key}", f"v{value}"]
-    return " " + " ".join(found)
+    return " " + " ".join(found[:length])
 
 
 def asked(draw: random.Random, length: int, keys: int) -> str:
     """A text of as many words: up to so many keys with their values anywhere among words that say nothing, and all of them asked in the end."""
     count = draw.randint(1, min(keys, length // 5))
     pairs = list(zip(draw.sample(LETTERS, count), draw.choices(LETTERS, k=count), strict=True))
-    words = [f"n{draw.choice(LETTERS)}" for _ in range(length - 1 - 4 * count)]
+    words = [f"n{draw.choice(LETTERS)}" for _ in range(length - 4 * count)]
     for key, value in pairs:
         words.insert(draw.randint(0, len(words)), f"k{key} v{value}")
     draw.shuffle(pairs)
@@ -111,7 +111,7 @@ def needle(folder: Path, data: Path) -> dict[str, Any]:
     """A context of 128 tokens made four times as long, in two steps that must hold; measured on texts of its own, 100 for each depth.
 
     Most short texts are dense with pairs, and the first 600 thousand tokens are read in pieces of 48: what says nothing hides the answers
-    from a model that has not learned to look back. Long texts ask for each pair once, from anywhere."""
+    from a model that has not learned to look back. Long texts fill a row, or half of one, and ask for each pair once, from anywhere."""
     store, draw = Store.open(folder), random.Random(0)
 
     def corpus(count: int, low: int, high: int, recalled: Callable[[int], str], found: Callable[[int], str]) -> list[str]:
@@ -123,14 +123,14 @@ def needle(folder: Path, data: Path) -> dict[str, Any]:
     def shorter(count: int) -> list[str]:
         return corpus(count, 24, 126, lambda size: recall(draw, size, 8, 0.3), lambda size: asked(draw, size, 8))
 
-    def longer(count: int) -> list[str]:
-        return corpus(count, 300, 510, lambda size: asked(draw, size, 24), lambda size: recall(draw, size, 24))
+    def longer(count: int, words: int) -> list[str]:
+        return corpus(count, words, words, lambda size: asked(draw, size, 24), lambda size: recall(draw, size, 24))
 
     short = documents(store, shorter(8000))
     vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=337), {"documents": short}, store)
     initial = rows(store, short, vocabulary, 128)
     # Long documents among short ones, so that what was learned first stays.
-    long = rows(store, documents(store, longer(800) + shorter(1200)), vocabulary, 512)
+    long = rows(store, documents(store, longer(400, 510) + longer(400, 254) + shorter(1200)), vocabulary, 512)
     passages = NeedleSettings(passage=" k{key} {value}", key_words=tuple(LETTERS), value_words=tuple(f"v{x}" for x in LETTERS), trials=40)
     accept = Acceptance(short_loss=0.01, needle=0.95, attempts=4)
     decay = {"learning_rate": 0.01, "warmup_steps": 5, "shape": "linear"}
@@ -143,7 +143,10 @@ def needle(folder: Path, data: Path) -> dict[str, Any]:
             Phase(name="512", tokens="long", steps=100, rows_per_step=8, schedule=decay, accept=accept),
         ),
     )  # fmt: skip
-    made = execute(pretrain, config, {"tokens": initial, "tokenizer": vocabulary, "long": long}, store)
+    try:
+        made = execute(pretrain, config, {"tokens": initial, "tokenizer": vocabulary, "long": long}, store)
+    except PunaError as error:
+        return {"needle_refused": str(error)}
     own = NeedleConfig(**dict(passages) | {"trials": 100}, seed=1, lengths=(128, 512))
     found = execute(measured, own, {"model": made, "documents": documents(store, [noise(draw, 400) for _ in range(50)])}, store)
     m = made.manifest.metrics
