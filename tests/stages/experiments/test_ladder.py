@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,9 +76,11 @@ def test_a_run_that_is_done_is_not_repeated(store, given, few_steps: None, monke
     assert interrupted.data_digest == whole.data_digest and table_schema("points").identity
 
 
-def test_a_decay_is_what_a_run_of_its_own_would_be(store, given, few_steps: None) -> None:
-    """The first point of a trunk is the same with or without later ones."""
+def test_a_decay_is_what_a_run_of_its_own_would_be(store, given, few_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first point of a trunk is the same with or without later ones, and in this process, as on a GPU."""
     both = execute(ladder, SETTINGS, given, store).read("points").to_pylist()
+    monkeypatch.setattr(module, "run_trials", partial(module.run_trials, here=True))
+    monkeypatch.setattr(module, "_trials", lambda run, jobs, shared: module.run_trials(run, module._trunk, jobs, *shared))
     one = execute(ladder, SETTINGS.model_copy(update={"multiples": (1.0,)}), given, store).read("points").to_pylist()
     assert [point["loss"] for point in one] == [point["loss"] for point in both[::2]]
 
@@ -97,7 +100,7 @@ def test_rows_and_rate_are_tuned_at_two_scales(store, given, few_steps: None, mo
     """Losses with a known best: rate .02 at the small scale and .05 at the large one, two rows at both."""
     best = {8: 0.02, 12: 0.05}
 
-    def trials(run: Any, make: Any, jobs: Any, *shared: Any) -> Any:
+    def trials(run: Any, make: Any, jobs: Any, *shared: Any, here: bool) -> Any:
         for name, rung, _ in jobs:
             width = rung.shape.hidden_size
             loss = 3 + np.log(rung.rate / best.get(width, rung.rate)) ** 2 + (rung.rows - 2) ** 2
