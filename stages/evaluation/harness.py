@@ -116,7 +116,8 @@ def _result(task: str, samples: Sequence[Mapping[str, Any]], output: Any, config
                 if metric == "acc" and settings.get("output_type") == "multiple_choice":
                     column.confidences.append(confidence([likelihood for likelihood, _ in sample["filtered_resps"]]))
         if len(ids) > len(examples) < config.examples:
-            detail = json.dumps({"task": task, "target": sample["target"], "answers": sample["filtered_resps"]}, default=str)
+            scores = {metric: sample[metric] for metric in sample["metrics"]}
+            detail = json.dumps({"task": task, "target": sample["target"], "answers": sample["filtered_resps"], **scores}, default=str)
             prompt, answer = str(sample["arguments"][0][0]), str(sample["resps"][0][0])
             examples.append({"id": f"{task}-{len(ids)}", "kind": "answer", "prompt": prompt, "text": answer, "detail": detail})
     numbers = output["results"][task]

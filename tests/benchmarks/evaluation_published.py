@@ -17,10 +17,9 @@ import yaml
 from puna.stages.contract import External, execute
 from puna.stages.evaluation.benchmark import BenchmarkConfig, benchmark
 from puna.stages.io.import_model import ImportModelConfig, import_model
-from puna.stages.training.intervals import mean, ratio, wilson
+from puna.stages.training.intervals import Interval, mean, ratio, wilson
 from puna.storage import Artifact, Store
 
-PUBLISHED = {"gsm8k": 0.014, "ifeval": 0.299}
 SHOTS = {"num_fewshot": 5, "fewshot_split": "train", "fewshot_config": {"sampler": "first_n"}}
 
 
@@ -43,7 +42,11 @@ def figures(model: Path, folder: Path, store: Store, limit: int, longest: int) -
     (inputs,) = External.resolve(str(_written(folder / "ifeval", "ifeval", asked, {"test": prompts})))
     chat = execute(benchmark, BenchmarkConfig(examples=limit, prompts="chat"), {"model": artifact, "tasks": [inputs]}, store)
     solved = [one["verified"] for one in _answers(plain)]
-    return {"published": PUBLISHED, "published_gsm8k": wilson(int(sum(solved)), len(solved)), **_ifeval(chat, prompts)}
+    return _named("published_gsm8k", wilson(int(sum(solved)), len(solved))) | _ifeval(chat, prompts)
+
+
+def _named(name: str, interval: Interval) -> dict[str, float]:
+    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def _ifeval(evaluation: Artifact, prompts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -62,8 +65,9 @@ def _ifeval(evaluation: Artifact, prompts: list[dict[str, Any]]) -> dict[str, An
     whole = wilson(sum(share == 1 for share in shares), len(shares))
     each = ratio([share * size for share, size in zip(shares, sizes, strict=True)], sizes)
     both = mean([(float(share == 1) + share) / 2 for share in shares])
-    return {"published_ifeval_prompts": whole, "published_ifeval_instructions": each, "published_ifeval": (whole.value + each.value) / 2,
-            "published_ifeval_half_width": both.high - both.value}  # fmt: skip
+    half, middle = both.high - both.value, (whole.value + each.value) / 2
+    figures = _named("published_ifeval", Interval(middle, middle - half, middle + half))
+    return figures | {"published_ifeval_prompts": whole.value, "published_ifeval_instructions": each.value}
 
 
 def _answers(evaluation: Artifact) -> list[dict[str, Any]]:
