@@ -52,8 +52,8 @@ LOOKING = ("list", "lineage", "show", "sql", "explain", "verify", "report", "sta
 
 
 def typed(page: Path) -> list[str]:
-    """The commands in the code blocks of a page, fenced or indented, one line each."""
-    text = page.read_text(encoding="utf-8")
+    """The commands in the code blocks of a page, fenced or indented, one line each; a backslash joins two lines."""
+    text = re.sub(r" \\\n *", " ", page.read_text(encoding="utf-8"))
     fenced = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     lines = [line for block in fenced for line in block.splitlines()] + re.findall(r"^    (\S.*)$", outside, re.MULTILINE)
