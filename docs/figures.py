@@ -103,7 +103,7 @@ def share(value: float) -> str:
 def passage(figures: dict[str, Any]) -> str:
     """Return the passage of README: shares before and after each round, its gains over controls, and what is as good without one."""
     rounds, equal = figures["rounds"], figures["equal_budget"]
-    told = [f"Of {figures['heldout']} held-out questions {both(rounds[0]['before'])} before the rounds."]
+    told = [f"Before the rounds {both(rounds[0]['before'])}, of {figures['heldout']} held-out questions."]
     for one in rounds:
         told.append(f"Round {one['number']}: {both(one['after'])}.")
         for metric, claim in one["over_strongest_control"].items():
@@ -117,7 +117,10 @@ def passage(figures: dict[str, Any]) -> str:
         shown = f"{gate['verdict']} ({gate['metric']} {share(gate['gain'])}; {share(gate['low'])} to {share(gate['high'])})"
         told.append(f"The gate of round {gate['round']}: {shown}" + ("." if gate["verdict"] == "passed" else "; the policy stays."))
     names = {"ranked": "finetuning alone", "rl": "reinforcement learning alone"}
-    told += [f"With as large a budget as round 1, {names[name]}: {both(shares)}." for name, shares in equal["arms"].items()]
+    for name, arm in equal["arms"].items():
+        gain, low, high = arm.get("round_over_it_liked") or arm["round_over_it_accuracy"]
+        beyond = f"round 1 has {share(gain)} ({share(low)} to {share(high)}) more of the last"
+        told.append(f"With as large a budget as round 1, {names[name]}: {both(arm)}; {beyond}.")
     told.append(
         f"Without a model, the gold answer to the nearest training question is right for {share(equal['lookup'][0])}, with its tokens "
         f"replaced for {share(equal['replaced'])}."
