@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,36 +102,43 @@ def share(value: float) -> str:
 
 
 def passage(figures: dict[str, Any]) -> str:
-    """Return the passage of README: shares before and after each round, its gains over controls, and what is as good without one."""
+    """Return the passage of README: shares of right answers after each round and of its arms, and the gains with their intervals."""
     rounds, equal = figures["rounds"], figures["equal_budget"]
-    told = [f"Before the rounds {both(rounds[0]['before'])}, of {figures['heldout']} held-out questions."]
-    for one in rounds:
-        told.append(f"Round {one['number']}: {both(one['after'])}.")
-        for metric, claim in one["over_strongest_control"].items():
-            gain, low, high = claim["gain"]
-            verdict = {"earned": "more than", "cost": "a loss against", "earned nothing": "no gain over"}.get(
-                claim["verdict"], "more, for a larger budget, than"
-            )
-            shown = f"({share(gain)}; {share(low)} to {share(high)})"
-            told.append(f"In {arms.METRICS[metric]} answers {verdict} its strongest control {shown}.")
+    first, *later = [row(f"round {one['number']}", one["after"]) for one in rounds]
+    lines = [
+        f"| of {figures['heldout']} held-out questions | right | right and liked |",
+        "|---|---|---|",
+        row("before the rounds", rounds[0]["before"]),
+        first,
+        *(row(f"{ALONE[name]} alone", arm) for name, arm in equal["arms"].items()),
+        *later,
+        f"| gold answer to the nearest training question | {share(equal['lookup'][0])} | |",
+        f"| its tokens replaced | {share(equal['replaced'])} | |",
+    ]
+    metrics = list(rounds[0]["after"])
+    told = [f"Gains, {'; '.join(arms.METRICS[metric] for metric in metrics)}: round 1 over"]
+    told += [f"{ALONE[name]} {gains(arm[f'round_over_it_{metric}'] for metric in metrics)}," for name, arm in equal["arms"].items()]
+    for one in rounds[1:]:
+        claims = one["over_strongest_control"]
+        told.append(f"round {one['number']} over its strongest control {gains(claims[metric]['gain'] for metric in metrics)},")
     for gate in figures["gates"]:
-        shown = f"{gate['verdict']} ({gate['metric']} {share(gate['gain'])}; {share(gate['low'])} to {share(gate['high'])})"
-        told.append(f"The gate of round {gate['round']}: {shown}" + ("." if gate["verdict"] == "passed" else "; the policy stays."))
-    names = {"ranked": "finetuning alone", "rl": "reinforcement learning alone"}
-    for name, arm in equal["arms"].items():
-        gain, low, high = arm.get("round_over_it_liked") or arm["round_over_it_accuracy"]
-        beyond = f"round 1 has {share(gain)} ({share(low)} to {share(high)}) more of the last"
-        told.append(f"With as large a budget as round 1, {names[name]}: {both(arm)}; {beyond}.")
-    told.append(
-        f"Without a model, the gold answer to the nearest training question is right for {share(equal['lookup'][0])}, with its tokens "
-        f"replaced for {share(equal['replaced'])}."
-    )
-    return textwrap.fill(" ".join(told), 138, break_on_hyphens=False, break_long_words=False)
+        gain, end = gains([[gate["gain"], gate["low"], gate["high"]]]), "" if gate["verdict"] == "passed" else ", refused"
+        told.append(f"over the round before {gain} {arms.METRICS[gate['metric']]}{end},")
+    text = textwrap.fill(" ".join(told).removesuffix(",") + ".", 138, break_on_hyphens=False, break_long_words=False)
+    return "\n".join(lines) + f"\n\n{text}"
 
 
-def both(shares: dict[str, float]) -> str:
-    """Return the shares of right answers, and of those that are liked, too."""
-    return f"{share(shares['accuracy'])} right" + (f", {share(shares['liked'])} right and liked" if "liked" in shares else "")
+ALONE = {"ranked": "finetuning", "rl": "RL"}
+
+
+def row(name: str, shares: dict[str, float]) -> str:
+    """Return a line of the table: shares of right answers, and of those that are liked, too."""
+    return f"| {name} | {share(shares['accuracy'])} | {share(shares['liked']) if 'liked' in shares else ''} |"
+
+
+def gains(values: Iterable[Sequence[float]]) -> str:
+    """Return gains, each with its interval."""
+    return "; ".join(f"{share(gain)} ({share(low)} to {share(high)})" for gain, low, high in values)
 
 
 def written(text: str, figures: dict[str, Any]) -> str:
