@@ -103,8 +103,7 @@ def write(page: Scan, start: int, stop: int) -> None:
         chars += int(c < 128 or c >= 192)
         if 0 < kind < 128:
             word, in_word = (word ^ np.uint64(kind)) * PRIME, True
-            upper += int(c <= 90 and c >= 65)
-            digits += kind == 48
+            upper, digits = upper + int(c <= 90 and c >= 65), digits + int(kind == 48)
             while at < stop and LETTERS[html[at]]:  # the rest of the word, which most bytes are
                 last = int(html[at])
                 kind = int(LETTERS[last])
