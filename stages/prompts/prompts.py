@@ -116,6 +116,8 @@ def draw_questions(task: Task, count: int, seed: int, apart: int = 1) -> Iterato
         random = Random(seed)
         yield from (own.draw(random) for _ in range(count))
         return
+    if task.task == "codeio":
+        raise PunaError("task codeio: runs the programs of its data set in this process, where they write files; choose another task")
     parameters = json.dumps(task.parameters, sort_keys=True)
     # Python's generator takes any integer. One task seeds numpy, which takes 32 bits.
     dataset = copy.copy(generator(task.task, parameters, seed=seed if apart == 1 else seed % 2**32, size=count))

@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
-import tempfile
 import time
 from itertools import combinations
 from pathlib import Path
@@ -55,7 +53,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30, help="longest CPU time of a generator")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     given = parser.parse_args()
-    os.chdir(tempfile.mkdtemp())  # reasoning-gym's codeio runs its programs, some of which write files where they stand
     from reasoning_gym.factory import DATASETS
 
     found = {}
