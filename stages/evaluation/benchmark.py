@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import stdev
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
@@ -18,7 +19,7 @@ from puna.stages.evaluation import asking
 from puna.stages.evaluation.asking import Asker, Column, Options, Prompts, cut, has_letters
 from puna.stages.evaluation.calibration import calibration_error
 from puna.stages.evaluation.likelihood import Encoder, likelihoods
-from puna.stages.evaluation.task_file import LOWER, Document, Generation, Task, load_task, task_files, texts_of
+from puna.stages.evaluation.task_file import LOWER, Generation, Task, load_task, task_files, texts_of
 from puna.stages.training import intervals
 from puna.stages.training.train import load_served
 from puna.stages.verifiers.base import ScoringConfig, ended
@@ -180,12 +181,9 @@ class Bench:
         scored = iter(self._likelihoods(flat, task))
         grouped = [[next(scored) for _ in several] for several in requests]
         columns = asking.choice_columns(task, asker, grouped)
-        examples = []
-        for number, document in enumerate(task.documents[: self.config.examples]):
-            pairs = {choice: round(one.sum, 4) for choice, one in zip(asker.choices(document), grouped[number], strict=True)}
-            best = max(pairs, key=lambda choice: pairs[choice])
-            more = {column.name: column.values[number] for column in columns}
-            examples.append(_example(name, task, document, asker, best, nats=pairs, **more))
+        shown = list(zip(task.documents, grouped, strict=True))[: self.config.examples]
+        nats = [{choice: round(one.sum, 4) for choice, one in zip(asker.choices(document), own, strict=True)} for document, own in shown]
+        examples = self._examples(name, task, asker, columns, [max(own, key=lambda choice: own[choice]) for own in nats], nats=nats)
         tokens = sum(len(one.context) + len(one.continuation) for one in flat)
         return Result.of(task, name, format_of(task, self.config.prompts, options), columns, examples, started, tokens)
 
@@ -228,12 +226,21 @@ class Bench:
             finished = [[one.finished for one in several] for several in drawn]
             scores, more = self._verified(task, asker, texts, finished)
             columns = [*asking.verified_columns(scores, texts), *columns]
-        examples = []
-        for number, document in enumerate(task.documents[: self.config.examples]):
-            values = {column.name: column.values[number] for column in columns}
-            examples.append(_example(task.name, task, document, asker, texts[number][0], said=more[number], **values))
+        examples = self._examples(task.name, task, asker, columns, [several[0] for several in texts], said=more)
         tokens = sum(map(len, prompts)) + sum(len(one.tokens) for several in drawn for one in several)
         return Result.of(task, task.name, self.config.prompts, columns, examples, started, tokens)
+
+    def _examples(
+        self, name: str, task: Task, asker: Asker, columns: Sequence[Column], texts: Sequence[str], **more: Sequence[Any]
+    ) -> list[dict[str, Any]]:
+        """Return the first questions with their answers as rows of `examples`; `more`: further facts of each."""
+        rows = []
+        for number, (document, text) in enumerate(zip(task.documents[: self.config.examples], texts, strict=False)):
+            facts = {key: values[number] for key, values in more.items()} | {column.name: column.values[number] for column in columns}
+            about = json.dumps({"task": name, "target": document.target, **facts}, ensure_ascii=False, default=str)
+            asked = asker.shown(task, document)
+            rows.append({"id": f"{name}-{document.id}", "kind": "answer", "prompt": asked, "text": text, "detail": about})
+        return rows
 
     def generated(self, prompts: Sequence[list[int]], how: Generation, until: Sequence[str], n: int, where: str) -> list[list[Completion]]:
         """Return `n` answers to each prompt; one that does not fit into the context with its answer loses its beginning."""
@@ -270,12 +277,6 @@ class Bench:
             for several, wholes in zip(scores, finished, strict=True)
         ]
         return values, [[one.detail for one in several] for several in scores]
-
-
-def _example(name: str, task: Task, document: Document, asker: Asker, text: str, **more: Any) -> dict[str, Any]:
-    """Return a question with its answer as a row of `examples`."""
-    about = json.dumps({"task": name, "target": document.target, **more}, ensure_ascii=False, default=str)
-    return {"id": f"{name}-{document.id}", "kind": "answer", "prompt": asker.shown(task, document), "text": text, "detail": about}
 
 
 def write(
@@ -319,13 +320,11 @@ def _single(result: Result, column: Column) -> Iterator[dict[str, Any]]:
 
 def harness_layout(results: Sequence[Result], config: BenchmarkConfig) -> dict[str, Any]:
     """Return results in the layout of lm-evaluation-harness: results, configs, versions, n-shot, n-samples, higher_is_better."""
-    found: dict[str, dict[str, Any]] = {}
-    for one in results:
-        found[one.name] = {"alias": one.name}
-        for column in one.columns:
-            value = column.interval()
-            error: float | str = "N/A" if column.weights or len(column.values) < 2 else _standard_error(column.values)
-            found[one.name] |= {f"{column.metric},{column.filter}": value.value, f"{column.metric}_stderr,{column.filter}": error}
+    found: dict[str, dict[str, Any]] = {one.name: {"alias": one.name} for one in results}
+    for one, column in ((each, column) for each in results for column in each.columns):
+        error: float | str = "N/A" if column.weights or len(column.values) < 2 else stdev(column.values) / len(column.values) ** 0.5
+        value = column.interval().value
+        found[one.name] |= {f"{column.metric},{column.filter}": value, f"{column.metric}_stderr,{column.filter}": error}
     return {
         "results": found,
         "configs": {one.name: one.settings for one in results},
@@ -335,8 +334,3 @@ def harness_layout(results: Sequence[Result], config: BenchmarkConfig) -> dict[s
         "higher_is_better": {one.name: {column.metric: column.metric not in LOWER for column in one.columns} for one in results},
         "config": {"model": "puna", "limit": config.limit, "random_seed": config.seed},
     }
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    middle = sum(values) / len(values)
-    return float((sum((value - middle) ** 2 for value in values) / (len(values) - 1) / len(values)) ** 0.5)

@@ -80,12 +80,9 @@ class Encoder:
 
 
 def likelihoods(
-    model: Transformer,
-    requests: Sequence[Request],
-    longest: int,
-    micro_batch_tokens: int,
+    model: Transformer, requests: Sequence[Request], longest: int, micro_batch_tokens: int,
     progress: Callable[[int, int], None] | None = None,
-) -> list[Likelihood]:
+) -> list[Likelihood]:  # fmt: skip
     """Return the likelihood of each continuation, in order. Contexts that do not fit into `longest` tokens lose their beginning."""
     import torch
 

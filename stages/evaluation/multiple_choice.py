@@ -35,13 +35,7 @@ def heldout_pages(documents: Artifact, mixture: Artifact | None, max_page_bytes:
 
 
 def training_text(
-    model: Artifact,
-    documents: Artifact,
-    mixture: Artifact | None,
-    tokenizer: Tokenizer,
-    context: int,
-    most_tokens: int,
-    run: StageRun,
+    model: Artifact, documents: Artifact, mixture: Artifact | None, tokenizer: Tokenizer, context: int, most_tokens: int, run: StageRun
 ) -> list[list[int]]:
     """Return as many tokens of training documents as the model was trained on; none if that is unknown or above `most_tokens`.
 
@@ -102,12 +96,8 @@ def build(
         if len(questions) == items:
             break
         ranked = sorted(stretches, key=lambda row: (row[1] != category, place(seed, id_, row[0])))
-        wrong: list[str] = []
-        for other in ranked:
-            if other[0] != id_ and other[3] != own and other[3] not in wrong:
-                wrong.append(other[3])
-            if len(wrong) == options - 1:
-                break
+        others = dict.fromkeys(other[3] for other in ranked if other[0] != id_ and other[3] != own)
+        wrong = list(others)[: options - 1]
         if len(wrong) < options - 1:
             continue
         chosen = sorted([own, *wrong], key=lambda text: place(seed, id_, "place", text))
@@ -116,16 +106,12 @@ def build(
 
 
 def likelihoods(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    items: Sequence[Item],
-    micro_batch_tokens: int,
-    progress: Callable[[int, int], None] | None = None,
+    model: Transformer, tokenizer: Tokenizer, items: Sequence[Item], size: int, progress: Callable[[int, int], None] | None = None
 ) -> list[list[float]]:
-    """Return log p(option | prompt) in nats for every option of every item, by the conventions of `likelihood.py`."""
+    """Return log p(option | prompt) in nats for every option, by the conventions of `likelihood.py`. size: tokens of one pass."""
     encoder = Encoder(tokenizer)
     requests = [encoder.pair(item.prompt, option) for item in items for option in item.options]
-    scored = iter(scores(model, requests, model.config.max_position_embeddings, micro_batch_tokens, progress))
+    scored = iter(scores(model, requests, model.config.max_position_embeddings, size, progress))
     return [[next(scored).sum for _ in item.options] for item in items]
 
 
