@@ -73,7 +73,7 @@ def contamination(
     A question is contaminated where `decontaminate` with these settings would drop a training text for it; held-out documents and rows
     were not trained on. Rows: the share `contaminated` of each task; with an `evaluation` of the prompts also its mean `score` beside
     `score_clean` and `score_contaminated`. The side table `scores` has the largest `overlap` of each such prompt, `examples` its place.
-    `tasks` are task files, whose questions are asked beside the prompts or alone: `benchmark` takes what is written here as `overlaps`.
+    `tasks`: task files, whose questions are looked for beside the prompts or alone. `benchmark` takes the result as `overlaps`.
     The metric `unknown_sources` counts what the lineage names and the store lacks, and imported models, whose data nobody knows.
     """
     sources = [Source(one, None) for given in (documents, instructions, preferences) for one in given or ()]
