@@ -1,4 +1,4 @@
-"""The worth of a selection's rules to the model: small runs with and without the documents that each drops."""
+"""Gains and costs of a selection's rules: small runs with and without the documents that each drops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rules of a selection earn: runs with and without the documents that each drops."""
+"""Gains and costs of a selection's rules, from runs with and without the documents that each drops."""
 
 from __future__ import annotations
 
