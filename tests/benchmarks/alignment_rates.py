@@ -27,7 +27,7 @@ from puna.stages.contract.execute import execute
 from puna.stages.evaluation.evaluate import evaluate
 from puna.storage import Artifact, Store
 
-SHARED = ("rounds=1", "controls=false", "sft_again=null", "sft_equal=null")
+SHARED = ("rounds=1", "controls=false", "grpo=null", "sft_again=null")
 
 
 class Round:
