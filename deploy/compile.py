@@ -8,16 +8,19 @@ the image bring (`numba_cache.SHIPPED`).
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pyarrow as pa
 import torch
 
+from puna.flows.cli.clean import clean
 from puna.flows.engine.session import session
 from puna.kernels.cpu import numba_cache
 from puna.kernels.text.technical import measured
@@ -91,7 +94,11 @@ def ship() -> None:
 
 
 def curation() -> None:
-    """Run each stage that has loops; a session also notes that they are compiled."""
+    """Clean pages, then run each stage that has loops; a session also notes that they are compiled."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, rows = Path(folder, "pages.jsonl"), pages(40).select(["url", "body"]).to_pylist()
+        file.write_text("".join(json.dumps({"url": row["url"], "html": row["body"].decode()}) + "\n" for row in rows), encoding="utf-8")
+        clean([str(file)], Path(folder, "documents.jsonl"), Store.open(Path(folder, "store")), workers=1, say=lambda _: None)
     with tempfile.TemporaryDirectory() as folder, session(store := Store.open(folder), flow="compile", workers=1) as now:
 
         def made(stage: Stage, config: StageConfig, **given: Value) -> Artifact:
@@ -99,9 +106,9 @@ def curation() -> None:
 
         documents = made(extract, ExtractConfig(), pages=store.import_table("pages", pages()))
         signals = made(language, LanguageConfig(), documents=documents)
-        made(heuristics, HeuristicsConfig(), documents=documents, language=signals)
-        clean = made(pii, PiiConfig(), documents=documents)
-        unique = made(minhash_dedup, MinhashDedupConfig(), documents=clean)
+        made(heuristics, HeuristicsConfig(min_language_words=1000), documents=documents, language=signals)
+        public = made(pii, PiiConfig(), documents=documents)
+        unique = made(minhash_dedup, MinhashDedupConfig(), documents=public)
         lines = made(line_dedup, LineDedupConfig(), documents=unique)
         asked = made(prompts, PromptsConfig(tasks=[Task(task="digits")], train=2, heldout=2))
         made(quality, QualityConfig(), documents=lines, language=signals)

@@ -157,7 +157,7 @@ def source_digest(module: str) -> str:
         if name not in digests:
             digests[name], imported = _read(name)
             todo += imported
-    return _sha(repr(sorted(digests.values())))
+    return _sha(repr(sorted(filter(None, digests.values()))))  # a library's count as nothing, however many of them are loaded
 
 
 @cache

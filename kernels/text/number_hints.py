@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.text.characters import code_points
 from puna.kernels.text.street_hints import beside_a_street
+from puna.kernels.text.strings import readonly
 
 U8 = NDArray[np.uint8]
 
@@ -73,7 +74,7 @@ def hints(data: U8, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
 def hints_of(text: str) -> int:
     """Return the `Hint`s of one text."""
     data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
-    return int(hints(data, np.array([0, len(data)]))[0])
+    return int(hints(data, readonly(np.array([0, len(data)])))[0])
 
 
 def phone_stretches(text: str) -> list[tuple[int, int]]:

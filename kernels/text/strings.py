@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+
+T = TypeVar("T", bound=np.generic)
 
 
 def buffers(texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -15,7 +19,14 @@ def buffers(texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArr
     array = array.cast(pa.large_string())
     _, offsets, data = array.buffers()
     bounds = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1] if len(array) else np.zeros(1, np.int64)
-    return np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8), bounds
+    return readonly(np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8)), readonly(bounds)
+
+
+def readonly(values: NDArray[T]) -> NDArray[T]:
+    """Return the array so that nothing can be written into it. Arrow's memory is sometimes writable: a loop would be compiled twice."""
+    view = values.view()
+    view.flags.writeable = False
+    return view
 
 
 def strings(data: NDArray[np.uint8], bounds: NDArray[np.int64]) -> pa.Array:

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 
 from puna.kernels.text.characters import letters_and_capitals
 from puna.kernels.text.code_lines import looks_like_code
-from puna.kernels.text.strings import buffers
+from puna.kernels.text.strings import buffers, readonly
 from puna.models.languages.prose import WINDOWS, Prose, prose
 from puna.models.languages.registry import LanguageRow, Names, as_table, read_rows, row_of, shipped_names, with_rows
 from puna.models.languages.scripts import script
@@ -129,7 +129,7 @@ def _classified(classifier: Artifact, identity: str, seen: str, names: Names) ->
 def identify(text: str, max_characters: int = 10_000) -> Found:
     """Return language, score and script of `text`, as the stage finds them."""
     data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
-    results = prose(data, np.array([0, len(data)]), np.array([True]), max_characters)
+    results = prose(data, readonly(np.array([0, len(data)])), np.array([True]), max_characters)
     seen = classifier_text(lambda: text, results, 0, max_characters)
     return NONE if seen is None else vote(seen)
 

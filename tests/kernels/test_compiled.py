@@ -91,6 +91,13 @@ def test_a_loop_is_not_compiled_again_for_a_file_that_its_own_does_not_import(as
     assert ask() == (3 * (4 + 15), False)
 
 
+def test_a_loop_is_not_compiled_again_where_another_library_is_loaded(ask, tmp_path):
+    change(tmp_path, "constants", "import numpy as np", "import typing\nimport numpy as np\nif typing.TYPE_CHECKING:\n    import fractions")
+    assert ask() == (3 * (4 + 15), False)
+    done = subprocess.run([sys.executable, "-c", f"import fractions; {ASK}"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(3 * (4 + 15)), "1"]
+
+
 def test_a_loop_knows_the_values_of_its_factory(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", str(numba_cache.ROOT / ".pkg"))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.text.strings import readonly
 from puna.stages.curate.signals.gopher import F64, I64, U32
 
 BINS_BITS = 20
@@ -41,7 +42,8 @@ class Corpus:
         Document d has `counts[i]` words in bin `bins[i]` for i in offsets[d] .. offsets[d + 1]. `inside`: the documents
         are the corpus's own.
         """
-        result: F64 = _divergences(self.counts, self.words, self.prior, rows, offsets, bins, counts, inside)
+        corpus, bins, counts = readonly(self.counts), readonly(bins), readonly(counts)  # some are views of files
+        result: F64 = _divergences(corpus, self.words, self.prior, rows, offsets, bins, counts, inside)
         return result
 
     def expected(self, generator: np.random.Generator) -> F64:
