@@ -23,6 +23,7 @@ import torch
 from puna.flows.cli.clean import clean
 from puna.flows.engine.session import session
 from puna.kernels.cpu import numba_cache
+from puna.kernels.text.characters import letters_and_capitals
 from puna.kernels.text.technical import measured
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
@@ -117,6 +118,7 @@ def curation() -> None:
         made(quality, QualityConfig(), documents=lines, classifier=trained)
         made(decontaminate, DecontaminateConfig(), documents=lines, prompts=[asked])
         measured(pa.array([TEXT]), 2000)
+        letters_and_capitals(TEXT)
 
 
 if __name__ == "__main__":

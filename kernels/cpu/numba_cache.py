@@ -49,6 +49,8 @@ FILES_PER_LOOP = 64  # signatures times processors times states of the code that
 SUM_BYTES = 4  # of the checksum behind a compiled loop
 APART = ("puna.storage", "puna.stages.contract")
 """Rooms that hold nothing a loop could be compiled of."""
+LIBRARIES = {"site-packages", "dist-packages"}
+"""Folders of libraries, of this environment or of one that it sees."""
 FUNCTION = re.compile(r"^(?:@|def |class |async )[^\n]*\n(?:(?:[ \t)][^\n]*)?\n)*", re.MULTILINE)
 """A function or class, whose imports come later than the file's, if at all."""
 IMPORT = re.compile(r"^ *(?:from ([\w.]+) import (\([^)]*\)|[^\n#]+)|import ([^\n#]+))", re.MULTILINE)
@@ -166,7 +168,7 @@ def _read(module: str) -> tuple[str, list[str]]:
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None or not file.endswith(".py") or module.startswith(APART):
         return "", []
-    if module.partition(".")[0] != "puna" and file.startswith(_library_folders()):
+    if module.partition(".")[0] != "puna" and (file.startswith(_library_folders()) or LIBRARIES & {*Path(file).parts}):
         return "", []
     text = Path(file).read_text(encoding="utf-8")
     names: list[str] = []

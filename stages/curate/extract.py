@@ -12,6 +12,7 @@ from pydantic import Field
 
 from puna.models.extraction.bounds import Burden, burden
 from puna.models.extraction.clean import MISREAD, WIDE_MARKS, all_cleaned, cleaned, decode, plain, utf8
+from puna.models.extraction.markdown import without_marks
 from puna.models.extraction.model import content, load
 from puna.models.extraction.scan import read_pages, serialised
 from puna.models.extraction.technical import hinted, prepared
@@ -33,6 +34,7 @@ class ExtractConfig(StageConfig):
 
     headline: bool = Field(False, description="Keep the page's main heading (h1) in the text; else only the title has it")
     code_and_maths: bool = Field(True, description="Read markup of code and formulas first: code in tables becomes blocks, MathML TeX")
+    strip_markdown: bool = Field(False, description="Remove the marks of **bold** and # titles that a page spells out as text")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Larger HTML pages are dropped, bytes")
     max_depth: int = Field(1000, ge=16, le=10_000, description="Maximum depth of nested elements; parsing takes quadratic time in it")
     max_elements: int = Field(500_000, ge=1000, le=10_000_000, description="Maximum elements of a page, with reopened ones")
@@ -198,6 +200,8 @@ def _by_model(parsed: list[_Parsed], config: ExtractConfig) -> list[_Found | Exc
                 text = cleaned(raw[ends[number] : ends[number + 1]].tobytes().decode("utf-8", "replace")).encode()
             if doubts[number]:
                 text = _readable(text.decode("utf-8", "replace"), config)
+            if config.strip_markdown:
+                text = without_marks(text.decode()).encode()
             result.append(_Found(parsed[number].title, text))
         except Unreadable as why:
             result.append(why)

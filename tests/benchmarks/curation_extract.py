@@ -77,13 +77,14 @@ def figures(data: Path | None = None, limit: int | None = None) -> dict[str, flo
     return found | _scores("trafilatura", theirs["seconds"], theirs["texts"], rows)
 
 
-def unseen_sites(data: Path | None = None) -> dict[str, float]:
+def unseen_sites(data: Path | None = None, limit: int | None = None) -> dict[str, float]:
     """Return F1 of words over all pages, each by weights that saw no page of its domain, and trafilatura's."""
     import peers
 
     from tests.benchmarks.train_extraction import FOLDS, all_rows, unseen_texts
 
     folder, rows = _rows(data)
+    rows = rows[:limit]
     pages = _pages(folder, rows)
     features = all_rows(pages)
     texts = {file: text for fold in range(FOLDS) for file, text in unseen_texts(pages, features, fold).items()}
@@ -200,7 +201,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     prepare(arguments.data)
-    found = unseen_sites(arguments.data) if arguments.unseen_sites else figures(arguments.data, arguments.limit)
+    found = unseen_sites(arguments.data, arguments.limit) if arguments.unseen_sites else figures(arguments.data, arguments.limit)
     if arguments.json:
         print(json.dumps(found))
     else:

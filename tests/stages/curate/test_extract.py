@@ -314,3 +314,13 @@ def test_the_stage_keeps_or_drops_every_page(tmp_path):
     (gone,) = made.read("dropped").to_pylist()
     assert (gone["id"], gone["rule"]) == ("1", "extract_empty")
     assert "https://a.example.net/1" in gone["detail"]
+
+
+def test_marks_of_markdown_go_where_that_is_asked_for():
+    """Comments beside code, powers, arguments and lists keep their signs."""
+    lines = ["# How to bake", "Mix **two eggs** with flour, and **do not wait** for it.", "x = 2**3**4\n# a comment\nf(*args, **kwargs)", "* an item"]
+    body = "".join(f"<p>{line}</p>" if "\n" not in line else f"<pre>{line}</pre>" for line in lines).encode()
+    text = "\n\n".join(lines)
+    assert page_text(b"<article>" + body, "text/html", None, CONFIG).text == text
+    wanted = text.replace("# How", "How").replace("**two eggs**", "two eggs").replace("**do not wait**", "do not wait")
+    assert page_text(b"<article>" + body, "text/html", None, ExtractConfig(strip_markdown=True)).text == wanted
