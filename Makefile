@@ -39,7 +39,7 @@ docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	$(BIN)/python -m mkdocs build --strict --site-dir build/site
 
-# With the loops of curation compiled for the common processors whose instructions this one has.
+# With the loops of curation compiled for the common processors of this machine's kind.
 wheel: setup
 	$(BIN)/python deploy/compile.py --ship
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .

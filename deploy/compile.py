@@ -2,8 +2,8 @@
 
     python deploy/compile.py [--ship]
 
-`--ship`: compile the loops of curation alone, for each common processor whose instructions this one has, into the folder that the wheel and
-the image bring (`numba_cache.SHIPPED`).
+`--ship`: compile the loops of curation alone, for all common processors of this machine's kind, into the folder that the wheel and the
+image bring (`numba_cache.SHIPPED`).
 """
 
 from __future__ import annotations
@@ -84,14 +84,16 @@ def model() -> None:
 
 
 def ship() -> None:
-    """Compile the loops of curation anew for each target that this processor can run."""
+    """Compile the loops of curation anew for the common processors of this machine's kind."""
+    target = numba_cache.target()
+    if target is None:
+        sys.exit(f"compile: this processor lacks instructions of {numba_cache.TARGETS}; build on another one, or without --ship")
     shutil.rmtree(numba_cache.SHIPPED, ignore_errors=True)
-    for target in numba_cache.targets():
-        place = numba_cache.SHIPPED / target
-        place.mkdir(parents=True)
-        print(f"compiling the loops of curation for {target}", flush=True)
-        options = {"NUMBA_CPU_NAME": target, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(place)}
-        subprocess.run([sys.executable, __file__, "curation"], env=os.environ | options, check=True)
+    place = numba_cache.SHIPPED / target
+    place.mkdir(parents=True)
+    print(f"compiling the loops of curation for {target}", flush=True)
+    options = {"NUMBA_CPU_NAME": target, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(place)}
+    subprocess.run([sys.executable, __file__, "curation"], env=os.environ | options, check=True)
 
 
 def curation() -> None:

@@ -222,9 +222,10 @@ def _uncompiled(stage: Stage) -> Path | None:
     from puna.kernels.cpu import numba_cache
 
     digest = numba_cache.source_digest(stage.function.__module__)[:16]
-    places = [(numba_cache.folder(numba_cache.ROOT), numba_cache.processor()), *numba_cache.shipped()]
-    marks = [place / f"{stage.name}-{cpu}-{digest}.compiled" for place, cpu in places]
-    return None if any(mark.exists() for mark in marks) else marks[0]
+    mark = numba_cache.folder(numba_cache.ROOT) / f"{stage.name}-{numba_cache.processor()}-{digest}.compiled"
+    shipped = numba_cache.shipped()
+    there = mark.exists() or (shipped is not None and (shipped / f"{stage.name}-{shipped.name}-{digest}.compiled").exists())
+    return None if there else mark
 
 
 @contextlib.contextmanager

@@ -5,9 +5,9 @@ keeps one index for all signatures, which two processes that compile at the same
 files. Here each compiled loop is a file of its own with a checksum. Its name is a digest of the source files that the loop's file imports,
 of the signature and of the processor.
 
-The wheel and the image bring loops for common processors in `SHIPPED`. A loop is loaded from those compiled here, else from those of the
-best target whose instructions this processor has, else it is compiled. Loops that sum in any order never come compiled: their bits depend
-on the processor.
+The wheel and the image bring loops for common processors in `SHIPPED`. A loop is loaded from those compiled here, else from `SHIPPED` if
+this processor has the target's instructions, else it is compiled. Loops that sum in any order never come compiled: their bits depend on
+the processor.
 """
 
 from __future__ import annotations
@@ -38,13 +38,9 @@ from numba.core.types import containers
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = Path(__file__).parent / "compiled"
-"""A folder per target with the loops that come compiled; made by `deploy/compile.py --ship`."""
-AVX2 = "avx avx2 bmi bmi2 cx16 f16c fma lzcnt movbe popcnt sahf sse4.2 xsave"
-TARGETS = {
-    "x86_64": {"x86-64-v4": f"{AVX2} avx512f avx512bw avx512cd avx512dq avx512vl", "x86-64-v3": AVX2},
-    "aarch64": {"generic": ""},
-}
-"""By machine: LLVM's names of processors that loops come compiled for, the best first, and the instructions that each must have."""
+"""A folder, named as its target, with the loops that come compiled; made by `deploy/compile.py --ship`."""
+TARGETS = {"x86_64": ("x86-64-v3", "avx avx2 bmi bmi2 cx16 f16c fma lzcnt movbe popcnt sahf sse4.2 xsave"), "aarch64": ("generic", "")}
+"""By machine: LLVM's name of the processor that loops come compiled for, and the instructions that it must have."""
 FILES_PER_LOOP = 64  # signatures times processors times states of the code that an edit goes to and fro between
 SUM_BYTES = 4  # of the checksum behind a compiled loop
 APART = ("puna.storage", "puna.stages.contract")
@@ -84,7 +80,8 @@ class LoopCache:
         inside = file.is_relative_to(ROOT)
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts) if inside else f"{file.stem}_{_sha(str(file))[:8]}"
         self.cache_path = str(folder(ROOT) / name)
-        self._shipped = [(place / name, cpu) for place, cpu in shipped()] if inside and exact else []
+        compiled = shipped() if inside and exact else None
+        self._shipped = compiled / name if compiled is not None else None
         self._name = re.sub(r"\W+", "_", function.__qualname__)
 
     def load_overload(self, signature: Any, context: Any) -> Any:
@@ -92,15 +89,17 @@ class LoopCache:
         if not self._has_source:
             return None
         rtsys.initialize(context)  # numba's own method first loads all that it compiles with, .3 s
-        triple = context.codegen().magic_tuple()[0]
-        files = [self._file(signature, context)]
-        files += [self._file(signature, context, place, (triple, cpu, "")) for place, cpu in self._shipped]
-        return next((loop for file in files if (loop := self._load(file, context)) is not None), None)
+        loop = self._load(self._file(signature, context), context)
+        if loop is None and self._shipped is not None:
+            processor = (context.codegen().magic_tuple()[0], self._shipped.parent.name, "")
+            loop = self._load(self._file(signature, context, self._shipped, processor), context)
+        return loop
 
     def _load(self, path: Path, context: Any) -> Any:
         try:
             with path.open("rb") as file:
-                if not _own(os.fstat(file.fileno())):
+                # Whoever can write a loop that came compiled can write the code beside it, too.
+                if path.parent != self._shipped and not _own(os.fstat(file.fileno())):
                     return None
                 packed = file.read()
             sound = len(packed) > SUM_BYTES and packed[-SUM_BYTES:] == _checksum(packed[:-SUM_BYTES])
@@ -217,18 +216,18 @@ def processor() -> str:
     return str(numba.config.CPU_NAME or get_host_cpu_name())
 
 
-def targets() -> list[str]:
-    """Return the targets whose instructions this processor has, the best first."""
+def target() -> str | None:
+    """Return the target whose instructions this processor has, if it is that of a machine in `TARGETS`."""
+    name, needs = TARGETS.get(platform.machine(), (None, ""))
     has = get_host_cpu_features()
-    return [name for name, needs in TARGETS.get(platform.machine(), {}).items() if all(has.get(one) for one in needs.split())]
+    return name if all(has.get(instruction) for instruction in needs.split()) else None
 
 
 @cache
-def shipped() -> list[tuple[Path, str]]:
-    """Return the folders of loops that come compiled and that this processor can run, the best first, each with its target."""
-    if numba.config.CPU_NAME is not None:
-        return []  # loops for one target are asked for
-    return [(SHIPPED / name, name) for name in targets() if (SHIPPED / name).is_dir()]
+def shipped() -> Path | None:
+    """Return the folder of loops that come compiled and that this processor can run; None where another target is asked for."""
+    name = target() if numba.config.CPU_NAME is None else None
+    return SHIPPED / name if name and (SHIPPED / name).is_dir() else None
 
 
 def _own(status: os.stat_result) -> bool:

@@ -362,7 +362,9 @@ COMPILE = "from puna.kernels.cpu import numba_cache as c; from pathlib import Pa
 
 def test_loops_that_come_compiled_serve_processors_that_have_their_instructions(tmp_path, monkeypatch):
     """Whatever serves, the bits are those of Python's own floats and of integers modulo 2^64."""
-    target = numba_cache.targets()[-1]
+    target = numba_cache.target()
+    if target is None:
+        pytest.skip("no loops come compiled for this processor")
     (tmp_path / "sums.py").write_text(ARITHMETIC)
     own = {"NUMBA_CPU_NAME": target, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path / "shipped" / target)}
     path = {"PYTHONPATH": str(numba_cache.ROOT / ".pkg")}
@@ -392,9 +394,9 @@ def test_loops_that_come_compiled_serve_processors_that_have_their_instructions(
         sys.modules.pop("sums")
 
 
-@pytest.mark.parametrize("lacks", ["avx512vl", "avx2", "fma"])
+@pytest.mark.parametrize("lacks", ["", "avx2", "fma"])
 def test_a_target_needs_each_of_its_instructions(monkeypatch, lacks):
-    levels = numba_cache.TARGETS["x86_64"]
+    name, needs = numba_cache.TARGETS["x86_64"]
     monkeypatch.setattr(numba_cache.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(numba_cache, "get_host_cpu_features", lambda: {one: one != lacks for one in levels["x86-64-v4"].split()})
-    assert numba_cache.targets() == (["x86-64-v3"] if lacks == "avx512vl" else [])
+    monkeypatch.setattr(numba_cache, "get_host_cpu_features", lambda: {one: one != lacks for one in needs.split()})
+    assert numba_cache.target() == (None if lacks else name)
