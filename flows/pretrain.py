@@ -67,7 +67,7 @@ def pretrain(
 
 
 def _size(tokens: Output, vocabulary: Output) -> Output | None:
-    """Return the size to train that small runs choose; None where the recipe has its own."""
+    """Return the size to train that small runs choose; None if the recipe has its own."""
     size: Output | None = None
     if rungs := step(ladder, off=True, tokens=tokens, tokenizer=vocabulary):
         surface = publish("law", step(law, ladders=[rungs]))

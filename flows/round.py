@@ -31,9 +31,9 @@ def round(
 ) -> None:
     """Run one more round of alignment: prompts never used, a candidate, a gate, and only through it `policy@latest`.
 
-    It goes on from `policy@latest`; where there is none, from the model given as `policy`, which may be any. `pretrained` is what
-    the reward model starts from, where it is not what the lineage begins with. `pool`: prompts of one's own, with those to
-    evaluate on held out; the recipe's generators without it. With nothing new it says so and ends.
+    It goes on from `policy@latest`; if there is none, from the model given as `policy`, which may be any. `pretrained`: the model that the
+    reward model starts from; by default the one that the lineage begins with. `pool`: prompts of one's own, with those to evaluate on held
+    out; the recipe's generators without it. With nothing new it says so and ends.
     """
     learned_from(judged or [])
     rounds = setting("rounds_per_run", 1, minimum=1, maximum=100, description="Rounds that one run of the flow `round` makes")

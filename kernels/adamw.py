@@ -29,7 +29,7 @@ CPU_CHUNK = 1 << 16  # elements whose clipped gradient stays in a core's cache u
 
 
 def gradient_norm_reference(gradients: Sequence[Tensor]) -> Tensor:
-    """The root of the sum of all squares, a scalar."""
+    """Return the root of the sum of all squares, a scalar."""
     return torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
 
 
@@ -37,7 +37,7 @@ def adamw_reference(
     parameters: Sequence[Tensor], gradients: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor],
     factor: Tensor | None, step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    """The definition, in place and in the tensors' dtypes."""
+    """Apply the definition in place, in the tensors' dtypes."""
     for p, gradient, m, v in zip(parameters, gradients, first, second, strict=True):
         g = gradient if factor is None else gradient * factor
         m.copy_(beta1 * m + (1 - beta1) * g)
@@ -73,7 +73,7 @@ def _fused_on_cpu(
     parameters: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor],
     factor: Tensor | None, step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    """torch's one pass over all four tensors, piece by piece, so that clipping costs no pass of its own.
+    """Run torch's fused step over all four tensors, piece by piece, so that clipping needs no separate pass.
 
     By its private name: the public `adamw` sorts its tensors by device and type in each call, which costs more than a piece does.
     """
@@ -91,7 +91,7 @@ def _fused_on_cpu(
 
 @triton_jit
 def _tensor(addresses, at, KIND: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tensor whose address stands there, a multiple of ALIGN bytes."""
+    """Return a pointer to the tensor whose address, a multiple of ALIGN bytes, is stored there."""
     return tl.multiple_of(tl.load(addresses + at).to(tl.pointer_type(KIND)), ALIGN)
 
 
@@ -119,7 +119,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
 
 @triton_jit
 def _moved(p, g, m, v, clipping, decay, rate, beta1, beta2, root2, eps):  # type: ignore[no-untyped-def]
-    """A parameter and its moments after the step."""
+    """Return a parameter and its moments after the step."""
     g = g.to(tl.float32) * clipping
     m += (1 - beta1) * (g - m)
     v = beta2 * v + (1 - beta2) * g * g
@@ -131,7 +131,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     addresses, sizes, chunks, factor, decay, rate, beta1, beta2, root2, eps,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    """One chunk's step. rate = lr / (1 - b1^t), decay = 1 - lr weight_decay, root2 = sqrt(1 - b2^t)."""
+    """Compute one chunk's step. rate = lr / (1 - b1^t), decay = 1 - lr weight_decay, root2 = sqrt(1 - b2^t)."""
     tensor = tl.load(chunks + 2 * tl.program_id(0))
     first = tl.load(chunks + 2 * tl.program_id(0) + 1) * CHUNK
     size = tl.load(sizes + tensor)
@@ -163,7 +163,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
 
 
 def _tables(tensors: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-    """(addresses [n, tensors of a row], sizes [n], chunks [programs, 2] of tensor and chunk), int64 on the tensors' device.
+    """Return (addresses [n, tensors of a row], sizes [n], chunks [programs, 2] of tensor and chunk), int64 on the tensors' device.
 
     The tensors of a row have one shape.
     """
@@ -181,7 +181,7 @@ def _tables(tensors: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tens
 
 
 def _alignment(*tensors: Tensor) -> int:
-    """16 where all begin at a multiple of so many bytes, as torch places them; parts of a larger one may not."""
+    """Return 16 if all tensors are 16-byte aligned, as torch allocates them; views of a larger tensor may not be."""
     return 16 if all(tensor.data_ptr() % 16 == 0 for tensor in tensors) else 1
 
 
@@ -240,7 +240,8 @@ _adamw_ = operator(
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The global norm: the root of the sum of all squares, a scalar in fp32 at least on the gradients' device. 0 of none."""
+    """Return the global norm: the root of the sum of all squares, a scalar in at least fp32 on the gradients' device; 0 without
+    gradients."""
     return _gradient_norm(list(gradients)) if gradients else torch.zeros(())
 
 
@@ -256,10 +257,10 @@ def adamw_(
     step: int, lr: float, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0,
     factor: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One step of all parameters, in place.
+    """Update all parameters in place by one step.
 
     `first`, `second`: moments like the parameters, fp32 (fp64 for fp64 parameters), zero before the first step.
-    `step` counts from 1. `factor`: what the gradients are multiplied by, a scalar of `clipping_factor`; None: one.
+    `step` counts from 1. `factor`: the scalar of `clipping_factor` that multiplies the gradients; None: 1.
     """
     if step < 1:
         raise ValueError(f"step counts from 1, not {step}")

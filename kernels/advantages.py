@@ -28,7 +28,7 @@ BLOCK = 1024  # tokens that a Triton program holds at once
 def advantages_reference(
     logprobs: Tensor, reference: Tensor, values: Tensor, scores: Tensor, offsets: Tensor, kl: float, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """The definition, one token at a time, in the inputs' dtype: ([N] advantages, [N] returns)."""
+    """Return ([N] advantages, [N] returns) by the definition, one token at a time, in the inputs' dtype."""
     advantages = torch.zeros_like(values)
     for answer, (start, stop) in enumerate(zip(offsets.tolist(), offsets.tolist()[1:], strict=False)):
         running = after = values.new_zeros(())
@@ -78,7 +78,7 @@ def _advantages(
 
 @triton_jit
 def _join(decay, value, next_decay, next_value):  # type: ignore[no-untyped-def]
-    """a = value + decay a_before: two such steps as one."""
+    """Combine two steps a = value + decay a_before into one."""
     return decay * next_decay, value * next_decay + next_value
 
 
@@ -86,7 +86,7 @@ def _join(decay, value, next_decay, next_value):  # type: ignore[no-untyped-def]
 def _advantages_kernel(  # type: ignore[no-untyped-def]
     logprobs, reference, values, scores, offsets, advantages, returns, kl, gamma, decay, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One answer, from its end, BLOCK tokens at a time: lane i is the token i before the last."""
+    """Compute one answer, from its end, BLOCK tokens at a time: lane i is the token i before the last."""
     answer = tl.program_id(0)
     start = tl.load(offsets + answer)
     stop = tl.load(offsets + answer + 1)
@@ -130,11 +130,11 @@ _operator = operator(
 def advantages(
     logprobs: Tensor, reference: Tensor, values: Tensor, scores: Tensor, lengths: Tensor, kl: float, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """([N] advantages, [N] returns), in the inputs' dtype, without autograd.
+    """Return ([N] advantages, [N] returns), in the inputs' dtype, without autograd.
 
     logprobs, reference [N]: of the sampled tokens under policy and reference, nats; values [N]: of the state before each
     token; scores [A]; lengths [A] int64, adding up to N. `kl` is the penalty per nat, `gamma` the discount, `lam` GAE's
-    lambda. An answer without tokens has nowhere to put its score. Raises ValueError for shapes that do not fit.
+    lambda. The score of an answer without tokens is ignored. Raise ValueError for shapes that do not fit.
     """
     if not logprobs.shape == reference.shape == values.shape or scores.shape != lengths.shape:
         raise ValueError(

@@ -33,7 +33,7 @@ __all__ = ["ForestMask", "Tile", "attention", "attention_reference"]
 
 
 def attention_reference(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, mask: ForestMask) -> Tensor:
-    """softmax(q k^T / sqrt(K) + mask) v with a dense mask, in the inputs' dtype. Returns [T, H, V]."""
+    """Return softmax(q k^T / sqrt(K) + mask) v with a dense mask, [T, H, V] in the inputs' dtype."""
     R = q_THK.shape[1] // k_TGK.shape[1]
     k_THK, v_THV = (x.repeat_interleave(R, dim=1) for x in (k_TGK, v_TGV))
     scores_HTT = torch.einsum("qhk,shk->hqs", q_THK, k_THK) / math.sqrt(q_THK.shape[-1])
@@ -45,19 +45,19 @@ def attention_reference(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, mask: Fores
 
 
 def _stack(x_nHK: Tensor, G: int) -> Tensor:
-    """[n, H, K] -> [G, n R, K]: the R heads of a group become rows of one matrix."""
+    """Reshape [n, H, K] to [G, n R, K]: the R heads of a group become rows of one matrix."""
     n, H, K = x_nHK.shape
     return x_nHK.reshape(n, G, H // G, K).transpose(0, 1).reshape(G, n * (H // G), K)
 
 
 def _unstack(x_GmK: Tensor, n: int) -> Tensor:
-    """The inverse of `_stack`: [G, n R, K] -> [n, H, K]."""
+    """Invert `_stack`: [G, n R, K] -> [n, H, K]."""
     G, _, K = x_GmK.shape
     return x_GmK.view(G, n, -1, K).transpose(0, 1).reshape(n, -1, K)
 
 
 def _probabilities(q_GnK: Tensor, k_GmK: Tensor, bias: Tensor | None, n: int) -> Tensor:
-    """Softmax of one tile, [G, n R, m], from queries already scaled."""
+    """Return the softmax of one tile, [G, n R, m], from scaled queries."""
     scores = torch.bmm(q_GnK, k_GmK.transpose(1, 2))
     if bias is not None:
         scores.view(len(scores), n, -1, scores.shape[-1])[..., -bias.shape[1] :] += bias[:, None, :]
@@ -89,7 +89,7 @@ def _forward(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, layout: list[Tensor], 
 
 
 def _exact_forward(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, layout: list[Tensor], window: int) -> Tensor:
-    """By the loop that generation uses, over the same keys in the same order."""
+    """Compute attention by the loop of generation, over the same keys in the same order."""
     tables, sequence, position, tokens, places = layout
     count = int(places[-1]) // PAGE + 1 if len(places) else 0
     pages = new_pages(count, k_TGK.shape[1], k_TGK.shape[2], v_TGV.shape[2], q_THK.dtype)
@@ -168,7 +168,7 @@ differentiable(_attention, _gradients, _setup)
 
 
 def attention(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, mask: ForestMask) -> Tensor:
-    """Attention under the forest mask, scaled by 1/sqrt(K). Returns [T, H, V] in the inputs' dtype.
+    """Return attention under the forest mask, scaled by 1/sqrt(K): [T, H, V] in the inputs' dtype.
 
     `k` [T, G, K] and `v` [T, G, V], G a divisor of H. Softmax and sums are in fp32 at least; on CPU low precision
     is computed in fp32 altogether.
@@ -184,7 +184,7 @@ def attention(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, mask: ForestMask) -> 
 
 
 def attention_of_rows(q_nHK: Tensor, k_TGK: Tensor, v_TGV: Tensor, layout: list[Tensor]) -> Tensor:
-    """Attention of the queries of some rows over the keys of all, on a CPU. Returns [n, H, V].
+    """Return attention of some rows' queries over the keys of all rows, on a CPU: [n, H, V].
 
     `layout`: `ForestMask.some_tiles` of these rows, in which the window is already.
     """

@@ -1,4 +1,4 @@
-"""Attention under the forest mask on a GPU: see `attention.py`, which says what the names mean.
+"""Attention under the forest mask on a GPU; `attention.py` explains the names.
 
 Blocks of queries visit the blocks of keys that they see with a running softmax (FlashAttention-2, Dao 2023), first
 those that need no mask. The backward visits by blocks of keys, whose dk and dv it sums itself, and computes each
@@ -31,7 +31,7 @@ DELTA_ROWS = 32  # with 64 the compiler for sm_100 needs a stack
 
 @triton_jit
 def _rows(x, head, first, token, head_stride, T, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[COUNT, BLOCK] of one head from row `first`; zero beyond the width and beyond row T."""
+    """Load [COUNT, BLOCK] of one head from row `first`; zero beyond the width and beyond row T."""
     if DESCRIPTORS:
         return x.load([first, head * BLOCK])
     else:
@@ -43,7 +43,7 @@ def _rows(x, head, first, token, head_stride, T, COUNT: tl.constexpr, WIDTH: tl.
 
 @triton_jit
 def _visible(first_q, first_k, end, depths, T, window, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[M, N]: which queries from `first_q` see which keys from `first_k`."""
+    """Return a mask [M, N]: the keys from `first_k` that each query from `first_q` sees."""
     q = first_q + tl.arange(0, M)
     k = first_k + tl.arange(0, N)
     last = tl.load(end + k, k < T, 0)
@@ -60,7 +60,7 @@ def _forward_steps(  # type: ignore[no-untyped-def]
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of keys start .. stop - 1 of the order: the running maximum m, sum and output of the M queries."""
+    """Process key blocks start .. stop - 1 of the order; return the running maximum, sum and output of M queries."""
     for i in tl.range(start, stop, warp_specialize=SPECIALIZE):
         first_k = tl.load(order + i) * N
         k_NK = _rows(k, group, first_k, k_token, k_head, T, N, K, BLOCK_K, DESCRIPTORS)
@@ -114,7 +114,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton_jit
 def _delta_kernel(grad, out, delta, T, token, grad_token, grad_head, V: tl.constexpr, BLOCK_V: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """sum over keys of p dp, which is grad . out; [H, T]."""
+    """Compute the sum over keys of p dp, which is grad . out; [H, T]."""
     head = tl.program_id(1)
     first = tl.program_id(0) * M
     g = _rows(grad, head, first, grad_token, grad_head, T, M, V, BLOCK_V, False).to(tl.float32)
@@ -128,7 +128,7 @@ def _gradients(  # type: ignore[no-untyped-def]
     q_MK, k_NK, v_NV, g_MV, logs, sums, dk, dv, masked, first_q, first_k, end, depths, T, scale, window,
     M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries by one of keys: dk and dv with its part, and its part of dq."""
+    """Return dk and dv with the contribution of one block of queries, and that block's contribution to dq."""
     p = tl.exp2(tl.dot(q_MK, tl.trans(k_NK), input_precision=PRECISION) * scale - logs[:, None])
     if masked:
         p = tl.where(_visible(first_q, first_k, end, depths, T, window, M, N, WINDOW), p, 0.0)
@@ -144,7 +144,7 @@ def _add(  # type: ignore[no-untyped-def]
     part_MK, dq, head, first_q, T, token, counter, turn,
     K: tl.constexpr, BLOCK_K: tl.constexpr, M: tl.constexpr, DESCRIPTORS: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """Add a part of dq to what is there; ORDERED: after all programs whose turn is before this one."""
+    """Add a part of dq to the sum in memory; ORDERED: after all programs with an earlier turn."""
     if DESCRIPTORS and not ORDERED:
         dq.atomic_add([first_q, head * BLOCK_K], part_MK)
     else:
@@ -213,7 +213,7 @@ def _power(width: int) -> int:
 
 
 def _dense(x: Tensor, descriptors: bool) -> Tensor:
-    """`x`, or a copy of it where the kernels cannot read it as it lies: a descriptor wants heads side by side, 16 bytes apart."""
+    """Return `x`, or a copy if the kernels cannot read its layout: a descriptor needs contiguous heads at multiples of 16 bytes."""
     fits = x.stride(1) == x.shape[2] and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
     return x if x.stride(2) == 1 and (fits or not descriptors) else x.contiguous()
 
@@ -228,12 +228,12 @@ def _described(x: Tensor, rows: int, descriptors: bool) -> Any:
 
 
 def tuned(kernel: str, q_THK: Tensor, V: int, window: int) -> Configuration:
-    """The kernel's configuration; fp32 takes as much room as heads of twice the width."""
+    """Return the kernel's configuration; fp32 needs as much memory as 16-bit heads of twice the width."""
     return configuration(kernel, capability(q_THK.device), max(q_THK.shape[2], V) * max(2, q_THK.itemsize) // 2, window > 0)
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, sizes: Configuration, window: int) -> dict[str, Any]:
-    """The constants that both kernels take."""
+    """Return the constants that both kernels take."""
     low = q.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
     K, V = q.shape[2], v.shape[2]
     descriptors = sizes.descriptors and (_power(K), _power(V)) == (K, V)

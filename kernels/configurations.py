@@ -47,7 +47,7 @@ class Place:
 
 
 def read(text: str) -> dict[Place, tuple[Configuration, str | None]]:
-    """The table of a JSON list: each place's configuration and the machine that it was measured on."""
+    """Return the table of a JSON list: each place's configuration and the machine that it was measured on."""
     table = {}
     for row in json.loads(text):
         place = Place(*(row.pop(name) for name in ("kernel", "capability", "width", "window")))
@@ -57,19 +57,19 @@ def read(text: str) -> dict[Place, tuple[Configuration, str | None]]:
 
 
 def written(table: dict[Place, tuple[Configuration, str | None]]) -> str:
-    """The inverse of `read`: a row to a line, so that a change is a line of a diff."""
+    """Return a table as JSON for `read`, one row a line, so that a change is one line of a diff."""
     rows: list[dict[str, Any]] = [vars(place) | vars(values) | {"machine": machine} for place, (values, machine) in table.items()]
     return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
 
 
 @cache
 def table() -> dict[Place, tuple[Configuration, str | None]]:
-    """The table that is checked in."""
+    """Return the table in the repository."""
     return read(FILE.read_text(encoding="utf-8"))
 
 
 def capability(device: torch.device) -> int:
-    """80, 90, 100 …; without a GPU (the interpreter) the oldest that the table knows."""
+    """Return 80, 90, 100 …; without a GPU (the interpreter) the oldest generation in the table."""
     if device.type != "cuda":
         return min(place.capability for place in table())
     major, minor = torch.cuda.get_device_capability(device)
@@ -77,9 +77,9 @@ def capability(device: torch.device) -> int:
 
 
 def place_of(kernel: str, capability: int, width: int = 0, window: bool = False) -> Place:
-    """The table's place of the newest generation not newer than `capability` and the smallest width that holds `width`.
+    """Return the table's place of the newest generation not newer than `capability` and the smallest width that holds `width`.
 
-    Under a sliding `window`, a place of its own comes before the plain one.
+    With a sliding `window`, prefer the windowed entry.
     """
     known = [p for p in table() if p.kernel == kernel and p.capability <= capability and p.width >= width and p.window <= window]
     if not known:
@@ -89,5 +89,5 @@ def place_of(kernel: str, capability: int, width: int = 0, window: bool = False)
 
 @cache
 def configuration(kernel: str, capability: int, width: int = 0, window: bool = False) -> Configuration:
-    """Return a kernel's launch configuration. Raise ValueError where the table has none for the place."""
+    """Return a kernel's launch configuration. Raise ValueError if the table has none for the place."""
     return table()[place_of(kernel, capability, width, window)][0]

@@ -109,7 +109,7 @@ Records = npt.NDArray[np.void]
 def _multiply(
     T: int, N: int, D: int, first: int, x: Address, x8: Address, w: Address, scales: Address, sums: Address, y: Address, y_row: int
 ) -> None:
-    """y [T, N] = x w^T for the outputs from `first` on, in INT8 where there are scales: x8 is x by `quantize_row`."""
+    """Compute y [T, N] = x w^T for the outputs from `first` on; with scales in INT8 on x8, x by `quantize_row`."""
     if scales:
         products8(T, N, D, x8, w + first * D, scales + 4 * first, sums + 4 * first, y, y_row)
     else:
@@ -248,7 +248,7 @@ def _layers_loop(step: Any, layers: Any, plan: Arrays, room: Arrays) -> None:
 class DenseLayers:
     """The layers and their scratch memory, which is kept from step to step.
 
-    Weights may change in place but may not move; those in INT8 may not change. ValueError where a weight is not dense, on CPU and of
+    Weights may change in place but may not move; those in INT8 may not change. Raise ValueError if a weight is not dense, on CPU and of
     its type.
     """
 

@@ -1,4 +1,4 @@
-"""The forest mask: query q sees key k iff k <= q < end[k], and what attention needs to know of it.
+"""The forest mask: query q sees key k iff k <= q < end[k], and its block structure for attention.
 
 One int32 per token says which tokens see which in packed documents, preference pairs, many answers to one
 prompt. It is never laid out as T x T: on CPU it becomes tiles of queries with the keys they see, on a GPU
@@ -47,7 +47,7 @@ class ForestMask:
 
     @staticmethod
     def from_end(end: Tensor) -> ForestMask:
-        """Cut `end` into segments. Raises ValueError where intervals do not nest."""
+        """Cut `end` into segments. Raises ValueError if intervals do not nest."""
         values = end.cpu()
         if not len(values):
             return ForestMask(end, ())
@@ -64,11 +64,11 @@ class ForestMask:
         return ForestMask(end, segments)
 
     def to(self, device: torch.device | str) -> ForestMask:
-        """The same mask for a device, which need not be asked for its segments."""
+        """Return the same mask on a device; its segments are not copied back."""
         return ForestMask(self.end.to(device), self.segments, self.window)
 
     def within(self, window: int | None) -> ForestMask:
-        """The same forest under a sliding window of that many tokens of a path (None: the whole path)."""
+        """Return the same forest with a sliding window of `window` tokens of a path (None: the whole path)."""
         if window == self.window:
             return self
         if window is not None and window < 1:
@@ -96,7 +96,7 @@ class ForestMask:
         return (torch.arange(T, device=self.end.device) - ended).to(torch.int32)
 
     def dense(self) -> Tensor:
-        """[T, T] bool, True where the row's query sees the column's key. For the reference."""
+        """Return [T, T] bool, True where the row's query sees the column's key. For the reference."""
         index = torch.arange(len(self.end), device=self.end.device)
         seen = (index[None, :] <= index[:, None]) & (index[:, None] < self.end[None, :])
         if self.window is not None:
@@ -119,7 +119,7 @@ class ForestMask:
 
     @torch.inference_mode(False)
     def some_tiles(self, cuts: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """The layout of some rows, (start, stop) each of at most `TILE_ROWS`, whose queries stand side by side; keys are all rows."""
+        """Return the layout of row ranges (start, stop), each of at most `TILE_ROWS` contiguous queries; keys are all rows."""
         end, depths, at, tiles = self.end.cpu(), self.depths.cpu(), 0, []
         for start, stop in cuts:
             tile = _tile(end, depths, self.window, start, stop)
@@ -165,9 +165,9 @@ class ForestMask:
 
     @torch.inference_mode(False)
     def blocks(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """For each block of `rows` queries the blocks of `columns` keys to visit, and the other way round.
+        """Return the blocks of `columns` keys to visit for each block of `rows` queries, and the inverse.
 
-        Returns (order_qk, counts_qk, order_kq, counts_kq, turns_kq). `order_qk` [blocks of queries, blocks of keys] int32
+        The tuple is (order_qk, counts_qk, order_kq, counts_kq, turns_kq). `order_qk` [blocks of queries, blocks of keys] int32
         begins with the key blocks of which every query sees every key, then those that need the mask;
         `counts_qk` [blocks of queries, 2] int32 says where either part ends. `turns_kq`, shaped as `order_kq`: how many
         blocks of keys before this one visit the same queries. Made on `end`'s device without waiting for it. A block
@@ -185,7 +185,7 @@ class ForestMask:
         return {}
 
     def _block_kinds(self, rows: int, columns: int) -> Tensor:
-        """[blocks of queries, blocks of keys] int8: 2 all pairs visible, 1 some may be, 0 none is."""
+        """Return [blocks of queries, blocks of keys] int8: 2 all pairs visible, 1 some may be, 0 none is."""
         T, device = len(self.end), self.end.device
         first_Q = torch.arange(0, T, rows, device=device)[:, None]
         stop_Q = (first_Q + rows).clamp_max(T)
@@ -202,7 +202,7 @@ class ForestMask:
 
 
 def _extremes(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Smallest and largest of each `size` values; the last ones may be fewer."""
+    """Return minimum and maximum of each chunk of `size` values; the last chunk may be shorter."""
     short = -len(values) % size
     padded = torch.cat([values, values[-1:].expand(short)]).view(-1, size)
     return padded.amin(1), padded.amax(1)
@@ -274,7 +274,7 @@ def _tile_layout(tiles: Sequence[Tile], device: torch.device) -> list[Tensor]:
 
 
 def unpack_tiles(layout: list[Tensor]) -> Iterator[Tile]:
-    """The tiles of a `tile_layout`."""
+    """Return the tiles of a `tile_layout`."""
     table, keys, biases = layout
     for start, stop, first, count, masked, key_at, bias_at in table.tolist():
         bias = biases[bias_at : bias_at + (stop - start) * masked].view(stop - start, masked) if masked else None

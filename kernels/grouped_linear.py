@@ -26,7 +26,7 @@ NUMERICS = {"grouped_linear": 1}
 
 
 def grouped_linear_reference(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:
-    """[N, F]: row n times the transposed matrix of its expert."""
+    """Return [N, F]: row n times the transposed matrix of its expert."""
     cuts = offsets_E1.tolist()
     return torch.cat([x_ND[cuts[e] : cuts[e + 1]] @ w_EFD[e].T for e in range(len(w_EFD))])
 
@@ -62,7 +62,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     x, w, offsets, firsts, owners, y, F, D, x_n, w_e, w_f, w_d,
     M: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One [M, C] tile of one expert's product; `owners` and `firsts` say whose and where its rows begin."""
+    """Compute one [M, C] tile of one expert's product; `owners` holds its expert and `firsts` its first row."""
     expert = tl.load(owners + tl.program_id(1))
     if expert < 0:
         return
@@ -89,7 +89,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
 def _grouped_weights_kernel(  # type: ignore[no-untyped-def]
     dy, x, offsets, dw, F, D, dy_n, x_n, M: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One [M, C] tile of dw[e] = dy^T x over the rows of expert e, in order: sums do not depend on the schedule."""
+    """Compute one [M, C] tile of dw[e] = dy^T x over the rows of expert e, in order: sums do not depend on the schedule."""
     expert = tl.program_id(2).to(tl.int64)
     begin = tl.load(offsets + expert)
     end = tl.load(offsets + expert + 1)
@@ -111,7 +111,7 @@ def _precision(x: Tensor) -> str:
 
 
 def _tiles(rows: int, offsets_E1: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """([tiles] int64 first rows, [tiles] int64 experts, -1 for tiles that are too many), as many as there could be."""
+    """Return ([tiles] int64 first rows, [tiles] int64 experts), for the largest possible number of tiles; -1 pads."""
     E = len(offsets_E1) - 1
     last_E = ((offsets_E1.diff() + size - 1) // size).cumsum(0)
     tile = torch.arange(-(-rows // size) + min(E, rows), device=offsets_E1.device)
@@ -122,7 +122,7 @@ def _tiles(rows: int, offsets_E1: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _library(left: Tensor, right: Tensor, offsets_E1: Tensor) -> Tensor:
-    """torch's grouped product: rows [N, D] by [E, D, F] to [N, F], or columns [F, N] by rows [N, D] to [E, F, D].
+    """Call torch's grouped product: rows [N, D] by [E, D, F] to [N, F], or columns [F, N] by rows [N, D] to [E, F, D].
 
     Groups may have any number of rows, as the axis that they cut is never the contiguous one of a factor.
     """
@@ -189,7 +189,7 @@ differentiable(_grouped_linear, _backward_grouped, lambda ctx, inputs, output: c
 
 
 def grouped_linear(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:
-    """[N, F]: rows offsets[e] : offsets[e + 1] of x times the transposed matrix of expert e.
+    """Return [N, F]: rows offsets[e] : offsets[e + 1] of x times the transposed matrix of expert e.
 
     `offsets` [E + 1] int64, ascending from 0 to N, on x's device. Differentiable in x and w.
     """

@@ -100,7 +100,7 @@ def looped(x_TD: Tensor, w_ND: Tensor) -> bool:
 
 
 def product(x_TD: Tensor, w_ND: Tensor) -> Tensor:
-    """[T, D] times [N, D] transposed, without autograd, by the fastest routine; in exact passes by the loop."""
+    """Return [T, D] times [N, D] transposed, without autograd: by the loop in exact passes, else by the fastest routine."""
     if looped(x_TD, w_ND):
         return _by_loop(x_TD, w_ND)
     large = x_TD.shape[0] * w_ND.shape[0] >= ONEDNN_OUTPUTS
@@ -125,7 +125,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, w_ND: Tensor) -> Tensor:
-    """x w^T over the last axis of x: [..., D] and [N, D] to [..., N]; in autocast's dtype where that is on."""
+    """Return x w^T over the last axis of x: [..., D] and [N, D] to [..., N]; under autocast in its dtype."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return torch.nn.functional.linear(x, w_ND)
     if not torch.is_grad_enabled() and x.ndim == 2:

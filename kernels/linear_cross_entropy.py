@@ -26,7 +26,7 @@ NUMERICS = {"linear_cross_entropy": 1}
 
 
 def linear_cross_entropy_reference(x_ND: Tensor, w_VD: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """sum_i weights[i] * -log softmax(x w^T)[i, targets[i]], a scalar."""
+    """Return sum_i weights[i] * -log softmax(x w^T)[i, targets[i]], a scalar."""
     logp = torch.log_softmax(x_ND @ w_VD.T, -1)
     return -(logp.gather(1, targets[:, None])[:, 0] * weights).sum()
 
@@ -38,7 +38,7 @@ def linear_cross_entropy_reference(x_ND: Tensor, w_VD: Tensor, targets: Tensor, 
 
 @numba_jit
 def _softmax_loop(part: Any, start: Any, stop: Any, logits: Any, peak: Any, targets: Any, weights: Any, nll: Any) -> None:
-    """Rows become (softmax - one-hot) weight, while they are in the nearest cache; nll gains log sum e^(z - peak)."""
+    """Replace rows by (softmax - one-hot) weight while they are in the L1 cache; add log sum e^(z - peak) to nll."""
     for i in range(start, stop):
         row = logits[i]
         total = np.float32(0)
@@ -54,7 +54,7 @@ def _softmax_loop(part: Any, start: Any, stop: Any, logits: Any, peak: Any, targ
 
 
 def _cross_entropy_rows(logits_CV: Tensor, targets: Tensor, weights: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
-    """([C] negative log-likelihoods, [C, V] softmax minus one-hot, times the weights)."""
+    """Return ([C] negative log-likelihoods, [C, V] softmax minus one-hot, times the weights)."""
     logits = logits_CV.to(wide(logits_CV.dtype))
     picked = logits.gather(1, targets[:, None])[:, 0]
     if not differentiate:
@@ -183,7 +183,7 @@ differentiable(_cross_entropy, _backward_cross_entropy, _setup_cross_entropy)
 
 
 def linear_cross_entropy(x_ND: Tensor, w_VD: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """sum_i weights[i] * -log softmax(x w^T)[i, targets[i]]: a scalar in nats, fp32 at least.
+    """Return sum_i weights[i] * -log softmax(x w^T)[i, targets[i]], a scalar in nats, at least fp32.
 
     `targets` [N] int64 in [0, V); `weights` [N] carry the denominators (1 / N each for a mean).
     """

@@ -25,7 +25,7 @@ NUMERICS = {"linear_token_logprobs": 2}
 
 
 def linear_token_logprobs_reference(x_ND: Tensor, w_VD: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """([N] log-probabilities of the targets, [N] entropies in nats) of softmax(x w^T / temperature)."""
+    """Return ([N] log-probabilities of the targets, [N] entropies in nats) of softmax(x w^T / temperature)."""
     logp = torch.log_softmax(x_ND @ w_VD.T / temperature, -1)
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
@@ -37,7 +37,7 @@ def linear_token_logprobs_reference(x_ND: Tensor, w_VD: Tensor, targets: Tensor,
 
 
 def _logprob_rows(logits_CV: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """([C] log-probabilities of the targets, [C] entropies, [C] log-sum-exps over the temperature)."""
+    """Return ([C] log-probabilities of the targets, [C] entropies, [C] log-sum-exps over the temperature)."""
     if looped(logits_CV):  # by the loop that draws tokens
         scale = torch.full((len(logits_CV),), 1.0 / temperature)
         lse, z_CV = log_sum_exp(logits_CV, scale)[0], logits_CV.mul_(scale[:, None])
@@ -52,7 +52,7 @@ def _logprob_rows(logits_CV: Tensor, targets: Tensor, temperature: float) -> tup
 def _logprob_gradient_rows(
     logits_CV: Tensor, targets: Tensor, dlogp: Tensor, dentropy: Tensor | None, entropy: Tensor, lse: Tensor, temperature: float
 ) -> Tensor:
-    """The gradient at the logits: dlogp/dz = onehot - p and dH/dz = -p (log p + H), over the temperature."""
+    """Return the gradient at the logits: dlogp/dz = onehot - p and dH/dz = -p (log p + H), over the temperature."""
     logp_CV = logits_CV.to(wide(logits_CV.dtype)).div_(temperature).sub_(lse[:, None])
     if dentropy is None:
         d_CV = logp_CV.exp_().mul_(-dlogp[:, None])
@@ -209,7 +209,7 @@ differentiable(_logprobs, _backward_logprobs, _setup_logprobs)
 
 
 def linear_token_logprobs(x_ND: Tensor, w_VD: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """([N] log-probabilities of the targets, [N] entropies in nats) of softmax(x w^T / temperature).
+    """Return ([N] log-probabilities of the targets, [N] entropies in nats) of softmax(x w^T / temperature).
 
     Both are differentiable, in fp32 at least. `targets` [N] int64 in [0, V).
     """

@@ -25,7 +25,7 @@ TOP32 = np.uint32(0xFFFFFFFF)
 
 
 def signatures_reference(hashes_S: U64, offsets_D1: I64, a_P: U32, b_P: U32) -> U32:
-    """Signatures [D, P] in plain numpy: the minimum of each permuted hash over a document's shingles.
+    """Return signatures [D, P] in plain numpy: the minimum of each permuted hash over a document's shingles.
 
     A document without shingles gets the largest value everywhere, 2^32 - 1.
     """
@@ -40,7 +40,7 @@ def signatures_reference(hashes_S: U64, offsets_D1: I64, a_P: U32, b_P: U32) -> 
 
 
 def signatures(hashes_S: U64, offsets_D1: I64, number: int = 112, seed: int = 1, device: Device = "cpu") -> U32:
-    """Signatures [D, P], every bit the same on all devices. See `signatures_reference`."""
+    """Return signatures [D, P], bit-identical on all devices. See `signatures_reference`."""
     hashes_S, offsets_D1 = np.ascontiguousarray(hashes_S, dtype=np.uint64), np.ascontiguousarray(offsets_D1)
     if device == "cuda":
         from puna.kernels.minhash_triton import signatures_on
@@ -50,7 +50,7 @@ def signatures(hashes_S: U64, offsets_D1: I64, number: int = 112, seed: int = 1,
 
 
 def chosen_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
-    """The device that is meant: for auto cuda where torch sees one. RuntimeError where cuda is wanted and there is none."""
+    """Return the device: `auto` is cuda if torch sees one. Raise RuntimeError if cuda is asked for and missing."""
     if wanted == "cpu" or (wanted == "auto" and not any(Path(file).exists() for file in DRIVERS)):
         return "cpu"  # without torch, whose import takes longer than the signatures of many documents
     from puna.kernels.minhash_triton import usable

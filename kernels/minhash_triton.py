@@ -24,7 +24,7 @@ PERMUTATIONS, SHINGLES = 64, 64  # permutations and shingles that a program work
 
 @triton_jit
 def _affine32_kernel(hashes, offsets, a, b, out, number, P: tl.constexpr, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """min over a document's shingles of a mix(h) + b mod 2^32."""
+    """Compute the minimum over a document's shingles of a mix(h) + b mod 2^32."""
     d = tl.program_id(0).to(tl.int64)
     p = tl.program_id(1) * P + tl.arange(0, P)
     start = tl.load(offsets + d)
@@ -49,20 +49,20 @@ def usable() -> bool:
 
 
 def signatures_on(device: torch.device | str, hashes_S: U64, offsets_D1: I64, number: int = 112, seed: int = 1) -> U32:
-    """`minhash.signatures`, computed on `device`: arrays go there and signatures [D, P] come back. The interpreter's is the CPU."""
+    """Return `minhash.signatures` [D, P] as an array, computed on `device` (the CPU for Triton's interpreter)."""
     device = "cpu" if INTERPRETED else device
     hashes, offsets = (torch.from_numpy(np.ascontiguousarray(x).view(np.int64)).to(device) for x in (hashes_S, offsets_D1))
     return signatures_tensor(hashes, offsets, *permutation_tensors(number, seed, device)).cpu().numpy().view(np.uint32)
 
 
 def permutation_tensors(number: int, seed: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """a and b of `minhash.permutations`, their bits as signed integers, which is what torch computes with."""
+    """Return a and b of `minhash.permutations` as signed integers with the same bits, for torch."""
     a, b = (torch.from_numpy(x.view(np.int32).copy()).to(device) for x in permutations(number, seed))
     return a, b
 
 
 def signatures_tensor(hashes_S: Tensor, offsets_D1: Tensor, a_P: Tensor, b_P: Tensor) -> Tensor:
-    """Signatures [D, P] int32, bits of unsigned numbers, of tensors on one device: int64 hashes and offsets."""
+    """Return signatures [D, P] int32 (bits of unsigned numbers) from int64 hashes and offsets on one device."""
     documents, number = len(offsets_D1) - 1, len(a_P)
     out = torch.empty(documents, number, dtype=a_P.dtype, device=hashes_S.device)
     if documents:

@@ -26,7 +26,7 @@ BLOCK = 1024  # columns of a row that a program holds at once
 
 
 def top_k_routing_reference(logits_TE: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights [T, k], probabilities [T, E], chosen [T, k] int64), likeliest first, in the logits' dtype."""
+    """Return (weights [T, k], probabilities [T, E], chosen [T, k] int64), likeliest first, in the logits' dtype."""
     p_TE = torch.softmax(logits_TE, -1)
     weight_Tk, chosen_Tk = p_TE.topk(k, -1)
     if normalize:
@@ -35,12 +35,12 @@ def top_k_routing_reference(logits_TE: Tensor, k: int, normalize: bool) -> tuple
 
 
 def dispatch_reference(x_TD: Tensor, order_N: Tensor) -> Tensor:
-    """[N, D]: the rows of the tokens whose choices `order_N` names."""
+    """Return [N, D]: the rows of the tokens whose choices `order_N` names."""
     return x_TD[order_N // (len(order_N) // len(x_TD))]
 
 
 def combine_reference(y_ND: Tensor, weight_Tk: Tensor, order_N: Tensor) -> Tensor:
-    """[T, D]: each token's rows, wherever they lie among those of the experts, times its weights, added up."""
+    """Return [T, D]: the weighted sum of each token's expert rows."""
     token_N = order_N // weight_Tk.shape[1]
     weighted = y_ND * weight_Tk.flatten()[order_N, None].to(y_ND.dtype)
     return y_ND.new_zeros(len(weight_Tk), y_ND.shape[1]).index_add(0, token_N, weighted)
@@ -56,7 +56,7 @@ def _route(logits_TE: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor, 
 def _route_backward(
     dweight_Tk: Tensor | None, dp_TE: Tensor | None, weight_Tk: Tensor, p_TE: Tensor, chosen_Tk: Tensor, normalize: bool
 ) -> Tensor:
-    """Gradient at the logits: p (g - sum g p), with g the gradient at p from both outputs."""
+    """Return the gradient at the logits: p (g - sum g p), with g the gradient at p from both outputs."""
     g_TE = torch.zeros_like(p_TE) if dp_TE is None else dp_TE.clone()
     if dweight_Tk is not None:
         if normalize:  # w = p / s with s the sum of the chosen: dp = (dw - sum(dw w)) / s
@@ -91,7 +91,7 @@ def _combine_backward(dy_TD: Tensor, y_ND: Tensor, weight_Tk: Tensor, order_N: T
 
 @triton_jit
 def _route_kernel(logits, weights, p, chosen, experts, K: tl.constexpr, BLOCK: tl.constexpr, NORMALIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One token: its softmax, then k times the largest that is left (the first of equals)."""
+    """Route one token: its softmax, then k times the largest remaining entry (the first of equals)."""
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     z = tl.load(logits + t * experts + e, e < experts, float("-inf")).to(tl.float32)
@@ -115,7 +115,7 @@ def _route_kernel(logits, weights, p, chosen, experts, K: tl.constexpr, BLOCK: t
 
 @triton_jit
 def _sum_kernel(rows, weights, place, out, D, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """BLOCK columns of one token's sum over its K rows, times their weights."""
+    """Compute BLOCK columns of one token's weighted sum over its K rows."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
@@ -129,7 +129,7 @@ def _sum_kernel(rows, weights, place, out, D, K: tl.constexpr, WEIGHTED: tl.cons
 
 @triton_jit
 def _combine_gradients_kernel(dy, y, weights, order, dy_rows, dweights, D, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One expert's row: the gradient of its token times its weight, and the gradient of that weight."""
+    """Compute one expert row: its token's gradient times its weight, and the gradient of that weight."""
     n = tl.program_id(0).to(tl.int64)
     choice = tl.load(order + n)
     weight = tl.load(weights + choice).to(tl.float32)
@@ -241,7 +241,7 @@ differentiable(
 
 
 def top_k_routing(logits_TE: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights [T, k], probabilities [T, E], chosen [T, k] int64), likeliest first; in fp32 at least.
+    """Return (weights [T, k], probabilities [T, E], chosen [T, k] int64), likeliest first; in fp32 at least.
 
     Weights and probabilities are differentiable. With `normalize` a token's weights add up to one.
     """
@@ -251,7 +251,7 @@ def top_k_routing(logits_TE: Tensor, k: int, normalize: bool) -> tuple[Tensor, T
 
 
 def sort_by_expert(chosen_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(order [N], place [N], offsets [E + 1]), int64, of all tokens' choices, numbered token by token: N = T k.
+    """Return (order [N], place [N], offsets [E + 1]), int64, of all tokens' choices, numbered token by token: N = T k.
 
     order[n] is the choice whose row is the n-th of the experts' rows, place its inverse; rows of one expert stay in the
     order of their tokens.
@@ -265,12 +265,12 @@ def sort_by_expert(chosen_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor, Ten
 
 
 def dispatch(x_TD: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
-    """[N, D]: each token's row once for each of its experts, sorted by expert as `sort_by_expert` says. Differentiable in x."""
+    """Return [N, D]: each token's row once for each of its experts, sorted by expert as `sort_by_expert` says. Differentiable in x."""
     return _dispatch_rows(x_TD, order_N, place_N)  # type: ignore[no-any-return]
 
 
 def combine(y_ND: Tensor, weight_Tk: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
-    """[T, D] in y's dtype: the sum of each token's k rows times its weights. The inverse of `dispatch`; differentiable in y and weight."""
+    """Return [T, D] in y's dtype: the weighted sum of each token's k rows. The inverse of `dispatch`; differentiable in y and weight."""
     if y_ND.shape[0] != weight_Tk.numel():
         raise ValueError(f"{len(y_ND)} rows for weights {list(weight_Tk.shape)}: each weight has one")
     return _combine_rows(y_ND, weight_Tk, order_N, place_N)  # type: ignore[no-any-return]

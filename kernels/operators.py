@@ -28,7 +28,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 @contextmanager
 def in_turn(ordered: bool) -> Iterator[None]:
-    """torch's deterministic algorithms on or off; what has none warns, as torch's own products on a GPU may."""
+    """Switch torch's deterministic algorithms on or off; operators without one warn, as torch's matrix products on a GPU may."""
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(ordered, warn_only=True)
     try:
@@ -84,7 +84,7 @@ def _plain(argument: Any) -> bool:
 
 
 def _without_autocast(function: Function) -> Function:
-    """An operator chooses its dtypes itself: autocast would round the products inside it."""
+    """Call an operator outside autocast, which would round the products inside it."""
 
     def run(*args: Any) -> Any:
         if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
@@ -113,7 +113,7 @@ def uses_triton(tensor: Tensor) -> bool:
 
 
 def differentiable(call: Any, backward: Function, setup: Function) -> None:
-    """Give what `operator` returned its backward; `setup(ctx, inputs, output)` keeps what that needs.
+    """Attach a backward to the result of `operator`; `setup(ctx, inputs, output)` saves its tensors.
 
     The operator itself is named and not its text: so whatever reaches it reaches its backward, which counts in the key of a stage.
     """
@@ -121,7 +121,7 @@ def differentiable(call: Any, backward: Function, setup: Function) -> None:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums and statistics are kept in: fp32 at least."""
+    """Return the dtype of sums and statistics: at least fp32."""
     return dtype if dtype == torch.float64 else torch.float32
 
 

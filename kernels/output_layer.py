@@ -22,14 +22,14 @@ LOWEST = -3.0e38  # below every logit, and finite, so that differences are defin
 
 
 def chunks(rows: int, w_VD: Tensor) -> Iterator[slice]:
-    """Cuts of the rows, so that one cut's logits keep to the device's budget."""
+    """Return slices of the rows, so that one slice's logits fit the device's budget."""
     capacity = CHUNK_BYTES_GPU if w_VD.is_cuda else CHUNK_BYTES
     size = max(1, capacity // (w_VD.element_size() * len(w_VD)))
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
 def accumulate(dw_VD: Tensor, d_CV: Tensor, x_CD: Tensor) -> None:
-    """dw += d^T x, in dw's precision whatever that of the factors."""
+    """Add d^T x to dw in dw's precision."""
     if dw_VD.dtype == x_CD.dtype:
         dw_VD.addmm_(d_CV.T, x_CD)
     elif x_CD.is_cuda:
@@ -39,23 +39,23 @@ def accumulate(dw_VD: Tensor, d_CV: Tensor, x_CD: Tensor) -> None:
 
 
 def gradients(x_ND: Tensor, w_VD: Tensor, want_x: bool, want_w: bool) -> tuple[Tensor, Tensor]:
-    """Return buffers for dX and dW; empty where they are not wanted."""
+    """Return buffers for dX and dW; empty if they are not wanted."""
     dx_ND = torch.empty(x_ND.shape if want_x else 0, dtype=x_ND.dtype, device=x_ND.device)
     dw_VD = torch.zeros(w_VD.shape if want_w else 0, dtype=wide(w_VD.dtype), device=w_VD.device)
     return dx_ND, dw_VD
 
 
 def fake_gradients(x_ND: Tensor, w_VD: Tensor, want_x: bool, want_w: bool) -> tuple[Tensor, Tensor]:
-    """`gradients` for tracing, in the types that an operator returns."""
+    """Return empty `gradients` for tracing, in the operator's dtypes."""
     return x_ND.new_empty(x_ND.shape if want_x else 0), w_VD.new_empty(w_VD.shape if want_w else 0)
 
 
 def fake_rows(x_ND: Tensor, count: int) -> list[Tensor]:
-    """`count` numbers per row."""
+    """Return `count` empty vectors with one number per row, for tracing."""
     return [x_ND.new_empty(x_ND.shape[0], dtype=wide(x_ND.dtype)) for _ in range(count)]
 
 
 def block_size(V: int) -> tuple[int, int]:
-    """(logits that a program holds at once, its warps)."""
+    """Return (logits that a program holds at once, number of warps)."""
     block = min(BLOCK, max(16, 1 << (V - 1).bit_length()))
     return block, max(1, min(16, block // 256))

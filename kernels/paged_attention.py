@@ -380,10 +380,10 @@ def _attend_portable(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedP
 def paged_attention(
     q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int | None = None, scale: float | None = None
 ) -> Tensor:
-    """Return softmax(scale q k^T) v over what each query sees, [N, H, V] in q's dtype, without autograd. scale None: 1 / sqrt(K).
+    """Return softmax(scale q k^T) v over each query's visible keys, [N, H, V] in q's dtype, no autograd. `scale` None: 1 / sqrt(K).
 
-    Pages are those of `new_pages`; others, as where values are a part of the keys, torch's operators read on a CPU. With a `window` a
-    query sees the last `window` tokens of its path, itself included. On a CPU all that lies in a plan's pages must be finite.
+    Pages come from `new_pages`; on a CPU, torch's operators read any other layout (as where values are part of the keys). With a `window` a
+    query sees the last `window` tokens of its path, itself included. On a CPU, all numbers in a plan's pages must be finite.
     """
     (N, H, K), (S, G) = q_NHK.shape, k_PSGK.shape[1:3]
     if k_PSGK.shape[:3] != v_PSGV.shape[:3] or k_PSGK.shape[3] != K or H % G or len(plan.sequence) != N or S != PAGE:

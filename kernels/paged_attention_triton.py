@@ -1,4 +1,4 @@
-"""Attention over pages on a GPU: see `paged_attention.py`, which says what the names mean.
+"""Attention over pages on a GPU; `paged_attention.py` explains the names.
 
 A program takes one item of a plan, one key-value head and some of its queries, and gives a partial softmax; a query's pieces are merged by
 their log-sum-exps (FlashDecoding).
@@ -23,13 +23,13 @@ LOG2_E = math.log2(math.e)
 
 @triton_jit
 def _rows(x, column, inside, width):  # type: ignore[no-untyped-def]
-    """Rows at some addresses; zero outside and beyond the width."""
+    """Load rows at some addresses; zero outside and beyond the width."""
     return tl.load(x[:, None] + column[None, :], inside[:, None] & (column[None, :] < width), 0.0)
 
 
 @triton_jit
 def softmax_step(s, peak, total):  # type: ignore[no-untyped-def]
-    """Scores of more keys in a running softmax: their powers, the decay of all before them, the new sum and the new peak."""
+    """Add the scores of more keys to a running softmax; return their powers, the old sum's decay, the new sum and peak."""
     higher = tl.maximum(peak, tl.max(s, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # where a query has seen no token so far
     p = tl.exp2(s - base[:, None])
@@ -44,9 +44,9 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
     S: tl.constexpr, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
     TAIL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One item, one key-value head, M of its queries: (query, head of the group) pairs are the rows.
+    """Compute M queries of one item and key-value head; the rows are (query, head of the group) pairs.
 
-    With a TAIL the first V numbers of a key are the value, too, and read once; TAIL is a block for the other K - V.
+    With a TAIL, the first V numbers of a key are also its value, read once; TAIL is the block size of the other K - V.
     """
     item = items + 6 * tl.program_id(0)
     group = tl.program_id(1)
@@ -100,7 +100,7 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
 
 @triton_jit
 def merge_kernel(partial, logs, parts, out, most, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A query's pieces, one head, weighted by their shares of the softmax."""
+    """Merge the partial results of one query and head, weighted by their shares of the softmax."""
     query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -121,7 +121,7 @@ def merge_kernel(partial, logs, parts, out, most, H: tl.constexpr, K: tl.constex
 
 
 def tokens(block: int, size: int) -> int:
-    """Keys that a program multiplies at once: as many as lie in shared memory twice, with numbers of so many bytes."""
+    """Return the number of keys that a program multiplies at once: two such blocks fit into shared memory."""
     return max(16, min(TOKENS, (64 << 10) // (block * size)))
 
 
@@ -129,7 +129,7 @@ def attend(
     q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, tables: Tensor, positions: Tensor, items: Tensor, parts: Tensor, most: int, window: int,
     scale: float,
 ) -> Tensor:
-    """Attention by the items and parts of a plan, of which an item has at most `most` queries. Returns [N, H, V] in q's dtype."""
+    """Return attention by the items and parts of a plan, at most `most` queries an item: [N, H, V] in q's dtype."""
     q = q_NHK.contiguous()
     (N, H, K), (S, G, V) = q.shape, v_PSGV.shape[1:]
     R = H // G

@@ -11,7 +11,7 @@ I64 = NDArray[np.int64]
 
 
 def permutations(number: int, seed: int) -> tuple[U32, U32]:
-    """Parameters a_P (odd) and b_P of `number` permutations."""
+    """Return the parameters a_P (odd) and b_P of `number` permutations."""
     generator = np.random.RandomState(seed)
     a = generator.randint(0, 1 << 31, number, dtype=np.uint32) * np.uint32(2) + np.uint32(1)
     return a, generator.randint(0, 1 << 32, number, dtype=np.uint32)

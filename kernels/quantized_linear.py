@@ -155,7 +155,7 @@ def _quantize_triton(x_TD: Tensor, columns: Tensor | None, fp8: bool) -> tuple[T
 
 
 def _product_triton(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor, dtype: torch.dtype) -> Tensor:
-    """FP8 by the library, whose products are faster, for the shapes and the type that it takes; INT8 and the rest here."""
+    """Multiply FP8 by the faster library if it supports shape and dtype; INT8 and the rest by our kernel."""
     import triton.language as tl
 
     (T, D), N = a_TD.shape, len(b_ND)
@@ -238,7 +238,7 @@ differentiable(_low_precision_linear, _backward_low, _setup_low)
 
 
 def require_products(kind: Kind, device: torch.device) -> None:
-    """Raise ValueError where `device` has no 8-bit products of this kind: FP8 needs compute capability 8.9.
+    """Raise ValueError if `device` has no 8-bit products of this kind: FP8 needs compute capability 8.9.
 
     A CPU computes FP8's products in fp32: right, and slower than without.
     """
@@ -248,7 +248,7 @@ def require_products(kind: Kind, device: torch.device) -> None:
 
 
 def quantize_rows(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """(q [T, D] int8 or e4m3, scales [T] fp32 at least).
+    """Return (q [T, D] int8 or e4m3, scales [T] fp32 at least).
 
     A row with a number that is not finite has the scale NaN.
     """
@@ -256,12 +256,12 @@ def quantize_rows(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def low_precision_linear(x: Tensor, w_ND: Tensor, kind: Kind) -> Tensor:
-    """x w^T with both factors quantised by their rows, for training: [..., D] and [N, D] to [..., N] in x's dtype."""
+    """Return x w^T with both factors quantised by row, for training: [..., D] and [N, D] to [..., N] in x's dtype."""
     if kind not in TYPES:
         raise ValueError(f"kind is 'int8' or 'fp8', not {kind!r}")
     return _low_precision_linear(x.reshape(-1, x.shape[-1]), w_ND, kind == "fp8")[0].view(*x.shape[:-1], len(w_ND))  # type: ignore[no-any-return]
 
 
 def quantized_linear(x_TD: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
-    """x w^T with weights that `quantize_rows` has put into 8 bits and x put there by its rows: [T, N] in x's dtype, without autograd."""
+    """Return x w^T of weights from `quantize_rows` and x, quantised here by row: [T, N] in x's dtype, without autograd."""
     return _forward(x_TD, q_ND, scale_N)

@@ -46,7 +46,7 @@ def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, 
 
 @strict_jit
 def norm_row(width: int, x: Address, residual: Address, weight: Address, eps: float, total: Address, y: Address) -> np.float32:
-    """Normalise one row; return r. Where there is a residual, `total` gets its sum with x."""
+    """Normalise one row; return r. If there is a residual, `total` gets its sum with x."""
     squares = fill(np.float32(0))
     for i in range(0, width, LANES):
         z = load_first(x + 4 * i, width - i)
@@ -136,7 +136,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     x, residual, weight, y, total, r, rows, width, eps,
     ADD: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """M rows."""
+    """Normalise M rows."""
     t = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     d = tl.arange(0, BLOCK)
     at = t[:, None] * width + d[None, :]
@@ -158,7 +158,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     dy, dtotal, total, weight, r, dx, dweight, rows, width,
     ADD: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """M rows after every M rows of all programs."""
+    """Compute the gradients of every n-th block of M rows, for n programs."""
     d = tl.arange(0, BLOCK)
     gain = tl.load(weight + d, d < width, 0.0).to(tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
@@ -179,7 +179,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def block(width: int) -> tuple[int, int, int]:
-    """(rows that a program computes at once, elements of a row, both powers of two; warps): about 16 elements to a thread."""
+    """Return (rows that a program computes at once, elements of a row, both powers of two; warps): about 16 elements to a thread."""
     size = max(16, 1 << (width - 1).bit_length())
     count = max(1, ELEMENTS // size)
     return count, size, max(1, min(16, count * size // 512))
@@ -273,12 +273,12 @@ differentiable(_rms_norm, _backward_alone, _setup)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last axis, with x's shape and dtype; low precision is normalised in fp32."""
+    """Return RMSNorm over the last axis, with x's shape and dtype; low precision is normalised in fp32."""
     return _rms_norm(x_TD.reshape(-1, x_TD.shape[-1]), weight_D, eps)[0].view(x_TD.shape)  # type: ignore[no-any-return]
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(RMSNorm of the total, total = x + residual), both with x's shape and dtype, in one pass."""
+    """Return (RMSNorm of the total, total = x + residual), both with x's shape and dtype, in one pass."""
     if x_TD.shape != residual_TD.shape or x_TD.dtype != residual_TD.dtype:
         raise ValueError(
             f"x is {x_TD.dtype} {list(x_TD.shape)}, residual {residual_TD.dtype} {list(residual_TD.shape)}: they must be alike"

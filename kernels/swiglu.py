@@ -71,7 +71,7 @@ def _backward_loop(part: int, start: int, stop: int, dy: Any, gate: Any, up: Any
 
 
 def _flat(x_TF: Tensor) -> Tensor:
-    """Return x from the first row's first to the last row's last element, with what lies between rows."""
+    """Return x as a flat view from its first to its last element, including gaps between rows."""
     T, width = x_TF.shape
     return x_TF.as_strided(((T - 1) * x_TF.stride(0) + width,), (1,))
 
@@ -130,7 +130,7 @@ def _backward_kernel(dy, gate, up, dgate, dup, width, gate_stride, up_stride, BL
 
 
 def _dense_rows(x_TF: Tensor) -> Tensor:
-    """Rows may lie apart (halves of one product), their elements not."""
+    """Return rows with contiguous elements; the rows themselves may be strided (halves of one product)."""
     return x_TF if x_TF.stride(1) == 1 else x_TF.contiguous()
 
 

@@ -28,21 +28,21 @@ class Cuts(Protocol):
 
 
 def cut_draw(z_SV: Tensor, scale: Tensor, uniforms: Tensor, cuts: Sequence[Cuts]) -> Tensor:
-    """[S] int64: a token of softmax(z * scale) among those that the cuts leave, by the inverse of their cumulative distribution, the
-    likeliest first. `scale` and `uniforms` in [0, 1) are [S]; they may be on CPU whatever z's device."""
+    """Return [S] int64: a token of softmax(z * scale) after the cuts, by the inverse of the cumulative distribution, likeliest first.
+    `scale` and `uniforms` in [0, 1) are [S]; they may be on CPU whatever z's device."""
     kept_SN, order_SN = _kept(torch.softmax(z_SV * scale.to(z_SV)[:, None], -1), cuts)
     return order_SN.gather(1, invert(kept_SN, uniforms.to(z_SV.device))[:, None])[:, 0]
 
 
 def cut(p_SV: Tensor, cuts: Sequence[Cuts]) -> Tensor:
-    """[S, V] in p's dtype: the distribution that the cuts leave."""
+    """Return [S, V] in p's dtype: the distribution that the cuts leave."""
     kept_SN, order_SN = _kept(p_SV, cuts)
     whole = kept_SN.sum(-1, keepdim=True)
     return torch.zeros_like(p_SV).scatter_(1, order_SN, (kept_SN / whole).to(p_SV))
 
 
 def _kept(p_SV: Tensor, cuts: Sequence[Cuts]) -> tuple[Tensor, Tensor]:
-    """Probabilities and tokens of what each row keeps, likeliest first; zero beyond it."""
+    """Return probabilities and ids of the tokens that each row keeps, likeliest first; zero beyond them."""
     limits = zip(*((row.top_k, row.top_p, row.min_p) for row in cuts), strict=True)
     top_k, top_p, min_p = (torch.tensor(limit, device=p_SV.device)[:, None] for limit in limits)
     V = p_SV.shape[-1]

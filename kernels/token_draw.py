@@ -28,7 +28,7 @@ LIKELIEST = -1.0  # in place of a uniform number: take the likeliest token, the 
 
 
 def token_draw_reference(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor) -> Tensor:
-    """The first token whose cumulative probability softmax(logits * scale) passes its uniform number."""
+    """Return the first token whose cumulative probability softmax(logits * scale) passes its uniform number."""
     p_CV = torch.softmax(logits_CV.double() * scale_C.double()[:, None], -1).cumsum(-1)
     drawn = (p_CV <= uniforms_C[:, None] * p_CV[:, -1:]).sum(-1)
     return torch.where(uniforms_C == LIKELIEST, logits_CV.argmax(-1), drawn)
@@ -107,7 +107,7 @@ def _draw_loop(
 
 
 def log_sum_exp(logits_CV: Tensor, scale_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """([C] log-sum-exps of logits * scale, [C] peaks, [C, blocks] sums over blocks relative to the peak), fp32, on CPU with numba."""
+    """Return ([C] log-sum-exps of logits * scale, [C] peaks, [C, blocks] block sums relative to the peak), fp32, on CPU with numba."""
     C, V = logits_CV.shape
     peaks, lse = torch.empty(C), torch.empty(C)
     blocks = torch.empty(C, -(-V // BLOCK))
@@ -134,7 +134,7 @@ def _portable(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor) -> tuple[T
 
 
 def invert(p_CV: Tensor, uniforms_C: Tensor) -> Tensor:
-    """The first entry whose cumulative weight passes `uniforms` times the total, by way of its block."""
+    """Return the first entry whose cumulative weight exceeds `uniforms` times the total; search its block first."""
     C, V = p_CV.shape  # a row with a NaN has any entry
     blocks = torch.nn.functional.pad(p_CV, (0, -V % BLOCK)).view(C, -1, BLOCK)
     passed = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
@@ -146,7 +146,7 @@ def invert(p_CV: Tensor, uniforms_C: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, wanted: Tensor) -> Tensor:
-    """[C, 1]: the first entry above `wanted`, and where rounding leaves none the last that adds anything."""
+    """Return [C, 1]: the first entry above `wanted`; if rounding leaves none, the last entry with a positive weight."""
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     return torch.minimum(torch.searchsorted(cumulative, wanted, right=True), last).clamp_(max=cumulative.shape[-1] - 1)
 
@@ -155,10 +155,10 @@ def _first_above(cumulative: Tensor, wanted: Tensor) -> Tensor:
 
 
 def token_draw(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor) -> tuple[Tensor, Tensor]:
-    """([C] int64 tokens of softmax(logits * scale), [C] log-sum-exps of logits * scale), without autograd.
+    """Return ([C] int64 tokens of softmax(logits * scale), [C] log-sum-exps of logits * scale), without autograd.
 
     `scale` [C] fp32 on CPU is one over the temperature, `uniforms` [C] fp64 on CPU in [0, 1); LIKELIEST in its place takes the
-    likeliest token. A row without a finite log-sum-exp has one that is not finite, and any token.
+    likeliest token. If a row's log-sum-exp is not finite, its token is arbitrary.
     """
     if not looped(logits_CV):
         return _portable(logits_CV, scale_C, uniforms_C)

@@ -52,7 +52,7 @@ class Process:
 
     def ask(self, request: Any, key: bytes, more: Any, seconds: float = SECONDS) -> dict[str, Any]:
         """Return the answer to a request of at most `seconds` of computing. `more` is sent along if the process does not know `key` yet.
-        LimitError where the request takes too much time or memory."""
+        Raise LimitError if the request takes too much time or memory."""
         with self._lock:
             popen = self._running()
             whole = pickle.dumps((seconds, key, None if key in self.known else more, request))
@@ -126,7 +126,7 @@ def _write(pipe: Any, whole: bytes) -> None:
 
 
 def _read(pipe: Any, size: int) -> bytes:
-    """Read so many bytes. EOFError where the process has ended or does not answer in time."""
+    """Read so many bytes. Raise EOFError if the process has ended or does not answer in time."""
     parts, left, until = list[bytes](), size, time.monotonic() + PATIENCE
     while left:
         if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
@@ -162,7 +162,7 @@ def _whole(requests: BinaryIO, head: bytes) -> Any:
 
 
 def _bound_memory(memory: int) -> None:
-    """Limit the memory of this process to its current size and so much more, on Linux."""
+    """Limit the memory of this process to its current size plus `memory` bytes, on Linux."""
     status = Path("/proc/self/statm")
     if status.is_file():
         most = int(status.read_text().split()[0]) * resource.getpagesize() + memory

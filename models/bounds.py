@@ -26,7 +26,7 @@ PATTERNS = 1 << 11  # most patterns by which an adapter chooses modules
 
 
 def read_object(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a file. ValueError where the file is too large, no JSON, nested too deeply, or no object."""
+    """Return the JSON object in a file. Raise ValueError if the file is too large, no JSON, nested too deeply, or no object."""
     if (size := path.stat().st_size) > limit:
         raise ValueError(f"{path} has {size:,} bytes: at most {limit:,} are read")
     try:
@@ -39,7 +39,7 @@ def read_object(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
 
 
 def check_numbers(raw: Mapping[str, Any]) -> None:
-    """Raise ValueError for a size in a configuration that is no whole number, or for more layers than any model has."""
+    """Raise ValueError for a size in a configuration that is not a whole number, or for more layers than any model has."""
     for name in SIZES:
         value = raw.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
@@ -49,7 +49,7 @@ def check_numbers(raw: Mapping[str, Any]) -> None:
 
 
 def check_sizes(raw: Mapping[str, Any], tensors: int, size: int) -> None:
-    """Raise ValueError where a configuration's sizes cannot be those of files of `size` bytes with so many tensors. Each size is a tensor's
+    """Raise ValueError if a configuration's sizes cannot be those of files of `size` bytes with so many tensors. Each size is a tensor's
     side, and a number takes half a byte at least. Each layer has a tensor."""
     check_numbers(raw)
     if (layers := raw.get("num_hidden_layers") or 0) > tensors:
@@ -60,7 +60,7 @@ def check_sizes(raw: Mapping[str, Any], tensors: int, size: int) -> None:
 
 
 def weight_names(index: Path) -> Sequence[str]:
-    """Return the names of the files in an index. ValueError for one that is no safetensors file of the index's own folder."""
+    """Return the names of the files in an index. ValueError for one that is not a safetensors file of the index's own folder."""
     content = read_object(index).get("weight_map")
     if not isinstance(content, dict) or not content:
         raise ValueError(f"{index} names no weights (weight_map)")

@@ -201,7 +201,7 @@ class ModelConfig(ModelShape):
         return self
 
     def _layout(self) -> str:
-        """Return the layout that can hold this model; ValueError if `model_type` names one that cannot."""
+        """Return the layout that can hold this model; raise ValueError if `model_type` names one that cannot."""
         has = self.features
         able = [name for name, (must, may) in LAYOUTS.items() if must <= has <= must | may]
         if not self.model_type:
@@ -236,7 +236,7 @@ class ModelConfig(ModelShape):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Each layer's sliding window in tokens; None where a query sees all of its path."""
+        """Each layer's sliding window in tokens; None if a query sees all of its path."""
         sliding = range(self.num_hidden_layers) if self.sliding_layers is None else self.sliding_layers
         return tuple(self.sliding_window if i in sliding else None for i in range(self.num_hidden_layers))
 

@@ -113,7 +113,7 @@ def matrix_rate(size: int = 768, seconds: float = 0.3, dtype: torch.dtype = torc
 @cache
 def peak_flops(device: str, precision: Precision = "fp32") -> float | None:
     """Return the operations per second of the device's matrix products at most: measured on a CPU, the data sheet's bf16
-    rate on a GPU in `GPUS`; None where neither is known."""
+    rate on a GPU in `GPUS`; None if neither is known."""
     if device == "cpu":
         return matrix_rate(dtype=DTYPES[precision])
     if device != "cuda" or precision != "bf16":

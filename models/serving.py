@@ -86,7 +86,7 @@ def guesses(speculate: int, draft: object) -> int:
 
 
 def prepared(model: Transformer, weights: Weights) -> Transformer:
-    """Return the model with such weights, changed in place; ValueError if it cannot have them."""
+    """Return the model with such weights, changed in place; raise ValueError if it cannot have them."""
     from puna.models.formats.quantised import quantise
 
     return model if weights == "same" else quantise(model, weights)
@@ -96,7 +96,7 @@ def engine_of(
     model: Transformer, tokenizer: Tokenizer, weights: Weights = "same", draft: tuple[Transformer, Tokenizer] | None = None,
     draft_weights: Weights = "same", **limits: Any,
 ) -> Engine:  # fmt: skip
-    """Return an engine with its `limits`, of a model and a draft whose weights are changed in place. ValueError where a draft has other
+    """Return an engine with its `limits`, of a model and a draft whose weights are changed in place. Raise ValueError if a draft has other
     tokens than the model."""
     from puna.models.generation import Engine
     from puna.models.generation.draft import DraftedEngine
@@ -126,7 +126,7 @@ def offloaded_model(
 ) -> Offloaded:  # fmt: skip
     """Return the model in a folder by the fastest plan for this work within `memory` GB, a draft's share included.
 
-    memory: None for most of the free memory. step_tokens: see `planner.choose`. ValueError if nothing fits, with what would.
+    memory: None for most of the free memory. step_tokens: see `planner.choose`. Raise ValueError if nothing fits, with what would.
     """
     from puna.models.machine import free_memory
     from puna.models.memory.offload import Source, offloaded

@@ -1,6 +1,6 @@
 """The base of all settings: frozen pydantic models whose every field is described and bounded.
 
-The same class is what code reads, what a recipe is checked against, and what a form shows.
+Code, the check of recipes and the forms share these classes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Settings(BaseModel):
         return {name: _over(defaults.get(name), value) for name, value in values.items()}
 
     def identity(self) -> dict[str, Any]:
-        """Return the JSON value of what decides results: every field that is not declared with `NO_RESULT`."""
+        """Return the JSON value of all fields that affect results: fields not declared with `NO_RESULT`."""
         value: dict[str, Any] = self.model_dump(mode="json")
         _forget(self, value)
         return value
@@ -46,7 +46,7 @@ class Settings(BaseModel):
 
 
 def _forget(settings: object, value: Any) -> None:
-    """Take from the JSON value of settings, or of a list of them, the fields that decide no result."""
+    """Remove from the JSON value of settings (or of a list of them) the fields that do not affect results."""
     if isinstance(settings, list | tuple):
         for item, own in zip(settings, value, strict=True):
             _forget(item, own)

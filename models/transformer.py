@@ -38,7 +38,7 @@ Layer = Callable[[Tensor, Tensor, Tensor, Attend], tuple[Tensor, Tensor | None]]
 
 
 class OverLatents(ABC):
-    """An `Attend` for latent attention alone, which sees what keys and values grow out of, before they do (`latent.py`)."""
+    """An `Attend` for latent attention alone: it sees the latents before they become keys and values (`latent.py`)."""
 
     def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
         raise TypeError(f"layer {layer} has keys and values, no latents")
@@ -50,7 +50,7 @@ class OverLatents(ABC):
 
 class Linear(nn.Linear):
     """A matrix [N, D], without bias unless asked for. Its weights come from a generator or a checkpoint, never from torch's global random
-    numbers. With `eight_bits`, passes that keep what a gradient needs multiply in 8 bits; all others do as ever."""
+    numbers. With `eight_bits`, passes with gradients multiply in 8 bits; all others in full precision."""
 
     eight_bits: Kind | None = None
 

@@ -96,7 +96,7 @@ class Endpoint:
         self._opener = urllib.request.build_opener(_Unmoved)
 
     def ask(self, bodies: Sequence[Mapping[str, Any]], note: str = "answers") -> list[Reply]:
-        """Return a reply to each request (`messages` and OpenAI's other fields). PunaError where the endpoint cannot be used."""
+        """Return a reply to each request (`messages` and OpenAI's other fields). Raise PunaError if the endpoint cannot be used."""
         requests = [self._whole(body) for body in bodies]
         replies = {id_: Reply(row["answer"], row["finished"], row["refused"]) for id_, row in self._exchanges().items()}
         missing = {id_: request for request in requests if (id_ := self._id(request)) not in replies}
@@ -185,6 +185,6 @@ class Endpoint:
 
 
 def grade_of(text: str, top: int) -> float | None:
-    """Return the first number in a judge's reply; None where there is none, or where it is not from 0 to `top`."""
+    """Return the first number in a judge's reply; None if it is missing or not from 0 to `top`."""
     number = re.search(r"\d+(?:\.\d+)?", text)
     return None if number is None or float(number.group()) > top else float(number.group())

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def tokens_apart(ids: Sequence[list[int]], answers: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Return the common beginning of the encoded answers, and each one's next token. PunaError if two are equal."""
+    """Return the common beginning of the encoded answers, and each one's next token. Raise PunaError if two are equal."""
     shared = 0
     while all(len(one) > shared for one in ids) and len({one[shared] for one in ids}) == 1:
         shared += 1

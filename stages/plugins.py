@@ -72,7 +72,7 @@ def _load(entry: EntryPoint) -> None:
 
 
 def add(text: str) -> ModuleType:
-    """Import what `--module` names, a Python file or a dotted module; PunaError where that fails.
+    """Import what `--module` names, a Python file or a dotted module; raise PunaError if that fails.
 
     A file's folder is appended to `sys.path`, so that it can import what lies beside it; its module is named after it.
     """

@@ -77,7 +77,7 @@ class Aliases:
         raise AssertionError("unreachable")
 
     def parts(self, alias: str) -> tuple[str, str]:
-        """Return the project of an alias, and its name there. Raise PunaError if the text is no alias."""
+        """Return the project of an alias, and its name there. Raise PunaError if the text is not an alias."""
         if (match := ALIAS.fullmatch(alias)) is None:
             raise PunaError(
                 f"{alias}: no such alias; one is [PROJECT/]NAME@VERSION, of letters, digits, `_`, `-` and `.`, for example policy@latest"

@@ -86,7 +86,7 @@ class Artifact:
         return Stored(self.files, f"{self.place}/{name}", self.manifest.files[name].sha256, groups)
 
     def sources(self, table: str | None = None) -> list[Artifact]:
-        """Return the artifacts that hold rows of the table; PunaError where one is gone."""
+        """Return the artifacts that hold rows of the table; raise PunaError if one is gone."""
         artifacts = [Artifact(source.kind, source.key, self.files) for source in self.record(table).sources]
         if lost := next((one for one in artifacts if self.files.stat(f"{one.place}/{NAME}") is None), None):
             raise PunaError(f"artifact {self.id} keeps rows of {lost.id}, which is not in the store")
@@ -152,11 +152,11 @@ class Artifact:
     def damage(self, read: Sequence[str] = (), *, quick: bool = False, own: bool = False) -> list[str]:
         """Return the damage that is found, a clause each; empty when the artifact is whole.
 
-        A manifest that cannot be read, lies elsewhere or was edited; a file missing, unknown, of another size or with
-        another checksum; rows kept by reference whose artifact is gone or of other content. `read`: files, or folders ending
-        in /, whose checksums alone are compared; none: all. `quick`: not those of files that have the size, the place and the
-        time of writing with which they were last found whole. This still finds whatever was written, cut, replaced or removed;
-        what a disk loses by itself only a full look finds. `own`: leave out the artifacts whose rows it keeps by reference.
+        A manifest that cannot be read, lies elsewhere or was edited; a file missing, unknown, of another size or with another checksum;
+        rows kept by reference whose artifact is gone or of other content. `read`: files, or folders ending in /, whose checksums alone are
+        compared; none: all. `quick`: skip files whose size, inode and modification time are as at the last full check. This still detects
+        changed, truncated, replaced or removed files; only a full check detects bit rot. `own`: leave out the artifacts whose rows it keeps
+        by reference.
         """
         try:
             manifest = self.manifest

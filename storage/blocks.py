@@ -50,7 +50,7 @@ def widened(start: int, stop: int, size: int) -> tuple[int, int]:
 
 
 def right(data: bytes, start: int, size: int, sums: str) -> bool:
-    """True if whole blocks from `start` on have these checksums of their file."""
+    """True if the blocks of `data`, from offset `start` of a file of `size` bytes, match their checksums `sums`."""
     step, view = block_bytes(size), memoryview(data)
     try:
         expected = np.frombuffer(base64.b64decode(sums, validate=True), dtype="<u4")

@@ -1,6 +1,6 @@
 """Local copies of files of an object store, for libraries that read by path: bounded, the longest unused go first.
 
-What a process uses stays while it lives. `PUNA_CACHE` names the folder, `PUNA_CACHE_GB` its bound.
+Files that a process uses stay while it runs. `PUNA_CACHE` names the folder, `PUNA_CACHE_GB` its bound.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def folder() -> Path:
 
 
 def most_bytes() -> int:
-    """Return the bound of the cache in bytes. Raise PunaError if PUNA_CACHE_GB is no number."""
+    """Return the bound of the cache in bytes. Raise PunaError if PUNA_CACHE_GB is not a number."""
     text = os.environ.get("PUNA_CACHE_GB", str(MOST_GB))
     try:
         return int(float(text) * 1e9)

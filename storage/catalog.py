@@ -111,7 +111,7 @@ class Catalog:
         return re.sub(r"(?i)\b(key_of|upstream|lineage|diff)\s*\((\s*'[^']+'(?:\s*,\s*'[^']+')?\s*)\)", keys, text)
 
     def several(self, text: str) -> dict[str, int]:
-        """Return how many artifacts have rows in each table that a text names, unless it names an artifact."""
+        """Return each table that `text` names with its number of artifacts; empty if `text` names an artifact."""
         if re.search(r"(?i)\bartifact\b", text):
             return {}
         counts = {name: sum(name in one["tables"] for one in self._views.entries) for name in self.named(text) if name in KINDS}
@@ -161,7 +161,7 @@ def create_facts(connection: duckdb.DuckDBPyConnection, name: str, rows: list[di
 
 
 def create_view(connection: duckdb.DuckDBPyConnection, name: str, views: Views) -> None:
-    """Make a view; PunaError where a file of it is damaged."""
+    """Make a view; raise PunaError if a file of it is damaged."""
     try:
         connection.execute(f"create view {name} as {views.query(name)}")
     except duckdb.Error as error:

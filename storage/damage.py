@@ -37,8 +37,8 @@ _COMPARED: dict[tuple[str, str], tuple[str, float]] = {}
 def checked(files: Files, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
     """Return `artifact` after a look for damage (to `read`, see `Artifact.damage`). Raise DamagedArtifact, after a move to `quarantine/`.
 
-    A quick look finds what was written, cut or removed. `whole` compares every byte, unless each read does so anyway: a disk that changes
-    a file by itself keeps its size and time.
+    A quick check detects changed, truncated or removed files. `whole` compares every byte, unless each read does so anyway: a disk that
+    changes a file by itself keeps its size and time.
     """
     artifact = Artifact(artifact.kind, artifact.key, artifact.files)  # its manifest is read anew; it may lie in another store
     if not (damage := artifact.damage(read, quick=not whole or artifact.files.checks_reads)):
@@ -94,7 +94,7 @@ class ComparedFiles(LocalFiles):
 
 
 def reading(files: Files) -> Files:
-    """Return the files for readers that commit nothing. A stage compares what it read before its commit instead."""
+    """Return the files for readers that commit nothing. A stage checks its inputs before its commit instead."""
     return ComparedFiles(files.root) if isinstance(files, LocalFiles) else files
 
 
@@ -131,7 +131,7 @@ def _whole(files: Files, name: str) -> bool:
 
 
 def note(files: Files, kind: str, key: str, what: Finding) -> None:
-    """Add to the journal what was found about an artifact."""
+    """Add a finding about an artifact to the journal."""
     line = {"time": datetime.now(UTC).isoformat(), "kind": kind, "key": key, "what": what}
     with contextlib.suppress(OSError):  # a store may be mounted so that nothing can be written
         files.append(JOURNAL, index.line(line))

@@ -1,7 +1,7 @@
 """`puna.duckdb` beside a store's artifacts: the views of the store for any client of DuckDB, who opens it read-only.
 
-It holds views and small tables, no rows of artifacts. When artifacts, aliases or runs change, a new file replaces it, so that readers
-never wait and keep what they opened. The views name the files by the store's address; `set variable store = '/elsewhere/'` moves them.
+It holds views and small tables, no rows of artifacts. When artifacts, aliases or runs change, a new file replaces it, so that readers never
+wait and keep their open file. The views name the files by the store's address; `set variable store = '/elsewhere/'` moves them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _state(store: Store) -> tuple[str, str]:
 
 
 def _before(store: Store, copy: Path) -> tuple[str, str] | None:
-    """Return the digests in the present file, read from an unlocked copy of it; None where it cannot be read."""
+    """Return the digests in the present file, read from an unlocked copy of it; None if it cannot be read."""
     try:
         copy.write_bytes(store.files.read(FILE))
         with duckdb.connect(str(copy), read_only=True) as connection:

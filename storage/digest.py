@@ -59,7 +59,7 @@ def of_file(path: Path) -> str:
 
 
 def of_stream(file: BinaryIO) -> str:
-    """Return the sha256 of what is left of an open file, 64 hex digits."""
+    """Return the sha256 of the rest of an open file, 64 hex digits."""
     state = hashlib.sha256()
     while chunk := file.read(CHUNK_BYTES):
         state.update(chunk)

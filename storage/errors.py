@@ -10,7 +10,7 @@ class PunaError(Exception):
 
 
 class DamagedArtifact(PunaError):
-    """An artifact whose bytes are not those that were written."""
+    """An artifact whose bytes have changed since it was written."""
 
     @classmethod
     def of(cls, name: str, damage: Sequence[str], aside: Sequence[str] = ()) -> DamagedArtifact:

@@ -83,7 +83,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows regrouped by the column `by` into `count` partitions. `infos`: what the jobs gave beside their rows, in order."""
+    """Rows regrouped by the column `by` into `count` partitions. `infos`: the jobs' extra results beside rows, in order."""
 
     parts: tuple[Partition, ...]
     schema: pa.Schema

@@ -15,7 +15,7 @@ from puna.storage.work import Identity
 
 @dataclass(frozen=True)
 class Change:
-    """One difference: what (`config`, `code`, `input`, the `artifact` itself), which field, and its values before and now."""
+    """One difference: its part (`config`, `code`, `input`, the `artifact` itself), field, and values before and now."""
 
     what: str
     name: str

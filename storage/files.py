@@ -25,7 +25,7 @@ LOCKS = "locks"
 
 
 class DamagedFile(PunaError):
-    """A file's bytes are not those that were written."""
+    """A file whose bytes have changed since it was written."""
 
 
 class Stat(NamedTuple):
@@ -85,7 +85,7 @@ class Files(Protocol):
         """Write a small file if it still has this version (None: does not exist); return False if it has another."""
 
     def write(self, name: str, data: bytes, *, lasting: bool = True) -> None:
-        """Write a small file, whatever was there; it exists whole or not at all: after a loss of power only where it is `lasting`."""
+        """Write a small file atomically, replacing any old one; if `lasting`, it also survives a loss of power."""
 
     def append(self, name: str, line: bytes) -> None:
         """Add one line to a log. A line that a crash cut short damages no other."""
@@ -94,7 +94,7 @@ class Files(Protocol):
         """Move a local file into the place. It survives a loss of power if it was synced before."""
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with its content, if it exists. A half-removed folder is no artifact."""
+        """Remove a file, or a folder with its content, if it exists. A half-removed folder is not an artifact."""
 
     def move(self, folder: str, target: str) -> None:
         """Rename a folder; the target must not exist."""
@@ -121,7 +121,7 @@ class Files(Protocol):
         """Return a local folder for work in progress that survives a crash, made if missing."""
 
     def free(self) -> int | None:
-        """Return the free bytes; None if there is no bound."""
+        """Return the free bytes; None if storage is unbounded."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def entries(files: Files) -> list[Entry]:
 
 
 def entry(artifact: Artifact, version: str) -> Entry:
-    """Return the summary of an artifact's manifest. PunaError where it cannot be read. `sound`: nobody has changed it."""
+    """Return the summary of an artifact's manifest. Raise PunaError if it cannot be read. `sound`: nobody has changed it."""
     m = artifact.manifest
     tables = {
         name: {"files": [s.file for s in table.shards if s.file], "sources": len(table.sources), "rows": table.rows}
@@ -91,7 +91,7 @@ def line(entry: Entry) -> bytes:
 
 
 def parsed(line: bytes) -> Entry | None:
-    """Return the entry in a line of a journal, or None where it is damaged. Journals of aliases once had lines without a checksum."""
+    """Return the entry in a line of a journal, or None if it is damaged. Journals of aliases once had lines without a checksum."""
     data = line if line.startswith(b"{") else line[9:]
     try:
         entry: Entry = json.loads(data.decode())

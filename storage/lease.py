@@ -31,7 +31,7 @@ FIRST_POLL, POLL = 0.05, 1.0
 
 
 class State(NamedTuple):
-    """The content of a lease object. `owner`: the process that holds it, empty where nobody does."""
+    """The content of a lease object. `owner`: the process that holds it, empty if nobody does."""
 
     owner: str
     version: str | None
@@ -83,7 +83,7 @@ _threads: defaultdict[tuple[Place, str], threading.Lock] = defaultdict(threading
 
 @contextlib.contextmanager
 def lease(place: Place, name: str, term: float, *, wait: bool) -> Iterator[bool]:
-    """Hold a name; without `wait`, yield False where another process holds it."""
+    """Hold a name; without `wait`, yield False if another process holds it."""
     mine = None
     with contextlib.ExitStack() as stack:
         if _threads[place, name].acquire(blocking=wait):

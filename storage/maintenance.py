@@ -1,4 +1,4 @@
-"""Maintenance of a store: verifying checksums, removing what nothing needs."""
+"""Maintenance of a store: verifying checksums, removing unneeded artifacts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
     """Remove artifacts that nothing needs, and abandoned work; return them.
 
     Needed is what an alias, a run at work, one of the last `keep_runs` runs that made or reused anything, another live process, an
-    accepted equivalence or kept work names, and all that it was made from. What `store` itself holds is not spared. Work stays while
+    accepted equivalence or kept work names, and all that it was made from. Locks that `store` itself holds spare nothing. Work stays while
     a process holds it, and for `work_days` days after anything in it was last written. With `remove=False` nothing is touched.
     """
     files, old = store.files, time.time() - work_days * 86_400

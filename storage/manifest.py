@@ -132,7 +132,7 @@ class Manifest:
 
 @lru_cache(maxsize=256)
 def _parsed(data: bytes) -> Manifest:
-    """Return the manifest in a JSON text, cached: a process asks for the same ones many times. Raise ValueError where it was changed."""
+    """Return the manifest in a JSON text, cached: a process asks for the same ones many times. Raise ValueError if it was changed."""
     value = json.loads(data)
     if value.get("format") != FORMAT:
         raise ValueError(f"it has format {value.get('format')}; this Puna reads {FORMAT}")
@@ -151,7 +151,7 @@ def _table(value: dict[str, Any]) -> TableRecord:
 
 
 def key_of(stage: str, code_version: str, config: dict[str, Any], inputs: list[InputRecord]) -> str:
-    """Return the key of what a stage makes: sha256 over stage, code version, configuration and the inputs' data digests."""
+    """Return the key of a stage's output: sha256 over stage, code version, configuration and the inputs' data digests."""
     return digest.of_value(
         {"stage": stage, "code": code_version, "config": config, "inputs": [[i.name, i.kind, i.data_digest] for i in inputs]}
     )

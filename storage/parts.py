@@ -251,7 +251,7 @@ def between(shards: Sequence[ShardRows], low: str, high: str | None, columns: Se
 
 @dataclass(frozen=True)
 class Beside:
-    """Rows of another table that a worker gets together with the rows of the same ids; what `Artifact.beside` gives."""
+    """Rows of another table that a worker gets together with the rows of the same ids; the result of `Artifact.beside`."""
 
     shards: tuple[ShardRows, ...]
     schema: pa.Schema

@@ -1,4 +1,4 @@
-"""A store on S3, or on what speaks its protocol: manifests and aliases by conditional put, leases instead of locks, no rename."""
+"""A store on S3, or a compatible service: manifests and aliases by conditional put, leases instead of locks, no rename."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class S3Files(Bucket, Files):
 
     @classmethod
     def at(cls, uri: str) -> S3Files:
-        """Return the place that `s3://BUCKET/PREFIX` names; PunaError where it names none, or holds credentials."""
+        """Return the place that `s3://BUCKET/PREFIX` names; raise PunaError if it names none, or holds credentials."""
         parsed = urlsplit(uri)
         if "@" in parsed.netloc or parsed.query:
             raise PunaError(
@@ -72,7 +72,7 @@ class S3Files(Bucket, Files):
         return self._compared(name, 0, None)[0]
 
     def versioned(self, name: str) -> tuple[bytes, str] | None:
-        """Return the content and version of a whole file, compared with its checksums; None where there is none."""
+        """Return the content and version of a whole file, compared with its checksums; None if there is none."""
         try:
             return self._compared(name, 0, None)
         except FileNotFoundError:
@@ -142,7 +142,7 @@ class S3Files(Bucket, Files):
         return self.swapped(name, data, version) is not None
 
     def swapped(self, name: str, data: bytes, version: str | None) -> str | None:
-        """Write as `swap` does and return the new version; None where the file has another one."""
+        """Write as `swap` does and return the new version; None if the file has another one."""
         nonce = uuid.uuid4().hex
         mode: PutMode = "create" if version is None else {"e_tag": version}
         for attempt in range(TRIES):
@@ -288,7 +288,7 @@ def _stat(meta: ObjectMeta) -> Stat:
 
 
 def _right(data: bytes, start: int, size: int, sums: str) -> bool:
-    """True if bytes agree with their checksums, or have none: other tools that copy files into the bucket write none."""
+    """True if bytes match their checksums or lack them: other tools copy files into the bucket without checksums."""
     return not sums or blocks.right(data, start, size, sums)
 
 

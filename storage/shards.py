@@ -54,7 +54,7 @@ class FileRecord:
 class Shard:
     """One shard of a table. `low`, `high`: its first and last key; `groups`: rows of the row groups of its own file.
 
-    `file`, `order`, `facts`: names of its own rows, its order file and each own row's digest and length; empty if it has none.
+    `file`, `order`, `facts`: names of its files of own rows, their order, and their digests and lengths; empty if missing.
     """
 
     rows: int
@@ -144,7 +144,7 @@ class Sink:
 
 
 def write_table(path: Path, table: pa.Table, **how: Any) -> FileRecord:
-    """Write rows that are no table of an artifact as one row group, synced."""
+    """Write rows outside any artifact table as one row group, synced."""
     with contextlib.closing(Sink(path)) as sink:
         write_rows(sink, table, **how)
     return sink.record
@@ -192,7 +192,7 @@ class ShardWriter:
         self._file = sink, pq.ParquetWriter(sink, schema, compression="zstd", compression_level=LEVEL, use_dictionary=alike)
 
     def add(self, rows: pa.Table, facts: pa.Table | None = None) -> None:
-        """Take rows that follow those before, with their facts where these are known; PunaError where two have one key."""
+        """Take rows that follow those before, with their facts where these are known; raise PunaError if two have one key."""
         rows = self._table.conform(rows)
         if self._file is None:
             self.open(rows.schema)

@@ -1,7 +1,7 @@
 """The staging area of unfinished work: shards in final form, each with a record of its checksums.
 
-A record is written after its files. What an earlier attempt left is compared with its record before it is used; what is damaged
-goes and is made again. So records and what is regrouped need not outlive a loss of power; shards, which are committed, do.
+A record is written after its files. Files of an earlier attempt are checked against their record before use; damaged files are removed and
+made again. So records and regrouped rows need not survive a loss of power; committed shards must.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class Staging:
-    """The folder of the store where the jobs of one key leave what they made."""
+    """The folder of the store where the jobs of one key write their output."""
 
     files: Files
     folder: str

@@ -63,7 +63,7 @@ class Store:
         weakref.finalize(self, self.holding.release)
 
     def _check_layout(self) -> None:
-        """Raise PunaError where the store was made by a Puna of another layout; mark a new one."""
+        """Raise PunaError if the store was made by a Puna of another layout; mark a new one."""
         mark = json.dumps({"layout": FORMAT}).encode()
         marked = self.files.stat(LAYOUT) is not None
         layout = _field(self.files.read(LAYOUT), "layout") if marked else None
@@ -150,7 +150,7 @@ class Store:
         return artifacts[0]
 
     def checked(self, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
-        """Return `artifact` after a look for damage; see `damage.checked`."""
+        """Check an artifact for damage and return it; see `damage.checked`."""
         return damage.checked(self.files, artifact, read, whole=whole)
 
     def quarantine(self, artifact: Artifact) -> str | None:
@@ -212,7 +212,7 @@ class Store:
         return self._aliases.project
 
     def within(self, project: str | None) -> Store:
-        """Return this store within a project, itself where none is named."""
+        """Return this store within a project, itself if none is named."""
         if not project or project == self.project:
             return self
         view = copy.copy(self)
@@ -220,7 +220,7 @@ class Store:
         return view
 
     def require_project(self) -> Store:
-        """Return this store. Raise PunaError where it has nothing of its project."""
+        """Return this store. Raise PunaError if it has nothing of its project."""
         if self.project != DEFAULT and self.project not in (projects := self.projects()):
             raise PunaError(f"project {self.project}: {self.uri} has no such project; there are {', '.join(projects)}")
         return self
@@ -292,7 +292,7 @@ class Store:
             self.files.append(f"runs/{run}.jsonl", line)
 
     def at_work(self, run: str) -> AbstractContextManager[bool]:
-        """Hold a run while it is at work: `gc` then keeps what the run has, and a killed run can be recognised."""
+        """Hold a lock while a run works: `gc` then keeps the run's artifacts, and a killed run can be recognised."""
         return self.lock(f"run-{run}")
 
     def runs(self) -> list[str]:

@@ -41,7 +41,7 @@ MOST_SOURCES = 4
 
 @dataclass(frozen=True)
 class Pieces:
-    """The jobs' pieces of one table. `cut`: shards of the corpus that it belongs to; 0: of none."""
+    """The jobs' pieces of one table. `cut`: number of shards of its corpus; 0 outside a corpus."""
 
     table: str
     staged: list[Staged]
@@ -215,14 +215,14 @@ def shard_rows(pieces: Pieces, made: Made, staging: Staging) -> list[ShardRows]:
 
 @cache
 def empty(name: str) -> bytes:
-    """Return the file of a table without rows; its columns are those that every such table has."""
+    """Return the file of a table without rows; it has the columns of every such table."""
     buffer = pa.BufferOutputStream()
     shards.write_rows(buffer, table_schema(name).schema.empty_table())
     return bytes(buffer.getvalue())
 
 
 def parquet(files: Sequence[str]) -> str:
-    """Return SQL for the rows of Parquet files, columns by name; whatever their paths hold, they are no patterns and no columns."""
+    """Return SQL for the rows of Parquet files, columns by name; paths are literals, neither patterns nor columns."""
     paths = ", ".join(literal(pattern(file)) for file in files)
     return f"read_parquet([{paths}], union_by_name = true, hive_partitioning = false)"
 

@@ -108,7 +108,7 @@ def facts(name: str, store: Store, entries: Iterable[Entry]) -> list[dict[str, A
 
 @dataclass(frozen=True)
 class Views:
-    """The views of some artifacts. `before`: SQL of what stands before the names of files. `use`: called with the names of files that a
+    """The views of some artifacts. `before`: SQL of the prefix of file names. `use`: called with the names of files that a
     view reads."""
 
     store: Store
@@ -136,7 +136,7 @@ class Views:
         return self._rows(one["kind"], [one])
 
     def _addresses(self) -> str:
-        """Return id and address of every page and document, read where they came in: what was made of them has the same ones."""
+        """Return id and address of every page and document, read from the first artifacts; derived ones keep id and address."""
         texts = {one["key"]: one for one in self.entries if one["kind"] in ("pages", "documents")}
         first = [one for one in texts.values() if not any(source["input"] in texts for source in one["inputs"])]
         files = [f"{place_of(one['kind'], one['key'])}/{file}" for one in first for file in one["tables"][one["kind"]]["files"]]

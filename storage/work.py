@@ -242,7 +242,7 @@ class Holding:
         self._lease = contextlib.ExitStack()
 
     def add(self, key: str) -> None:
-        """Note a key. Where nothing may be written nothing can be removed either."""
+        """Note a key, if the store is writable."""
         with self._guard:
             if key in self._keys:
                 return

@@ -85,7 +85,7 @@ def new(folder: Annotated[Path, typer.Argument(metavar="NAME", help="Folder to m
 def write_project(folder: Path) -> list[Path]:
     """Write a project to a new folder, whose name is the package's; return the files.
 
-    PunaError where the name is none that Python can import, or the folder is there.
+    Raise PunaError if Python cannot import the name, or the folder exists.
     """
     name = folder.name
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or name == "puna":

@@ -65,7 +65,7 @@ def run(
     ] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a flow or a single stage; what was made before is reused."""
+    """Run a flow or a single stage; existing artifacts are reused."""
     if processes > 1 and ranks.count() == 1:
         raise typer.Exit(ranks.start([sys.executable, "-m", "puna.flows.cli.main", *sys.argv[1:]], processes))
     ranks.join()

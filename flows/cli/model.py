@@ -218,7 +218,7 @@ def _print_answers(tokenizer: Tokenizer, rows: list[tuple[Any, list[int], Row]],
 
 
 def _check_room(engine: Engine, prompt: int, answer: int) -> None:
-    """Raise PunaError where the longest prompt and its answer do not fit into the model's context."""
+    """Raise PunaError if the longest prompt and its answer do not fit into the model's context."""
     if engine.room(prompt, answer) < answer:
         context = engine.model.config.max_position_embeddings
         message = f"{prompt} tokens of a prompt and {answer} of its answer exceed the model's context of {context}"
@@ -236,7 +236,7 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
 
 
 def _searching(method: str | None, n: int, verifier: str | None, expansions: int, temperature: float | None) -> SearchConfig | None:
-    """Return the search that was asked for; PunaError where options do not fit."""
+    """Return the search that was asked for; raise PunaError if options do not fit."""
     if method is None:
         if verifier is not None:
             raise PunaError("--verifier chooses among answers: give --search best or tree, too")
@@ -304,7 +304,7 @@ def _parsed(number: int, line: bytes) -> Any:
 
 
 def _unicode(text: str, where: str) -> str:
-    """Return the text; PunaError where it holds bytes that are no UTF-8, or halves of surrogate pairs, as JSON may."""
+    """Return the text; raise PunaError if it holds bytes that are not UTF-8, or halves of surrogate pairs, as JSON may."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

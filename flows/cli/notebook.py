@@ -24,7 +24,7 @@ Input = Item | str | Path
 
 
 def open(path: str | Path = DEFAULT_STORE, project: str | None = None) -> Store:
-    """Return the store in a folder, which is made where there is none. `project`: whose aliases are meant by names without one."""
+    """Open the store in a folder; create it if it does not exist. `project`: the default project of aliases."""
     return Store.open(path, project)
 
 

@@ -69,7 +69,7 @@ class Answerer:
         return await self._answered(body, request, prompts, body.max_tokens, "text_completion", top)
 
     def _prompt(self, text: str) -> list[int]:
-        """Return ids of a text to go on with. ApiError where the tokenizer's patterns take too long on it."""
+        """Return ids of a text to go on with. Raise ApiError if the tokenizer's patterns take too long on it."""
         try:
             return [*self.tokenizer.lead, *self.tokenizer.encode(text)]
         except ValueError as error:
@@ -145,12 +145,12 @@ class Answerer:
             reply.scores[number] = scores[len(reply.ids) :]
 
     def check(self, model: str) -> None:
-        """Raise ApiError where the request names another model."""
+        """Raise ApiError if the request names another model."""
         if model != self.name:
             raise ApiError(404, "invalid_request_error", f"there is no model {model!r} here, only {self.name!r}", "model")
 
     def _checked(self, body: Sampled, ids: list[int], longest: int) -> list[str]:
-        """Return the texts that end an answer; ApiError where the request does not fit the model."""
+        """Return the texts that end an answer; raise ApiError if the request does not fit the model."""
         if body.model is not None:
             self.check(body.model)
         context, V = self.config.max_position_embeddings, self.config.vocab_size
@@ -197,7 +197,7 @@ def _refusal(field: str, message: str) -> ApiError:
 
 
 async def _lines(reply: Reply, first: Event, events: AsyncGenerator[Event, None], usage: bool) -> AsyncIterator[str]:
-    """Yield a stream of events; `usage`: the last one tells what was used."""
+    """Yield a stream of events; `usage`: the last event reports the token counts."""
     try:
         yield reply.line(first)
         async for event in events:

@@ -80,7 +80,7 @@ class Sampled(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: Any) -> Any:
-        """Remove null fields. Raise ValueError for lone surrogates, which are no text."""
+        """Remove null fields. Raise ValueError for lone surrogates, which are not text."""
         json.dumps(values, ensure_ascii=False, default=str).encode()
         return {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
 
@@ -140,7 +140,7 @@ class ChatRequest(Sampled):
 
 @dataclass
 class Offsets:
-    """The places where each token's text begins, in characters; parts of one character begin with it, and special tokens have no text."""
+    """The character offset of each token's text. Tokens that share one character start at its offset; special tokens have no text."""
 
     tokenizer: Tokenizer
     places: list[int] = field(default_factory=list)

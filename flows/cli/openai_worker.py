@@ -36,7 +36,7 @@ class Worker:
         self._thread.join()
 
     async def answer(self, ids: list[int], params: SamplingParams, seconds: float) -> AsyncGenerator[Event, None]:
-        """Yield the request's tokens as they come. ApiError where the engine refuses it or its time is up."""
+        """Yield the request's tokens as they come. Raise ApiError if the engine refuses it or its time is up."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
         submitted: list[Asked] = []

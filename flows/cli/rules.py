@@ -40,7 +40,7 @@ Mask = NDArray[np.bool_]
 
 
 class Page(NamedTuple):
-    """An annotated page. `truth`: the good part of its text; None where `good` tells whether all of it is good."""
+    """An annotated page. `truth`: the good part of its text; None if `good` tells whether all of it is good."""
 
     body: str
     html: bool
@@ -171,7 +171,7 @@ def _row(number: int, text: str) -> dict[str, Any]:
 def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Evidence:
     """Judge the documents by every rule of a recipe's selections, each alone and in its order.
 
-    Rules on a classifier that the recipe trains are not judged: what it would learn from is not at hand.
+    Rules on a classifier that the recipe trains are not judged: its training data is not available.
     """
     loaded = load(recipe, list(changes), "curate")
     steps = fields(flow_named("curate"))
@@ -227,7 +227,7 @@ def _given(pages: Annotations, artifacts: Mapping[str, Artifact]) -> dict[str, A
 
 
 def _at_hand(config: SelectConfig, columns: Sequence[str]) -> tuple[SelectConfig, list[str]]:
-    """Return the configuration without what reads signals that are not at hand, and the names of that."""
+    """Return the configuration without rules on unavailable signals, and the names of these rules."""
     lacking: list[str] = []
     if (apart := config.code_reasoning) is not None:
         scores = {"min_code": "code_score", "min_reasoning": "reasoning_score"}

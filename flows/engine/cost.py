@@ -216,7 +216,7 @@ def _layouts(config: ModelConfig, work: Work, gpu: str, gpus: int) -> list[Estim
 
 
 def _described(ranked: list[Estimate], gpu: str, gpus: int) -> list[str]:
-    """Return a line for each layout; where none fits, one that says so and what the least would need."""
+    """Return a line for each layout that fits; if none does, one line with the memory of the smallest."""
     lines = [f"{one.layout}: {one.seconds:.3g} s a step, {one.bytes / 1e9:,.0f} GB of a device ({one.reason})" for one in ranked]
     if not ranked:
         return [f"none that is proved fits the step and the model on {gpus} devices; the time supposes that they share the work evenly"]

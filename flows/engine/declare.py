@@ -264,7 +264,7 @@ class Walk(ABC):
         return None
 
     def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
-        """Take an exclusive lock of the store by name; False where another run holds it."""
+        """Take an exclusive lock of the store by name; False if another run holds it."""
         return contextlib.nullcontext(True)
 
     def tell(self, text: str) -> None:  # noqa: B027  only a walk that performs has listeners
@@ -315,7 +315,7 @@ class Walk(ABC):
         return results[-1] if step.through else joined(results)
 
     def _checked(self, step: Step, label: str, given: dict[str, list[Output]]) -> dict[str, list[Output]]:
-        """Return the inputs that are there, after a complaint about those that are not."""
+        """Return the inputs that exist; report the missing ones."""
         stage = step.stage
         accepted: dict[str, list[Output]] = {}
         if unknown := set(given) - {spec.name for spec in stage.inputs}:

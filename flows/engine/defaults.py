@@ -27,9 +27,9 @@ SERVED = "PUNA_SERVED_STORE"
 
 
 def prepare(store: Path, terminal: str = "CRITICAL") -> None:
-    """Set Prefect's environment variables that are not set yet, before Prefect is imported. `terminal`: its log level there.
+    """Set Prefect's unset environment variables before Prefect is imported. `terminal`: Prefect's log level on the terminal.
 
-    A server gets a run's lines whatever the level; on a run's terminal Puna itself reports.
+    A server gets all log lines of a run; on the terminal Puna reports progress itself.
     """
     os.environ.setdefault("PREFECT_HOME", str(store / "prefect"))
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", terminal)

@@ -1,4 +1,4 @@
-"""Estimates of a step's time, disk, memory and output rows: those of the most similar earlier run, scaled by what comes in."""
+"""Estimates of a step's time, disk, memory and output rows: the most similar earlier run, scaled by the size of the inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGEST = 1e30
 
 @dataclass(frozen=True)
 class Size:
-    """The size of an artifact or a file. `rows`: of its main table, 0 where it has none."""
+    """The size of an artifact or a file. `rows`: of its main table, 0 if it has none."""
 
     rows: float
     bytes: float
@@ -62,7 +62,7 @@ class Experience:
     def expect(self, stage: str, config: Mapping[str, Any], sizes: Sequence[Size]) -> Expected | None:
         """Return the estimate for a stage on inputs of these sizes; None if it never ran in this store.
 
-        The newest of the runs whose configurations differ in the fewest fields is scaled; the seed is no difference.
+        The newest of the runs whose configurations differ in the fewest fields is scaled; the seed is not a difference.
         """
         past, wanted, now = self._past.get(stage, []), flat(dict(config)), together(sizes)
         if not past:

@@ -50,14 +50,14 @@ def is_artifact(text: str) -> bool:
 
 
 def alias_of(name: str) -> str:
-    """Return the alias that `--as NAME` sets; PunaError where that is no name."""
+    """Return the alias that `--as NAME` sets; raise PunaError if that is not a name."""
     if not re.fullmatch(r"[\w-][\w.-]*", name):
         raise PunaError(f"--as {name}: a name has letters, digits, _, - and . only, for example smollm2")
     return f"{name}@latest"
 
 
 def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where: str) -> RunInputs:
-    """Parse inputs; `NAME=ARTIFACT` gives an artifact to the input or the source NAME. Raise PunaError where NAME is neither, or where
+    """Parse inputs; `NAME=ARTIFACT` gives an artifact to the input or the source NAME. Raise PunaError if NAME is neither, or where
     files are given and none are taken.
     """
     items: list[Item] = []
@@ -93,7 +93,7 @@ def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store,
 
 
 def check_address(what: str, text: str) -> None:
-    """Raise PunaError where forms may name local paths alone, and the text gives an address that a run would ask."""
+    """Raise PunaError if forms may name local paths alone, and the text gives an address that a run would ask."""
     uri = text.partition("=")[2] if is_named(text) else text
     scheme, sign, _ = uri.partition("://")
     if os.environ.get(ADDRESSES) == REFUSED and ("::" in uri or (sign and scheme not in ("file", "local"))):

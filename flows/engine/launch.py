@@ -183,7 +183,7 @@ def checked_inputs(
 
 
 def flow_inputs(flow: Flow, recipe: Recipe, wanted: RunInputs, store: Store, *, executor: str = PROCESSES, quiet: bool) -> dict[str, Given]:
-    """Return the inputs of a flow; without any, the sample or the `NAME@latest` aliases. Raise PunaError where needs are unmet."""
+    """Return the inputs of a flow; without any, the sample or the `NAME@latest` aliases. Raise PunaError if needs are unmet."""
     items = given_items(flow, wanted, store, lambda: sample_pages(store, quiet), quiet=quiet)
     values = flow.by_kind(items, wanted.named, wanted.sources)
     preflight.check(flow, recipe, values, store, executor)

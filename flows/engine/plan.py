@@ -25,8 +25,8 @@ STATES = {"reused": "reused", "runs": "run", "after": "follow on those"}
 class PlannedStep:
     """A step of a plan. `state`: reused (`why`: its artifact), runs (what is new), or after (the steps that it waits for).
 
-    `expected`: what it may cost where it runs; None where no earlier run tells. `begins`: the model or the chosen size (by the input's
-    name) that a training begins with, its artifact's id; empty where an earlier step is yet to make it.
+    `expected`: what it may cost where it runs; None if no earlier run tells. `begins`: the model or the chosen size (by the input's
+    name) that a training begins with, its artifact's id; empty if an earlier step is yet to make it.
     """
 
     label: str

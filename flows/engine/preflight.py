@@ -94,7 +94,7 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executo
 
 
 def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:
-    """Return a function that samples all that is given for one input; None where not all of it can be sampled."""
+    """Return a function that samples all that is given for one input; None if not all of it can be sampled."""
     looks = [item.look for item in items if item.look is not None]
     if not items or len(looks) < len(items):
         return None
@@ -130,7 +130,7 @@ def _machine(store: Store, executor: str) -> tuple[int, int | None]:
 
 
 def _room(files: list[External], store: Store) -> list[str]:
-    """Return a complaint where the disk cannot hold what the inputs become."""
+    """Return a complaint if the run's artifacts would not fit on the disk."""
     needed = STORED_PER_BYTE * sum(file.bytes for item in files for file in item.files)
     free = store.files.free()
     if free is None or needed <= free:

@@ -1,6 +1,6 @@
 """A recipe: the configurations of a flow's steps, which steps are left out, repeated or added, and the flow's own settings.
 
-What fields it may have is derived from the steps of the flows, see `puna.flows.engine.trace`.
+Its valid fields are derived from the steps of the flows, see `puna.flows.engine.trace`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Recipe:
         return configs[0]
 
     def number(self, wanted: Setting) -> int:
-        """Return the value of a setting; PunaError where it is out of bounds."""
+        """Return the value of a setting; raise PunaError if it is out of bounds."""
         value = self.values.get(wanted.name, wanted.default)
         if isinstance(wanted.default, bool):
             if not isinstance(value, bool):
@@ -253,7 +253,7 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader that refuses a field named twice in one group, of which the first would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a group. Raise YAMLError where it names a field twice."""
+        """Return a group. Raise YAMLError if it names a field twice."""
         names: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
@@ -264,7 +264,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def project_change(project: str | None) -> list[str]:
-    """Return the change of a recipe that names a project, none where there is no project."""
+    """Return the recipe change that sets the project; empty without a project."""
     return [f"project={json.dumps(project)}"] if project else []
 
 
@@ -273,7 +273,7 @@ def shipped_recipes() -> list[str]:
 
 
 def unshared(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a copy in which no two values are one object; PunaError where following the aliases gives too many values.
+    """Return a copy in which no two values are one object; raise PunaError if following the aliases gives too many values.
 
     YAML's aliases can name a list of lists of lists in a few lines that no memory holds, or one that holds itself.
     """

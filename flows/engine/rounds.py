@@ -46,7 +46,7 @@ class Round:
 class History:
     """The lineage of a policy. `rounds`: oldest first, refused ones too, with the data of all and of the start.
 
-    `policy`: None where there is no store to look into. `roots`: the models that it began with, pretrained or imported. `demonstrations`:
+    `policy`: None if there is no store to look into. `roots`: the models that it began with, pretrained or imported. `demonstrations`:
     the instructions that no model of the rounds wrote.
     """
 
@@ -67,7 +67,7 @@ class History:
 
     @classmethod
     def of(cls, store: Store, model: Artifact) -> History:
-        """Return the history of `policy@latest`, which must descend from the given model; of that model where there is no such alias."""
+        """Return the history of `policy@latest`, which must descend from the given model; without this alias, of that model."""
         lineage = _Lineage(store)
         policy = store.alias(POLICY) if POLICY in store.aliases() else model
         rounds = lineage.rounds(policy)
@@ -187,7 +187,7 @@ def unsettled(store: Store, rounds: Iterable[Round]) -> Round | None:
 def settle(store: Store, done: Round) -> str:
     """Carry out the verdict of a round and return a sentence on it. Repeating it changes nothing.
 
-    Where the round passed, the policy's aliases move to the candidate. PunaError where somebody moved them meanwhile.
+    Where the round passed, the policy's aliases move to the candidate. Raise PunaError if somebody moved them meanwhile.
     """
     message = str(done)
     if done.verdict == "passed":

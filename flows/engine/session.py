@@ -147,7 +147,7 @@ _CURRENT: ContextVar[Session | None] = ContextVar("session", default=None)
 
 
 def current() -> Session:
-    """Return the session of the run in progress. Raise PunaError where there is none."""
+    """Return the session of the run in progress. Raise PunaError if there is none."""
     session = _CURRENT.get()
     if session is None:
         raise PunaError("no run is in progress: call this from a flow, inside `session(store, flow=…)`")
@@ -168,7 +168,7 @@ def session(
 ) -> Iterator[Session]:
     """Open a session: workers are started when first needed and stopped at the end. `executor` as in `connected`.
 
-    `title`, `parameters`: what a server shows of the run, and its log tells. `report`: write the run's page when it ended well; where
+    `title`, `parameters`: the description of the run on a server and in its log. `report`: write the run's page when it ended well; where
     it made nothing and an earlier run has the same artifacts, that one's page is told.
     """
     run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{flow}-{uuid.uuid4().hex[:6]}"
@@ -305,13 +305,13 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 def message(store: Store, keys: Mapping[str, str], go_on: str) -> str:
-    """Return what is saved of each unfinished step (label → key of its artifact), and how to go on."""
+    """Return the saved work of each unfinished step (label → key of its artifact), and how to resume."""
     steps = [f"{label}: {saved(store, key)}" for label, key in keys.items()]
     return f"Stopped. {'; '.join(steps) or 'Every step that was begun is finished'}. {go_on}"
 
 
 def saved(store: Store, key: str) -> str:
-    """Return what the next attempt to make an artifact takes over: states of trainings, finished fits, small runs and parts."""
+    """Return the saved work that the next attempt at an artifact reuses: training states, finished fits, small runs and parts."""
     scratch = store.files.scratch(f"work/{key}/scratch")
     fits, trials = (sum(1 for _ in scratch.glob(f"{name}-*.json")) for name in ("fit", "trial"))
     parts = sum(name.endswith(".json") for name in store.files.list(f"work/{key}/parts"))

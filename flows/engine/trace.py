@@ -27,7 +27,7 @@ GENERAL = {
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step as it would run: its configuration (None where none was asked for), the labels that each input comes from."""
+    """A step as it would run: its configuration (None if none was asked for), the labels that each input comes from."""
 
     label: str
     step: Step
@@ -54,7 +54,7 @@ class Trace:
 
 
 class Tracer(Walk):
-    """A walk that records the steps of a flow. `everything`: also those that are off, whatever the recipe holds."""
+    """A walk that records the steps of a flow. `everything`: include steps that the recipe switches off."""
 
     def __init__(self, recipe: Recipe, *, everything: bool = False) -> None:
         super().__init__(recipe)
@@ -83,7 +83,7 @@ class Tracer(Walk):
             return []
 
     def setting(self, wanted: Setting) -> int:
-        """Return the recipe's value, or the default where that is wrong."""
+        """Return the recipe's value, or the default if that is wrong."""
         self.trace.settings[wanted.name] = wanted
         try:
             return super().setting(wanted)

@@ -57,7 +57,7 @@ THEME = tag("button", "Light / dark", type="button", id="theme")
 
 
 def document(title: str, body: Html, *head: Content) -> Html:
-    """Return a whole page; `head`: what its head holds beside the title."""
+    """Return a whole page; `head`: elements of its head after the title."""
     first = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -183,7 +183,7 @@ def excerpt(value: str, characters: int = 420) -> str:
 
 
 def counted_rows(artifact: Artifact, table: str = "") -> str:
-    """Return the rows of a table (default: the main one) for people; empty where the artifact has no such table."""
+    """Return the rows of a table (default: the main one) for people; empty if the artifact has no such table."""
     name = table or artifact.kind
     return f"{artifact.rows(name):,}" if name in artifact.tables else ""
 

@@ -185,7 +185,7 @@ def _series(plot: Plot, index: int, name: str, x: Axis, y: Axis) -> Html:
 
 
 def _marks(plot: Plot, name: str, placed: list[tuple[float, float, float | str, float]], curve: bool) -> list[Html]:
-    """Return points with what they say: all visible when there are few, else a hovering target now and then and the last one."""
+    """Return points with tooltips: all visible if there are few, else the last point and hover targets at intervals."""
     few = not curve or len(placed) <= 16
     every = 1 if few else max(1, len(placed) // MARKED_POINTS)
     spans = {at: (low, high) for at, low, high in plot.intervals.get(name, ())}

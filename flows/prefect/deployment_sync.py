@@ -81,7 +81,7 @@ class DeploymentSync:
             served(offer.title, self.ids[offer.title])
 
     def refresh(self) -> None:
-        """Update the deployments to what the store holds, and set the state of runs whose process died."""
+        """Update the deployments from the store, and set the state of runs whose process died."""
         self._settle()
         now = self._state()
         if now == self._seen:
@@ -131,7 +131,7 @@ class DeploymentSync:
         return deployment
 
     def _bring(self, offer: Offer, choices: Choices) -> None:
-        """Send only what has changed: an updated deployment loses its upcoming runs for some seconds."""
+        """Send only changed deployments: an updated one loses its scheduled runs for some seconds."""
         content = self._content(offer, choices)
         if content["version"] != self._versions.get(offer.title):
             self._server.insist("PATCH", f"/deployments/{self.ids[offer.title]}", content)

@@ -1,6 +1,6 @@
 """Every flow and stage as a Prefect flow with a form: `pipeline`, `curate`, …, and one per stage; and the process that runs them.
 
-`puna serve` offers them to a Prefect server. What a form starts is what `puna run` does, by the same functions.
+`puna serve` offers them to a Prefect server. A form starts the same run as `puna run`, by the same functions.
 """
 
 from __future__ import annotations

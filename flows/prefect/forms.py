@@ -71,7 +71,7 @@ def defaults(offer: Offer) -> dict[str, Any]:
 
 
 def values_of(stage: Stage, recipe: str, field: str) -> dict[str, Any] | None:
-    """Return a stage's configuration with the recipe's values for the step `field`, else its defaults; None where it has no such."""
+    """Return a stage's configuration with the recipe's values for the step `field`, else its defaults; None if it has no such."""
     own = _recipe(recipe).get(field)
     try:
         if isinstance(own, dict) and field == stage.name:
@@ -155,7 +155,7 @@ class Choices:
 
 
 def label(artifact: Artifact) -> str:
-    """Return an artifact to pick: its id, which ends at the first space, then what tells it from others."""
+    """Return the label of an artifact in a form: its id, a space, then its distinguishing properties."""
     m = artifact.manifest
     measured = next((f"{name} {m.metrics[name]:,.4g}" for name in JUDGED if isinstance(m.metrics.get(name), (int, float))), "")
     size = f"{artifact.rows():,} rows" if artifact.kind in artifact.tables else measured
@@ -163,7 +163,7 @@ def label(artifact: Artifact) -> str:
 
 
 def picked(text: str) -> str:
-    """Return the reference in what was picked or typed."""
+    """Return the artifact reference in a form's value, picked or typed."""
     return text.partition(" · ")[0].strip()
 
 

@@ -59,7 +59,7 @@ def place(name: str) -> str:
 
 
 def written_before(store: Store, run: str) -> Path | None:
-    """Return the page of an earlier run with the same artifacts, if this code wrote it; None where `run` itself computed something."""
+    """Return the page of an earlier run with the same artifacts, if this code wrote it; None if `run` itself computed something."""
 
     def artifacts(name: str) -> dict[str, str]:  # steps may end in another order
         return {made.step: made.key for made in store.log(name).made}

@@ -1,4 +1,4 @@
-"""Alignment on the page: accuracy and reward after each step, what was measured, answers before and after."""
+"""Alignment on the page: accuracy and reward after each step, the prompts measured, answers before and after."""
 
 from __future__ import annotations
 
@@ -203,13 +203,13 @@ def _share_and_gain(one: arms.Arms, arm: str, metric: str) -> tuple[Content, Con
 
 
 def _ratio(one: arms.Arms, arm: str) -> str:
-    """Return an arm's budget over the round's, as the law counts it; empty where one of the two is unknown."""
+    """Return an arm's budget over the round's, as the law counts it; empty if one of the two is unknown."""
     ratio = one.ratio(arm, "round")
     return "" if ratio is None or math.isinf(ratio) else f"{math.floor(ratio * 100) / 100:.2f}"
 
 
 def _budgets(one: arms.Arms) -> Html:
-    """Show the budget of each arm beyond what the round begins with."""
+    """Show the budget of each arm, without the round's common beginning."""
     counted = ("checker_calls", "labels", "sampled_tokens", "updates", "answers_per_update", "trained_tokens", "cpu_seconds")
     rows: list[list[Content]] = [
         [arms.NAMES.get(arm, arm), *(f"{getattr(budget, name):,.0f}" for name in counted)] for arm, budget in one.budgets.items() if budget

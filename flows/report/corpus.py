@@ -25,7 +25,7 @@ def final_documents(run: Run) -> Artifact | None:
 
 
 def shares_view(run: Run, column: str, title: str) -> Html:
-    """Return documents per language or domain: those that were classified, and those of them that were kept."""
+    """Return classified and kept documents per language or domain."""
     signals, documents = run.signals(column), final_documents(run)
     if signals is None or documents is None:
         return Html("")

@@ -1,4 +1,4 @@
-"""The funnel on the page: a bar per step, a row per rule, and what the rules dropped."""
+"""The funnel on the page: a bar per step, a row per rule, and examples of dropped documents."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _rule(rule: Rule, level: Level, at: int, most: int, per_token: float | None)
 
 
 def _cost(rule: str) -> Html | None:
-    """Return what a rule of the shipped recipes loses and catches on annotated pages; None where they do not tell."""
+    """Return what a rule of the shipped recipes loses and catches on annotated pages; None if they do not tell."""
     row = _evidence().get(rule)
     if row is None:
         return None
@@ -141,7 +141,7 @@ def heading(row: Mapping[str, Any]) -> str:
 
 
 def card(row: Mapping[str, Any], about: Content, characters: int = 420) -> Html:
-    """Return a document: title, address, what is said about it, the beginning of its text."""
+    """Return a document as a card: title, address, facts, the beginning of its text."""
     title = heading(row)
     url = tag("p", row["url"], class_="url") if row.get("url") else None
     prompt = tag("p", excerpt(str(row["prompt"]), 200), class_="prompt", dir="auto") if row.get("prompt") else None

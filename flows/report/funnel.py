@@ -42,7 +42,7 @@ class Rule:
 
     @property
     def no_page(self) -> bool:
-        """True if the rule names records that hold no page, which are no loss."""
+        """True if the rule names records that hold no page, which are not loss."""
         return self.name in NO_PAGE
 
     @property
@@ -157,9 +157,9 @@ def characters_per_token(run: Run) -> float | None:
 
 
 class Among:
-    """Three examples of many rows, by a number: smallest, middle and largest, without holding all rows.
+    """Three example rows by a number: smallest, median and largest, without holding all rows in memory.
 
-    Rows come in the order of their ids. The middle is that of the first `SAMPLED` rows: ids are hashes, so that these are as good as drawn.
+    Rows come in the order of their ids. The median is that of the first `SAMPLED` rows: ids are hashes, so these are a random sample.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class Among:
                 self._most = (float(numbers[high]), _row(rows, high))
 
     def selection(self) -> list[tuple[str, Row]]:
-        """Return up to three rows, each with its rank; without ranks, the first ones, where numbers do not tell them apart."""
+        """Return up to three rows, each with its rank; if a number is missing or all are equal, the first rows without ranks."""
         first = pa.concat_tables(self._first)
         if not self._numbered or self._least is None or self._most is None or self._least[0] == self._most[0]:
             return [("", row) for row in first.slice(0, 3).to_pylist()]

@@ -220,7 +220,7 @@ def _lineage(run: Run) -> Html:
 
 
 def measured_view(run: Run) -> Html | None:
-    """Return what the figures of alignment are of, from the configuration and the prompts of this run."""
+    """Return a sentence on the prompts behind the figures of alignment."""
     rows: list[list[Content]] = []
     for step in run.kind("preferences"):
         config = step.artifact.manifest.config

@@ -116,7 +116,7 @@ class Run:
         return same[0] if same else self.store.find(record.kind, record.key)
 
     def inputs(self, step: Step) -> list[Artifact]:
-        """Return the artifacts that a step read, as far as they are still in the store."""
+        """Return the step's input artifacts that are still in the store."""
         artifacts = (self.source(step, record) for record in step.artifact.manifest.inputs)
         return [a for a in artifacts if a is not None]
 
@@ -158,7 +158,7 @@ def joined(rows: pa.Table, other: pa.Table) -> pa.Table:
 
 
 def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return rows of an artifact by id, as cards show them: those of `wanted` that it has."""
+    """Return the rows of an artifact whose ids are in `wanted`, by id, in the form of cards."""
     names = artifact.columns()
     column = next((n for n in ("text", "body", "messages") if n in names), None)
     if column is None:
@@ -189,7 +189,7 @@ def query(artifact: Artifact, table: str, *queries: str) -> list[list[tuple[Any,
 
 
 def _turns(row: dict[str, Any]) -> dict[str, str]:
-    """Return a conversation as a card shows it: the last turn as `text`, what stands before it as `prompt`."""
+    """Return a conversation for a card: the last turn as `text`, all earlier turns as `prompt`."""
     messages = messages_of(row)
     return {"prompt": shown(messages[:-1]), "text": shown(messages[-1:]) if len(messages) == 1 else content_of(messages[-1])}
 

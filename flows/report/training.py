@@ -65,7 +65,7 @@ def experiments_view(run: Run) -> Html:
 
 
 def forecasts_view(run: Run) -> Html:
-    """Return the store's forecasts beside what was measured later."""
+    """Return the store's forecasts beside later measurements."""
     rows: list[list[Content]] = []
     for one in query(run.store, "select * from forecasts").to_pylist():
         interval = f"{one['predicted']:.3f} ({one['low']:.3f} to {one['high']:.3f})"
@@ -84,7 +84,7 @@ def facts(step: Step) -> Content:
 
 
 def training_view(steps: Sequence[Step], title: str) -> Html:
-    """Return the loss of every training run side by side; what else each logged and measured below, to open."""
+    """Return the losses of all training runs side by side; their other logged columns and metrics fold out below."""
     first: list[Plot] = []
     more = []
     for step in steps:

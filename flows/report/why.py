@@ -55,7 +55,7 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
 def _refused(connection: Any, document: str, order: dict[str, tuple[int, Artifact]]) -> list[dict[str, Any]]:
     """Return the events of records that never were pages, found by id or by the address in their detail.
 
-    The detail also holds other words, which are no addresses: a search for `is` must not find every record with that word.
+    The detail also holds other words, which are not addresses: a search for `is` must not find every record with that word.
     """
     address = document if "/" in document or ":" in document else None
     found = connection.execute(

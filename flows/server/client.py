@@ -36,7 +36,7 @@ class Server:
     key: str = ""
 
     def ask(self, method: str, path: str, body: Any = None, timeout: float = 10.0) -> Any:
-        """Return the server's answer. Raise `Unreachable`, or PunaError where the server refuses."""
+        """Return the server's answer. Raise `Unreachable`, or PunaError if the server refuses."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url.rstrip("/") + path, data, {"content-type": "application/json"}, method=method)
         if self.auth:
@@ -55,7 +55,8 @@ class Server:
             raise Unreachable(str(error)) from error
 
     def insist(self, method: str, path: str, body: Any = None) -> Any:
-        """Ask, and retry while the server is busy; raise PunaError if it stays so. `body` needs a key for what must not be done twice."""
+        """Ask, and retry while the server is busy; raise PunaError if it stays so. `body` needs an idempotency key if the request must not
+        be repeated."""
         for wait in (0.2, 0.5, 1.0, 2.0, 4.0, None):
             try:
                 return self.ask(method, path, body, timeout=60.0)
@@ -92,7 +93,7 @@ def from_environment() -> Server | None:
 
 
 def named_server() -> Server | None:
-    """Return the server that PREFECT_API_URL names; PunaError where it does not answer."""
+    """Return the server that PREFECT_API_URL names; raise PunaError if it does not answer."""
     server = from_environment()
     if server is not None and (trouble := server.trouble()) is not None:
         raise PunaError(
@@ -103,7 +104,7 @@ def named_server() -> Server | None:
 
 
 def server_of(store: Store) -> Server | None:
-    """Return the server that shows what happens in a store: the one PREFECT_API_URL names, else that of a `puna up` at work on it."""
+    """Return the server of a store: the one that PREFECT_API_URL names, else that of a running `puna up`."""
     server = named_server()
     if server is not None:
         return server

@@ -79,7 +79,7 @@ class OwnSite:
 
 
 def host_name(host: str) -> str | None:
-    """Return the name in a Host header without port and brackets; None where the header is malformed."""
+    """Return the name in a Host header without port and brackets; None if the header is malformed."""
     match = HOST.fullmatch(host)
     if match is None or len(host) > 260 or int(match["port"] or 0) > 65535:
         return None
@@ -197,13 +197,13 @@ def _knows(header: str, auth: str) -> bool:
 
 
 def check_reach(host: str, secret: str | None, remedy: str) -> None:
-    """Raise PunaError where other machines reach the address and no password or key protects it."""
+    """Raise PunaError if other machines reach the address and no password or key protects it."""
     if not loopback(host) and not secret:
         raise PunaError(f"--host {host}: other machines reach this address; {remedy}")
 
 
 def check_auth(host: str, auth: str) -> None:
-    """Raise PunaError where `auth` is not USER:PASSWORD, or is missing beyond this machine."""
+    """Raise PunaError if `auth` is not USER:PASSWORD, or is missing beyond this machine."""
     check_reach(host, auth, "others could start runs and read the store: set --auth USER:PASSWORD too")
     if auth and ":" not in auth:
         raise PunaError("--auth: write USER:PASSWORD")
@@ -250,7 +250,7 @@ def _here(name: str) -> bool:
 
 
 def _netloc(url: str) -> str | None:
-    """Return host and port of a URL; None where it has none."""
+    """Return host and port of a URL; None if it has none."""
     try:
         return urlsplit(url).netloc.lower() or None
     except ValueError:

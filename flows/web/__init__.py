@@ -25,7 +25,7 @@ def application(store: Store, *, prefect: str | None, auth: str, urls: bool = Fa
     """Return the pages of a store.
 
     `prefect`: the address of the server whose forms they link to; `auth`: USER:PASSWORD, where asked for; `urls`: forms may
-    name inputs that are no local paths.
+    name inputs that are not local paths.
     """
     store = store.reading()
     app = FastAPI(openapi_url=None)

@@ -100,7 +100,7 @@ def artifact_page(
 
 @router.get("/artifacts/compare")
 def compare_page(site: Here, names: Annotated[list[str], Query(alias="artifact")] = []) -> str:  # noqa: B006
-    """Return two artifacts side by side: what differs in how they were made, and in what they are."""
+    """Return two artifacts side by side: the differences of their configurations, code and inputs, and of their content."""
     if len(names) != 2:
         raise PunaError(f"compare: choose two artifacts, not {len(names)}")
     first, second = (site.store.resolve(name) for name in names)
@@ -161,7 +161,7 @@ def _rows(artifact: Artifact, shown: str | None, start: int) -> Html:
 
 
 def _some(artifact: Artifact, name: str, start: int) -> list[dict[str, object]]:
-    """Return the rows of one screen; what stands before them is read too."""
+    """Return the rows of one screen; all rows before them are read, too."""
     rows: list[dict[str, object]] = []
     for batch in artifact.batches(name, rows=1024):
         if start < batch.num_rows:

@@ -32,7 +32,7 @@ router = pages("benchmarks", "Benchmarks", at=6)
 
 
 class Candidate(NamedTuple):
-    """A model with what was measured of it."""
+    """A model with its evaluations."""
 
     model: Artifact
     name: str
@@ -242,7 +242,7 @@ def _verdict(title: str, value: float | None) -> Html | None:
 
 
 def _answer(row: Mapping[str, Any]) -> Content:
-    """Return a model's answer: the options with their probabilities, or its text with what its verifier says."""
+    """Return a model's answer: the options with their probabilities, or its text with its verifier's result."""
     about = row["about"]
     if not (nats := about.get("nats")):
         said = [tag("p", text, class_="note") for text in dict.fromkeys(about.get("said") or ()) if text]

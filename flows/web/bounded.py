@@ -47,7 +47,7 @@ def end_children() -> None:
 
 
 class Asker:
-    """A client that asks questions about a store in child processes. `urls`: plans may read inputs that are no local paths."""
+    """A client that asks questions about a store in child processes. `urls`: plans may read inputs that are not local paths."""
 
     def __init__(self, store: Store, *, urls: bool) -> None:
         self._store, self._urls = store, urls
@@ -55,7 +55,7 @@ class Asker:
         self._idle: dict[str, list[Child]] = {"sql": [], "plan": []}
 
     def ask(self, question: str, **fields: Any) -> Html:
-        """Return the answer's HTML. PunaError where it is refused, `Late` where its time is up."""
+        """Return the answer's HTML. Raise PunaError if it is refused, `Late` if its time is up."""
         group = "sql" if question == "sql" else "plan"
         if not self._free[group].acquire(timeout=SECONDS[question]):
             raise Late("the server is busy with other questions; try again later")

@@ -35,7 +35,7 @@ def _answered(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data_bytes() -> int:
-    """Return the memory that this process has at its start; 0 where it is not Linux."""
+    """Return the memory that this process has at its start; 0 if it is not Linux."""
     status = Path("/proc/self/statm")
     return int(status.read_text().split()[5]) * resource.getpagesize() if status.is_file() else 0
 

@@ -83,7 +83,7 @@ class Chat:
         self._lock = threading.Lock()
 
     def say(self, model: str, messages: Any) -> Iterator[str]:
-        """Yield the answer, piece by piece. PunaError where there is no such model or the talk is none."""
+        """Yield the answer, piece by piece. Raise PunaError if there is no such model, or the messages are not a conversation."""
         if not isinstance(messages, list) or not all(isinstance(one, dict) and isinstance(one.get("content"), str) for one in messages):
             raise PunaError("chat: send messages with role and content")
         artifact = self._store.checked(self._store.resolve(model))
@@ -102,7 +102,7 @@ class Chat:
         return _pieces(answer)
 
     def _loaded(self, key: str, name: str) -> Talker:
-        """Return the process of the model, begun where there is none; that of another model ends."""
+        """Return the model's process, started if necessary; stop the process of another model."""
         now = self._talker
         if now is not None and now.process.poll() is None:
             if now.key == key:

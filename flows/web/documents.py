@@ -39,7 +39,7 @@ def near_form(offered: Sequence[tuple[Artifact, str]], chosen: Artifact, text: s
 
 
 def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[Artifact, str, Html]:
-    """Return the documents that were asked about, the text, and which of them resemble it. PunaError where it has no words."""
+    """Return the documents that were asked about, the text, and which of them resemble it. Raise PunaError if it has no words."""
     artifact, text = store.resolve(form.get("artifact", [""])[0]), form.get("text", [""])[0]
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents")
@@ -59,7 +59,7 @@ def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[
 
 @router.get("/documents")
 def search(site: Here, q: str = "", artifact: str = "", rule: str = "") -> str:
-    """Return the search and what it finds. `rule`: empty for documents that are kept, else those that this rule, or any, dropped."""
+    """Return the search form and its results. `rule`: empty for documents that are kept, else those that this rule, or any, dropped."""
     return _page(site, artifact, q, rule)
 
 
@@ -99,7 +99,7 @@ def _page(site: Site, name: str, words: str, rule: str, text: Mapping[str, Seque
 
 @router.get("/document/{identity}")
 def document_page(site: Here, identity: str) -> str:
-    """Return one document: its text where it last had one, and what every stage made of it."""
+    """Return the page of one document: its latest text, and the result of every stage."""
     store = site.store
     rows = fate(store, identity)
     artifacts = [store.find("documents", row["artifact"]) for row in reversed(rows) if row["verb"] == "kept"]
@@ -153,7 +153,7 @@ def _results(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
 
 
 def _batches(store: Store, artifact: Artifact, rule: str) -> Iterator[tuple[list[Artifact], pa.RecordBatch]]:
-    """Yield rows with id, url and what text there is, and the artifacts that hold them: what it keeps, or what it was made of."""
+    """Yield batches of rows with id, url and any text, and the artifacts that hold these rows."""
     holding = [artifact]
     if rule and "dropped" not in artifact.tables:
         return

@@ -61,7 +61,7 @@ def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, o
 
 
 def _missing(offer: Offer, form: Asked) -> str | None:
-    """Return what a form that was only opened waits for before it can be planned."""
+    """Return the fields that a newly opened form needs before it can be planned."""
     missing = [spec.name for spec in offer.what.inputs if spec.kind != "external" and not spec.optional and not values_given(spec, form)]
     if isinstance(offer.what, Stage) and missing and set(form) <= {"recipe", "project"}:
         return f"Choose {' and '.join(missing)}: the plan follows."
@@ -101,7 +101,7 @@ def plan_view(store: Store, name: str, form: Asked) -> Html:
 
 
 def checked(store: Store, name: str, form: Asked) -> None:
-    """Raise PunaError where a run with these fields would be refused."""
+    """Raise PunaError if a run with these fields would be refused."""
     steps_of(request_of(offer_of(name), form), store.uri)
 
 
@@ -140,7 +140,7 @@ def _row(step: PlannedStep, estimated: bool) -> list[Content]:
 
 
 def first_words(doc: str) -> list[Content]:
-    """Return the first sentence of a docstring, what stands in backticks as code."""
+    """Return the first sentence of a docstring, with text in backticks as code."""
     sentence = first_sentence(doc)
     return [tag("code", words) if number % 2 else words for number, words in enumerate(sentence.split("`"))]
 

@@ -100,14 +100,14 @@ Here = Annotated[Site, Depends(_site)]
 
 
 def invalid(_: Request, error: Exception) -> Response:
-    """Answer a request whose fields are wrong, without repeating what JSON may not hold."""
+    """Answer a request whose fields are wrong; leave out values that JSON cannot hold."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     return JSONResponse({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 422)
 
 
 async def sent(request: Request) -> dict[str, list[str]]:
-    """Return the fields of a form; 400 where the body is no form in UTF-8."""
+    """Return the fields of a form; 400 where the body is not a form in UTF-8."""
     try:
         fields = parse_qs((await request.body()).decode(), keep_blank_values=True, max_num_fields=MOST_FIELDS, errors="strict")
     except ValueError as error:
@@ -119,12 +119,12 @@ async def sent(request: Request) -> dict[str, list[str]]:
 
 @cache
 def style() -> str:
-    """Return the report's style sheet, and what these pages add."""
+    """Return the report's style sheet with the additions for these pages."""
     return "\n".join((HERE / name).read_text(encoding="utf-8") for name in ("../report/page.css", "web.css"))
 
 
 def projects_nav(store: Store, chosen: str | None, address: str, *, every: bool = False) -> Html | None:
-    """Return links to a page for each project of the store, None where there is one only. `every`: and for all of them together."""
+    """Return links to a page for each project of the store, None if there is one only. `every`: and for all of them together."""
     if len(names := store.projects()) < 2:
         return None
     sign = "&" if "?" in address else "?"

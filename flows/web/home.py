@@ -71,7 +71,7 @@ def progress_of(store: Store, run: str) -> dict[str, Any] | None:
 
 
 def state_digest(store: Store, run: str | None) -> str:
-    """Return a name for what there is to show of a run, or of the newest ones: another one when that changes."""
+    """Return a digest of the displayed state of a run, or of the newest runs; it changes with that state."""
     names = store.runs()[-3:] if run is None else [run]
     stats = [store.files.stat(f"runs/{one}.jsonl") for one in names]
     state = [names, [stat and stat.version for stat in stats], [(progress_of(store, one), store.files.held(f"run-{one}")) for one in names]]

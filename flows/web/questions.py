@@ -65,7 +65,7 @@ def _page(site: Site, question: str, answer: Content) -> Html:
 
 
 def answered(store: Store, question: str) -> Html:
-    """Run a statement and return its first rows. PunaError where it is refused or needs too much memory."""
+    """Run a statement and return its first rows. Raise PunaError if it is refused or needs too much memory."""
     began = time.perf_counter()
     try:
         with catalog.Catalog(store, memory=MEMORY) as opened:

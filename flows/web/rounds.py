@@ -74,7 +74,7 @@ async def decide(site: Here, gate: str, request: Request) -> Response:
 
 
 def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> None:
-    """Carry out a person's decision on a waiting round, once no round is at work. Raise PunaError where it cannot be."""
+    """Carry out a person's decision on a waiting round, once no round is at work. Raise PunaError if it cannot be."""
     store = store.within(_project_of(form))
     artifact = store.resolve(f"evaluation/{gate}")
     by = form.get("by", [""])[0].strip()

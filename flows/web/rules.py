@@ -136,7 +136,7 @@ def _moved(of: Selection, query: Mapping[str, str]) -> dict[str, float]:
 
 @router.get("/rules/outcome")
 def outcome(site: Here, request: Request) -> str:
-    """Return what the rules drop with the thresholds of the query."""
+    """Return the documents that the rules drop with the thresholds of the query."""
     query = request.query_params
     return replay(selection(site.store, site.store.resolve(query.get("artifact", ""))), query)
 
@@ -208,7 +208,7 @@ def _slider(of: Selection, rule: Rule, moved: float | None) -> Html:
 
 
 def _span(finite: Any, threshold: float) -> tuple[float, float]:
-    """Return the range of a slider: what nearly all documents have, and the threshold."""
+    """Return the range of a slider: the values of nearly all documents, and the threshold."""
     if not len(finite):
         return min(0.0, threshold), max(1.0, threshold)
     low, high = (float(q) for q in np.quantile(finite, (0.005, 0.995)))

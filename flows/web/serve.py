@@ -46,7 +46,7 @@ STEADY_SECONDS = 60.0
 
 
 def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False) -> None:
-    """Serve a store until stopped, a new one where there is none. `urls`: forms may name inputs that are no local paths.
+    """Serve a store until stopped, a new one if there is none. `urls`: forms may name inputs that are not local paths.
 
     PunaError, with nothing made, where the port is taken, or where others could reach it and `auth` is empty.
     """
@@ -93,7 +93,7 @@ def _ready(store: Store, url: str, server: Server, began: float) -> None:
 
 
 def pages(store: Store, host: str, port: int, auth: str, urls: bool = False) -> None:
-    """Serve Puna's own pages alone, until stopped. `urls`: plans may look at inputs that are no local paths."""
+    """Serve Puna's own pages alone, until stopped. `urls`: plans may look at inputs that are not local paths."""
     from puna.flows.web import application
 
     check_auth(host, auth)
@@ -189,7 +189,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 
 def _brief(record: logging.LogRecord) -> bool:
-    """Return a line for what Prefect's services say: they try again by themselves, and their tracebacks are of no use here."""
+    """Return one line for a message of Prefect's services: they retry by themselves, so their tracebacks do not help."""
     if record.name.startswith("prefect.server"):
         why = f": {record.exc_info[1]}" if record.exc_info and record.exc_info[1] else ""
         record.msg, record.args = f"{record.getMessage()}{why}".partition("\n")[0][:LINE], ()

@@ -135,7 +135,7 @@ def stop(site: Here, name: str) -> Response:
 
 @router.post("/run/{name}/again")
 async def again(site: Here, name: str, request: Request) -> Response:
-    """Start the same run once more, which reuses what is there."""
+    """Start the same run once more; it reuses existing artifacts."""
     form = await sent(request)
 
     def create() -> str:
@@ -186,7 +186,7 @@ def _own(store: Store, name: str) -> str:
 
 
 def server_beside(store: Store) -> Server:
-    """Return the server that starts what these pages ask for."""
+    """Return the Prefect server that starts runs for these pages."""
     note = read_note(store.root)
     if note is None:
         raise PunaError("runs are started by Prefect: use `puna up` in place of `puna web`")

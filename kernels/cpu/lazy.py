@@ -60,7 +60,7 @@ def triton_jit(function: Callable[..., Any]) -> Any:
 
 
 def numba_jit(function: Callable[..., Any]) -> Any:
-    """Make a CPU loop that Python calls: no GIL, cached on disk, sums in any order, NaN and infinities as in IEEE 754.
+    """Compile a CPU loop that Python calls: no GIL, cached on disk, sums in any order, NaN and infinities as in IEEE 754.
 
     A loop that other loops call is `strict_jit` or `inline_jit`. LLVM optimises it once for itself and again in every caller's object;
     which copy runs depends on what the process loaded first, and with sums in any order the copies differ in bits.
@@ -70,12 +70,12 @@ def numba_jit(function: Callable[..., Any]) -> Any:
 
 
 def strict_jit(function: Callable[..., Any]) -> Any:
-    """Make a loop as `numba_jit` does, but keep the written order of operations: the same bits in every tile and every copy."""
+    """Compile a loop as `numba_jit` does, but in the written order of operations: every tile and copy gives the same bits."""
     return _loop(function, fastmath=False)  # without it, a loop inherits the option from its caller
 
 
 def inline_jit(function: Callable[..., Any]) -> Any:
-    """Make a function that becomes part of each loop that calls it: there it has sums in any order, and is vectorised."""
+    """Compile a function inline into each loop that calls it, vectorised, with sums in any order."""
     return _loop(function, fastmath=FAST, forceinline=True)
 
 

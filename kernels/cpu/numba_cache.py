@@ -85,7 +85,7 @@ class LoopCache:
         self._name = re.sub(r"\W+", "_", function.__qualname__)
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """Return the compiled loop of a signature, None where there is none or its file is damaged."""
+        """Return the compiled loop of a signature, None if there is none or its file is damaged."""
         if not self._has_source:
             return None
         rtsys.initialize(context)  # numba's own method first loads all that it compiles with, .3 s
@@ -123,7 +123,7 @@ class LoopCache:
 
     @property
     def _has_source(self) -> bool:
-        """True if the loop's file can be read. A notebook's or a command's code has none, so nothing would tell of an edit."""
+        """True if the loop's file can be read. Code of a notebook or of `python -c` has no file, so its edits would go unnoticed."""
         return bool(_read(self._function.__module__)[0])
 
     def flush(self) -> None:

@@ -21,7 +21,7 @@ VECTOR, INTEGERS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
 def operation(result: Any, *takes: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that makes an operation of numba's loops, with these types, of a function that writes its code.
 
-    The function gets a builder and LLVM values, and returns a value, or None where the result is void.
+    The function gets a builder and LLVM values, and returns a value, or None if the result is void.
     """
 
     def make(write: Callable[..., Any]) -> Any:

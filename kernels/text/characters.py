@@ -156,7 +156,7 @@ def encode(codes: NDArray[np.uint32], data: NDArray[np.uint8], at: int) -> int:
 
 @njit(cache=True, borrows=True)
 def lowered(codes: NDArray[np.uint32], lower: NDArray[np.uint32]) -> bool:
-    """Put code points into lower case, each by itself; whether that is what `str.lower` makes of the text, too."""
+    """Lower-case each code point by itself; return whether `str.lower` gives the same text."""
     alone = True
     for at in range(len(codes)):
         alone = alone and codes[at] != CAPITAL_SIGMA and codes[at] != DOTTED_I

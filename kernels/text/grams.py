@@ -37,7 +37,7 @@ def word_hashes(text: str) -> Hashed:
 
 @njit(cache=True)
 def gram_hashes(words: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
-    """Hash of each n-gram of words, uint64[max(len(words) - n + 1, 0)]."""
+    """Return the hash of each n-gram of words, uint64[max(len(words) - n + 1, 0)]."""
     out = np.empty(max(len(words) - n + 1, 0), np.uint64)
     mixed = np.empty(len(words), np.uint64)
     value, leaving = np.uint64(0), np.uint64(1)
@@ -110,7 +110,7 @@ def _mixed(
     codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: NDArray[np.int32], stop: NDArray[np.int32], count: int,
     words: NDArray[np.uint64],
 ) -> int:  # fmt: skip
-    """Write the hashes, mixed, of those of `count` words that are no symbols; returns how many."""
+    """Write the hashes, mixed, of those of `count` words that are not symbols; returns how many."""
     kept = 0
     for word in range(count):
         value, every = np.uint64(0), np.uint16(SYMBOL)

@@ -88,7 +88,7 @@ def _piece_end(data: U8, at: int, stop: int, newlines: int) -> int:
 
 @njit(cache=True)
 def _hash(data: U8, start: int, stop: int) -> np.uint64:
-    """Hash of the piece start..stop without white space around it; 0 for a blank one and for no other."""
+    """Return the hash of the stripped piece start..stop; 0 only for a blank piece."""
     start, stop = _stripped(data, start, stop)
     if start == stop:
         return np.uint64(0)

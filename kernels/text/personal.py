@@ -66,7 +66,7 @@ def emails(text: str, seen: int = EVERY) -> Iterator[Span]:
 
 
 def _around(sign: str, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """Yield what `pattern.finditer` yields, where each match has a sign with at most `BEFORE` characters before and `AFTER` behind it.
+    """Yield the matches of `pattern.finditer` that hold a sign with at most `BEFORE` characters before and `AFTER` after it.
 
     No more is looked at than what lies between the signs before and after it: with many of them that is little.
     """

@@ -1,6 +1,6 @@
 """Postal addresses in contact blocks: a street with its number beside a postal code, a label or other contact data.
 
-A street name alone is no personal data (`Wall Street`, `10 Downing Street` in the news): an address counts only where
+A street name alone is not a personal data (`Wall Street`, `10 Downing Street` in the news): an address counts only where
 something beside it says that post arrives there. Forms of English-, German-, Dutch-, Swedish-, French-, Spanish-,
 Italian- and Portuguese-speaking countries.
 """

@@ -3,7 +3,7 @@
 A boundary between two letters is decided by the six letters around it: the sum of the weights of their one, two and three letters
 in a row, each at its place, as in BudouX (Google 2021) and before it in Sassano's boosting of word boundaries (2014). The weights
 were learned from where ICU's dictionaries part words (`tests/benchmarks/word_breaks.py`, which tells how well they agree). A
-letter that is no part of such a script stands for any other of its kind, and what lies beyond white space or punctuation is not seen,
+letter that is not a part of such a script stands for any other of its kind, and what lies beyond white space or punctuation is not seen,
 so that a line has the same words alone as in its text.
 """
 

@@ -1,15 +1,13 @@
 """Words of a text: a fast splitter for any script, close to spaCy's blank English tokeniser.
 
-A word is a run of letters, marks and digits. Inside a run without white space, ASCII symbols hold letters and
-digits together ("U.S.", "3.14", "example.org", "foo_bar(x"), except where spaCy splits too: a full stop before a
-capital ("end.Next"), a comma or a hyphen between letters, `: < > = /` before a letter, signs between digits.
-An apostrophe between letters starts a new word ("don't" is "don" and "'t"). Every other character that is not
-white space is a word of its own, except that runs of full stops or hyphens are one. In scripts without spaces (Han, kana,
-Thai, …) words begin where `unspaced` says. Joiners belong to the word around them; zero width spaces and the mark between Tibetan
-syllables part words and are none.
+A word is a run of letters, marks and digits. Inside a run without white space, ASCII symbols hold letters and digits together ("U.S.",
+"3.14", "example.org", "foo_bar(x"), except where spaCy splits too: a full stop before a capital ("end.Next"), a comma or a hyphen between
+letters, `: < > = /` before a letter, signs between digits. An apostrophe between letters starts a new word ("don't" is "don" and "'t").
+Every other character that is not white space is a word of its own, except that runs of full stops or hyphens are one. In scripts without
+spaces (Han, kana, Thai, …) words begin where `unspaced` says. Joiners belong to the word around them; zero width spaces and the mark
+between Tibetan syllables separate words and belong to no word.
 
-What a word is, is decided here: the signals, the shingles of near-duplicates, repeated passages, contamination and seed words
-all ask this module or `unspaced`.
+Signals, shingles of near-duplicates, repeated passages, contamination and seed words all split words here or by `unspaced`.
 """
 
 from __future__ import annotations
@@ -309,12 +307,12 @@ def split(text: str) -> list[str]:
 
 
 def exact_hashes(vocabulary: list[str]) -> NDArray[np.uint64]:
-    """Hash of each word as `Words.hash` gives it; raises ValueError where an entry is not one word."""
+    """Return the hash of each word, as in `Words.hash`; raise ValueError if an entry is not one word."""
     return _each(vocabulary).hash
 
 
 def folded_hashes(vocabulary: list[str]) -> NDArray[np.uint64]:
-    """Hash of each word as `Words.folded` gives it; raises ValueError where an entry is not one word."""
+    """Return the hash of each word, as in `Words.folded`; raise ValueError if an entry is not one word."""
     return _each(vocabulary).folded
 
 

@@ -57,7 +57,7 @@ def pack(numbers: Tensor) -> Tensor:
 
 
 def group_of(model: Transformer) -> int:
-    """Return the largest group size that divides the inputs of all layers' matrices; ValueError if there is none."""
+    """Return the largest group size that divides the inputs of all layers' matrices; raise ValueError if there is none."""
     config = model.config
     if model.head != "lm" or config.moe is not None or config.mla is not None or config.parallel_block:
         raise ValueError("four bits (awq) are for language models with plain attention and feed-forward blocks one after the other")
@@ -114,7 +114,7 @@ def shares_of(x_TD: Tensor, w_ND: Tensor, group: int) -> Tensor:
 
 
 def stretches(ids: Sequence[int]) -> list[Sequence[int]]:
-    """Return pieces evenly spread over a text; ValueError if it is too short for one."""
+    """Return pieces evenly spread over a text; raise ValueError if it is too short for one."""
     count = min(READ, len(ids) // LENGTH)
     if not count:
         raise ValueError(f"a text of {len(ids)} tokens is too short to choose scales by: {LENGTH} at least, {READ * LENGTH} are good")

@@ -32,7 +32,7 @@ GGUF = ".gguf"
 
 
 class CheckpointError(ValueError):
-    """A folder that is no checkpoint, or one that this model cannot represent."""
+    """A folder that is not a checkpoint, or one that this model cannot represent."""
 
 
 def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = None) -> None:
@@ -82,7 +82,7 @@ def load(
 def load_with_tokenizer(
     path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Transformer, Tokenizer]:
-    """Return the model of `load` and its tokenizer, from the folder or the GGUF file; CheckpointError if there is none."""
+    """Return the model of `load` and its tokenizer, from the folder or the GGUF file; raise CheckpointError if there is none."""
     path = Path(path)
     try:
         tokenizer = _from_gguf(path, lambda file: file.tokenizer()) if path.suffix == GGUF else Tokenizer.load(path)
@@ -106,7 +106,7 @@ def _from_gguf(path: Path, read: Callable[[GgufFile], T]) -> T:
 
 
 def check_files(folder: Path) -> None:
-    """Raise CheckpointError where config.json has sizes that the weights in the folder cannot have. Reads headers only."""
+    """Raise CheckpointError if config.json has sizes that the weights in the folder cannot have. Reads headers only."""
     tensors = sum(len(file.keys()) for _, file in weight_files(folder))
     size = sum((folder / name).stat().st_size for name in _names(folder))
     try:

@@ -60,8 +60,8 @@ class Loops:
 
 
 def loops(model: Transformer) -> Pass | None:
-    """Return the model by loops, or None if they cannot compute it: they know no adapters. A model whose layers come and go
-    (`offload.py`) brings a way of its own."""
+    """Return the model's pass by compiled loops, or None if they cannot compute it (adapters). An offloaded model (`offload.py`) has its
+    own pass."""
     own: Pass | None = getattr(model.model, "by_loops", None)
     if own is not None:
         return own

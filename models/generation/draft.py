@@ -1,10 +1,10 @@
 """Guesses by a draft: a smaller model of the same vocabulary that runs ahead of a larger one (Leviathan et al. 2023; Chen et al. 2023).
 
 A draft keeps keys and values of its own in the pages of the larger model's cache: what is shared, copied, kept or given up there is so
-here. A guess drawn from the draft's distribution q is taken with probability min(1, p / q), p being the larger model's, and what
-stands in the place of one that is not is drawn from what q left of p, max(p - q, 0). So answers have the model's distribution, after
-penalties and cuts, and at temperature 0 they are those without a draft; else they are others, which follow from the seed and from where
-guesses were made: in a step too full for guesses a token is drawn without.
+here. A guess drawn from the draft's distribution q is taken with probability min(1, p / q), p being the larger model's, and a rejected
+guess is replaced by a draw from the residual max(p - q, 0). So answers have the model's distribution, after penalties and cuts, and at
+temperature 0 they are those without a draft; else they are others, which follow from the seed and from where guesses were made: in a step
+too full for guesses a token is drawn without.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def judged(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: Sequence
 
 
 def distribution(logits_SV: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, dict[int, RowError]]:
-    """Return what each row is drawn from [S, V], in fp32 at least, after penalties, masks and cuts, and the errors of rows that fail.
+    """Return each row's distribution [S, V], in at least fp32, after penalties, masks and cuts, and the errors of rows that fail.
 
     At temperature 0 it is the likeliest token alone. A row that fails, having a NaN or no finite entry, has all tokens alike.
     """

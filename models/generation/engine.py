@@ -137,7 +137,7 @@ class Engine:
     def _events(self, requests: Sequence[Request]) -> Generator[Event, None, None]:
         """Yield the tokens drawn for these requests, step by step, until all their answers have ended.
 
-        Closing the iterator cancels the requests. RowError where one of them failed, which cancels the others.
+        Closing the iterator cancels the requests. Raise RowError if one of them failed, which cancels the others.
         """
         left, own = sum(request.params.n for request in requests), set(requests)
         try:
@@ -161,7 +161,7 @@ class Engine:
         return request
 
     def _request(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
-        """Return the request for a prompt. ValueError where the prompt cannot be read or names a token that the model does not have."""
+        """Return the request for a prompt. Raise ValueError if the prompt cannot be read or names a token that the model does not have."""
         request, V = request_of(self.tokenizer, prompt, params, index), self.model.config.vocab_size
         if not (min(request.prompt) >= 0 and max(request.prompt) < V):
             raise ValueError(f"prompt {index} names a token that the model does not have: token ids lie in 0 to {V - 1}")
@@ -199,7 +199,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Compute what is due and draw the tokens that follow; none where nothing is left to do."""
+        """Run one forward pass of the scheduled tokens and draw the next tokens; return none if no request is left."""
         self._renew()
         weight = self.model.model.embed_tokens.weight
         with exact_passes(weight.dtype, weight.device, self.exact):
@@ -316,7 +316,7 @@ class Engine:
         self._renew()
 
     def _renew(self) -> None:
-        """Compute again what was computed with other weights; a cache for a model that has moved or changed its type."""
+        """Recompute the cache if the weights changed; allocate a new one if the model changed its device or dtype."""
         weights = [*map(Tensor.data_ptr, self._parameters), *map(_VERSION, self._counted)]
         if weights == self._weights:
             return

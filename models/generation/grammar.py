@@ -1,6 +1,6 @@
 """Answers of a given form: a JSON schema as a mask of the tokens that may come next, by llguidance.
 
-What a schema cannot hold an answer to (a keyword that llguidance does not know) is refused, not left out.
+A schema with a keyword that llguidance does not support is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Grammar:
         self.tokens = LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=list(tokenizer.stop_ids))
 
     def schema(self, schema: Mapping[str, Any] | None) -> Mask:
-        """Return the mask of a JSON schema; None: any JSON object. ValueError if it is no schema, or cannot be kept to."""
+        """Return the mask of a JSON schema; None: any JSON object. Raise ValueError if it is not a schema, or cannot be kept to."""
         from llguidance import LLMatcher
 
         if schema is not None and not isinstance(schema, Mapping):

@@ -85,7 +85,7 @@ class PagePool:
         return pages
 
     def keep(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Put a path's whole pages into the tree, as far as it has no other page of the same tokens."""
+        """Put a path's whole pages into the tree, except pages of tokens that the tree already holds."""
         for page, node in zip(pages, _path(tokens, pages), strict=False):
             owner = self.tree.setdefault(node, page)
             if owner != page:  # below a page that this path does not hold, its own would be kept in vain

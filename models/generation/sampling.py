@@ -90,7 +90,7 @@ def shifted(z_SV: Tensor, rows: Sequence[Draw], scale_S: Tensor) -> dict[int, Ro
 
 
 def shift(z_V: Tensor, row: Draw) -> None:
-    """Apply penalties, biases and the mask of a row, in place. RowError where a token is unknown or the mask fails."""
+    """Apply penalties, biases and the mask of a row, in place. Raise RowError if a token is unknown or the mask fails."""
     params = row.params
     if params.repetition_penalty != 1:
         seen = torch.tensor(sorted({*row.prompt, *row.answer}), device=z_V.device)

@@ -57,7 +57,7 @@ class Pace:
 
 
 class Lookup(Pace):
-    """Guesses from what stood before."""
+    """Guesses by prompt lookup: the tokens that followed the same tokens earlier."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
@@ -168,7 +168,7 @@ class Scheduler:
         self.preemptions = 0
 
     def add(self, request: Request) -> None:
-        """Wait for a place. ValueError where a whole answer would not fit into the cache."""
+        """Wait for a place. Raise ValueError if a whole answer would not fit into the cache."""
         # A trunk's last page stays while its first answer writes to a copy.
         # So does a page that others see while tokens fall out before it.
         tokens = len(request.prompt) + request.params.max_tokens
@@ -210,7 +210,7 @@ class Scheduler:
         return work
 
     def fork(self) -> Iterator[Answer]:
-        """Start what can be started of answers whose prompt is computed; each begins with its hidden state."""
+        """Start as many answers as fit of computed prompts; each begins with the prompt's last hidden state."""
         for request in list(self.waiting):
             while request.trunk is not None and len(self.running) < self.sequences:
                 if self.running and self.pool.available < len(self.running) + 1:
@@ -336,7 +336,7 @@ class Scheduler:
         return answer.pace.guess(answer.tokens, most) if most > 0 and self.pool.available > 2 * len(self.running) else []
 
     def _branch(self, answer: Answer, budget: int) -> int:
-        """Give an answer branches beside its guess, where there is room for them; the tokens that they compute."""
+        """Give an answer branches beside its guess, if there is room for them; the tokens that they compute."""
         index, budget_before = answer.place // PAGE, budget
         assert isinstance(answer.pace, Lookup)
         for guess in answer.pace.guesses(answer.tokens, len(answer.guess), answer.request.params.branches)[1:]:

@@ -37,7 +37,7 @@ class Score(NamedTuple):
 class Scoring:
     """Prompts to be scored; `scores[i]` holds a Score per token of prompt i after the last `step`.
 
-    top: likeliest tokens to list at each place. temperature: what logits are divided by. RowError from `step` where logits are not finite.
+    top: likeliest tokens to list at each place. temperature: the divisor of the logits. RowError from `step` where logits are not finite.
     """
 
     def __init__(self, engine: Engine, prompts: Sequence[list[int]], top: int = 0, temperature: float = 1.0) -> None:

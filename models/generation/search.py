@@ -1,4 +1,4 @@
-"""Answers by search: several tries of a model, and a choice among them. What a choice costs is told in tokens.
+"""Answers by search: several tries of a model, and a choice among them. The cost of a search is counted in tokens.
 
 - `best_of`: the answer of n that a score puts highest (Cobbe et al. 2021: by a verifier; without one, by the model's own likelihood);
 - `majority`: the most frequent final answer of n (self-consistency, Wang et al. 2022);

@@ -24,7 +24,7 @@ from puna.models.transformer import rotary_table
 class Kept:
     """The tokens of a sequence that a cache keeps: its first `sinks` tokens and at least its last `window`, both in whole pages.
 
-    `step` tokens fall out at once, a quarter of the window, when the cache holds `room`. ValueError where it cannot be so.
+    `step` tokens fall out at once, a quarter of the window, when the cache holds `room`. Raise ValueError if it cannot be so.
     """
 
     sinks: int
@@ -72,7 +72,7 @@ class Kept:
 
 
 def kept(config: ModelConfig, sinks: int, window: int | None, whole: bool) -> Kept | None:
-    """Return the tokens that an engine keeps; None: all. whole: exact passes or a draft need all. ValueError if the model cannot."""
+    """Return the tokens that an engine keeps; None: all. whole: exact passes or a draft need all. Raise ValueError if the model cannot."""
     if window is None:
         if sinks:
             raise ValueError(f"sinks = {sinks}: tokens fall out of the cache behind them only with a window; set one, or leave sinks out")

@@ -1,8 +1,8 @@
 """vLLM as the second engine of generation: the same prompts, parameters and completions, computed by its `LLM`.
 
-What is drawn is another draw of the same distribution. Log-probs are those that `Completion` promises, of the whole vocabulary at the
-request's temperature: vLLM tells them raw, at temperature 1, or processed, after penalties and cuts, too. Where neither is what is
-promised (another temperature together with penalties or cuts), the request is refused.
+Its tokens are another draw of the same distribution. Log-probs are those that `Completion` promises, of the whole vocabulary at the
+request's temperature: vLLM tells them raw, at temperature 1, or processed, after penalties and cuts, too. If neither fits (another
+temperature together with penalties or cuts), the request is refused.
 """
 
 from __future__ import annotations

@@ -39,9 +39,10 @@ class Prose(NamedTuple):
 
 
 def prose(data: U8, offsets: I64, wanted: NDArray[np.bool_], limit: int) -> Prose:
-    """Return the prose lines of each wanted text data[offsets[n]:offsets[n + 1]], from windows of `limit` characters in all. A line,
-    without the white space and the list's bullet before it, is prose if it is mostly letters and spaces, has several words or is written
-    without spaces, and is no code."""
+    """Return the prose lines of each wanted text data[offsets[n]:offsets[n + 1]], from windows of `limit` characters in all.
+
+    A line, without leading white space and bullet, is prose if it is mostly letters and spaces and is not code. It has several words or is
+    written without spaces."""
     room = int(offsets[-1] - offsets[0]) // (LEAST + 1) + WINDOWS * len(wanted) + 1
     begins, ends, letters, capitals = (np.empty(room, np.int64) for _ in range(4))
     unsure, bounds = np.empty(room, np.bool_), np.zeros(len(offsets), np.int64)

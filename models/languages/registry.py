@@ -56,8 +56,8 @@ class LanguageRow(BaseModel):
 def read_rows(file: str | Path) -> tuple[LanguageRow, ...]:
     """Return the rows of a file of tab-separated columns; ValueError names file, line and column.
 
-    Columns are the fields of a row and the signals in `SCALED`: a number is a factor, `-` says that the rule abstains, and what is
-    empty or no column is as in the row that this one replaces. Lists are words between blanks.
+    Columns are the fields of a row and the signals in `SCALED`: a number is a factor, `-` says that the rule abstains, and an empty or
+    missing field keeps the value of the row that this one replaces. Lists are words between blanks.
     """
     rows: list[LanguageRow] = []
     names: list[str] = []
@@ -113,7 +113,7 @@ def shipped() -> dict[str, LanguageRow]:
 
 
 def with_rows(own: Iterable[LanguageRow]) -> dict[str, LanguageRow]:
-    """Return the table with rows of one's own over it: what such a row does not say is as in the row it replaces, or in its script's."""
+    """Return the table with a user's rows on top; fields missing in such a row come from the row it replaces, or its script's."""
     table = dict(shipped())
     for row in own:
         before = row_of(table, row.language, row.script)
@@ -124,8 +124,8 @@ def with_rows(own: Iterable[LanguageRow]) -> dict[str, LanguageRow]:
 
 
 def row_of(table: Mapping[str, LanguageRow], language: str, script: str) -> LanguageRow:
-    """Return the row of a language in a script; if there is none, the script's, or the one of any language, which abstains from nearly
-    everything."""
+    """Return the row of a language in a script. Fall back to the script's row, then to the default row, which abstains from nearly all
+    rules."""
     results = table.get(f"{language}-{script}") or table.get(f"-{script}") or table.get("-")
     return results or LanguageRow(factors=dict.fromkeys(SCALED))
 

@@ -1,4 +1,4 @@
-"""The script of a text: ISO 15924's code of what most of its letters are written in."""
+"""The script of a text: the ISO 15924 code of most of its letters."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def zawgyi_signs(codes: NDArray[np.uint32]) -> tuple[int, int]:
 
 
 def script_of(codes: NDArray[np.uint32]) -> str:
-    """Return the script of a text given as code points; the empty word where it has no letters of a known script."""
+    """Return the script of a text given as code points; the empty string if it has no letters of a known script."""
     return CODES[script_shares(codes, np.array([0, len(codes)]))[0][0]]
 
 
@@ -121,7 +121,7 @@ def is_zawgyi(codes: NDArray[np.uint32]) -> bool:
 
 
 def script(text: str) -> str:
-    """Return ISO 15924 code of a text's script, `Qaag` for Zawgyi; the empty word for a text without letters."""
+    """Return ISO 15924 code of a text's script, `Qaag` for Zawgyi; the empty string for a text without letters."""
     codes = code_points(text)
     results = script_of(codes)
     return ZAWGYI if results == CODES[MYMR] and is_zawgyi(codes) else results

@@ -1,8 +1,8 @@
 """A model larger than its memory: layers that stay, and layers whose weights are brought each time that they compute.
 
-The layers that do not stay come in turn while those before them compute: from disk into one of two buffers, by a thread; to a GPU into
-one of two sets of weights, by a stream of copies from pinned memory. `planner.py` chooses how many stay. What is computed, and in which
-order, is what a model in memory computes, so answers have the same bits.
+The layers that do not stay come in turn while those before them compute: from disk into one of two buffers, by a thread; to a GPU into one
+of two sets of weights, by a stream of copies from pinned memory. `planner.py` chooses how many stay. All operations and their order are the
+same as for a model in memory, so answers are bit-identical.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAYERS = "model.layers."
 
 
 class Source:
-    """A checkpoint's files: what lies where, read as it is asked for. CheckpointError for one that is damaged or not read here."""
+    """A checkpoint's files with the offsets of their tensors, read on request. CheckpointError for one that is damaged or not read here."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         if not folder.is_dir():

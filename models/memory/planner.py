@@ -84,7 +84,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice: layers that do not stay, answers at once, tokens a step, bytes of keys and values; and what is to be expected."""
+    """The choice: layers that do not stay, answers at once, tokens a step, bytes of keys and values; and the expected speed."""
 
     streamed: int
     layers: int
@@ -109,7 +109,7 @@ class Plan:
 def choose(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int | None = None) -> Plan:
     """Return the plan that fits with the most tokens per second; among those within a hundredth of it, the one with the fewest answers.
 
-    `step_tokens`: what a pass computes at least, where something else than generation needs it. ValueError where nothing fits, with what
+    `step_tokens`: the least tokens of a pass, if scoring needs more than generation. Raise ValueError if nothing fits, with what
     would.
     """
     plans = list(_plans(shape, memory, rates, work, step_tokens))

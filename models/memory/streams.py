@@ -1,8 +1,8 @@
 """A checkpoint's tensors read from disk layer by layer, ahead of need, into memory of their own.
 
 Reads go past the system's page cache where the file system allows (O_DIRECT): they are several times faster than faults of a memory map,
-and what is read takes the memory that it is given and no more. What the page cache holds anyhow is taken from there (RWF_NOWAIT).
-Elsewhere what was read is dropped from it.
+and what is read takes the memory that it is given and no more. Pages in the page cache are copied from there (RWF_NOWAIT). Without
+O_DIRECT, read pages are dropped from the cache.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _count(shape: Sequence[int]) -> int:
 
 
 class Reader:
-    """Open files. OSError where one cannot be read."""
+    """Open files. Raise OSError if one cannot be read."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.direct = True
@@ -168,7 +168,7 @@ class Reader:
         return total
 
     def _at_hand(self, path: Path, some: memoryview, offset: int) -> int:
-        """Take what the page cache holds; its bytes, in whole pages, after which direct reads can go on."""
+        """Copy the pages in the page cache; return their bytes, in whole pages, after which direct reads continue."""
         if path not in self._cached:
             return 0
         try:
@@ -215,7 +215,7 @@ class Loader:
         self.close = weakref.finalize(self, self._free.put, None)
 
     def take(self, number: int) -> Buffer:
-        """Return a layout's buffer once it is read; drop buffers that were read before it and not taken. OSError if reading failed."""
+        """Return a layout's buffer once it is read; drop unused buffers that were read earlier. Raise OSError if reading failed."""
         if not self._thread.is_alive() and self._thread.ident is None:
             self._thread.start()
         before = time.perf_counter()

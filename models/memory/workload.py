@@ -1,4 +1,4 @@
-"""The requests to a model, as far as a plan depends on them."""
+"""The properties of a model's requests that a memory plan depends on."""
 
 from __future__ import annotations
 

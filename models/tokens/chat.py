@@ -90,7 +90,7 @@ class ChatFormat(Vocabulary):
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Tools = None) -> list[int]:
         """Return the ids of a conversation, up to where the model's answer begins: those of transformers' `apply_chat_template`.
 
-        A message is a mapping with `role` and `content`. Special tokens that it writes out are read as text. ChatError where the template
+        A message is a mapping with `role` and `content`. Special tokens in its text are read as text. Raise ChatError if the template
         refuses it.
         """
         (plain, guarded), mark = self.guard(([dict(message) for message in messages], tools))
@@ -103,7 +103,7 @@ class ChatFormat(Vocabulary):
 
         A string is one user message, or the assistant's. Special tokens that a message writes out are read as text. The answer ends in its
         stop token unless it was cut off (`finished=False`). The mask holds one flag per *answer* token, True at what the template writes
-        and the answer does not: headers, the stop token. ChatError where the answer cannot be told apart.
+        and the answer does not: headers, the stop token. Raise ChatError if the answer cannot be told apart.
         """
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         turn = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
@@ -162,7 +162,7 @@ class ChatFormat(Vocabulary):
         return prompt_ids, answer_ids, spans
 
     def _answer(self, messages: Sequence[Message], turn: int, tools: Any) -> _Answer:
-        """Return the answer of a turn as text. ChatError where it cannot be told apart."""
+        """Return the answer of a turn as text. Raise ChatError if it cannot be told apart."""
         for mode in MODES:
             prompt = self._render(messages[:turn], True, tools, mode)
             whole = self._render(messages[: turn + 1], False, tools, mode)

@@ -59,7 +59,7 @@ class TemplateLimitError(TemplateError):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` writes what is between."""
+    """`{% generation %}…{% endgeneration %}` writes the text between the tags."""
 
     tags = {"generation"}
 
@@ -123,7 +123,7 @@ class Template:
     other is a stranger's program: it is compiled and rendered in a process of its own, within bounds of time and memory."""
 
     def __init__(self, source: str | Mapping[str, str], special: Mapping[str, str]) -> None:
-        """`special`: the special tokens that the template may name (`bos_token`, …). TemplateError where it does not compile."""
+        """`special`: the special tokens that the template may name (`bos_token`, …). Raise TemplateError if it does not compile."""
         self.source = source
         self._given = (source if isinstance(source, str) else dict(source), dict(special))
         self._key = hashlib.sha256(json.dumps(self._given, sort_keys=True).encode()).digest()
@@ -136,7 +136,7 @@ class Template:
 
         `tools`: JSON schemas. `options`: further variables of the template, such as `enable_thinking`.
         Arguments of tool calls may be objects or their JSON text: the template gets the form that it can write.
-        TemplateLimitError where a stranger's template takes too much time or memory.
+        Raise TemplateLimitError if a stranger's template takes too much time or memory.
         """
         variables = {**options, "add_generation_prompt": add_generation_prompt, "tools": tools}
         if self._programs is not None:

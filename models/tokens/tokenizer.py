@@ -1,7 +1,7 @@
 """The tokenizer that travels with a model: any Hugging Face fast tokenizer with its chat template, or one trained here.
 
 Text never turns into a special token: a page or a user that writes ``<|eot_id|>`` gets the bytes of those characters, in
-documents, prompts and answers alike. A conversation to be trained on (`render`) that writes one out is refused.
+documents, prompts and answers alike. `render` refuses a training conversation whose text holds a special token.
 
 The tokenizers that are trained here are byte-level BPE with Llama 3's special tokens and chat format.
 """
@@ -39,7 +39,7 @@ TEMPLATES = OWN  # chat templates by name, for models that bring none
 class Tokenizer(ChatFormat):
     """Text to token ids and back, and conversations by the model's chat template.
 
-    `bos` and `eos` are the ids of the tokens that begin and end a document, None where the model has none; `pad` fills up a
+    `bos` and `eos` are the ids of the tokens that begin and end a document, None if the model has none; `pad` fills up a
     batch and is always masked; `generation` holds generation_config.json's sampling fields, by transformers' names.
     """
 
@@ -114,22 +114,22 @@ class Tokenizer(ChatFormat):
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
     def with_template(self, source: str | Mapping[str, str]) -> Tokenizer:
-        """Return the same vocabulary with another chat template. TemplateError where it does not compile."""
+        """Return the same vocabulary with another chat template. Raise TemplateError if it does not compile."""
         return Tokenizer(self.backend, self.named, source, self._stops, self.generation)
 
     def document(self, text: str) -> list[int]:
-        """Return the ids of a document: begin, text, end, as far as the model has these tokens."""
+        """Return the ids of a document: begin, text, end; a begin or end token that the model lacks is left out."""
         return [*([] if self.bos is None else [self.bos]), *self.encode(text), *self.end]
 
     @property
     def end(self) -> list[int]:
-        """The token that ends a document, as far as the model has one."""
+        """The token that ends a document, if the model has one."""
         return [] if self.eos is None else [self.eos]
 
     @property
     def begin(self) -> int:
-        """The token that begins a packed document, by which they are told apart: `bos`, or `eos` where there is none (as Qwen packs
-        them). TokenizerError where there is neither."""
+        """The token that begins each packed document: `bos`, or `eos` if the model has no `bos` (as Qwen packs
+        them). Raise TokenizerError if there is neither."""
         if not self.lead:
             raise TokenizerError("the tokenizer names neither bos_token nor eos_token, by which packed documents are told apart")
         return self.lead[0]

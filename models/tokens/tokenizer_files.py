@@ -37,7 +37,7 @@ class TokenizerFiles(NamedTuple):
 
 
 def read_files(folder: Path) -> TokenizerFiles:
-    """Return the tokenizer in a folder. FileNotFoundError where it has none, TokenizerError for what cannot be read."""
+    """Return the tokenizer in a folder. Raise FileNotFoundError if it has none, TokenizerError if it is invalid."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a tokenizer or model folder holds tokenizer.json")
@@ -56,7 +56,7 @@ def read_files(folder: Path) -> TokenizerFiles:
 
 
 def check_content(content: Mapping[str, Any], more: int) -> None:
-    """Raise ValueError where a tokenizer.json has more or longer tokens than are read, or steps that cost too much. `more`: tokens that are
+    """Raise ValueError if a tokenizer.json has more or longer tokens than are read, or steps that cost too much. `more`: tokens that are
     added to its own."""
     model, added = content.get("model") or {}, content.get("added_tokens") or []
     pieces = model.get("vocab") or {}
@@ -128,7 +128,7 @@ SAMPLING = {
 
 
 def _generation(folder: Path) -> dict[str, Any]:
-    """Return the sampling fields of generation_config.json; TokenizerError for one that is no number or out of range."""
+    """Return the sampling fields of generation_config.json; TokenizerError for one that is not a number or out of range."""
     path = folder / "generation_config.json"
     fields = {name: value for name, value in _json(path).items() if value is not None and name not in NOT_SAMPLING}
     for name, (low, high) in SAMPLING.items():

@@ -48,14 +48,14 @@ GROWTH, LITERAL = 64, 256  # how many times longer known steps may make a text, 
 
 
 def steps_of(backend: tokenizers.Tokenizer) -> dict[str, Any]:
-    """Return what a tokenizer does to a text before its vocabulary is asked, as `tokenizer.json` has it."""
+    """Return the steps before a tokenizer's vocabulary look-up, as in `tokenizer.json`."""
     added = [{"id": id_, **token.__getstate__()} for id_, token in sorted(backend.get_added_tokens_decoder().items())]
     parts = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer}
     return {"added_tokens": added, **{name: part and json.loads(part.__getstate__()) for name, part in parts.items()}}
 
 
 def unknown(steps: object) -> str | None:
-    """Return what in normalizers, pre-tokenizers or decoders may cost more than the text's length; None where nothing does."""
+    """Return the first normalizer, pre-tokenizer or decoder whose cost may be superlinear in the text's length, or None."""
     growth = 1
     for step in _steps(steps):
         kind, pattern = step.get("type"), step.get("pattern")
@@ -87,19 +87,19 @@ class Trial:
     """The steps of a stranger's tokenizer in the process that tries them."""
 
     def __init__(self, steps: Mapping[str, Any], why: str) -> None:
-        """`why`: what in the steps is not known."""
+        """`why`: the step that is not known to be safe."""
         empty = {"type": "BPE", "vocab": {}, "merges": []}
         self._given = json.dumps({"version": "1.0", "post_processor": None, "decoder": None, "model": empty, **steps})
         self._key, self._why = hashlib.sha256(self._given.encode()).digest(), why
 
     @staticmethod
     def of(steps: Mapping[str, Any]) -> Trial | None:
-        """Return the trial of these steps (`normalizer`, `pre_tokenizer`, `added_tokens`); None where all are known."""
+        """Return the trial of these steps (`normalizer`, `pre_tokenizer`, `added_tokens`); None if all are known."""
         why = unknown([steps.get("normalizer"), steps.get("pre_tokenizer")])
         return None if why is None else Trial({name: steps.get(name) for name in ("normalizer", "pre_tokenizer", "added_tokens")}, why)
 
     def check(self, text: str = "", markup: bool = False) -> None:
-        """Raise ValueError where the steps take too much time or memory on a text. `markup`: special tokens in it are read as such."""
+        """Raise ValueError if the steps take too much time or memory on a text. `markup`: special tokens in it are read as such."""
         try:
             answer = _process.ask((text, markup), self._key, self._given, SECONDS + len(text) / 1e6)
         except LimitError as error:

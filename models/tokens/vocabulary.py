@@ -37,7 +37,7 @@ class Vocabulary:
         return max(self.backend.get_vocab().values(), default=-1) + 1
 
     def id_of(self, token: str | None) -> int | None:
-        """Return the id of a token by its text; None where there is none."""
+        """Return the id of a token by its text; None if there is none."""
         id_: int | None = None if token is None else self.backend.token_to_id(token)
         return id_
 
@@ -45,7 +45,7 @@ class Vocabulary:
         return str(self.backend.id_to_token(id_))
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, nothing added before or after. ValueError where the tokenizer's patterns take too long on it."""
+        """Return the ids of a text, nothing added before or after. Raise ValueError if the tokenizer's patterns take too long on it."""
         if self._trial is not None:
             self._trial.check(text)
         ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
@@ -58,7 +58,7 @@ class Vocabulary:
         return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of ids; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     @cached_property
@@ -84,8 +84,8 @@ class Vocabulary:
         return behind[-len(alone) :] != alone
 
     def encode_markup(self, text: str, mark: str | None = None) -> tuple[list[int], list[Span]]:
-        """Return the ids of a rendered conversation, special tokens read as such, and each one's characters [start, stop). `mark`: what
-        `guard` put into the special tokens that are part of a content; they are read as text."""
+        """Return the ids of a rendered conversation, special tokens read as such, and each one's characters [start, stop). `mark`: the
+        string that `guard` put into special tokens of a message's content; they are read as text."""
         if mark is None or mark not in text:
             if self._trial is not None:
                 self._trial.check(text, markup=True)

@@ -31,9 +31,9 @@ def names(path: Path, index: Index | None) -> set[str]:
 
 
 def read(path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, ...], Box]] | None = None) -> dict[str, Tensor]:
-    """Return boxes of the tensors of a checkpoint, by (whole shape, box); None: all tensors, whole. Reads only what overlaps.
+    """Return boxes of the tensors of a checkpoint, by (whole shape, box); None: all tensors, whole. Only overlapping boxes are read.
 
-    index: what the files hold; None: one file has all tensors whole.
+    index: the boxes in each file; None: one file has all tensors whole.
     """
     import torch
     from safetensors import safe_open

@@ -47,7 +47,7 @@ def train(
     mesh: the ranks of the layout; None: all processes.
 
     checkpoint_dir: folder of the state, saved every `checkpoint_every` steps, by time, before Ctrl-C or SIGTERM ends the training
-    (`Saver`), and at the end. A run that finds a state continues after it and calls `on_step` for new steps only; ValueError if the
+    (`Saver`), and at the end. A run that finds a state continues after it and calls `on_step` for new steps only; raise ValueError if the
     state has another configuration, seed or initial weights. `TrainingDiverged` after `max_skipped` refused steps in a row.
     """
     identity = {"config": config.identity(), "seed": seed, "initial": weights_digest(model), "rate_scales": dict(rate_scales or {})}

@@ -82,7 +82,7 @@ LOSSES: Registry[PreferenceLoss] = Registry("preference loss", "puna.losses")
 
 
 def preference_loss(name: str, *, of: Literal["pairs", "answers"] = "pairs", needs_reference: bool = True) -> Callable[[F], F]:
-    """Register a function as the loss `name`, see `PreferenceLoss`; ValueError if there is one of that name already."""
+    """Register a function as the loss `name`, see `PreferenceLoss`; raise ValueError if there is one of that name already."""
 
     def register(function: F) -> F:
         LOSSES.register(name, PreferenceLoss(name, function, of, needs_reference))

@@ -1,8 +1,8 @@
 """The driver of PPO and GRPO: roll out, score, estimate advantages, update the policy (and PPO's critic); again.
 
-Rollout k draws its prompts, its samples and its minibatches from (seed, k), so the weights, the moments and a handful of numbers
-after rollout k are the whole state. Within a rollout, each wave of answers is saved as it is scored, and after an update what all
-updates of the rollout read. A resumed run is bit-identical.
+Rollout k draws its prompts, its samples and its minibatches from (seed, k), so the weights, the moments and a handful of numbers after
+rollout k are the whole state. Within a rollout, each wave of answers is saved once scored; the common input of the updates is saved after
+the first update. A resumed run is bit-identical.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Estimate = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt's answers with what the rollout found; [n] are its answer tokens, answer by answer."""
+    """One prompt's answers with the rollout's results; [n] are its answer tokens, answer by answer."""
 
     prompt: list[int]
     answers: list[list[int]]
@@ -200,7 +200,7 @@ BY_TOKEN = ("logprobs", "values", "advantages", "returns")
 
 @dataclass
 class Begun:
-    """A rollout that is sampled: what its updates read, what its row begins with, and the rows of its updates by trainer."""
+    """A sampled rollout: the input of its updates, the first columns of its row, and the rows of its updates by trainer."""
 
     groups: list[Group]
     row: Row
@@ -284,7 +284,7 @@ def _finish(begun: Begun, config: RolloutSettings, numbers: dict[str, float], ro
 
 
 def _teaching(groups: Sequence[Group]) -> Sequence[Group]:
-    """Return the groups with a gradient if there is no entropy bonus: those whose advantages are not all 0, or else one group."""
+    """Return the groups with a nonzero advantage, at least one group; the others have no gradient without an entropy bonus."""
     return [group for group in groups if bool(group.advantages.any())] or groups[:1]
 
 

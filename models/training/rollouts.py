@@ -38,7 +38,7 @@ WATCHED = 8
 
 
 class Sampled(NamedTuple):
-    """A rollout's prompts and answers with what they scored; [A] by answer, [N] by answer token.
+    """A rollout's prompts and answers with their scores; [A] by answer, [N] by answer token.
 
     `kl`: nats per answer to the reference, whose log-probs are the policy's own, and count for nothing, where it is None. `score` and
     `unequal`: the mean score, and the share of prompts whose answers differ in reward, of all that was drawn, which `resample` chose from.
@@ -116,7 +116,7 @@ class Rollouts(Generic[Config]):
         )
 
     def _drawn(self, rollout: int, remember: Remember) -> list[Drawn]:
-        """Return a rollout's prompts with answers, and further ones while too few are unequal and `resample` allows it."""
+        """Return a rollout's prompts with answers. While too few have unequal scores, sample more prompts, up to `resample` times."""
         config, drawn, size = self.config, list[Drawn](), self._wave()
         weights = self.policy.model.embed_tokens.weight
         engine = Engine(self.policy, exact=can_be_exact(weights.dtype, weights.device))

@@ -279,7 +279,7 @@ class LoraSettings(Settings):
 
 
 class RolloutSettings(Settings):
-    """Reinforcement learning of a policy on answers that it samples: what all its kinds have in common."""
+    """Common settings of reinforcement learning of a policy on its own samples."""
 
     rollouts: int = Field(8, ge=1, description="Times that answers are sampled")
     prompts: int = Field(64, ge=1, description="Prompts per rollout")

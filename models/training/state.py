@@ -159,7 +159,7 @@ def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[A
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a checkpoint that is complete its name; then remove the older ones, and what a crash left of others."""
+    """Rename a complete checkpoint to its final name; then remove older and incomplete ones."""
     flush(temporary)
     if final.exists():
         shutil.rmtree(final)
@@ -173,7 +173,7 @@ def publish(temporary: Path, final: Path) -> None:
 def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Return the newest complete checkpoint under `folder`: its tensors and its record; None if there is none.
 
-    One whose checksums are wrong is removed with a warning: the training then begins anew rather than with other numbers.
+    A checkpoint with wrong checksums is removed with a warning: training restarts rather than continue from damaged weights.
     """
     from safetensors.torch import load
 
@@ -181,7 +181,7 @@ def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
 
 
 def load_arrays(folder: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]] | None:
-    """`load_state` of a checkpoint of numpy arrays."""
+    """Return the result of `load_state` for a checkpoint of numpy arrays."""
     from safetensors.numpy import load
 
     return _newest(folder, load)
@@ -204,7 +204,7 @@ def _newest(folder: Path, load: Callable[[bytes], Tensors]) -> tuple[Tensors, di
 
 
 def load_record(folder: Path) -> dict[str, Any] | None:
-    """Return the record alone of the checkpoint that `load_state` would look at first; None if there is none, or it is damaged."""
+    """Return only the record of the newest checkpoint; None if it is missing or damaged."""
     for path in newest_first(folder)[:1]:
         try:
             record: dict[str, Any] = json.loads(read_record(path)[0])
@@ -215,7 +215,7 @@ def load_record(folder: Path) -> dict[str, Any] | None:
 
 
 def remembered(file: Path, make: Callable[[], Any]) -> Any:
-    """Return the JSON value in `file`, made and written first where there is none or it is damaged."""
+    """Return the JSON value in `file`; compute and write it first if the file is missing or damaged."""
     try:
         own, text = file.read_text(encoding="utf-8").split("\n", 1)
         if own == checksum(text.encode()):
@@ -256,7 +256,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def read_record(path: Path) -> tuple[str, dict[str, str]]:
-    """Return a checkpoint's record as text, and the checksums of its files; ValueError if the record is damaged."""
+    """Return a checkpoint's record as text, and the checksums of its files; raise ValueError if the record is damaged."""
     data = json.loads((path / RECORD).read_text(encoding="utf-8"))
     text, checksums = data["record"], data["checksums"]
     files = {TENSORS} if TENSORS in checksums else set(json.loads(text)["index"])
@@ -266,7 +266,7 @@ def read_record(path: Path) -> tuple[str, dict[str, str]]:
 
 
 def _of_ranks(path: Path, text: str, checksums: dict[str, str]) -> Any:
-    """Return the whole tensors of a checkpoint that several ranks wrote; ValueError if a file is damaged."""
+    """Return the whole tensors of a checkpoint that several ranks wrote; raise ValueError if a file is damaged."""
     if any(checksum((path / name).read_bytes()) != value for name, value in checksums.items() if name != RECORD):
         raise ValueError(f"{path}: a file's checksum is wrong")
     return read(path, json.loads(text)["index"])

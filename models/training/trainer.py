@@ -179,7 +179,7 @@ class Trainer:
         return part.to(self.device) if hasattr(part, "to") else part
 
     def _totals(self, parts: Sequence[Part], count: int) -> dict[str, dict[str, float]]:
-        """Return the objective's option `totals`: what its parts, `count` on all ranks, add up to over the step."""
+        """Return the option `totals` of the objective: the step's sums of its counts over `count` parts on all ranks."""
         if not hasattr(self.objective, "totals"):
             if count > 1 or self.parallel.processes > 1:
                 raise TypeError("only an objective with totals() can split a step into micro-batches")
@@ -203,8 +203,8 @@ class Trainer:
         return loss + part * balance, {**metrics, "balance_loss": part * balance.detach()}
 
     def _utilization(self, micro: Sequence[Sized], seconds: float) -> dict[str, float]:
-        """Return the step's model FLOPs over what the device's matrix products would do in its time, if both are
-        known: for a whole `Transformer` on a device in `accounting.peak_flops`."""
+        """Return the step's model FLOPs over the device's peak in the same time, if both are known: for a whole `Transformer` on a device
+        in `accounting.peak_flops`."""
         config = getattr(self.model, "config", None)
         parts = [getattr(getattr(part, "targets", part), "forest", None) for part in micro]
         forests = [forest for forest in parts if isinstance(forest, Forest)]
@@ -243,7 +243,7 @@ class Trainer:
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Overwrite weights and optimiser state with those that `tensors` returned; ValueError if a tensor is missing or left over."""
+        """Overwrite weights and optimiser state with the result of `tensors`; raise ValueError if a tensor is missing or left over."""
         own = self.tensors()
         shapes, given = ({name: tensor.shape for name, tensor in some.items()} for some in (own, tensors))
         if different := sorted(name for name in own.keys() | tensors.keys() if shapes.get(name) != given.get(name)):
@@ -256,7 +256,7 @@ class Trainer:
     @torch.no_grad()
     def adopt(self, state: Mapping[str, Tensor]) -> None:
         """Overwrite the optimisers' state with that of another training, the part of `tensors` named `state.`, of whole weights; this
-        rank takes its pieces. ValueError if it is of another optimiser or of other weights."""
+        rank takes its pieces. Raise ValueError if it is of another optimiser or of other weights."""
         own = self.tensors()
         pieces = {name: self.parallel.piece_of(name, tensor) for name, tensor in own.items() if name in state}
         # The pieces of a pipeline's other stages are other ranks'.
@@ -313,8 +313,7 @@ def inner_matrices(model: nn.Module) -> set[str]:
 def eight_bit_linears(model: nn.Module, kind: Kind) -> list[Linear]:
     """Return the matrices inside the layers, which `linear_precision` puts into 8 bits.
 
-    Raises ValueError where 8 bits would not be what they promise: on a device without such products, in a model
-    whose experts are multiplied together, or without a layer of ours.
+    Raise ValueError if 8 bits would have no effect: on a device without 8-bit products, with grouped experts, or without our linear layers.
     """
     names = inner_matrices(model)
     layers = [m for name, m in model.named_modules() if isinstance(m, Linear) and f"{name}.weight" in names]

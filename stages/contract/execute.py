@@ -88,7 +88,7 @@ def perform(
     """Run `stage`, or reuse its artifact.
 
     An artifact that is damaged or suspect is made again, and set aside when the new one is ready. A damaged input is an error. A stage
-    declared with `device=True` runs as a whole on a worker of `executor` that has an accelerator, where there is one. `apart`: any stage
+    declared with `device=True` runs as a whole on a worker of `executor` that has an accelerator, if there is one. `apart`: any stage
     runs as a whole on a worker, so that several can run at one time; `listener` then gets no progress.
     """
     started = time.perf_counter()
@@ -145,7 +145,7 @@ def _check_inputs(stage: Stage, inputs: dict[str, list[Artifact] | list[External
 def _check_after(
     stage: Stage, inputs: dict[str, list[Artifact] | list[External]], store: Store, work: Work, error: Exception | None = None
 ) -> None:
-    """Check the inputs once more: what was made from bytes that changed meanwhile is discarded, and the damage is the error to name."""
+    """Check the inputs again: if their bytes changed during the run, discard the output and raise the damage as the error."""
     try:
         _check_inputs(stage, inputs, store)
     except PunaError as damage:
@@ -193,7 +193,7 @@ def _perform_there(
 
 
 def reusable(stage: Stage, identity: Identity, store: Store) -> Artifact | None:
-    """Return the artifact of this identity, or an older one that was declared equivalent; None where it is gone, damaged or suspect."""
+    """Return the artifact of this identity, or an older one that was declared equivalent; None if it is gone, damaged or suspect."""
     keys = dict.fromkeys((store.accepted(identity.key), identity.key))
     return next((artifact for key in keys if (artifact := _good(store.find(stage.kind, key), store)) is not None), None)
 

@@ -20,7 +20,7 @@ from puna.storage import Artifact, PunaError, Store
 
 
 def call(stage: Stage, arguments: list[Any], config: StageConfig, given: dict[str, Value], run: StageRun, store: Store) -> None:
-    """Call the stage's function, in all processes where there are several and the stage trains in them. PunaError for a wrong layout."""
+    """Call the stage's function, in all processes if there are several and the stage trains in them. PunaError for a wrong layout."""
     check(stage, config)
     if not stage.ranks or ranks.count() == 1:
         stage.function(*arguments, config, run)
@@ -35,7 +35,7 @@ def call(stage: Stage, arguments: list[Any], config: StageConfig, given: dict[st
 
 
 def check(stage: Stage, config: StageConfig) -> None:
-    """Raise PunaError where a layout needs another number of processes than there are."""
+    """Raise PunaError if a layout needs another number of processes than there are."""
     for path, layout in layouts(config):
         if layout.processes == 1 or (layout.processes == ranks.count() and stage.ranks):
             continue
@@ -58,7 +58,7 @@ def layouts(settings: Settings, path: str = "") -> Iterator[tuple[str, Layout]]:
 
 
 class FollowerRun(StageRun):
-    """The surroundings of a stage in a process that follows rank 0: it reads what rank 0 reads, and what it writes is thrown away."""
+    """The `StageRun` of a process that follows rank 0: it reads the same inputs, and its output is discarded."""
 
     def __init__(self, stage: Stage, config: StageConfig, scratch: Path, folder: Path) -> None:
         super().__init__(stage.name, stage.kind, config, SimpleNamespace(output=folder, scratch=scratch))  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ class FollowerRun(StageRun):
 
 
 def do(job: dict[str, Any]) -> None:
-    """Run a stage beside rank 0: one that this process has loaded, since what comes over the network names no code to import."""
+    """Run a stage beside rank 0; only a stage that is already loaded, since the network may not name code to import."""
     if job["stage"] not in REGISTRY:
         raise PunaError(f"rank 0 runs the stage {job['stage']}, which this rank has not loaded: give all ranks the same command line")
     stage, store = REGISTRY[job["stage"]], Store.open(job["store"], job["project"])

@@ -131,7 +131,7 @@ class StageRun:
         return f"{what}{self._calls - 1}"
 
     def _claimed(self, function: Callable[..., Any], jobs: list[Any], names: list[str], sizes: list[int]) -> list[Any]:
-        """Run jobs that write tables, but for those that an earlier attempt finished, and claim what they made; gives their infos."""
+        """Run jobs that write tables, except jobs that an earlier attempt finished. Claim their output and return their infos."""
         before = [self._work.earlier(name) for name in names]
         todo = [job for job, earlier in zip(jobs, before, strict=True) if earlier is None]
         results = ordered(self._executor, function, todo, ())

@@ -187,7 +187,7 @@ class Scattering:
 
 
 def scattered(job: Scattering) -> tuple[Scattered, str]:
-    """Write the rows of one item by partition; and what there is to say."""
+    """Write the rows of one item by partition; return the result and a warning about damaged earlier work."""
     warning = ""
     try:
         before = found_before(job.how)

@@ -45,7 +45,7 @@ def block_lists(inputs: list[External], config: BlockListsConfig, run: StageRun)
     An input is a tree in the layout of the UT1 lists (`CATEGORY/domains`, `urls`, `words` or `expressions`; other files are ignored),
     whose entries give the rule `url_CATEGORY`; or single files of domains and domain/path prefixes, one a line, with the rule `url_NAME`.
     `#` begins a comment; hosts files and `||domain^` are read too; files may be packed (gz, xz, zst). An entry of several lists keeps the
-    first rule by name. Lines that are no entry are rows of `dropped` (not_an_address, public_suffix, too_deep, not_a_word, …).
+    first rule by name. Lines that are not entries become rows of `dropped` (not_an_address, public_suffix, too_deep, not_a_word, …).
     """
     jobs = list(_jobs(inputs, config))
     tables = [SCHEMA.empty_table()]
@@ -89,7 +89,7 @@ def _read(job: Job) -> tuple[pa.Table, list[tuple[int, str, str]]]:
 
 
 def parsed(lines: Iterable[str], kind: str = "") -> tuple[list[tuple[str, str]], list[tuple[int, str, str]]]:
-    """Return (kind, entry) of each line of a list; and number, fault and text of the lines that are no entry."""
+    """Return (kind, entry) of each valid line of a list; and number, fault and text of the other lines."""
     entries: dict[tuple[str, str], None] = {}
     bad: list[tuple[int, str, str]] = []
     for number, line in enumerate(lines, 1):

@@ -68,7 +68,7 @@ def contamination(
     config: ContaminationConfig,
     run: StageRun,
 ) -> None:
-    """Measure how many questions stand in training data: those of a `model`, which its lineage knows, and those that are given.
+    """Measure how many questions occur in training data: the data in the `model`'s lineage and the data given as inputs.
 
     A question is contaminated where `decontaminate` with these settings would drop a training text for it; held-out documents and rows
     were not trained on. Rows: the share `contaminated` of each task; with an `evaluation` of the prompts also its mean `score` beside
@@ -168,7 +168,7 @@ def _find(
 
 
 def _scores(evaluation: Artifact | None) -> dict[str, float]:
-    """Return the score of each prompt in an evaluation. PunaError if it has none."""
+    """Return the score of each prompt in an evaluation. Raise PunaError if it has none."""
     if evaluation is None:
         return {}
     rows = evaluation.read("scores").to_pylist() if "scores" in evaluation.tables else []

@@ -115,7 +115,7 @@ def _report(held: dict[str, tuple[int, dict[str, Any]]], prompts: list[dict[str,
 
 
 def prompts_of_splits(prompts: Artifact, splits: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the prompts of these splits, or all of a list without held-out ones. PunaError if there is none."""
+    """Return the prompts of these splits, or all of a list without held-out ones. Raise PunaError if there is none."""
     rows = prompts.read(columns=["id", "task", "split", "messages", "reference"]).to_pylist()
     whole = all(row["split"] == "train" for row in rows)
     result = rows if whole else [row for row in rows if row["split"] in splits]

@@ -54,7 +54,7 @@ class Lexicon(NamedTuple):
 
 @lru_cache(maxsize=1)
 def seed_words() -> tuple[list[str], dict[str, int]]:
-    """Return the types, and seed word → its type; a word that is listed for two types, in any two languages, has none."""
+    """Return the types, and seed word → its type; a word listed for two types, in any languages, is left out."""
     types: list[str] = []
     owner: dict[str, int] = {}
     for line in SEEDS.read_text(encoding="utf-8").splitlines():
@@ -100,7 +100,7 @@ def seed_label(counts: NDArray[np.int64], min_seeds: int, max_second: float) -> 
 
 
 def needs(config: TrainDomainsConfig, facts: Facts) -> list[str]:
-    """Return the lack of two types with enough labelled documents, as far as sampled pages tell."""
+    """Return an unmet need if sampled pages show fewer than two types with enough labelled documents."""
     (documents,) = facts.inputs.get("documents") or (InputFacts("documents"),)
     if documents.look is None:
         return []

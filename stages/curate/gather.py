@@ -30,7 +30,7 @@ def _needs(config: GatherConfig, facts: Facts) -> list[str]:
 
 @stage(kind="documents", needs=_needs)
 def gather(documents: list[Documents], config: GatherConfig, run: StageRun) -> None:
-    """Join documents of several origins in one table, those of an input under a name that the configuration gives them.
+    """Join documents of several origins in one table; the configuration may name the source of each input.
 
     Of documents of one id the newest is kept, of equally new ones that of the first input; the others go by the rule `same_id`.
     """

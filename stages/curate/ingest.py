@@ -172,7 +172,7 @@ def hints(rules: Container[str]) -> str:
 
 
 def check_inputs(inputs: list[External], config: IngestConfig) -> None:
-    """Raise PunaError where the inputs cannot be read as configured, as far as a look at their beginnings can tell.
+    """Raise PunaError if the beginnings of the inputs cannot be read as configured.
 
     Parquet files and JSON lines must have the named columns, and not all of the inputs may be without rows.
     """
@@ -209,14 +209,14 @@ def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[
 
 
 def first_rejection(inputs: list[External], config: IngestConfig) -> Rejected | None:
-    """Return why a record is no page: the first of the first `LOOKED_AT` records of each file; None where all of them are pages."""
+    """Return why a record is not a page: the first of the first `LOOKED_AT` records of each file; None if all of them are pages."""
     jobs = [job for job in _jobs(inputs, config) if job.file is not None]
     judged = (_judged(record, config, {}) for job in jobs for record in itertools.islice(_records(job, config), LOOKED_AT))
     return next((one for one in judged if isinstance(one, Rejected)), None)
 
 
 def _first(job: Job, config: IngestConfig) -> bool | Rejected:
-    """True if a file may hold pages; of JSON and CSV it reads up to the first, and tells why a row is none where there is none."""
+    """True if a file may hold pages; of JSON and CSV it reads up to the first, and reports why no row is one."""
     if job.file is None or job.format not in ("parquet", "jsonl", "csv", "tsv"):
         return job.file is None or job.file.bytes > 0
     wrong: Rejected | None = None

@@ -93,7 +93,7 @@ class Grader:
     """A model, and the question around a page as token ids: `head`, the page, `tail`; then one of `tokens` answers."""
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, question: Question, max_tokens: int) -> None:
-        """PunaError where the question does not suit the model."""
+        """Raise PunaError if the question does not suit the model."""
         self.model, self.question, self.max_tokens = model, question, max_tokens
         before, after = _framed(tokenizer, question)
         markup: Callable[[str], list[int]] = lambda text: tokenizer.encode_markup(text)[0]  # noqa: E731
@@ -282,7 +282,7 @@ def _graded(
 def _asked(
     run: StageRun, documents: Artifact, chosen: NDArray[np.int64], config: JudgeConfig
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the grades that a model elsewhere writes, NaN where its reply is none, and whether it is one."""
+    """Return the grades that a model elsewhere writes, NaN for a reply without a grade, and whether it has one."""
     assert config.endpoint is not None
     endpoint, question = Endpoint(config.endpoint, run), config.asked()
     grades: list[float] = []

@@ -50,7 +50,7 @@ class LanguageConfig(StageConfig):
 def language(documents: Documents, classifier: Classifier | None, config: LanguageConfig, run: StageRun) -> None:
     """Identify the language and script (Llama 3, section 3.1.1), by `puna.models.languages.vote` or by `classifier`.
 
-    The classifier reads the lines of prose where there are enough, so that the code in a manual does not decide. Program text and text
+    The classifier reads the lines of prose if there are enough, so that the code in a manual does not decide. Program text and text
     without letters have the language zxx, with score 1. Languages that are easily confused count together in the score. The classes of a
     `classifier` (of `import_classifier` with the purpose `language`) are ISO 639 codes, perhaps with a script: `en`, `eng`, `eng_Latn`.
     The table `languages` describes each language: `heuristics` takes its stop words, `select` its thresholds. If the identifier fails, the
@@ -135,7 +135,7 @@ def identify(text: str, max_characters: int = 10_000) -> Found:
 
 
 def classifier_text(text: Callable[[], str], found: Prose, number: int, max_characters: int) -> str | None:
-    """Return the prose of one text that a language classifier reads; None where nothing of it is in a language.
+    """Return the prose of one text that a language classifier reads; None if nothing of it is in a language.
 
     `text` gives the text itself, for which is asked where it has little prose.
     """

@@ -45,7 +45,7 @@ class LineDedupConfig(StageConfig):
 
     @property
     def newlines(self) -> int:
-        """Newlines in a row that part two units."""
+        """Number of consecutive newlines between two units."""
         return 1 if self.unit == "line" else 2
 
 

@@ -66,7 +66,7 @@ def _members(run: StageRun, documents: Artifact, parts: list[Part], config: Minh
 
 
 def check_score(signals: Artifact | None, config: MinhashDedupConfig) -> None:
-    """Raise PunaError where the signal that ranks documents is missing."""
+    """Raise PunaError if the signal that ranks documents is missing."""
     if signals is None:
         raise PunaError("minhash_dedup.survivor is best_score: give the signals that hold the score")
     if config.score not in signals.columns():
@@ -111,7 +111,7 @@ def _components(edges: Partition, starts: NDArray[np.int64]) -> pa.Table:
 def _gathered(
     run: StageRun, documents: Artifact, parts: list[Part], members: Exchange, signals: Artifact | None, config: MinhashDedupConfig
 ) -> Exchange:
-    """Return the candidates with what deciding needs of them, by component."""
+    """Return the candidates with the columns for the decision, by component."""
     each = SHINGLE_BYTES * 8 * documents.record().characters // max(1, documents.rows()) // 6 + 8 * config.bands * config.rows
     items = [(part.of(COLUMNS), own) for part, own in zip(parts, members.parts, strict=False) if own.runs]
     arguments = (signals, config, config.chosen_device())

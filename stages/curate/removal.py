@@ -1,4 +1,4 @@
-"""Removing duplicates by decisions that were regrouped by id: what every stage that finds them does last."""
+"""Removal of duplicates by decisions regrouped by id, the last step of every deduplication stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def remove(
 ) -> Sequence[Any]:  # fmt: skip
     """Remove the documents that `decide(item, *args)` names in tables of DECIDED, with evidence in `duplicates` and `dropped`.
 
-    Gives what `decide` gives beside its tables, by item. `threshold` is that of the rule; None: it has no value either.
+    Return the infos of `decide`, by item. `threshold` is that of the rule; None: it has no value either.
     """
     parts = 1 << max(0, (documents.rows() // MANY).bit_length() - 1)
     decided = run.exchange(decide, items, *args, by="id", partitions=parts)

@@ -146,7 +146,7 @@ def _tell_abstained(languages: pa.Table, rules: list[Rule], run: StageRun) -> No
 
 
 def carried_signals(signals: list[Artifact]) -> dict[str, str]:
-    """Return signal → id of the artifact that carries it; PunaError where two do."""
+    """Return signal → id of the artifact that carries it; raise PunaError if two do."""
     carried: dict[str, str] = {}
     for artifact in signals:
         for name in artifact.columns("signals"):
@@ -156,7 +156,7 @@ def carried_signals(signals: list[Artifact]) -> dict[str, str]:
 
 
 def signals_of(artifact: Artifact, ids: pa.ChunkedArray, columns: list[str]) -> pa.Table:
-    """Return columns of the signals of the documents `ids`, in their order; PunaError where a document has none."""
+    """Return columns of the signals of the documents `ids`, in their order; raise PunaError if a document has none."""
     if len(ids) == 0:
         return artifact.schema().empty_table().select(columns)
     return _aligned(artifact.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", *columns]), ids, _named(artifact)).select(columns)
@@ -167,7 +167,7 @@ def _named(artifact: Artifact) -> str:
 
 
 def _aligned(signals: pa.Table, ids: pa.ChunkedArray, name: str) -> pa.Table:
-    """Return the signals of the documents `ids`, in their order; PunaError where a document has none."""
+    """Return the signals of the documents `ids`, in their order; raise PunaError if a document has none."""
     where = pc.index_in(ids, signals["id"].combine_chunks())
     if where.null_count:
         missing = ids.filter(pc.is_null(where))[0].as_py()
@@ -230,7 +230,7 @@ def _lines_that_go(covered: pa.Table | None, c4: pa.Table | None, rules: LineRul
 
 
 def remove_lines(documents: pa.Table, lines: dict[str, dict[int, tuple[str, float]]], rules: LineRules) -> tuple[pa.Table, pa.Table]:
-    """Return documents without the lines that go, by document and number, and the rows of `removed_lines`."""
+    """Return documents without `lines` (document id → line number → reason), and the rows of `removed_lines`."""
     texts, removed = [], []
     for identity, text, source in zip(*(documents[name].to_pylist() for name in ("id", "text", "source")), strict=True):
         gone = {} if source in rules.exempt_sources else lines.get(identity, {})

@@ -34,7 +34,7 @@ class TrainClassifierConfig(ClassifierConfig):
 
 
 def needs(config: TrainClassifierConfig, facts: Facts) -> list[str]:
-    """Return sources of both kinds, as far as the sources are known, where no labels are given."""
+    """Return unmet needs: without labels, training needs known sources of both classes."""
     named = {source for item in facts.inputs.get("documents", ()) for source in item.sources or ()} - set(config.exempt_sources)
     if facts.inputs.get("labels") or not named or (named & set(config.positive_sources) and named - set(config.positive_sources)):
         return []

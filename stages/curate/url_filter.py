@@ -114,7 +114,7 @@ def _filter(documents: pa.Table, rules: Rules) -> dict[str, Any]:
 
 
 def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
-    """Return for each address the rule that drops it; None where it is kept."""
+    """Return for each address the rule that drops it; None if it is kept."""
     addresses = [urls.parse(url) for url in written]
     places = [_places(address) if address is not None and address.host else [] for address in addresses]
     listed = _listed(places, rules)

@@ -39,7 +39,7 @@ def follows() -> bool:
 
 
 def join() -> None:
-    """Join the processes that were started together, if any; PunaError where a variable, or rank 0, is missing."""
+    """Join the processes that were started together, if any; raise PunaError if a variable, or rank 0, is missing."""
     if count() == 1:
         return
     import torch

@@ -178,7 +178,7 @@ def _trials(run: StageRun, jobs: Sequence[tuple[Any, ...]], shared: tuple[Any, .
 
 
 def _rung(shape: ModelConfig, rows: int, rate: float, row: int, config: LadderConfig, points: int | None = None) -> Rung:
-    """Return a shape's run; PunaError where it has no point within the budget, or one of too few steps."""
+    """Return a shape's run; raise PunaError if it has no point within the budget, or one of too few steps."""
     parameters = matrix_parameters(shape)
     tokens = [multiple * config.tokens_per_parameter * parameters for multiple in config.multiples][:points]
     within = [one for one in tokens if config.max_flops is None or 6 * parameters * one <= config.max_flops]

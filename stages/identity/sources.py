@@ -31,7 +31,7 @@ def _started() -> float:
 
 
 def _walked() -> Iterator[Path]:
-    """Yield every file of Puna, without those that Python and editors leave."""
+    """Yield every source file of Puna, without caches of Python and files of editors."""
     for room in ROOMS:
         for folder, folders, names in os.walk(ROOT / room):
             folders[:] = [name for name in folders if name != "__pycache__" and not name.startswith(".")]

@@ -223,7 +223,7 @@ def _truthfulqa(plan: Plan, row: Fields) -> Values:
 
 
 def _ruler(plan: Plan, row: Fields) -> Values:
-    """RULER's string_match_all: the share of the outputs that the answer contains, in any case."""
+    """Return RULER's string_match_all: the share of expected outputs that the answer contains, ignoring case."""
     outputs = [str(value) for value in _list(plan, row, "outputs")]
     return _contains(_text(plan, row, "input"), outputs)
 

@@ -1,4 +1,4 @@
-"""Rows of a layout as rows of the tables; what cannot be taken is refused with its field and reason (`Refused`)."""
+"""Conversion of a layout's rows to table rows; an invalid row raises `Refused` with its field and reason."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def _side(value: Any, field: str) -> list[Message]:
 
 
 def _behind(context: list[Message], messages: list[Message], field: str) -> list[Message]:
-    """Return the part of one side behind the context: all of it, unless it repeats the context."""
+    """Return one side's messages without the context, if they begin by repeating it."""
     if messages[: len(context)] == context:
         return messages[len(context) :]
     if len(messages) > 1:

@@ -27,7 +27,7 @@ LAYOUT = (".json", ".safetensors", ".jinja")  # endings of a model's files that 
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder to write in, which becomes `target` at the end or is removed. PunaError if `target` is not empty."""
+    """Yield a folder to write in, which becomes `target` at the end or is removed. Raise PunaError if `target` is not empty."""
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise PunaError(f"export: {target} is there already and not empty; give a new folder")
@@ -48,7 +48,7 @@ def export_data(artifact: Artifact, folder: Path | str, format: Literal["parquet
 
     Parquet holds the columns as they are stored. JSON lines hold conversations in the field's layout: `messages` (instructions),
     `prompt` with `chosen` and `rejected`, or with `completion` and `label` where a preference has one side, all as lists of
-    messages. PunaError where the artifact has no table, holds bytes that JSON cannot, or the folder holds something already.
+    messages. Raise PunaError if the artifact has no table, holds bytes that JSON cannot, or the folder holds something already.
     """
     if artifact.kind not in artifact.tables:
         raise PunaError(f"{artifact.id} has no table to export; export_model writes models and tokenizers")
@@ -109,7 +109,7 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", 
 
     `hf`: weights, configuration, tokenizer and chat template as transformers, vLLM and lm-eval read them. `gguf`: one file for
     llama.cpp, `NAME.gguf` after the folder. `awq`: like hf with the layers' matrices in 4 bits, by scales chosen on a text file, `text`, of
-    the kind that the model will read. `adapter`: the adapters that its training kept, as PEFT reads them. PunaError where it is no
+    the kind that the model will read. `adapter`: the adapters that its training kept, as PEFT reads them. Raise PunaError if it is no
     model, is damaged, the folder holds anything, the format has no form for it, there is no text for awq, or it has no adapters.
     """
     if (format == "awq") != (text is not None):

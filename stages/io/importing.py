@@ -135,7 +135,7 @@ class Files:
 
 
 def look(external: External, format: str) -> Files:
-    """Inspect the files of an input. PunaError if none holds rows, or the format of one is unclear."""
+    """Inspect the files of an input. Raise PunaError if none holds rows, or the format of one is unclear."""
     results, whole = Files(), len(external.files) == 1
     for file in external.files:
         if PurePosixPath(file.name).name in SIDECARS or not file.bytes:
@@ -336,7 +336,7 @@ def _about(plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig) -> d
 
 
 def _check_verifier(field: str, text: str, code_from: Sequence[str]) -> None:
-    """Refuse a verifier that is none, or that names code which nobody allowed: rows come from anywhere."""
+    """Refuse an invalid verifier, or one that names code outside the allowed modules: rows are untrusted."""
     try:
         todo = [from_text(text)]
     except PunaError as error:

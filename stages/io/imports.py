@@ -13,7 +13,7 @@ LAYOUT = "Layout of the rows; auto looks for one and stops where several fit"
 
 
 class ImportPreferencesConfig(SplitConfig):
-    """Settings of an import of preferences."""
+    """Settings of the stage `import_preferences`."""
 
     layout: Literal["auto", "pairs", "kto", "ranked"] = Field("auto", description=LAYOUT)
     heldout_fraction: float = Field(0.1, ge=0, lt=1, description=HELDOUT_SHARE)
@@ -76,7 +76,7 @@ class ImportPromptsConfig(PromptRowsConfig):
 
 @stage(kind="prompts")
 def import_prompts(inputs: list[External], config: ImportPromptsConfig, run: StageRun) -> None:
-    """Import prompts to be answered: conversations, questions or instructions, with a reference answer and a verifier where there is one.
+    """Import prompts to be answered: conversations, questions or instructions, with a reference answer and a verifier if there is one.
 
     Of a conversation that ends in an answer, that answer is the reference. Rows of known benchmarks are recognised by their columns and
     get the benchmark's question and verifier (`puna.stages.io.benchmarks`). The metrics `columns_not_taken_*` name columns that no field

@@ -109,7 +109,7 @@ class Plan:
 
 
 def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapping[str, str], verified: bool = False) -> Plan:
-    """Return the layout of an input for a kind, recognised by its first rows. PunaError if it is not clear.
+    """Return the layout of an input for a kind, recognised by its first rows. Raise PunaError if it is not clear.
 
     `layout` `auto` looks for one; `given` maps fields to columns and counts before the usual names. `verified`: the user names the
     verifier of rows without one. Known benchmarks come before the layouts of prompts, unless rows have a column `verifier`.

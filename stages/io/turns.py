@@ -92,7 +92,7 @@ def _calls(value: Any, field: str) -> list[Message]:
 
 
 def dialogue(text: str, field: str) -> list[Message]:
-    """Anthropic's HH dialogues: turns behind "\\n\\nHuman:" and "\\n\\nAssistant:"."""
+    """Parse Anthropic's HH dialogues: turns after "\\n\\nHuman:" and "\\n\\nAssistant:"."""
     before, *parts = HUMAN.split(text)
     if before.strip() or not parts:
         raise Refused(field, "not_a_dialogue", f"begins with {text[:40]!r}, not with '\\n\\nHuman:'")

@@ -194,7 +194,7 @@ def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: flo
 
 
 def down_sampled(weights: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
-    """Multiply weights by factors of 0 to 1 and scale them to add up to 1. PunaError if nothing is left."""
+    """Multiply weights by factors of 0 to 1 and scale them to add up to 1. Raise PunaError if nothing is left."""
     left = {category: weight * factors.get(category, 1.0) for category, weight in weights.items()}
     total = sum(left.values())
     if not total:

@@ -133,7 +133,7 @@ def pretrain(
 def _sources(
     given: dict[str, Artifact | None], config: PretrainConfig, tokenizer: Artifact, vocabulary: Vocabulary, folder: Path
 ) -> dict[str, Packed]:
-    """Return the tokens by their name; PunaError where a phase's are missing, no phase reads them, or they are another tokenizer's."""
+    """Return the tokens by their name; raise PunaError if a phase's are missing, no phase reads them, or they are another tokenizer's."""
     read = {phase.tokens for phase in config.phases}
     for phase in config.phases:
         if given[phase.tokens] is None:
@@ -177,7 +177,7 @@ def _keep_moments(state: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 def _moments(model: Artifact) -> dict[str, torch.Tensor] | None:
-    """Return the optimizer's state beside a model; None where its training kept none, as with an imported one."""
+    """Return the optimizer's state beside a model; None if its training kept none, as with an imported one."""
     from safetensors.torch import load_file
 
     return load_file(model.path(MOMENTS)) if MOMENTS in model.manifest.files else None

@@ -1,6 +1,6 @@
 """Readers of the other inputs: folders of pages, Parquet, JSON, CSV, saved and remote Hugging Face data sets.
 
-Each yields a `Page` or, where a record is none, a `Rejected` with the rule that says why.
+Each yields a `Page` per record, or a `Rejected` with the rule that refused the record.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rows of files: JSON documents, arrays and lines, Parquet, CSV and TSV, saved Hugging Face data sets.
 
-Each reader yields a `Row` or, where a record is none, a `Fault` with its number and reason. Rows stream: memory is bounded by
+Each reader yields a `Row` per valid record, else a `Fault` with its number and reason. Rows stream: memory is bounded by
 `max_row_bytes` and a batch, whatever the size of the file.
 """
 
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A record that is no row: its number, the wrong field (empty: the record), the rule, a message."""
+    """A record that is not a row: its number, the wrong field (empty: the record), the rule, a message."""
 
     number: int
     field: str
@@ -81,7 +81,7 @@ def read_rows(handle: BinaryIO, name: str, kind: str, max_row_bytes: int) -> Ite
 
 
 def _checked(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
-    """Yield rows, with text that is not Unicode as faults; such bytes appear as surrogates."""
+    """Yield rows; a row whose text is not valid Unicode (it holds surrogates) becomes a fault."""
     for row in rows:
         wrong = _broken(row.fields) if isinstance(row, Row) else None
         if wrong is None:
@@ -118,7 +118,7 @@ def _object(number: int, value: Any) -> Row | Fault:
 
 
 class _Broken(Exception):
-    """A value that is no complete JSON; its arguments are the rule and a message."""
+    """A value that is not a complete JSON; its arguments are the rule and a message."""
 
 
 class _Values:
@@ -131,7 +131,7 @@ class _Values:
         self.line, self.damage = 1, ""
 
     def head(self) -> str:
-        """Return the next character that is no blank, empty at the end of the file."""
+        """Return the next character that is not a blank, empty at the end of the file."""
         while True:
             blank = BLANK.match(self._text, self._at)
             assert blank is not None
@@ -144,7 +144,7 @@ class _Values:
         self._go(self._at + 1)
 
     def next(self, most: int) -> Any:
-        """Return the value that begins here and go behind it. _Broken: there is none, or none of at most `most` characters."""
+        """Return the value at the cursor and move past it. Raise _Broken if it is missing or longer than `most` characters."""
         while True:
             error: Exception | None = None
             try:

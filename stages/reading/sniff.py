@@ -26,7 +26,7 @@ CELL_BYTES = 1 << 26  # longest row that is looked at
 
 @dataclass(frozen=True)
 class Found:
-    """The fields that hold the page; `html`: whether `page` is HTML or text; `url`, `date` None: rows have none.
+    """The fields that hold the page; `html`: whether `page` is HTML or text; `url`, `date`: None if rows lack them.
 
     `others`: the page fields of other files of the input, each with an example file.
     """
@@ -40,7 +40,7 @@ class Found:
 
 
 def sniff(external: External) -> Found | None:
-    """Return the fields of the rows of an input; None where it has other files than rows (archives, pages) and no row holds text.
+    """Return the fields of the rows of an input; None if it has other files than rows (archives, pages) and no row holds text.
 
     Files may differ: fields with usual names go before others, those of more bytes before those of less.
     """

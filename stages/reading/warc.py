@@ -24,7 +24,7 @@ SCRIPTS = re.compile(r"text/x-(?:(?:java|ecma|live|j)script|component|cross-doma
 
 
 def read_warc(handle: BinaryIO, name: str, max_body_bytes: int) -> Iterator[Page | Rejected]:
-    """Yield every record of the archive `name` as a page or with the reason why it is none."""
+    """Yield every record of the archive `name` as a page, or as a rejection with its reason."""
     for number, frame in enumerate(frames(handle, max_body_bytes + MAX_HEADER_BYTES)):
         where, said = f"{name}#{number}", f"{name}, offset {frame.offset}"
         if frame.problem:

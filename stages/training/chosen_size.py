@@ -34,7 +34,7 @@ class ChosenSize(StageConfig):
 
     @classmethod
     def read(cls, artifact: Artifact) -> ChosenSize:
-        """Return the size in an artifact; PunaError if it holds none."""
+        """Return the size in an artifact; raise PunaError if it holds none."""
         if RECIPE not in artifact.manifest.files:
             raise PunaError(f"{artifact.id} holds no size: give an artifact of the stage choose_size, not of {artifact.manifest.stage}")
         fields = yaml.safe_load(artifact.path(RECIPE).read_text(encoding="utf-8"))

@@ -126,7 +126,7 @@ class Phase(StageConfig):
         return found, read, step
 
     def counted(self, row: int, before: int = 0) -> Phase:
-        """Return the phase with `steps` in place of `until`. PunaError if it would end before it begins, or its schedule does not fit.
+        """Return the phase with `steps` instead of `until`. Raise PunaError if it ends before it begins, or its schedule does not fit.
 
         row: tokens of a whole row (of join_rows packed ones); before: tokens of the run before it."""
         steps = self.steps

@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Found:
-    """Documents of one category: how many, their bytes, and the bytes that would be read of those in each step of the order."""
+    """Size of one category: documents, bytes, and the bytes read in each step of the order."""
 
     documents: int
     bytes: int

@@ -40,7 +40,7 @@ def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens
     """Set the model's scalar head to the best for these rankings, each prompt weighing the same; nothing else changes.
 
     The penalty is the one of `PENALTIES` whose fits predict left-out prompts best, of equals the strongest. Metrics: `penalty`, and
-    where there are enough prompts `cross_validated_accuracy`: each pair judged by a fit, its penalty included, that has not seen its
+    if there are enough prompts `cross_validated_accuracy`: each pair judged by a fit, its penalty included, that has not seen its
     prompt; beside it `cross_validated_longer_accuracy` has the longer answer win.
     """
     import torch

@@ -111,7 +111,7 @@ def combined(numbers: Sequence[float], how: Ensemble) -> float:
 
 
 def gold_of(scorer: Scorer, rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer) -> Scores:
-    """Return a function that gives the verifier's score of each answer, 0 where it fails. `asked` are the ids of `rows`."""
+    """Return a function that gives the verifier's score of each answer, 0 if it fails. `asked` are the ids of `rows`."""
     by_ids: dict[tuple[int, ...], dict[str, Any]] = {}
     for ids, row in zip(asked, rows, strict=True):
         known = by_ids.setdefault(tuple(ids), row)

@@ -54,7 +54,7 @@ def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Float
     """Fit M surfaces to losses [M, n] at parameters [n] and tokens [n]; `weights` [M, n]: how much a point counts.
 
     The least sum of Huber's losses of the errors in the logarithm, from many starts (Hoffmann et al. 2022): by Levenberg and Marquardt's
-    steps on reweighted squares, all fits side by side. ValueError where a fit has fewer than six points.
+    steps on reweighted squares, all fits side by side. Raise ValueError if a fit has fewer than six points.
     """
     n, d = (np.log(np.asarray(values, dtype=np.float64)) for values in (parameters, tokens))
     y = np.log(losses)
@@ -81,7 +81,7 @@ EXPONENTS = (0.05, 0.5)
 
 
 def _starts(level: float) -> Floats:
-    """Return starts [S, 5]: logarithms of E, of A and B in units of the points' middle, and of the exponents."""
+    """Return starts [S, 5]: logarithms of E, A and B (relative to the points' mean size) and of the exponents."""
     shares = ((0.2, 0.4, 0.4), (0.5, 0.25, 0.25), (0.8, 0.1, 0.1), (0.4, 0.5, 0.1), (0.4, 0.1, 0.5))
     exponents = (0.12, 0.25, 0.45)
     rows = [
@@ -260,7 +260,7 @@ class Parabola:
 
     @property
     def best(self) -> tuple[float, float] | None:
-        """Return parameters and loss of the minimum; None where it does not lie among the points."""
+        """Return parameters and loss of the minimum; None if it does not lie among the points."""
         a, b, _ = self.coefficients
         if a <= 0:
             return None

@@ -93,7 +93,7 @@ def by_answer(
     compute: Callable[[list[Example]], torch.Tensor],
     progress: Callable[[int, int], None] | None = None,
 ) -> list[torch.Tensor]:
-    """Return a row for each answer of each example; `compute` gives those of all answers in a packed row.
+    """Return a tensor for each example, one row per answer; `compute` gets the examples of one packed row.
 
     `progress` gets (examples done, examples in all).
     """
@@ -118,7 +118,7 @@ def context_limit(model: Transformer, max_tokens: int) -> Limit:
 
 
 def heldout_prompts(prompts: Artifact) -> dict[str, list[dict[str, Any]]]:
-    """Return the held-out prompts by task; PunaError if there are none."""
+    """Return the held-out prompts by task; raise PunaError if there are none."""
     tasks: dict[str, list[dict[str, Any]]] = {}
     for row in prompts.read().to_pylist():
         if row["split"] == "heldout":
@@ -131,7 +131,7 @@ def heldout_prompts(prompts: Artifact) -> dict[str, list[dict[str, Any]]]:
 def training_prompts(
     prompts: Artifact, model: Transformer, tokenizer: Tokenizer, answers: int, max_tokens: int, row: Limit, bad: BadRows
 ) -> tuple[list[dict[str, Any]], list[tuple[dict[str, Any], list[int]]]]:
-    """Return the rows of the training prompts; and those that can be answered, with their ids.
+    """Return the rows of the training prompts; and the rows that fit the context, with their token ids.
 
     A prompt must fit into the model's context with one answer of `max_tokens`, and with all its `answers` into a packed row.
     """
@@ -191,7 +191,7 @@ HEADS = {"lm": "a language model", "scalar": "a reward model"}
 def load_model(
     artifact: Artifact, head: Literal["lm", "scalar"], *, new: bool = False, frozen: bool = False, quantization: str = "none"
 ) -> tuple[Transformer, Tokenizer]:
-    """Load a model artifact's weights and tokenizer. PunaError if it has another head.
+    """Load a model artifact's weights and tokenizer. Raise PunaError if it has another head.
 
     `new` makes a missing scalar head, of zeros. A `frozen` model is not trained and computes in bf16 on a GPU. `quantization`
     `nf4` converts the layers' matrices to 4 bits one by one."""
@@ -323,7 +323,7 @@ def write_log(log: Sequence[dict[str, float]], run: StageRun) -> None:
 
 
 def report_ends(log: Sequence[dict[str, float]], names: Sequence[str], run: StageRun) -> None:
-    """Report the first and the last value of the log's columns of these names, as far as it has them."""
+    """Report the first and the last value of the named columns that the log has."""
     for name in names:
         if name in log[0]:
             run.metric(f"first_{name}", log[0][name])

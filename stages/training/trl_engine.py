@@ -247,7 +247,7 @@ class Recorder:
         raise AttributeError(name)
 
     def train(self) -> None:
-        """Train to the end, from the saved state where there is one."""
+        """Train to the end, from the saved state if there is one."""
         self._found = load_state(self._folder)
         steps = self._trainer.args.max_steps
         with self._saver:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Question(NamedTuple):
     """The part of a prompt that a verifier sees: its id, task, text and gold answer, if there is one.
 
-    `messages`: the turns of the conversation, each with role and content; none: `text` is one user message.
+    `messages`: the turns of the conversation, each with role and content; if empty, `text` is one user message.
     """
 
     id: str

@@ -116,7 +116,7 @@ def _unresolved(schema: Any, validator: Any) -> str | None:
 
 
 def _formats(schema: Any, named: bool = False) -> list[str]:
-    """Return the formats in a schema; below `properties` and its like, names are no keywords (`named`)."""
+    """Return the formats in a schema; below `properties` and its like, names are not keywords (`named`)."""
     if isinstance(schema, list):
         return [found for part in schema for found in _formats(part)]
     if not isinstance(schema, dict):

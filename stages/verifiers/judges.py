@@ -70,7 +70,7 @@ class Judges:
 
 
 class Tools:
-    """The argument of `Verifier.prepare` and `Verifier.score_many`."""
+    """Resources of a verifier, passed to `Verifier.prepare` and `Verifier.score_many`."""
 
     def __init__(self, config: ScoringConfig, run: StageRun, judges: Sequence[Artifact] = ()) -> None:
         self.config = config

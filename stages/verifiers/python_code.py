@@ -87,7 +87,7 @@ class PythonFunction(Verifier):
     """Score by a function's result: True or False, a number from 0 to 1, a pair of number and detail, or a `Score`.
 
     It is called as `function(answer, **parameters)`, also with `prompt`, `reference`, `task` if it has parameters for them.
-    It runs in a process of its own that is killed when an answer takes too long; that process is no sandbox.
+    It runs in a process of its own that is killed when an answer takes too long; that process is not a sandbox.
     """
 
     name: ClassVar[str] = "python"

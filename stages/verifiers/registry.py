@@ -18,7 +18,7 @@ _KNOWN: dict[str, type[Verifier]] = {}
 
 
 def register(verifier: type[V]) -> type[V]:
-    """Make a verifier known by its name; a decorator. PunaError where another one has the name."""
+    """Make a verifier known by its name; a decorator. Raise PunaError if another one has the name."""
     name = getattr(verifier, "name", None)
     if not (isinstance(verifier, type) and issubclass(verifier, Verifier)) or not isinstance(name, str) or not name:
         raise PunaError(f"{verifier!r} is no verifier: it needs the base class Verifier and a `name`")

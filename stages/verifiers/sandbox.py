@@ -73,7 +73,7 @@ class Outcome:
 def mode() -> Mode:
     """Return the way to isolate programs here: no network, no surviving process, no file but the interpreter's and system libraries.
 
-    PunaError where a program cannot be isolated so.
+    Raise PunaError if a program cannot be isolated so.
     """
     if sys.platform != "linux":
         raise PunaError(f"code cannot be isolated here: there is no sandbox for {sys.platform}")
@@ -209,7 +209,7 @@ class Group:
 
 @contextlib.contextmanager
 def group(memory_bytes: int) -> Iterator[Group | None]:
-    """Yield a cgroup with this limit, beside the one of this process and under the limits of those above; None where none can be made."""
+    """Yield a cgroup with this limit, beside the one of this process and under the limits of those above; None if none can be made."""
     folder = _beside()
     made = None if folder is None else _create(folder / f"puna-code-{uuid.uuid4().hex}", memory_bytes)
     try:

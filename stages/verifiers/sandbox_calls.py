@@ -27,7 +27,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments: str | int | None) -> None:
-    """Call a function of the C library; OSError where it fails."""
+    """Call a function of the C library; raise OSError if it fails."""
     given = [ctypes.c_char_p(a.encode()) if isinstance(a, str) else None if a is None else ctypes.c_ulong(a) for a in arguments]
     if getattr(libc, name)(*given) != 0:
         number = ctypes.get_errno()

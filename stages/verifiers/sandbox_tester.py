@@ -322,7 +322,7 @@ class Names(dict[str, Any]):
 
 
 def attempt(link: Link, work: Callable[[], object]) -> str | None:
-    """Do a piece of work; None where it comes to its end, else what went wrong."""
+    """Call `work`; return None if it succeeds, else the error message."""
     link.failed = None
     try:
         work()

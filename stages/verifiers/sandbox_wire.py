@@ -168,7 +168,7 @@ class Peer:
         sys.set_int_max_str_digits(0)
 
     def refer(self, value: Any, packing: Packing) -> list[Any]:
-        """Return the JSON that stands for what is no plain data."""
+        """Return the JSON that encodes a value without a plain JSON form."""
         raise NotImplementedError
 
     def resolve(self, reference: list[Any], objects: list[Any]) -> Any:
@@ -278,7 +278,7 @@ class Peer:
         return Ended(self.over)
 
     def send(self, message: list[Any]) -> None:
-        """Write a message; ValueError where it is too long."""
+        """Write a message; raise ValueError if it is too long."""
         text = json.dumps(message).encode()
         if len(text) > MESSAGE_BYTES:
             raise ValueError(f"values of more than {MESSAGE_BYTES >> 20} MiB cannot pass between a program and its tests")

@@ -82,7 +82,7 @@ class GgufFile:
 
 
 def write(path: Path, config: ModelConfig, state: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
-    """Write a language model as a GGUF file. Matrices keep their dtype, vectors are float32. ValueError where the shape or the tokenizer
+    """Write a language model as a GGUF file. Matrices keep their dtype, vectors are float32. Raise ValueError if the shape or the tokenizer
     has no form in GGUF; nothing is written then."""
     import gguf
 
@@ -133,7 +133,7 @@ def _add(writer: Any, name: str, value: Any) -> None:
 
 
 def check_header(path: Path) -> None:
-    """Raise ValueError where the header claims more than the file has: fields, lengths of texts and arrays, tensors and their data."""
+    """Raise ValueError if the header claims more than the file has: fields, lengths of texts and arrays, tensors and their data."""
     size = path.stat().st_size
     if size < 24:
         raise ValueError(f"{DAMAGED}: it has {size} bytes")

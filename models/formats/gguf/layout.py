@@ -187,7 +187,7 @@ def from_state(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Te
 
 
 def hub_name(name: str) -> str:
-    """Return the hub's name of a tensor; ValueError if there is none."""
+    """Return the hub's name of a tensor; raise ValueError if there is none."""
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if match and match[2] in LAYER:
         return f"model.layers.{match[1]}.{LAYER[match[2]]}.{match[3]}"

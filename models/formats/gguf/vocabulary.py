@@ -103,7 +103,7 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], types: Seq
 
 
 def tokenizer_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
-    """Return the `tokenizer.*` fields of a file; `rows` of the embeddings may be more than there are tokens. ValueError where llama.cpp
+    """Return the `tokenizer.*` fields of a file; `rows` of the embeddings may be more than there are tokens. Raise ValueError if llama.cpp
     would read other tokens than this tokenizer gives."""
     raw = json.loads(tokenizer.backend.to_str())
     if raw["model"]["type"] != "BPE":

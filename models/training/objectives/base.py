@@ -55,7 +55,7 @@ class Targets:
     forest     the row of T tokens
     positions  [N] int64, index in the row of the token that stands before the target
     tokens     [N] int64, the targets
-    mask       [N] bool, False where a target does not count in the loss
+    mask       [N] bool, False if a target does not count in the loss
     lengths    [A] int64, targets per answer; they sum to N and an answer's targets are contiguous
     last       [A] int64, index in the row of each answer's last token
     prompt     [A] int64, which prompt an answer belongs to
@@ -104,7 +104,7 @@ class Targets:
     ) -> Targets:
         """Return prompts with their answers as branches; every answer token is a target.
 
-        `masks[p][a]` holds one flag per answer token, False where the token does not count.
+        `masks[p][a]` holds one flag per answer token, False if the token does not count.
         """
         forests: list[Forest] = []
         positions: list[np.ndarray[Any, Any]] = []
@@ -157,7 +157,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Batch:
-    """Targets, with what an objective needs beside them."""
+    """The targets of a batch; subclasses add the tensors that an objective needs."""
 
     targets: Targets
 
@@ -219,5 +219,5 @@ def divide(value: Tensor, total: float) -> Tensor:
 
 
 def target_logprobs(model: Model, targets: Targets) -> Tensor:
-    """Return [N] float32, log p(target | what its position sees)."""
+    """Return [N] float32, log p(target | tokens visible at its position)."""
     return model.token_logprobs(targets.forest, targets.positions, targets.tokens)[0]

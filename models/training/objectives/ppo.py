@@ -77,7 +77,7 @@ def ppo_value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, c
 
 @dataclass(frozen=True)
 class PpoBatch(Batch):
-    """Sampled answers with what the rollout fixed; all [N] float32, in the order of the targets.
+    """Sampled answers with the constants of their rollout; all [N] float32, in the order of the targets.
 
     `left_out`: answer tokens of the update that are in no batch since they teach nothing; the mean is over them, too.
     """

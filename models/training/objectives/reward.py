@@ -51,10 +51,9 @@ class RewardBatch(Batch):
 class Reward(Objective[RewardBatch]):
     """Bradley-Terry loss of a model with a scalar head, all answers of a prompt in one forest.
 
-    With `nll_weight`, the hidden states must also go on predicting the best answers of each prompt through
-    `head`, the policy's language-model head [V, D] with its `softcap`, which itself stays as it is: the mean over those answers
-    of each answer's mean -log p (the SFT regularisation of Yang et al. 2024, GRM). That keeps what the policy
-    knows from being forgotten before the rewards have learned to read it.
+    With `nll_weight`, the hidden states must also go on predicting the best answers of each prompt through `head`, the policy's
+    language-model head [V, D] with its `softcap`, which itself stays as it is: the mean over those answers of each answer's mean -log p
+    (the SFT regularisation of Yang et al. 2024, GRM). This keeps the policy's knowledge while the reward head learns to read it.
 
     Metrics: ``accuracy`` (pairs in the right order, ties count one half; each prompt weighs the same),
     ``margin`` (mean difference of the rewards), and with `nll_weight` ``nll`` (nats a token).

@@ -99,7 +99,7 @@ class Optimizer(ABC):
 
 
 def _mapped(tensor: Tensor) -> Tensor:
-    """Return a copy in the processor's memory that is mapped to a file without a name; ValueError if the disk has no room for it.
+    """Return a copy in the processor's memory that is mapped to a file without a name; raise ValueError if the disk has no room for it.
 
     ZeRO-Infinity's offloading (Rajbhandari et al. 2021), left to the system's page cache.
     """

@@ -1,4 +1,4 @@
-"""A model under a layout: what a rank computes, and the sums over ranks that make it equal to one process.
+"""A model under a layout: one rank's part, and the sums over ranks that make the result equal to one process.
 
 A step's micro-batches are known to every rank, and dealt to the readers by their tokens. Losses and gradients are shares of the step's
 totals, so they add up over readers as over micro-batches.
@@ -62,8 +62,8 @@ class Parallel:
     """A model of which each rank has all, and computes some micro-batches: the layout `data`, and one process.
 
     whole: the model that is trained. model: the one that computes, with the methods that objectives ask for. parameters: this rank's
-    trained parameters by name. pieces: what they are of the whole ones. beside: other models of the same state, by the first word of their
-    tensors' names in it.
+    trained parameters by name. pieces: each local tensor's part of the whole tensor. beside: other models of the same state, by the first
+    word of their tensors' names in it.
     """
 
     def __init__(self, whole: nn.Module, mesh: Mesh) -> None:
@@ -95,7 +95,7 @@ class Parallel:
         return own + [(spare, False)] * (max(map(len, shares)) - len(own))
 
     def totals(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums over readers of what each counts in its micro-batches."""
+        """Return the totals over all data-parallel readers of their micro-batches' counts."""
         if self.mesh.layout.readers == 1:
             return dict(values)
         numbers = torch.tensor(list(values.values()), dtype=torch.float64)
@@ -163,11 +163,11 @@ class Parallel:
 
     @torch.no_grad()
     def gathered(self, name: str, piece: Tensor | None) -> Tensor:
-        """Return the whole of what ranks have pieces of, bit for bit; `piece` is None on a rank without one."""
+        """Return the whole tensor of the ranks' pieces, bit-identical; `piece` is None on a rank without one."""
         return self.gather(self.pieces[name], piece)
 
     def gather(self, own: Piece, piece: Tensor | None) -> Tensor:
-        """Return the whole of which `own` says what this rank has."""
+        """Return the whole tensor; `own` describes this rank's piece."""
         if not own.cut and piece is not None:
             return piece
         out = torch.zeros(own.shape)
@@ -187,7 +187,7 @@ class Parallel:
     # --- the state of a training ---
 
     def piece_of(self, name: str, tensor: Tensor) -> Piece:
-        """Return what a tensor of a state is of the whole one: `…NAME` of a weight's size is cut like the weight NAME."""
+        """Return the piece that a state's tensor is of the whole: `…NAME` of a weight's size is cut like the weight NAME."""
         owner, _, rest = name.partition(".")
         if owner in self.beside:
             return self.beside[owner].piece_of(rest, tensor)
@@ -210,7 +210,7 @@ class Parallel:
     def load_state(
         self, folder: Path, tensors: Mapping[str, Tensor], optional: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return the newest checkpoint: this rank's pieces of what `tensors` names, and `optional` where it has them."""
+        """Return the newest checkpoint: this rank's pieces of the named `tensors`, and of those in `optional` that it holds."""
         if self.processes == 1:
             return load_state(folder)
         pieces, more = ({name: self.piece_of(name, tensor) for name, tensor in some.items()} for some in (tensors, optional))

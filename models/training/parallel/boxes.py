@@ -1,4 +1,4 @@
-"""A training's state in pieces: one safetensors file a rank, and a JSON index of what each holds of which tensor.
+"""A training's state in pieces: one safetensors file a rank, and a JSON index of each file's boxes.
 
 A piece is a box: (start, stop) along each dimension of the whole tensor. Ranks of any layout read the boxes that overlap theirs, so a
 state may be read by another layout than the one that wrote it, bit for bit. Torch's own checkpoints would hold a pickle.
@@ -57,7 +57,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], pieces: Mapping
 def load(
     folder: Path, pieces: Mapping[str, Piece], optional: Mapping[str, Piece], mesh: Mesh
 ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Return this rank's pieces of the newest checkpoint under `folder`, and its record; None if there is none.
+    """Return this rank's pieces of the newest checkpoint under `folder`, and its record; None without a checkpoint.
 
     Each rank compares its share of the files with their checksums, and reads of the others what it needs. ValueError, on all ranks, if
     a file is damaged, or a tensor is missing or has another shape.

@@ -1,8 +1,8 @@
 """Exchanges between ranks as differentiable functions.
 
-Outside a parallel model all tensors are the same on each rank of its group, gradients too. So a function says for both directions
-whether what it gets is a part of a sum, a piece of rows, or the whole. Pieces of T rows over p ranks have `cut(T, p)` rows each;
-rows beyond T are padding, which nobody reads.
+Outside a parallel model all tensors are the same on each rank of its group, gradients too. Each function states for both directions whether
+its input is a partial sum, a piece of rows, or the whole. Pieces of T rows over p ranks have `cut(T, p)` rows each; rows beyond T are
+padding, which nobody reads.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"

@@ -61,7 +61,7 @@ def deal(depths: Tensor, ranks: int) -> Deal:
 
 
 class ContextTransformer(CutTransformer):
-    """A model whose rank computes some rows of each forest; what objectives see is whole."""
+    """A model whose rank computes some rows of each forest; objectives see whole tensors."""
 
     def __init__(self, whole: Transformer, mesh: Mesh) -> None:
         super().__init__(whole, mesh)

@@ -1,7 +1,7 @@
 """A `Transformer` of which a rank has a piece: of each matrix (tensor), of the rows (context), of the experts (expert).
 
 Between matrices each rank has a piece of the rows (sequence parallel, Korthikanti et al. 2022): before attention and feed-forward block
-they are gathered, behind them the ranks' parts are added up and dealt again. What objectives see is whole, and the same on each rank.
+they are gathered, behind them the ranks' parts are added up and dealt again. Objectives see whole tensors, the same on each rank.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class CutTransformer(Transformer):
         return self._own(super().scalar(hidden_ND))
 
     def _own(self, values: Tensor) -> Tensor:
-        """Return values that are no view: FSDP2 warns that one changed in place would lose its hook."""
+        """Return values that are not view: FSDP2 warns that one changed in place would lose its hook."""
         return values.clone() if self.mesh.size("shard") > 1 else values
 
     def _attend(self, forest: Forest) -> Attend:
@@ -147,7 +147,7 @@ class CutTransformer(Transformer):
 
 
 def piece_of(name: str, weight: Tensor, mesh: Mesh) -> Piece:
-    """Return what a rank of tensor parallelism has of a weight."""
+    """Return a tensor-parallel rank's piece of a weight."""
     p, at = mesh.size("tensor"), mesh.at["tensor"]
     # The rows of a micro-batch are dealt over `context`: so are the parts of a gradient.
     whole = Piece.of(weight, sums=frozenset({*READERS, "context"}))

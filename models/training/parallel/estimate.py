@@ -48,7 +48,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step by what they are spent on, and bytes of the fullest device."""
+    """Seconds of a step by activity, and bytes of the fullest device."""
 
     layout: Layout
     work: Work
@@ -80,7 +80,7 @@ class Estimate:
 def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, reached: float = REACHED, whole: bool = True) -> Estimate:
     """Return time and memory of a step. `whole`: count the whole model that each process of Puna holds beside its part.
 
-    ValueError where a reader would have less than a row.
+    Raise ValueError if a reader would have less than a row.
     """
     machine, readers = Machine.of(sheet), layout.readers
     if work.rows < readers:
@@ -168,7 +168,7 @@ def layouts(devices: int) -> Iterator[Layout]:
 
 
 def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet, most: int = 3) -> list[Estimate]:
-    """Return the fastest estimates that fit, each of another set of axes; where none fits, the one that needs least memory."""
+    """Return the fastest estimates that fit, each of another set of axes; if none fits, the one that needs least memory."""
     fitting: dict[frozenset[str], Estimate] = {}
     smallest: Estimate | None = None
     for layout in [Layout()] if devices == 1 else layouts(devices):

@@ -70,7 +70,7 @@ class Layout(Settings):
         return self
 
     def check(self, config: ModelConfig) -> None:
-        """Raise ValueError where this layout does not fit a model."""
+        """Raise ValueError if this layout does not fit a model."""
         for axis in sorted(self.axes):
             if axis in _PROBLEMS and (problem := _PROBLEMS[axis](config, self.size(axis))):
                 raise ValueError(f"layout.{axis} = {self.size(axis)}: {problem}")

@@ -24,7 +24,7 @@ MISSING = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 
 def started() -> bool:
-    """True if torchrun, or what sets the same variables, started this process as one of several."""
+    """True if torchrun, or a launcher with the same variables, started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -40,7 +40,7 @@ def join(device: str = "cpu") -> None:
     """Join the processes that torchrun started, once.
 
     After a restart the agent's store still holds keys of the attempt before: each attempt has a prefix of its own.
-    ValueError where a variable is missing; ConnectionError where rank 0 cannot be reached.
+    Raise ValueError if a variable is missing; raise ConnectionError if rank 0 cannot be reached.
     """
     if dist.is_initialized():
         return
@@ -100,7 +100,7 @@ class Mesh:
         return self.layout.size(axis)
 
     def group(self, axis: str) -> Any:
-        """Return the process group along an axis of this rank; None where it is alone."""
+        """Return the process group along an axis of this rank; None if it is alone."""
         return self._groups.get(axis)
 
     def rank(self, axis: str, place: int) -> int:

@@ -20,7 +20,7 @@ def _check_draws(model: nn.Module) -> None:
 
 
 def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None) -> Parallel:
-    """Return the model under a layout. `mesh`: the ranks; None: all processes. ValueError where the model does not fit the layout."""
+    """Return the model under a layout. `mesh`: the ranks; None: all processes. Raise ValueError if the model does not fit the layout."""
     layout = mesh.layout if mesh is not None else layout_of(layout)
     mesh = mesh or Mesh(layout)
     if layout.axes:

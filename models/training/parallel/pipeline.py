@@ -32,7 +32,7 @@ class StageTransformer(Transformer):
         self.given: Tensor | None = None
 
     def through(self, forest: Forest, x_TD: Tensor | None) -> Tensor:
-        """Return what the next stage is given, of the rows that this one is given; the first stage embeds the tokens."""
+        """Return the hidden states for the next stage, from this stage's input; the first stage embeds the tokens."""
         if x_TD is None:
             x_TD = self.model.embed_tokens(forest.tokens)
         attend = forest_attend(self.config, forest.mask)
@@ -50,7 +50,7 @@ class StageTransformer(Transformer):
 
 
 class Pipelined(Parallel):
-    """A `Transformer` in stages of layers: the layout `pipeline`, with copies of each stage where there is `data`."""
+    """A `Transformer` in stages of layers: the layout `pipeline`, with copies of each stage if there is `data`."""
 
     def __init__(self, whole: Transformer, mesh: Mesh) -> None:
         super().__init__(whole, mesh)
@@ -105,7 +105,7 @@ class Pipelined(Parallel):
         return total, metrics
 
     def _forward(self, part: Any, counted: bool, compute: Compute) -> tuple[Tensor | None, Tensor, Values]:
-        """Return what the stage was given, what it made (on the last one the loss), and metrics."""
+        """Return the stage's input, its output (on the last stage the loss), and metrics."""
         forest = getattr(part, "targets", part).forest
         weight = next(iter(self.parameters.values()))
         given = None

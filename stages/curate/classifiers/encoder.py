@@ -26,7 +26,7 @@ class Place(NamedTuple):
 def place_of(stage: str, name: str, model: Artifact | None, external: External | None, *, gguf: bool = False) -> Place:
     """Return the place of the one network that `stage` was given: a model of this pipeline, or the folder that its input `name` names.
 
-    With `gguf` such an input may be a GGUF file, or a folder that holds one. PunaError where neither or both are given, or
+    With `gguf` such an input may be a GGUF file, or a folder that holds one. Raise PunaError if neither or both are given, or
     nothing lies there.
     """
     if model is not None and external is None:

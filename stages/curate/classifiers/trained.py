@@ -1,4 +1,4 @@
-"""A classifier as an artifact: the fastText model of each fold, and what must be known to apply them.
+"""A classifier as an artifact: the fastText model of each fold, and the settings to apply them with.
 
 A document is scored by the model of its fold, which was trained without the documents of that fold: those that the
 classifier learned from and those of the next crawl are scored alike, by a model that saw none of them.
@@ -32,7 +32,7 @@ class About:
 
     `purpose`: the stage that applies it. `classes`: sorted names, none if there was nothing to learn. `exempt_sources`: not scored.
     `split`: texts are split into words in lower case, as in training; else shown as they are. `settings`: more that the stage needs.
-    `max_tokens`, `encoder`: what an encoder reads of each document, and its digest.
+    `max_tokens`, `encoder`: tokens that an encoder reads of each document, and the encoder's digest.
     """
 
     purpose: str
@@ -61,7 +61,7 @@ class Trained:
         return list(self.about.classes)
 
     def scored(self, documents: pa.Table) -> list[int]:
-        """Return rows of the documents that are scored, by their column `source`."""
+        """Return indices of the documents to score, chosen by their column `source`."""
         return [row for row, source in enumerate(documents["source"].to_pylist()) if source not in self.about.exempt_sources]
 
     def probabilities(self, ids: list[str], texts: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:
@@ -96,7 +96,7 @@ def purpose_of(classifier: Artifact) -> str:
 
 
 def trained(classifier: Artifact, purpose: str) -> Trained:
-    """Return the classifier of an artifact; PunaError where it was made for another purpose than the stage `purpose`."""
+    """Return the classifier of an artifact; raise PunaError if it was made for another purpose than the stage `purpose`."""
     result = _trained(classifier.path())
     if result.about.purpose != purpose and purpose != "classify":
         raise PunaError(f"{purpose}: {classifier.id} was made for {result.about.purpose!r}; give one that was made for {purpose!r}")
@@ -110,7 +110,7 @@ def _trained(folder: Path) -> Trained:
 
 @lru_cache(maxsize=20)
 def _model(file: str, split: bool) -> Any:
-    """Return the model of a file; `split`: it is shown words only, among which is no label."""
+    """Return the model of a file; `split`: its input is words without labels."""
     if split and (model := read(Path(file))) is not None:
         return model
     import fasttext

@@ -1,4 +1,4 @@
-"""Configuration of `minhash_dedup` and what follows from it."""
+"""Configuration of `minhash_dedup` and values derived from it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LEVELS = 40  # doublings of the shingles' width; no text is so long
 
 
 class SignatureConfig(StageConfig):
-    """Device on which signatures are computed. They do not depend on it: it is no part of the identity."""
+    """Device on which signatures are computed. They do not depend on it: it is not a part of the identity."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where signatures are computed, with equal results; auto: a GPU if there is one", json_schema_extra=NO_RESULT
     )
 
     def chosen_device(self) -> Device:
-        """Return the device meant, for all workers; PunaError where there is none."""
+        """Return the device for all workers; raise PunaError if it is missing."""
         from puna.kernels.minhash import chosen_device
 
         try:

@@ -79,7 +79,7 @@ class Index(NamedTuple):
 
     @classmethod
     def of(cls, artifact: Artifact) -> Index:
-        """Return the index that an artifact holds; PunaError where it has none."""
+        """Return the index that an artifact holds; raise PunaError if it has none."""
         if f"{INDEX}/facts.npy" not in artifact.manifest.files:
             raise PunaError(f"{artifact.id} holds no index: make it with minhash_dedup.keep_index=true")
         return cls.open(artifact.path(INDEX))

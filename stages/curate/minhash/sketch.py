@@ -1,4 +1,4 @@
-"""From texts to signatures and shingles, for `minhash_dedup`: what workers do."""
+"""Workers' part of `minhash_dedup`: from texts to signatures and shingles."""
 
 from __future__ import annotations
 

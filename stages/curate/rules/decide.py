@@ -32,7 +32,7 @@ REFUSED = {"SUBQUERY": "a subquery", "WINDOW": "a window function", "STAR": "*",
 
 @dataclass(frozen=True)
 class SqlRule:
-    """A document goes when `expression` is true of it; `columns`: what it reads, signals or `source`."""
+    """It drops a document if `expression` is true; `columns`: the signals it reads, or `source`."""
 
     name: str
     expression: str
@@ -70,7 +70,7 @@ def parsed(name: str, expression: str) -> SqlRule:
 
 
 def check_columns(rules: Iterable[SqlRule], kinds: dict[str, pa.DataType | None]) -> None:
-    """Raise PunaError where a rule reads what no input carries, or is no condition on it. `kinds`: signal → type, None where unknown."""
+    """Raise PunaError if a rule reads what no input carries, or is not a condition on it. `kinds`: signal → type, None if unknown."""
     for rule in rules:
         for name in rule.signals:
             if name not in kinds:
@@ -100,7 +100,7 @@ def sql_fires(rule: SqlRule, table: pa.Table) -> NDArray[np.bool_]:
 
 
 def sql_row(rule: SqlRule, identity: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of `dropped` of a document: the condition and what it read; `value` where that is one number."""
+    """Return a document's row of `dropped`: the condition and its values; `value` if that is one number."""
     numbers = [values[name] for name in rule.signals if isinstance(values[name], int | float)]
     values_text = ", ".join(f"{name} = {values[name]}" for name in rule.columns)
     value = float(numbers[0]) if len(rule.columns) == len(numbers) == 1 else None
@@ -121,7 +121,7 @@ def _nodes(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_function(connection: duckdb.DuckDBPyConnection, name: str, where: str) -> None:
-    """Raise PunaError where a function does not exist, is of several rows, or does not give the same value each time."""
+    """Raise PunaError if a function does not exist, is of several rows, or does not give the same value each time."""
     results = connection.execute("select function_type, stability from duckdb_functions() where function_name = ?", [name]).fetchall()
     if not results:
         raise PunaError(f"{where}: there is no function {name}")

@@ -27,7 +27,7 @@ Missing = Literal["drop", "keep"]
 class Drop:
     """Marks a configuration field as a rule: a document goes when `signal` `when` threshold.
 
-    `missing`: what becomes of a document whose signal is null (not measured).
+    `missing`: the decision on a document whose signal is null (not measured).
     """
 
     signal: str
@@ -304,7 +304,7 @@ def active_rules(config: StageConfig) -> Iterator[Rule]:
 
 
 def check_signals(rules: list[Rule], carried: dict[str, str]) -> None:
-    """Raise PunaError where a rule reads a signal that no input carries. `carried`: signal → artifact."""
+    """Raise PunaError if a rule reads a signal that no input carries. `carried`: signal → artifact."""
     for rule in rules:
         for signal in rule.signals:
             if signal not in carried:

@@ -47,7 +47,7 @@ class Corpus:
         return result
 
     def expected(self, generator: np.random.Generator) -> F64:
-        """Mean divergence of texts of `LENGTHS` words drawn from the corpus, float64[len(LENGTHS)]."""
+        """Return the mean divergence of texts of `LENGTHS` words drawn from the corpus, float64[len(LENGTHS)]."""
         if not self.words:
             return np.zeros(len(LENGTHS))
         used = np.flatnonzero(self.counts)

@@ -52,7 +52,7 @@ def character_numbers(codes: U32, flags: U16) -> tuple[int, int, int, int, int]:
 def word_numbers(codes: U32, flags: U16, start: I32, stop: I32, word_flags: U8) -> tuple[int, float, float]:
     """Return non-symbol words, their mean length, share of words with a letter (0 for a text without words).
 
-    The mean length is NaN where most words are of a script written without spaces, of which English's bounds say nothing.
+    The mean length is NaN if most words are of a script written without spaces, of which English's bounds say nothing.
     """
     count, characters, letters, single = 0, 0, 0, 0
     for word in range(len(start)):

@@ -118,7 +118,7 @@ def without_citations(codes: U32, flags: U16, lower: U32, a: int, b: int, line: 
 def sentences(codes: U32, flags: U16, start: I32, stop: I32, first: int, last: int, a: int, b: int) -> int:
     """Return sentences of the line a..b, whose words are first..last.
 
-    A sentence begins with the first word after a full stop (or its like) that is no punctuation. White space other
+    A sentence begins with the first word after a full stop (or its like), punctuation aside. White space other
     than a single blank is a word.
     """
     if a == b:
@@ -215,7 +215,7 @@ def _sentences_anew(text: U32, flags: U16) -> int:
 
 @njit(cache=True, borrows=True)
 def fineweb_numbers(codes: U32, flags: U16) -> tuple[int, float, float]:
-    """Number of non-blank lines, the share of them that end a sentence, and the share of at most 30 characters."""
+    """Return the number of non-blank lines, the share that end a sentence, and the share of at most 30 characters."""
     lines, terminated, short = 0, 0, 0
     start, at, total = 0, 0, len(codes)
     while at <= total:
@@ -234,7 +234,7 @@ def fineweb_numbers(codes: U32, flags: U16) -> tuple[int, float, float]:
 
 
 class PlainWords(NamedTuple):
-    """The words of a text that are no symbols: `folded` uint64 (see `words.Words`), `line` int32: which line each is in, newlines parting
+    """The words of a text that are not symbols: `folded` uint64 (see `words.Words`), `line` int32: which line each is in, newlines parting
     them; `lettered` bool: whether it has a letter."""
 
     folded: U64
@@ -244,7 +244,7 @@ class PlainWords(NamedTuple):
 
 @njit(cache=True, borrows=True)
 def plain_words(codes: U32, start: I32, folded: U64, word_flags: U8, plain: PlainWords) -> int:
-    """Write those of a text's words that are no symbols to `plain`; return their number."""
+    """Write a text's non-symbol words to `plain`; return their number."""
     count, line, at = 0, 0, 0
     for word in range(len(start)):
         while at < start[word]:

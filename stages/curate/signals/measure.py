@@ -125,7 +125,7 @@ def _space(characters: int) -> Space:
 
 
 class Measurements(NamedTuple):
-    """Of D documents. `values` RECORD[D], NaN where not measured.
+    """Of D documents. `values` RECORD[D], NaN if not measured.
 
     Document d's words for the divergence: `bins` and `counts` uint32 in bin_offsets[d : d + 2]. Its lines that are
     covered enough: `line` (number), `line_words`, `line_covered` int32 in line_offsets[d : d + 2].
@@ -143,7 +143,7 @@ class Measurements(NamedTuple):
 
 class OwnWords(NamedTuple):
     """The stop words of languages for D documents: `keys` a table of salted hashes, `salts` uint64[lists], `of` int64[D]: the list
-    of each document's language; `ANY_LIST` where the best of `stop_words.txt` counts, `NO_LIST` where nothing is counted."""
+    of each document's language; `ANY_LIST` where the best of `stop_words.txt` counts, `NO_LIST` if nothing is counted."""
 
     keys: U64
     salts: U64
@@ -299,7 +299,7 @@ def _count_bins(room: Space, words: U64, about: Vocabulary, bins: U32, counts: U
 
 
 def check_against_definitions(found: Measurements, texts: pa.ChunkedArray, documents: int = 3) -> None:
-    """Raise PunaError where a signal that may be null for all documents is, although its definition gives the first ones a value."""
+    """Raise PunaError if a signal that may be null for all documents is, although its definition gives the first ones a value."""
     for name in NAMES:
         arrays = SIGNALS[name]
         if arrays.optional and arrays.definition and np.isnan(found.values[name]).all():

@@ -32,7 +32,7 @@ class Budget(NamedTuple):
 def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget: Budget) -> pa.Table:
     """Return `table` with a column for each signal, of the documents in the same order, and the column `FAILED`.
 
-    A definition that raises an exception or exceeds its budget leaves the value null. PunaError where one gives a value of another
+    A definition that raises an exception or exceeds its budget leaves the value null. Raise PunaError if one gives a value of another
     type than it declares, or is too slow for `IN_A_ROW` documents one after another: that is wrong for all documents.
     """
     # Without signals one list stands for all: so many new ones would have garbage collected.
@@ -93,7 +93,7 @@ def _value(made: Signal, answer: dict[str, Any], failed: list[str]) -> float | i
 
 
 def failed_in(table: pa.Table) -> list[tuple[str, str, str]]:
-    """Return signal, document and what went wrong, for every value of a measured part that a definition failed to give."""
+    """Return (signal, document, error) for every value of a measured part whose definition failed."""
     table = table.filter(pc.greater(pc.list_value_length(table[FAILED]), 0))
     rows = zip(table["id"].to_pylist(), table[FAILED].to_pylist(), strict=True)
     return [(*failure.split("\t", 1)[:1], identity, failure.split("\t", 1)[1]) for identity, failures in rows for failure in failures]
@@ -107,13 +107,13 @@ class Failures:
         self.first: dict[str, str] = {}
 
     def add(self, failed: list[tuple[str, str, str]]) -> None:
-        """Count those of one part."""
+        """Add the failures of one part."""
         for name, identity, answer in failed:
             self.counts[name] += 1
             self.first.setdefault(name, f"document {identity}: {answer}")
 
     def check(self, documents: int) -> None:
-        """Raise PunaError where a definition failed for every document: it is the definition that is wrong."""
+        """Raise PunaError if a definition failed for every document: it is the definition that is wrong."""
         for name, count in self.counts.items():
             if count == documents:
                 raise PunaError(f"signal {name}: its definition failed for all {count} documents; {self.first[name]}")

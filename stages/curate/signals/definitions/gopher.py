@@ -67,18 +67,18 @@ def english_stop_words(text: str) -> int:
 
 @signal(unit="distinct words", optional=True, compiled="heuristics")
 def stop_words(text: str) -> int | None:
-    """Distinct stop words of the document's language (null: it has no list), or of the language that has most where none is known."""
+    """Distinct stop words of the document's language (null: it has no list), or of the language that has most if none is known."""
     return max(len(set(listed) & set(words_of(text))) for _, *listed in entries("stop_words.txt"))
 
 
 @signal(unit="fraction of words", optional=True, compiled="heuristics")
 def stop_word_fraction(text: str) -> float | None:
-    """Words that are stop words of the document's language; null where it has no list or is not known, and for English."""
+    """Words that are stop words of the document's language; null if it has no list or is not known, and for English."""
     return None
 
 
 def top_gram(text: str, n: int) -> float:
-    """Return characters of the most frequent n-gram times its count; what occurs once is no repetition."""
+    """Return characters of the most frequent n-gram times its count; 0 if no n-gram repeats."""
     results = words_of(text)
     grams = Counter(" ".join(results[i : i + n]) for i in range(len(results) - n + 1))
     gram, count = max(grams.items(), key=lambda pair: pair[1], default=("", 0))  # the first of equally frequent ones

@@ -40,7 +40,7 @@ def sentences(line: str) -> int:
 
 @lru_cache(maxsize=4)
 def c4(text: str, need_end: bool) -> tuple[int, int, int]:
-    """Return sentences in the lines that C4 keeps, lines with "lorem ipsum", lines with a curly bracket before any of those."""
+    """Return the number of sentences in lines that C4 keeps, of lines with "lorem ipsum", and of lines with a curly bracket before them."""
     results = lorem = curly = 0
     for line in map(str.strip, text.splitlines()):
         words = line.split()
