@@ -47,7 +47,7 @@ class ForestMask:
 
     @staticmethod
     def from_end(end: Tensor) -> ForestMask:
-        """Cut `end` into segments. Raises ValueError if intervals do not nest."""
+        """Cut `end` into segments. Raise ValueError if intervals do not nest."""
         values = end.cpu()
         if not len(values):
             return ForestMask(end, ())

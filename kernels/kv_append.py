@@ -107,7 +107,7 @@ def kv_append_(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, pla
     """Write N new keys and values into the pages, in place and in the pages' dtype, without autograd.
 
     `places` [N] int64: page times page size plus row, all different. One that is in no page raises IndexError on
-    CPU; a GPU, which the check would have to wait for, writes nothing there. Raises ValueError for shapes that do
+    CPU; a GPU, which the check would have to wait for, writes nothing there. Raise ValueError for shapes that do
     not fit, and on a GPU for pages that are not contiguous. Pages of `new_pages` are written without a copy.
     """
     shapes = (k_PSGK.shape[:3] == v_PSGV.shape[:3], k_NGK.shape == (len(places_N), *k_PSGK.shape[2:]))

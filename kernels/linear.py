@@ -49,7 +49,7 @@ def _onednn() -> Any:
 def products(T: int, N: int, D: int, x: Address, x_row: int, w: Address, y: Address, y_row: int) -> None:
     """Compute y [T, N] = x [T, D] times w [N, D] transposed. Rows of x and y lie x_row and y_row bytes apart, w is dense.
 
-    Rows of x that take turns at a panel of w each ask for a part of the next, so that it comes while this one is multiplied.
+    While rows of x are multiplied by a panel of w, each prefetches a part of the next panel.
     """
     w_row = 4 * D
     for top in range(0, T, BLOCK):

@@ -1,9 +1,9 @@
 """Mixture of experts: each token's k likeliest experts, its row to each of them and back.
 
-Routing: p = softmax(logits); the k largest p are the weights, divided by their sum if asked for. Its backward spreads the
-weights' gradients over the softmax. Dispatch copies each token's row to its experts, combine adds the experts' rows up
-again; both gather, and sum a token's k rows in the order of its choices, so that no sum depends on a GPU's schedule as
-scattering's does. The products in between are those of `grouped_linear.py`.
+Routing: p = softmax(logits); the k largest p are the weights, divided by their sum if asked for. Its backward spreads the weights'
+gradients over the softmax. Dispatch copies each token's row to its experts, combine adds the experts' rows up again; both gather, and sum a
+token's k rows in the order of its choices. So sums do not depend on a GPU's schedule, unlike scattering. The products in between are those
+of `grouped_linear.py`.
 
 Shapes: T tokens, E experts, k of them per token, N = T k rows sorted by expert, D model width.
 """

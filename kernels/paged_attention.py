@@ -3,11 +3,10 @@
 Shapes: N queries, H query heads, G key-value heads, R = H / G, K width of queries and keys, V width of values;
 P pages of S tokens, B sequences, W pages of the longest.
 
-A query stands at a position of its sequence and sees every token before it and itself. A sequence is a list of
-pages in the order of its path, so that page j holds the positions from j S on. Neighbouring queries that have the
-same page at the same place read it once (cascade inference): answers to one prompt, the tokens of one chunk, the
-branches of a tree. On a CPU the loop goes through all of a query's pages in order, so a query's result has the same
-bits however its pages lie, whoever shares them and whatever else is in the step. On a GPU long stretches are cut,
+A query stands at a position of its sequence and sees every token before it and itself. A sequence is a list of pages in the order of its
+path, so that page j holds the positions from j S on. Neighbouring queries that have the same page at the same place read it once (cascade
+inference): answers to one prompt, the tokens of one chunk, the branches of a tree. On a CPU the loop goes through all of a query's pages in
+order, so a query's bits do not depend on the place or sharing of its pages, or on the rest of the step. On a GPU long stretches are cut,
 every piece gives a partial softmax, and a query's pieces are merged by their log-sum-exps (FlashDecoding).
 """
 

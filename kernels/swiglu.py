@@ -51,7 +51,7 @@ def swiglu_row(width: int, gate: Address, up: Address, y: Address) -> None:
 def _forward_loop(
     part: int, start: int, stop: int, width: int, gate: Address, gate_row: int, up: Address, up_row: int, y: Address
 ) -> None:
-    """Compute rows; those of gate and up lie gate_row and up_row bytes apart."""
+    """Compute rows; gate_row and up_row are the strides of gate and up in bytes."""
     for t in range(start, stop):
         swiglu_row(width, gate + t * gate_row, up + t * up_row, y + 4 * t * width)
 

@@ -1,6 +1,6 @@
 """Rows of probabilities cut to the likeliest tokens: top-k, then top-p, then min-p.
 
-Shapes: S rows, V vocabulary, N tokens looked at. The likeliest tokens are tried first; a distribution too flat for them takes more.
+Shapes: S rows, V vocabulary, N candidate tokens. The likeliest tokens are tried first; a distribution too flat for them takes more.
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 def seen_keys(lengths: Iterable[int], window: int | None = None) -> int:
-    """Return the number of query-key pairs of documents of these lengths, in tokens, each token seeing itself and those before, or
-    the last `window` of them."""
+    """Return the number of query-key pairs in documents of these token lengths, under causal attention within `window` tokens."""
     total = 0
     for n in lengths:
         w = n if window is None else min(n, window)

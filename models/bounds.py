@@ -60,7 +60,7 @@ def check_sizes(raw: Mapping[str, Any], tensors: int, size: int) -> None:
 
 
 def weight_names(index: Path) -> Sequence[str]:
-    """Return the names of the files in an index. ValueError for one that is not a safetensors file of the index's own folder."""
+    """Return the names of the files in an index. Raise ValueError for one that is not a safetensors file of the index's own folder."""
     content = read_object(index).get("weight_map")
     if not isinstance(content, dict) or not content:
         raise ValueError(f"{index} names no weights (weight_map)")

@@ -30,7 +30,7 @@ class Forest:
 
     @staticmethod
     def pack(documents: Sequence[Sequence[int] | Tensor]) -> Forest:
-        """Return documents side by side; none sees another. ValueError for an empty document."""
+        """Return documents side by side; none sees another. Raise ValueError for an empty document."""
         parts = [_ids(document) for document in documents]
         _refuse_empty(parts, "document")
         lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)

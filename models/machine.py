@@ -45,7 +45,7 @@ GPUS = {
 
 
 def data_sheet(name: str) -> DataSheet:
-    """Return the data sheet of a GPU; ValueError for one that is not listed."""
+    """Return the data sheet of a GPU; raise ValueError for one that is not listed."""
     for part, sheet in GPUS.items():
         if part in name:
             return sheet
@@ -78,7 +78,7 @@ class Machine:
 
     @staticmethod
     def gpu(name: str) -> Machine:
-        """Return the rates of a GPU of `GPUS`; ValueError for one that is not listed."""
+        """Return the rates of a GPU of `GPUS`; raise ValueError for one that is not listed."""
         return Machine.of(data_sheet(name))
 
 

@@ -111,8 +111,7 @@ def engine_of(
 
 
 class Offloaded(NamedTuple):
-    """A model whose layers do not all stay in memory, the limits of its engine, the planner's choice in a line, and where the layers wait
-    that do not stay."""
+    """A model with offloaded layers, its engine's limits, the planner's choice in one line, and the place of the offloaded layers."""
 
     model: Transformer
     limits: dict[str, Any]

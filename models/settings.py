@@ -15,7 +15,7 @@ NO_RESULT: dict[str, JsonValue] = {"changes_result": False}  # `json_schema_extr
 
 
 class Settings(BaseModel):
-    """Frozen, and strict about names. A group that is given in part keeps the rest of its field's own default."""
+    """Frozen, and strict about names. A partial group keeps the other values of its field's default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=())
 
@@ -59,7 +59,7 @@ def _forget(settings: object, value: Any) -> None:
 
 
 def _over(default: object, value: Any) -> Any:
-    """Return the values of a default group with those that are given in their place; anything else as it is given."""
+    """Return a default group's values overridden by the given ones; return anything but a group unchanged."""
     if not isinstance(default, Settings) or not isinstance(value, Mapping):
         return value
     values = dict(default)

@@ -123,8 +123,8 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention: a token's keys and values grow out of one narrow vector (DeepSeek-V2). Only the part of a key that all
-    heads share is rotated. An `Attend` sees keys and values spelled out per head."""
+    """Multi-head latent attention: a token's keys and values are computed from one narrow vector (DeepSeek-V2). Only the part of a key that
+    all heads share is rotated. An `Attend` sees keys and values spelled out per head."""
 
     LATENT_EPS = 1e-6  # of the latent vectors' norms, whatever the model's own
 

@@ -94,7 +94,7 @@ def content_of(message: Message) -> str:
 
 
 def shown(messages: Sequence[Message]) -> str:
-    """Return messages as text for a reader: a single user message as it is, else each turn under its role."""
+    """Return messages as readable text: a single user message unchanged, else each turn under its role."""
     if len(messages) == 1 and messages[0].get("role") == "user":
         return content_of(messages[0])
     return "\n\n".join(f"{message.get('role')}: {_turn_text(message)}" for message in messages)

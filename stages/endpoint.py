@@ -84,8 +84,8 @@ class _Unmoved(urllib.request.HTTPRedirectHandler):
 
 
 class Endpoint:
-    """A client of one endpoint within a stage. What was asked and answered lies in the run's scratch folder, so that a run that was
-    stopped asks only for the rest, and goes into the side table `exchanges`."""
+    """A client of one endpoint within a stage. Requests and replies are saved in the run's scratch folder, so a resumed run asks only for
+    the rest. They become the side table `exchanges`."""
 
     def __init__(self, config: EndpointConfig, run: StageRun) -> None:
         if unmet := config.unmet("endpoint"):

@@ -206,7 +206,7 @@ class Artifact:
             return {}
 
     def remember(self, versions: dict[str, str] | None = None) -> None:
-        """Note the versions of files whose checksums were found right (default: all, as they are), where it may be written."""
+        """Note the versions of files with verified checksums (default: the current version of all files), if the store is writable."""
         if versions is None:
             versions = {n: s.version for n, s in self.files.stats(self.place).items() if n in self.manifest.files}
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """Checksums of the blocks of a file on an object store, kept as metadata of the object: each answer carries those of the whole file.
 
-A range that is read is widened to whole blocks and compared with them, so that a bit that was flipped on the way, or at rest, is
-noticed whatever reads the file: Parquet, DuckDB, a model's loader.
+Each read is widened to whole blocks and compared with their checksums, so flipped bits, in transit or at rest, are detected by any reader:
+Parquet, DuckDB, a model's loader.
 """
 
 from __future__ import annotations

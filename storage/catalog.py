@@ -133,7 +133,7 @@ class Catalog:
             raise _problem(error) from error
 
     def write(self, text: str, file: Path) -> int:
-        """Write the result of a statement to a file (.parquet, .csv, .json, .jsonl), which is whole or not there; returns its rows."""
+        """Write the result of a statement to a file (.parquet, .csv, .json, .jsonl), which is whole or not there; return its rows."""
         self.sql(text)
         how = format_of(file)
         try:

@@ -45,7 +45,7 @@ class Files(Protocol):
 
     @property
     def uri(self) -> str:
-        """Return its address for messages, without credentials."""
+        """Return the storage address for messages, without credentials."""
 
     @property
     def checks_reads(self) -> bool:

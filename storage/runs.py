@@ -75,7 +75,7 @@ class RunLog:
 
     @property
     def title(self) -> str:
-        """Return its title in lists of runs: the flow, its recipe, inputs and changes."""
+        """Return the run's title in lists: the flow, its recipe, inputs and changes."""
         return str(self.about.get("title") or self.flow or self.name)
 
     def row(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def column(name: str, kind: pa.DataType, meaning: str, unit: str = "", *, nullab
 class TableSchema:
     """A table: its columns, the primary key it is sorted by, and how it is stored.
 
-    `open`: it takes further columns of numbers and words, as they are described. `identity`: its content counts in the artifact's data
+    `open`: it takes further described columns of numbers and words. `identity`: its content counts in the artifact's data
     digest; logs that carry timings do not. `group_rows`: most rows of a Parquet row group, the unit of reading.
     `shard_bytes`: raw bytes from which on there is more than one shard. `selectable`: rows may be kept by reference.
     """
@@ -64,7 +64,7 @@ class TableSchema:
             raise PunaError(f"table {self.name}: {error}") from error
 
     def schema_for(self, given: pa.Schema) -> pa.Schema:
-        """Return the Arrow schema of a table that has these columns; those that an open table has besides its own as they are given."""
+        """Return the Arrow schema of a table that has these columns; an open table's further columns keep their types."""
         known = set(self.schema.names)
         extra = sorted((field for field in given if field.name not in known), key=lambda field: field.name)
         if extra and not self.open:

@@ -173,7 +173,7 @@ class Outputs:
         self._stack.close()
 
     def add(self, table: str, rows: pa.Table) -> None:
-        """Take rows of a table; those of the streamed table come in the order of their key."""
+        """Take rows of a table; rows of the streamed table must come in key order."""
         if table != self.streamed:
             self._held.setdefault(table, []).append(table_schema(table).conform(rows))
             return

@@ -61,7 +61,7 @@ class Made(NamedTuple):
 
 
 def finished(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
-    """Return the table of some pieces: their shards as they are, or merged."""
+    """Return the table of some pieces: their shards unchanged, or merged."""
     schema = table_schema(pieces.table)
     staged = [one for one in pieces.staged if one.shard.rows]
     raw = sum(one.shard.bytes for one in staged)

@@ -110,7 +110,8 @@ class Work:
     def refers(self, documents: Artifact) -> tuple[tuple[Stored | None, ...], ...] | None:
         """Return by shard the facts of the rows of `documents` that may be kept by reference; None if none may.
 
-        Sources then count from 1: `documents`, if it has rows of its own, then its sources; 0 is written rows. `shift` is added to theirs.
+        Sources then count from 1: `documents`, if it has rows of its own, then its sources; 0 is written rows. `shift` is added to the
+        sources' numbers.
         """
         if documents.files != self.files or not table_schema(documents.kind).selectable or self._sources:
             return None

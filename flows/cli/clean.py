@@ -71,7 +71,7 @@ def clean(
     """Clean pages: inspect them, choose settings and print the choices, run the flow `curate`, write plain files.
 
     `output`: a folder, or a file that ends in .jsonl or .parquet. `recipe`: a name or a YAML file, whose base is `clean` where it names
-    none. PunaError says what is wrong before anything runs.
+    none. Raise PunaError for a wrong input before anything runs.
     """
     kind, target = _target(output)
     store = store.within(read_values(recipe, list(changes), RECIPE)[0].get("project"))

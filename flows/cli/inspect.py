@@ -351,7 +351,7 @@ def gc(
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts; what is at work stays."""
+    """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts; artifacts in use stay."""
     opened = Store.existing(store)
     garbage = maintenance.collect(opened, keep_runs=keep_runs, work_days=work_days, remove=yes)
     if yes and garbage:

@@ -110,7 +110,7 @@ class Answerer:
         return StreamingResponse(_lines(replies[0], first, events, usage), media_type="text/event-stream")
 
     async def _all(self, body: Sampled, replies: list[Reply], params: SamplingParams, longest: int, top: int) -> list[Reply]:
-        """Draw the answers to all prompts, then score what is asked for; the failure of one prompt ends its request."""
+        """Draw the answers to all prompts, then compute requested log-probs. If one prompt fails, its whole request ends."""
         if longest:
             drawing = [asyncio.ensure_future(self._draw(reply, params)) for reply in replies]
             try:

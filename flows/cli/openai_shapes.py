@@ -86,7 +86,7 @@ class Sampled(BaseModel):
 
 
 def _listed(prompt: Any) -> Any:
-    """Return prompts as a list, of one where the request has a text or token ids alone."""
+    """Return prompts as a list; a single text or list of token ids becomes a list of one."""
     alone = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and all(type(one) is int for one in prompt))
     return [prompt] if alone else prompt
 

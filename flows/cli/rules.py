@@ -83,7 +83,7 @@ class Evidence:
 
 
 def read_annotated(path: Path) -> list[Page]:
-    """Return the pages of a file of rows (Parquet, JSON lines, CSV); PunaError names the row and the field that is wrong."""
+    """Return the pages of a file of rows (Parquet, JSON lines, CSV); raise PunaError with the wrong row and field."""
     pages: list[Page] = []
     try:
         with path.open("rb") as handle:

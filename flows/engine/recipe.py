@@ -86,7 +86,7 @@ class Recipe:
     project: str = ""
 
     def configs(self, step: Step) -> list[StageConfig]:
-        """Return the configurations of a step: none where it is left out, several where it is repeated; PunaError names a wrong field."""
+        """Return a step's configurations: none if it is off, several if repeated. Raise PunaError for a wrong field."""
         if step.field not in self.values:
             served = not step.serves or self.values.get(step.serves, {}) is not None
             values: Any = {} if served and not step.off else None
@@ -293,7 +293,7 @@ def unshared(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def overridden(values: dict[str, Any], change: str) -> None:
-    """Apply `a.b=value` (a YAML value) to nested values. A number names a member of a list; a group is laid on the one that is there."""
+    """Apply `a.b=value` (a YAML value) to nested values. A number addresses a list item; a group is merged into the existing one."""
     path, sign, text = change.partition("=")
     if not sign or not path:
         raise PunaError(f"--set {change}: write FIELD=VALUE, for example select.gopher_quality.min_words=60")

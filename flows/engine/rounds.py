@@ -20,7 +20,7 @@ SETTLED = "gate@"
 
 @dataclass(frozen=True)
 class Round:
-    """A round that came to its gate. `verdict`: passed, refused or waits; `deciding`: the gate, or a person's approval of it."""
+    """A round with a finished gate. `verdict`: passed, refused or waits; `deciding`: the gate, or a person's approval of it."""
 
     number: int
     gate: Artifact
@@ -126,7 +126,7 @@ class _Lineage:
         return ancestors
 
     def roots(self, key: str) -> set[str]:
-        """Return the models that a model was trained or averaged from and that were made of no other model: itself, where it was not."""
+        """Return the root models of a model's lineage: models trained or averaged from no other. It may be the model itself."""
         roots, todo, seen = set[str](), [key], set[str]()
         while todo:
             seen.add(key := todo.pop())
@@ -146,7 +146,7 @@ class _Lineage:
         return {kind: self.artifacts(keys) for kind, keys in found.items()}
 
     def rounds(self, policy: Artifact) -> list[Round]:
-        """Return the rounds that led to a policy and those that were tried on from it, in their order."""
+        """Return the rounds that led to a policy and the later rounds that start from it, in order."""
         gates = [(key, dict(self._inputs[key])) for key, stage in self._stage.items() if stage == "gate"]
         gates = [(key, inputs) for key, inputs in gates if {"policy", "candidate"} <= inputs.keys()]
         approvals = {up: key for key, stage in self._stage.items() if stage == "approval" for _, up in self._inputs[key]}
@@ -172,7 +172,7 @@ class _Lineage:
 
 
 def rounds_of(store: Store, policy: Artifact) -> list[Round]:
-    """Return the rounds that led to a policy and those that were tried on from it, oldest first."""
+    """Return the rounds that led to a policy and the later rounds that start from it, oldest first."""
     return _Lineage(store).rounds(policy)
 
 

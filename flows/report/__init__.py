@@ -25,7 +25,7 @@ def write(store: Store, run: str, output: Path | None, compare: str | None = Non
     The page needs nothing but itself: style, script and plots are inside, and no address is fetched.
     Default of `output`: runs/<run>.html in the store (runs/<compare>-<run>.html), of which a local path is returned. A run that is
     at work, failed or was stopped gives a page too.
-    Raises PunaError when there is no such run, or one of its artifacts cannot be read.
+    Raise PunaError when there is no such run, or one of its artifacts cannot be read.
     """
     about = Run.open(store, run)
     other = None if compare is None else Run.open(store, compare)

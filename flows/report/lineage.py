@@ -124,7 +124,7 @@ def layered(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dict[
     """Return each node's place, and each edge's places. `edges`: for each node its sources, which stand before it.
 
     Long edges pass the layers between in lanes, one a source. Each layer in turn, down and up, is ordered by the means of its neighbours'
-    places, and put as near to them as its order allows (Sugiyama, Tagawa and Toda 1981).
+    positions. Nodes are placed as near to them as the order allows (Sugiyama, Tagawa and Toda 1981).
     """
     layer: dict[str, int] = {}
     for name, sources in edges.items():

@@ -129,7 +129,7 @@ class Bounded:
         self._refusal: Refusal = refusal or (lambda status, words: PlainTextResponse(words, status))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer when the whole body is there."""
+        """Call the application once the whole body has arrived."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

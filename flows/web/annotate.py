@@ -136,7 +136,7 @@ DeskOfAddress = Annotated[Desk, Depends(_desk_of)]
 
 
 class Said(BaseModel):
-    """A judgement as the page sends it."""
+    """The body of a judgement request from the page."""
 
     model_config = ConfigDict(extra="forbid")
     pair: str

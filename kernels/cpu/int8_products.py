@@ -81,7 +81,7 @@ _tile, _row, _column, _one = _dots(ROWS, COLUMNS), _dots(1, COLUMNS), _dots(ROWS
 
 @strict_jit
 def quantize_row(D: int, x: Address, to: Address) -> None:
-    """Write the row of D numbers at x as bytes q + 128 at `to`, and its scale in each lane of a vector behind them: the numbers of
+    """Write the row of D numbers at x as bytes q + 128 at `to`, followed by its scale in each lane of a vector: the numbers of
     `quantize_rows`. A row that is not finite has the scale NaN."""
     peaks, zeros, none = fill(LEAST), fill(np.float32(0)), fill(np.float32(0))
     for d in range(0, D, LANES):

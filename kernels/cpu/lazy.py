@@ -1,7 +1,7 @@
 """Kernels that compile at their first launch: importing an operator's file needs neither triton nor numba.
 
-`@triton_jit`, `@numba_jit`, `@strict_jit` and `@inline_jit` leave a placeholder. Its first use compiles it and puts the compiled
-function in its place in the file's globals, together with those that it calls, so that later uses cost nothing more.
+`@triton_jit`, `@numba_jit`, `@strict_jit` and `@inline_jit` leave a placeholder. The first use compiles it and its callees, and replaces
+them in the file's globals. Later uses cost nothing more.
 """
 
 from __future__ import annotations

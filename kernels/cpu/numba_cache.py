@@ -1,9 +1,9 @@
 """`njit` with a cache on disk that is safe for several processes and follows edits of other files.
 
 Numba's own cache looks for changes in the loop's file alone, although the machine code holds whatever the loop calls and names. It also
-keeps one index for all signatures, which two processes that compile at the same time can make name each other's code, and it runs damaged
-files. Here each compiled loop is a file of its own with a checksum. Its name is a digest of the source files that the loop's file imports,
-of the signature and of the processor.
+keeps one index for all signatures, which two processes compiling at once can corrupt, and it runs damaged files. Here each compiled loop is
+a file of its own with a checksum. Its name is a digest of the source files that the loop's file imports, of the signature and of the
+processor.
 
 The wheel and the image bring loops for common processors in `SHIPPED`. A loop is loaded from those compiled here, else from `SHIPPED` if
 this processor has the target's instructions, else it is compiled. Loops that sum in any order never come compiled: their bits depend on

@@ -135,7 +135,7 @@ def cut(data: NDArray[np.uint8], first: int, last: int, characters: int) -> int:
 
 @njit(cache=True, borrows=True)
 def encode(codes: NDArray[np.uint32], data: NDArray[np.uint8], at: int) -> int:
-    """Write code points as UTF-8 from data[at] on; returns where they end."""
+    """Write code points as UTF-8 from data[at] on; return where they end."""
     for k in range(len(codes)):
         code = codes[k]
         if code < 0x80:
@@ -166,7 +166,7 @@ def lowered(codes: NDArray[np.uint32], lower: NDArray[np.uint32]) -> bool:
 
 @njit(cache=True, borrows=True)
 def decode(data: NDArray[np.uint8], first: int, last: int, codes: NDArray[np.uint32]) -> int:
-    """Write the code points of the valid UTF-8 in data[first:last] to `codes`; returns how many."""
+    """Write the code points of the valid UTF-8 in data[first:last] to `codes`; return how many."""
     at, size = first, 0
     while at < last:
         byte = np.uint32(data[at])

@@ -110,7 +110,7 @@ def _mixed(
     codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: NDArray[np.int32], stop: NDArray[np.int32], count: int,
     words: NDArray[np.uint64],
 ) -> int:  # fmt: skip
-    """Write the hashes, mixed, of those of `count` words that are not symbols; returns how many."""
+    """Write the hashes, mixed, of those of `count` words that are not symbols; return how many."""
     kept = 0
     for word in range(count):
         value, every = np.uint64(0), np.uint16(SYMBOL)

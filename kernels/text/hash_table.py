@@ -46,7 +46,7 @@ def place(keys: NDArray[np.uint64], key: np.uint64) -> int:
 
 @njit(cache=True)
 def cleared(space: NDArray[np.uint64], entries: int) -> NDArray[np.uint64]:
-    """Return an empty table for `entries` keys, made of the beginning of `space` (at least `size_for(entries)` long)."""
+    """Return an empty table for `entries` keys, in the beginning of `space` (at least `size_for(entries)` long)."""
     keys = space[: size_for(entries)]
     keys[:] = 0
     return keys

@@ -100,7 +100,7 @@ def _hash(data: U8, start: int, stop: int) -> np.uint64:
 def piece_hashes(data: U8, offsets: I64, counted: NDArray[np.bool_], newlines: int) -> tuple[U64, I64, NDArray[np.int32]]:
     """Return hashes of the pieces that are not blank of the documents that are `counted`, with document and place in it, in order.
 
-    Document d is data[offsets[d] : offsets[d + 1]]. Pieces are parted by `newlines` newlines in a row (1 or 2).
+    Document d is data[offsets[d] : offsets[d + 1]]. Pieces are separated by `newlines` newlines in a row (1 or 2).
     """
     room = len(offsets) + _newlines(data, offsets[0], offsets[-1])
     hashes, documents, places = np.empty(room, np.uint64), np.empty(room, np.int64), np.empty(room, np.int32)
@@ -203,8 +203,7 @@ def _blank_before(data: U8, at: int, first: int) -> bool:
 def with_blank_lines(data: U8, offsets: I64, documents: I64, starts: I64, stops: I64) -> I64:
     """Return the ends of lines to remove where each takes the blank lines after it along, int64 like `stops`.
 
-    It does where what stays before it is nothing or ends in a blank line, so that no more blank lines follow each other
-    than before.
+    They are removed if nothing, or a blank line, stays before the piece, so that runs of blank lines do not grow.
     """
     out = stops.copy()
     blank = True  # what stays before this line is nothing, or ends in a blank line

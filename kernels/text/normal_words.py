@@ -43,7 +43,7 @@ class Table(NamedTuple):
 
 
 class Words(NamedTuple):
-    """Normal words of documents: `data` uint8, parted by single spaces; `offsets_D1` of the documents in it; `begins` int32,
+    """Normal words of documents: `data` uint8, separated by single spaces; `offsets_D1` of the documents in it; `begins` int32,
     the first byte of each word in its document; `words_D1` offsets of the documents' words."""
 
     data: NDArray[np.uint8]
@@ -132,7 +132,7 @@ def code_point(data: Any, i: Any) -> Any:
 
 
 def shingle_hashes(words: Words, width: int) -> tuple[U64, I64]:
-    """Return XXH64 of every run of `width` words (parted by single spaces) of each document; hashes_S and their offsets_D1.
+    """Return XXH64 of every run of `width` words (separated by single spaces) of each document; hashes_S and their offsets_D1.
 
     A document of fewer words has one shingle, all of it; one without words has none.
     """

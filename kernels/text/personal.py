@@ -1,7 +1,7 @@
 """Personal data in text: e-mail and postal addresses, phone, card, account and social security numbers, IP addresses.
 
 Built for precision: a number counts only with its checksum, its grouping, or a word before it that says what it is,
-because manuals, tables and code are full of numbers that are nobody's.
+because manuals, tables and code are full of other numbers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def emails(text: str, seen: int = EVERY) -> Iterator[Span]:
 def _around(sign: str, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
     """Yield the matches of `pattern.finditer` that hold a sign with at most `BEFORE` characters before and `AFTER` after it.
 
-    No more is looked at than what lies between the signs before and after it: with many of them that is little.
+    The search never passes a neighbouring sign, so many signs cost little.
     """
     stop, place = 0, text.find(sign)
     while place >= 0:

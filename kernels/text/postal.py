@@ -95,8 +95,8 @@ BEFORE, AROUND, OWN_LINE = 64, 160, 40
 def postal_addresses(text: str, contacts: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
     """Start and stop of each address: a street with its number, and the postal code and town where they follow.
 
-    It counts with a postal code and town after it, with a label before it (`Address:`), or on a line of its own in a block
-    that holds another piece of contact data, which `contacts` tells of a part of the text.
+    It counts with a postal code and town after it, or a label before it (`Address:`). On a line of its own it counts in a block with other
+    contact data, which `contacts` tests.
     """
     encoded = text.encode("utf-8", "surrogatepass")
     forms = (form for form, words in FORMS if words is None or words.any_in(encoded))
@@ -115,8 +115,7 @@ def postal_addresses(text: str, contacts: Callable[[int, int], bool]) -> Iterato
 
 
 def _germanic(text: str) -> Iterator[tuple[int, int]]:
-    """Yield streets whose names begin anywhere and end in a word like Straße: looked for before the numbers alone, which is much
-    cheaper."""
+    """Yield streets whose names begin anywhere and end in a word like Straße: searched only before numbers, which is much cheaper."""
     before = 0
     for match in SPACE_DIGIT.finditer(text):
         at = match.start()

@@ -1,4 +1,4 @@
-"""Several words looked for at once in bytes, compiled."""
+"""Compiled search for several words at once in bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMMON = b' etaoinsrl"/=<>-hdcupm.gf:wbvyk'  # in HTML and in text, the most fre
 
 
 class Words:
-    """Words that are looked for together: where the two rarest bytes of one stand as far apart as in it, it may stand itself."""
+    """Words searched for together. A word may occur where its two rarest bytes stand at their distance in the word."""
 
     def __init__(self, *words: str) -> None:
         encoded = [word.encode() for word in words]

@@ -32,7 +32,7 @@ def _part(c: str) -> str:
 
 
 def normalized(text: str) -> str:
-    """Return lower-case words without punctuation and Latin accents, parted by single spaces; numbers stay as they are.
+    """Return lower-case words without punctuation and Latin accents, separated by single spaces; numbers stay as they are.
 
     Each character is mapped alone; then scripts without spaces are parted into words. Numbers tell apart what templates make alike
     (statistics, product pages), so they are not mapped to one digit.

@@ -1,10 +1,9 @@
 """Beginnings of words in scripts that are written without spaces: Han and kana, Thai, Lao, Khmer, Burmese.
 
-A boundary between two letters is decided by the six letters around it: the sum of the weights of their one, two and three letters
-in a row, each at its place, as in BudouX (Google 2021) and before it in Sassano's boosting of word boundaries (2014). The weights
-were learned from where ICU's dictionaries part words (`tests/benchmarks/word_breaks.py`, which tells how well they agree). A
-letter that is not a part of such a script stands for any other of its kind, and what lies beyond white space or punctuation is not seen,
-so that a line has the same words alone as in its text.
+A boundary between two letters is decided by the six letters around it: the sum of the weights of their one, two and three letters in a row,
+each at its place, as in BudouX (Google 2021) and before it in Sassano's boosting of word boundaries (2014). The weights were learned from
+where ICU's dictionaries part words (`tests/benchmarks/word_breaks.py`, which tells how well they agree). A letter of another script stands
+for any letter of its kind. Features end at white space and punctuation, so a line alone has the same words as in its text.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FINISH = np.uint64(0xBF58476D1CE4E5B9)
 
 @lru_cache(maxsize=1)
 def weights() -> NDArray[np.int8]:
-    """Return the weight of each bin of features, int8[2^BITS]; the first is the sum without any."""
+    """Return the weight of each bin of features, int8[2^BITS]; the first is the bias."""
     with np.load(FILE, allow_pickle=False) as stored:
         result: NDArray[np.int8] = np.zeros(1 << BITS, np.int8)
         result[np.cumsum(stored["gaps"], dtype=np.int64)] = stored["values"]

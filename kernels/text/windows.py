@@ -1,7 +1,7 @@
 """Hashes of all windows of so many words of texts, and their positions: for exact repeated passages.
 
 A window of k words that occurs twice marks what a suffix array with a minimum match of k words marks, in one pass and within
-any memory; two windows with one 64-bit hash are taken as equal. Words are parted by ASCII white space, and where words begin in scripts
+any memory; two windows with one 64-bit hash are taken as equal. Words are separated by ASCII white space, and where words begin in scripts
 that are written without (`unspaced`); punctuation stays with its word.
 """
 
@@ -31,7 +31,7 @@ def window_hashes(data: NDArray[np.uint8], offsets_D1: I64, width: int) -> tuple
 
 @njit(cache=True, nogil=True)
 def _ends(data: Any, first: Any, last: Any, flags: Any, breaks: Any, ends: Any) -> Any:
-    """Write where the words of data[first:last], a run without white space, end to `ends`; returns how many."""
+    """Write where the words of data[first:last], a run without white space, end to `ends`; return how many."""
     wide = False
     for at in range(first, last):
         wide = wide or data[at] >= 0xE0

@@ -149,7 +149,7 @@ def _word_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: int, 
 def split_ranges(
     codes: NDArray[np.uint32], flags: NDArray[np.uint16], breaks: NDArray[np.int8], start_of: NDArray[np.int32], stop_of: NDArray[np.int32]
 ) -> int:
-    """Fill the ranges of all words; returns how many. `breaks`: `unspaced.weights`."""
+    """Fill the ranges of all words; return how many. `breaks`: `unspaced.weights`."""
     count, at, stop = 0, 0, len(codes)
     room = np.empty(ROOM, np.int64)
     while at < stop:

@@ -1,6 +1,6 @@
 """The grade that a judge would give an English document, as data to train a language model on: Puna's own quality model.
 
-A linear model of what a document is made of: its words, numbers and marks, its lines by length and ending, and its size. Each is
+A linear model of a document's features: words, numbers and marks, lines by length and ending, and size. Each is
 hashed to a bucket and counts by the square root of its share in what is read (READ, MOST): no place in a document says more than another.
 `tests/benchmarks/train_grades.py` learns the weights from grades of 0 (nothing) to 5 (teaches); NOTICE tells where they come from.
 """
@@ -68,7 +68,7 @@ def grades_of(texts: pa.ChunkedArray, model: Model) -> NDArray[np.float64]:
 
 @njit(cache=True, borrows=True)
 def _count(token: np.uint64, by: int, counts: NDArray[np.int32], met: NDArray[np.int32], number: int) -> int:
-    """Count a token `by` times; returns how many buckets of `met` are filled."""
+    """Count a token `by` times; return how many buckets of `met` are filled."""
     state = token * BASE
     state = (state ^ (state >> np.uint64(32))) * MIXED
     bucket = np.int64(state >> np.uint64(40)) & (BUCKETS - 1)
@@ -120,7 +120,7 @@ def _word(data: NDArray[np.uint8], at: int, stop: int) -> tuple[np.uint64, int, 
 
 @njit(cache=True, borrows=True)
 def tokens(data: NDArray[np.uint8], at: int, stop: int, counts: NDArray[np.int32], met: NDArray[np.int32]) -> tuple[int, int]:
-    """Count what the bytes at..stop are made of, by bucket; returns how many words there are, and how many buckets are `met`. Words are
+    """Count the features of bytes at..stop by bucket; return the number of words and of the buckets in `met`. Words are
     runs of letters (every byte from 0x80 on is one, but for wide marks); numbers are known by how many digits they have, up to five."""
     number = words = in_line = last = 0
     while at < stop:

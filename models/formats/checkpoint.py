@@ -65,7 +65,7 @@ def load(
     `dtype=None` keeps each tensor's own; blocks of few bits in a GGUF file are unpacked to float32.
     `head=None` takes the head that the checkpoint holds. A scalar head that it lacks is zero: all first
     rewards are equal, and training shapes the hidden states before it trusts any of their directions.
-    Raises CheckpointError, naming the file and the field, for what is missing, damaged or not computed here.
+    Raise CheckpointError, naming the file and the field, for what is missing, damaged or not computed here.
     """
     path = Path(path)
     if path.suffix == GGUF:
@@ -182,7 +182,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
-    """Return the checkpoint's safetensors files, each with its open reader. CheckpointError for one that is missing or damaged."""
+    """Return the checkpoint's safetensors files, each with its open reader. Raise CheckpointError for one that is missing or damaged."""
     for name in _names(folder):
         path = folder / name
         if not path.is_file():
@@ -195,7 +195,7 @@ def weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _names(folder: Path) -> Sequence[str]:
-    """Return the names of the folder's weight files. CheckpointError for an index that names anything else."""
+    """Return the names of the folder's weight files. Raise CheckpointError for an index that names anything else."""
     try:
         return weight_names(folder / INDEX) if (folder / INDEX).is_file() else [WEIGHTS]
     except ValueError as error:

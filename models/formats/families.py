@@ -1,9 +1,8 @@
 """The layouts of checkpoints: how each model family names its configuration and its tensors.
 
-In memory there is one decoder and one `ModelConfig`; on disk a model lies in the layout of its family
-(`ModelConfig.model_type`), so that transformers, vLLM, llama.cpp and lm-eval read what is written here, and
-what they wrote is read back. Only the experts' tensors differ in more than the configuration: in memory they
-are stacked, on disk each expert has its own.
+In memory there is one decoder and one `ModelConfig`; on disk a model has the layout of its family (`ModelConfig.model_type`). So
+transformers, vLLM, llama.cpp and lm-eval read Puna's files, and Puna reads theirs. Only the experts' tensors differ in more than the
+configuration: in memory they are stacked, on disk each expert has its own.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ for _kind in EXPERTS:  # transformers applies a family's conversion to classes o
 
 
 def shape_of(config: PreTrainedConfig) -> ModelConfig:
-    """Return the decoder's own configuration; ValueError for what it does not compute."""
+    """Return the decoder's own configuration; raise ValueError for an unsupported one."""
     return parse_config(config.to_dict())
 
 
@@ -84,7 +84,7 @@ class PunaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does; CheckpointError for a folder whose index or sizes are not those of its safetensors files."""
+        """Load as transformers does; raise CheckpointError for a folder whose index or sizes are not those of its safetensors files."""
         folder = Path(name) if isinstance(name, str | Path) else None
         if folder is not None and any((folder / file).is_file() for file in (INDEX, WEIGHTS)):
             check_files(folder)

@@ -39,14 +39,14 @@ class QuantisedLinear(nn.Module):
 
 
 def quantise(model: Transformer, kind: Kind) -> Transformer:
-    """Put the matrices of the model's layers into 8 bits, in place; those in 8 bits stay. ValueError for a mixture of experts, whose
+    """Put the matrices of the model's layers into 8 bits, in place; those in 8 bits stay. Raise ValueError for a mixture of experts, whose
     matrices are multiplied together, and on a device without such products."""
     require_products(kind, model.model.embed_tokens.weight.device)
     return _replaced(model, lambda linear: QuantisedLinear(linear, kind), f"weights = {kind!r}", "8 bits; choose 'same'")
 
 
 def to_nf4(model: Transformer) -> Transformer:
-    """Put the matrices of the model's layers into NF4, in place. ValueError for a mixture of experts."""
+    """Put the matrices of the model's layers into NF4, in place. Raise ValueError for a mixture of experts."""
     return _replaced(model, Nf4Linear, "quantization nf4", "4 bits; set quantization to none")
 
 

@@ -17,7 +17,7 @@ Layers = Sequence[tuple[Tensor, Tensor]]
 
 
 class Cache:
-    """Keys and values of each layer in `count` pages, or the latents that they grow out of."""
+    """Keys and values of each layer in `count` pages, or the latents that both are computed from."""
 
     def __init__(self, model: Transformer, count: int) -> None:
         config, weight = model.config, model.model.embed_tokens.weight

@@ -1,5 +1,5 @@
-"""A dense model on a CPU, in fp32 or with its layers' matrices in INT8, by loops that compute a layer each: generation's way through the
-model, with the model's own weights.
+"""A dense model on a CPU, in fp32 or with its layers' matrices in INT8, by compiled loops, one per layer. Generation runs a model this way,
+on the model's own weights.
 
 Where the loops do not reach (experts, latent attention, parallel blocks, other types and devices, INT8 without AVX-512 VNNI) the
 model's own operators serve.

@@ -51,7 +51,7 @@ class DraftedEngine(Engine):
         return self.model, self.draft
 
     def _compute(self, work: Sequence[Answer]) -> Tensor:
-        """Guess tokens, one of each answer at a time; the draft computes the same prompts as the larger model."""
+        """Guess tokens, one per answer at a time. The draft reads the same prompts as the larger model."""
         for answer in work:
             answer.drafted = min(answer.drafted, answer.computed)  # the last guesses may have been wrong
         starting = [answer for answer in work if answer.count > 1 or not answer.logprobs]
@@ -96,7 +96,7 @@ class DraftedEngine(Engine):
         return super()._draw(ready)
 
     def _drawn(self, logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
-        """Draw the rows; a row with a guess is settled by it."""
+        """Draw tokens for the rows; a row with a guess accepts or replaces it."""
         rows: list[int] = []
         odds: list[tuple[int, float, Tensor]] = []  # each guess with the number that it is judged by, and its distribution
         row, errors = 0, dict[int, RowError]()

@@ -6,8 +6,8 @@ Each step computes whatever is at hand in one ragged pass: the next token of eve
 `step.py`), over keys and values in pages (`pages.py`). Prompts and answers stay in the cache for who begins alike, until their pages are
 needed or the weights change.
 
-With `exact`, the log-probs of drawn tokens equal, bit by bit, those of a training forward pass in `exact_passes`, whatever ran beside
-them, however prompts were cut, wherever an answer was paused or a prefix was found (see `kernels/exact.py`).
+With `exact`, log-probs of drawn tokens are bit-identical to a training forward pass in `exact_passes`. Batching, chunked prompts, pauses
+and cached prefixes do not change them (see `kernels/exact.py`).
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class Engine:
     ) -> list[list[Completion]]:
         """Return `params.n` answers to each prompt (token ids, or text that the tokenizer reads), in the prompts' order.
 
-        The random numbers of an answer depend on the seed, the prompt's tokens and the answer's number only, so neither the
-        order of the prompts nor what runs beside them changes what is drawn (up to rounding in the matrix products, unless
-        the engine is exact). Equal prompts in one call draw different answers. `progress` gets (answers done, answers in all).
+        An answer's random numbers depend only on the seed, the prompt's tokens and the answer's number. So neither the order of the prompts
+        nor the batch changes the answer, up to rounding in matrix products (none if the engine is exact). Equal prompts in one call draw
+        different answers. `progress` gets (answers done, answers in all).
         """
         self._look()
         seen: Counter[tuple[int, ...]] = Counter()
@@ -333,7 +333,7 @@ class Engine:
 
 
 def request_of(tokenizer: Tokenizer | None, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
-    """Return the request of a prompt; ValueError names the prompt's `index` if it cannot be read."""
+    """Return the request of a prompt; raise ValueError with the prompt's `index` if it is invalid."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError(f"prompt {index} is text and the engine has no tokenizer: give token ids")

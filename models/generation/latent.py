@@ -1,5 +1,5 @@
 """Latent attention over pages of latents: a token keeps one narrow vector and the rotated part of its key (DeepSeek-V2, 2.1), in place of
-the keys and values of all heads that grow out of them.
+the keys and values of all heads.
 
 Two ways to the same numbers, up to the order of sums:
 
@@ -71,7 +71,7 @@ class LatentPages(OverLatents):
         return self._attend(q_NHK, *(part.unflatten(0, (-1, PAGE)) for part in grown))
 
     def _attend(self, q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, scale: float | None = None) -> Tensor:
-        """Compute attention over the pages at hand, in the layout that it reads; a step's layers share the room for it."""
+        """Compute attention over pages in its own layout; a step's layers share that buffer."""
         shape = G, K, V = (*k_PSGK.shape[2:], v_PSGV.shape[3])
         if shape not in self._room:
             self._room[shape] = new_pages(len(k_PSGK), G, K, V, q_NHK.dtype, q_NHK.device)

@@ -1,9 +1,9 @@
 """The pages of the cache: references, and the tree of prefixes that stay between calls.
 
 A page belongs to everybody who refers to it: sequences, and the tree. The tree has a node for each whole page of tokens below the page
-before it (a radix tree whose edges are pages: SGLang's, Zheng et al. 2024). A page that only the tree refers to is free to be taken when
-no other is left, the one unused for longest first; the page before is in use whenever it is, and a path is given up from its end, so
-leaves go before what they hang on. Whoever writes to a page that others see writes to a copy.
+before it (a radix tree whose edges are pages: SGLang's, Zheng et al. 2024). A page that only the tree refers to is free to be taken when no
+other is left, the one unused for longest first; a page in use keeps its predecessor in use, and paths are released from the end, so leaves
+go before their parents. Whoever writes to a page that others see writes to a copy.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PagePool:
         self.peak = max(self.peak, len(self.references) - self.available)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Drop a reference to each page, the last page first, so that a path is given up from its end."""
+        """Drop a reference to each page, the last page first, so that a path is released from its end."""
         for page in reversed(pages):
             self.references[page] -= 1
             if not self.references[page]:
@@ -65,7 +65,8 @@ class PagePool:
                 self.spare[page] = None
 
     def writable(self, pages: list[int], index: int) -> tuple[int, int] | None:
-        """Make pages[index] its owner's alone. (copied from, copied to) where others see it, else None."""
+        """Copy the page `pages[index]` if others share it, so that it can be written. (copied from, copied to) where others see it, else
+        None."""
         page = pages[index]
         if self.references[page] == 1:
             return None
@@ -105,6 +106,6 @@ class PagePool:
 
 
 def _path(tokens: Sequence[int], pages: Sequence[int]) -> Iterator[Node]:
-    """Yield the nodes of these tokens' whole pages, each below the page that is in `pages` by then."""
+    """Yield the tree nodes of these tokens' whole pages; each hangs below the current page in `pages`."""
     for index in range(len(tokens) // PAGE):
         yield pages[index - 1] if index else -1, tuple(tokens[index * PAGE : (index + 1) * PAGE])

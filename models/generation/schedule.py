@@ -247,7 +247,7 @@ class Scheduler:
         answer.branches = []
 
     def finish(self, answer: Answer) -> None:
-        """Give up an answer's place; its pages stay in the tree while there is room."""
+        """Release an answer's slot; its pages stay in the tree while memory lasts."""
         self.running.remove(answer)
         self._give_back(answer)
 
@@ -261,7 +261,7 @@ class Scheduler:
         self.pool.forget()
 
     def cancel(self, request: Request) -> None:
-        """End a request wherever it is."""
+        """End a request in any state."""
         if request in self.waiting:
             self.waiting.remove(request)
         self._fell(request)
@@ -336,7 +336,7 @@ class Scheduler:
         return answer.pace.guess(answer.tokens, most) if most > 0 and self.pool.available > 2 * len(self.running) else []
 
     def _branch(self, answer: Answer, budget: int) -> int:
-        """Give an answer branches beside its guess, if there is room for them; the tokens that they compute."""
+        """Give an answer branches beside its guess, if room allows; return their number of tokens."""
         index, budget_before = answer.place // PAGE, budget
         assert isinstance(answer.pace, Lookup)
         for guess in answer.pace.guesses(answer.tokens, len(answer.guess), answer.request.params.branches)[1:]:

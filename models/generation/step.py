@@ -30,7 +30,7 @@ class Stretch(NamedTuple):
 
 
 def run(model: Transformer, cache: Cache, work: Sequence[Stretch], by_loops: Pass | None = None) -> Tensor:
-    """Compute the work; the hidden states [N, D] of its tokens, in order."""
+    """Run the model on `work`; return the hidden states [N, D] of its tokens, in order."""
     counts = np.array([len(one.tokens) for one in work])
     ids = torch.tensor([token for one in work for token in one.tokens])
     sequence = np.repeat(np.arange(len(work), dtype=np.int32), counts)

@@ -77,7 +77,7 @@ def room(limit: int) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
 
 @njit(cache=True, borrows=True)
 def _bins(codes: Any, first: int, last: int, flags: Any, lower: Any, limit: int, letters: Any, out: Any) -> Any:
-    """Write the bins of codes[first:last] to `out`; returns how many."""
+    """Write the bins of codes[first:last] to `out`; return how many."""
     letters[0] = BLANK
     size, inked, at = 1, 0, first
     while at < last and inked < limit:

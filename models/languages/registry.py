@@ -54,7 +54,7 @@ class LanguageRow(BaseModel):
 
 
 def read_rows(file: str | Path) -> tuple[LanguageRow, ...]:
-    """Return the rows of a file of tab-separated columns; ValueError names file, line and column.
+    """Return the rows of a file of tab-separated columns; raise ValueError with file, line and column.
 
     Columns are the fields of a row and the signals in `SCALED`: a number is a factor, `-` says that the rule abstains, and an empty or
     missing field keeps the value of the row that this one replaces. Lists are words between blanks.

@@ -66,7 +66,7 @@ def _count_scripts(
 def zawgyi_signs(codes: NDArray[np.uint32]) -> tuple[int, int]:
     """Return the number of signs of Burmese that only Zawgyi has, and that only Unicode has.
 
-    In Zawgyi the vowel E stands before its consonant, as it is seen, and U+1039 kills a vowel; in Unicode E follows a consonant or
+    In Zawgyi the vowel E stands before its consonant, in visual order, and U+1039 kills a vowel; in Unicode E follows a consonant or
     a medial, U+1039 stacks two consonants, and U+103A kills a vowel, which in Zawgyi is a medial before a vowel or at the end.
     """
     zawgyi, plain = 0, 0
@@ -102,8 +102,8 @@ def script_of(codes: NDArray[np.uint32]) -> str:
 
 
 def script_shares(codes: NDArray[np.uint32], bounds: NDArray[np.int64]) -> tuple[list[int], list[float]]:
-    """Return for each text codes[bounds[n]:bounds[n + 1]] the number in `CODES` of the script of most letters, and the share of its
-    letters and marks that are of this script. Han with some kana is Japanese."""
+    """Return for each text codes[bounds[n]:bounds[n + 1]] its main script, as an index into `CODES`, and that script's share of the letters
+    and marks. Han with some kana is Japanese."""
     counts = np.zeros((len(bounds) - 1, 64), np.int64)
     _count_scripts(codes, bounds, tables().flags, script_numbers(), counts)
     total = counts.sum(axis=1)

@@ -31,7 +31,7 @@ LAYERS = "model.layers."
 
 
 class Source:
-    """A checkpoint's files with the offsets of their tensors, read on request. CheckpointError for one that is damaged or not read here."""
+    """A checkpoint's files with the offsets of their tensors, read on request. Raise CheckpointError if it is damaged or unsupported."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         if not folder.is_dir():
@@ -134,7 +134,7 @@ class Host:
 
 
 class Shell:
-    """A layer without weights of its own."""
+    """A layer whose weights are attached before each use."""
 
     def __init__(self, config: ModelConfig) -> None:
         with torch.device("meta"):

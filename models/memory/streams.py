@@ -87,7 +87,7 @@ class Layout:
 
 
 def entries(path: Path) -> dict[str, Entry]:
-    """Return the tensors of a safetensors file that is known to be whole. ValueError for a type that no weights have."""
+    """Return the tensors of a safetensors file that is known to be whole. Raise ValueError for a type that no weights have."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))
@@ -151,7 +151,7 @@ class Reader:
         return os.open(path, os.O_RDONLY)
 
     def fill(self, layout: Layout, buffer: Buffer) -> int:
-        """Read a layout; the bytes read. OSError names a file that has become shorter."""
+        """Read a layout into the buffer; return the bytes read. Raise OSError if a file has become shorter."""
         total = 0
         for path, offset, size, needed, start in layout.extents:
             done = 0

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Work:
-    """The work to be planned: tokens of a prompt and of its answer, how many answers there are to be at once at most,
-    and the tokens of the longest prompt with its answer that must have room."""
+    """The work to be planned: tokens of a prompt and of its answer, the maximum number of concurrent answers, and the tokens of the longest
+    prompt with its answer."""
 
     prompt: int = 512
     answer: int = 256

@@ -184,7 +184,8 @@ class ChatFormat(Vocabulary):
     def _stop_of_next(
         self, messages: Sequence[Message], turn: int, whole: str, tools: Any, mode: dict[str, bool], size: int
     ) -> tuple[int, int, int]:
-        """Return the stop token that the next turn begins with, as (start, stop, id) from `size` on: some templates end no answer."""
+        """Return the stop token at the beginning of the next turn, as (start, stop, id) from `size` on. Some templates write it only
+        there."""
         following = messages[turn + 1 : turn + 2] or PROBE[2:]
         try:
             longer = self._program.render([*messages[: turn + 1], *following], add_generation_prompt=False, tools=tools, **mode)
@@ -197,7 +198,7 @@ class ChatFormat(Vocabulary):
         return size, size, stop[2]
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Any, mode: dict[str, bool]) -> str:
-        """Return the text of the conversation; ChatError names the first turn that the template refuses."""
+        """Return the text of the conversation; raise ChatError with the first turn that the template refuses."""
         program = self._program
         try:
             return program.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **mode)

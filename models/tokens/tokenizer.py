@@ -52,7 +52,7 @@ class Tokenizer(ChatFormat):
         generation: Mapping[str, Any] | None = None,
     ) -> None:
         """`named`: special tokens by their names (`bos_token`, …). `stops`: tokens that end an answer, besides `eos_token`. TokenizerError
-        for a special token that the vocabulary lacks; TemplateError for a template that does not compile."""
+        for a special token that the vocabulary lacks; raise TemplateError for a template that does not compile."""
         super().__init__(backend)
         self.named, self.generation = dict(named), dict(generation or {})
         if missing := [token for token in self.named.values() if self.id_of(token) is None]:
@@ -90,7 +90,7 @@ class Tokenizer(ChatFormat):
         """Read the tokenizer of a folder in Hugging Face's layout, with its chat template and stop tokens.
 
         `tokenizer.json` is the vocabulary; `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`,
-        `generation_config.json` and `config.json` complete it where they are there.
+        `generation_config.json` and `config.json` complete it if they exist.
         """
         return Tokenizer(*read_files(Path(folder)))
 

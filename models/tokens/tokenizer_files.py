@@ -128,7 +128,7 @@ SAMPLING = {
 
 
 def _generation(folder: Path) -> dict[str, Any]:
-    """Return the sampling fields of generation_config.json; TokenizerError for one that is not a number or out of range."""
+    """Return the sampling fields of generation_config.json; raise TokenizerError for one that is not a number or out of range."""
     path = folder / "generation_config.json"
     fields = {name: value for name, value in _json(path).items() if value is not None and name not in NOT_SAMPLING}
     for name, (low, high) in SAMPLING.items():

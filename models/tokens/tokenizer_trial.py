@@ -1,4 +1,5 @@
-"""Patterns and rewritings of a stranger's tokenizer: known ones run as they are, others are tried on each text within bounds first.
+"""Patterns and rewritings of a stranger's tokenizer: known ones run directly, others are first tried on each text with limits on time and
+memory.
 
 A regular expression that backtracks may take time that grows with the power of a text's length or doubles with each character, and
 a chain of replacements may multiply the text. No look at a pattern tells this in general, so that a text is tried itself: a process

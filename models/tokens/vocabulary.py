@@ -104,7 +104,7 @@ class Vocabulary:
         return ids, spans
 
     def _append(self, piece: str, start: int, mark: str, ids: list[int], spans: list[Span]) -> None:
-        """Add the ids of a piece of text between special tokens; its marks go."""
+        """Add the ids of a piece of text between special tokens, without the guard's marks."""
         indices = [index for index, character in enumerate(piece) if character != mark]
         if not indices:
             return

@@ -146,7 +146,7 @@ def _average(average: dict[str, Tensor], weights: dict[str, nn.Parameter], confi
 
 
 def _include(average: dict[str, Tensor], weights: dict[str, nn.Parameter], share: float) -> None:
-    """Move the average by `share` of the way to these weights; the first ones are the average."""
+    """Move the average by `share` towards these weights; the first call sets it."""
     for name, parameter in weights.items():
         value = parameter.detach()
         if name not in average:

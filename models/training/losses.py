@@ -60,7 +60,7 @@ class PairLosses:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """A loss by its name.
+    """A preference loss from the registry, by name.
 
     function         of: pairs, (log-probabilities of pairs, beta, own parameters) -> `PairLosses`; answers, (log-ratios of policy over
                      reference [A], good answers [A], the distance to the reference, beta, own parameters) -> losses [A]. Differentiable.

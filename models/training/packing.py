@@ -42,7 +42,7 @@ def pack(lengths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
     """Return rows of at most `micro_batch_tokens` tokens, as lists of indices of examples.
 
     Best-fit decreasing: longest first, each into the fullest row that has room, found by bisection; at most 11/9
-    of the fewest rows possible, plus one. ValueError for an example longer than a row.
+    of the fewest rows possible, plus one. Raise ValueError for an example longer than a row.
     """
     for index, length in enumerate(lengths):
         if length > micro_batch_tokens:
@@ -107,7 +107,7 @@ class Sampler(Generic[ExampleT, BatchT]):
         return sorted(epoch_order(len(self.examples), 0, self.seed)[: self.drawn(steps)].tolist())
 
     def drawn(self, steps: int) -> int:
-        """Return the number of examples that the first `steps` steps take, each as often as it is taken."""
+        """Return the number of examples in the first `steps` steps, repetitions included."""
         return self.batch_size * steps if isinstance(self.batch_size, int) else self.batch_size.before(steps + 1)
 
     def __call__(self, step: int) -> list[BatchT]:

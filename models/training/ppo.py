@@ -1,8 +1,8 @@
 """The driver of PPO and GRPO: roll out, score, estimate advantages, update the policy (and PPO's critic); again.
 
-Rollout k draws its prompts, its samples and its minibatches from (seed, k), so the weights, the moments and a handful of numbers after
-rollout k are the whole state. Within a rollout, each wave of answers is saved once scored; the common input of the updates is saved after
-the first update. A resumed run is bit-identical.
+Rollout k draws prompts, samples and minibatches from (seed, k). So weights, moments and a few numbers after rollout k are the whole state.
+Within a rollout, each wave of answers is saved once scored; the common input of the updates is saved after the first update. A resumed run
+is bit-identical.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def _groups(asked: list[list[int]], answers: list[list[list[int]]], numbers: dic
 
 
 def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutSettings, seed: int, rollout: int, update: int) -> None:
-    """Update each trainer once, counted from 0 in its rollout; its rows go into `begun`."""
+    """Run one update of each trainer (counted from 0 in the rollout); append their rows to `rollout_state`."""
     started = time.perf_counter()
     epoch, index = divmod(update, config.minibatches)
     order = np.random.default_rng([seed, rollout, epoch]).permutation(len(rollout_state.groups))

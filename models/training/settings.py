@@ -1,4 +1,4 @@
-"""Settings of training: one class for each thing, used by every training stage and its form as it is."""
+"""Settings of training: one class for each thing, shared by every training stage and its form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AverageMethod = Literal["linear", "slerp", "ties"]
 
 
 class OptimizerSettings(Settings):
-    """The optimizer, and which steps it refuses.
+    """The optimizer and its limits for skipping steps.
 
     A step that is not finite, or is a spike, changes nothing.
     """
@@ -129,7 +129,7 @@ class ScheduleSettings(Settings):
 
 
 def _resolved(value: Steps, steps: int, most: int) -> int:
-    """Return a number of steps as it is, a share as so many of `steps`, at most `most`."""
+    """Resolve a number of steps, or a share of `steps`, to steps, at most `most`."""
     return min(round(value * steps), most) if value < 1 else int(value)
 
 

@@ -140,8 +140,7 @@ class Saver:
 def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[Any]], record: dict[str, Any]) -> Path:
     """Write the checkpoint of `step` under `folder`, then remove the older ones. `tensors`: all of torch, or all of numpy.
 
-    It is written under a temporary name, flushed to disk and renamed, so that a crash at any moment
-    leaves the last complete checkpoint in place.
+    It is written under a temporary name, flushed to disk and renamed: a crash leaves the last complete checkpoint in place.
     """
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{step:09d}"

@@ -268,7 +268,7 @@ class Trainer:
 
     @torch.no_grad()
     def assign(self, values: dict[str, Tensor]) -> None:
-        """Overwrite weights, by name; those not named stay."""
+        """Overwrite weights by name; other weights stay."""
         for name, value in values.items():
             self.weights[name].copy_(value)
         self._publish()

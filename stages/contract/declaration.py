@@ -204,12 +204,12 @@ def stage(
 ) -> Callable[[Callable[..., None]], Stage]:
     """Declare a stage.
 
-    `kind`: what it writes. `filters`: the input whose rows are all either kept or in `dropped`; checked at
-    commit. `version`: replaces the hash of the reached code in the artifact's key. `needs(config, facts)`: the needs
-    that cannot be met, asked before anything runs. `device`: it computes on the accelerator in one process: on a cluster it runs as a
-    whole on one worker that has one. `ranks`: all processes that were started together run it. `signals`: those it writes, or, where
-    that depends on its configuration, a function from that to the columns of its tables, so that a rule on another one is refused
-    before the run. `named(inputs)`: functions and classes that the inputs' rows name; see `Named`.
+    `kind`: what it writes. `filters`: the input whose rows are all either kept or in `dropped`; checked at commit. `version`: replaces the
+    hash of the reached code in the artifact's key. `needs(config, facts)`: the needs that cannot be met, asked before anything runs.
+    `device`: it computes on the accelerator in one process: on a cluster it runs as a whole on one worker that has one. `ranks`: all
+    processes that were started together run it. `signals`: the signals it writes, or a function from its configuration to the columns of
+    its tables. A rule on another signal is refused before the run. `named(inputs)`: functions and classes that the inputs' rows name; see
+    `Named`.
     """
 
     def declare(function: Callable[..., None]) -> Stage:

@@ -20,7 +20,7 @@ from puna.storage import Artifact, PunaError, Store
 
 
 def call(stage: Stage, arguments: list[Any], config: StageConfig, given: dict[str, Value], run: StageRun, store: Store) -> None:
-    """Call the stage's function, in all processes if there are several and the stage trains in them. PunaError for a wrong layout."""
+    """Call the stage's function, in all processes if there are several and the stage trains in them. Raise PunaError for a wrong layout."""
     check(stage, config)
     if not stage.ranks or ranks.count() == 1:
         stage.function(*arguments, config, run)

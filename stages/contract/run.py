@@ -81,10 +81,10 @@ class StageRun:
     ) -> list[Any]:
         """Write `function(rows, *args)` for every part of a table of `artifact`, shard by shard. Return the values.
 
-        The function returns the main table, or tables by name; or a tuple of these and a JSON value. An argument that refers to rows of
-        another table (`artifact.beside`, an exchange by id) is passed as the rows with the same ids, an exchange by `shard` number
-        as the rows whose column `row`, a place in the shard, lies in the part, counted from its first row. Each shard is written by its
-        worker, and survives a crash. Unchanged documents are kept by reference.
+        The function returns the main table, or tables by name; or a tuple of these and a JSON value. An argument for rows of another table
+        (`artifact.beside`, an exchange by id) is passed as the rows with the same ids. An exchange by `shard` number is passed as the rows
+        whose column `row` lies in the part, counted from its first row. Each shard is written by its worker, and survives a crash.
+        Unchanged documents are kept by reference.
         """
         return self._shards(function, artifact, args, table, columns, filtering=False)
 

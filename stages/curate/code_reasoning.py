@@ -58,8 +58,8 @@ def train_code_reasoning(documents: Documents, labels: list[Signals] | None, con
     """Train two fastText classifiers: of pages with code, and of pages that reason.
 
     As in Llama 3 (arXiv 2407.21783, section 3.1.3), `labels` are a judge's grades (signals `code_judgement` and `reasoning_judgement` of
-    `judge`; null: not judged). Without them, text with plainly many or plainly no lines of code, words of deduction and formulas labels
-    itself, and the figures measure consistency, not truth. A kind with too few labels has no classifier.
+    `judge`; null: not judged). Without them, texts label themselves if they clearly have many, or no, code lines, deduction words and
+    formulas. The figures then measure consistency, not truth. A kind with too few labels has no classifier.
     """
     graded = _graded(labels) if labels else None
     examples = prepare(run, documents, config, config.exempt_sources, _labels, graded, config)

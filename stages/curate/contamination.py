@@ -33,7 +33,7 @@ UNLEARNED = ("judges", "reward_model")
 
 
 class ContaminationConfig(DecontaminateConfig):
-    """Bounds of contamination, as decontamination has them."""
+    """Bounds of contamination, the same as in `decontaminate`."""
 
 
 class Source(NamedTuple):

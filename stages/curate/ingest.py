@@ -184,7 +184,7 @@ def check_inputs(inputs: list[External], config: IngestConfig) -> None:
 
 
 def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[list[Page], float]:
-    """Return pages of the inputs that can be read in so many seconds, some of every file, and about which share of all bytes they are."""
+    """Return sample pages from every input file, read within `seconds`, and their approximate share of all bytes."""
     jobs = [job for job in _jobs(inputs, config) if job.file is not None]
     pages: list[Page] = []
     read, total = 0.0, sum(job.file.bytes for job in jobs if job.file is not None)

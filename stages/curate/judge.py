@@ -244,7 +244,7 @@ def judge(
 
 
 def _sample(ids: list[str], sources: list[str], language: Artifact | None, config: JudgeConfig) -> NDArray[np.int64]:
-    """Return rows of the documents to grade, int64[n], ascending: of each group those with the smallest hashes."""
+    """Return rows of the documents to grade, int64[n], ascending: the documents with the smallest hashes in each group."""
     rows = np.flatnonzero(~np.isin(np.array(sources, dtype=object), config.exempt_sources))
     own = [ids[row] for row in rows]
     names = [""] * len(rows)

@@ -36,9 +36,9 @@ class PiiConfig(StageConfig):
 def pii(documents: Documents, config: PiiConfig, run: StageRun) -> None:
     """Mask e-mail and postal addresses, phone, card, bank account and social security numbers and public IP addresses.
 
-    A masked piece becomes `<EMAIL>`, `<ADDRESS>`, `<PHONE>`, `<CARD>`, `<IBAN>`, `<SSN>` or `<IP_ADDRESS>`; `scores` counts them
-    per document. Documents with as many pieces of a kind as `drop` says go, by the rule `pii_KIND`, and those that cannot be
-    searched or are too long for it, which nobody can call clean, by `pii_failed`.
+    A masked piece becomes `<EMAIL>`, `<ADDRESS>`, `<PHONE>`, `<CARD>`, `<IBAN>`, `<SSN>` or `<IP_ADDRESS>`; `scores` counts them per
+    document. The rule `pii_KIND` drops documents with at least `drop` pieces of a kind. The rule `pii_failed` drops documents that are too
+    long or cannot be searched, since they may hold personal data.
     """
     run.transform(_mask, documents, config)
 

@@ -37,7 +37,7 @@ LANGUAGES = (
 
 
 def needs(config: QualityConfig, facts: Facts) -> list[str]:
-    """Return the signals of `language`, and no choice of a class, if no classifier is given."""
+    """Return the needs: the signals of `language`, and without a classifier no choice of a class."""
     return [] if facts.inputs.get("classifier") else _lacking(config, bool(facts.inputs.get("language")))
 
 

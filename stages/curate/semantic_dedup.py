@@ -36,10 +36,10 @@ class SemanticDedupConfig(SeededConfig):
 def semantic_dedup(documents: Documents, model: Model | None, encoder: External | None, config: SemanticDedupConfig, run: StageRun) -> None:
     """Remove documents whose vectors are nearly those of a kept one (Abbas et al. 2023, SemDeDup, with another choice of the kept).
 
-    Vectors are TF-IDF over normal words, projected at random, which see through reordered and lightly edited text, not through
-    paraphrase. With `model`, a model of this pipeline, or `encoder`, the folder of any Hugging Face encoder, they are its mean hidden
-    states less their common mean (Mu and Viswanath 2018). Documents are clustered by spherical k-means; inside a cluster they are taken
-    in order of preference, and one goes when a kept one is similar enough. `duplicates` holds the pair and its cosine.
+    Vectors are TF-IDF over normal words, projected at random, which see through reordered and lightly edited text, not through paraphrase.
+    With a `model` of this pipeline, or the folder of a Hugging Face `encoder`, vectors are mean hidden states less their common mean (Mu
+    and Viswanath 2018). Documents are clustered by spherical k-means; inside a cluster they are taken in order of preference, and one goes
+    when a kept one is similar enough. `duplicates` holds the pair and its cosine.
     """
     if not documents.rows():
         return

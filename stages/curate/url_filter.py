@@ -237,7 +237,7 @@ def adult_name(host: str) -> str:
 
 
 def _explained(piece: str, words: Vocabulary) -> str:
-    """Return the adult word of a piece of a name, or an empty text where the piece is explained without, or not at all."""
+    """Return the adult word in a piece of a name; empty if the piece splits into other known words, or not at all."""
     # Fewest words that explain the letters up to each place: ordinary ones alone; with an adult one, and that word.
     plain: list[int | None] = [0] + [None] * len(piece)
     adult: list[tuple[int, str] | None] = [None] * (len(piece) + 1)

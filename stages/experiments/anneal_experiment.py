@@ -104,13 +104,13 @@ def anneal_experiment(
 ) -> None:  # fmt: skip
     """Measure whether small data sets are worth annealing on (Llama 3, section 3.1.3; Blakeney et al. 2024).
 
-    The sets are the mixture's categories; without a mixture, all documents are one. The model, best a half-trained one, else a small one
-    trained here on the default tokens, is annealed on those tokens alone, with a share of a set's rows among them, and with the set's
-    own words shuffled in their place: from the same weights, for as many tokens, on the same default rows. The gain is the loss taken off
-    held-out documents of the set. A set is accepted if it gains over both controls, beyond `least_gain` by the intervals of paired
-    runs, and harms the default text by at most `most_default_rise` more than its shuffled words do. Copies of a document count once, and a
-    set that is mostly copies is refused unread. The table `weights` is the mix to anneal on, for `mix`: the measured share for the accepted
-    sets, by their bytes, the rest as in the mixture. Prompts that the chat template refuses are in `dropped`; see `bad_rows`.
+    The sets are the mixture's categories; without a mixture, all documents are one. The model is best a half-trained one; by default a
+    small one is trained here on the default tokens. It is annealed three times from the same weights, for as many tokens: on default rows
+    alone, with a share of the set's rows, and with those rows' words shuffled. The gain is the drop in loss on held-out documents of the
+    set. A set is accepted if its gain over both controls exceeds `least_gain`, by the intervals of paired runs. It may raise the loss on
+    default text by at most `most_default_rise` more than its shuffled words do. Copies of a document count once, and a set of mostly copies
+    is refused at once. The table `weights` is the mix to anneal on, for `mix`: the measured share for the accepted sets, by their bytes,
+    the rest as in the mixture. Prompts that the chat template refuses are in `dropped`; see `bad_rows`.
     """
     given = model or tokenizer
     if given is None:
@@ -173,8 +173,8 @@ def _too_small(read: float, different: float, config: AnnealExperimentConfig) ->
 
 
 def _different(pools: Pools, number: int) -> tuple[npt.NDArray[np.bool_], int, float]:
-    """Return a mask [P] of a set's training pieces whose document is a copy of an earlier or held-out one, the tokens of the others, and
-    the share of the documents that they are of."""
+    """Return a mask [P] of a set's training pieces whose document copies an earlier or held-out one; the tokens of the other pieces; and
+    the share of documents without copies."""
     packed, seen = pools.training[number], set[bytes]()
     held = np.concatenate(pools.heldout[number])
     for document in np.split(held, np.flatnonzero(held == held[0])[1:]):

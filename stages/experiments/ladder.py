@@ -263,7 +263,7 @@ def _whole(tokens: Artifact) -> list[Any]:
 # --- questions ------------------------------------------------------------------------------------------
 
 def _questions(pieces: Sequence[Any], wanted: int) -> list[Question]:
-    """Return questions from held-out documents: how does it go on, as it is or with two parts exchanged?"""
+    """Return questions from held-out documents: does the text continue unchanged, or with two parts swapped?"""
     generator, questions = np.random.default_rng(0), list[Question]()
     size, part = PROMPT_TOKENS + OPTION_TOKENS, OPTION_TOKENS // PARTS
     starts = [(piece, start) for piece in pieces for start in range(0, len(piece) - size + 1, size)]

@@ -41,8 +41,8 @@ def _walked() -> Iterator[Path]:
 def _read(files: Iterable[Path]) -> dict[str, str]:
     """Return the digest of every source file of Puna; "edited" for one written after this process started, which may run the older one.
 
-    When a file was written is told by the time of its entry: its own time may be any, in the future too, as an archive gave it. Where
-    that lies in the future as well, clocks differ, and the file is taken as it is.
+    The inode's change time (ctime) decides: an archive may set any modification time. If the ctime lies in the future, clocks differ, and
+    the file counts as unedited.
     """
     started, digests = _started(), {}
     for file in files:

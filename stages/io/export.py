@@ -44,7 +44,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def export_data(artifact: Artifact, folder: Path | str, format: Literal["parquet", "jsonl"] = "parquet") -> Path:
-    """Write the main table of an artifact to `folder` as one file, whole or not at all; returns the file.
+    """Write the main table of an artifact to `folder` as one file, whole or not at all; return the file.
 
     Parquet holds the columns as they are stored. JSON lines hold conversations in the field's layout: `messages` (instructions),
     `prompt` with `chosen` and `rejected`, or with `completion` and `label` where a preference has one side, all as lists of
@@ -105,7 +105,7 @@ def _plain(value: Any) -> Any:
 
 
 def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", text: Path | None = None) -> list[Path]:
-    """Write a model artifact to a new or empty folder; returns the files, sorted.
+    """Write a model artifact to a new or empty folder; return the files, sorted.
 
     `hf`: weights, configuration, tokenizer and chat template as transformers, vLLM and lm-eval read them. `gguf`: one file for
     llama.cpp, `NAME.gguf` after the folder. `awq`: like hf with the layers' matrices in 4 bits, by scales chosen on a text file, `text`, of

@@ -1,6 +1,6 @@
 """The field's layouts of data sets: which columns each needs, and how one is recognised.
 
-A layout is looked for in the order of `LAYOUTS`. Data that fits several of them, or one in several ways, is not guessed at: the
+Layouts are tried in the order of `LAYOUTS`. Data that fits several of them, or one in several ways, is not guessed at: the
 error lists the candidates and how to declare one (`layout`, `columns`).
 """
 

@@ -117,14 +117,12 @@ def mix(
 ) -> None:  # fmt: skip
     """Set how often each training document of a split is read (Llama 3, section 3.1.2).
 
-    A category's weight comes from the configuration, else from a mixture experiment, else it is the category's
-    share of the text, but at most `max_share`. The web has too much of some subjects, the report names arts and
-    entertainment: these keep the fraction `down_sample` of their weight. The amount of training text
-    stays that of one pass over all documents; a category of weight w is read w x all / own times, at most
-    `max_repeats` (four passes cost little: Muennighoff et al. 2023). A fractional number of epochs becomes an
-    integer per document by a hash of its id. What is held out stays so. With `cluster_weights`, and the artifacts that removed
-    duplicates, a document that stands for several is read more often than its category's others, and the category as a whole
-    as often as before.
+    A category's weight comes from the configuration, else from a mixture experiment, else it is the category's share of the text, but at
+    most `max_share`. The web has too much of some subjects, the report names arts and entertainment: these keep the fraction `down_sample`
+    of their weight. The amount of training text stays that of one pass over all documents; a category of weight w is read w x all / own
+    times, at most `max_repeats` (four passes cost little: Muennighoff et al. 2023). A fractional number of epochs becomes an integer per
+    document by a hash of its id. What is held out stays so. With `cluster_weights` and the deduplication artifacts, a document that stands
+    for several is read more often than others of its category. The category's total stays the same.
     """
     check_mixture(run, documents, split)
     if config.cluster_weights and not deduplicated:

@@ -48,7 +48,7 @@ MOMENTS = "optimizer/state.safetensors"
 
 
 class PretrainConfig(SizedConfig):
-    """The model and how it is trained."""
+    """The model and its training settings."""
 
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
     z_loss: float = Field(

@@ -36,7 +36,7 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
     the smallest hashes, until max_bytes is reached; the merges depend on how often each word occurs in it and
     on nothing else. One call of a library learns them. Ctrl-C and Stop wait for it (4 s by default, 71 s for 240 MB and 128,000 tokens
     on two cores), and nothing is lost; kill loses the call. The result is checked to give every sampled text back, byte by byte.
-    With a model nothing is learned: its own tokenizer, also an imported one, is taken as it is, for documents that it goes on with.
+    Given a model, nothing is learned: its own tokenizer is reused, for continued pretraining.
     """
     if mixture is not None:
         check_mixture(run, documents, mixture)

@@ -39,7 +39,7 @@ def dated_prompts(config: DatedPromptsConfig, run: StageRun) -> None:
     """Generate the held-out questions of a month, and of months before it, with the generators' own verifiers.
 
     The month and the task decide all draws. A question belongs to the month whose number, modulo 24, is that of a hash of its text, so no
-    two of 24 months share a question, whatever the sizes. Tasks are named TASK@YYYY-MM; `dated_gap` compares the months of an evaluation.
+    two of 24 consecutive months share a question. Tasks are named TASK@YYYY-MM; `dated_gap` compares the months of an evaluation.
     """
     months = [month_text(month_number(config.month) - back) for back in range(config.before + 1)]
     for number, task in enumerate(config.tasks):
@@ -92,9 +92,9 @@ class DatedGapConfig(StageConfig):
 
 @stage(kind="evaluation")
 def dated_gap(evaluation: Evaluation, prompts: Prompts, config: DatedGapConfig, run: StageRun) -> None:
-    """Compare the months of `dated_prompts` in one evaluation: the share right of the newest month beside the older ones.
+    """Compare the months of `dated_prompts` in one evaluation: accuracy on the newest month and on older ones.
 
-    A model that learned older questions by heart solves more of them. Rows hold, by task and for all, `newest` and `older` shares and
+    A model that memorised older questions solves more of them. Rows hold, by task and for all, `newest` and `older` shares and
     their `gap`, older less newest. The gap over all tasks is paired by task, with Student's interval; the metric `by_heart` is true where
     that interval and the one over all questions together lie above 0.
     """

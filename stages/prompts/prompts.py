@@ -55,9 +55,9 @@ def prompts(config: PromptsConfig, run: StageRun) -> None:
     """Generate questions with gold answers by procedural generators, each with the generator's own verifier.
 
     No text occurs twice, over all tasks. Questions are put in the order of a hash of their text, so that the training questions of all
-    rounds are disjoint random samples of one set, whatever sizes are asked for. Held out are whole structures, which Puna's generators
-    name: no training question has the structure of a held-out one. reasoning-gym's name none: a question is held out by its hash.
-    PunaError when a task has too few different questions.
+    rounds are disjoint random samples of one set, for any sizes. Held out are whole structures, which Puna's generators name: no training
+    question has the structure of a held-out one. reasoning-gym's name none: a question is held out by its hash. PunaError when a task has
+    too few different questions.
     """
     taken: set[str] = set()
     for number, task in enumerate(config.tasks):

@@ -179,5 +179,5 @@ GENERATORS: dict[str, type[Generator]] = {kind.name: kind for kind in (DigitsTas
 
 
 def of(name: str, parameters: dict[str, JsonValue]) -> Generator | None:
-    """Return the generator of that name, None if Puna has none. PunaError names a wrong parameter."""
+    """Return the generator of that name, None if Puna has none. Raise PunaError for a wrong parameter."""
     return parse(GENERATORS[name], dict[str, Any](parameters), f"task {name}") if name in GENERATORS else None

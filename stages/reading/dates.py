@@ -11,7 +11,7 @@ LOW, HIGH = ((datetime(year, 1, 1, tzinfo=UTC) - EPOCH) // timedelta(microsecond
 
 
 def microseconds(at: datetime) -> int:
-    """Return microseconds since 1970; a time without a zone is UTC. ValueError for a year outside `YEARS`."""
+    """Return microseconds since 1970; a time without a zone is UTC. Raise ValueError for a year outside `YEARS`."""
     if at.tzinfo is None:
         at = at.replace(tzinfo=UTC)
     found = (at - EPOCH) // timedelta(microseconds=1)

@@ -189,7 +189,7 @@ class _Values:
         return f"line {self.line + self._text.count(chr(10), self._at, at)}, column {self._passed + at - start + 1}"
 
     def _read_on(self) -> None:
-        """Drop what was read, and read as much again as is left, so that a long value is looked at a few times only."""
+        """Drop consumed text and double the rest by reading, so that a long value is scanned only a few times."""
         self._passed += self._at
         pieces, size, self._text, self._at = [self._text[self._at :]], 0, "", 0
         least = max(CHUNK_CHARACTERS, len(pieces[0]))

@@ -1,4 +1,4 @@
-"""Rows that no example can be made of: dropped with their reason, or the run is refused."""
+"""Handling of rows that cannot become examples: drop them with a reason, or refuse the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BadRowsConfig(StageConfig):
 
 
 class Limit(NamedTuple):
-    """At most `tokens` for a row, as the setting `field` says; `what` is counted, `remedy` keeps the row."""
+    """A limit of `tokens` for a row, from the setting `field`. `what`: the measured text; `remedy`: advice for keeping the row."""
 
     tokens: int
     field: str

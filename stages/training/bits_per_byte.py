@@ -26,8 +26,8 @@ class Window(NamedTuple):
 def windows(length: int, context: int) -> list[Window]:
     """Return windows of at most `context` tokens over a document of `length` tokens.
 
-    Every token but the first is scored once, and from the second window on it follows at least
-    context // 2 tokens of its own document, so that a long document is not judged by its cold starts.
+    Every token but the first is scored once. From the second window on, it follows at least context // 2 tokens of its document, so cold
+    starts hardly count.
     """
     if context < 2:
         raise ValueError(f"context must be at least 2 tokens, not {context}")

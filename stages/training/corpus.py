@@ -90,7 +90,7 @@ Ranked = tuple[int, str, int, Any]
 def smallest(found: Iterable[Iterable[Ranked]], most: int, held: int = 10_000) -> list[Ranked]:
     """Return the documents with the smallest hashes, in order, as many as fit into `most` bytes; at least one.
 
-    However many are looked at, only about that many and `held` more are in memory.
+    Memory holds only about that many rows and `held` more.
     """
     kept: list[Ranked] = []
     waiting: list[Ranked] = []

@@ -25,7 +25,7 @@ INITIALIZATIONS: dict[str, bool | str] = {"zero": True, "pissa": "pissa"}
 
 
 def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
-    """Return PEFT's settings for this model. PunaError names a target that it does not have."""
+    """Return PEFT's settings for this model. Raise PunaError for a target that the model lacks."""
     from peft import LoraConfig
 
     from puna.models.training.trainer import inner_matrices
@@ -61,7 +61,7 @@ def adapted(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterato
 
 
 def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
-    """Put adapters beside the model's projections and freeze all else but a scalar head; returns what is trained.
+    """Put adapters beside the model's projections and freeze all else but a scalar head; return what is trained.
 
     The model's outputs stay what they are (to rounding, where the adapters begin as a part of the matrix: PiSSA).
     """

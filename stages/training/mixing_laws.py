@@ -107,8 +107,8 @@ def project(point: Floats, low: Floats, high: Floats) -> Floats:
 def simplex_design(categories: int, points: int, least: float, generator: np.random.Generator) -> Floats:
     """Return mixtures [points, M] that cover the simplex with every share at least `least`.
 
-    First the M mixtures that lean to one category each and the even one, then, one after the other, the
-    candidate farthest from all chosen so far (a maximin design).
+    First come the M mixtures that favour one category each, and the even one. Then each next one is the candidate farthest from all chosen
+    so far (a maximin design).
     """
     if not 0 <= least * categories < 1:
         raise ValueError(f"{categories} categories cannot all have a share of at least {least}")

@@ -186,8 +186,8 @@ class Forecaster:
     def at(self, parameters: float, tokens: float, flops: float) -> tuple[float, float, float]:
         """Return (loss, low, high) of a run: the union of three intervals.
 
-        The bootstrap's; the forecast without the lowest budget; and the largest error of forecasting a known budget from those below,
-        grown in proportion to the distance in the logarithm of the operations.
+        The intervals are the bootstrap's, the forecast without the lowest budget, and the largest error of the backtests. That error grows
+        in proportion to the distance in log operations.
         """
         value, low, high = self.statistical(parameters, tokens)
         ends = [low, high]

@@ -268,7 +268,7 @@ def fit(
 ) -> list[dict[str, float]]:  # fmt: skip
     """Train with the one loop; the run's checkpoints lie in its scratch folder, the log in `training_log`.
 
-    `scales` multiplies the learning rate of the parameters that it names. `sampled`: batches are made with the model as it is by then.
+    `scales` multiplies the learning rate of the parameters that it names. `sampled`: batches depend on the current weights.
     """
     from puna.models.training.loop import train
 

@@ -35,7 +35,7 @@ def kind(name: str) -> Callable[[Check], Check]:
 
 
 def related(count: int, relation: str, number: int) -> bool:
-    """True if `count` is at least, or less than, `number`; ValueError for another relation."""
+    """True if `count` is at least, or less than, `number`; raise ValueError for another relation."""
     if relation not in (AT_LEAST, LESS_THAN):
         raise ValueError(f"relation {relation!r}: write {AT_LEAST!r} or {LESS_THAN!r}")
     return count >= number if relation == AT_LEAST else count < number

@@ -167,7 +167,7 @@ class JudgeSettings(StageConfig):
 class Graded(NamedTuple):
     """Grades by instruction id: the share of the points, the answers with the full score, the difficulty from 0 to 1.
 
-    An instruction that is too long for the judge is in none. `scores`: rows of that side table.
+    Instructions too long for the judge are left out. `scores`: rows of the side table `scores`.
     """
 
     quality: dict[str, float]

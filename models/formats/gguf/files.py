@@ -29,7 +29,8 @@ STRING, ARRAY = 8, 9
 
 
 class GgufFile:
-    """A file that is open for reading: its shape, tokenizer and tensors. ValueError for what is damaged or not computed here."""
+    """A file that is open for reading: its shape, tokenizer and tensors. Raise ValueError if the file is damaged or of an unsupported
+    type."""
 
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader

@@ -111,7 +111,8 @@ def llama3_frequencies(theta: float, head: int, factor: float, low: float, high:
 
 
 def config_fields(config: ModelConfig) -> tuple[str, dict[str, Any], Tensor | None]:
-    """Return the architecture, its fields without the prefix, and `rope_freqs`; ValueError for what GGUF cannot say."""
+    """Return the architecture, its fields without the prefix, and `rope_freqs`; raise ValueError for a configuration that GGUF cannot
+    express."""
     if config.model_type not in ARCHITECTURES or config.mla is not None or config.parallel_block:
         raise ValueError(f"GGUF has no architecture for a model of the family {config.model_type}")
     if config.sliding_window is not None:
@@ -144,7 +145,7 @@ def config_fields(config: ModelConfig) -> tuple[str, dict[str, Any], Tensor | No
 
 
 def to_state(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return the decoder's state of a file's tensors; ValueError for a tensor without a place."""
+    """Return the decoder's state of a file's tensors; raise ValueError for a tensor without a place."""
     permuted = ARCHITECTURES[config.model_type] == PERMUTED
     state: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -39,7 +39,7 @@ SAME = {
 
 
 def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer of a file's `tokenizer.*` fields. ValueError names what is missing or not known."""
+    """Return the tokenizer of a file's `tokenizer.*` fields. Raise ValueError for a missing or unknown field."""
     if "tokenizer.ggml.tokens" not in fields:
         raise ValueError("the file holds no tokenizer (tokenizer.ggml.tokens)")
     tokens: list[str] = fields["tokenizer.ggml.tokens"]

@@ -137,7 +137,7 @@ class KtoBatch(Batch):
     desirable            [A] bool, True for a good answer
     reference            [A] float32: summed unmasked log-probabilities under the reference
     mismatched           the same prompts, each with answers to other prompts as branches; B answers
-    mismatched_reference [B] float32: theirs
+    mismatched_reference [B] float32: the same for the mismatched answers
     """
 
     desirable: Tensor

@@ -143,8 +143,8 @@ class Ppo(Objective[PpoBatch]):
 class Value(Objective[PpoBatch]):
     """The critic's objective: clipped value loss of a model with a scalar head.
 
-    The value of a state is read where its next token is predicted, so that it knows the answer up to
-    that token and not the token itself. Metric: ``value_error``, the unclipped mean squared error.
+    A state's value is read at the position that predicts its next token, so it depends on the answer before that token only. Metric:
+    ``value_error``, the unclipped mean squared error.
     """
 
     def __init__(self, clip: float = 0.2) -> None:

@@ -1,7 +1,7 @@
 """A training's state in pieces: one safetensors file a rank, and a JSON index of each file's boxes.
 
-A piece is a box: (start, stop) along each dimension of the whole tensor. Ranks of any layout read the boxes that overlap theirs, so a
-state may be read by another layout than the one that wrote it, bit for bit. Torch's own checkpoints would hold a pickle.
+A piece is a box: (start, stop) along each dimension of the whole tensor. Each rank reads the boxes that overlap its own, so any layout can
+load, bit for bit, the state of any other. Torch's own checkpoints would hold a pickle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def save(folder: Path, step: int, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece], record: dict[str, Any], mesh: Mesh) -> None:
-    """Write the checkpoint of `step` under `folder`, each rank the pieces that it is the first to hold; all ranks call it together.
+    """Write the checkpoint of `step` under `folder`, each piece by the first rank that holds it. All ranks must call it.
 
     As in `state.save_state`, the folder has its name once all of it is on the disk.
     """

@@ -128,7 +128,7 @@ def add_parts(x: Tensor, group: Any) -> Tensor:
 
 
 def add_gradients(x: Tensor, group: Any) -> Tensor:
-    """Return x, the same on each rank, of which each rank computes a part of the gradient."""
+    """Return x, the same on each rank; the backward sums the ranks' partial gradients."""
     return x if group is None else _AddGradients.apply(x, group)
 
 

@@ -27,7 +27,8 @@ CHUNKS = 16
 
 @dataclass(frozen=True)
 class Deal:
-    """A deal of rows to ranks: chunks (start, stop) by rank, in order; where each row lies when all rows stand side by side, padded."""
+    """An assignment of rows to ranks: chunks (start, stop) of each rank; and each row's index after all ranks' padded rows are
+    concatenated."""
 
     chunks: list[list[tuple[int, int]]]
     size: int

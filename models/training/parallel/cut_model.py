@@ -39,7 +39,7 @@ class RowParallel(Linear):
 
 
 class VocabularyEmbedding(Embedding):
-    """Vectors of the tokens from `start` on; each rank gets its piece of the rows of the sum."""
+    """An embedding of the tokens from `start` on; the ranks' results are summed, and each rank gets its piece of the rows."""
 
     group: Any = None
     start = 0
@@ -62,7 +62,7 @@ class CutExperts(Experts):
         self.gate_up_proj, self.down_proj, self.group = whole.gate_up_proj, whole.down_proj, group
 
     def forward(self, x_ND: Tensor, offsets_E1: Tensor) -> Tensor:
-        """Compute rows [N, D] sorted by expert, of all E experts; the rank's number among p is its place in the experts' order."""
+        """Compute rows [N, D] sorted by expert, of all E experts; rank i of p holds the i-th group of experts."""
         p = dist.get_world_size(self.group)
         counts_pe = offsets_E1.diff().view(p, -1)
         theirs_pe = torch.empty_like(counts_pe)

@@ -133,7 +133,7 @@ class Mesh:
         return values
 
     def agree(self, wish: bool) -> bool:
-        """Return whether any rank wishes it."""
+        """Return whether `wish` is true on any rank."""
         return wish if self.everyone is None else bool(self.add_everywhere(torch.tensor(float(wish))))
 
     def wait(self) -> None:

@@ -151,8 +151,8 @@ class Resemblance(NamedTuple):
 def resembling(text: str, documents: Artifact, least: float = 0.1) -> list[Resemblance]:
     """Return the documents of which `similarity` or one of the shares is at least `least`, the most similar first.
 
-    With an index (`minhash_dedup.keep_index`) only documents that share a band are looked at: those of little similarity may be
-    missed, as when deduplicating. PunaError: the text has no words.
+    With an index (`minhash_dedup.keep_index`), only documents that share a band are compared, so less similar ones may be missed.
+    PunaError: the text has no words.
     """
     at_hand = indexed(documents)
     config = configuration(documents) if at_hand else MinhashDedupConfig()

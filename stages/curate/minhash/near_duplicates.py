@@ -106,10 +106,9 @@ def common(left_S: Any, right_S: Any) -> Any:
 class Sets(NamedTuple):
     """Sets of shingles of members, each made when it is needed first.
 
-    `values` uint64[S]: a member's distinct shingles, from `start_M[m]` on, in text order; `sizes` int64[M]: how many, 0 for not
-    yet made. `slots` int32: for each member an open-addressing hash table over its values, of a power of two slots from
-    `first_M[m]` to `first_M[m + 1]`, each with 1 + the place of a value, or 0. Shingles are hashes already: their low bits
-    are the slot.
+    `values` uint64[S]: a member's distinct shingles, from `start_M[m]` on, in text order; `sizes` int64[M]: how many, 0 for not yet made.
+    `slots` int32: for each member an open-addressing hash table over its values. Slots `first_M[m]` to `first_M[m + 1]`, a power of two,
+    hold 1 + the index of a value, or 0. Shingles are hashes already: their low bits are the slot.
     """
 
     values: U64
@@ -204,7 +203,7 @@ class Criteria(NamedTuple):
 
 class Verdicts(NamedTuple):
     """Per member: the member it is a near-duplicate of (-1: kept), their similarity, the longest passage of its own in words,
-    and per kept member whether a passage of its own is all that saved it."""
+    and per kept member whether it is kept only for a passage of its own."""
 
     survivor: I64
     similarity: NDArray[np.float64]
@@ -214,8 +213,8 @@ class Verdicts(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def near(signatures_MP: Any, groups_MB: Any, estimate: Any) -> Any:
-    """True if a member's signature agrees in a share of at least `estimate` with that of another one which shares one of its groups
-    (bands with equal keys, numbered from 0 over all bands), bool[M]. Only these need their shingles."""
+    """Return bool[M]: True if a member's signature agrees in a share of at least `estimate` with another member of one of its groups. A
+    group holds members with equal keys in a band; groups are numbered from 0 over all bands. Only these need their shingles."""
     members, bands = groups_MB.shape
     needed = estimate * signatures_MP.shape[1]
     out = np.zeros(members, dtype=np.bool_)

@@ -44,7 +44,7 @@ class SqlRule:
 
 
 def parsed(name: str, expression: str) -> SqlRule:
-    """Return the rule `sql.name` of an expression; PunaError says what is wrong with it."""
+    """Return the rule `sql.name` of an expression; raise PunaError if it is invalid."""
     where = f"select.sql.{name}: {expression!r}"
     with _connection() as connection:
         row = connection.execute("select json_serialize_sql(?)", [f"select ({expression}\n)"]).fetchone()

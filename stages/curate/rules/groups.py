@@ -79,7 +79,7 @@ class Rule:
 
     @property
     def number(self) -> float | None:
-        """The threshold, where it is a number."""
+        """The threshold if it is a number."""
         return None if isinstance(self.threshold, tuple) else float(self.threshold)
 
 
@@ -243,7 +243,7 @@ Prose = Literal["gopher_repetition", "gopher_quality", "c4", "fineweb", "diverge
 class CodeReasoningRules(WebRules):
     """Pages with code and pages that reason (Llama 3, section 3.1.3), told by their lines and by the classifiers of `code_reasoning`.
 
-    Their words and lines are not those of prose: the groups `spared_by` leave them out, and the rules here are theirs alone.
+    Prose rules do not fit such pages: the groups with `spared_by` skip them, and these rules apply to them alone.
     """
 
     min_code_lines: int | None = Field(8, ge=1, description="Minimum number of lines of code that make a page one with code in any case")

@@ -100,7 +100,7 @@ def _citation_end(codes: U32, flags: U16, lower: U32, at: int, stop: int) -> int
 
 @njit(cache=True, borrows=True)
 def without_citations(codes: U32, flags: U16, lower: U32, a: int, b: int, line: U32) -> int:
-    """Copy a..b without citation marks to `line`; returns its length."""
+    """Copy a..b without citation marks to `line`; return its length."""
     size, at = 0, a
     while at < b:
         if codes[at] == OPEN:

@@ -119,7 +119,7 @@ class Failures:
                 raise PunaError(f"signal {name}: its definition failed for all {count} documents; {self.first[name]}")
 
     def report(self, run: StageRun) -> None:
-        """Record them as metrics."""
+        """Record the failures as metrics."""
         for name in sorted(self.counts):
             run.metric(f"failed_{name}", self.counts[name])
             run.metric(f"first_failure_{name}", self.first[name])
