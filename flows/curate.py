@@ -117,8 +117,8 @@ def _by_purpose(classifiers: Sequence[Output]) -> dict[str, Output]:
 
 
 def _train(stage: Stage, purpose: str, documents: Output, off: bool = False) -> Output:
-    """Train the model of the step `purpose`, where the recipe has that step; the next crawl takes NAME_classifier@latest.
+    """Train the model of the step `purpose`, if the recipe has that step; the next crawl takes NAME_classifier@latest.
 
-    `off`: only where the recipe names the training; the step has a model of its own.
+    `off`: only if the recipe names the training; the step has a model of its own.
     """
     return publish(f"{purpose}_classifier", step(stage, f"train_{purpose}", off=off, serves=purpose, documents=documents))

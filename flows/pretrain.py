@@ -36,7 +36,7 @@ def pretrain(
 
     It begins from nothing, or goes on from `model`, which may be any, with its tokenizer. Phases may read tokens of their own: those of
     `tokenize_fresh`, `tokenize_long` and `tokenize_best`, with mixtures of their own; that of `mix_best` is what `anneal_experiment`
-    accepts, where the recipe names it. A `ladder` of small runs on the initial tokens forecasts the loss of the budget in `choose_size`,
+    accepts, if the recipe names it. A `ladder` of small runs on the initial tokens forecasts the loss of the budget in `choose_size`,
     whose size is trained where `train_chosen_size` is set.
     """
     sides = step(split, documents=documents, signals=domains)

@@ -1,7 +1,7 @@
 """Block sizes, warps and pipeline stages of the Triton kernels that multiply matrices, per GPU generation.
 
 The table is `configurations.json`, whose every row says where it comes from: `machine` is the GPU that `tests/benchmarks/tune_kernels.py`
-measured it on, or null where it was chosen by hand, from the registers and shared memory that the ahead-of-time tests check.
+measured it on, or null if it was chosen by hand, from the registers and shared memory that the ahead-of-time tests check.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Configuration:
     """A tile of `rows` x `columns` for `warps` warps, its loads `stages` deep; of a product, `depth` summed at once.
 
     `descriptors`: blocks are read through tensor descriptors; `specialize`: some warps load while others compute;
-    `library`: not this kernel but torch's own, where it takes the inputs.
+    `library`: not this kernel but torch's own, if it takes the inputs.
     """
 
     rows: int

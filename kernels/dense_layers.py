@@ -314,6 +314,6 @@ class DenseLayers:
 
 
 def _row_sums(layer: DenseLayer, name: str) -> Tensor | None:
-    """Return the sums [outputs] of a projection's rows where it is in INT8."""
+    """Return the sums [outputs] of a projection's rows if it is in INT8."""
     weight: Tensor = getattr(layer, name)
     return weight.sum(1, dtype=torch.int32) if weight.dtype == torch.int8 else None

@@ -25,7 +25,7 @@ TILE_PAIRS = 1 << 19  # query-key pairs of one tile: behind a long context it ha
 class Tile:
     """Queries [n] and the keys they see: a slice where contiguous, else int64 indices [m].
 
-    `bias` [n, p] fp32 is -inf where a query does not see one of the last p keys, else 0; all queries see
+    `bias` [n, p] fp32 is -inf if a query does not see one of the last p keys, else 0; all queries see
     the keys before those.
     """
 

@@ -105,7 +105,7 @@ class PagedPlan:
     @cached_property
     def items(self) -> tuple[Tensor, Tensor]:
         """Return a GPU's work: [items, 6] int32 of (first query, queries, sequence, first position, end, first partial result), and
-        [N, most] int32 of each query's partial results, -1 where it has fewer."""
+        [N, most] int32 of each query's partial results, -1 if it has fewer."""
         tables, sequence, position = (t.numpy() for t in (self.tables, self.sequence, self.position))
         items: list[tuple[int, ...]] = []
         parts: list[list[int]] = [[] for _ in range(len(sequence))]

@@ -22,7 +22,7 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 class DataSheet(NamedTuple):
     """A GPU's data sheet: dense bf16 operations per second, memory's bytes per second, and bytes of memory.
 
-    within, between: bytes per second that one GPU sends to others of its machine, and to other machines, where it is usually built in.
+    within, between: bytes per second that one GPU sends to others of its machine, and to other machines, as it is usually installed.
     """
 
     flops: float

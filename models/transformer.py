@@ -45,7 +45,7 @@ class OverLatents(ABC):
 
     @abstractmethod
     def over_latents(self, layer: LatentAttention, q_THN: Tensor, q_THR: Tensor, latent_TL: Tensor, k_TR: Tensor) -> Tensor:
-        """Return attention over the values [T, H, V] of latents: queries and keys have a part of their own and a rotated one."""
+        """Return attention over the values [T, H, V] of latents: queries and keys have an unrotated part and a rotated one."""
 
 
 class Linear(nn.Linear):
@@ -285,7 +285,7 @@ def decode(
     layers: Iterable[Layer], norm: RMSNorm, config: ModelConfig, x_TD: Tensor, positions: Tensor, attend: Attend
 ) -> tuple[Tensor, Tensor | None]:
     """Run embedded tokens x [T, D] at position ids [T] through layers and final norm: hidden states, and the layers' mean
-    load-balancing loss where they have experts."""
+    load-balancing loss if they have experts."""
     cos, sin = rotary_table(config, positions, x_TD.dtype)
     balances = []
     for layer in layers:

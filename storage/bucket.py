@@ -1,4 +1,4 @@
-"""Requests to a bucket of an object store: repeated where that may help, with errors that show no secrets.
+"""Requests to a bucket of an object store: repeated if that may help, with errors that show no secrets.
 
 Credentials, region and endpoint come from the environment alone (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
 AWS_REGION, AWS_ENDPOINT_URL). They are never passed to workers, written or shown.
@@ -46,7 +46,7 @@ class Bucket:
         return _connected(self.bucket, self.prefix, os.environ.get("AWS_ENDPOINT_URL", ""))
 
     def _tried(self, name: str, request: Callable[[], T], *, written: bool = False) -> T:
-        """Send a request and return its answer. Repeat it where the client does not."""
+        """Send a request and return its answer. Repeat it if the client does not."""
         for attempt in range(TRIES):
             try:
                 return request()

@@ -93,7 +93,7 @@ class Catalog:
         return [*dict.fromkeys(self._words.findall(lower)), *macros]
 
     def key_of(self, name: str) -> str:
-        """Return the key of the artifact that a person means, as the macro of that name finds it."""
+        """Return the key of the artifact with this name, resolved as in the SQL macros."""
         if name.startswith("stage:"):
             keys = [one["key"] for one in self._views.entries if one["stage"] == name.removeprefix("stage:")]
             if not keys:

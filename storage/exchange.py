@@ -98,7 +98,7 @@ class Exchange:
         return [part for part in self.parts if (part.ends > part.begins).any()] or list(self.parts[:1] if self.infos else ())
 
     def within(self, low: str, high: str | None) -> Exchange:
-        """Return the partitions that may hold rows of a range of ids, where `id` is the key."""
+        """Return the partitions that may hold rows of a range of ids, if `id` is the key."""
         edges, base = bounds(self.count), self.parts[0].number if self.parts else 0
         first = bisect.bisect_right(edges, low) - base
         last = (self.count if high is None else bisect.bisect_left(edges, high)) - base
@@ -106,7 +106,7 @@ class Exchange:
         return Exchange(near, self.schema, self.count, self.by)
 
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
-        """Yield the rows of a range in order of their ids, where `id` is the key."""
+        """Yield the rows of a range in order of their ids, if `id` is the key."""
         for part in self.parts:
             rows = in_range(part.read(), low, high)
             if rows.num_rows:

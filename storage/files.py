@@ -292,7 +292,7 @@ def _stat(stat: os.stat_result) -> Stat:
 
 
 def write_bytes(file: Path, data: bytes, *, lasting: bool = True) -> None:
-    """Write a small file so that it exists whole or not at all, where it is `lasting` a loss of power included."""
+    """Write a small file atomically; if `lasting`, it also survives a loss of power."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     with temporary.open("wb") as out:
         out.write(data)

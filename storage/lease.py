@@ -107,7 +107,7 @@ def check(place: Place, name: str) -> None:
 
 
 def held(place: Place, name: str, term: float) -> bool:
-    """True if a process holds the name. Takes up to two terms where the holder is on another machine and does not renew."""
+    """True if a process holds the name. Takes up to two terms if the holder is on another machine and does not renew."""
     return (place, name) in _held or _takeable(place, name, term) is None
 
 

@@ -167,7 +167,7 @@ class ShardRows:
             yield from (here[group == one] for one in np.unique(group))
 
     def pieces(self, rows: int | None = None) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of pieces of at most `rows` rows that follow the row groups where they can; None: of one group each.
+        """Yield (start, stop) of pieces of at most `rows` rows that follow the row groups if they can; None: of one group each.
 
         Rows kept by reference have no groups: the size of the largest stands for one.
         """

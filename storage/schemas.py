@@ -319,7 +319,7 @@ TABLES: dict[str, TableSchema] = {
 
 
 def known_kind(name: str) -> str:
-    """Return `name` where it is a kind of artifact. Raise PunaError with the nearest kinds where not."""
+    """Return `name` if it is a kind of artifact. Else raise PunaError with the nearest kinds."""
     if name not in KINDS:
         near = difflib.get_close_matches(name, KINDS, n=2)
         hint = f"did you mean {' or '.join(near)}? " if near else ""

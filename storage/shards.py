@@ -192,7 +192,7 @@ class ShardWriter:
         self._file = sink, pq.ParquetWriter(sink, schema, compression="zstd", compression_level=LEVEL, use_dictionary=alike)
 
     def add(self, rows: pa.Table, facts: pa.Table | None = None) -> None:
-        """Take rows that follow those before, with their facts where these are known; raise PunaError if two have one key."""
+        """Take rows that follow those before, with their facts if these are known; raise PunaError if two have one key."""
         rows = self._table.conform(rows)
         if self._file is None:
             self.open(rows.schema)
@@ -222,7 +222,7 @@ class ShardWriter:
         self._keys = [self._keys[0] if self._keys else first, last]
 
     def _flush(self, *, last: bool) -> None:
-        """Write the row groups that are full; they end at a number of rows or of bytes that the rows alone decide."""
+        """Write the full row groups. Their ends depend on the rows alone: a number of rows or of bytes."""
         while self._held:
             sizes = np.cumsum(np.concatenate(self._held_sizes))
             full = int(np.searchsorted(sizes, GROUP_BYTES)) + 1
@@ -239,7 +239,7 @@ class ShardWriter:
             self._held, self._held_sizes = ([rest], [flat]) if rest.num_rows else ([], [])
 
     def close(self, order: pa.Table | None = None, facts: pa.Table | None = None, span: tuple[str, str] | None = None) -> Written:
-        """End the shard. `order`, `facts`, `span` (first and last key): of all its rows, where some are kept by reference."""
+        """End the shard. `order`, `facts`, `span` (first and last key): of all its rows, if some are kept by reference."""
         files: dict[str, FileRecord] = {}
         rows = self.rows
         if self._file is not None:

@@ -248,7 +248,7 @@ class Store:
             return self._aliases.set(name, artifact, expected)
 
     def full_name(self, alias: str) -> str:
-        """Return how the default project calls an alias: with its project, where that is another."""
+        """Return the alias's name in the default project: with its own project, if that is another."""
         return self._aliases.called(alias)
 
     def project_of(self, alias: str) -> str:

@@ -153,7 +153,7 @@ def _merged(job: tuple[str, list[Staged], int, Staging]) -> list[Staged]:
 
 
 def _sorted(stack: contextlib.ExitStack, staged: list[Staged], schema: TableSchema, files: Files, temporary: Path) -> Stream:
-    """Return the rows of all pieces in order of the key: one after another where they do not overlap, else sorted by DuckDB."""
+    """Return the rows of all pieces in order of the key: one after another if they do not overlap, else sorted by DuckDB."""
     ordered = _in_order(staged)
     if ordered is not None:
         pieces = (rows for one in ordered for shard in [one.rows(files)] for a, b in shard.pieces() for rows in [shard.read(a, b)])
@@ -196,7 +196,7 @@ def _imbalance(job: tuple[Balance, tuple[str, str | None], int]) -> list[tuple[s
 
 
 def shard_rows(pieces: Pieces, made: Made, staging: Staging) -> list[ShardRows]:
-    """Return the shards of a finished table whose files still lie where they were staged."""
+    """Return the shards of a finished table whose files are still in the staging folder."""
     columns = list(pieces.source_shards) if made.record.sources else []
     rows = []
     for number, shard in enumerate(made.record.shards):

@@ -70,7 +70,7 @@ def clean(
 ) -> Cleaned:  # fmt: skip
     """Clean pages: inspect them, choose settings and print the choices, run the flow `curate`, write plain files.
 
-    `output`: a folder, or a file that ends in .jsonl or .parquet. `recipe`: a name or a YAML file, whose base is `clean` where it names
+    `output`: a folder, or a file that ends in .jsonl or .parquet. `recipe`: a name or a YAML file, whose base is `clean` if it names
     none. Raise PunaError for a wrong input before anything runs.
     """
     kind, target = _target(output)
@@ -189,7 +189,7 @@ def _target(output: Path) -> tuple[str, Path]:
 
 
 def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
-    """Yield the documents with the signals that describe them: language and, where it is known, topic."""
+    """Yield the documents with the signals that describe them: language and, if it is known, topic."""
     signals = []
     for artifact in (outcome.artifact for step, outcome in now.outcomes if step in ("language", "domains")):
         names = artifact.manifest.tables["signals"].columns
@@ -205,7 +205,7 @@ def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
 
 
 def _dropped(now: Session, sources: Sequence[Artifact]) -> Iterator[pa.RecordBatch]:
-    """Yield every page that went, with its source and address where it was a page, the step and the rule."""
+    """Yield every dropped row, with the step, the rule and, for pages, source and address."""
     gone = [(step, outcome.artifact.read("dropped")) for step, outcome in now.outcomes if "dropped" in outcome.artifact.tables]
     ids = pa.chunked_array([table["id"] for _, table in gone], pa.string())
     pieces = (part.read() for artifact in sources for part in artifact.parts(None, ["id", "source", "url"], ROWS))
@@ -217,7 +217,7 @@ def _dropped(now: Session, sources: Sequence[Artifact]) -> Iterator[pa.RecordBat
 
 
 def _beside(table: pa.Table, rows: pa.Table, names: Sequence[str]) -> pa.Table:
-    """Return the table with columns of other rows by id, null where they lack one."""
+    """Return the table with columns of other rows by id, null if they lack one."""
     place = pc.index_in(table["id"], value_set=rows["id"].combine_chunks())
     for name in names:
         table = table.append_column(name, rows[name].take(place))

@@ -126,7 +126,7 @@ def _task_input(path: Path) -> External:
 
 
 def _run(store: Store, model: str, inputs: list[External], config: Any, as_json: bool, own: tuple[str, ...] | None) -> Artifact:
-    """Run the stage on a model, which is imported first where it is a folder or file. `own`: the harness runs, with its tasks so named."""
+    """Run the stage on a model, which is imported first if it is a folder or file. `own`: the harness runs, with its tasks so named."""
     from puna.flows.engine import preflight
     from puna.flows.engine.session import session
     from puna.stages.curate.contamination import ContaminationConfig, contamination, trained_on

@@ -29,7 +29,7 @@ def load_engine(
 ) -> Engine:  # fmt: skip
     """Return the engine of a model named as the commands take it.
 
-    `store`: opens the store that it may be in. `work`: what is to be answered, by tokenizer and longest context; where layers are
+    `store`: opens the store that it may be in. `work`: what is to be answered, by tokenizer and longest context; if layers are
     offloaded it is planned for, and told on standard error.
     """
     if draft is None and draft_weights != "same":

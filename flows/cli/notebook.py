@@ -31,7 +31,7 @@ def open(path: str | Path = DEFAULT_STORE, project: str | None = None) -> Store:
 def connect(store: Store | str | Path = DEFAULT_STORE) -> Catalog:
     """Return a connection for questions: `connect(store).sql("from newest.documents")` gives a lazy relation of DuckDB.
 
-    `.to_arrow_table()`, `.df()` for pandas and `.pl()` for polars, where they are installed, take its rows. Read-only.
+    `.to_arrow_table()`, `.df()` for pandas and `.pl()` for polars, if they are installed, take its rows. Read-only.
     """
     return Catalog(store if isinstance(store, Store) else Store.existing(store))
 

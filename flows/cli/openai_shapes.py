@@ -159,7 +159,7 @@ class Reply:
     """The answers to one prompt in OpenAI's shape, as a whole or in chunks."""
 
     def __init__(self, kind: str, model: str, ids: list[int], texts: dict[int, TextStream], scored: Tokenizer | None) -> None:
-        """`scored`: the tokenizer that spells tokens, where log-probs are asked for."""
+        """`scored`: the tokenizer that spells tokens, if log-probs are asked for."""
         self.kind, self.texts, self.scored, self.ids = kind, texts, scored, ids
         prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
         self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}

@@ -154,7 +154,7 @@ def _text(page: Page, config: ExtractConfig) -> str | None:
 
 
 def _words(text: str | None, page: Page) -> tuple[int, int]:
-    """Return how many words of a text are good and how many bad; all of the truth is good where the page gave no text."""
+    """Return how many words of a text are good and how many bad; all of the truth is good if the page gave no text."""
     words = Counter(WORD.findall(text or ""))
     if page.truth is None:
         return (words.total(), 0) if page.good else (0, words.total())

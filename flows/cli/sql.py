@@ -117,7 +117,7 @@ def _prompt(store: Store, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def _typing(opened: catalog.Catalog) -> Iterator[None]:
-    """Turn on Tab completion and a history of statements, where Python has readline."""
+    """Turn on Tab completion and a history of statements, if Python has readline."""
     try:
         import readline
     except ImportError:

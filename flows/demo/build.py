@@ -35,7 +35,7 @@ class SampleFile:
 
 @dataclass(frozen=True)
 class SampleReport:
-    """The files of a sample; `reused` where it was there, `downloaded` in bytes, `seconds` in all."""
+    """The files of a sample; `reused` if it was there, `downloaded` in bytes, `seconds` in all."""
 
     folder: Path
     files: tuple[SampleFile, ...]

@@ -175,9 +175,9 @@ def step(
     """Return the output of a step of the current flow: `stage` on `inputs`, configured by the recipe's field of that name.
 
     `field`: the recipe's field, if not the label. `default`: base of the recipe's values. `off`: leave it out unless the recipe names
-    it. `through`: the input that replaces the output where the step is left out (of documents stages: the documents). `number`: of a
+    it. `through`: the input that replaces the output if the step is left out (of documents stages: the documents). `number`: of a
     round; it joins the label and the seed. `adapt`: a last change to the configuration. `serves`: the field of the only step that
-    takes the output; where the recipe leaves that out and does not name this one, this one is left out too. The same label and inputs
+    takes the output; if the recipe leaves that out and does not name this one, this one is left out too. The same label and inputs
     mean the same step.
     """
     if through is None and stage.kind == "documents":
@@ -277,7 +277,7 @@ class Walk(ABC):
         return self.recipe.number(wanted)
 
     def configs(self, step: Step) -> list[StageConfig | None]:
-        """Return the configurations of a step: none where the recipe leaves it out, several where it repeats it."""
+        """Return the configurations of a step: none if the recipe leaves it out, several if it repeats it."""
         return list(self.recipe.configs(step))
 
     def step(self, step: Step, inputs: Mapping[str, Given]) -> Output:

@@ -57,8 +57,8 @@ def alias_of(name: str) -> str:
 
 
 def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where: str) -> RunInputs:
-    """Parse inputs; `NAME=ARTIFACT` gives an artifact to the input or the source NAME. Raise PunaError if NAME is neither, or where
-    files are given and none are taken.
+    """Parse inputs; `NAME=ARTIFACT` gives an artifact to the input or the source NAME. Raise PunaError if NAME is neither, or for files if
+    the inputs take none.
     """
     items: list[Item] = []
     named: dict[str, list[Artifact]] = {}

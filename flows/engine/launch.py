@@ -71,7 +71,7 @@ class Request:
         return {"command": self.command(), **fields}
 
     def command(self, store: Store | None = None) -> str:
-        """Return the command line that asks for the same; `store`: it is named where it is not the default one."""
+        """Return the equivalent command line; it names `store` if that is not the default one."""
         options = {"--recipe": [self.recipe] if self.recipe else [], "--input": self.inputs, "--set": self.changes}
         options["--project"] = [self.project] if self.project else []
         options["--as"] = [self.alias.partition("@")[0]] if self.alias else []
@@ -81,7 +81,7 @@ class Request:
 
 
 def chosen(what: str) -> Flow | Stage:
-    """Return the flow or stage of that name; `flow:` or `stage:` before it chooses where both have it, else it is the flow."""
+    """Return the flow or stage of that name; `flow:` or `stage:` before it chooses if both have it, else it is the flow."""
     flows, stages = load_flows(), load_stages()
     prefix = next((p for p in PREFIXES if what.startswith(p)), "")
     name = what.removeprefix(prefix)

@@ -48,7 +48,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Setting:
-    """A number that a flow itself depends on, with its bounds; or, where the default is true or false, a switch."""
+    """A number that a flow itself depends on, with its bounds; or, if the default is true or false, a switch."""
 
     name: str
     default: int

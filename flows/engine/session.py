@@ -63,7 +63,7 @@ class Session:
 
     @property
     def slots(self) -> int:
-        """Return how many stages may run in parallel: the number of workers below this process; 1 where a stage takes all processes."""
+        """Return how many stages may run in parallel: the number of workers below this process; 1 if a stage takes all processes."""
         if ranks.count() > 1:
             return 1
         return self.executor.slots if isinstance(self.executor, PartExecutor) and self.executor.below else 1
@@ -282,7 +282,7 @@ def _write_page(address: str, run: str) -> str:
 
 @functools.cache
 def commit(root: Path = ROOT) -> str | None:
-    """Return the commit of the checkout that the program runs from, with `-dirty` where files differ from it; None outside a checkout."""
+    """Return the commit of the checkout that the program runs from, with `-dirty` if files differ from it; None outside a checkout."""
     if not (root / ".git").exists():
         return None
     try:

@@ -160,7 +160,7 @@ def fields(flow: Flow) -> dict[str, Step]:
 def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", base: str = BASE) -> Recipe:
     """Return a recipe of a flow by name or file, with `step.field=value` changes. Raise one PunaError for all wrong fields.
 
-    Fields of other flows are checked too, where the recipe has them. `base`: what a file inherits from that names no base.
+    Fields of other flows are checked too, if the recipe has them. `base`: what a file inherits from that names no base.
     """
     chosen = flow_named(flow)
     values, layers = read_values(name, changes or [], base)

@@ -1,4 +1,4 @@
-"""The deployments on a Prefect server, created and updated where they differ; a person's schedules stay."""
+"""The deployments on a Prefect server, created and updated if they differ; a person's schedules stay."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def _steps_of(stage: Stage) -> list[str]:
 class Choices:
     """The artifacts of a store as a form offers them, newest first, after the aliases; what the store holds now.
 
-    `everywhere`: where the store has several projects, aliases have names that mean the same in each.
+    `everywhere`: if the store has several projects, aliases have names that mean the same in each.
     """
 
     def __init__(self, store: Store, *, everywhere: bool = False) -> None:

@@ -20,7 +20,7 @@ HEAD_BYTES = 1024
 
 
 def write(store: Store, run: str, output: Path | None, compare: str | None = None) -> Path:
-    """Write the page about `run` ("latest": the newest), or about it beside the run `compare`, and return where it is.
+    """Write the page about `run` ("latest": the newest), or about it beside the run `compare`, and return its path.
 
     The page needs nothing but itself: style, script and plots are inside, and no address is fetched.
     Default of `output`: runs/<run>.html in the store (runs/<compare>-<run>.html), of which a local path is returned. A run that is

@@ -72,7 +72,7 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
 
 
 def text_amount(level: Level, per_token: float | None) -> str:
-    """Return the amount of text left: tokens where the tokenizer's rate is known, else characters; bytes of pages."""
+    """Return the amount of text left: tokens if the tokenizer's rate is known, else characters; bytes of pages."""
     if level.characters_out is None:
         return ""
     if level.step.artifact.kind == "pages":
@@ -81,7 +81,7 @@ def text_amount(level: Level, per_token: float | None) -> str:
 
 
 def amount(characters: int, per_token: float | None) -> str:
-    """Return characters as tokens, where the rate is known."""
+    """Return characters as tokens, if the rate is known."""
     return f"≈ {short(round(characters / per_token))} tokens" if per_token else f"{short(characters)} characters"
 
 

@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Example:
-    """A dropped row: its rank among those of its rule, the decision, and the row itself where it was found."""
+    """A dropped row: its rank among those of its rule, the decision, and the row itself if it still exists."""
 
     place: str
     decision: Mapping[str, Any]
@@ -111,7 +111,7 @@ def level(run: Run, step: Step) -> Level:
 
 
 def _length(artifact: Artifact) -> int | None:
-    """Return the characters of documents, or bytes of pages where the stage counted them."""
+    """Return the characters of documents, or bytes of pages if the stage counted them."""
     counted = artifact.record().characters if artifact.kind == "documents" else artifact.manifest.metrics.get("body_bytes")
     return counted if isinstance(counted, int) else None
 

@@ -29,7 +29,7 @@ class Unreachable(Exception):
 
 @dataclass(frozen=True)
 class Server:
-    """A Prefect server. `url`: of its API. `auth`: USER:PASSWORD, where it asks for one; `key`: of a hosted one."""
+    """A Prefect server. `url`: of its API. `auth`: USER:PASSWORD, if it asks for one; `key`: of a hosted one."""
 
     url: str
     auth: str = ""

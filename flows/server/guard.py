@@ -70,7 +70,7 @@ class OwnSite:
         return None
 
     def _linked(self, scope: Scope, headers: Mapping[str, str]) -> bool:
-        """True if a person follows a link of another site, or types the address of, a page that does no work."""
+        """True for a navigation (typed, or by a link of another site) to a page without side effects."""
         follows = _silent(headers) or (headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document")
         if scope.get("method") != "GET" or not follows or "origin" in headers or self._pages is None:
             return False
@@ -122,7 +122,7 @@ def own_page(headers: Mapping[str, str]) -> bool:
 
 
 class Bounded:
-    """An application behind a limit of the body, counted as it arrives: 413 where it is longer, 408 where it takes too long."""
+    """An application behind a limit of the body, counted as it arrives: 413 if it is longer, 408 if it takes too long."""
 
     def __init__(self, app: ASGIApp, limit: int = BODY_BYTES, refusal: Refusal | None = None) -> None:
         self._app, self._limit = app, limit
@@ -172,7 +172,7 @@ class Bounded:
 
 
 class Password:
-    """An application behind USER:PASSWORD, where one is set."""
+    """An application behind USER:PASSWORD, if one is set."""
 
     def __init__(self, app: ASGIApp, auth: str) -> None:
         self._app, self._auth = app, auth

@@ -86,7 +86,7 @@ class Desk:
             self._said[by][pair] = judgement
 
     def _side(self, side: str | None, pair: str, by: str) -> str | None:
-        """Exchange first and second where the answers are swapped."""
+        """Exchange first and second if the answers are swapped."""
         names = ("second", "first") if self.swapped(pair, by) else ("first", "second")
         there = {"left": names[0], "right": names[1], names[0]: "left", names[1]: "right"}
         return None if side is None else there.get(side, side)

@@ -95,7 +95,7 @@ class Child:
         return self._process.poll() is None
 
     def answer(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Return its answer; it is killed where that takes too long."""
+        """Return the child's answer; kill the child if that takes too long."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({**question, "seconds": seconds}).encode() + b"\n")

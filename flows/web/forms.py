@@ -32,7 +32,7 @@ MANY = 8
 
 
 def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, own: bool = False, refused: str = "") -> Html:
-    """Return the form of the flow or stage, and its plan where that was asked for.
+    """Return the form of the flow or stage, and its plan if that was asked for.
 
     `own`: a page of this site led here, so that the script may ask for the plan by itself; `refused`: why it was not started.
     """

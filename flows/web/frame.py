@@ -107,7 +107,7 @@ def invalid(_: Request, error: Exception) -> Response:
 
 
 async def sent(request: Request) -> dict[str, list[str]]:
-    """Return the fields of a form; 400 where the body is not a form in UTF-8."""
+    """Return the fields of a form; 400 if the body is not a form in UTF-8."""
     try:
         fields = parse_qs((await request.body()).decode(), keep_blank_values=True, max_num_fields=MOST_FIELDS, errors="strict")
     except ValueError as error:
@@ -202,7 +202,7 @@ def option(value: str, words: str, *, chosen: bool = False) -> Html:
 
 
 def plain(value: object, longest: int = 400) -> Html:
-    """Return a value of a table as text, cut where it is long."""
+    """Return a value of a table as text, cut if it is long."""
     if value is None:
         return tag("span", "–", class_="dim")
     if isinstance(value, float):

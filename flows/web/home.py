@@ -79,7 +79,7 @@ def state_digest(store: Store, run: str | None) -> str:
 
 
 def working_view(store: Store, log: RunLog) -> Html:
-    """Return a run at work: its last step and how far that is, where the step tells."""
+    """Return a run at work: its last step, and the step's progress if known."""
     now = progress_of(store, log.name)
     count = f"{len(log.made)} steps done"
     if now is None:

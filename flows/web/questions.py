@@ -42,7 +42,7 @@ def box(site: Here, q: str = "") -> str:
 
 
 def _page(site: Site, question: str, answer: Content) -> Html:
-    """Return the box with a statement, and the answer where it was run."""
+    """Return the box with a statement, and the answer if it was run."""
     box = tag(
         "form",
         tag("textarea", question, name="q", id="q", rows=6, spellcheck="false", autofocus=not question, aria_label="SQL"),

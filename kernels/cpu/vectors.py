@@ -78,7 +78,7 @@ def store(builder: Any, address: Any, value: Any) -> None:
 
 @operation(vector, address, types.intp)
 def load_first(builder: Any, address: Any, count: Any) -> Any:
-    """Load the first `count` numbers at an address, 16 where they are more; the other lanes are zeros and are not read.
+    """Load the first `count` numbers at an address, at most 16; the other lanes are zeros and are not read.
 
     Whole vectors come without a mask, which would cost a loop over rows some hundredths of its time.
     """
@@ -95,7 +95,7 @@ def load_first(builder: Any, address: Any, count: Any) -> Any:
 
 @operation(types.void, address, vector, types.intp)
 def store_first(builder: Any, address: Any, value: Any, count: Any) -> None:
-    """Write the first `count` of sixteen numbers to an address, all of them where it is more."""
+    """Write the first `count` of sixteen numbers to an address, all if `count` is larger."""
     with builder.if_else(builder.icmp_signed(">=", count, llvm.INT(LANES))) as (all_, some):
         with all_:
             llvm.store(builder, value, address)
@@ -118,7 +118,7 @@ def root(builder: Any, a: Any) -> Any:
 
 @operation(vector, vector, vector)
 def higher(builder: Any, a: Any, b: Any) -> Any:
-    """Return the larger of a and b, lane by lane; b where either is NaN."""
+    """Return the larger of a and b, lane by lane; b if either is NaN."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
@@ -166,7 +166,7 @@ def total(builder: Any, a: Any) -> Any:
 
 @operation(number, vector)
 def peak(builder: Any, a: Any) -> Any:
-    """Return the largest of the sixteen numbers; any of them where some are NaN."""
+    """Return the largest of the sixteen numbers; any of them if some are NaN."""
     while a.type.count > 1:
         half = a.type.count // 2
         parts = [ir.Constant(ir.VectorType(llvm.INT32, half), list(range(first, first + half))) for first in (0, half)]

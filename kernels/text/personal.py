@@ -297,7 +297,7 @@ def needed(entities: Iterable[str]) -> int:
 
 
 def find(text: str, entities: tuple[str, ...], seen: int | None = None) -> list[Span]:
-    """Return spans of the wanted entities, in text order, none overlapping another. `seen`: the text's hints, where they are known."""
+    """Return spans of the wanted entities, in text order, none overlapping another. `seen`: the text's hints, if they are known."""
     result: list[Span] = []
     seen = hints_of(text) if seen is None else seen
     numbers = bool(seen & Hint.NUMBERS) and NUMBERS.search(text) is not None

@@ -93,7 +93,7 @@ BEFORE, AROUND, OWN_LINE = 64, 160, 40
 
 
 def postal_addresses(text: str, contacts: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
-    """Start and stop of each address: a street with its number, and the postal code and town where they follow.
+    """Yield start and stop of each address: a street with its number, and the postal code and town if they follow.
 
     It counts with a postal code and town after it, or a label before it (`Address:`). On a line of its own it counts in a block with other
     contact data, which `contacts` tests.

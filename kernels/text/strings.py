@@ -12,7 +12,7 @@ T = TypeVar("T", bound=np.generic)
 
 
 def buffers(texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return the UTF-8 bytes of strings, and where each begins and the last ends, without copying where Arrow allows."""
+    """Return the UTF-8 bytes of strings, and where each begins and the last ends, without copying if Arrow allows."""
     array = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
     if isinstance(array, pa.ChunkedArray):  # no chunk at all
         array = pa.array([], pa.large_string())

@@ -1,4 +1,4 @@
-"""The memory of generation: keys and values in pages, by layer; `generation/pages.py` says whose they are."""
+"""The memory of generation: keys and values in pages, by layer; `generation/pages.py` assigns them to answers."""
 
 from __future__ import annotations
 

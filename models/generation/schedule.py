@@ -6,7 +6,7 @@ holds of them.
 
 Tokens are guessed ahead: what followed the same tokens before (prompt lookup, Saxena 2023), or what a draft draws (`draft.py`). A step
 computes the guesses with the token before them. Each position of an answer has its random number, so what is drawn there does not depend
-on the guess: one that was looked up is right where it is what is drawn. So answers are those without guesses, and a guess of one token
+on the guess: one that was looked up is right if it is what is drawn. So answers are those without guesses, and a guess of one token
 holds with its probability, which is all that speculative sampling (Leviathan et al. 2023) can accept of it.
 """
 
@@ -41,7 +41,7 @@ class Pace:
         self.rest = self._left = 0  # steps without a guess after the last failure, and how many of them are left
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Return at most `most` tokens that may follow; here places for a draft's (`draft.py`)."""
+        """Return at most `most` guesses of the next tokens; here placeholders for a draft's guesses (`draft.py`)."""
         if self._left:
             self._left -= 1
             return []
@@ -86,7 +86,7 @@ class Lookup(Pace):
 
 @dataclass(eq=False)
 class Branch:
-    """Another guess beside an answer's own, on pages that are the answer's up to a copy of its last one."""
+    """A second guess for an answer. It shares the answer's pages but for a copy of the last page."""
 
     pages: list[int]
     guess: list[int]

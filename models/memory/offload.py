@@ -166,7 +166,7 @@ Compute = Callable[[int, Tensor, Tensor, Tensor, Attend], tuple[Tensor, Tensor |
 
 
 def in_turn(shelf: Shelf, source: Source) -> Compute:
-    """Compute layers on a CPU, with their weights where they were read, or unpacked in the dtype that it computes in."""
+    """Compute layers on a CPU, with the weights in the buffers they were read into, or unpacked in the compute dtype."""
     shell = Shell(source.config)
 
     def compute(number: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:

@@ -1,6 +1,6 @@
 """A checkpoint's tensors read from disk layer by layer, ahead of need, into memory of their own.
 
-Reads go past the system's page cache where the file system allows (O_DIRECT): they are several times faster than faults of a memory map,
+Reads go past the system's page cache if the file system allows (O_DIRECT): they are several times faster than faults of a memory map,
 and what is read takes the memory that it is given and no more. Pages in the page cache are copied from there (RWF_NOWAIT). Without
 O_DIRECT, read pages are dropped from the cache.
 """

@@ -118,7 +118,7 @@ class ChatFormat(Vocabulary):
         """Return the rows that train every answer of a conversation, each answer in one of them: ids and loss mask, rendered together.
 
         One row, or more where the template writes earlier answers otherwise once a later turn follows. ChatError with the turn and the
-        reason where an answer cannot be told apart, or a turn writes out a special token.
+        reason if an answer cannot be told apart, or a turn writes out a special token.
         """
         self._check(messages, tools)
         rows: list[Row] = []

@@ -119,7 +119,7 @@ def _environment() -> jinja2.Environment:
 
 
 class Template:
-    """A chat template; `source` is its text, or the texts by name where a model has several. Puna's own templates are rendered here. Any
+    """A chat template; `source` is its text, or the texts by name if a model has several. Puna's own templates are rendered here. Any
     other is a stranger's program: it is compiled and rendered in a process of its own, within bounds of time and memory."""
 
     def __init__(self, source: str | Mapping[str, str], special: Mapping[str, str]) -> None:

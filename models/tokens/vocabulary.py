@@ -180,7 +180,7 @@ class Vocabulary:
 
 
 def with_tokens(backend: tokenizers.Tokenizer, special: Iterable[str], added: Iterable[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
-    """Return the tokenizer with these special tokens and further tokens, where it lacks them; as transformers completes it."""
+    """Return the tokenizer with these special tokens and further tokens, if it lacks them; as transformers completes it."""
     present = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
     backend.add_tokens([token for token in added if token.content not in present])
     backend.add_special_tokens(

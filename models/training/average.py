@@ -30,7 +30,7 @@ def linear(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def slerp(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Return the mean of two tensors along the arc between their directions (Shoemake 1985): the mean where these are the same or opposite.
+    """Return the mean of two tensors along the arc between their directions (Shoemake 1985): the mean if these are the same or opposite.
 
     With angle A between them and shares s, t: (sin(sA) x + sin(tA) y) / sin(A).
     """

@@ -137,7 +137,7 @@ def _resume(
 
 
 def _average(average: dict[str, Tensor], weights: dict[str, nn.Parameter], config: TrainConfig, row: Row) -> None:
-    """Add the weights after a step to the running average, where its schedule has one."""
+    """Add the weights after a step to the running average, if its schedule has one."""
     steps, step = config.averaged_steps(), int(row["step"])
     if step in steps:
         _include(average, weights, 1.0 / sum(one <= step for one in steps))

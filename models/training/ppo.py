@@ -113,7 +113,7 @@ def train_grpo(
 ) -> TrainLog:
     """Optimise the policy in place, each answer against the others to its prompt, without a critic; otherwise as `train_ppo`.
 
-    The reward is the score, less `unfinished_penalty` where the answer was cut off, less the KL penalty of the whole answer
+    The reward is the score, less `unfinished_penalty` if the answer was cut off, less the KL penalty of the whole answer
     (as RLOO has it); all tokens of an answer have its advantage (`group_advantages`). Groups whose advantages are all 0 count in the
     mean and are not computed, unless there is an entropy bonus.
     """

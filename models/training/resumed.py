@@ -57,7 +57,8 @@ def rows_of(
 ) -> NDArray[np.float32]:
     """Return the rows [n, D] that `compute` gives for each item, float32[k, D], in the order of the items.
 
-    folder: where they are saved as `Saver` says: appended to one file, whose checksum a checkpoint holds. unit: name of an item.
+    folder: the folder of the rows, saved when `Saver` saves: appended to one file, whose checksum a checkpoint holds. unit: name of an
+    item.
     """
     rows, done, width, size, seconds, digest = bytearray(), 0, 0, 0, 0.0, hashlib.sha256()
     if folder is not None and (saved := load_arrays(folder)) is not None:

@@ -40,7 +40,7 @@ WATCHED = 8
 class Sampled(NamedTuple):
     """A rollout's prompts and answers with their scores; [A] by answer, [N] by answer token.
 
-    `kl`: nats per answer to the reference, whose log-probs are the policy's own, and count for nothing, where it is None. `score` and
+    `kl`: nats per answer to the reference, whose log-probs are the policy's own, and count for nothing, if it is None. `score` and
     `unequal`: the mean score, and the share of prompts whose answers differ in reward, of all that was drawn, which `resample` chose from.
     """
 

@@ -96,7 +96,7 @@ SAVE_SHARE = 0.02
 
 
 class Saver:
-    """The saving of a training's state: where a step asks for it, by time, and before a signal ends the training.
+    """The saving of a training's state: when a step asks for it, by time, and before a signal ends the training.
 
     seconds: time after which the state is saved. Where the last write was slow, the wait grows until writing takes at most `SAVE_SHARE`
     of the time. write: writes the state; None: it is kept nowhere. agree: whether any of the ranks that train together wishes it.
@@ -115,7 +115,7 @@ class Saver:
         self._stop.__exit__(*error)
 
     def stepped(self, now: bool = False) -> None:
-        """Save the state after a step where that is due, or where the step wants it (`now`)."""
+        """Save the state after a step if that is due, or if the step wants it (`now`)."""
         self._saved = False
         if self._agree(now or self._stop.asked or time.monotonic() - self._since >= max(self._seconds, self._cost / SAVE_SHARE)):
             self._save()

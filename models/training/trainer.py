@@ -116,7 +116,7 @@ class Trainer:
             self.publish_whole()
 
     def publish_whole(self) -> None:
-        """Write the weights into the model that was given; where several ranks have pieces of it, steps leave it behind."""
+        """Write the weights into the model that was given; if several ranks have pieces of it, steps leave it behind."""
         if self.parallel.processes > 1:
             self.parallel.publish(self.weights)
 
@@ -277,7 +277,7 @@ class Trainer:
 def optimizers(
     model: nn.Module, weights: dict[str, nn.Parameter], config: TrainConfig, scales: Mapping[str, float]
 ) -> list[Optimizer]:
-    """Return the configured optimiser and, where that takes whole matrices alone, AdamW for the other weights.
+    """Return the configured optimiser and, if that takes whole matrices alone, AdamW for the other weights.
 
     Each group's `scale` multiplies its learning rate; `scales` has those that are not 1, by name; `embedding_scale` comes on top.
     """

@@ -67,7 +67,7 @@ def signal(*, unit: str, name: str = "", meaning: str = "", optional: bool = Fal
     """Declare a function as the definition of a signal.
 
     Its parameters are columns of a document (text, title, url, source). Its return annotation is the type: float, int or str, with
-    `| None` where a document may have none. Name and meaning default to the function's name and the first line of its docstring.
+    `| None` if a document may have none. Name and meaning default to the function's name and the first line of its docstring.
     """
 
     def declare(function: F) -> F:

@@ -37,7 +37,7 @@ class ContaminationConfig(DecontaminateConfig):
 
 
 class Source(NamedTuple):
-    """A table that a model was trained on, and the mixture that says which of its documents."""
+    """A table that a model was trained on, and the mixture that selected its documents."""
 
     artifact: Artifact
     mixture: Artifact | None

@@ -1,4 +1,4 @@
-"""Decontamination: documents that contain questions of the evaluation sets go."""
+"""Decontamination: removal of documents that contain questions of the evaluation sets."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def looked_at(text: str) -> NDArray[np.int64]:
 
 
 def seed_counts(texts: pa.Array | pa.ChunkedArray, characters: int) -> NDArray[np.int64]:
-    """Return different seed words of each type in the first so many characters of each text, int64[texts, types]."""
+    """Return the number of different seed words of each type in each text's first `characters`, int64[texts, types]."""
     from puna.kernels.text.listed import kinds_held
 
     known = lexicon()

@@ -166,7 +166,7 @@ def _readable(text: str, config: ExtractConfig) -> bytes:
 
 
 def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> _Parsed:
-    """Parse a page for the model; raises Unreadable where the page is built to hang a parser."""
+    """Parse a page for the model; raise Unreadable if the page is built to hang a parser."""
     from resiliparse.parse.html import HTMLParserException, HTMLTree
 
     _check_bound("extract_too_large", "the page is too large", len(body), config.max_body_bytes)

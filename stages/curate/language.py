@@ -137,7 +137,7 @@ def identify(text: str, max_characters: int = 10_000) -> Found:
 def classifier_text(text: Callable[[], str], found: Prose, number: int, max_characters: int) -> str | None:
     """Return the prose of one text that a language classifier reads; None if nothing of it is in a language.
 
-    `text` gives the text itself, for which is asked where it has little prose.
+    `text` returns the text itself; it is called if there is little prose.
     """
     seen, letters, capitals = found.of(number), found.letters[number], found.capitals[number]
     if letters < PROGRAM_ENOUGH:

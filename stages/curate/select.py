@@ -85,7 +85,7 @@ class SelectConfig(StageConfig):
 
 
 def needs(config: SelectConfig, facts: Facts) -> list[str]:
-    """Return the signals that the rules read, where it is known which ones come in."""
+    """Return the signals that the rules read, if the incoming signals are known."""
     inputs = facts.inputs.get("signals", ())
     if any(item.tables is None for item in inputs):
         return []

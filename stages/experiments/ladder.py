@@ -155,7 +155,7 @@ def _tuned(shapes: Sequence[ModelConfig], row: int, shared: tuple[Any, ...], con
 
 
 def _lowest(values: Sequence[float], losses: Sequence[float]) -> float:
-    """Return the value of the lowest loss: on the parabola in the logarithm through it and its neighbours, where it has two."""
+    """Return the value of the lowest loss: on the parabola in the logarithm through it and its neighbours, if it has two."""
     best = int(np.argmin(losses))
     if not 0 < best < len(values) - 1:
         return values[best]

@@ -216,7 +216,7 @@ def _symbol(source: Module, name: str) -> Symbol | None:
 
 
 def _operation(source: Module, name: str) -> Symbol:
-    """Return the symbol of a tensor operation: its declared version, and its reference where it has one."""
+    """Return the symbol of a tensor operation: its declared version, and its reference if it has one."""
     reference = f"{name.rstrip('_')}_reference"
     uses = ((source.name, reference),) if reference in source.symbols else ()
     return Symbol(_hash(["numerics", str(source.numerics[name])]), uses, (), (), ())

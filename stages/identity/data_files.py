@@ -16,7 +16,7 @@ Lookup = Callable[[str], Value]
 
 @dataclass(frozen=True)
 class Opened:
-    """A file, or a folder in which an unknown name is opened. `names`: the name is a string elsewhere in the code."""
+    """A file that code opens, or the folder of a file whose name is unknown. `names`: the name is a string elsewhere in the code."""
 
     path: Path
     names: bool = False

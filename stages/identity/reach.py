@@ -76,7 +76,7 @@ def _read(roots: Sequence[tuple[str, str]], of: str) -> Reach:
 
 
 def keep(roots: Sequence[tuple[str, str]], reach: Reach) -> None:
-    """Keep what these symbols reach, where it may be written."""
+    """Save the reach of these symbols, if the cache is writable."""
     if not _own(name.split(".") for name in reach.symbols):
         return
     file, of, content = _file(roots), _of(roots), asdict(reach)

@@ -239,7 +239,7 @@ def _json(value: Any) -> str:
 
 
 def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings: str, config_type: type[ImportConfig]) -> Iterator[Any]:
-    """Yield the rows of one file as tables, and last their number and the bytes of valid ones."""
+    """Yield the rows of one file as tables; then the number of rows and the bytes of valid rows."""
     number, job = numbered
     config = config_type.model_validate_json(settings)
     columns = table_schema(kind).schema.names

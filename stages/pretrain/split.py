@@ -34,10 +34,9 @@ class SplitConfig(SeededConfig):
 def split(documents: Documents, signals: Signals | None, config: SplitConfig, run: StageRun) -> None:
     """Hold pages out before anything is learned from the others: tokenizer, mixture experiments, the model.
 
-    A hash of a page's address decides, not of its content: a page stays on its side when the corpus grows and
-    when it is fetched again, and two versions of one page are never on different sides. What is written is the
-    mixture that reads each training document once; `mix` turns it into the one that training reads. Without
-    signals all documents are of one category.
+    A hash of a page's address decides, not of its content: a page stays on its side when the corpus grows, and all its versions are on one
+    side. The output is the mixture that reads each training document once; `mix` turns it into the training mixture. Without signals all
+    documents are of one category.
     """
     if not documents.rows():
         raise PunaError(f"split: {documents.id} has no documents: there is nothing to hold out or to train on")

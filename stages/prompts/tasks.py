@@ -123,7 +123,7 @@ class SentenceTask(Generator):
     min_characters: int = Field(24, ge=1, le=200, description="Fewest characters of the sentence")
 
     def draw(self, random: Random) -> Drawn:
-        """Return one question. A sentence that quotes its words, or speaks of words or sentences, is wrong."""
+        """Return one question. A sentence with quotation marks, or with the words "word" or "sentence", scores 0."""
         group = random.randrange(GROUPS)
         one, other = random.sample(NOUNS[group::GROUPS], 2)
         spoken_of = RegularExpression(pattern=r"(?i)\b(words?|sentences?)\b", absent=True)

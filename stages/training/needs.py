@@ -73,7 +73,7 @@ def memory(facts: Facts, parameters: int, bytes_each: int, remedy: str) -> list[
 
 
 def trained(facts: Facts, name: str, optimizer: OptimizerSettings, method: str | None = None) -> list[str]:
-    """Return complaints about the memory for training the model of input `name`; `method`: `full` or `lora`, where the stage has both."""
+    """Return complaints about the memory for training the model of input `name`; `method`: `full` or `lora`, if the stage has both."""
     remedy = "take a smaller model or another machine"
     if method == "full":
         remedy = f"train adapters (method=lora), or {remedy}"

@@ -33,7 +33,7 @@ Source = Literal["initial", "fresh", "long", "best"]
 
 
 class Growth(StageConfig):
-    """A larger step, from a number of tokens on."""
+    """A larger step (batch) from a number of trained tokens on."""
 
     after_tokens: int = Field(ge=1, description="Tokens of the run, every row counted as full, after which it begins")
     rows: int = Field(ge=1, description="Rows of a step from then on")

@@ -40,7 +40,7 @@ WATCH = "puna.stages.evaluation.during"
 class Example:
     """One prompt with its answers as token ids.
 
-    masks   per answer token, True where it counts: in a preference term, or, in a conversation to learn, in the loss
+    masks   per answer token, True if it counts: in a preference term, or, in a conversation to learn, in the loss
     groups  rankings of answers, as indices: each a list of tiers, the best first, whose answers are equals
     """
 
@@ -56,7 +56,7 @@ class Example:
 def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequence[Sequence[Message]]]) -> Example:
     """Render a row's context and rankings of answers (tiers of equals); format tokens are masked.
 
-    An answer ends in its stop token but where its message says `finished: false`.
+    An answer ends in its stop token unless its message has `finished: false`.
     """
     context, tools = messages_of(row), tools_of(row)
     with rendering(row):

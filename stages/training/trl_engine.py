@@ -292,7 +292,7 @@ class Recorder:
             self._restore_random()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Add a step's row; save the state where that is due, and end the training where a signal asks for that."""
+        """Add a step's row; save the state if that is due, and end the training if a signal asks for that."""
         if not logs or "loss" not in logs:
             return
         now, tokens = time.perf_counter(), float(logs.get("num_tokens", self._tokens))

@@ -220,7 +220,7 @@ def group(memory_bytes: int) -> Iterator[Group | None]:
 
 
 def _beside() -> Path | None:
-    """Return the folder of a cgroup that this user may give children with limits of memory: above the one of this process."""
+    """Return the nearest cgroup folder above this process in which this user may make children with memory limits."""
     with contextlib.suppress(OSError):
         own = next((line[3:] for line in Path(OWN).read_text().splitlines() if line.startswith("0::")), None)
         if own is None or ".." in own:

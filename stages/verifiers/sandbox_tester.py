@@ -77,14 +77,15 @@ class Link(Peer):
         return next(function) if hasattr(type(function), "__next__") else function(*args, **kwargs)
 
     def describe(self, error: BaseException, packing: Packing) -> list[Any]:
-        """Return an error of the tests' own function; an assertion that fails there fails the test, whatever the program makes of it."""
+        """Return the JSON form of an error in the tests' own function. A failed assertion there fails the test, even if the program catches
+        it."""
         if isinstance(error, AssertionError):
             self.failed = error
         known = (kind for kind in type(error).__mro__ if kind.__module__ == "builtins" or hasattr(kind, "puna_number"))
         return [packing.encode(next(known)), packing.encode([str(part) for part in error.args]), "", "", None]
 
     def rebuild(self, described: list[Any], objects: list[Any], function: Any) -> BaseException:
-        """Return an error of the program; one that would quietly end a loop of the tests only where they ask for the next item."""
+        """Return an error of the program. StopIteration passes only if the tests ask for the next item."""
         kind, args, text, where, itself = [self.decode(part, objects) for part in described]
         if not issubclass(kind, BaseException):
             raise TypeError("no error")
@@ -271,7 +272,7 @@ class Uses:
 
 
 def parsed(source: str) -> Any:
-    """Return the syntax tree of source; an empty one where it does not compile."""
+    """Return the syntax tree of source; an empty one if it does not compile."""
     try:
         return compile(source, "test.py", "exec", ast.PyCF_ONLY_AST)
     except (SyntaxError, ValueError, RecursionError):

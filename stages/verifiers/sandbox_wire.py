@@ -180,7 +180,7 @@ class Peer:
         raise NotImplementedError
 
     def describe(self, error: BaseException, packing: Packing) -> list[Any]:
-        """Return an error that a call raised, as JSON: its class, arguments, text, place, and itself where it has attributes."""
+        """Return an error that a call raised, as JSON: its class, arguments, text, place, and itself if it has attributes."""
         raise NotImplementedError
 
     def rebuild(self, described: list[Any], objects: list[Any], function: Any) -> BaseException:

@@ -170,7 +170,7 @@ class Mesh:
 
 
 def layout_of(layout: Layout) -> Layout:
-    """Return the layout of a training by all processes: as many copies as there are processes, where it asks for one process."""
+    """Return the layout of a training by all processes: as many copies as there are processes, if it asks for one process."""
     if together and layout.processes == 1:
         return Layout(data=dist.get_world_size())
     return layout

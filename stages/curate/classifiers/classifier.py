@@ -60,7 +60,7 @@ class ClassifierConfig(SeededConfig):
 @dataclass(frozen=True)
 class Examples:
     """Labelled documents as lines of words, in files with their `id`, `fold`, `draw` (their place in a random order) and `line`, and
-    a column of classes for each classifier, null where a document has none.
+    a column of classes for each classifier, null if a document has none.
 
     `documents`: how many could have a label. `counts`: classifier → class → documents in each fold, int64[folds].
     """

@@ -107,8 +107,8 @@ class MinhashDedupConfig(SignatureConfig):
     def least_distinct(self, level: int) -> float:
         """Return the share of distinct shingles below which texts could be as similar as the threshold by chance.
 
-        n words drawn at random show a share p = 1 - exp(-n / k) of the k shingles there are: two such texts have the containment
-        p and the similarity p / (2 - p), and a share p / (n / k) = p / -log(1 - p) of their shingles is distinct.
+        n words drawn at random show a share p = 1 - exp(-n / k) of all k shingles. Two such texts have containment p and similarity p / (2
+        - p). The distinct share of their shingles is p / (n / k) = p / -log(1 - p).
         """
         t = self.least_similarity(level)
         p = min(max(t if self.similarity == "containment" else 2 * t / (1 + t), 1e-9), 0.99)

@@ -64,7 +64,7 @@ def _bounds(component: I64) -> I64:
 
 
 def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> I64:
-    """Return bands with equal keys as numbers, counted from 0 over all bands, int64[M, B]."""
+    """Return for each member and band the number of its group (members with equal keys), counted over all bands, int64[M, B]."""
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
     keys = band_keys(signatures, config.bands, config.rows)

@@ -189,7 +189,7 @@ def _by_reading(documents: Artifact, config: MinhashDedupConfig) -> Iterator[tup
 
 
 def described(rows: list[Resemblance], documents: Artifact) -> list[dict[str, Any]]:
-    """Return the same with `kept`, and address and title where that is so: an index knows removed documents too."""
+    """Return the rows with `kept`, and address and title of kept documents: an index knows removed documents too."""
     matches = []
     for row in rows:
         here = documents.between(row.id, row.id, columns=["url", "title"]).to_pylist()

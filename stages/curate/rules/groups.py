@@ -209,9 +209,9 @@ class NgramCoverageRules(RuleGroup):
 
 
 class NoticeRules(WebRules):
-    """Pages that are nobody's text: terms of use, privacy and cookie policies, and what stands in place of a page (JavaScript is asked
-    for, the page is not found). Told by phrases: of terms and policies in English, German, French, Spanish, Italian, Dutch, Portuguese, of
-    the others in English. Thresholds are Puna's own.
+    """Boilerplate pages: terms of use, privacy and cookie policies, and notices instead of a page (JavaScript required, page not found).
+    Told by phrases: of terms and policies in English, German, French, Spanish, Italian, Dutch, Portuguese, of the others in English.
+    Thresholds are Puna's own.
     """
 
     max_legal: Share = above("legal_phrase_ratio", 0.04, "Maximum share of words in phrases of terms and policies, like `we may disclose`")

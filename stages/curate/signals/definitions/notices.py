@@ -1,4 +1,4 @@
-"""Signals of pages that are nobody's text: terms, privacy and cookie policies, in English and six other languages of Europe, and notices
+"""Signals of boilerplate pages: terms, privacy and cookie policies, in English and six other languages of Europe, and notices
 in place of a page, in English alone."""
 
 from __future__ import annotations
