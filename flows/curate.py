@@ -59,7 +59,7 @@ def curate(
     """Turn pages, documents or both into clean documents.
 
     `documents` are extracted already: imported ones, for example. No document may contain the recipe's `prompts` or `evaluations`;
-    `classifiers` take the place of those that would be trained.
+    `classifiers` replace the ones that would be trained.
     """
     models = _by_purpose(classifiers or [])
     held_out = [output for output in (step(prompts, off=True), *(evaluations or [])) if output]

@@ -18,7 +18,7 @@ def pipeline(
     documents: list[Sourced] | None = None,
     classifiers: list[Annotated[Output, Kind("classifier")]] | None = None,
 ) -> Output:
-    """Turn raw pages or documents into an aligned model; `classifiers` take the place of those that would be trained."""
+    """Turn raw pages or documents into an aligned model; `classifiers` replace the ones that would be trained."""
     curated = curate(inputs, documents, classifiers=classifiers)
     weights = experiments(curated.documents, curated.domains)
     model = pretrain(curated.documents, curated.domains, weights, [curated.deduplicated])

@@ -34,10 +34,10 @@ def pretrain(
     """Train a base model on documents with their knowledge types; `weights` come from `experiments`. `tasks`: folders of task files with
     their data, whose scores are in the training's log.
 
-    It begins from nothing, or goes on from `model`, which may be any, with its tokenizer. Phases may read tokens of their own: those of
-    `tokenize_fresh`, `tokenize_long` and `tokenize_best`, with mixtures of their own; that of `mix_best` is what `anneal_experiment`
-    accepts, if the recipe names it. A `ladder` of small runs on the initial tokens forecasts the loss of the budget in `choose_size`,
-    whose size is trained where `train_chosen_size` is set.
+    It begins from nothing, or goes on from `model`, which may be any, with its tokenizer. Phases may read their own tokens and mixtures, by
+    `tokenize_fresh`, `tokenize_long` and `tokenize_best`. The mixture of `mix_best` is the one that `anneal_experiment` accepts, if the
+    recipe names it. A `ladder` of small runs on the initial tokens forecasts the loss of the budget in `choose_size`, whose size is trained
+    where `train_chosen_size` is set.
     """
     sides = step(split, documents=documents, signals=domains)
     vocabulary = step(tokenizer, documents=documents, mixture=sides, model=model)

@@ -88,7 +88,7 @@ class ForestMask:
     def depths(self) -> Tensor:
         """[T] int32: how many tokens stand before each one on its path.
 
-        Those are the tokens before it in the row, less the ones whose subtree has ended.
+        A depth counts the earlier tokens of the row, less the ones whose subtree has ended.
         """
         T = len(self.end)
         none, one = (self.end.new_full((size,), value, dtype=torch.int64) for size, value in ((T + 1, 0), (T, 1)))

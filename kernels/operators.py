@@ -62,8 +62,8 @@ def operator(schema: str, portable: Function, triton: Function, fake: Function) 
 def alone(first: Any, *others: Any) -> bool:
     """True if autograd, tracing and modes are off, and all tensors are plain. The dispatcher then costs 20 us a call and adds nothing.
 
-    A tensor that is not plain may wait for a message: the dispatcher lets its class wait, a loop that reads its address does not.
-    No public function of torch's tells of the modes that are on.
+    Other tensors may wait for communication: the dispatcher makes their class wait, a loop on their address does not. torch has no public
+    function for active modes.
     """
     return (
         not torch.compiler.is_compiling()

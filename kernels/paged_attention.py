@@ -135,7 +135,7 @@ def new_pages(count: int, G: int, K: int, V: int, dtype: torch.dtype, device: to
     """Return pages of zeros for keys [P, S, G, K] and values [P, S, G, V], laid out as the device's version reads them.
 
     On a CPU they take memory as they are first written, and are fp32 at least. A head's pages lie together: sequences take their
-    next page at about the same time, so that what a step reads of one head is nearly one stretch.
+    next page at about the same time, so a step reads nearly contiguous memory per head.
     """
     if torch.device(device).type != "cpu":
         return tuple(torch.zeros(count, PAGE, G, width, dtype=dtype, device=device) for width in (K, V))  # type: ignore[return-value]

@@ -9,8 +9,8 @@ from puna.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters by part of the model. `head` is 0 if the output layer shares the embedding's matrix. `experts`: those of
-    `feed_forward` that belong to one of several experts."""
+    """Numbers of parameters by part of the model. `head` is 0 if the output layer shares the embedding's matrix. `experts`: the parameters
+    of `feed_forward` that belong to one of several experts."""
 
     embedding: int
     attention: int

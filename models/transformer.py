@@ -195,7 +195,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, width, inner))
 
     def forward(self, x_ND: Tensor, offsets_E1: Tensor) -> Tensor:
-        """Compute rows [N, D] sorted by expert, those of expert e from offsets[e] to offsets[e + 1]."""
+        """Compute rows [N, D] sorted by expert; expert e has rows offsets[e] to offsets[e + 1]."""
         gate, up = grouped_linear(x_ND, self.gate_up_proj, offsets_E1).chunk(2, -1)
         return grouped_linear(swiglu(gate, up), self.down_proj, offsets_E1)
 

@@ -82,7 +82,7 @@ class Catalog:
                 create_view(self.connection, name, self._views)
 
     def _compare(self, names: list[str]) -> None:
-        """Compare the files that statements read with their checksums, those of the newest artifacts first."""
+        """Compare the files that statements read with their checksums, the newest artifacts' files first."""
         self._read += names
         self.uncompared = compare(self._store.files, reversed(self._read), MOST_COMPARED)
 

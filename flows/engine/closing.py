@@ -61,7 +61,7 @@ def _count(artifact: Artifact, metric: str) -> str:
 
 
 def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
-    """Return bits per byte of held-out documents, beside those of a count-based model of as much text."""
+    """Return bits per byte of held-out documents, for the model and for a count-based model of as much text."""
     table = _table("held-out pages", *BITS.values(), "documents")
     for step, rows in evaluations:
         if bits := rows.get(("pages", "document_bits_per_byte")):

@@ -157,7 +157,7 @@ def _machine(config: ModelConfig, context: int, gpu: str | None) -> Machine:
 
 
 def _context(recipe: Recipe, phase: Phase, context: int) -> int:
-    """Return the tokens of a packed row of the phase: those of its own tokenize step if the recipe has one."""
+    """Return the length of the phase's packed rows, from its own tokenize step if the recipe has one."""
     from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 
     label = f"tokenize_{phase.tokens}"

@@ -115,7 +115,7 @@ def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:
 
 
 def given_items(flow: Flow, wanted: RunInputs, store: Store, sample: Callable[[], Sequence[External]], *, quiet: bool) -> list[Item]:
-    """Return the items of a run of a flow; without any, those of the sample or of the `NAME@latest` aliases."""
+    """Return the items of a run of a flow; by default the sample or the `NAME@latest` aliases."""
     if wanted:
         return wanted.items
     return [*sample()] if flow.takes_files else latest(flow.inputs, store, quiet)

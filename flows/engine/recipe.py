@@ -208,7 +208,7 @@ def _check_repeats(inherited: Mapping[str, Any], layer: Layer) -> None:
 
 
 def _layers(name: str, default: str, heirs: tuple[Path, ...]) -> list[Layer]:
-    """Return a recipe's file and those of its bases, the nearest first. `heirs`: the files on the way."""
+    """Return the files of a recipe and its bases, the nearest first. `heirs`: the files on the way."""
     shipped = RECIPES / f"{name}.yaml"
     file = Path(name) if name.endswith(ENDINGS) else shipped
     if heirs and file is not shipped:

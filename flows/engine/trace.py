@@ -27,7 +27,7 @@ GENERAL = {
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step as it would run: its configuration (None if none was asked for), the labels that each input comes from."""
+    """A step as it would run: its configuration (None if not requested), and the labels of the steps behind each input."""
 
     label: str
     step: Step

@@ -42,7 +42,7 @@ class Plot:
         return list(dict.fromkeys(str(x) for points in self.series.values() for x, _ in points if isinstance(x, str)))
 
     def order(self, name: str) -> int:
-        """Return the number of a series among those with a colour of their own."""
+        """Return the index of a series among the series with their own colours."""
         return [n for n in self.series if n not in self.faint or n == name].index(name)
 
     @property

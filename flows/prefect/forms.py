@@ -63,7 +63,7 @@ def _group(stage: Stage) -> str:
 
 
 def defaults(offer: Offer) -> dict[str, Any]:
-    """Return the values that a form begins with: those of the recipe `demo`."""
+    """Return the initial values of a form: the recipe `demo`."""
     if isinstance(offer.what, Flow):
         return {"recipe": DEFAULT_RECIPE}
     values = values_of(offer.what, DEFAULT_RECIPE, offer.what.name)

@@ -54,7 +54,7 @@ def titled(step: Step, plots: Sequence[Plot]) -> list[Plot]:
 
 
 def figures_view(steps: Iterable[Step], title: str, without: str = "") -> Html:
-    """Return the figures of several steps side by side, but not those of the name `without`."""
+    """Return the figures of several steps side by side, except figures named `without`."""
     return part(title, grid(draw(plot) for step in steps for plot in titled(step, figures(step, without))))
 
 
@@ -100,7 +100,7 @@ def training_view(steps: Sequence[Step], title: str) -> Html:
 
 
 def _plots(step: Step) -> tuple[list[Plot], list[Plot]]:
-    """Return a training run's plots of its loss and those the stage drew, and its other logged numbers."""
+    """Return a training run's loss plot and figures, and its other logged numbers."""
     plots = figures(step)
     columns = log_columns(step)
     steps = columns.get("step", [])

@@ -34,9 +34,9 @@ Refusal = Callable[[int, str], Response]
 class OwnSite:
     """An application behind a check of each request's host and of the site whose page sends it.
 
-    Without a password only this machine's names and addresses are answered: a name that another site has made to mean this
-    machine (DNS rebinding) would make that site's pages the server's own. `pages`: matches the paths that pages of other sites may
-    link to; `asking`: those of them that may have a query.
+    Without a password only this machine's names and addresses are answered: a name that another site has made to mean this machine (DNS
+    rebinding) would make that site's pages the server's own. `pages`: matches the paths that other sites may link to; `asking`: the paths
+    among them that may have a query.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[
 
 @router.get("/documents")
 def search(site: Here, q: str = "", artifact: str = "", rule: str = "") -> str:
-    """Return the search form and its results. `rule`: empty for documents that are kept, else those that this rule, or any, dropped."""
+    """Return the search form and its results. `rule`: search documents dropped by this rule, or by any; empty: kept documents."""
     return _page(site, artifact, q, rule)
 
 

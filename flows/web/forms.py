@@ -189,7 +189,7 @@ def _changes(form: Asked) -> Html:
 
 
 def _settings(offer: Offer, form: Asked) -> list[Content]:
-    """Return the fields of a stage's configuration, by group; those that are many are folded."""
+    """Return the fields of a stage's configuration, by group; long groups are folded."""
     assert isinstance(offer.what, Stage)
     values = _values(offer, form.get("recipe", [""])[0])
     schema = offer.what.config.model_json_schema()

@@ -182,7 +182,7 @@ def _library_folders() -> tuple[str, ...]:
 
 
 def _tuples(kind: Any) -> list[Any]:
-    """Return the classes of named tuples in a signature, with their fields, which numba's text of a type leaves out."""
+    """Return the classes of named tuples in a signature, with their fields: numba's name of a type omits them."""
     if isinstance(kind, containers.BaseNamedTuple):
         made = kind.instance_class
         return [(made.__module__, made.__qualname__, kind.fields), *(_tuples(one) for one in kind.types)]

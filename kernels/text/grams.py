@@ -1,4 +1,4 @@
-"""Word n-grams as hashes, and finding those of an index in a text."""
+"""Word n-grams as hashes, and the search for an index's n-grams in a text."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def sieve(grams: Iterable[tuple[int, int, NDArray[np.uint64]]]) -> Sieve:
 
 
 def may_hold(texts: pa.Array | pa.ChunkedArray, grams: Sieve) -> NDArray[np.bool_]:
-    """Return a mask of the texts that may hold an n-gram: all that do, those whose lower case only `str` knows, and few others."""
+    """Return a mask of the texts that may hold an n-gram: no false negatives, few false positives."""
     result: NDArray[np.bool_] = _may_hold(*buffers(texts), *tables(), weights(), grams)
     return result
 
@@ -110,7 +110,7 @@ def _mixed(
     codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: NDArray[np.int32], stop: NDArray[np.int32], count: int,
     words: NDArray[np.uint64],
 ) -> int:  # fmt: skip
-    """Write the hashes, mixed, of those of `count` words that are not symbols; return how many."""
+    """Write the mixed hashes of the non-symbol words among `count` words; return their number."""
     kept = 0
     for word in range(count):
         value, every = np.uint64(0), np.uint16(SYMBOL)

@@ -84,7 +84,7 @@ def contains(keys: NDArray[np.uint64], hash_: np.uint64) -> bool:
 
 @njit(cache=True, borrows=True)
 def perhaps(bits: NDArray[np.uint64], hash_: np.uint64) -> bool:
-    """True if the hash may be one of those of `bits_of`: of others few."""
+    """True if the hash may be in the set of `bits_of`; false positives are rare."""
     return bool(bits[hash_ >> np.uint64(54)] >> ((hash_ >> np.uint64(48)) & np.uint64(63)) & ONE)
 
 

@@ -31,7 +31,8 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, forms: list[bytes]) -> Table:
-        """Return the table that gives code point c the bytes `forms[c]`, single bytes for ASCII; those past the end part words."""
+        """Return the table that gives code point c the bytes `forms[c]`, single bytes for ASCII; code points past the end separate
+        words."""
         if any(len(form) != 1 for form in forms[:128]):
             raise ValueError("an ASCII character is replaced by one byte")
         forms = [*forms, b" "]

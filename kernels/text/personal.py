@@ -292,7 +292,7 @@ NEEDED = {
 
 
 def needed(entities: Iterable[str]) -> int:
-    """Return the hints of which a text has one if it has something of these kinds."""
+    """Return the hints for these kinds of data: a text with such data has at least one of the hints."""
     return reduce(or_, (NEEDED[entity] for entity in entities), 0)
 
 

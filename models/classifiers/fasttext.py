@@ -115,7 +115,7 @@ def fit(
 
 
 def write(model: Model, file: Path) -> None:
-    """Write the model as fastText does, but for how often each word occurred."""
+    """Write the model in fastText's format, without word counts."""
     first, last, words, ngrams, buckets = model.weights
     sizes = (words + len(model.labels), words, len(model.labels), 0, -1)
     with file.open("wb") as out:

@@ -137,8 +137,8 @@ def write(model: Transformer, tokenizer: Tokenizer, rows: Sequence[Sequence[int]
 
 @torch.no_grad()
 def packed(model: Transformer, rows: Sequence[Sequence[int]], search: bool = True) -> dict[str, Packed]:
-    """Return the layers' packed matrices by name; the model's norms and matrices are changed in place to match. rows: token ids of texts
-    like those that the model will read. `search=False` rounds to the nearest alone. ValueError: see `group_of`."""
+    """Return the layers' packed matrices by name; the model's norms and matrices are changed in place to match. rows: token ids of
+    calibration texts, similar to the model's future input. `search=False` rounds to the nearest alone. ValueError: see `group_of`."""
     group, matrices = group_of(model), dict[str, Packed]()
     for number, (block, inputs_of) in enumerate(_layers(model, rows)):
         linears = {name: module for name, module in block.named_modules() if isinstance(module, Linear)}

@@ -173,7 +173,7 @@ class Engine:
         return failed
 
     def _raise(self, requests: Sequence[Request], own: set[Request]) -> None:
-        """Raise the failure of one of these requests; those of other requests stay for `failed`."""
+        """Raise the failure of one of these requests; failures of other requests stay for `failed`."""
         failures = [one for one in self._failed if one[0] in own]
         self._failed = [one for one in self._failed if one[0] not in own]
         for request, error in failures[:1]:

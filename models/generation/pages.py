@@ -33,7 +33,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Return the number of pages that can be taken: free ones, and those of the tree alone."""
+        """Return the number of available pages: free ones, and pages that only the tree holds."""
         return len(self.free) + len(self.spare)
 
     def take(self) -> int:

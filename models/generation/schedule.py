@@ -125,7 +125,7 @@ class Answer:
 
     @property
     def guesses(self) -> list[list[int]]:
-        """Yield the answer's guess, and those of its branches."""
+        """Yield the answer's guess and its branches' guesses."""
         return [self.guess, *(branch.guess for branch in self.branches)]
 
     @cached_property

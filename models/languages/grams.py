@@ -35,7 +35,7 @@ FINISH = np.uint64(0xBF58476D1CE4E5B9)
 
 
 class Grams(NamedTuple):
-    """The classifier: `labels` str[n], a language each, those of a script next to each other; `ranges` int64[scripts, 2];
+    """The classifier: `labels` str[n], one language each, grouped by script; `ranges` int64[scripts, 2];
     `costs` uint8[2^BITS, n]: minus the log-probability of an n-gram in steps."""
 
     labels: tuple[str, ...]

@@ -111,14 +111,14 @@ def voters() -> Voters:
 
 
 def group_numbers(languages: Sequence[str], groups: Mapping[str, str]) -> NDArray[np.int64]:
-    """Return a number for each language, int64[n]: those of one group have the same."""
+    """Return each language's group number, int64[n]."""
     names = [groups.get(code, code) for code in languages]
     numbers = {name: number for number, name in enumerate(sorted(set(names)))}
     return np.array([numbers[name] for name in names])
 
 
 def _alone(known: set[str]) -> dict[int, str]:
-    """Return the scripts in which one language alone is written, of those that an identifier knows."""
+    """Return the scripts with a single language among the identifier's languages."""
     model = grams()
     writing: dict[int, set[str]] = {number: set(model.labels[first:last]) for number, (first, last) in enumerate(model.ranges.tolist())}
     for row in shipped().values():
@@ -134,8 +134,8 @@ def _code(code: str) -> str:
 
 
 def vote(text: str, group: NDArray[np.int64] | None = None) -> Found:
-    """Return the language of a text of letters, of one line or many; of a long one, of pieces of it. `group`: numbers of the voters'
-    languages, where those that are confused are not the shipped table's."""
+    """Return the language of a text of letters, of one line or many; of a long one, of pieces of it. `group`: group numbers of the voters'
+    languages, if the groups of confusable languages differ from the shipped table."""
     return votes([text], group)[0]
 
 

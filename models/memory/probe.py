@@ -53,7 +53,7 @@ def measure(config: ModelConfig, context: int, clock: Clock = time.perf_counter)
 
 
 def _matrix_flops(config: ModelConfig, context: int, machine: Machine, clock: Clock) -> float:
-    """Return the rate of the matrix products in a training step, given those of everything else."""
+    """Return the rate of the matrix products in a training step, given all other rates."""
     from puna.models.transformer import Transformer
 
     layers = min(2, config.num_hidden_layers)

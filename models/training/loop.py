@@ -119,7 +119,7 @@ def as_begun(compute: ComputeSettings, folder: Path | None) -> ComputeSettings:
 def _resume(
     folder: Path | None, trainer: Trainer, average: dict[str, Tensor], identity: dict[str, Any], begun: Mapping[str, Tensor] | None
 ) -> tuple[int, TrainLog]:
-    """Return the first step to compute and the rows of those before. `begun`: the optimisers' state of a training without a checkpoint."""
+    """Return the first step to compute and the rows of earlier steps. `begun`: the optimisers' state of a training without a checkpoint."""
     if begun is not None:
         trainer.adopt(begun)
     own = trainer.tensors()

@@ -226,7 +226,7 @@ def _begin(
     rollout: int,
     remember: Remember,
 ) -> Begun:
-    """Sample a rollout; `numbers` become those of its updates."""
+    """Sample a rollout; set `numbers` for its updates."""
     started = time.perf_counter()
     sampled = rollouts.sample(rollout, remember)
     values, weights, returns = estimate(sampled, numbers)
@@ -261,7 +261,7 @@ def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutS
 
 
 def _finish(begun: Begun, config: RolloutSettings, numbers: dict[str, float], rollout: int) -> Row:
-    """Return the row of a rollout, means over its updates; `numbers` become those of the next one."""
+    """Return the row of a rollout, means over its updates; set `numbers` for the next rollout."""
     mean = {
         who: {name: sum(row[name] for row in some) / len(some) for name in some[0]}
         for who, some in begun.rows.items()

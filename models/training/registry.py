@@ -1,4 +1,4 @@
-"""A registry of named things of one kind: Puna's own, and those that other packages offer."""
+"""A registry of named entries of one kind: Puna's own, and entries of other packages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Registry(dict[str, T]):
 
 
 def own_parameters(function: Callable[..., Any], given: Mapping[str, float], name: str) -> dict[str, float]:
-    """Return the keyword-only parameters of a function: those given, checked by its annotations, and the defaults of the others."""
+    """Return the keyword-only parameters of a function: the given values, checked by its annotations, and the defaults of the others."""
     model = _declared(function)
     try:
         return dict(model.model_validate(given))

@@ -68,7 +68,7 @@ class OptimizerSettings(Settings):
         return self
 
     def own(self) -> dict[str, float]:
-        """Return the optimizer's own parameters, those that are not given at their defaults."""
+        """Return the optimizer's own parameters; missing ones have their defaults."""
         return own_parameters(OPTIMIZERS[self.name].__init__, self.parameters, f"optimizer {self.name}")
 
     def reached(self) -> list[Callable[..., Any]]:

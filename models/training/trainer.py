@@ -33,7 +33,7 @@ TIMED = ("seconds", "tokens_per_second", "model_flops_utilization")
 
 
 def rounded(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return weights in that type; those packed in bytes stay."""
+    """Return weights in that dtype; weights packed in bytes stay."""
     return data.to(dtype) if data.is_floating_point() else data
 
 

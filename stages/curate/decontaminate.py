@@ -161,7 +161,8 @@ def fuzzy_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> Fuzz
 
 @dataclass(frozen=True)
 class Match:
-    """The prompt of which a document holds most: `overlap` of its n-grams, `text` the first of them found; `shares` of all prompts."""
+    """The prompt with the largest overlap with a document. `overlap`: share of its n-grams; `text`: the first match; `shares`: of all
+    prompts."""
 
     prompt: int
     overlap: float

@@ -174,7 +174,7 @@ def hints(rules: Container[str]) -> str:
 def check_inputs(inputs: list[External], config: IngestConfig) -> None:
     """Raise PunaError if the beginnings of the inputs cannot be read as configured.
 
-    Parquet files and JSON lines must have the named columns, and not all of the inputs may be without rows.
+    Parquet files and JSON lines must have the named columns, and at least one input must have rows.
     """
     results = [_first(job, config) for job in _jobs(inputs, config)]
     if not any(one is True for one in results):

@@ -70,7 +70,7 @@ class Size:
 def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> None:
     """Choose shape and tokens for a budget, and forecast the loss before the run is paid for (Llama 3, section 3.2.1).
 
-    Shapes are those of the ladder's family, each on the tokens that the budget has for it; the lowest loss of the law's surface wins.
+    Shapes come from the ladder's family, each on the tokens that the budget allows; the lowest loss of the law's surface wins.
     The forecast's interval is the union of the bootstrap's, of the forecast without the lowest budget, and of the error of forecasting
     known budgets, grown with the distance. `recipe.yaml` holds shape, tokens, rows, rate and optimizer: `pretrain` takes them from the
     input `size`, or from a recipe.

@@ -110,7 +110,7 @@ def _trial(
     job: int, arm: int, kept: int, name: str, seed: int, pools: PoolRows, vocab_size: int, begin: int, config: FilterAblationConfig,
     state: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train on kept documents, with the share of those of the rule `arm`; measure on held-out kept ones."""
+    """Train on kept documents with a share of documents that the rule `arm` drops; measure on held-out kept ones."""
     text, shares = Pools.read(pools), np.zeros(len(pools.totals))
     shares[kept] = 1.0
     if arm != kept:

@@ -1,4 +1,4 @@
-"""Modules that are followed and their source files: Puna's, those of plugins, and a user's own."""
+"""Followed modules and their source files: Puna's, plugins', and the user's."""
 
 from __future__ import annotations
 

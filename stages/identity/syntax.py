@@ -50,7 +50,7 @@ class Binding:
 
 
 def statements(body: list[ast.stmt], guards: tuple[Guard, ...] = ()) -> Iterator[Binding]:
-    """Yield the statements of a module; those inside top-level `if`, `try`, `for`, … come with their conditions.
+    """Yield the statements of a module; statements inside top-level `if`, `try`, `for`, … come with their conditions.
 
     The head of a loop or a `with` is a statement of its own if it binds names; so is a test with `x := …`.
     `if TYPE_CHECKING:` never runs.

@@ -58,7 +58,7 @@ def prompts(plan: Plan, row: Fields) -> Values:
 
 
 def preferences(plan: Plan, row: Fields) -> Values:
-    """Return the columns of the preferences table, except those that name the row."""
+    """Return the columns of the preferences table, except the row's ids."""
     context, values = {"pairs": _pair, "kto": _labelled, "ranked": _ranked}[plan.layout](plan, row)
     if not context:
         raise Refused(plan.name("prompt"), "no_prompt", "has no turn before the answers")

@@ -124,7 +124,7 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
 
 @dataclass
 class Files:
-    """Files of an input: format and, if one is named `train`, split by name; and the names of those without rows."""
+    """Files of an input: format and, if one is named `train`, split by name; and the names of files without rows."""
 
     formats: dict[str, str] = field(default_factory=dict)
     splits: dict[str, str] = field(default_factory=dict)
@@ -174,7 +174,7 @@ def split_named(name: str) -> str:
 
 
 def _jobs(inputs: Sequence[External], kind: str, config: ImportConfig, run: StageRun) -> Iterator[Job]:
-    """Yield the files to read; metrics name the skipped files and those held out by the name of their split."""
+    """Yield the files to read; report skipped files, and files held out by their split's name, as metrics."""
     found = {external.name: look(external, config.format) for external in inputs}
     beside = [name for files in found.values() for name in files.beside]
     apart = [name for files in found.values() for name in files.formats if files.heldout(name)]

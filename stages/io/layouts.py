@@ -43,7 +43,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout: the fields it needs (each entry: one of these), those it may have, and what tells it apart, in words."""
+    """A layout: the required fields (each entry: one of these), the optional fields, and a description of its distinctive features."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]

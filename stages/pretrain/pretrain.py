@@ -261,7 +261,7 @@ class Watch:
         return not faults
 
     def averaged(self, model: Transformer, last: Callable[[], Transformer], phase: str) -> None:
-        """Measure the averaged weights in `model`, and put those of the last step back unless the average is better on the set aside."""
+        """Measure the averaged weights in `model`, and restore the last step's weights unless the average is better on the set aside."""
         loss = self.loss(model)
         self.gain, better = self.before - loss, loss < self.before
         self.run.metric(f"averaging_gain_{phase}", self.gain)

@@ -114,7 +114,7 @@ class Sides:
 
 
 def sides_of(each: Callable[..., Iterable[Any]], config: SplitConfig) -> Sides:
-    """Choose the held-out addresses: those with a chance below `heldout_fraction`.
+    """Choose the held-out addresses: addresses with a chance below `heldout_fraction`.
 
     A category with fewer than `heldout_least` such documents gives those with its smallest chances, but never all it has: where it
     would, it gives none. Versions of a page may be of different categories, whose borders differ: what one of them holds out goes

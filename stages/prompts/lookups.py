@@ -141,7 +141,7 @@ class _Edits:
 
 
 def _replaced(known: _Text, text: _Text) -> str:
-    """Return the known answer with the tokens in which its question differs replaced by those of the new question."""
+    """Return the known answer; tokens in which its question differs are replaced by the new question's tokens."""
     changes: dict[str, str] = {}
     for kind, a, b, c, d in SequenceMatcher(None, known.tokens, text.tokens, autojunk=False).get_opcodes():
         if kind == "replace":

@@ -102,7 +102,7 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
 
 
 def _held_out(structures: set[str], config: PromptsConfig) -> set[str]:
-    """Return the held-out structures: those with a small hash if each question has its own, else the share of all."""
+    """Return the held-out structures: those with a small hash if each question has its own structure, else a share of all."""
     if all(structure.startswith(ALONE) for structure in structures):
         return {one for one in structures if hashed(config.seed, one.removeprefix(ALONE)) < config.heldout_fraction * 2**64}
     count = max(1, round(config.heldout_fraction * len(structures)))

@@ -42,7 +42,7 @@ class Found:
 def sniff(external: External) -> Found | None:
     """Return the fields of the rows of an input; None if it has other files than rows (archives, pages) and no row holds text.
 
-    Files may differ: fields with usual names go before others, those of more bytes before those of less.
+    Files may differ: fields with usual names come first, then fields with more bytes.
     """
     tables = [file for file in external.files if suffix(file.name) in FORMATS and file.name.rsplit("/", 1)[-1] not in SIDECARS]
     every = tables[:: max(1, len(tables) // FILES)][:FILES]

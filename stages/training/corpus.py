@@ -30,7 +30,7 @@ class Chosen(NamedTuple):
 def chosen(documents: pa.Table, mixture: Artifact | None, split: str) -> Iterator[Chosen]:
     """Yield the documents (sorted by id) that the mixture puts into `split`; without a mixture, each of them once.
 
-    A selection of the documents is a mixture of those that it keeps, and of those that each rule drops."""
+    A selection is read as one mixture of the kept documents, and one of the documents that each rule drops."""
     ids = documents.column("id").to_pylist()
     if not ids:
         return

@@ -121,7 +121,7 @@ def _counted(part: Part, mixture: Artifact | None, seed: int, most: int) -> dict
 
 @dataclass(frozen=True)
 class PoolRows:
-    """The documents that small runs read, by reference: those of each group, and the bytes that would be read of all of its."""
+    """The documents that small runs read, by reference: the documents of each group, and the total bytes of the group."""
 
     parts: tuple[Partition, ...]
     totals: tuple[int, ...]

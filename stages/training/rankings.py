@@ -50,7 +50,7 @@ def ranked(row: dict[str, Any]) -> Tiers:
 
 
 def labelled(row: dict[str, Any]) -> Tiers:
-    """Return the good and the bad answers of a preference as two tiers, which may be empty; those between are neither."""
+    """Return the good and the bad answers of a preference as two tiers, which may be empty; answers between them are in neither."""
     (edited, best, worst), _ = _sides(row)
     if not best and not worst:
         raise BadRow("one_sided", f"row {row['id']}: neither a good nor a bad answer is known")

@@ -151,7 +151,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Backtest:
-    """A known budget forecast from the points below it: its operations and those of the highest point below, mean losses."""
+    """A known budget forecast from the points below it: its operations, the operations of the highest point below, and mean losses."""
 
     flops: float
     below: float

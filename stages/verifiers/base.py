@@ -77,7 +77,7 @@ class Verifier(StageConfig):
         return ()
 
     def combine(self, scores: Sequence[Score]) -> Score:
-        """Return one score from those of `parts`, none of which is None."""
+        """Combine the scores of `parts`, none of which is None, into one."""
         raise NotImplementedError(f"{type(self).__name__} has no method combine")
 
     def check(self, question: Question) -> None:

@@ -71,7 +71,7 @@ class Link(Peer):
         return PLAIN_CLASSES.get(what) or builtin_error(what)
 
     def invoke(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a function that the tests gave away, and no other."""
+        """Call a function, if the tests passed it to the program."""
         if id(function) not in self.numbers:
             raise TypeError("the tests never gave that away")
         return next(function) if hasattr(type(function), "__next__") else function(*args, **kwargs)

@@ -163,7 +163,7 @@ def to_state(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Te
 
 
 def from_state(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return a file's tensors, the inverse of `to_state`; those of the head unless it shares the embeddings."""
+    """Return a file's tensors, the inverse of `to_state`; the head's too, unless it shares the embeddings."""
     permuted = ARCHITECTURES[config.model_type] == PERMUTED
     inner = {hub: own for own, hub in LAYER.items()}
     outer = {hub: own for own, hub in OUTER.items()}

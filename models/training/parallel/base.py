@@ -50,7 +50,7 @@ class Piece:
         return Piece(tuple(weight.shape), tuple((0, size) for size in weight.shape), **own)
 
     def counts(self, at: Mapping[str, int]) -> bool:
-        """True if the rank at these places is the first of those that have this piece."""
+        """True if the rank at these places is the first that holds this piece."""
         return not self.copy and all(place == 0 or axis in self.cut for axis, place in at.items())
 
     def slices(self) -> tuple[slice, ...]:
@@ -156,7 +156,7 @@ class Parallel:
         return norm if self.processes == 1 else self.mesh.add_everywhere(norm.double().square()).sqrt().float()
 
     def counts(self, name: str) -> bool:
-        """True if this rank is the first of those with the same piece of a weight."""
+        """True if this rank is the first that holds its piece of a weight."""
         return self.pieces[name].counts(self.mesh.at)
 
     # --- whole weights ---

@@ -109,7 +109,7 @@ class Mesh:
 
     @property
     def reader(self) -> int:
-        """Number of this rank among those with micro-batches of their own."""
+        """Index of this rank among the ranks with different micro-batches."""
         place = 0
         for axis in READERS:
             place = place * self.size(axis) + self.at[axis]

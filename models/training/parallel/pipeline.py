@@ -1,7 +1,7 @@
 """Stages of consecutive layers, which a step's micro-batches pass one after the other (1F1B, Narayanan et al. 2021).
 
 Stage s of S runs S - 1 - s micro-batches forward, then one forward and one backward in turn: it never holds more than S - s. Micro-batches
-may have any length. The numbers are those of one process, to the bit.
+may have any length. The numbers are bit-identical to one process.
 """
 
 from __future__ import annotations

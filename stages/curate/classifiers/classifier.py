@@ -89,7 +89,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class _Job:
-    """A model to train on the documents outside `fold` that have a class in the column `name`, to score those of the fold.
+    """A model to train on documents outside `fold` with a class in the column `name`; it scores the documents of the fold.
 
     `quota`: class → how many documents are trained on, and how often each. `state`: the folder in which its training is saved.
     """
@@ -276,7 +276,8 @@ def read_table(file: str | Path) -> pa.Table:
 
 
 def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool, chosen: pa.Array | None = None) -> Iterator[pa.Table]:
-    """Yield the labelled documents of the job's fold (`inside`), or of the others, file by file; `chosen`: those with these ids alone."""
+    """Yield the labelled documents of the job's fold (`inside`), or of the others, file by file; `chosen`: only documents with these
+    ids."""
     for file in files:
         table = read_table(file).select(["fold", job.name, *columns])
         here = pc.equal(table["fold"], job.fold)

@@ -1,7 +1,7 @@
 """A classifier as an artifact: the fastText model of each fold, and the settings to apply them with.
 
-A document is scored by the model of its fold, which was trained without the documents of that fold: those that the
-classifier learned from and those of the next crawl are scored alike, by a model that saw none of them.
+A document is scored by the model of its fold, which was trained without the documents of that fold: the classifier's training documents and
+new ones are scored alike, by a model that saw none of them.
 """
 
 from __future__ import annotations

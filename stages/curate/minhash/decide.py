@@ -127,7 +127,7 @@ def candidates(
 
 class Candidates(NamedTuple):
     """Candidates by component and then by preference: ids, FACTS, signatures [M, P], `bounds` of the components; `hashes` of their
-    shingles, those of each from `start` on."""
+    shingles; each candidate's begin at `start`."""
 
     ids: pa.ChunkedArray
     facts: NDArray[Any]
@@ -161,7 +161,7 @@ def _binary(array: NDArray[Any]) -> pa.Array:
 
 
 def _array(column: pa.ChunkedArray, kind: np.dtype[Any]) -> NDArray[Any]:
-    """Return the bytes of all rows one after another, as an array of its own: loops are compiled for those that can be written."""
+    """Return the concatenated bytes of all rows as a new array: loops are compiled for writable arrays."""
     results = [np.zeros(0, kind)]
     for chunk in column.chunks:
         data, size = chunk.buffers()[-1], kind.itemsize

@@ -31,7 +31,7 @@ BLOCK_ROWS = 1024
 
 
 def write_index(folder: Path, sketches: list[str], config: MinhashDedupConfig) -> None:
-    """Write the index of sketched documents, within bounded memory but for the keys."""
+    """Write the index of sketched documents, in bounded memory, apart from the keys."""
 
     def of(name: str) -> list[NDArray[Any]]:
         return [np.load(f"{begin}-{name}.npy", mmap_mode="r") for begin in sketches]

@@ -186,10 +186,10 @@ def longest_absent_run(sequence_S: Any, sets: Any, k: Any) -> Any:
 class Criteria(NamedTuple):
     """Bounds by which a document is verified as a near-duplicate of another one.
 
-    `words` per shingle. `containment`: the shared shingles are counted by those of the removed document, not by those of
-    either. `similarity` and `distinct` float64[levels]: per doubling of the shingles' width the least similarity, and the
-    least share of distinct shingles of a text that is not repetitive. `estimate`: pairs whose signatures agree in a smaller
-    share are not compared. `new_words`, `new_share`: longest passage of its own, the larger bound counts.
+    `words` per shingle. `containment`: divide the shared shingles by the removed document's, not by the union. `similarity` and `distinct`
+    float64[levels]: per doubling of the shingles' width the least similarity, and the least share of distinct shingles of a text that is
+    not repetitive. `estimate`: pairs whose signatures agree in a smaller share are not compared. `new_words`, `new_share`: longest passage
+    of its own, the larger bound counts.
     """
 
     words: int

@@ -57,7 +57,7 @@ def signed(found: Shingles, config: MinhashDedupConfig, device: Device = "cpu") 
 
 
 def _datasketch_signatures(hashes: U64, offsets: I64, config: MinhashDedupConfig) -> NDArray[Any]:
-    """Return the signatures [D, P] of documents by the hashes of their shingles, one `MinHash` each: those of `puna.kernels.minhash`."""
+    """Return the signatures [D, P] of documents by the hashes of their shingles, one `MinHash` each, equal to `puna.kernels.minhash`."""
     from datasketch import MinHash
 
     size, rows = config.bands * config.rows, []

@@ -276,7 +276,7 @@ class DomainRules(RuleGroup):
 
 
 class LineRules(StageConfig):
-    """Lines of kept documents that go: repetitions (Llama 3, section 3.1.1), and those that C4 removes (Raffel et al. 2020)."""
+    """Removal of lines from kept documents: repetitions (Llama 3, section 3.1.1), and the lines that C4 removes (Raffel et al. 2020)."""
 
     max_ngram_coverage: Annotated[float, Field(ge=0.5, le=1)] | None = Field(
         0.9, description="Maximum fraction of a line's words in n-grams seen earlier; null: any"
@@ -288,7 +288,7 @@ class LineRules(StageConfig):
 
 
 def active_rules(config: StageConfig) -> Iterator[Rule]:
-    """Yield the rules of a configuration whose fields are rule groups, in declared order; those that are off left out."""
+    """Yield the rules of a configuration whose fields are rule groups, in declared order, without inactive ones."""
     groups = {name: group for name in type(config).model_fields if isinstance(group := getattr(config, name), RuleGroup)}
     groups |= getattr(config, "groups", {})
     apart = next((group for group in groups.values() if isinstance(group, CodeReasoningRules)), None)

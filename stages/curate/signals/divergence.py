@@ -67,7 +67,7 @@ class Corpus:
 
 @njit(cache=True)
 def _counted(places: I64, ends: I64, firsts: I64, shift: int) -> tuple[I64, U32]:
-    """Return the bins in which some sorted `places` in the corpus lie, and how many lie in each; bin i ends before the place `ends[i]`.
+    """Return the bins of some sorted `places` in the corpus, and the number of places in each; bin i ends before `ends[i]`.
 
     `firsts`: the bin of every 2^shift-th place, from which the next ones are few steps away.
     """
