@@ -191,11 +191,11 @@ def _lineage(store: Store, artifact: Artifact) -> Html:
 
 def _uses(artifact: Artifact) -> list[Content]:
     """Return the possible uses of an artifact: chat, thresholds, a stage or a flow on it."""
-    found: list[Content] = []
+    results: list[Content] = []
     if artifact.kind == "model":
-        found.append(button("Chat", f"/puna/chat?model={artifact.id}"))
+        results.append(button("Chat", f"/puna/chat?model={artifact.id}"))
     if artifact.manifest.stage == "select":
-        found.append(button("Move its thresholds", f"/puna/rules?artifact={artifact.key[:12]}"))
+        results.append(button("Move its thresholds", f"/puna/rules?artifact={artifact.key[:12]}"))
     links = []
     everything: list[Flow | Stage] = [*load_flows().values(), *load_stages().values()]
     for what in everything:
@@ -204,7 +204,7 @@ def _uses(artifact: Artifact) -> list[Content]:
                 name = flow_name(what) if isinstance(what, Stage) else what.name
                 links.append(tag("li", tag("a", what.name, href=f"/puna/start/{name}?{spec.name}={artifact.id}"), f" as {spec.name}"))
     if links:
-        found.append(details(tag("span", "Use in …", class_="button"), tag("ul", links), class_="menu"))
-    return found
+        results.append(details(tag("span", "Use in …", class_="button"), tag("ul", links), class_="menu"))
+    return results
 
 

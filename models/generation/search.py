@@ -44,11 +44,11 @@ def best_of(engine: AnswerEngine, prompts: Sequence[Sequence[int]], params: Samp
     """Return the best-scored of `params.n` answers to each prompt, the first of equals."""
     rows = engine.generate(prompts, params)
     values = iter(score([(number, answer) for number, row in enumerate(rows) for answer in row]))
-    found = []
+    results = []
     for row in rows:
         value, best = max(((next(values), answer) for answer in row), key=lambda one: one[0])
-        found.append(Found(best, value, _drawn(row), len(row)))
-    return found
+        results.append(Found(best, value, _drawn(row), len(row)))
+    return results
 
 
 def majority(engine: AnswerEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, read: Read) -> list[Found]:

@@ -96,13 +96,13 @@ def dialogue(text: str, field: str) -> list[Message]:
     before, *parts = HUMAN.split(text)
     if before.strip() or not parts:
         raise Refused(field, "not_a_dialogue", f"begins with {text[:40]!r}, not with '\\n\\nHuman:'")
-    found: list[Message] = []
+    results: list[Message] = []
     for number in range(0, len(parts), 2):
         role, content = ("user" if parts[number] == "Human" else "assistant"), parts[number + 1].strip()
         if not content:
             raise Refused(field, "empty", f"turn {number // 2} of {parts[number]} says nothing")
-        found.append({"role": role, "content": content})
-    return found
+        results.append({"role": role, "content": content})
+    return results
 
 
 def is_dialogue(value: Any) -> bool:

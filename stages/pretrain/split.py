@@ -148,11 +148,11 @@ def sides_of(each: Callable[..., Iterable[Any]], config: SplitConfig) -> Sides:
 def _census(rows: pa.Table, least: int) -> dict[str, tuple[int, float, NDArray[np.float64]]]:
     """Return each category's number of documents, largest chance, and `least` smallest chances."""
     chance, names = rows["chance"].to_numpy(), np.array(rows["category"].to_pylist(), dtype=object)
-    found = {}
+    results = {}
     for category in sorted(set(names.tolist())):
         own = np.sort(chance[names == category])
-        found[category] = (len(own), float(own[-1]), own[:least])
-    return found
+        results[category] = (len(own), float(own[-1]), own[:least])
+    return results
 
 
 def _of_categories(rows: pa.Table, categories: frozenset[str], fraction: float) -> set[float]:

@@ -53,16 +53,16 @@ class BadRows:
         *others: tuple[Callable[[T], int], Limit],
     ) -> list[tuple[Row, T]]:
         """Return the rows with their examples; drop those whose size exceeds a limit, or refuse the run for them."""
-        found = []
+        results = []
         for row, made in self.rendered(rows, make):
             over = next(((n, bound) for count, bound in ((size, limit), *others) if (n := count(made)) > bound.tokens), None)
             if over is None:
-                found.append((row, made))
+                results.append((row, made))
             else:
                 tokens, bound = over
                 reason = f"{bound.what} has {tokens} tokens, but {bound.field}={bound.tokens}; {bound.remedy} to keep the row"
                 self.drop(row, "too_long", f"row {row['id']}: {reason}", tokens, bound.tokens)
-        return found
+        return results
 
     def rendered(self, rows: Iterable[Row], make: Callable[[Row], T]) -> Iterator[tuple[Row, T]]:
         """Yield the rows with their examples, of any length."""

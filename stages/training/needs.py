@@ -26,16 +26,16 @@ def models_of(facts: Facts, *inputs: str) -> list[Artifact]:
 
 def chat_template(facts: Facts, *inputs: str) -> list[str]:
     """Return a complaint for each model of these inputs without a tokenizer or a chat template."""
-    found = []
+    results = []
     for model in models_of(facts, *inputs):
         if TOKENIZER not in model.manifest.files:
-            found.append(f"{model.id} has no tokenizer; import the model again from a folder that holds its tokenizer.json")
+            results.append(f"{model.id} has no tokenizer; import the model again from a folder that holds its tokenizer.json")
         elif "chat_template" not in json.loads(model.path(TOKENIZER).read_bytes()):
-            found.append(
+            results.append(
                 f"{model.id} has no chat template, and conversations are rendered by it; import the model with one, "
                 "for example --set chat_template=chatml"
             )
-    return found
+    return results
 
 
 def documents_apart(facts: Facts, *inputs: str) -> list[str]:

@@ -202,12 +202,12 @@ class Reader:
 
     def pieces(self, step: int) -> list[tuple[int, int]]:
         """Return (start, stop) in `packed.tokens` of all pieces of step `step` (from 1)."""
-        found: list[tuple[int, int]] = []
+        results: list[tuple[int, int]] = []
         for position in range(self.rows_before(step), self.rows_before(step + 1)):
             epoch, index = divmod(position, len(self._groups))
             row = self._row(int(self._order(epoch)[index]))
-            found += row if self.longest is None else _cut(row, self.longest.at(step))
-        return found
+            results += row if self.longest is None else _cut(row, self.longest.at(step))
+        return results
 
     def rows_before(self, step: int) -> int:
         """Return the number of rows of all earlier steps."""
@@ -215,7 +215,7 @@ class Reader:
 
     def _row(self, first: int) -> list[tuple[int, int]]:
         packed = self.packed
-        found: list[tuple[int, int]] = []
+        results: list[tuple[int, int]] = []
         last = min(first + self.join, len(packed.rows) - 1)
         previous = -2
         for index in range(int(packed.rows[first]), int(packed.rows[last])):
@@ -224,11 +224,11 @@ class Reader:
             start, stop = int(packed.starts[index]), int(packed.starts[index + 1])
             whole = previous == index - 1 and packed.owners[index] == packed.owners[previous]
             if whole and packed.tokens[start] != self.begin:
-                found[-1] = (found[-1][0], stop)
+                results[-1] = (results[-1][0], stop)
             else:
-                found.append((start, stop))
+                results.append((start, stop))
             previous = index
-        return found
+        return results
 
     def lengths(self, step: int) -> list[int]:
         return [stop - start for start, stop in self.pieces(step)]

@@ -243,11 +243,11 @@ class Mixed:
         return self._taken[index]
 
     def _spans(self, step: int) -> list[tuple[int, int, int]]:
-        found = []
+        results = []
         for index in range((step - 1) * self.rows_per_step, step * self.rows_per_step):
             group, number = self._slot(index)
-            found += [(group, start, stop) for start, stop in self.readers[group].pieces(number + 1)]
-        return found
+            results += [(group, start, stop) for start, stop in self.readers[group].pieces(number + 1)]
+        return results
 
     def lengths(self, step: int) -> list[int]:
         return [stop - start for _, start, stop in self._spans(step)]

@@ -83,15 +83,15 @@ def render_ranked(
     """Render each prompt with the ranked answers of all its preferences, or as many as a packed row holds."""
     limit = limit._replace(what="the prompt with its answers")
     ordered = sorted(rows, key=lambda row: (row["prompt_id"], row["id"]))
-    found: list[Ranked] = []
+    results: list[Ranked] = []
     for row, example in bad.examples(ordered, lambda row: render(tokenizer, row, [tiers_of(row)]), len, limit):
-        if found and found[-1].rows[0]["prompt_id"] == row["prompt_id"] and found[-1].example.prompt == example.prompt:
-            last, more = found[-1], len(example) - len(example.prompt)
+        if results and results[-1].rows[0]["prompt_id"] == row["prompt_id"] and results[-1].example.prompt == example.prompt:
+            last, more = results[-1], len(example) - len(example.prompt)
             if len(last.example) + more <= limit.tokens:
-                found[-1] = Ranked(_joined(last.example, example), [*last.rows, row])
+                results[-1] = Ranked(_joined(last.example, example), [*last.rows, row])
                 continue
-        found.append(Ranked(example, [row]))
-    return found
+        results.append(Ranked(example, [row]))
+    return results
 
 
 def _joined(one: Example, other: Example) -> Example:

@@ -80,11 +80,11 @@ def render_conversation(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[Ex
     """
     with rendering(row):
         rows = tokenizer.render(messages_of(row), tools_of(row))
-    found = []
+    results = []
     for one in rows:
         start = one.trained.index(True)
-        found.append(Example(one.ids[:start], [one.ids[start:]], [one.trained[start:]], []))
-    return found
+        results.append(Example(one.ids[:start], [one.ids[start:]], [one.trained[start:]], []))
+    return results
 
 
 def by_answer(

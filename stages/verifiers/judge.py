@@ -105,7 +105,7 @@ def grades(judge: Loaded, requests: Sequence[str], top: int) -> list[Grade]:
     shared, tokens = _grades_of(judge.tokenizer, top)
     model, device = judge.model, next(judge.model.parameters()).device
     rows = [[*judge.tokenizer.chat([{"role": "user", "content": text}]), *shared] for text in requests]
-    found = [Grade(None, 0.0, len(row)) for row in rows]
+    results = [Grade(None, 0.0, len(row)) for row in rows]
     fitting = [number for number, row in enumerate(rows) if len(row) <= model.config.max_position_embeddings]
     for numbers in batched(fitting, lambda number: len(rows[number]), BATCH_TOKENS):
         forest = Forest.pack([rows[number] for number in numbers])
@@ -113,8 +113,8 @@ def grades(judge: Loaded, requests: Sequence[str], top: int) -> list[Grade]:
         with torch.no_grad():
             means, said = mean_grades(model.logits(model.hidden(forest.to(device))[last]), tokens, range(top + 1))
         for number, mean, answered in zip(numbers, means.tolist(), said.tolist(), strict=True):
-            found[number] = Grade(mean, answered, len(rows[number]))
-    return found
+            results[number] = Grade(mean, answered, len(rows[number]))
+    return results
 
 
 def _grades_of(tokenizer: Tokenizer, top: int) -> tuple[list[int], list[int]]:

@@ -56,11 +56,11 @@ def in_children(items: Sequence[Item], tools: Tools) -> list[Score]:
 def score_chunk(chunk: list[dict[str, Any]], seconds: float) -> list[tuple[float | None, str]]:
     from puna.stages.verifiers.registry import from_json
 
-    found = []
+    results = []
     for job in chunk:
         made = child().score(Item(from_json(job["verifier"]), Question(*job["question"]), job["answer"]), seconds)
-        found.append((made.value, made.detail))
-    return found
+        results.append((made.value, made.detail))
+    return results
 
 
 Row = dict[str, Any]
