@@ -98,7 +98,7 @@ class Worker:
         self._scorings = deque(one for one in self._scorings if one[0] is not scoring)
 
     def _score(self) -> None:
-        """Compute a pass of the scoring that has waited longest."""
+        """Compute one pass of the oldest scoring request."""
         scoring, tell = self._scorings.popleft()
         try:
             if scoring.step():

@@ -118,7 +118,7 @@ def changed(offer: Offer, config: StageConfig) -> tuple[str, ...]:
 
 @cache
 def _recipe(name: str) -> dict[str, Any]:
-    """Return the values of a shipped recipe; not to be changed."""
+    """Return the values of a shipped recipe; callers must not change them."""
     return read_values(name, [])[0]
 
 

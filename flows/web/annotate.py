@@ -92,7 +92,7 @@ class Desk:
         return None if side is None else there.get(side, side)
 
     def save(self) -> Artifact:
-        """Return the judgements so far as preferences, which `judged@latest` then names; the flow `round` learns from them."""
+        """Save the judgements so far as preferences and point `judged@latest` at them; the flow `round` learns from them."""
         if not self.file.exists():
             raise PunaError("nothing was judged yet")
         with self._lock:

@@ -91,7 +91,7 @@ class Child:
         self._line(time.monotonic() + START_SECONDS, "the process that answers did not start")
 
     def waits(self) -> bool:
-        """True if it is alive and has not ended for being idle."""
+        """True if the child is alive and was not stopped as idle."""
         return self._process.poll() is None
 
     def answer(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:

@@ -89,8 +89,7 @@ def perhaps(bits: NDArray[np.uint64], hash_: np.uint64) -> bool:
 
 
 def bits_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
-    """Return a bit for each of 65,536 beginnings of hashes that are mixed, set where one of these begins so: 8 KiB that stay in a core's
-    cache."""
+    """Return a bit for each 16-bit prefix of mixed hashes, set if one of `hashes` has it: 8 KiB that stay in a core's cache."""
     bits = np.zeros(1 << 10, np.uint64)
     for value in hashes:
         bits[value >> 54] |= ONE << np.uint64(value >> 48 & 63)

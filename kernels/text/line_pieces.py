@@ -142,7 +142,7 @@ def frequent_of(hashes: U64, most: int) -> tuple[I64, I64, NDArray[np.bool_]]:
 
 @njit(cache=True)
 def _places(hashes: U64, known: U64, total: int) -> tuple[I64, I64]:
-    """Return the `total` places of hashes that are in the sorted `known`, and where each lies there."""
+    """Return the indices of the `total` hashes in the sorted `known`, and their indices in `known`."""
     at, place = np.empty(total, np.int64), np.empty(total, np.int64)
     if not total:
         return at, place
@@ -226,8 +226,8 @@ def with_blank_lines(data: U8, offsets: I64, documents: I64, starts: I64, stops:
 
 @njit(cache=True)
 def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts: I64, stops: I64) -> tuple[U8, I64, NDArray[np.bool_]]:
-    """Return the texts without the given pieces: bytes, offsets, and which documents lost pieces and have no ink left, of which no byte
-    is kept.
+    """Return the texts without the given pieces: bytes, offsets, and a mask of documents that lost pieces and are now blank; these keep no
+    byte.
 
     Pieces are in order. A removed piece takes one separator with it.
     """

@@ -1,5 +1,5 @@
-"""Hints at personal data in texts and the places of their long numbers, from one pass over their bytes: a search that cannot find
-anything is spared."""
+"""Hints at personal data in texts and the places of their long numbers, from one pass over their bytes: searches without a hint are
+skipped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The driver of PPO and GRPO: roll out, score, estimate advantages, update the policy (and PPO's critic); again.
 
 Rollout k draws prompts, samples and minibatches from (seed, k). So weights, moments and a few numbers after rollout k are the whole state.
-Within a rollout, each wave of answers is saved once scored; the common input of the updates is saved after the first update. A resumed run
+Within a rollout, each wave of answers is saved once scored; and after an update, the common input of the rollout's updates. A resumed run
 is bit-identical.
 """
 

@@ -313,7 +313,7 @@ def inner_matrices(model: nn.Module) -> set[str]:
 def eight_bit_linears(model: nn.Module, kind: Kind) -> list[Linear]:
     """Return the matrices inside the layers, which `linear_precision` puts into 8 bits.
 
-    Raise ValueError if 8 bits would have no effect: on a device without 8-bit products, with grouped experts, or without our linear layers.
+    Raise ValueError if 8 bits cannot be used: on a device without 8-bit products, with grouped experts, or without our linear layers.
     """
     names = inner_matrices(model)
     layers = [m for name, m in model.named_modules() if isinstance(m, Linear) and f"{name}.weight" in names]

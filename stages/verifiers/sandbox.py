@@ -114,7 +114,7 @@ def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: s
 
 @cache
 def _modules() -> list[tuple[str, types.CodeType]]:
-    """Return the compiled modules that run inside, the one that begins last."""
+    """Return the compiled modules that run inside; the entry module is last."""
     modules = (sandbox_wire, sandbox_calls, sandbox_program, sandbox_tester, sandbox_inside)
     return [(module.__name__, compile(Path(str(module.__file__)).read_bytes(), f"<{module.__name__}>", "exec")) for module in modules]
 
@@ -220,7 +220,7 @@ def group(memory_bytes: int) -> Iterator[Group | None]:
 
 
 def _beside() -> Path | None:
-    """Return the nearest cgroup folder above this process in which this user may make children with memory limits."""
+    """Return the parent of this process's cgroup, if this user may make children with memory limits in it, else None."""
     with contextlib.suppress(OSError):
         own = next((line[3:] for line in Path(OWN).read_text().splitlines() if line.startswith("0::")), None)
         if own is None or ".." in own:

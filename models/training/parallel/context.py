@@ -27,7 +27,7 @@ CHUNKS = 16
 
 @dataclass(frozen=True)
 class Deal:
-    """An assignment of rows to ranks: chunks (start, stop) of each rank; and each row's index after all ranks' padded rows are
+    """An assignment of rows to ranks. `chunks`: (start, stop) by rank; `place`: each row's index once all ranks' padded rows are
     concatenated."""
 
     chunks: list[list[tuple[int, int]]]

@@ -1,7 +1,7 @@
 """An estimate of time and memory of a training step under a layout, and the search for layouts that N devices can run.
 
-Time is that of one device's matrices, attention and memory traffic (`puna.models.accounting`), cut over the layout. Exposed transfers, the
-pipeline's bubble and `REACHED`, one factor fitted to one published run, are added. Nothing here imports torch.distributed.
+Time is that of one device's matrices, attention and memory traffic (`puna.models.accounting`), cut over the layout, plus exposed transfers
+and the pipeline's bubble. `REACHED` is one factor, fitted to one published run. Nothing here imports torch.distributed.
 """
 
 from __future__ import annotations
