@@ -21,7 +21,7 @@ def test_ranks_share_the_prompts_and_get_the_answers_of_one_process(ranks: Run, 
 
 def test_a_training_by_rollouts_has_the_log_of_one_process(ranks: Run) -> None:
     one = ranks("sampled", 1, layout={}, again=True)[0]
-    four = ranks("sampled", 4, layout={"data": 4}, again=True)
-    assert all(own == four[0] for own in four) and len(one["log"]) == 2
-    for own, expected in zip(four[0]["log"], one["log"], strict=True):
+    eight = ranks("sampled", 8, layout={"data": 8}, again=True)
+    assert all(own == eight[0] for own in eight) and len(one["log"]) == 2
+    for own, expected in zip(eight[0]["log"], one["log"], strict=True):
         assert own == pytest.approx(expected, rel=1e-5)

@@ -58,5 +58,5 @@ def test_a_layout_of_other_processes_is_refused_by_name():
 
 
 def test_a_layout_that_no_test_proves_is_refused():
-    with pytest.raises(ValueError, match="no test proves the layout data 2 x shard 2 x tensor 2"):
-        PretrainConfig(compute={"layout": {"data": 2, "tensor": 2, "shard": 2}})
+    with pytest.raises(ValueError, match="no test proves the layout pipeline 2 x tensor 2"):
+        PretrainConfig(compute={"layout": {"pipeline": 2, "tensor": 2}})

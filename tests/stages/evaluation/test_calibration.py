@@ -64,7 +64,7 @@ def test_the_stage_reports_it_of_the_options_probabilities(store: Store, model: 
 
 
 @stage(kind="model", version="1")
-def copied(model: Model, instructions: list[Instructions], config: StageConfig, run: StageRun) -> None:
+def left_as_it_was(model: Model, instructions: list[Instructions], config: StageConfig, run: StageRun) -> None:
     """Stand for a fine-tuned model: a copy of what it began from."""
     for file in Path(model.path()).iterdir():
         if file.is_file() and file.suffix in (".json", ".safetensors") and file.name != "manifest.json":
@@ -82,7 +82,7 @@ def test_numbers_of_the_clean_part_stand_beside_the_whole(store: Store, model: C
         for text, split in said
     ]  # fmt: skip
     instructions = store.import_table("instructions", pa.Table.from_pylist(turns, schema=table_schema("instructions").schema))
-    given = execute(copied, StageConfig(), {"model": model(), "instructions": [instructions]}, store)
+    given = execute(left_as_it_was, StageConfig(), {"model": model(), "instructions": [instructions]}, store)
     tasks = task(rows, **CHOICE, task="mine")
     overlaps = execute(contamination, ContaminationConfig(), {"prompts": None, "tasks": [tasks], "model": given}, store)
     asked = {"model": given, "tasks": [tasks]}
