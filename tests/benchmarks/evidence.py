@@ -184,8 +184,8 @@ def languages(folder: Path, write: bool) -> dict[str, float]:
     import language_table
     from languages import code_of, ntrex_documents, udhr_documents
 
-    from puna.flows.cli.fairness import Labelled, fairness
     from puna.models.languages.scripts import script
+    from tests.benchmarks.fairness import Labelled, fairness
 
     news: dict[tuple[str, str | None], list[str]] = {}
     law: dict[tuple[str, str | None], list[str]] = {}
