@@ -71,8 +71,8 @@ def _trimmed(difference: Tensor, density: float) -> Tensor:
 
 
 def average(
-    states: Sequence[Mapping[str, Tensor] | nn.Module], weights: Sequence[float] | None = None, method: AverageMethod = "linear", *, base:
-    Mapping[str, Tensor] | nn.Module | None = None, density: float = 0.2,
+    states: Sequence[Mapping[str, Tensor] | nn.Module], weights: Sequence[float] | None = None, method: AverageMethod = "linear", *,
+    base: Mapping[str, Tensor] | nn.Module | None = None, density: float = 0.2,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the average of models or state dictionaries with the same names and shapes.
 
@@ -90,8 +90,8 @@ def average(
 
 
 def average_checkpoints(
-    folders: Sequence[Path], target: Path, weights: Sequence[float] | None = None, method: AverageMethod = "linear", *, base: Path | None =
-    None, density: float = 0.2,
+    folders: Sequence[Path], target: Path, weights: Sequence[float] | None = None, method: AverageMethod = "linear", *,
+    base: Path | None = None, density: float = 0.2,
 ) -> None:  # fmt: skip
     """Write the average of Hugging Face model folders, as `average` has it, to `target`, one tensor in memory at a time
     per checkpoint; configuration and tokenizer are copied from the first folder. Each tensor has the widest of its dtypes.

@@ -81,8 +81,8 @@ class Sampler(Generic[ExampleT, BatchT]):
     """
 
     def __init__(
-        self, examples: Sequence[ExampleT], batch_size: int | Ramp, collate: Callable[[list[ExampleT]], BatchT], *, length:
-        Callable[[ExampleT], int], micro_batch_tokens: int, seed: int,
+        self, examples: Sequence[ExampleT], batch_size: int | Ramp, collate: Callable[[list[ExampleT]], BatchT], *,
+        length: Callable[[ExampleT], int], micro_batch_tokens: int, seed: int,
     ) -> None:  # fmt: skip
         if not len(examples):
             raise ValueError("there are no examples to train on")

@@ -43,8 +43,8 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 
 def learning_rate(
-    step: int, *, steps: int, peak: float, warmup_steps: int = 0, schedule: Schedule = "cosine", final_ratio: float = 0.0, decay_steps: int
-    = 0, anneal_steps: int = 0,
+    step: int, *, steps: int, peak: float, warmup_steps: int = 0, schedule: Schedule = "cosine", final_ratio: float = 0.0,
+    decay_steps: int = 0, anneal_steps: int = 0,
 ) -> float:  # fmt: skip
     """Return the learning rate of optimisation step `step`, counted from 1 to `steps`.
 

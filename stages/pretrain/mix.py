@@ -112,8 +112,8 @@ class Share(NamedTuple):
 
 @stage(kind="mixture")
 def mix(
-    documents: Documents, split: Mixture, weights: Evaluation | None, deduplicated: list[Documents] | None, config: MixConfig, run:
-    StageRun,
+    documents: Documents, split: Mixture, weights: Evaluation | None, deduplicated: list[Documents] | None, config: MixConfig,
+    run: StageRun,
 ) -> None:  # fmt: skip
     """Set how often each training document of a split is read (Llama 3, section 3.1.2).
 

@@ -219,8 +219,8 @@ def load_model(
 
 
 def load_served(
-    artifact: Artifact, serving: ServingSettings, work: Work, run: StageRun, step_tokens: int | None = None, draft: Transformer | None =
-    None,
+    artifact: Artifact, serving: ServingSettings, work: Work, run: StageRun, step_tokens: int | None = None,
+    draft: Transformer | None = None,
 ) -> tuple[Transformer, Tokenizer, dict[str, Any]]:  # fmt: skip
     """Load a language model as `serving` configures it; return it with its tokenizer and its engine's limits.
 
@@ -263,8 +263,8 @@ def divergence_named(what: str) -> Iterator[None]:
 
 
 def fit(
-    model: Any, objective: Callable[..., Any], batches: Callable[[int], Any], config: TrainConfig, run: StageRun, scales: Mapping[str,
-    float] | None = None, sampled: bool = False, watch: TaskWatch | None = None,
+    model: Any, objective: Callable[..., Any], batches: Callable[[int], Any], config: TrainConfig, run: StageRun,
+    scales: Mapping[str, float] | None = None, sampled: bool = False, watch: TaskWatch | None = None,
 ) -> list[dict[str, float]]:  # fmt: skip
     """Train with the one loop; the run's checkpoints lie in its scratch folder, the log in `training_log`.
 

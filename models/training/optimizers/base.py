@@ -109,7 +109,8 @@ def _mapped(tensor: Tensor) -> Tensor:
         return tensor.cpu()
     with tempfile.NamedTemporaryFile(prefix="puna-moments-") as file:
         try:
-            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
+            if hasattr(os, "posix_fallocate"):  # macOS lacks it: there a full disk ends the process at a write
+                os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
         except OSError as error:
             need = f"{tensor.nbytes / 1e9:.3g} GB of an optimizer's state"
             raise ValueError(f"{tempfile.gettempdir()} has no room for {need} ({error.strerror}): set TMPDIR to another folder") from error
