@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -29,7 +30,6 @@ from puna.models.training.settings import GrpoSettings, LoraSettings, TrainConfi
 from puna.models.training.state import load_state
 from puna.models.training.trainer import TIMED, Trainer
 from puna.models.transformer import Transformer
-from puna.stages.training.lora import inject
 
 PLAIN: dict[str, Any] = {
     "vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -46,6 +46,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe": {"moe": MOE},
     "mla": {"num_key_value_heads": 4, "mla": {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}},
 }
+DEVICE = "cpu"
+"""Where the models are: the script of GPU measurements sets it."""
 OBJECTIVES = ("pretrain", "sft", "dpo", "reward", "distill", "ppo", "value", "grpo")
 SCALAR = ("reward", "value")
 
@@ -58,8 +60,10 @@ def network(variant: str, objective: str = "pretrain", seed: int = 0) -> Transfo
             if parameter.ndim == 1:
                 parameter.add_(torch.empty_like(parameter).normal_(0, 0.3, generator=generator))
     if variant == "lora":
+        from puna.stages.training.lora import inject
+
         inject(model, LoraSettings(rank=4), 0)
-    return model
+    return model.to(DEVICE)
 
 
 def _conversations(step: int, count: int) -> list[Targets]:
@@ -130,14 +134,14 @@ def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, micro: int =
         gradients = {}
         for name in trainer.parallel.pieces:
             weight = trainer.weights.get(name)
-            gradients[name] = trainer.parallel.gathered(name, None if weight is None else weight.grad).clone()
+            gradients[name] = trainer.parallel.gathered(name, None if weight is None else weight.grad).clone().cpu()
             if weight is not None:
                 weight.grad = None
         rows = [trainer.step(step, micro_batches(objective, step, micro), seed=1) for step in (1, 2)]
     return {
         "gradients": gradients,
         "rows": [{name: value for name, value in row.items() if name not in TIMED} for row in rows],
-        "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "weights": {name: p.detach().clone().cpu() for name, p in model.named_parameters()},
     }
 
 
@@ -225,6 +229,13 @@ def restored(members: Sequence[int], layout: dict[str, int], folder: str, varian
     return {"digest": digest.hexdigest()}
 
 
+def in_small_chunks(members: Sequence[int], chunk_bytes: int, **given: Any) -> dict[str, float]:
+    """Return `compare` with an output layer that computes few rows at a time."""
+    one_process(given["objective"], "plain", 5, ())  # other tests compare with it, too
+    with mock.patch("puna.kernels.output_layer.CHUNK_BYTES", chunk_bytes):
+        return compare(members, **given)
+
+
 def refusal(members: Sequence[int], **given: Any) -> str:
     """Return the message with which a layout is refused."""
     try:
@@ -274,4 +285,7 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
     return [[float(len(c.tokens)) for c in some] for some in completions]
 
 
-JOBS: dict[str, Callable[..., Any]] = {"compare": compare, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds, "sampled": sampled}
+JOBS: dict[str, Callable[..., Any]] = {
+    "compare": compare, "in_small_chunks": in_small_chunks, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds,
+    "sampled": sampled,
+}  # fmt: skip

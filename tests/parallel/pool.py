@@ -60,7 +60,7 @@ def serve() -> None:
     """Run the jobs that come on the standard input until it ends."""
     import torch
 
-    from puna.models.training.parallel.mesh import group_of, join
+    from puna.models.training.parallel.mesh import back_group, group_of, join
     from tests.parallel.cases import JOBS
 
     out = os.fdopen(os.dup(1), "w", buffering=1)
@@ -70,6 +70,7 @@ def serve() -> None:
     # Jobs of two or four ranks then make no group, which all ranks would have to make.
     for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [0, 1, 2, 3]):
         group_of(ranks)
+    back_group()
     for line in sys.stdin:
         given = json.loads(line)
         try:

@@ -26,6 +26,13 @@ def test_data(ranks: Run, objective: str):
     check(ranks, {"data": 2}, objective, "tied")
 
 
+@pytest.mark.parametrize("objective", ["pretrain", "ppo"])
+def test_ranks_with_unequal_vocabularies_compute_the_same_rows_together(ranks: Run, objective: str):
+    """Of 37 tokens one has 19, the other 18, of which five rows fit where the other's four do."""
+    for result in ranks("in_small_chunks", 2, chunk_bytes=4 * 18 * 5, layout={"tensor": 2}, objective=objective):
+        assert max(result.values()) <= EQUAL, result
+
+
 @pytest.mark.parametrize("variant", ["lora", "moe", "mla"])
 def test_data_of_variants(ranks: Run, variant: str):
     check(ranks, {"data": 2}, "sft", variant)

@@ -70,6 +70,7 @@ class Parallel:
         self.whole, self.mesh = whole, mesh
         self.beside: dict[str, Parallel] = {}
         self.model: nn.Module = whole
+        self.device = next(whole.parameters()).device
         self.parameters = {name: p for name, p in whole.named_parameters() if p.requires_grad}
         self.pieces = {name: Piece.of(p) for name, p in self.parameters.items()}
 
@@ -129,7 +130,7 @@ class Parallel:
         if self.mesh.counts:
             assert loss is not None
             values = torch.stack([loss, *(metrics[name] for name in names)]).double().cpu()
-        values = self.mesh.add_everywhere(values).float()
+        values = self.mesh.add_everywhere(values).float().to(self.device)
         return values[0], dict(zip(names, values[1:], strict=True))
 
     def add_gradients(self, weights: Mapping[str, Tensor]) -> None:
@@ -152,7 +153,7 @@ class Parallel:
     def norm(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Return the global norm of the gradients; each piece counts once, however many ranks have it."""
         gradients = [w.grad for name, w in weights.items() if w.grad is not None and self.counts(name)]
-        norm = gradient_norm(gradients)
+        norm = gradient_norm(gradients).to(self.device)  # without gradients it is on the CPU
         return norm if self.processes == 1 else self.mesh.add_everywhere(norm.double().square()).sqrt().float()
 
     def counts(self, name: str) -> bool:

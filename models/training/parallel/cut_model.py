@@ -20,6 +20,7 @@ from puna.models.training.parallel.base import Piece
 from puna.models.training.parallel.collectives import add_gradients, exchange_rows, gather_rows, scatter_rows
 from puna.models.training.parallel.layout import READERS
 from puna.models.training.parallel.mesh import Mesh, bounds, cut
+from puna.models.training.parallel.vocabulary import Share
 from puna.models.transformer import Attend, Block, Decoder, Embedding, Experts, Linear, MoeMLP, Transformer, forest_attend
 
 OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
@@ -84,7 +85,8 @@ class CutTransformer(Transformer):
         with torch.device("meta"):
             super().__init__(whole.config, whole.head)
         self.mesh, self.tensor = mesh, mesh.group("tensor")
-        self.first_token, _ = bounds(whole.config.vocab_size, mesh.size("tensor"), mesh.at["tensor"])
+        vocabulary, p = whole.config.vocab_size, mesh.size("tensor")
+        self.share = Share(bounds(vocabulary, p, mesh.at["tensor"])[0], cut(vocabulary, p), self.tensor)
         if self.tensor is not None:
             self._cut_matrices(self.model)
         if (experts := mesh.group("expert")) is not None:
@@ -95,7 +97,7 @@ class CutTransformer(Transformer):
     def _cut_matrices(self, decoder: Decoder) -> None:
         with torch.device("meta"):
             embedding = VocabularyEmbedding(self.config.vocab_size, self.config.hidden_size)
-        embedding.group, embedding.start = self.tensor, self.first_token
+        embedding.group, embedding.start = self.tensor, self.share.start
         decoder.embed_tokens = embedding
         for block in decoder.layers:
             assert isinstance(block, Block)
@@ -129,7 +131,7 @@ class CutTransformer(Transformer):
         if self.tensor is None:
             return super().logits(hidden_ND)
         logits_VN = self.lm_head(add_gradients(hidden_ND, self.tensor)).T
-        short = cut(self.config.vocab_size, self.mesh.size("tensor")) - len(logits_VN)
+        short = self.share.most - len(logits_VN)
         padded_VN = nn.functional.pad(logits_VN, (0, 0, 0, short))
         return gather_rows(padded_VN, self.config.vocab_size, self.tensor, partial=False).T
 
@@ -137,13 +139,13 @@ class CutTransformer(Transformer):
         if self.tensor is None:
             return super().token_logprobs(forest, positions, targets, temperature)
         hidden_ND = self.hidden(forest)[positions]
-        return vocabulary.token_logprobs(hidden_ND, self.lm_head.weight, self.first_token, targets, temperature, self.tensor)
+        return vocabulary.token_logprobs(hidden_ND, self.lm_head.weight, targets, temperature, self.share)
 
     def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         if self.tensor is None:
             return super().cross_entropy(forest, positions, targets, weights)
         hidden_ND = self.hidden(forest)[positions]
-        return vocabulary.cross_entropy(hidden_ND, self.lm_head.weight, self.first_token, targets, weights, self.tensor)
+        return vocabulary.cross_entropy(hidden_ND, self.lm_head.weight, targets, weights, self.share)
 
 
 def piece_of(name: str, weight: Tensor, mesh: Mesh) -> Piece:

@@ -56,6 +56,8 @@ def join(device: str = "cpu") -> None:
         raise ConnectionError(f"rank {rank} of {world} cannot reach rank 0 at {host}:{port}: {str(error).splitlines()[0]}") from error
     global _store
     _store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+    if device == "cuda":  # "cuda" is then this rank's own GPU
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"  # texts and counts are exchanged in the host's memory
     dist.init_process_group(backend, store=_store, rank=rank, world_size=world, timeout=TIMEOUT)
 
@@ -71,6 +73,7 @@ class Mesh:
         self.layout = layout
         self._groups: dict[str, Any] = {}
         self._ranks: dict[str, list[int]] = {}
+        self.back: Any = None
         if layout.processes == 1:
             self.index, self.at, self.everyone = 0, dict.fromkeys(AXES, 0), None
             return
@@ -84,6 +87,8 @@ class Mesh:
         self.index = members.index(dist.get_rank())
         self.at = dict(zip(AXES, places[self.index], strict=True))
         self.everyone = group_of(members)
+        if layout.pipeline > 1:
+            self.back = back_group()
         for number, axis in enumerate(AXES):
             if sizes[number] == 1:
                 continue
@@ -186,6 +191,16 @@ def group_of(ranks: Sequence[int]) -> Any:
     if tuple(ranks) not in _GROUPS:
         _GROUPS[tuple(ranks)] = dist.new_group(list(ranks), timeout=TIMEOUT)
     return _GROUPS[tuple(ranks)]
+
+
+def back_group() -> Any:
+    """Return a second group of all processes, for what a pipeline sends back.
+
+    NCCL exchanges of two ranks in one group follow each other: if both send first, each waits for the other to receive.
+    """
+    if () not in _GROUPS:
+        _GROUPS[()] = dist.new_group(timeout=TIMEOUT)
+    return _GROUPS[()]
 
 
 def cut(size: int, parts: int) -> int:

@@ -115,7 +115,7 @@ class Pipelined(Parallel):
             given.requires_grad_()
         if not self._is_last:
             out = self._held.through(forest.to(weight.device), given)
-            self._send(out.detach(), self._stage + 1)
+            self._send(out.detach(), self._stage + 1, None)
             return given, out, {}
         self._held.given = given
         loss, values = compute(self.model, part)
@@ -127,21 +127,21 @@ class Pipelined(Parallel):
         gradient = None
         if not self._is_last:
             gradient = torch.empty_like(out)
-            dist.recv(gradient, self.mesh.rank("pipeline", self._stage + 1))
+            dist.recv(gradient, self.mesh.rank("pipeline", self._stage + 1), self.mesh.back)
         torch.autograd.backward(out, gradient)
         if given is not None:
             assert given.grad is not None
-            self._send(given.grad, self._stage - 1)
+            self._send(given.grad, self._stage - 1, self.mesh.back)
 
-    def _send(self, values: Tensor, stage: int) -> None:
+    def _send(self, values: Tensor, stage: int, group: Any) -> None:
         values = values.contiguous()
-        self._sent.append((dist.isend(values, self.mesh.rank("pipeline", stage)), values))
+        self._sent.append((dist.isend(values, self.mesh.rank("pipeline", stage), group), values))
 
     def _add_tied(self) -> None:
         """Add the gradients of the embedding and of the output layer, which are one matrix on two stages."""
         weight = self.parameters.get(EMBEDDING)
         shape = self.pieces[EMBEDDING].shape
-        gradient = torch.zeros(shape) if weight is None or weight.grad is None else weight.grad
+        gradient = torch.zeros(shape, device=self.device) if weight is None or weight.grad is None else weight.grad
         self.mesh.add(gradient, "pipeline")
         if weight is not None:
             weight.grad = gradient

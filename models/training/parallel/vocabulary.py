@@ -1,14 +1,15 @@
 """The output layer whose vocabulary is cut over ranks: losses and log-probabilities without the logits of all tokens in one place.
 
 A chunk's maximum and its sums go over the ranks; logits stay (Shoeybi et al. 2019, section 3). Shapes: N rows, D width, V tokens of this
-rank from `start` on, C rows of a chunk.
+rank, C rows of a chunk.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,18 @@ from torch import Tensor
 from puna.kernels.linear import product
 from puna.kernels.output_layer import chunks
 from puna.models.training.parallel.collectives import add_gradients
+
+
+class Share(NamedTuple):
+    """A rank's tokens: from `start` on, `most` of them at most on any rank of the group."""
+
+    start: int
+    most: int
+    group: Any
+
+    def chunks(self, rows: int, w_VD: Tensor) -> Iterator[slice]:
+        """Return the slices of the rows that all ranks compute together: the same on each, however many tokens it has."""
+        return chunks(rows, w_VD[:1].expand(self.most, -1))
 
 
 def _normalised(z_CV: Tensor, own: Tensor, inside: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -41,13 +54,13 @@ def _places(targets: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_ND, w_VD, start, targets, weights, group):
-        own, inside = _places(targets, start, len(w_VD))
+    def forward(ctx, x_ND, w_VD, targets, weights, share):
+        own, inside = _places(targets, share.start, len(w_VD))
         dx_ND, dw_VD, loss = torch.zeros_like(x_ND), torch.zeros_like(w_VD), x_ND.new_zeros(())
-        for rows in chunks(len(x_ND), w_VD):
-            lse, picked, p_CV, _ = _normalised(product(x_ND[rows], w_VD), own[rows], inside[rows], group)
+        for rows in share.chunks(len(x_ND), w_VD):
+            lse, picked, p_CV, _ = _normalised(product(x_ND[rows], w_VD), own[rows], inside[rows], share.group)
             loss += ((lse - picked) * weights[rows]).sum()
-            p_CV[torch.arange(len(p_CV)), own[rows]] -= inside[rows].to(p_CV.dtype)
+            p_CV[torch.arange(len(p_CV), device=own.device), own[rows]] -= inside[rows].to(p_CV.dtype)
             d_CV = p_CV.mul_(weights[rows, None])
             dx_ND[rows] = product(d_CV, w_VD.T)
             dw_VD.addmm_(d_CV.T, x_ND[rows])
@@ -57,45 +70,45 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         dx_ND, dw_VD = ctx.saved_tensors
-        return dx_ND * grad, dw_VD * grad, None, None, None, None
+        return dx_ND * grad, dw_VD * grad, None, None, None
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_ND, w_VD, start, targets, temperature, group):
-        own, inside = _places(targets, start, len(w_VD))
+    def forward(ctx, x_ND, w_VD, targets, temperature, share):
+        own, inside = _places(targets, share.start, len(w_VD))
         logprobs, entropies = x_ND.new_empty(len(x_ND)), x_ND.new_empty(len(x_ND))
-        for rows in chunks(len(x_ND), w_VD):
+        for rows in share.chunks(len(x_ND), w_VD):
             z_CV = product(x_ND[rows], w_VD) / temperature
-            lse, picked, _, mean = _normalised(z_CV, own[rows], inside[rows], group)
+            lse, picked, _, mean = _normalised(z_CV, own[rows], inside[rows], share.group)
             logprobs[rows], entropies[rows] = picked - lse, lse - mean
         ctx.save_for_backward(x_ND, w_VD, own, inside)
-        ctx.temperature, ctx.group = temperature, group
+        ctx.temperature, ctx.share = temperature, share
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx, g_logprobs, g_entropies):
         x_ND, w_VD, own, inside = ctx.saved_tensors
         dx_ND, dw_VD = torch.zeros_like(x_ND), torch.zeros_like(w_VD)
-        for rows in chunks(len(x_ND), w_VD):
+        for rows in ctx.share.chunks(len(x_ND), w_VD):
             z_CV = product(x_ND[rows], w_VD) / ctx.temperature
-            _, _, p_CV, mean = _normalised(z_CV, own[rows], inside[rows], ctx.group)
+            _, _, p_CV, mean = _normalised(z_CV, own[rows], inside[rows], ctx.share.group)
             # d log p(t) = one-hot - p;  d H = -p (z - sum(p z))
             d_CV = -p_CV * (g_logprobs[rows, None] + g_entropies[rows, None] * (z_CV - mean[:, None]))
-            d_CV[torch.arange(len(d_CV)), own[rows]] += g_logprobs[rows] * inside[rows]
+            d_CV[torch.arange(len(d_CV), device=own.device), own[rows]] += g_logprobs[rows] * inside[rows]
             d_CV /= ctx.temperature
             dx_ND[rows] = product(d_CV, w_VD.T)
             dw_VD.addmm_(d_CV.T, x_ND[rows])
-        return dx_ND, dw_VD, None, None, None, None
+        return dx_ND, dw_VD, None, None, None
 
 
-def cross_entropy(x_ND: Tensor, w_VD: Tensor, start: int, targets: Tensor, weights: Tensor, group: Any) -> Tensor:
+def cross_entropy(x_ND: Tensor, w_VD: Tensor, targets: Tensor, weights: Tensor, share: Share) -> Tensor:
     """Return `linear_cross_entropy` over the vocabulary of all ranks; x is the same on each, and so is its gradient."""
-    loss: Tensor = _CrossEntropy.apply(add_gradients(x_ND, group), w_VD, start, targets, weights, group)
+    loss: Tensor = _CrossEntropy.apply(add_gradients(x_ND, share.group), w_VD, targets, weights, share)
     return loss
 
 
-def token_logprobs(x_ND: Tensor, w_VD: Tensor, start: int, targets: Tensor, temperature: float, group: Any) -> tuple[Tensor, Tensor]:
+def token_logprobs(x_ND: Tensor, w_VD: Tensor, targets: Tensor, temperature: float, share: Share) -> tuple[Tensor, Tensor]:
     """Return `linear_token_logprobs` over the vocabulary of all ranks; x is the same on each, and so is its gradient."""
-    both: tuple[Tensor, Tensor] = _TokenLogprobs.apply(add_gradients(x_ND, group), w_VD, start, targets, temperature, group)
+    both: tuple[Tensor, Tensor] = _TokenLogprobs.apply(add_gradients(x_ND, share.group), w_VD, targets, temperature, share)
     return both
