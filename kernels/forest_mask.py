@@ -164,24 +164,21 @@ class ForestMask:
     # --- GPU ---
 
     @torch.inference_mode(False)
-    def blocks(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def blocks(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the blocks of `columns` keys to visit for each block of `rows` queries, and the inverse.
 
-        The tuple is (order_qk, counts_qk, order_kq, counts_kq, turns_kq). `order_qk` [blocks of queries, blocks of keys] int32
+        The tuple is (order_qk, counts_qk, order_kq, counts_kq). `order_qk` [blocks of queries, blocks of keys] int32
         begins with the key blocks of which every query sees every key, then those that need the mask;
-        `counts_qk` [blocks of queries, 2] int32 says where either part ends. `turns_kq`, shaped as `order_kq`: how many
-        blocks of keys before this one visit the same queries. Made on `end`'s device without waiting for it. A block
-        of keys is skipped by its largest `end`, needs no mask by its smallest.
+        `counts_qk` [blocks of queries, 2] int32 says where either part ends. Made on `end`'s device without waiting for it.
+        A block of keys is skipped by its largest `end`, needs no mask by its smallest.
         """
         if (rows, columns) not in self._blocks:
             kinds_QK = self._block_kinds(rows, columns)
-            order_KQ, counts_K2 = _visits(kinds_QK.T)
-            turns_KQ = ((kinds_QK.T > 0).cumsum(0) - 1).gather(1, order_KQ.long()).to(torch.int32)
-            self._blocks[rows, columns] = (*_visits(kinds_QK), order_KQ, counts_K2, turns_KQ)
+            self._blocks[rows, columns] = (*_visits(kinds_QK), *_visits(kinds_QK.T))
         return self._blocks[rows, columns]
 
     @cached_property
-    def _blocks(self) -> dict[tuple[int, int], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    def _blocks(self) -> dict[tuple[int, int], tuple[Tensor, Tensor, Tensor, Tensor]]:
         return {}
 
     def _block_kinds(self, rows: int, columns: int) -> Tensor:

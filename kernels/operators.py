@@ -27,10 +27,10 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @contextmanager
-def in_turn(ordered: bool) -> Iterator[None]:
+def deterministic(wanted: bool) -> Iterator[None]:
     """Switch torch's deterministic algorithms on or off; operators without one warn, as torch's matrix products on a GPU may."""
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(ordered, warn_only=True)
+    torch.use_deterministic_algorithms(wanted, warn_only=True)
     try:
         yield
     finally:

@@ -149,8 +149,8 @@ class ComputeSettings(Settings):
     )
     deterministic: bool = Field(
         False,
-        description="Sums on a GPU in the same order in every run, so that a resumed run ends with the same bits: attention's gradients "
-        "then wait for each other. On a CPU it is so always",
+        description="Sums on a GPU in the same order in every run, so that a resumed run ends with the same bits: torch's operators then "
+        "take slower versions. On a CPU it is so always",
     )
     micro_batch_tokens: int = Field(
         8192, ge=16, description="Tokens of one forward and backward pass; a larger step is split, and its gradients are added up"

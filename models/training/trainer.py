@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from puna.kernels.adamw import clipping_factor
-from puna.kernels.operators import in_turn
+from puna.kernels.operators import deterministic
 from puna.kernels.quantized_linear import Kind, require_products
 from puna.models import accounting
 from puna.models.config import ModelConfig
@@ -162,7 +162,7 @@ class Trainer:
         if not micro:
             raise ValueError("a step needs at least one batch")
         tokens = sum(len(part) for part in micro)
-        with _seeded(seed, self.device), in_turn(True) if self.config.compute.deterministic else nullcontext():
+        with _seeded(seed, self.device), deterministic(True) if self.config.compute.deterministic else nullcontext():
             parts = self.parallel.deal(micro)
             options = self._totals(parts, len(micro))
 

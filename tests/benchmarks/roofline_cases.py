@@ -77,7 +77,6 @@ class Case:
     bytes: tuple[float, float]  # forward, backward
     flops: tuple[float, float]
     peers: dict[str, Function] = field(default_factory=dict)
-    in_turn: bool = False  # under torch's deterministic algorithms
 
 
 def compiled(function: Function, machine: Machine) -> dict[str, Function]:
@@ -173,8 +172,6 @@ def _attention(m: Machine, size: int) -> Iterator[Case]:
             peers = {"SDPA, dense mask": partial(sdpa, attn_mask=mask.dense())} | _varlen(documents, m.device)
         ours = partial(attention, mask=mask)
         yield Case(f"attention, {name}", ours, (q, k, v), (moved, 2 * moved), (flops, 2.5 * flops), peers)
-        if len(documents) == 1 and m.device.type == "cuda":
-            yield Case(f"attention, {name}, in turn", ours, (q, k, v), (moved, 2 * moved), (flops, 2.5 * flops), in_turn=True)
 
 
 def _varlen(documents: list[int], device: torch.device) -> dict[str, Function]:
@@ -188,7 +185,7 @@ def _varlen(documents: list[int], device: torch.device) -> dict[str, Function]:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         repeat = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
-        return varlen_attn(q, k, v, cuts, cuts, max(documents), max(documents), is_causal=True)
+        return varlen_attn(q, k, v, cuts, cuts, max(documents), max(documents), window_size=(-1, 0))
 
     return {"varlen": run}
 

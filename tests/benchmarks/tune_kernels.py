@@ -50,8 +50,9 @@ def candidates(place: Place) -> Iterator[Configuration]:
 
 def _registers(place: Place, values: Configuration) -> float:
     """Return the least registers of a thread's 255 that sums and scores take; a kernel that needs more is not compiled."""
-    own = values.rows if place.kernel == "attention_forward" else 2 * values.columns
-    return (own * place.width + values.rows * values.columns) / (32 * values.warps)
+    own = 2 * values.columns if place.kernel == "attention_key_gradient" else values.rows
+    scores = (1 if place.kernel == "attention_forward" else 2) * values.rows * values.columns
+    return (own * place.width + scores) / (32 * values.warps)
 
 
 def _attention(place: Place, device: torch.device, tokens: int) -> Run:
@@ -64,7 +65,7 @@ def _attention(place: Place, device: torch.device, tokens: int) -> Run:
     if place.kernel == "attention_forward":
         return lambda: (attention(q.detach(), k.detach(), v.detach(), mask),)
     upstream = torch.randn(tokens, heads, place.width, device=device).to(dtype)
-    # The forward's time is in it for all configurations alike; its layout holds the backward's blocks.
+    # The forward's time is in it for all configurations alike; its layout holds the gradients' blocks.
     return lambda: torch.autograd.grad(attention(q, k, v, mask), (q, k, v), upstream)
 
 
@@ -91,8 +92,8 @@ def _scaled(place: Place, device: torch.device, tokens: int) -> Run:
 
 def work(place: Place, device: torch.device, tokens: int = 8192) -> Run:
     """Return a call to time for a place: the kernel's operator on inputs of a usual size."""
-    makers = {"attention_forward": _attention, "attention_backward": _attention, "scaled_product": _scaled}
-    return makers.get(place.kernel, _grouped)(place, device, tokens)
+    maker = _attention if place.kernel.startswith("attention") else _scaled if place.kernel == "scaled_product" else _grouped
+    return maker(place, device, tokens)
 
 
 @contextmanager

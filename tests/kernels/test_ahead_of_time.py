@@ -18,6 +18,7 @@ from puna.kernels import (  # noqa: E402
     adamw,
     advantages,
     attention_triton,
+    configurations,
     grouped_linear,
     kv_append,
     linear_cross_entropy,
@@ -71,7 +72,6 @@ CHUNKS = {"CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK, "ALIGN": 16}
 NORMS = {width: dict(zip(("M", "BLOCK"), rms_norm.block(width), strict=False)) for width in (128, 4096)}
 WARPS = {width: rms_norm.block(width)[2] for width in NORMS}
 CASES = {
-    "attention_delta": Case(attention_triton._delta_kernel, "ppf" + "nnnn", {"V": 128, "BLOCK_V": 128, "M": attention_triton.DELTA_ROWS}),
     "adamw_norm": Case(adamw._norm_kernel, "lllf", {**CHUNKS, "GRADIENT": triton.language.bfloat16}, 8),
     "adamw_update": Case(
         adamw._update_kernel,
@@ -178,11 +178,18 @@ def test_16_bytes_are_loaded_at_once_where_no_element_need_be_asked_about(name, 
     assert "ld.global.v4" in aligned and "ld.global.v4" not in any_address
 
 
-def attention_case(name, tuned, width, dtype="bf16", window=False, ordered=False, specialize=False):
+ATTENTION = {
+    "attention_forward": attention_triton._forward_kernel,
+    "attention_query_gradient": attention_triton._query_gradient_kernel,
+    "attention_key_gradient": attention_triton._key_gradient_kernel,
+}
+
+
+def attention_case(name, tuned, width, dtype="bf16", window=False):
     """A kernel of attention as its launcher calls it for heads of `width`, grouped by four."""
 
-    def tile(rows, dtype=dtype, described=tuned.descriptors):
-        return f"tensordesc<{dtype}[{rows},{width}]>" if described else f"*{dtype}"
+    def tile(rows):
+        return f"tensordesc<{dtype}[{rows},{width}]>" if tuned.descriptors else f"*{dtype}"
 
     M, N = tuned.rows, tuned.columns
     constants = {
@@ -191,42 +198,29 @@ def attention_case(name, tuned, width, dtype="bf16", window=False, ordered=False
     }  # fmt: skip
     read = [tile(M), tile(N), tile(N)]
     if name == "attention_forward":
-        arguments, constants = [*read, *"iiii", f"*{dtype}", *"fnxnn", *"nnnnnnn"], constants | {"SPECIALIZE": specialize}
-        return Case(attention_triton._forward_kernel, arguments, constants, tuned.warps, tuned.stages)
-    arguments = [*read, tile(M), tile(M, "fp32", tuned.descriptors and not ordered), f"*{dtype}", f"*{dtype}", *"iiiiiiffnxxnn", *"nnnnnnnnnnn"]
-    return Case(attention_triton._backward_kernel, arguments, constants | {"ORDERED": ordered}, tuned.warps, tuned.stages)
+        arguments, constants = [*read, *"iiii", f"*{dtype}", *"fnxnn", *"nnnnnnn"], constants | {"SPECIALIZE": False}
+    else:
+        arguments = [*read, tile(M), f"*{dtype}", f"*{dtype}", *"iiiiffnxxnn", *"nnnnnnnnnn"]
+    return Case(ATTENTION[name], arguments, constants, tuned.warps, tuned.stages)
 
 
 @pytest.mark.parametrize(("capability", "width", "window"), [
     (80, 128, False), (86, 128, False), (90, 64, False), (90, 128, False), (90, 128, True), (100, 128, False), (120, 128, False),
 ])  # fmt: skip
-@pytest.mark.parametrize("name", ["attention_forward", "attention_backward"])
+@pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name, capability, width, window, tmp_path):
-    """No spills; blocks by the memory's engine where the table says so, dq added by it, too; and no address twice as wide as it need be."""
-    tuned = configuration(name, capability, width, window)
+    """Blocks by the memory's engine where the table says so, and no spills but where a GPU measured that they are worth it."""
+    place = configurations.place_of(name, capability, width, window)
+    tuned, machine = configurations.table()[place]
     usage = compiled(attention_case(name, tuned, width, window=window), capability, tmp_path)
-    assert usage.stack == 0 and usage.local == 0, usage
+    assert usage.stack <= (128 if machine else 0) and usage.local == 0, usage
     assert usage.shared <= SHARED_BYTES[capability], usage
     assert re.search(TENSOR_CORES["wide"][capability], usage.ptx)
-    assert tuned.descriptors == (capability >= 90)
     assert tuned.descriptors == ("cp.async.bulk.tensor.2d.shared" in usage.ptx)
-    if name == "attention_backward":
-        assert tuned.descriptors == ("cp.reduce.async.bulk.tensor.2d.global" in usage.ptx)
-        assert tuned.descriptors != ("add.f32" in "".join(re.findall(r"atom\.global\S*", usage.ptx)))
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_dq_in_turn(capability, tmp_path):
-    """The deterministic sum waits for and tells the next program by a counter; it may spill some registers, and must fit."""
-    tuned = configuration("attention_backward", capability, 128)
-    usage = compiled(attention_case("attention_backward", tuned, 128, ordered=True), capability, tmp_path)
-    assert usage.shared <= SHARED_BYTES[capability] and usage.stack <= 256, usage
-    assert "ld.global.gpu.acquire" in usage.ptx and "atom.global.gpu.release.add" in usage.ptx
-    assert re.search(TENSOR_CORES["wide"][capability], usage.ptx)
 
 
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
-@pytest.mark.parametrize("name", ["attention_forward", "attention_backward"])
+@pytest.mark.parametrize("name", ATTENTION)
 def test_attention_in_fp32_fits_into_shared_memory(name, capability, tmp_path):
     """Heads of 128 in fp32 take the room of heads of 256 in bf16."""
     tuned = configuration(name, capability, 256)

@@ -4,8 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton._C.libtriton.ir import ATOMIC_OP, DESCRIPTOR_REDUCE_KIND, MEM_SEMANTIC, MEM_SYNC_SCOPE
-from triton.runtime.interpreter import InterpreterBuilder
 
 from puna.kernels import attention_triton as module
 from puna.kernels.attention import ForestMask, attention, attention_reference
@@ -18,27 +16,14 @@ NESTED = [50] * 18 + [40] * 4 + [30] * 8 + [40] * 10 + [50] * 10 + [66] * 16
 
 @pytest.fixture(autouse=True, params=["pointers", "descriptors"])
 def small_blocks(request, monkeypatch):
-    """Blocks of 16 queries and 16 keys (32 keys in the backward), so that short rows have many; read in either way."""
+    """Blocks of 16 queries and 16 keys (32 keys for their gradients), so that short rows have many; read in either way."""
     how = request.param == "descriptors"
-    sizes = {"attention_backward": Configuration(16, 32, 4, 1, descriptors=how), "attention_forward": Configuration(16, 16, 4, 1, descriptors=how)}
+    sizes = {
+        "attention_forward": Configuration(16, 16, 4, 1, descriptors=how),
+        "attention_query_gradient": Configuration(32, 16, 4, 1, descriptors=how),
+        "attention_key_gradient": Configuration(16, 32, 4, 1, descriptors=how),
+    }
     monkeypatch.setattr(module, "tuned", lambda kernel, q, V, window: sizes[kernel])
-    monkeypatch.setattr(InterpreterBuilder, "create_descriptor_reduce", _descriptor_reduce, raising=False)
-
-
-def _descriptor_reduce(self, kind, descriptor, value, indices):
-    """What a GPU's descriptors add where, which Triton's interpreter does not know: the block, less what lies outside the tensor."""
-    assert kind == DESCRIPTOR_REDUCE_KIND.ADD
-    pointers, mask = descriptor.materialize_pointers(indices)
-    self.create_atomic_rmw(ATOMIC_OP.FADD, pointers, value, mask, MEM_SEMANTIC.RELAXED, MEM_SYNC_SCOPE.GPU)
-
-
-@pytest.fixture(params=[False, True], ids=["as they come", "in turn"])
-def ordered(request):
-    """The order in which parts of dq are added up."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(request.param)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def draw(normal, T, H, G, K, V):
@@ -50,7 +35,7 @@ def draw(normal, T, H, G, K, V):
     [(PACKED, 2, 1, 16, 16, torch.float16), (BRANCHES, 1, 1, 24, 8, torch.float32), (NESTED, 2, 1, 16, 16, torch.float16)],
     ids=["packed", "branches", "nested"],
 )
-def test_values_and_gradients(within_budget, normal, ordered, end, H, G, K, V, dtype):
+def test_values_and_gradients(within_budget, normal, end, H, G, K, V, dtype):
     mask = ForestMask.from_end(torch.tensor(end, dtype=torch.int32))
     ours, reference = (lambda q, k, v, f=f: f(q, k, v, mask) for f in (attention, attention_reference))
     within_budget(ours, reference, draw(normal, len(end), H, G, K, V), dtype)
@@ -105,26 +90,3 @@ def test_any_forest(forest, window):
     pairs = (torch.autograd.grad(out, inputs, upstream) for out in (ours, dense))
     for mine, expected in zip(*pairs, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_every_program_waits_for_those_before_it(normal, ordered):
-    """In turn: each block of queries counts as many additions as blocks of keys visit it."""
-    mask = ForestMask.from_end(torch.tensor(NESTED, dtype=torch.int32))
-    q, k, v = (x.detach().float() for x in draw(normal, 66, 2, 1, 16, 16))
-    layout = module.layout(mask, q, 16)
-    out, lse = module.forward(q, k, v, layout, 0)
-    zeros, made = torch.zeros, []
-
-    def kept(*args, **options):
-        made.append(zeros(*args, **options))
-        return made[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "zeros", kept)
-        module.backward(torch.ones_like(out), q, k, v, out, lse, layout, 0)
-    finished = next(x for x in made if x.dtype == torch.int32)
-    if torch.are_deterministic_algorithms_enabled():
-        visits = mask.blocks(16, 32)[1][:, 1]
-        assert torch.equal(finished, visits.repeat(2))
-    else:
-        assert finished.tolist() == [0]

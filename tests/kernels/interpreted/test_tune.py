@@ -22,14 +22,13 @@ def test_the_table_reads_as_it_is_written():
 def test_the_newest_generation_that_the_gpu_has_then_the_narrowest_width_that_holds_the_heads():
     assert configurations.place_of("attention_forward", 89, 65) == Place("attention_forward", 80, 128)
     assert configurations.place_of("attention_forward", 103, 64) == Place("attention_forward", 100, 64)
-    assert configurations.place_of("attention_backward", 90, 64, True) == Place("attention_backward", 90, 64, True)
-    assert configurations.place_of("attention_backward", 90, 128, True) == Place("attention_backward", 90, 128)
+    assert configurations.place_of("attention_key_gradient", 90, 128, True) == Place("attention_key_gradient", 90, 128)
     with pytest.raises(ValueError, match="attention_forward has no configuration for width 1000"):
         configurations.place_of("attention_forward", 90, 1000)
 
 
 PLACES = [
-    Place("attention_forward", 80, 16), Place("attention_backward", 80, 16, True), Place("grouped_linear", 80),
+    Place("attention_forward", 80, 16), Place("attention_key_gradient", 80, 16, True), Place("grouped_linear", 80),
     Place("grouped_weights", 80), Place("scaled_product", 80),
 ]  # fmt: skip
 
@@ -37,8 +36,9 @@ PLACES = [
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.kernel)
 def test_the_fastest_right_one_is_found(monkeypatch, place):
     """By a clock that says how long each takes: the second is the fastest, the third does not run, the fourth is wrong."""
-    names = {"attention_forward": ("attention_forward",), "attention_backward": ("attention_forward", "attention_backward")}
-    for name in names.get(place.kernel, ("grouped_linear", "grouped_weights", "scaled_product")):  # small enough to be interpreted
+    attention = ("attention_forward", "attention_query_gradient", "attention_key_gradient")
+    others = ("grouped_linear", "grouped_weights", "scaled_product")
+    for name in attention if place.kernel in attention else others:  # small enough to be interpreted
         monkeypatch.setitem(configurations.table(), replace(place, kernel=name), (SMALL, None))
     configurations.configuration.cache_clear()
     run, tried = tune.work(place, torch.device("cpu"), 48), [SMALL]
@@ -73,7 +73,7 @@ def test_noise_leaves_the_table_alone(monkeypatch):
 
 
 def test_candidates_are_ones_that_a_gpu_could_run():
-    for place, least in ((Place("attention_forward", 90, 128), 10), (Place("attention_backward", 80, 256), 3), (Place("grouped_linear", 90), 20)):
+    for place, least in ((Place("attention_forward", 90, 128), 10), (Place("attention_query_gradient", 80, 256), 3), (Place("grouped_linear", 90), 20)):
         found = list(tune.candidates(place))
         assert least <= len(found) == len(set(found)) <= 120
         assert all(values.descriptors <= (place.capability >= 90) and values.specialize <= (place.capability >= 100) for values in found)
