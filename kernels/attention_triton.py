@@ -243,19 +243,24 @@ def _described(x: Tensor, rows: int, descriptors: bool) -> Any:
     return TensorDescriptor(x, [len(x), x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]])
 
 
+def _in_full(q: Tensor) -> bool:
+    """True if products are computed in fp32, not in TF32 or less."""
+    return q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+
+
 def tuned(kernel: str, q_THK: Tensor, V: int, window: int) -> Configuration:
-    """Return the kernel's configuration; fp32 needs as much memory as 16-bit heads of twice the width."""
-    return configuration(kernel, capability(q_THK.device), max(q_THK.shape[2], V) * max(2, q_THK.itemsize) // 2, window > 0)
+    """Return the kernel's configuration; TF32 needs as much memory as 16-bit heads of twice the width."""
+    full, width = _in_full(q_THK), max(q_THK.shape[2], V)
+    return configuration(kernel, capability(q_THK.device), width if full else width * max(2, q_THK.itemsize) // 2, window > 0, full)
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, sizes: Configuration, window: int) -> dict[str, Any]:
     """Return the constants that both kernels take."""
-    low = q.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
     K, V = q.shape[2], v.shape[2]
     descriptors = sizes.descriptors and (_power(K), _power(V)) == (K, V)
     return {
         "R": q.shape[1] // k.shape[1], "K": K, "V": V, "BLOCK_K": _power(K), "BLOCK_V": _power(V), "M": sizes.rows, "N": sizes.columns,
-        "WINDOW": window > 0, "PRECISION": "tf32" if low else "ieee", "DESCRIPTORS": descriptors,
+        "WINDOW": window > 0, "PRECISION": "ieee" if _in_full(q) else "tf32", "DESCRIPTORS": descriptors,
         "num_warps": sizes.warps, "num_stages": sizes.stages,
     }  # fmt: skip
 

@@ -38,19 +38,21 @@ class Configuration:
 @dataclass(frozen=True)
 class Place:
     """The key of a configuration. Attention's rows are queries, its columns keys, and `width` the largest head width of two
-    bytes a number; products of matrices have the width 0. `window`: the mask of a sliding window takes registers, too."""
+    bytes a number; products of matrices have the width 0. `window`: the mask of a sliding window takes registers, too.
+    `fp32`: products of fp32 numbers in full, which no tensor core computes; `width` is then that of four bytes a number."""
 
     kernel: str
     capability: int
     width: int = 0
     window: bool = False
+    fp32: bool = False
 
 
 def read(text: str) -> dict[Place, tuple[Configuration, str | None]]:
     """Return the table of a JSON list: each place's configuration and the machine that it was measured on."""
     table = {}
     for row in json.loads(text):
-        place = Place(*(row.pop(name) for name in ("kernel", "capability", "width", "window")))
+        place = Place(*(row.pop(name) for name in ("kernel", "capability", "width", "window", "fp32")))
         machine = row.pop("machine")
         table[place] = (Configuration(**row), machine)
     return table
@@ -76,18 +78,19 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def place_of(kernel: str, capability: int, width: int = 0, window: bool = False) -> Place:
+def place_of(kernel: str, capability: int, width: int = 0, window: bool = False, fp32: bool = False) -> Place:
     """Return the table's place of the newest generation not newer than `capability` and the smallest width that holds `width`.
 
     With a sliding `window`, prefer the windowed entry.
     """
-    known = [p for p in table() if p.kernel == kernel and p.capability <= capability and p.width >= width and p.window <= window]
+    suitable = (p for p in table() if p.kernel == kernel and p.capability <= capability and p.width >= width)
+    known = [p for p in suitable if p.window <= window and p.fp32 == fp32]
     if not known:
         raise ValueError(f"{kernel} has no configuration for width {width} on compute capability {capability / 10}")
     return min(known, key=lambda p: (-p.capability, p.width, not p.window))
 
 
 @cache
-def configuration(kernel: str, capability: int, width: int = 0, window: bool = False) -> Configuration:
+def configuration(kernel: str, capability: int, width: int = 0, window: bool = False, fp32: bool = False) -> Configuration:
     """Return a kernel's launch configuration. Raise ValueError if the table has none for the place."""
-    return table()[place_of(kernel, capability, width, window)][0]
+    return table()[place_of(kernel, capability, width, window, fp32)][0]

@@ -7,11 +7,11 @@ script, the Triton versions included, at shapes that Triton's interpreter can be
 
 1. every operator against its fp64 definition; the script ends here, with status 1, if one is wrong
 2. training: a Llama-3.2-1B shape, steps of 4 rows of 8192 tokens, bf16 with fp32 weights: tokens/s, model FLOPs
-   utilisation against the maker's dense bf16 rate, peak memory; the same with the layers' matrices in FP8, and with
-   activation checkpointing
+   utilisation against the maker's dense bf16 rate, peak memory; the same with all rows in one pass, with the layers'
+   matrices in FP8, and with activation checkpointing
 3. the table of `roofline.py`, beside SDPA, varlen, torch.compile and, where it is installed, Liger-Kernel
 4. generation: the same model in bf16, 64 answers of 128 tokens to 8 prompts of 512: tokens/s
-5. the training step of transformers' model (SDPA, autocast, fused AdamW), where it is installed
+5. transformers' model, where it is installed: its training step (SDPA, autocast, fused AdamW), and its `generate`
 6. each goal beside what was reached
 """
 
@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from roofline import Line, table, verified
@@ -102,7 +102,7 @@ def training(config: ModelConfig, rows: int, tokens: int, device: torch.device, 
     peak = accounting.peak_flops(device.type, precision)
     flops = accounting.training_flops(config, [tokens] * rows)
     plain = TrainConfig(steps=1000, schedule={"learning_rate": 1e-4}, compute={"precision": precision})
-    ways = {"plain": plain, "fp8 layers": _computed(plain, linear_precision="fp8")}
+    ways = {"plain": plain, "one pass": _computed(plain, micro_batch_tokens=rows * max(tokens, 16)), "fp8 layers": _computed(plain, linear_precision="fp8")}
     ways["checkpointing"] = _computed(plain, activation_checkpointing=True)
     for name, settings in ways.items():
         if device.type == "cuda":
@@ -149,26 +149,32 @@ def judge(machine: Machine, lines: list[Line], figures: dict[str, float]) -> lis
     return goals
 
 
+def transformers_model(config: ModelConfig, device: torch.device) -> Any:
+    """Return transformers' model of the same shape, with weights of its own; None where transformers is not installed."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        print("# transformers is not installed: no peer for training and generation", flush=True)
+        return None
+    raw = config.to_dict()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names += ("head_dim", "max_position_embeddings", "tie_word_embeddings")
+    return LlamaForCausalLM(LlamaConfig(**{name: raw[name] for name in names}, attn_implementation="sdpa")).to(device)
+
+
 def transformers_training(
     config: ModelConfig, rows: int, tokens: int, device: torch.device, rounds: int, figures: dict[str, float]
 ) -> None:
     """The same step as transformers' users would write it: bf16 autocast over fp32 weights."""
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        print("# transformers is not installed: no peer for training", flush=True)
+    if (peer := transformers_model(config, device)) is None:
         return
-    raw = config.to_dict()
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    names += ("head_dim", "max_position_embeddings", "tie_word_embeddings")
-    peer = LlamaForCausalLM(LlamaConfig(**{name: raw[name] for name in names}, use_cache=False, attn_implementation="sdpa")).to(device)
     optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     ids = torch.randint(0, config.vocab_size, (1, tokens), device=device)
 
     def step(_: int) -> None:
         for _ in range(rows):
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                loss = peer(input_ids=ids, labels=ids).loss / rows
+                loss = peer(input_ids=ids, labels=ids, use_cache=False).loss / rows
             loss.backward()
         torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
         optimizer.step()
@@ -193,6 +199,22 @@ def generation(
         f"generation, {len(prompts) * params.n} answers of {answer} after {prompt}: {figures['generation tokens/s']:.0f} tokens/s",
         flush=True,
     )
+
+
+def transformers_generation(
+    config: ModelConfig, prompt: int, answer: int, answers: int, device: torch.device, figures: dict[str, float]
+) -> None:
+    """The same answers by transformers' `generate`, all rows in one batch."""
+    if (peer := transformers_model(config, device)) is None:
+        return
+    peer = peer.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    ids = torch.randint(0, config.vocab_size, (answers, prompt), device=device)
+
+    def step(_: int) -> None:
+        peer.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, min_new_tokens=answer, max_new_tokens=answer, pad_token_id=0)
+
+    figures["transformers generation tokens/s"] = answers * answer / best_seconds(step, device, 1)
+    print(f"generation, transformers: {figures['transformers generation tokens/s']:.0f} tokens/s", flush=True)
 
 
 def write(file: Path, machine: Machine, lines: list[Line], figures: dict[str, float], goals: list[dict[str, object]]) -> None:
@@ -227,9 +249,10 @@ def main() -> None:
     answers = (12, 3, 2) if options.small else (512, 128, 64)
     parts: list[tuple[float, str, Callable[[], object]]] = [
         (0, "training", lambda: training(*model, device, rounds, figures)),
-        (0, "operators", lambda: lines.extend(table(machine, 0.0 if options.small else 1.0, [], until=started + SECONDS - 90))),
+        (0, "operators", lambda: lines.extend(table(machine, 0.0 if options.small else 0.4, [], until=started + SECONDS - 90))),
         (40, "generation", lambda: generation(model[0], *answers, device, figures)),
-        (40, "peer", lambda: transformers_training(*model, device, rounds, figures)),
+        (40, "transformers' training", lambda: transformers_training(*model, device, rounds, figures)),
+        (40, "transformers' generation", lambda: transformers_generation(model[0], *answers, device, figures)),
     ]
     for needed, name, part in parts:
         spent = time.perf_counter() - started

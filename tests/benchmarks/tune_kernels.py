@@ -33,6 +33,9 @@ GAIN = 0.02  # a configuration that is faster by less is noise, and leaves the t
 
 def candidates(place: Place) -> Iterator[Configuration]:
     """The configurations that may be best for a place, whether or not they compile."""
+    if place.fp32:
+        yield from (Configuration(m, n, w, 1) for m, n, w in product((16, 32, 64), (16, 32, 64), (4, 8)))
+        return
     if place.kernel.startswith("attention"):
         reading = (False, True) if place.capability >= 90 else (False,)
         # Of compute capability 9.0 Triton 3.7 specialises no tile worth having: it aborts on others than 64 x 64.
@@ -60,7 +63,7 @@ def _attention(place: Place, device: torch.device, tokens: int) -> Run:
     heads = max(4, min(4096, 2 * tokens) // max(place.width, 1))  # few where an interpreter computes few tokens
     mask = ForestMask.from_end(torch.full((tokens,), tokens, dtype=torch.int32)).to(device)
     mask = mask.within(tokens // 4 if place.window else None)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.float32 if place.fp32 or device.type == "cpu" else torch.bfloat16
     q, k, v = (torch.randn(tokens, n, place.width, device=device).to(dtype).requires_grad_() for n in (heads, heads // 4, heads // 4))
     if place.kernel == "attention_forward":
         return lambda: (attention(q.detach(), k.detach(), v.detach(), mask),)
@@ -139,7 +142,7 @@ def best(
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources
 
-    present = configurations.configuration(place.kernel, place.capability, place.width, place.window)
+    present = configurations.configuration(place.kernel, place.capability, place.width, place.window, place.fp32)
     expected = run()
     usual = timed(run)
     found, shortest = present, usual
@@ -160,7 +163,7 @@ def best(
 def places(capability: int, begins: str) -> list[Place]:
     """The table's places as a GPU of this capability uses them, each under its own capability."""
     older = (p for p in configurations.table() if p.capability <= capability and p.kernel.startswith(begins))
-    return sorted({replace(p, capability=capability) for p in older}, key=lambda p: (p.kernel, p.width, p.window))
+    return sorted({replace(p, capability=capability) for p in older}, key=lambda p: (p.kernel, p.fp32, p.width, p.window))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -219,13 +219,13 @@ def test_attention(name, capability, width, window, tmp_path):
     assert tuned.descriptors == ("cp.async.bulk.tensor.2d.shared" in usage.ptx)
 
 
-@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
+@pytest.mark.parametrize("capability", [86, 90])
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_in_fp32_fits_into_shared_memory(name, capability, tmp_path):
-    """Heads of 128 in fp32 take the room of heads of 256 in bf16."""
-    tuned = configuration(name, capability, 256)
+def test_attention_in_full_fp32(name, capability, tmp_path):
+    """Without tensor cores a thread multiplies by itself: larger tiles spilled kilobytes, and took ten times as long on an H200."""
+    tuned = configuration(name, capability, 128, fp32=True)
     usage = compiled(attention_case(name, tuned, 128, "fp32"), capability, tmp_path)
-    assert usage.shared <= SHARED_BYTES[capability], usage
+    assert usage.shared <= SHARED_BYTES[capability] and usage.stack < 1024, usage
 
 
 INT32, FP32 = triton.language.int32, triton.language.float32

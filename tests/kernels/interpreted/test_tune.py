@@ -23,12 +23,13 @@ def test_the_newest_generation_that_the_gpu_has_then_the_narrowest_width_that_ho
     assert configurations.place_of("attention_forward", 89, 65) == Place("attention_forward", 80, 128)
     assert configurations.place_of("attention_forward", 103, 64) == Place("attention_forward", 100, 64)
     assert configurations.place_of("attention_key_gradient", 90, 128, True) == Place("attention_key_gradient", 90, 128)
+    assert configurations.place_of("attention_forward", 90, 100, False, True) == Place("attention_forward", 80, 128, False, True)
     with pytest.raises(ValueError, match="attention_forward has no configuration for width 1000"):
         configurations.place_of("attention_forward", 90, 1000)
 
 
 PLACES = [
-    Place("attention_forward", 80, 16), Place("attention_key_gradient", 80, 16, True), Place("grouped_linear", 80),
+    Place("attention_forward", 80, 16, False, True), Place("attention_key_gradient", 80, 16, True, True), Place("grouped_linear", 80),
     Place("grouped_weights", 80), Place("scaled_product", 80),
 ]  # fmt: skip
 
@@ -52,7 +53,7 @@ def test_the_fastest_right_one_is_found(monkeypatch, place):
     def result():
         if tried[-1] is broken:
             raise RuntimeError("PassManager::run failed")
-        assert configurations.configuration(place.kernel, 80, place.width, place.window) == tried[-1]
+        assert configurations.configuration(place.kernel, 80, place.width, place.window, place.fp32) == tried[-1]
         return tuple(x * 2 for x in run()) if tried[-1] is wrong else run()
 
     seconds = {SMALL: 2.0, slow: 3.0, fast: 1.0, wrong: 0.1}
