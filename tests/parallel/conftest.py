@@ -16,7 +16,7 @@ def ranks() -> Iterator[Run]:
     pools: list[Pool] = []
 
     def run(job: str, count: int, **given: Any) -> list[Any]:
-        if not pools or any(worker.poll() is not None for worker in pools[-1].workers):
+        if not pools or pools[-1].parent.poll() is not None:
             pools.append(Pool())
         return pools[-1].run(job, count, **given)
 

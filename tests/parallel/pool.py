@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 RANKS = 8
@@ -24,24 +27,28 @@ class Pool:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        command, pipe = [sys.executable, "-m", __name__], subprocess.PIPE
-        environments = [os.environ | common | {"RANK": str(rank)} for rank in range(ranks)]
-        self.workers = [subprocess.Popen(command, env=own, text=True, bufsize=1, stdin=pipe, stdout=pipe) for own in environments]
+        own = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        pairs = [socket.socketpair() for _ in range(ranks)]
+        theirs = [other.fileno() for _, other in pairs]
+        command = [sys.executable, "-m", __name__, *map(str, theirs)]
+        self.parent = subprocess.Popen(command, env=os.environ | own, pass_fds=theirs, start_new_session=True, stdin=subprocess.DEVNULL)
+        for _, other in pairs:
+            other.close()
+        self.sockets = [one for one, _ in pairs]
+        self.streams = [one.makefile("r") for one in self.sockets]
 
     def run(self, job: str, ranks: int, **given: Any) -> list[Any]:
         """Return each rank's result; RuntimeError with the first rank's traceback that has one, or who did not answer in time."""
         members = list(range(ranks))
-        for worker in self.workers[:ranks]:
-            assert worker.stdin is not None
-            worker.stdin.write(json.dumps({"job": job, "members": members, **given}) + "\n")
+        for one in self.sockets[:ranks]:
+            one.sendall(json.dumps({"job": job, "members": members, **given}).encode() + b"\n")
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + PATIENCE
         while len(answers) < ranks and time.monotonic() < deadline and not any("error" in a for a in answers.values()):
-            waiting = {self.workers[r].stdout: r for r in members if r not in answers}
-            for stream in select.select(list(waiting), [], [], 1.0)[0]:
-                line = stream.readline()
-                answers[waiting[stream]] = json.loads(line) if line else {"error": "the rank ended"}
+            waiting = {self.sockets[r]: r for r in members if r not in answers}
+            for one in select.select(list(waiting), [], [], 1.0)[0]:
+                line = self.streams[waiting[one]].readline()
+                answers[waiting[one]] = json.loads(line) if line else {"error": "the rank ended"}
         failed = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
         if failed or len(answers) < ranks:
             self.close()  # the others may wait in an exchange
@@ -50,35 +57,49 @@ class Pool:
 
     def close(self) -> None:
         """End the processes."""
-        for worker in self.workers:
-            worker.kill()
-        for worker in self.workers:
-            worker.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.parent.pid, signal.SIGKILL)
+        self.parent.wait()
+        for one in (*self.streams, *self.sockets):
+            one.close()
 
 
-def serve() -> None:
-    """Run the jobs that come on the standard input until it ends."""
+def serve(sockets: list[socket.socket]) -> None:
+    """Fork a rank for each socket, which saves all but one the imports; end when one of them ends."""
     import torch
 
-    from puna.models.training.parallel.mesh import back_group, group_of, join
-    from tests.parallel.cases import JOBS
+    import tests.parallel.cases
 
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
     torch.set_num_threads(1)
+    for rank, own in enumerate(sockets):
+        if os.fork() == 0:
+            for other in sockets[:rank] + sockets[rank + 1 :]:
+                other.close()
+            os.environ["RANK"] = str(rank)
+            work(own, tests.parallel.cases.JOBS)
+            return
+    for own in sockets:
+        own.close()
+    os.wait()
+
+
+def work(own: socket.socket, jobs: dict[str, Callable[..., Any]]) -> None:
+    """Run the jobs that come through a socket until it ends."""
+    from puna.models.training.parallel.mesh import back_group, group_of, join
+
     join()
     # Jobs of two or four ranks then make no group, which all ranks would have to make.
     for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [0, 1, 2, 3]):
         group_of(ranks)
     back_group()
-    for line in sys.stdin:
+    for line in own.makefile("r"):
         given = json.loads(line)
         try:
-            answer = {"result": JOBS[given.pop("job")](**given)}
+            answer = {"result": jobs[given.pop("job")](**given)}
         except Exception:  # noqa: BLE001 (the test shows it)
             answer = {"error": traceback.format_exc()}
-        out.write(json.dumps(answer) + "\n")
+        own.sendall(json.dumps(answer).encode() + b"\n")
 
 
 if __name__ == "__main__":
-    serve()
+    serve([socket.socket(fileno=int(number)) for number in sys.argv[1:]])
