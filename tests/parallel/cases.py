@@ -32,7 +32,7 @@ from puna.models.training.trainer import TIMED, Trainer
 from puna.models.transformer import Transformer
 
 PLAIN: dict[str, Any] = {
-    "vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "initializer_range": 0.2,
 }  # fmt: skip
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.1}
@@ -40,7 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
     "biases": {"qkv_bias": True, "o_bias": True, "qk_norm": True},
-    "window": {"sliding_window": 5, "sliding_layers": (1, 2)},
+    "window": {"sliding_window": 5, "sliding_layers": (1,)},
     "parallel_block": {"parallel_block": True},
     "lora": {},
     "moe": {"moe": MOE},
@@ -52,9 +52,9 @@ OBJECTIVES = ("pretrain", "sft", "dpo", "reward", "distill", "ppo", "value", "gr
 SCALAR = ("reward", "value")
 
 
-def network(variant: str, objective: str = "pretrain", seed: int = 0) -> Transformer:
+def network(variant: str, objective: str = "pretrain", seed: int = 0, **shape: int) -> Transformer:
     generator = torch.Generator().manual_seed(seed)
-    model = Transformer(ModelConfig(**PLAIN | MODELS[variant]), "scalar" if objective in SCALAR else "lm", generator)
+    model = Transformer(ModelConfig(**PLAIN | MODELS[variant] | shape), "scalar" if objective in SCALAR else "lm", generator)
     with torch.no_grad():  # gains and biases away from one and zero, which would hide a mistake
         for _, parameter in sorted(model.named_parameters()):
             if parameter.ndim == 1:
@@ -88,7 +88,7 @@ def _ppo(t: Targets, rng: np.random.Generator) -> o.PpoBatch:
     return o.PpoBatch(t, *numbers, left_out=3 if len(t) % 2 else 0)
 
 
-def micro_batches(objective: str, step: int, count: int = 5) -> list[Any]:
+def micro_batches(objective: str, step: int, count: int = 3) -> list[Any]:
     rng = np.random.default_rng([5, step])
     if objective == "pretrain":
         return [Targets.from_documents([rng.integers(0, 37, rng.integers(2, 14)).tolist() for _ in range(1 + i % 3)]) for i in range(count)]
@@ -125,9 +125,9 @@ def train_config(layout: Layout, optimizer: str = "adamw", **compute: Any) -> Tr
     )
 
 
-def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, micro: int = 5, **compute: Any) -> dict[str, Any]:
+def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int, micro: int, **compute: Any) -> dict[str, Any]:
     """Return the gradients of a step, its row's numbers, and the weights after two steps."""
-    model = network(variant, objective)
+    model = network(variant, objective, num_hidden_layers=layers)
     with Trainer(model, loss_of(objective), train_config(layout, **compute), mesh=mesh) as trainer:
         trainer._accumulate(micro_batches(objective, 1, micro), 1)
         trainer.parallel.add_gradients(trainer.weights)
@@ -146,8 +146,8 @@ def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, micro: int =
 
 
 @functools.cache
-def one_process(objective: str, variant: str, micro: int, compute: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    return steps(objective, variant, Layout(), Mesh(Layout()), micro, **dict(compute))
+def one_process(objective: str, variant: str, size: tuple[int, int], compute: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    return steps(objective, variant, Layout(), Mesh(Layout()), *size, **dict(compute))
 
 
 def difference(some: dict[str, Tensor], others: dict[str, Tensor], floor: float) -> float:
@@ -157,13 +157,13 @@ def difference(some: dict[str, Tensor], others: dict[str, Tensor], floor: float)
     return max(float((some[n] - others[n]).abs().max()) / max(float(others[n].abs().max()), floor * top) for n in others)
 
 
-def compare(
-    members: Sequence[int], layout: dict[str, int], objective: str, variant: str = "plain", micro: int = 5, **compute: Any
-) -> dict[str, float]:
+def compare(members: Sequence[int], layout: dict[str, int], objective: str, variant: str = "plain", **compute: Any) -> dict[str, float]:
     """Return how far gradients, numbers of the log, and weights under a layout are from those of one process."""
     chosen = Layout(**layout)
-    own = steps(objective, variant, chosen, Mesh(chosen, members), micro, **compute)
-    one = one_process(objective, variant, micro, tuple(sorted(compute.items())))
+    # More micro-batches than stages, and two layers in one of two stages.
+    size = (4, 5) if "pipeline" in layout else (2, 3)
+    own = steps(objective, variant, chosen, Mesh(chosen, members), *size, **compute)
+    one = one_process(objective, variant, size, tuple(sorted(compute.items())))
     numbers = [abs(a[k] - b[k]) / max(abs(b[k]), 0.1) for a, b in zip(own["rows"], one["rows"], strict=True) for k in b]
     assert all(a.keys() == b.keys() for a, b in zip(own["rows"], one["rows"], strict=True))
     return {

@@ -47,7 +47,9 @@ class Pool:
         while len(answers) < ranks and time.monotonic() < deadline and not any("error" in a for a in answers.values()):
             waiting = {self.sockets[r]: r for r in members if r not in answers}
             for one in select.select(list(waiting), [], [], 1.0)[0]:
-                line = self.streams[waiting[one]].readline()
+                line = ""
+                with contextlib.suppress(ConnectionResetError):
+                    line = self.streams[waiting[one]].readline()
                 answers[waiting[one]] = json.loads(line) if line else {"error": "the rank ended"}
         failed = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
         if failed or len(answers) < ranks:
@@ -66,7 +68,10 @@ class Pool:
 
 def serve(sockets: list[socket.socket]) -> None:
     """Fork a rank for each socket, which saves all but one the imports; end when one of them ends."""
-    import torch
+    # What the first job of a kind would import in each rank.
+    import peft  # noqa: F401
+    import torch._dynamo
+    import triton  # noqa: F401
 
     import tests.parallel.cases
 
