@@ -54,19 +54,27 @@ class Answerer:
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
         """Return the texts that follow others, or their log-probs."""
-        n, top = len(body.prompt), body.alternatives
+        n = len(body.prompt)
         if n * body.n > self.most:
             raise _refusal("prompt", f"{n} prompts with {body.n} answers each; a request may have {self.most} answers")
         if body.max_tokens == 0 and not body.echo:
             raise _refusal("max_tokens", "0 draws nothing: ask for 1 at least, or for the prompt itself by echo")
-        if body.stream and (field := "prompt" if n > 1 else "echo" if body.echo else "logprobs" if top else ""):
-            raise _refusal(field, "a stream answers one prompt, without the prompt itself and alternatives: leave stream out")
+        if body.stream and (field := "prompt" if n > 1 else "echo" if body.echo else ""):
+            raise _refusal(field, "a stream answers one prompt, without the prompt itself: leave stream out")
+        top = self._alternatives(body, "logprobs", body.echo)
         prompts = [await asyncio.to_thread(self._prompt, one) if isinstance(one, str) else one for one in body.prompt]
         if n > 1 and sum(map(len, prompts)) > max(PROMPT_TOKENS, self.config.max_position_embeddings):
             raise _refusal("prompt", f"the prompts have {sum(map(len, prompts))} tokens together, more than {PROMPT_TOKENS}")
-        if top is not None and self.worker.engine.kept is not None and (top or body.echo):
-            raise _refusal("logprobs", "this server keeps a window of the tokens alone (--window): it scores no prompts and alternatives")
         return await self._answered(body, request, prompts, body.max_tokens, "text_completion", top)
+
+    def _alternatives(self, body: CompletionRequest | ChatRequest, field: str, echo: bool = False) -> int | None:
+        """Return the number of likeliest tokens that a request asks for at each place, None without log-probs."""
+        top = body.alternatives
+        if body.stream and top:
+            raise _refusal(field, "a stream tells the log-probs of its own tokens, without alternatives: leave stream out")
+        if top is not None and self.worker.engine.kept is not None and (top or echo):
+            raise _refusal(field, "this server keeps a window of the tokens alone (--window): it scores no prompts and alternatives")
+        return top
 
     def _prompt(self, text: str) -> list[int]:
         """Return ids of a text to go on with. Raise ApiError if the tokenizer's patterns take too long on it."""
@@ -77,7 +85,7 @@ class Answerer:
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Return the next turn of a conversation."""
-        turns = [message.turn() for message in body.messages]
+        turns, top = [message.turn() for message in body.messages], self._alternatives(body, "top_logprobs")
         try:
             ids = await asyncio.to_thread(self.tokenizer.chat, turns, tools=body.tools)  # a slow template must not hold up others
             if body.tools and ids == await asyncio.to_thread(self.tokenizer.chat, turns):
@@ -85,7 +93,7 @@ class Answerer:
         except ValueError as error:
             raise ApiError(400, "invalid_request_error", str(error), "messages") from error
         longest = body.max_completion_tokens or body.max_tokens or max(1, self.worker.engine.room(len(ids), 1024))
-        return await self._answered(body, request, [ids], longest, "chat.completion", 0 if body.logprobs else None)
+        return await self._answered(body, request, [ids], longest, "chat.completion", top)
 
     async def _answered(
         self, body: Sampled, request: Request, prompts: list[list[int]], longest: int, kind: str, top: int | None

@@ -134,8 +134,16 @@ class ChatRequest(Sampled):
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool = False
+    logprobs: bool = Field(False, description="Whether the log-probs of the answer's tokens are told")
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="Likeliest tokens told at each place, beside logprobs: true")
     tools: list[dict[str, Any]] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """Return how many of the likeliest tokens are told at each place; None without log-probs. ApiError where logprobs is missing."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "invalid_request_error", "top_logprobs: it needs logprobs: true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 @dataclass
@@ -193,9 +201,11 @@ class Reply:
             return None
         tokens, scores = self.drawn[number], self.scores[number]
         if self.kind.startswith("chat"):
-            spelled = [self.scored.decode([token]) for token in tokens[start:]]
-            each = zip(spelled, scores[start:], strict=True)
-            return {"content": [{"token": text, "logprob": score.logprob, "bytes": None, "top_logprobs": []} for text, score in each]}
+            content = [
+                {**self._spelled(token, score.logprob), "top_logprobs": [self._spelled(*top) for top in score.top]}
+                for token, score in zip(tokens[start:], scores[start:], strict=True)
+            ]
+            return {"content": content, "refusal": None}
         if self.prompt is not None:
             tokens, scores = [*self.ids, *tokens], [*self.prompt[1], *scores]
         tokens, scores = tokens[start:], scores[start:]
@@ -205,6 +215,12 @@ class Reply:
             "top_logprobs": [self._top(*pair) for pair in zip(tokens, scores, strict=True)] if any(one.top for one in scores) else None,
             "text_offset": self.offsets[number].places[-len(tokens) :],
         }
+
+    def _spelled(self, token: int, logprob: float | None) -> dict[str, Any]:
+        """Return a token of a chat with its log-prob and bytes; a special token has none."""
+        assert self.scored is not None
+        written = self.scored.token_bytes(token)
+        return {"token": self.scored.decode([token]), "logprob": logprob, "bytes": None if written is None else list(written)}
 
     def _top(self, token: int, score: Score) -> dict[str, float] | None:
         """Return the likeliest tokens and the token itself, by their text; of those that look alike the likeliest."""

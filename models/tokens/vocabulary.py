@@ -18,6 +18,9 @@ from puna.models.tokens.tokenizer_trial import Trial, steps_of
 
 MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))  # code points that no text is meant to hold
 Span = tuple[int, int]
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))}
+"""GPT-2's characters of bytes, in which byte-level tokenizers write their tokens."""
 
 
 class Vocabulary:
@@ -60,6 +63,18 @@ class Vocabulary:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, id_: int) -> bytes | None:
+        """Return the bytes that a token writes behind other text, None for a special token."""
+        if id_ in self.special:
+            return None
+        before, piece = self.encode("a"), self.token(id_)
+        text = self.decode([*before, id_])[len(self.decode(before)) :]
+        if "\ufffd" in text and (code := re.fullmatch("<0x([0-9A-F]{2})>", piece)):
+            return bytes.fromhex(code[1])
+        if "\ufffd" in text and set(piece) <= BYTES.keys():
+            return bytes(BYTES[character] for character in piece)
+        return text.encode()
 
     @cached_property
     def _reader(self) -> tokenizers.Tokenizer:

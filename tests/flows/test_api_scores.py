@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tokenizers
 import torch
 from fastapi.testclient import TestClient
 
@@ -12,6 +13,7 @@ from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import save
 from puna.models.generation import Engine, SamplingParams
 from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.tokens.vocabulary import Vocabulary
 from puna.models.transformer import Transformer
 
 TOKENIZER = Tokenizer.train(["to be or not to be, that is the question"], 280)
@@ -162,3 +164,55 @@ def test_a_prompt_that_breaks_its_scores_fails_its_request_alone():
             reply = client.post("/v1/completions", json=bad)
             assert reply.status_code == 500 and "not finite" in reply.json()["error"]["message"]
             assert len(ask(client, **good)["choices"]) == 2
+
+
+def test_chat_tells_the_likeliest_tokens_as_openai_defines_them(client, peer):
+    """content: token, logprob, bytes and top_logprobs of each token; bytes together are the message, a special token has none."""
+    messages = [{"role": "user", "content": "to be?"}]
+    ids = TOKENIZER.chat(messages)
+    body = {"messages": messages, "seed": 3, "max_tokens": 6, "temperature": 0, "logprobs": True}
+    reply = client.post("/v1/chat/completions", json={**body, "top_logprobs": 3}).json()
+    (choice,) = reply["choices"]
+    assert set(choice["logprobs"]) == {"content", "refusal"} and choice["logprobs"]["refusal"] is None
+    for number, place in enumerate(content := choice["logprobs"]["content"]):
+        assert set(place) == {"token", "logprob", "bytes", "top_logprobs"} and len(place["top_logprobs"]) == 3
+        values, tokens = peer(ids)[-1].topk(3)
+        assert [one["logprob"] for one in place["top_logprobs"]] == pytest.approx(values.tolist(), abs=1e-4)
+        assert [one["token"] for one in place["top_logprobs"]] == [TOKENIZER.decode([token]) for token in tokens.tolist()]
+        assert place["logprob"] == pytest.approx(values[0].item(), abs=1e-4), number  # temperature 0 takes the likeliest
+        assert {name: place[name] for name in ("token", "bytes")} == {name: place["top_logprobs"][0][name] for name in ("token", "bytes")}
+        ids = [*ids, tokens[0].item()]
+    assert len(content) == reply["usage"]["completion_tokens"]
+    written = bytes(byte for place in content for byte in place["bytes"] or ())
+    assert written.decode(errors="replace") == choice["message"]["content"]
+    alone = client.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
+    assert [place["top_logprobs"] for place in alone] == [[]] * len(content) and [p["bytes"] for p in alone] == [p["bytes"] for p in content]
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "message"),
+    [
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
+        ({"top_logprobs": -1, "logprobs": True}, "top_logprobs", "greater than or equal to 0"),
+        ({"top_logprobs": 2}, "top_logprobs", "it needs logprobs: true"),
+        ({"top_logprobs": 2, "logprobs": True, "stream": True}, "top_logprobs", "without alternatives: leave stream out"),
+    ],
+)
+def test_alternatives_of_a_chat_are_refused_by_their_field(client, change, field, message):
+    reply = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "to be?"}], **change})
+    assert reply.status_code == 400 and message in reply.json()["error"]["message"] and reply.json()["error"]["param"] == field
+
+
+def test_the_bytes_of_tokens_are_those_of_their_text():
+    """Byte-level tokens hold parts of characters; the tokens of SentencePiece keep their blank, its byte tokens are one byte."""
+    text = "to be é 日"
+    ids = TOKENIZER.encode(text)
+    assert b"".join(TOKENIZER.token_bytes(token) for token in ids) == text.encode() and "\ufffd" in [TOKENIZER.decode([token]) for token in ids]
+    assert all(TOKENIZER.token_bytes(token) is None for token in TOKENIZER.special)
+    pieces = {"<unk>": 0, "▁": 1, "▁a": 2, "a": 3, "b": 4, "▁b": 5, "<0xC3>": 6, "<0xA9>": 7}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(pieces, [("▁", "a"), ("▁", "b")], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")])
+    steps = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)]
+    backend.decoder = tokenizers.decoders.Sequence(steps)
+    vocabulary = Vocabulary(backend)
+    assert [vocabulary.token_bytes(token) for token in (5, 4, 6, 7)] == [b" b", b"b", b"\xc3", b"\xa9"]
