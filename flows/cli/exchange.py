@@ -66,7 +66,15 @@ def import_(
         raise PunaError(f"import {kind}: no such kind{did_you_mean(kind, kinds)}; pages are read by `puna clean` and `puna run curate`")
     stage = stages[f"import_{kind}"]
     request = launch.Request(stage.name, None, (*named, *(changes or ())), tuple(paths), json=as_json, alias=alias, project=project or "")
-    launch.run_stage(stage, request, opened)
+    artifact = launch.run_stage(stage, request, opened)
+    if bare := artifact.manifest.metrics.get("prompts_without_verifier"):
+        rows = artifact.read(columns=["task", "verifier"]).to_pylist()
+        tasks = ", ".join(sorted({row["task"] for row in rows if row["verifier"] is None})[:3])
+        typer.echo(
+            f"{artifact.id}: {bare} of {len(rows)} prompts have no verifier (task {tasks}): rounds and evaluations refuse them. Import "
+            'again with --verifier (numeric, exact or {"name": …}), or give each row a column `verifier`',
+            err=True,
+        )
 
 
 def mapped(texts: list[str]) -> dict[str, str]:

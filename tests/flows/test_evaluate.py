@@ -85,3 +85,13 @@ def test_the_harness_measures_the_same(folder: Path) -> None:
     own, its = (json.loads(puna("evaluate", "model0", "--tasks", "tasks/animals.yaml", "--json", *more).splitlines()[-1]) for more in ((), ("--harness",)))
     for metric in ("acc,none", "acc_norm,none"):
         assert own["results"]["animals"][metric] == its["results"]["animals"][metric]
+
+
+def test_prompts_without_a_verifier_are_named_at_their_import(folder: Path) -> None:
+    rows = [{"prompt": "Name a fruit."}, {"prompt": "1 + 1?", "answer": "2", "verifier": {"name": "numeric"}}]
+    (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = CliRunner().invoke(app, ["import", "prompts", "asked.jsonl", "--store", "store", "--json"])
+    assert "1 of 2 prompts have no verifier (task asked)" in done.stderr and "Import again with --verifier (numeric, exact" in done.stderr
+    assert json.loads(done.stdout)["stage"] == "import_prompts"
+    again = CliRunner().invoke(app, ["import", "prompts", "asked.jsonl", "--store", "store", "--json", "--verifier", "exact"])
+    assert again.exit_code == 0 and "Import again" not in again.stderr
