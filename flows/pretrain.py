@@ -59,7 +59,7 @@ def pretrain(
     base = step(train, tokens=tokens, tokenizer=vocabulary, fresh=fresh, long=long, best=best, model=model, size=size, tasks=tasks)
     asked = step(prompts)
     measured = step(evaluate, "evaluate_base", model=base, documents=documents, mixture=mixture, prompts=asked)
-    step(contamination, "contamination_base", off=True, prompts=asked, model=base, evaluation=measured)
+    step(contamination, "contamination_base", off=True, prompts=[asked], model=base, evaluation=measured)
     step(needle, off=True, model=base, documents=documents, mixture=mixture)
     publish("tokenizer", vocabulary)
     publish("mixture", mixture)

@@ -31,7 +31,8 @@ MEASURED = {"contaminated": "contaminated", "clean": "clean part", "calibration_
 def evaluate(
     model: ModelArgument,
     tasks: Annotated[
-        list[str], typer.Option("--tasks", metavar="FILE,…", help="Task files (lm-evaluation-harness's YAML), or folders of them and data")
+        list[str],
+        typer.Option("--tasks", metavar="FILE|ID,…", help="Task files (lm-evaluation-harness's YAML), folders of them and data; prompts"),
     ],
     harness: Annotated[
         bool, typer.Option("--harness", help="Let lm-evaluation-harness ask, on Puna's engine; --tasks may name its own tasks then")
@@ -44,6 +45,11 @@ def evaluate(
     ] = "task",
     answers: Annotated[int | None, typer.Option("--n", min=1, help="Answers to each question, for pass@k and majority")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, max=10, help="Sampling temperature (default: the task file's)")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to prompts, tokens; a task file has its own")] = 256,
+    judges: Annotated[list[str] | None, typer.Option("--judge", metavar="MODEL", help="Model that verifiers of tasks name or need")] = None,
+    contaminated: Annotated[
+        bool, typer.Option("--contamination/--no-contamination", help="Look the questions up in what the model was trained on")
+    ] = True,
     seed: Annotated[int, typer.Option(min=0, help="What the draws follow from")] = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the results in lm-evaluation-harness's JSON")] = None,
     serving: ServingSettings = SERVING,
@@ -51,7 +57,7 @@ def evaluate(
     project: ProjectOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Score a model on benchmarks: multiple choice, perplexity, and answers by verifiers, with intervals.
+    """Score a model on benchmarks: multiple choice, perplexity, and answers by verifiers, with intervals; or on held-out prompts.
 
     Where the store knows what the model was trained on, the share of questions in it and the scores without them stand beside.
     """
@@ -62,12 +68,13 @@ def evaluate(
     prepare(opened.root)
     values = {
         "limit": limit, "shots": shots, "prompts": "chat" if chat else "plain", "options": options, "answers": answers,
-        "temperature": temperature, "seed": seed, "serving": serving,
+        "temperature": temperature, "max_tokens": max_tokens, "seed": seed, "serving": serving,
     }  # fmt: skip
     names = [name.strip() for text in tasks for name in text.split(",") if name.strip()]
-    inputs, own = _task_inputs(names, harness)
+    asked, own = _task_inputs(names, harness, opened)
+    asked["judges"] = [opened.checked(opened.resolve(name), whole=True) for name in judges or ()]
     config = parse(BenchmarkConfig, values, "evaluate")
-    evaluation = _run(opened, model, inputs, config, as_json, own if harness else None)
+    evaluation = _run(opened, model, asked, config, as_json, own if harness else None, contaminated)
     text = evaluation.path(RESULTS).read_text(encoding="utf-8")
     if output is not None:
         output.write_text(text, encoding="utf-8")
@@ -90,22 +97,28 @@ def _interval(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f"{low:.4f} to {high:.4f}"
 
 
-def _task_inputs(names: Sequence[str], harness: bool) -> tuple[list[External], tuple[str, ...]]:
-    """Return task files and folders as inputs, and the names of tasks that the harness brings."""
+def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dict[str, list[Any]], tuple[str, ...]]:
+    """Return task files, folders and prompts as inputs of the stage, and the names of tasks that the harness brings."""
     inputs: list[External] = []
+    prompts: list[Artifact] = []
     own = []
     for name in names:
         if Path(name).is_dir():
             inputs += External.resolve(name)
         elif Path(name).is_file():
             inputs.append(_task_input(Path(name)))
+        elif "@" in name or name.startswith("prompts/"):
+            prompts.append(store.checked(store.resolve(name), whole=True))
+            if harness or prompts[-1].kind != "prompts":
+                problem = "leave --harness out, which asks task files" if prompts[-1].kind == "prompts" else "name prompts, or a task file"
+                raise PunaError(f"--tasks {name}: {prompts[-1].id} is no task here: {problem}")
         elif harness and not name.endswith((".yaml", ".yml")):
             own.append(name)
         else:
             raise PunaError(f"--tasks {name}: there is no such task file or folder{'' if harness else '; tasks by name need --harness'}")
-    if not inputs and not own:
+    if not inputs and not own and not prompts:
         raise PunaError("--tasks: name at least one task file")
-    return inputs, tuple(own)
+    return {"tasks": inputs, "prompts": prompts}, tuple(own)
 
 
 def _task_input(path: Path) -> External:
@@ -125,7 +138,9 @@ def _task_input(path: Path) -> External:
     return External(own.name, own.uri, tuple(files), digest)
 
 
-def _run(store: Store, model: str, inputs: list[External], config: Any, as_json: bool, own: tuple[str, ...] | None) -> Artifact:
+def _run(
+    store: Store, model: str, asked: dict[str, list[Any]], config: Any, as_json: bool, own: tuple[str, ...] | None, contaminated: bool
+) -> Artifact:
     """Run the stage on a model, which is imported first if it is a folder or file. `own`: the harness runs, with its tasks so named."""
     from puna.flows.engine import preflight
     from puna.flows.engine.session import session
@@ -133,7 +148,7 @@ def _run(store: Store, model: str, inputs: list[External], config: Any, as_json:
     from puna.stages.evaluation.benchmark import benchmark
     from puna.stages.io.import_model import ImportModelConfig, import_model
 
-    given: dict[str, Any] = {"tasks": inputs}
+    given: dict[str, Any] = {name: values or None for name, values in asked.items()}
     stage = benchmark
     if own is not None:
         from puna.stages.evaluation.harness import HarnessConfig, harness, needs
@@ -141,17 +156,21 @@ def _run(store: Store, model: str, inputs: list[External], config: Any, as_json:
         stage, config = harness, HarnessConfig(**dict(config), names=own)
         if problems := needs(config, Facts({}, 0, None)):
             raise PunaError("; ".join(problems))
-        given["tasks"] = inputs or None
-    title = f"{stage.name} {model} {' '.join([*(one.name for one in inputs), *(own or ())])}"[:200]
+        if given.pop("judges"):
+            raise PunaError("--judge: the harness asks no judges; leave it out")
+        del given["prompts"]
+    questions = {name: given[name] for name in ("tasks", "prompts") if given.get(name)}
+    names = [*(one.name for one in asked["tasks"]), *(one.id for one in asked["prompts"]), *(own or ())]
+    title = f"{stage.name} {model} {' '.join(names)}"[:200]
     with session(store, flow=stage.name, json=as_json, title=title) as now:
         if Path(model).exists():
             (files,) = External.resolve(f"model={model}")
             given["model"] = now.perform(import_model, ImportModelConfig(), {"model": files}, "import_model").artifact
         else:
             given["model"] = store.checked(store.resolve(model), whole=True)
-        if inputs and trained_on(given["model"])[0]:
-            asked = {"prompts": None, "tasks": inputs, "model": given["model"]}
-            given["overlaps"] = now.perform(contamination, ContaminationConfig(), asked, "contamination").artifact
+        if contaminated and questions and trained_on(given["model"])[0]:
+            looked = {**questions, "model": given["model"]}
+            given["overlaps"] = now.perform(contamination, ContaminationConfig(), looked, "contamination").artifact
         preflight.check_stage(stage, config, given, store)
         evaluation = now.perform(stage, config, given, stage.name).artifact
     now.refresh()

@@ -58,7 +58,7 @@ class Held(NamedTuple):
 
 @stage(kind="evaluation")
 def contamination(
-    prompts: Prompts | None,
+    prompts: list[Prompts] | None,
     tasks: list[External] | None,
     model: Trained | None,
     documents: list[Documents] | None,
@@ -83,7 +83,7 @@ def contamination(
     if not sources:
         missing = "no text is given" if model is None else f"the lineage of {model.id} names no text in this store"
         raise PunaError(f"contamination: {missing}; give what it was trained on as documents, instructions or preferences")
-    rows = [] if prompts is None else prompts_of_splits(prompts, config.splits)
+    rows = [row for one in prompts or () for row in prompts_of_splits(one, config.splits)]
     for task in [load_task(one, file, spec) for one in tasks or () for file, spec in task_files(one)]:
         asked = contents(task)
         rows += [{"id": key, "task": task.name, "messages": asking(question), "reference": answer} for key, question, answer in asked]

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Literal
 
-from puna.stages.conversations import answer_text
+from puna.stages.conversations import answer_text, prompt_ids
 from puna.stages.evaluation.calibration import confidence
 from puna.stages.evaluation.likelihood import Encoder, Likelihood, Request
 from puna.stages.evaluation.task_file import Document, Task
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from puna.models.generation import Completion
     from puna.models.tokens.tokenizer import Tokenizer
 
-Prompts = Literal["plain", "chat"]
+PromptFormat = Literal["plain", "chat"]
 Options = Literal["cloze", "letters"]
+NO_TEMPLATE = "the model has no chat template: ask in plain text (prompts=plain), or import it with one"
 OVERLAP = "overlap"
 """Name of the scores in which `contamination` keeps how much of a question stands in training data."""
 
@@ -124,7 +125,7 @@ class Asker:
     """A tokenizer that writes questions as prompts: as plain text, or as a conversation by the chat template, each example a turn."""
 
     encoder: Encoder
-    prompts: Prompts = "plain"
+    prompts: PromptFormat = "plain"
     options: Options = "cloze"
 
     def _context(self, task: Task, document: Document, question: str) -> tuple[str, str | None]:
@@ -142,7 +143,7 @@ class Asker:
         tokenizer: Tokenizer = self.encoder.tokenizer
         messages, mark = tokenizer.guard([{"role": role, "content": text} for role, text in (*turns, ("user", question))])
         if tokenizer.template is None:
-            raise PunaError("the model has no chat template: ask in plain text (prompts=plain), or import it with one")
+            raise PunaError(NO_TEMPLATE)
         try:
             return tokenizer.template.render(messages, add_generation_prompt=True), mark
         except ValueError as error:
@@ -150,6 +151,10 @@ class Asker:
 
     def prompt(self, task: Task, document: Document) -> list[int]:
         """Return the ids of a question that is answered freely."""
+        if task.prompted and self.prompts == "chat":
+            if self.encoder.tokenizer.template is None:
+                raise PunaError(NO_TEMPLATE)
+            return prompt_ids(self.encoder.tokenizer, document.row)
         text, mark = self._context(task, document, _question(task, document, self.options))
         ids = self.encoder.encode(text) if self.prompts == "plain" else self.encoder.encode_chat(text, mark)
         return ids or [self.encoder.prefix]

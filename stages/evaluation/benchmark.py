@@ -14,17 +14,18 @@ from pydantic import Field, field_validator
 
 from puna.models.memory.workload import Work
 from puna.models.serving import ServingSettings, engine_of, prepared
-from puna.stages.contract import Evaluation, External, Model, SeededConfig, StageRun, stage
+from puna.stages.contract import Evaluation, External, Model, Prompts, SeededConfig, StageRun, stage
+from puna.stages.endpoint import Endpoint
 from puna.stages.evaluation import asking
-from puna.stages.evaluation.asking import Asker, Column, Options, Prompts, cut, has_letters
+from puna.stages.evaluation.asking import Asker, Column, Options, PromptFormat, cut, has_letters
 from puna.stages.evaluation.calibration import calibration_error
 from puna.stages.evaluation.likelihood import Encoder, likelihoods
-from puna.stages.evaluation.task_file import LOWER, Generation, Task, load_task, task_files, texts_of
+from puna.stages.evaluation.task_file import LOWER, Generation, Task, load_task, prompt_tasks, task_files, texts_of
 from puna.stages.training import intervals
 from puna.stages.training.train import load_served
 from puna.stages.verifiers.base import ScoringConfig, ended
 from puna.stages.verifiers.registry import kind_of
-from puna.stages.verifiers.scoring import Scorer
+from puna.stages.verifiers.scoring import Scorer, verifiers_named
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
@@ -40,12 +41,13 @@ class BenchmarkConfig(SeededConfig):
 
     limit: int | None = Field(None, ge=1, description="First questions of each task; null: all")
     shots: int | None = Field(None, ge=0, le=1000, description="Examples before each question; null: as the task file says")
-    prompts: Prompts = Field("plain", description="plain: text as it is, as base models read it; chat: one message of the chat template")
+    prompts: PromptFormat = Field("plain", description="plain: text as it is, for base models; chat: one message of the chat template")
     options: Literal["task", "letters", "best"] = Field(
         "task", description="Multiple choice: options as the task file has them, behind letters, or the better of both, which is named"
     )
     answers: int | None = Field(None, ge=1, le=1000, description="Answers to each question; null: the task file's repeats")
     temperature: float | None = Field(None, ge=0, le=10, description="Sampling temperature of answers; null: the task file's")
+    max_tokens: int = Field(256, ge=1, description="Longest answer to the input `prompts`, tokens; a task file has its own")
     examples: int = Field(100, ge=0, description="Questions of each task kept with their answers for a reader")
     micro_batch_tokens: int = Field(8192, ge=16, description="Tokens of one forward pass")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which verifiers score answers")
@@ -85,20 +87,27 @@ class Result:
 def verifiers_of_tasks(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
     """Return the code (module, symbol) of the verifiers that task files name."""
     names: set[str] = set()
-    for external in inputs["tasks"]:
+    for external in inputs["tasks"] or ():
         assert isinstance(external, External)
         for own in [spec.verifier for _, spec in task_files(external)]:
             names.update([own] if isinstance(own, str) else [name for path, name in texts_of(own) if path[-1] == "name"])
     return sorted({symbol for name in names for symbol in kind_of(name).of_class()})
 
 
-@stage(kind="evaluation", named=verifiers_of_tasks)
+def code_of_verifiers(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
+    """Return the code (module, symbol) of the verifiers that task files and prompts name."""
+    return sorted({*verifiers_of_tasks(inputs), *verifiers_named(inputs)})
+
+
+@stage(kind="evaluation", named=code_of_verifiers)
 def benchmark(
-    model: Model, tasks: list[External], judges: list[Model] | None, overlaps: Evaluation | None, config: BenchmarkConfig, run: StageRun
-) -> None:
+    model: Model, tasks: list[External] | None, prompts: list[Prompts] | None, judges: list[Model] | None, overlaps: Evaluation | None,
+    config: BenchmarkConfig, run: StageRun,
+) -> None:  # fmt: skip
     """Score a model on task files in lm-evaluation-harness's YAML, over local data; each number has its 95 % interval.
 
-    `tasks`: task files beside their data. Multiple choice: context and option are encoded as one, and the options of all questions
+    `tasks`: task files beside their data. `prompts`: their held-out prompts are tasks, too, each answer scored by its prompt's verifier.
+    Multiple choice: context and option are encoded as one, and the options of all questions
     share what they begin with. `acc_norm` divides by characters, `acc_bytes` by bytes. Whole texts: `word_perplexity`,
     `byte_perplexity` and `bits_per_byte`, the tokenizer's BOS scored behind a prefix as the harness does. Answers: `exact_match` behind
     each filter; by a `verifier` of the task file `verified`, and of several answers `pass@k` and `majority@n`. An answer that was
@@ -109,17 +118,24 @@ def benchmark(
     without them. `scores` has that of each question, so that two models can be compared; the file results.json all in the harness's
     layout.
     """
-    loaded = [load_task(one, file, spec, config.limit, config.shots) for one in tasks for file, spec in task_files(one)]
+    loaded = [load_task(one, file, spec, config.limit, config.shots) for one in tasks or () for file, spec in task_files(one)]
+    if prompts and config.shots:
+        raise PunaError(f"benchmark: {prompts[0].id} has no examples to show before a question: leave shots out, or ask a task file")
+    loaded += [task for one in prompts or () for task in prompt_tasks(one, config.max_tokens, config.limit)]
+    if not loaded:
+        raise PunaError("benchmark: give tasks or prompts to ask")
     check_names(loaded)
-    bench = Bench.of(model, judges or (), config, run)
+    bench = Bench.of(model, scorers_of(loaded, judges or (), config.scoring, run), config, run)
     results: list[Result] = []
     for number, task in enumerate(loaded):
         run.progress(number, len(loaded), task.name)
         results += bench.measured(task)
+    if config.scoring.endpoint is not None:
+        Endpoint(config.scoring.endpoint, run).write()
     write(results, config, run, overlaps)
 
 
-def format_of(task: Task, prompts: Prompts, options: Options = "cloze") -> str:
+def format_of(task: Task, prompts: PromptFormat, options: Options = "cloze") -> str:
     """Return how the questions of a task are asked, in words."""
     return prompts if task.file.output_type != "multiple_choice" or has_letters(task) else f"{prompts}, {options}"
 
@@ -133,6 +149,18 @@ def check_names(tasks: Sequence[Task]) -> None:
         places[task.name] = task.where
 
 
+def scorers_of(tasks: Sequence[Task], judges: Sequence[Artifact], config: ScoringConfig, run: StageRun) -> dict[str, Scorer]:
+    """Return the scorer of each task with a verifier. PunaError, which names the task's file, where one cannot score."""
+    scorers = {}
+    for task in tasks:
+        if task.file.verifier is not None:
+            try:
+                scorers[task.name] = Scorer(task.asked(), config, run, judges, needed="verifier")
+            except PunaError as error:
+                raise PunaError(f"{task.where}: {error}") from error
+    return scorers
+
+
 @dataclass
 class Bench:
     """A model with its settings, which tasks are measured with."""
@@ -140,18 +168,18 @@ class Bench:
     model: Transformer
     engine: AnswerEngine
     encoder: Encoder
-    judges: Sequence[Artifact]
+    scorers: Mapping[str, Scorer]
     config: BenchmarkConfig
     run: StageRun
 
     @staticmethod
-    def of(model: Artifact, judges: Sequence[Artifact], config: BenchmarkConfig, run: StageRun) -> Bench:
+    def of(model: Artifact, scorers: Mapping[str, Scorer], config: BenchmarkConfig, run: StageRun) -> Bench:
         network, tokenizer, limits = load_served(model, config.serving, Work(), run, config.micro_batch_tokens)
         try:
             prepared(network, config.serving.weights)
         except ValueError as error:
             raise PunaError(f"{run.stage}: {model.id}: {error}") from error
-        return Bench(network, engine_of(network, tokenizer, **limits), Encoder(tokenizer), judges, config, run)
+        return Bench(network, engine_of(network, tokenizer, **limits), Encoder(tokenizer), scorers, config, run)
 
     @property
     def longest(self) -> int:
@@ -220,11 +248,11 @@ class Bench:
         drawn = self.generated(prompts, own.replace(temperature=temperature, do_sample=None), until, n, task.where)
         tokenizer = self.encoder.tokenizer
         texts = [[cut(one, tokenizer, until) for one in several] for several in drawn]
-        columns = asking.answer_columns(task, texts)
+        columns = [] if task.prompted else asking.answer_columns(task, texts)
         more: list[list[str]] = [[] for _ in texts]
         if task.file.verifier is not None:
             finished = [[one.finished for one in several] for several in drawn]
-            scores, more = self._verified(task, asker, texts, finished)
+            scores, more = self._verified(task, texts, finished)
             columns = [*asking.verified_columns(scores, texts), *columns]
         examples = self._examples(task.name, task, asker, columns, [several[0] for several in texts], said=more)
         tokens = sum(map(len, prompts)) + sum(len(one.tokens) for several in drawn for one in several)
@@ -259,17 +287,11 @@ class Bench:
         return self.engine.generate([ids[-room:] for ids in prompts], params, progress=told)
 
     def _verified(
-        self, task: Task, asker: Asker, texts: Sequence[Sequence[str]], finished: Sequence[Sequence[bool]]
+        self, task: Task, texts: Sequence[Sequence[str]], finished: Sequence[Sequence[bool]]
     ) -> tuple[list[list[float]], list[list[str]]]:
         """Return the verifier's scores of answers and its details; an answer that cannot be scored is wrong, and counted."""
-        rows = []
-        for document, verifier in zip(task.documents, task.verifiers, strict=True):
-            messages = json.dumps([{"role": "user", "content": asker.shown(task, document)}], ensure_ascii=False)
-            target = document.target if isinstance(document.target, str) else json.dumps(document.target)
-            about = {"id": document.id, "task": task.name, "tools": None}
-            rows.append({**about, "messages": messages, "reference": target, "verifier": verifier})
-        scorer = Scorer(rows, self.config.scoring, self.run, self.judges, needed=task.where)
-        flat = iter(scorer.scores([(row, text) for row, several in zip(rows, texts, strict=True) for text in several]))
+        pairs = [(row, text) for row, several in zip(task.asked(), texts, strict=True) for text in several]
+        flat = iter(self.scorers[task.name].scores(pairs))
         scores = [[next(flat) for _ in several] for several in texts]
         self.run.metric(f"unscored_answers_{task.name}", sum(one.value is None for several in scores for one in several))
         values = [

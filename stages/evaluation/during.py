@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from puna.models.training.settings import ComputeSettings
 from puna.stages.contract import External, StageRun
-from puna.stages.evaluation.benchmark import Bench, BenchmarkConfig, check_names, verifiers_of_tasks
+from puna.stages.evaluation.benchmark import Bench, BenchmarkConfig, check_names, scorers_of, verifiers_of_tasks
 from puna.stages.evaluation.comparison import main_metric
 from puna.stages.evaluation.likelihood import Encoder
 from puna.stages.evaluation.task_file import load_task, task_files
 from puna.stages.training.train import device
-from puna.storage import Artifact
+from puna.stages.verifiers.base import ScoringConfig
+from puna.storage import Artifact, PunaError
 from puna.storage.work import write_text
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ class TaskWatch:
     def __init__(self, tasks: Sequence[External], every: int, tokenizer: Tokenizer, compute: ComputeSettings, run: StageRun) -> None:
         self.tasks = [load_task(one, file, spec) for one in tasks for file, spec in task_files(one)]
         check_names(self.tasks)
+        try:
+            self.scorers = scorers_of(self.tasks, (), ScoringConfig(), run)
+        except PunaError as error:
+            remedy = "no judge is asked during a training: leave the task out, and ask it afterwards (`puna evaluate --judge`)"
+            raise PunaError(f"{error}; {remedy}" if "`judges`" in str(error) else str(error)) from error
         self.every, self.tokenizer, self.compute, self.run = every, tokenizer, compute, run
         self.file = run.scratch / "task-scores.json"
         self.scores: dict[str, dict[str, float]] = json.loads(self.file.read_text()) if self.file.exists() else {}
@@ -46,7 +52,7 @@ class TaskWatch:
         model.eval()
         config = BenchmarkConfig(examples=0, micro_batch_tokens=self.compute.micro_batch_tokens)
         with computing_in(model, self.compute.precision_on(device().type)):
-            bench = Bench(model, Engine(model, self.tokenizer), Encoder(self.tokenizer), (), config, self.run)
+            bench = Bench(model, Engine(model, self.tokenizer), Encoder(self.tokenizer), self.scorers, config, self.run)
             results = [result for task in self.tasks for result in bench.measured(task)]
         model.train(training)
         columns = {(one.name, column.name): column for one in results for column in one.columns}

@@ -61,7 +61,7 @@ def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | N
         for file, spec in task_files(external):
             content = yaml.safe_dump(_content(external, file, spec), allow_unicode=True)
             (folder / f"{spec.task}.yaml").write_text(content, encoding="utf-8")
-    bridge = _bridge(Bench.of(model, (), config, run))
+    bridge = _bridge(Bench.of(model, {}, config, run))
     manager = TaskManager(include_path=str(folder), include_defaults=bool(config.names))
     known = {task.name: task for task in own}
     results: list[Result] = []

@@ -19,10 +19,14 @@ import yaml
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from puna.stages.contract import External, ExternalFile, StageConfig, parse
+from puna.stages.conversations import asking, messages_of, shown
 from puna.stages.draws import identifier, place
 from puna.stages.evaluation.task_programs import FILTER_SETTINGS, FILTERS, MATCH_SETTINGS, Row, rendered
 from puna.stages.reading.rows import Fault, read_rows
-from puna.storage import PunaError
+from puna.stages.training.train import heldout_prompts
+from puna.stages.verifiers.registry import from_text
+from puna.stages.verifiers.scoring import question_of
+from puna.storage import Artifact, PunaError
 
 Output = Literal["multiple_choice", "generate_until", "loglikelihood_rolling"]
 METRICS: dict[str, tuple[str, ...]] = {
@@ -242,7 +246,8 @@ class Document:
 
 @dataclass(frozen=True)
 class Task:
-    """A task with its documents and its fixed examples. `where`: the task file. `digest`: of the file and its data."""
+    """A task with its documents and its fixed examples. `where`: the task file. `digest`: of the file and its data. `prompted`: the
+    documents' rows are prompts of an artifact, each with its verifier."""
 
     file: TaskFile
     where: str
@@ -250,10 +255,21 @@ class Task:
     documents: tuple[Document, ...]
     shots: tuple[Document, ...]
     verifiers: tuple[str | None, ...]
+    prompted: bool = False
 
     @property
     def name(self) -> str:
         return self.file.task
+
+    def asked(self) -> list[dict[str, Any]]:
+        """Return the documents as rows of prompts, which a Scorer takes."""
+        if self.prompted:
+            return [dict(document.row) for document in self.documents]
+        return [
+            {"id": document.id, "task": self.name, "tools": None, "messages": asking(str(document.text)), "verifier": verifier,
+             "reference": document.target if isinstance(document.target, str) else json.dumps(document.target)}
+            for document, verifier in zip(self.documents, self.verifiers, strict=True)
+        ]  # fmt: skip
 
     def examples(self, document: Document) -> Sequence[Document]:
         """Return the examples before a document, never itself where both are of one split."""
@@ -273,7 +289,28 @@ def load_task(external: External, file: ExternalFile, spec: TaskFile, limit: int
     documents = _documents(spec, rows[:limit], where)
     verifiers = [None] * len(documents) if spec.verifier is None else _verifiers(spec, rows[:limit], where)
     digest = identifier(file.digest, *(_data(external, file, name).digest for names in spec.files.values() for name in names))
-    return Task(spec, where, digest, tuple(documents), tuple(_shots(external, file, spec, where)), tuple(verifiers))
+    task = Task(spec, where, digest, tuple(documents), tuple(_shots(external, file, spec, where)), tuple(verifiers))
+    for number, row in enumerate(task.asked() if spec.verifier is not None else (), 1):
+        try:
+            from_text(row["verifier"]).check(question_of(row))
+        except PunaError as error:
+            raise PunaError(f"{where}: verifier, row {number}: {error}") from error
+    return task
+
+
+def prompt_tasks(prompts: Artifact, longest: int, limit: int | None = None) -> list[Task]:
+    """Return the held-out prompts of an artifact as tasks, one of each task name. longest: tokens of an answer."""
+    tasks = []
+    for name, rows in sorted(heldout_prompts(prompts).items()):
+        rows = sorted(rows, key=lambda row: str(row["id"]))[:limit]
+        spec = TaskFile.model_construct(
+            task=name, dataset_path="parquet", dataset_kwargs={"data_files": prompts.id}, test_split="heldout", doc_to_target="reference",
+            generation_kwargs=Generation(until=(), max_gen_toks=longest), verifier="verifier",
+        )  # fmt: skip
+        documents = tuple(Document(row["id"], row, shown(messages_of(row)), row["reference"], ()) for row in rows)
+        digest = identifier("prompts", prompts.data_digest, name)
+        tasks.append(Task(spec, f"{prompts.id}, task {name}", digest, documents, (), tuple(row["verifier"] for row in rows), True))
+    return tasks
 
 
 def _shots(external: External, file: ExternalFile, spec: TaskFile, where: str) -> list[Document]:

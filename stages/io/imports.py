@@ -71,7 +71,7 @@ class ImportPromptsConfig(PromptRowsConfig):
         "auto", "messages", "prompt", "instruction", "ifeval", "humaneval", "mbpp", "gsm8k", "math", "arc", "hellaswag", "winogrande",
         "boolq", "piqa", "blimp", "truthfulqa_mc", "mmlu_pro", "mmlu", "needle", "ruler",
     ] = Field("auto", description=LAYOUT)  # fmt: skip
-    heldout_fraction: float = Field(0.1, ge=0, lt=1, description=HELDOUT_SHARE)
+    heldout_fraction: float = Field(0.1, ge=0, le=1, description=HELDOUT_SHARE)
 
 
 @stage(kind="prompts")

@@ -183,7 +183,7 @@ def against_harness(model: Path, folder: Path, names: list[str], store: Store, b
     theirs = by_harness(HFLM(str(export), batch_size=batch, dtype="float32", device="cpu"), folder, names)
     likely = [name for name in names if not isinstance(next(iter(theirs[name]["responses"].values()))[0][0], str)]
     exact = theirs | by_harness(HFLM(str(export), batch_size=batch, dtype="float64", device="cpu"), folder, likely)
-    bridge = by_harness(_bridge(Bench.of(artifact, (), BenchmarkConfig(), _Run())), folder, names)  # type: ignore[arg-type]
+    bridge = by_harness(_bridge(Bench.of(artifact, {}, BenchmarkConfig(), _Run())), folder, names)  # type: ignore[arg-type]
     measured = [(name, key, value) for name in names for key, value in exact[name]["metrics"].items()]
     metrics = [(name, key, value, scores[name, key.removesuffix(",none")]["value"]) for name, key, value in measured]
     largest, same = differences(bridge, exact)

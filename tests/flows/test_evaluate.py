@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from puna.flows.cli.main import app
-from puna.storage import PunaError
+from puna.stages.contract import External, Instructions, Model, StageConfig, StageRun, execute, stage
+from puna.stages.conversations import dump
+from puna.stages.io.import_model import ImportModelConfig, import_model
+from puna.storage import PunaError, Store
+from puna.storage.schemas import table_schema
+from tests.flows.planted import pool
 from tests.stages.evaluation.conftest import saved
 
 TASK = {
@@ -32,6 +39,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         saved(tmp_path / f"model{seed}", seed)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@stage(kind="model", version="1")
+def trained(model: Model, instructions: list[Instructions], config: StageConfig, run: StageRun) -> None:
+    """Stand for a training: the same weights."""
+    shutil.copytree(model.path(), run.folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json", ".*"))
+
+
+def planted(folder: Path) -> None:
+    """Documents, and eight held-out prompts of two tasks."""
+    store = Store.open(folder / "store")
+    store.set_alias("prompts@latest", pool(store, 0, 4))
+    store.set_alias("documents@latest", store.import_table("documents", pa.Table.from_pylist([], schema=table_schema("documents").schema)))
 
 
 def puna(*words: str) -> Any:
@@ -65,10 +85,13 @@ def test_models_in_folders_are_scored_and_compared(folder: Path) -> None:
     (("--tasks", "none.yaml"), "--tasks none.yaml: there is no such task file or folder; tasks by name need --harness"),
     (("--tasks", "tasks/lost.yaml"), "data_files: gone.jsonl is not there, neither beside the task file nor here"),
     (("--tasks", "tasks/animals.yaml", "--n", "4", "--harness"), "answers and temperature are the task file's where the harness asks"),
+    (("--tasks", "gone@latest"), "gone@latest"),
+    (("--tasks", "documents@latest"), "is no task here: name prompts, or a task file"),
 ])  # fmt: skip
 def test_what_cannot_be_asked_is_refused_before_anything_runs(folder: Path, words: tuple[str, ...], message: str) -> None:
     lost = TASK | {"dataset_kwargs": {"data_files": {"test": "gone.jsonl"}}}
     (folder / "tasks" / "lost.yaml").write_text(yaml.safe_dump(lost))
+    planted(folder)
     with pytest.raises(PunaError) as refused:
         puna("evaluate", "model0", *words)
     assert message in str(refused.value) and not (folder / "store" / "objects" / "model").exists()
@@ -93,5 +116,36 @@ def test_prompts_without_a_verifier_are_named_at_their_import(folder: Path) -> N
     done = CliRunner().invoke(app, ["import", "prompts", "asked.jsonl", "--store", "store", "--json"])
     assert "1 of 2 prompts have no verifier (task asked)" in done.stderr and "Import again with --verifier (numeric, exact" in done.stderr
     assert json.loads(done.stdout)["stage"] == "import_prompts"
-    again = CliRunner().invoke(app, ["import", "prompts", "asked.jsonl", "--store", "store", "--json", "--verifier", "exact"])
-    assert again.exit_code == 0 and "Import again" not in again.stderr
+
+
+def test_prompts_of_an_artifact_are_asked_beside_task_files(folder: Path) -> None:
+    planted(folder)
+    results = json.loads(puna("evaluate", "model0", "--tasks", "tasks/animals.yaml,prompts@latest", "--limit", "2", "--max-tokens", "4", "--json").splitlines()[-1])
+    assert {name: one["effective"] for name, one in results["n-samples"].items()} == {"animals": 2, "a": 2, "b": 2}
+    assert "verified,none" in results["results"]["a"]
+
+
+def test_a_judge_grades_answers_where_one_is_named(folder: Path) -> None:
+    spec = {"output_type": "generate_until", "doc_to_text": "q", "doc_to_target": "{{right}}", "generation_kwargs": {"max_gen_toks": 4}}
+    own = {name: TASK[name] for name in ("dataset_path", "dataset_kwargs", "test_split")}
+    judged = {**own, **spec, "task": "judged", "verifier": {"name": "judge", "rubric": "0 bad, 5 good"}}
+    (folder / "tasks" / "judged.yaml").write_text(yaml.safe_dump(judged))
+    with pytest.raises(PunaError, match="judged.yaml: verifier judge needs a language model, but the input `judges` has none"):
+        puna("evaluate", "model0", "--tasks", "tasks/judged.yaml")
+    judge = json.loads(CliRunner().invoke(app, ["import", "model", "model1", "--store", "store", "--json"]).stdout)["id"]
+    text = puna("evaluate", "model0", "--tasks", "tasks/judged.yaml", "--judge", judge)
+    (row,) = [line.split() for line in text.splitlines() if " verified " in line]
+    assert 0 <= float(row[2]) <= 1
+
+
+def test_the_lookup_in_training_data_can_be_left_out(folder: Path) -> None:
+    text = "Question: 0 eats grass or stones, what does it eat? It eats grass, as all of them do here."
+    store = Store.open(folder / "store")
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "grass"}]
+    row = {"id": "t", "prompt_id": "t", "task": "t", "split": "train", "messages": dump(turns), "tools": None, "source": "s", "score": None}
+    learned = store.import_table("instructions", pa.Table.from_pylist([row], schema=table_schema("instructions").schema))
+    base = execute(import_model, ImportModelConfig(), {"model": External.resolve(f"model={folder / 'model0'}")[0]}, store)
+    tuned = execute(trained, StageConfig(), {"model": base, "instructions": [learned]}, store)
+    (folder / "data" / "animals.jsonl").write_text(json.dumps({"q": text, "options": ["grass", "stones"], "right": 0}) + "\n")
+    for more, shown in (((), True), (("--no-contamination",), False)):
+        assert ("contaminated" in puna("evaluate", tuned.id, "--tasks", "tasks/animals.yaml", *more)) == shown

@@ -74,7 +74,7 @@ def test_the_lineage_of_a_model_names_its_texts(built):
 def test_scores_stand_beside_those_of_the_clean_part(built):
     store, prompts, documents, _, model = built
     evaluation = execute(solved, StageConfig(), {"prompts": prompts}, store)
-    made = execute(contamination, ContaminationConfig(), {"prompts": prompts, "model": model, "evaluation": evaluation}, store)
+    made = execute(contamination, ContaminationConfig(), {"prompts": [prompts], "model": model, "evaluation": evaluation}, store)
     values = {(row["task"], row["metric"]): row["value"] for row in made.read().to_pylist()}
     assert [values[task, "contaminated"] for task in ("all", "a", "b")] == [0.5, 0.5, 0.5]
     assert values["all", "score"] == pytest.approx(2.5 / 4) and values["all", "score_clean"] == 0.25 and values["all", "score_contaminated"] == 1.0
@@ -86,8 +86,8 @@ def test_scores_stand_beside_those_of_the_clean_part(built):
 
 def test_texts_may_be_given_without_a_model(built):
     store, prompts, documents, _, _ = built
-    made = execute(contamination, ContaminationConfig(), {"prompts": prompts, "documents": [documents]}, store)
+    made = execute(contamination, ContaminationConfig(), {"prompts": [prompts], "documents": [documents]}, store)
     assert {row["id"] for row in made.read("scores").to_pylist()} == {"a1", "a2"}  # without its mixture every document counts
     assert json.loads(json.dumps(made.manifest.metrics))["sources"] == f"documents {documents.data_digest[:12]}"
     with pytest.raises(PunaError, match="no text is given; give what it was trained on"):
-        execute(contamination, ContaminationConfig(), {"prompts": prompts}, store)
+        execute(contamination, ContaminationConfig(), {"prompts": [prompts]}, store)

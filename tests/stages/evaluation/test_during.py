@@ -89,6 +89,20 @@ def test_scores_of_a_fine_tuning(store: Store, model: Callable[..., Artifact], t
         execute(sft, config.replace(engine="trl"), given | {"tasks": tasks}, store)
 
 
+def test_a_task_that_needs_a_judge_is_refused_before_the_training(store: Store, model: Callable[..., Artifact], task: Callable[..., External]) -> None:
+    judged = task(ROWS[:2], task="liked", doc_to_text="q", doc_to_target="{{right}}", verifier={"name": "judge", "rubric": "0 bad, 5 good"})
+    broken = task(ROWS[:2], task="typo", doc_to_text="q", doc_to_target="{{right}}", verifier="numerik")
+    turn = {"id": "1", "prompt_id": "1", "task": "t", "split": "train", "tools": None, "source": "s", "score": None,
+            "messages": dump([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])}  # fmt: skip
+    rows = store.import_table("instructions", pa.Table.from_pylist([turn], schema=table_schema("instructions").schema))
+    for one, message in (
+        (judged, r"task.yaml: verifier judge needs a language model, but the input `judges` has none; no judge is asked during a training"),
+        (broken, "there is no verifier 'numerik'; did you mean numeric"),
+    ):
+        with pytest.raises(PunaError, match=message):
+            execute(sft, SftConfig(training={"steps": 1, "batch_size": 1}), {"model": model(), "instructions": [rows], "tasks": [one]}, store)
+
+
 def test_only_a_model_that_was_asked_depends_on_how_models_are_asked(task: Callable[..., External]) -> None:
     def evaluating(*named: tuple[str, str]) -> bool:
         return any(name.startswith("puna.stages.evaluation.benchmark") for name in symbols(sft, named))

@@ -131,3 +131,9 @@ def test_every_import_names_the_columns_that_no_field_takes(tmp_path: Path, kind
 def test_every_benchmark_can_be_declared() -> None:
     for name in KNOWN:
         assert ImportPromptsConfig(layout=name).layout == name  # type: ignore[arg-type]
+
+
+def test_a_whole_file_can_be_held_out(tmp_path: Path) -> None:
+    rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(20)]
+    artifact = made(tmp_path, "prompts", written(tmp_path / "in", rows, "jsonl"), verifier="numeric", heldout_fraction=1.0)
+    assert artifact.read()["split"].to_pylist() == ["heldout"] * 20
