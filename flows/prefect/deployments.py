@@ -118,7 +118,7 @@ def _run_work(request: Request, work: Callable[[], str]) -> Any:
 def _input(spec: InputSpec, *, needed: bool) -> inspect.Parameter:
     kind: Any = list[str] if spec.many else str
     if spec.kind == "external":
-        description = "Files or folders to read, [NAME=]URI each; none: the sample of real pages"
+        description = "Files or folders to read, [NAME=]URI each" + ("; none: the sample of real pages" if spec.name == "inputs" else "")
         return _parameter(spec.name, kind, description, [] if spec.many else "")
     return _parameter(spec.name, kind if needed else kind | None, f"Of kind {spec.kind}", inspect.Parameter.empty if needed else None)
 

@@ -167,7 +167,8 @@ def _input(spec: InputSpec, choices: Choices, form: Asked) -> Html:
     """Return an input: files as lines of text, an artifact from a list."""
     now = values_given(spec, form)
     if spec.kind == "external":
-        words = f"{spec.name}: files or folders, one a line{', none: the sample of real pages' if spec.many or spec.optional else ''}"
+        none = ", none: the sample of real pages" if spec.name == "inputs" else ", may be left out" if spec.optional else ""
+        words = f"{spec.name}: files or folders, one a line{none}"
         return field(words, tag("textarea", "\n".join(now), name=spec.name, rows=2, spellcheck="false"))
     there = choices.of(spec.kind)
     more = [name for name in now if name not in map(picked, there)]

@@ -284,6 +284,8 @@ def judge(tour: Tour) -> dict[str, Any]:
     tour.shot("judge")
     tour.page.keyboard.press("w")
     tour.page.get_by_text("judged@latest").wait_for()
+    tour.page.get_by_role("link", name="Rounds").click()
+    tour.page.wait_for_url("**/puna/rounds**")
     return {}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from puna.storage import Artifact, Store
 from tests.stages.evaluation.conftest import model, store, task  # noqa: F401
 from tests.stages.evaluation.test_benchmark import CHOICE
 from tests.stages.evaluation.test_comparison import ROWS
+from tests.stages.evaluation.test_prompt_tasks import prompts
 
 from .test_web import text as page_text
 
@@ -99,3 +101,22 @@ def test_the_model_that_beats_the_most_is_first(asked: tuple[TestClient, list[Ar
     models = [Candidate(asked[1][0], name, {at: {names[at]: ({"value": value}, {})} for at, value in own.items()}) for name, own in rows.items()]
     # Of three: a beats 1, b none, c 2. Of two in bits: b beats 1. Means of the shares: a 1/6, b 1/4, c 1/3.
     assert [one.name for one in ranked(models)] == ["c", "b", "a"]
+
+
+def test_the_form_says_which_files_may_be_left_out(store: Store) -> None:  # noqa: F811
+    client = TestClient(application(store, prefect=None, auth=""))
+    assert "tasks: files or folders, one a line, may be left out" in text(client.get("/start/benchmark"))
+    assert "inputs: files or folders, one a line, none: the sample of real pages" in text(client.get("/start/ingest"))
+
+
+def test_answers_to_prompts_of_an_artifact_open_by_a_click(store: Store, model: Callable[..., Artifact]) -> None:  # noqa: F811
+    made = [execute(benchmark, BenchmarkConfig(max_tokens=6), {"model": model(seed), "prompts": [prompts(store)]}, store) for seed in (0, 1)]
+    client = TestClient(application(store, prefect=None, auth=""))
+    keys = re.findall(r'name="model" value="(\w+)"', client.get("/benchmarks").text)
+    compared = client.get(f"/benchmarks/compare?model={keys[0]}&model={keys[1]}")
+    link = next(one for one in re.findall(r'href="/puna(/benchmarks/questions\?[^"]+)"', compared.text) if "task+1" in one)
+    said = text(client.get(html.unescape(link)))
+    answers = [row["text"] for one in made for row in one.read("examples").to_pylist() if row["id"].startswith("task 1-")]
+    letters = re.sub("[^a-z]+", " ", said)
+    assert len(answers) == 8 and all(re.sub("[^a-z]+", " ", answer) in letters for answer in answers)
+    assert "what is 5 and cat?" in said and "right answer: r" in said
