@@ -12,20 +12,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from puna.kernels.cpu.lazy import triton_jit
-from puna.kernels.operators import operator, wide
+from puna.kernels.cpu.lazy import Address, has_numba, strict_jit, triton_jit
+from puna.kernels.cpu.loops import run_rows
+from puna.kernels.operators import fused_on_cpu, operator, wide
 
 if TYPE_CHECKING:
     import triton.language as tl
+if has_numba():
+    from puna.kernels.cpu.vectors import LANES, add, fill, fma, load_first, minus, over, root, store_first, times
 
-NUMERICS = {"gradient_norm": 1, "adamw_": 1}
+NUMERICS = {"gradient_norm": 1, "adamw_": 2}
 CHUNK = 1 << 16  # elements of one program
 BLOCK = 2048  # elements that a program holds at once
-CPU_CHUNK = 1 << 16  # elements whose clipped gradient stays in a core's cache until it is used
+CPU_CHUNK = 1 << 16  # elements that one thread steps at a time
 
 
 def gradient_norm_reference(gradients: Sequence[Tensor]) -> Tensor:
@@ -57,9 +61,12 @@ def _adamw(
     parameters: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor],
     factor: Tensor | None, step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    every = (*parameters, *gradients, *first, *second)
-    if all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in every):
-        _fused_on_cpu(parameters, gradients, first, second, factor, step, lr, beta1, beta2, eps, weight_decay)
+    if fused_on_cpu(*parameters, *gradients, *first, *second):
+        numbers = (1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** 0.5, eps, -lr / (1 - beta1**step))
+        constants = [1.0 if factor is None else float(factor), *numbers]
+        for four in zip(parameters, gradients, first, second, strict=True):
+            size = four[0].numel()
+            run_rows(_adamw_loop, -(-size // CPU_CHUNK), CPU_CHUNK, size, *(t.data_ptr() for t in four), *map(np.float32, constants))
         return
     for p, gradient, m, v in zip(parameters, gradients, first, second, strict=True):
         g = gradient.to(m.dtype) if factor is None else gradient.to(m.dtype) * factor
@@ -69,21 +76,23 @@ def _adamw(
         p.copy_(p.to(m.dtype).mul(1 - lr * weight_decay).addcdiv_(m, divisor, value=-lr / (1 - beta1**step)))
 
 
-def _fused_on_cpu(
-    parameters: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor],
-    factor: Tensor | None, step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+@strict_jit
+def _adamw_loop(
+    part: int, start: int, stop: int, size: int, parameter: Address, gradient: Address, first: Address, second: Address,
+    factor: float, decay: float, rate1: float, beta2: float, rate2: float, root2: float, eps: float, rate: float,
 ) -> None:  # fmt: skip
-    """Run torch's fused step over all four tensors, piece by piece, so that clipping needs no separate pass.
-
-    By its private name: the public `adamw` sorts its tensors by device and type in each call, which costs more than a piece does.
-    """
-    clips, count = factor is not None and float(factor) != 1.0, torch.tensor(float(step))
-    for tensors in zip(parameters, gradients, first, second, strict=True):
-        for p, g, m, v in zip(*(t.view(-1).split(CPU_CHUNK) for t in tensors), strict=True):
-            torch._fused_adamw_(
-                [p], [g * factor if clips else g], [m], [v], [], [count],
-                lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
-            )  # fmt: skip
+    """Step the chunks start .. stop - 1 of a tensor, in torch's order of operations."""
+    for i in range(start * CPU_CHUNK, min(stop * CPU_CHUNK, size), LANES):
+        at, count = 4 * i, size - i
+        g = times(load_first(gradient + at, count), fill(factor))
+        m = load_first(first + at, count)
+        m = fma(fill(rate1), minus(g, m), m)
+        v = fma(times(fill(rate2), g), g, times(load_first(second + at, count), fill(beta2)))
+        divisor = add(over(root(v), fill(root2)), fill(eps))
+        p = times(load_first(parameter + at, count), fill(decay))
+        store_first(first + at, m, count)
+        store_first(second + at, v, count)
+        store_first(parameter + at, add(p, over(times(fill(rate), m), divisor)), count)
 
 
 # --- Triton ----------------------------------------------------------------------------------------------

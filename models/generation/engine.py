@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -39,7 +39,30 @@ from puna.models.transformer import Transformer
 
 Prompt = Sequence[int] | str
 DrawnRow = tuple[int, float, RowError | None]
-_VERSION = Tensor._version.__get__  # type: ignore[attr-defined]  # the count of its changes has no public name
+
+
+class _Watch(torch.autograd.Function):
+    """A function that saves tensors for a backward that never runs: autograd refuses them once one was changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, mark: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return mark.clone()
+
+
+def watch(tensors: Sequence[Tensor]) -> Any:
+    """Return a node of autograd for `unchanged`."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return _Watch.apply(torch.zeros((), requires_grad=True), tensors).grad_fn  # type: ignore[no-untyped-call]
+
+
+def unchanged(watched: Any) -> bool:
+    """True if no tensor was changed in place since `watch`. Changes through `Tensor.data` count for nobody."""
+    try:
+        watched.saved_tensors  # noqa: B018  # reading them is the check
+    except RuntimeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -97,6 +120,7 @@ class Engine:
         self.kept = kept(model.config, sinks, window, exact or len(self.models) > 1)
         self._failed: list[tuple[Request, RowError]] = []
         self._weights: list[int] = []
+        self._watched: Any = None
         self._places: list[tuple[torch.device, torch.dtype]] = []
         self._look()
 
@@ -312,13 +336,12 @@ class Engine:
     def _look(self) -> None:
         """Look up the models' weights, which may be other tensors than before."""
         self._parameters = [p for model in self.models for p in model.parameters()]
-        self._counted = [p for p in self._parameters if not p.is_inference()]  # inference tensors count no changes
         self._renew()
 
     def _renew(self) -> None:
         """Recompute the cache if the weights changed; allocate a new one if the model changed its device or dtype."""
-        weights = [*map(Tensor.data_ptr, self._parameters), *map(_VERSION, self._counted)]
-        if weights == self._weights:
+        weights = [*map(Tensor.data_ptr, self._parameters)]
+        if weights == self._weights and unchanged(self._watched):
             return
         places = [(model.model.embed_tokens.weight.device, model.model.embed_tokens.weight.dtype) for model in self.models]
         if self._places != places:
@@ -329,6 +352,7 @@ class Engine:
             self.caches = [Cache(model, pages) for model in self.models]
             self.scheduler = Scheduler(PagePool(pages), sequences, step_tokens, len(self.models) > 1, self.kept)
         self.scheduler.restart()
+        self._watched = watch([p for p in self._parameters if not p.is_inference()])  # inference tensors count no changes
         self._loops, self._weights = [loops(model) for model in self.models], weights
 
 

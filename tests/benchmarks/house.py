@@ -59,12 +59,12 @@ def private_names(tree: ast.AST) -> Iterator[str]:
             foreign |= {alias.asname or alias.name for alias in node.names}
             yield from (f"{node.module}.{alias.name}" for alias in node.names if _private(f"{node.module}.{alias.name}"))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and _private(node.attr):
-            base = node.value
-            while isinstance(base, ast.Attribute):
-                base = base.value
-            if isinstance(base, ast.Name) and base.id in foreign:
-                yield ast.unparse(node)
+        match node:
+            case ast.Attribute(value=base, attr=name) | ast.Call(func=ast.Name(id="getattr"), args=[base, ast.Constant(value=str(name)), *_]):
+                while isinstance(base, ast.Attribute):
+                    base = base.value
+                if _private(name) and isinstance(base, ast.Name) and base.id in foreign:
+                    yield ast.unparse(node)
 
 
 def _private(name: str) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from puna.kernels.adamw import adamw_, adamw_reference, clipping_factor, gradient_norm, gradient_norm_reference
+from puna.kernels.adamw import CPU_CHUNK, adamw_, adamw_reference, clipping_factor, gradient_norm, gradient_norm_reference
 
 SETTINGS = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
@@ -50,9 +50,21 @@ def test_steps_equal_the_reference(dtype):
         torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=1e-6)
 
 
-def test_pieces_on_a_cpu_equal_the_reference(monkeypatch):
-    monkeypatch.setattr("puna.kernels.adamw.CPU_CHUNK", 16)  # 130 elements are nine pieces
-    test_steps_equal_the_reference(torch.float32)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_large_tensor_steps_alike_on_any_number_of_threads(threads):
+    """Eight chunks and an odd end: each element has the bits that it has alone in a tensor."""
+    size = 8 * CPU_CHUNK + 5
+    generator = torch.Generator().manual_seed(1)
+    whole = [torch.randn(size, generator=generator) for _ in range(3)] + [torch.rand(size, generator=generator)]
+    ends = [t[-37:].clone() for t in whole]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for p, g, m, v in (whole, ends):
+            adamw_([p], [g], [m], [v], step=3, factor=torch.tensor(0.3), **SETTINGS)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(large[-37:], small) for large, small in zip(whole, ends, strict=True))
 
 
 def test_a_norm_that_is_not_finite_shows_in_the_parameters():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from puna.kernels.exact import exact_passes
 from puna.kernels.linear import linear, linear_reference, product
@@ -133,6 +134,18 @@ def test_operators_are_registered_as_torch_expects(layer):
     }
     operation, given = cases[layer]
     torch.library.opcheck(operation.dispatched, given)
+
+
+def test_modes_see_operators():
+    """Without a mode an operator may skip the dispatcher; a mode, such as torch's counter of operations, must still see it."""
+
+    def count(*args, **kwargs):
+        return 7
+
+    gate, up = normal(5, 8).detach().float(), normal(5, 8, seed=1).detach().float()
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping={torch.ops.puna.swiglu: count}) as counter:
+        inside = swiglu(gate, up)
+    assert counter.get_total_flops() == 7 and torch.equal(inside, swiglu(gate, up))
 
 
 def test_swiglu():
