@@ -30,6 +30,8 @@ from puna.models.tokens.tokenizer import TextStream, Tokenizer
 
 PROMPT_TOKENS = 1 << 16
 """Tokens that the prompts of one request may have together."""
+STOP_TEXTS = 64
+"""Texts that may end an answer: each is looked for at each token."""
 CLIENT_GONE = 499  # as nginx logs it; nobody is told
 
 
@@ -108,7 +110,10 @@ class Answerer:
             gone = asyncio.ensure_future(request.receive())  # behind the body comes nothing but word that the client has left
             try:
                 await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-                return JSONResponse(whole(await work)) if work.done() else Response(status_code=CLIENT_GONE)
+                if not work.done():
+                    return Response(status_code=CLIENT_GONE)
+                replies = await work
+                return await asyncio.to_thread(lambda: JSONResponse(whole(replies)))  # a million log-probs must not hold up others
             finally:
                 gone.cancel()
                 work.cancel()
@@ -172,6 +177,8 @@ class Answerer:
         texts = [body.stop] if isinstance(body.stop, str) else body.stop or []
         if not all(texts):
             raise ApiError(400, "invalid_request_error", "a stop text must not be empty", "stop")
+        if len(texts) > STOP_TEXTS:
+            raise _refusal("stop", f"{len(texts)} texts; a request may have {STOP_TEXTS}")
         return texts
 
     async def _params(self, body: Sampled, longest: int, texts: list[str]) -> SamplingParams:

@@ -47,7 +47,9 @@ class Grammar:
         wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, self.tokens)
         if wrong or messages:
             raise ValueError(f"the JSON schema cannot be kept to: {' '.join(messages)}")
-        return Mask(LLMatcher(self.tokens, grammar), self.size)
+        mask = Mask(LLMatcher(self.tokens, grammar), self.size)
+        mask(())  # the first one may take seconds, which the engine's step must not wait for
+        return mask
 
 
 class Mask:

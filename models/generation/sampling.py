@@ -99,10 +99,12 @@ def shift(z_V: Tensor, row: Draw) -> None:
         tokens, times = np.unique(np.asarray(row.answer), return_counts=True)
         penalty = params.presence_penalty + params.frequency_penalty * times
         z_V[torch.from_numpy(tokens).to(z_V.device)] -= torch.from_numpy(penalty).to(z_V)
-    for token, bias in params.logit_bias.items():
-        if not 0 <= token < len(z_V):
-            raise RowError(f"logit_bias names token {token}: token ids lie in 0 to {len(z_V) - 1}")
-        z_V[token] += bias
+    if params.logit_bias:
+        tokens_B, biases_B = params.biases
+        lowest, highest = (int(bound) for bound in tokens_B.aminmax())
+        if lowest < 0 or highest >= len(z_V):
+            raise RowError(f"logit_bias names token {min(lowest, 0) or highest}: token ids lie in 0 to {len(z_V) - 1}")
+        z_V[tokens_B.to(z_V.device)] += biases_B.to(z_V.device, wide(z_V.dtype))
     if params.mask is not None:
         try:
             allowed = params.mask(row.answer)

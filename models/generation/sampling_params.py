@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 COLDEST = 1e-4
@@ -79,3 +80,8 @@ class SamplingParams:
         """True if logits are changed before a draw."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         return bool(penalties or self.logit_bias or self.mask is not None)
+
+    @cached_property
+    def biases(self) -> tuple[Tensor, Tensor]:
+        """The tokens of `logit_bias` and their biases, fp64."""
+        return torch.tensor(list(self.logit_bias)), torch.tensor(list(self.logit_bias.values()), dtype=torch.float64)

@@ -152,12 +152,14 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._tokens: list[int] = []
-        self._given = 0  # characters
+        self._read = 0  # of these tokens; the rest are decoded behind them, as a first token may lose its blank
+        self._held, self._given = "", 0  # text of tokens before the rest; characters of it and of the rest's that were returned
 
     def add(self, token: int, last: bool = False) -> str:
         """Return the text that `token` makes certain; with `last`, all that is left before a stop text."""
         self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        before, now = (self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (self._tokens[: self._read], self._tokens))
+        text = self._held + now[len(before) :]
         ends = [text.find(stop) for stop in self._stop if stop in text]
         if ends:
             end = min(ends)
@@ -166,8 +168,11 @@ class TextStream:
         else:
             whole = len(text.rstrip("\ufffd"))
             end = whole - max((_begun(text[:whole], stop) for stop in self._stop), default=0)
-        new_text = text[self._given : max(end, self._given)]
-        self._given += len(new_text)
+        end = max(end, self._given)
+        new_text, self._given = text[self._given : end], end
+        if not now.endswith("\ufffd"):
+            self._tokens, self._held, self._given = self._tokens[self._read :], text[end:], 0
+            self._read = len(self._tokens)
         return new_text
 
 

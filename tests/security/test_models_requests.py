@@ -12,7 +12,7 @@ from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.draft import DraftedEngine
 from puna.models.generation.sampling import RowError
-from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import TextStream, Tokenizer
 from puna.models.transformer import Transformer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -67,3 +67,37 @@ def test_the_server_tells_one_client_and_answers_the_next():
         answer = ask(logit_bias={"3": 1e308})
         assert answer.status_code == 400 and "leave no finite logit" in answer.json()["error"]["message"]
         assert ask().status_code == 200
+
+
+def test_a_request_cannot_hold_up_others_by_what_it_lists():
+    """60,000 stop texts were searched for at each token, for a minute; a bias of each token was added in a loop of Python."""
+    tokenizer = Tokenizer.train(["to be or not to be"], 270)
+    shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
+    engine = Engine(Transformer(shape, generator=torch.Generator().manual_seed(0)), tokenizer)
+    with TestClient(application(engine, "tiny")) as client:
+        ask = lambda stops: client.post("/v1/completions", json={"prompt": "to be", "stop": [f"x{n}" for n in range(stops)]})  # noqa: E731
+        assert ask(64).status_code == 200 and ask(65).status_code == 400
+        assert ask(65).json()["error"]["message"] == "stop: 65 texts; a request may have 64"
+    biases = {token: -9.0 for token in range(270)} | {17: 1e4}
+    (row,) = engine.generate([[1, 2]], SamplingParams(max_tokens=3, stop=(), logit_bias=biases))
+    assert row[0].tokens == [17, 17, 17]
+
+
+class Counting:
+    """A tokenizer that counts the tokens that it decodes; each is a letter."""
+
+    def __init__(self):
+        self.decoded = 0
+
+    def decode(self, ids, skip_special_tokens):
+        self.decoded += len(ids)
+        return "".join("abc"[i] for i in ids)
+
+
+def test_a_stream_decodes_each_token_a_few_times():
+    """Each step decoded the whole answer: half a million tokens for a thousand."""
+    counting = Counting()
+    stream = TextStream(counting, ("cab",))
+    text = "".join(stream.add(n % 2) for n in range(1000))
+    assert text == "ab" * 500 and counting.decoded <= 3000
+    assert [stream.add(2), stream.add(0), stream.add(2, last=True)] == ["", "", "cac"]
