@@ -341,7 +341,7 @@ def api(
     import uvicorn
 
     from puna.flows.cli.openai import Limits, application
-    from puna.flows.server.guard import OwnSite, address, check_reach, listening
+    from puna.flows.server.guard import OwnSite, address, check_reach, configuration, listening
     from puna.stages.training.train import device
 
     check_reach(host, key, "give a key that requests must bring: --key KEY, or PUNA_API_KEY")
@@ -360,4 +360,4 @@ def api(
         door = OwnSite(server, protected=bool(key), pages=None, asking=None)
         if not supervised:
             print(f"{name or model}: {address(host, listener)}/v1; Ctrl-C ends", flush=True)
-        uvicorn.Server(uvicorn.Config(door, log_level="warning", timeout_graceful_shutdown=10)).run(sockets=[listener])
+        uvicorn.Server(configuration(door, 10)).run(sockets=[listener])

@@ -12,8 +12,10 @@ from base64 import b64decode
 from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
+import uvicorn
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from puna.storage import PunaError
 
@@ -21,6 +23,8 @@ BODY_BYTES = 2 << 20
 """Largest body of a request to Puna's own pages."""
 BODY_SECONDS = 60.0
 """Longest time for a body to arrive."""
+HEADER_SECONDS = 30.0
+"""Longest time between requests of a connection."""
 HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)(?::(?P<port>[0-9]{1,5}))?")
 PAGES = re.compile(r"/|/puna/?|/puna/(start|artifacts|rounds|sql|chat|run/[^/]+|artifact/\w+/\w+|start/[\w-]+)|/v2(/.*)?")
 """Pages that do no work when they are opened: another site may link to them."""
@@ -29,6 +33,28 @@ ASKING = re.compile(r"/puna/(sql|start/[\w-]+)|/v2(/.*)?")
 OWN = ("same-origin", "none")
 
 Refusal = Callable[[int, str], Response]
+
+
+class Connection(H11Protocol):
+    """An HTTP connection, closed when no request arrives on it for `HEADER_SECONDS`; its headers are bounded by h11."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(HEADER_SECONDS, self._close_idle, None)
+
+    def _close_idle(self, last: RequestResponseCycle | None) -> None:
+        """Close the connection if no request followed `last`."""
+        if self.transport.is_closing() or self.transport.get_protocol() is not self:  # closed, or a websocket
+            return
+        if self.cycle is last and (last is None or last.response_complete):
+            self.transport.close()
+        else:
+            self.loop.call_later(HEADER_SECONDS, self._close_idle, self.cycle)
+
+
+def configuration(door: ASGIApp, seconds: int = 3) -> uvicorn.Config:
+    """Return the settings of a server; `seconds`: for requests in progress when it stops."""
+    return uvicorn.Config(door, log_level="warning", timeout_graceful_shutdown=seconds, http=Connection, ws_max_size=BODY_BYTES)
 
 
 class OwnSite:
@@ -133,11 +159,10 @@ class Bounded:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        if scope["method"] in ("GET", "HEAD", "OPTIONS") and not {b"content-length", b"transfer-encoding"} & set(headers):
+        if not _has_body(scope):
             await self._app(scope, receive, send)
             return
-        length = headers.get(b"content-length", b"0")
+        length = dict(scope["headers"]).get(b"content-length", b"0")
         try:
             body = None if not length.isdigit() or int(length) > self._limit else await self._body(receive)
         except TimeoutError:
@@ -171,15 +196,20 @@ class Bounded:
         return b"".join(parts)
 
 
-class Password:
-    """An application behind USER:PASSWORD, if one is set."""
+def _has_body(scope: Scope) -> bool:
+    announced = {b"content-length", b"transfer-encoding"} & {name for name, _ in scope["headers"]}
+    return scope["method"] not in ("GET", "HEAD", "OPTIONS") or bool(announced)
 
-    def __init__(self, app: ASGIApp, auth: str) -> None:
-        self._app, self._auth = app, auth
+
+class Password:
+    """An application behind USER:PASSWORD, if one is set. `bodies`: only requests with a body need it, before the body is read."""
+
+    def __init__(self, app: ASGIApp, auth: str, bodies: bool = False) -> None:
+        self._app, self._auth, self._bodies = app, auth, bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or ask for user and password with 401."""
-        if self._auth and scope["type"] == "http":
+        if self._auth and scope["type"] == "http" and (_has_body(scope) or not self._bodies):
             header = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
             if not _knows(header, self._auth):
                 asks = {"www-authenticate": 'Basic realm="Puna", charset="UTF-8"'}

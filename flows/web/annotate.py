@@ -48,9 +48,11 @@ class Desk:
         self._lock = threading.Lock()
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if self.file.exists():
-            for line in self.file.read_text(encoding="utf-8").splitlines():
+            whole = self.file.read_bytes().rpartition(b"\n")[0]
+            for line in whole.split(b"\n") if whole else ():
                 one = Judgement.model_validate_json(line)
                 self._said[one.by][one.pair] = one
+            os.truncate(self.file, len(whole) + bool(whole))  # a line that a crash cut was never acknowledged
 
     def swapped(self, pair: str, by: str) -> bool:
         """True if a person sees the second answer on the left: random, but the same each time."""
@@ -58,7 +60,7 @@ class Desk:
 
     def at(self, by: str, place: int | None) -> dict[str, Any]:
         """Return the pair at a place of the order (None: the first that this person has not judged), as a page shows it."""
-        own = self._said[by]
+        own = self._said.get(by, {})
         if place is None:
             place = next((n for n, pair in enumerate(self.order) if pair not in own), len(self.order))
         state: dict[str, Any] = {"place": place, "total": len(self.order), "judged": sum(one.worth != 0 for one in own.values())}
@@ -79,10 +81,16 @@ class Desk:
             raise PunaError(f"there is no pair {pair}")
         fields = {"pair": pair, "by": by, "better": self._side(better, pair, by), "level": level}
         judgement = Judgement.model_validate({**fields, "edited": edited or None, "prompt": prompt or None})
-        with self._lock, self.file.open("a", encoding="utf-8") as file:
-            file.write(judgement.model_dump_json() + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        line = judgement.model_dump_json().encode() + b"\n"
+        with self._lock, self.file.open("ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                if file.write(line) < len(line):
+                    raise OSError("the disk is full")
+                os.fsync(file.fileno())
+            except OSError as error:
+                file.truncate(size)
+                raise PunaError(f"{self.file}: not saved ({error}); judge the pair again") from error
             self._said[by][pair] = judgement
 
     def _side(self, side: str | None, pair: str, by: str) -> str | None:

@@ -117,7 +117,7 @@ def judging(desk: Desk, host: str, port: int, auth: str) -> None:
         print(f"{len(desk.order):,} pairs of {desk.answers.id}: {guard.address(host, listening)}; Ctrl-C ends and saves", flush=True)
         door = OwnSite(Password(Bounded(application(desk)), auth), protected=bool(auth), pages=LINKED, asking=None)
         with contextlib.suppress(KeyboardInterrupt):  # the signal that ended it is raised once more, before the judgements are saved
-            uvicorn.Server(uvicorn.Config(door, log_level="warning", timeout_graceful_shutdown=2)).run(sockets=[listening])
+            uvicorn.Server(guard.configuration(door)).run(sockets=[listening])
 
 
 def _end_children() -> None:
@@ -128,8 +128,7 @@ def _end_children() -> None:
 
 
 def _config(app: FastAPI, auth: str, body: int = guard.BODY_BYTES) -> uvicorn.Config:
-    door = OwnSite(Bounded(app, body), protected=bool(auth))
-    return uvicorn.Config(door, log_level="warning", timeout_graceful_shutdown=3)
+    return guard.configuration(OwnSite(Password(Bounded(app, body), auth, bodies=True), protected=bool(auth)))
 
 
 @contextlib.contextmanager

@@ -157,7 +157,7 @@ def _lines(judged: Sequence[External]) -> Iterable[tuple[int, str, str]]:
         for file in source.files:
             with file.open() as handle:
                 text = handle.read().decode("utf-8", errors="replace")
-            for number, line in enumerate(text.splitlines(), 1):
+            for number, line in enumerate(text.split("\n"), 1):
                 if line.strip():
                     yield number, line, file.location
 

@@ -241,9 +241,9 @@ def _followed(request: Hostile, linked: Callable[[str], bool]) -> bool:
 
 
 @contextlib.contextmanager
-def serving(app: ASGIApp) -> Iterator[int]:
+def serving(app: ASGIApp, config: uvicorn.Config | None = None) -> Iterator[int]:
     """Serve an application on a port of this machine, in a thread."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(config or uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

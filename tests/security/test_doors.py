@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import re
+import socket
 import sys
+from base64 import b64encode
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
@@ -22,7 +25,7 @@ from puna.flows.cli.openai import application as api_application
 from puna.flows.engine import defaults, launch
 from puna.flows.prefect import deployments
 from puna.flows.server.guard import PAGES, Bounded, OwnSite
-from puna.flows.web import application, bounded
+from puna.flows.web import application, bounded, serve
 from puna.flows.web.annotate import LINKED, Desk
 from puna.flows.web.annotate import application as desk_application
 from puna.models.config import ModelConfig
@@ -153,3 +156,41 @@ def test_questions_of_pages_leave_half_of_the_memory() -> None:
     """Statements and plans, as many as work at one time, each with all the memory that it may take."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert machine / 2 >= 2 * bounded.AT_ONCE * bounded.MEMORY_BYTES
+
+
+def exchanged(port: int, sent: bytes) -> bytes:
+    """Send the beginning of a request; return what the server says before it closes, or in 5 s."""
+    with socket.create_connection(("127.0.0.1", port), 5) as connection:
+        connection.sendall(sent)
+        answer = b""
+        while piece := connection.recv(1 << 16):
+            answer += piece
+            if b"\r\n\r\n" in answer:
+                break
+        return answer
+
+
+def test_strangers_hold_no_connections_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections without a request stayed open for ever; bodies were read, up to 32 MB each, before the password was asked for."""
+    monkeypatch.setattr("puna.flows.server.guard.HEADER_SECONDS", 0.3)
+    app = FastAPI()
+
+    @app.get("/slow")
+    async def slow() -> str:
+        await asyncio.sleep(1)
+        return "whole"
+
+    @app.post("/take")
+    async def take(body: dict[str, int]) -> dict[str, int]:
+        return body
+
+    config = serve._config(app, "ann:secret")
+    config.port = 0
+    with doors.serving(app, config) as port:
+        for beginning in (b"", b"GET /slow HTT", b"GET /slow HTTP/1.1\r\nHost: 127.0.0.1\r\n"):
+            assert exchanged(port, beginning) == b""
+        assert b"200 OK" in exchanged(port, b"GET /slow HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        head = b"POST /take HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n"
+        assert b"401 Unauthorized" in exchanged(port, head + b"\r\n")
+        key = b"Authorization: Basic " + b64encode(b"ann:secret") + b"\r\n\r\n"
+        assert b"200 OK" in exchanged(port, head + key + b'{"a": 12}')

@@ -78,7 +78,7 @@ def test_a_request_cannot_hold_up_others_by_what_it_lists():
         ask = lambda stops: client.post("/v1/completions", json={"prompt": "to be", "stop": [f"x{n}" for n in range(stops)]})  # noqa: E731
         assert ask(64).status_code == 200 and ask(65).status_code == 400
         assert ask(65).json()["error"]["message"] == "stop: 65 texts; a request may have 64"
-    biases = {token: -9.0 for token in range(270)} | {17: 1e4}
+    biases = dict.fromkeys(range(270), -9.0) | {17: 1e4}
     (row,) = engine.generate([[1, 2]], SamplingParams(max_tokens=3, stop=(), logit_bias=biases))
     assert row[0].tokens == [17, 17, 17]
 

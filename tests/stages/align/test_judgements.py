@@ -130,6 +130,27 @@ def test_the_page_shows_both_sides_by_chance_and_keeps_what_is_said(tmp_path: Pa
     assert {message_of(row, "chosen")["content"] for row in store.alias("judged@latest").read().to_pylist()} == {"good"}  # type: ignore[index]
 
 
+def test_no_acknowledged_judgement_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Line breaks of Unicode in an edit, a disk that was full for a while, and a line that a crash cut."""
+    store = Store.open(tmp_path / "store")
+    answers, prompts = answered(store, prompts=3)
+    desk = Desk(store, answers, prompts)
+    one, two, three = desk.order
+    breaks = "two\u2028lines\x85of text"
+    desk.judge(one, "Ada", "left", "better", breaks, None)
+    with monkeypatch.context() as full, pytest.raises(PunaError, match="not saved .*full.*; judge the pair again"):
+        full.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("full")))
+        desk.judge(two, "Ada", "left", "better", None, None)
+    assert desk.at("Ada", None)["pair"] == two
+    desk.judge(three, "Bo", "right", "better", None, None)
+    with desk.file.open("ab") as file:
+        file.write(b'{"pair": "' + two.encode())
+    again = Desk(store, answers, prompts)
+    assert again.at("Ada", 0)["before"]["edited"] == breaks and again.at("Bo", 2)["judged"] == 1
+    again.judge(two, "Ada", "right", "better", None, None)
+    assert again.save().manifest.metrics["judges"] == 2 and again.save().rows() == 3
+
+
 def test_ctrl_c_ends_the_page_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.open(tmp_path / "store")
     answers, prompts = answered(store)
