@@ -81,13 +81,12 @@ def unseen_sites(data: Path | None = None, limit: int | None = None) -> dict[str
     """Return F1 of words over all pages, each by weights that saw no page of its domain, and trafilatura's."""
     import peers
 
-    from tests.benchmarks.train_extraction import FOLDS, all_rows, unseen_texts
+    from tests.benchmarks.train_extraction import FOLDS, unseen_texts
 
     folder, rows = _rows(data)
     rows = rows[:limit]
     pages = _pages(folder, rows)
-    features = all_rows(pages)
-    texts = {file: text for fold in range(FOLDS) for file, text in unseen_texts(pages, features, fold).items()}
+    texts = {file: text for fold in range(FOLDS) for file, text in unseen_texts(pages, fold).items()}
     files = [str((folder / f"{row['file_id']}.html").absolute()) for row in rows]
     theirs = peers.run("trafilatura", "peer_extract_trafilatura.py", files=files)
     found = {"unseen_sites_pages": float(len(rows))}
@@ -169,7 +168,7 @@ def _unseen(folder: Path, rows: list[dict[str, Any]]) -> tuple[list[dict[str, An
     from safetensors import safe_open
 
     from puna.models.extraction.model import WEIGHTS
-    from tests.benchmarks.train_extraction import all_rows, page_digest, unseen_texts
+    from tests.benchmarks.train_extraction import page_digest, unseen_texts
 
     with safe_open(WEIGHTS, "np") as file:
         seen = set(file.metadata()["trained_on"].split())
@@ -177,8 +176,7 @@ def _unseen(folder: Path, rows: list[dict[str, Any]]) -> tuple[list[dict[str, An
     if len(new) >= 0.1 * len(rows):
         return new, None
     print("the weights have seen these pages: training on three quarters of their domains to score the rest", file=sys.stderr)
-    pages = _pages(folder, rows)
-    texts = unseen_texts(pages, all_rows(pages), HELD_OUT)
+    texts = unseen_texts(_pages(folder, rows), HELD_OUT)
     return [row for row in rows if row["file_id"] in texts], texts
 
 

@@ -246,10 +246,10 @@ def corpus(pages: list[Page]) -> Corpus:
     )
 
 
-def fit_linear(data: Corpus, without: int | None) -> Linear:
-    """Return the linear models of all pages, or of those outside a fold."""
-    rows = np.flatnonzero((data.weight > 0) & (data.fold != (-1 if without is None else without)))
-    heads = np.array([n for n, page in enumerate(data.pages) if page.fold != without and page.truth is not None])
+def fit_linear(data: Corpus, *without: int) -> Linear:
+    """Return the linear models of the pages outside some folds."""
+    rows = np.flatnonzero((data.weight > 0) & ~np.isin(data.fold, without))
+    heads = np.array([n for n, page in enumerate(data.pages) if page.fold not in without and page.truth is not None])
     weight = np.minimum(data.weight, 10)
     classes, _ = fit_logistic(data.classes, rows, data.label, weight, BUCKETS, 4, 1e-3)
     texts, _ = fit_logistic(data.texts, rows, data.label, weight, BUCKETS, 4, 1e-3)
@@ -307,19 +307,20 @@ def as_arrays(structures: list[dict[str, Any]]) -> Trees:
     return Trees(roots, feature, threshold, left, right, np.array(leaves, np.float32))
 
 
-def all_rows(data: Corpus) -> NDArray[np.float32]:
-    """Return the features of every block (`rows_of`), each page scored by linear models that did not see it."""
+def all_rows(data: Corpus, *without: int) -> NDArray[np.float32]:
+    """Return the features of every block (`rows_of`), each page scored by linear models that saw neither it nor the folds `without`."""
     rows = np.empty((len(data.page), SEEN + ARTICLE_FEATURES), np.float32)
     for fold in range(FOLDS):
-        linear = fit_linear(data, fold)
+        linear = fit_linear(data, fold, *without)
         for number, page in enumerate(data.pages):
             if page.fold == fold:
                 rows[data.page == number] = rows_of(page, linear)
     return rows
 
 
-def unseen_texts(data: Corpus, rows: NDArray[np.float32], fold: int) -> dict[str, str]:
-    """Return texts of a fold's pages, by file, by trees that did not see the fold."""
+def unseen_texts(data: Corpus, fold: int) -> dict[str, str]:
+    """Return texts of a fold's pages, by file. Neither the trees nor the linear models whose scores train them saw the fold."""
+    rows = all_rows(data, fold)
     trees, articles = map(splits, fit_trees(rows, data, fold))
     texts = {}
     for number, page in enumerate(data.pages):
@@ -331,9 +332,9 @@ def unseen_texts(data: Corpus, rows: NDArray[np.float32], fold: int) -> dict[str
     return texts
 
 
-def unseen_f1(data: Corpus, rows: NDArray[np.float32]) -> dict[str, float]:
+def unseen_f1(data: Corpus) -> dict[str, float]:
     """Return the mean F1 of words over all pages and by type, each page by models that did not see its domain."""
-    texts = {file: text for fold in range(FOLDS) for file, text in unseen_texts(data, rows, fold).items()}
+    texts = {file: text for fold in range(FOLDS) for file, text in unseen_texts(data, fold).items()}
     scores: dict[str, list[float]] = {"all": []}
     for page in data.pages:
         for name in ("all", PAGE_TYPES[page.kind]) if page.truth is not None else ():
@@ -343,7 +344,7 @@ def unseen_f1(data: Corpus, rows: NDArray[np.float32]) -> dict[str, float]:
 
 def weights(data: Corpus, rows: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
     """Return the weights file's arrays, of models that saw all pages."""
-    result: dict[str, NDArray[Any]] = {name: values.astype(np.float16) for name, values in fit_linear(data, None)._asdict().items()}
+    result: dict[str, NDArray[Any]] = {name: values.astype(np.float16) for name, values in fit_linear(data)._asdict().items()}
     for name, trees in zip(("trees", "articles"), fit_trees(rows, data, None), strict=True):
         result |= {f"{name}.{field}": values for field, values in trees._asdict().items()}
     return result
@@ -362,7 +363,7 @@ def main(arguments: list[str]) -> None:
     rows = all_rows(data)
     digests = " ".join(page_digest((folder / f"{page.file}.html").read_bytes()) for folder, pages in read_sets for page in pages)
     save_file(weights(data, rows), out, metadata={"trained_on": digests})
-    print(unseen_f1(data, rows))
+    print(unseen_f1(data))
 
 
 if __name__ == "__main__":
