@@ -72,7 +72,7 @@ def read_rows(handle: BinaryIO, name: str, kind: str, max_row_bytes: int) -> Ite
     if kind in COLUMNAR:
         number = 0
         for batch in batches(handle, name, kind):
-            yield from _batch(batch, number)
+            yield from _batch(batch, number, max_row_bytes)
             number += batch.num_rows
     elif kind in ("csv", "tsv"):
         yield from _checked(_csv(unpacked(handle, name), name, "\t" if kind == "tsv" else "", max_row_bytes))
@@ -304,7 +304,17 @@ def batches(handle: BinaryIO, name: str, kind: str, rows: int = BATCH_ROWS) -> I
         raise PunaError(f"{name}, after row {number}: not a readable {what} ({error})") from error
 
 
-def _batch(batch: Any, before: int) -> Iterator[Row | Fault]:
+def _batch(batch: Any, before: int, most: int) -> Iterator[Row | Fault]:
+    import pyarrow as pa
+
+    size = sum((column.dictionary_decode() if pa.types.is_dictionary(column.type) else column).nbytes for column in batch.columns)
+    if size > most:
+        if batch.num_rows == 1:
+            yield Fault(before + 1, "", "row_too_large", f"is longer than {most} bytes")
+        else:
+            for at in range(batch.num_rows):
+                yield from _batch(batch.slice(at, 1), before + at, most)
+        return
     for number, fields in enumerate(records(batch), before + 1):
         wrong = next(((name, value) for name, value in fields.items() if isinstance(value, Unread)), None)
         yield Row(number, fields) if wrong is None else Fault(number, wrong[0], *wrong[1])

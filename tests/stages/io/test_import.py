@@ -11,10 +11,13 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from puna.stages.conversations import messages_of
 from puna.stages.io.importing import split_named
+from puna.stages.reading.rows import Fault, Row, read_rows
 from puna.storage import PunaError
 from tests.stages.io.samples import ASSISTANT, FAULTS, FORMATS, GOOD, HH, LAYOUTS, USER, made, misread, named_fault, written
 
@@ -193,8 +196,6 @@ def test_arrays_are_read_whatever_the_size_of_a_piece(tmp_path: Path, monkeypatc
 
 def test_an_array_of_any_length_is_read_in_a_few_megabytes() -> None:
     """The array is made while it is read; the row that is too long is never held whole."""
-    from puna.stages.reading.rows import Fault, Row, read_rows
-
     size = 5_000
 
     class Endless(io.RawIOBase):
@@ -220,13 +221,22 @@ def test_an_array_of_any_length_is_read_in_a_few_megabytes() -> None:
 
 
 def test_a_packed_file_that_ends_inside_a_long_row_is_told_with_its_row() -> None:
-    from puna.stages.reading.rows import Fault, Row, read_rows
-
     letters = "".join(random.Random(0).choices("0123456789abcdef", k=1 << 20))
     packed = gzip.compress(f'{{"a": 1}}\n{{"a": "{letters}"}}\n'.encode())
     assert [type(one) for one in read_rows(io.BytesIO(packed), "rows.jsonl.gz", "json", 1000)] == [Row, Fault]
     first, fault = read_rows(io.BytesIO(packed[:-1000]), "rows.jsonl.gz", "json", 1000)
     assert first == Row(1, {"a": 1}) and isinstance(fault, Fault) and (fault.number, fault.rule) == (2, "truncated_file")
+
+
+def test_a_row_of_parquet_is_bounded_as_one_of_json() -> None:
+    """A file of 16 KB may hold a text of 500 MB, and a dictionary is no row's own."""
+    words = pa.array(["a" * 3000, "b" * 200_000, "c"])
+    table = pa.table({"prompt": words, "kind": pa.DictionaryArray.from_arrays(pa.array([0, 0, 1]), pa.array(["d" * 2000, "e"]))})
+    file = io.BytesIO()
+    pq.write_table(table, file, compression="zstd")
+    rows = list(read_rows(io.BytesIO(file.getvalue()), "x.parquet", "parquet", 10_000))
+    assert [(row.number, row.rule) for row in rows if isinstance(row, Fault)] == [(2, "row_too_large")]
+    assert [(row.number, len(row.fields["prompt"])) for row in rows if isinstance(row, Row)] == [(1, 3000), (3, 1)]
 
 
 def test_nothing_to_import_is_an_error(tmp_path: Path) -> None:
