@@ -99,8 +99,8 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     averaging, evaluation.
 
     Steps are labelled with `number`, which also draws the random numbers of the round. No alias is set but the reward model's.
-    `development`: prompts that are neither learned from nor evaluated on, on which the weights of the average are searched. It is of the
-    policy that the round begins with and of what it has trained, so that what was trained too far is taken back.
+    `development`: prompts that are neither learned from nor evaluated on, on which the weights of the average are searched. It averages the
+    policy at the start of the round with the trained ones, which undoes some of any overtraining.
     """
     start, gold = before.start or before.policy, list(before.instructions)
     answers = step(sample, number=number, models=[before.policy, before.other], prompts=tasks)
@@ -159,9 +159,9 @@ def controls(
     """Return the control arms of round `number`, each a model and its evaluation, averaged with the round's start as the round is.
 
     In place of its last training, what `_equal` says. With `ablations`, of a smaller budget: finetuning alone, with as many updates as the
-    round, on demonstrations, with chosen answers, with synthetic ones, with one more answer per prompt by each way to pick. DPO in place
-    of RL, where the recipe names `dpo_instead`; with `sample_instead` also on pairs of the finetuned model's own answers, whose checks
-    another arm is finetuned on. The round without its last training.
+    round. It learns from demonstrations, chosen answers, synthetic answers, and one more answer per prompt by each way to pick. DPO in
+    place of RL, where the recipe names `dpo_instead`; with `sample_instead` also on pairs of the finetuned model's own answers, whose
+    checks another arm is finetuned on. The round without its last training.
     """
     made, start, gold = after.made, before.start or before.policy, list(before.instructions)
     updates = replaced("more_steps", _last_updates())
@@ -325,8 +325,8 @@ def new_prompts(number: int) -> Output:
 
 
 def development_prompts() -> Output | None:
-    """Return prompts for the average's search, taken between those of the first finetuning and the rounds. None where the recipe leaves
-    them or the average out.
+    """Return prompts for the search of an average's weights. They are taken after those of the first finetuning and before those of the
+    rounds. None if the recipe has no such prompts or no average.
     """
     if not _development():
         return None

@@ -1,7 +1,8 @@
 """Block sizes, warps and pipeline stages of the Triton kernels that multiply matrices, per GPU generation.
 
-The table is `configurations.json`, whose every row says where it comes from: `machine` is the GPU that `tests/benchmarks/tune_kernels.py`
-measured it on, or null if it was chosen by hand, from the registers and shared memory that the ahead-of-time tests check.
+The table is `configurations.json`, whose every row says where it comes from: `machine` is the GPU on which
+`tests/benchmarks/tune_kernels.py` measured it. It is null if the configuration was chosen by hand, from the registers and shared memory
+that the ahead-of-time tests check.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 In a step of few tokens, a dozen operators a layer cost more in calls than in arithmetic. Here a layer is (1) norm, projections,
 rotation, append and attention by key-value head; (2) the output projection with the residual; (3) norm and SwiGLU by panels of
-columns; (4) the down projection with the residual. The loops call the same row routines as the layer's operators, so a token has the
-bits of an exact pass (`exact.py`), and the weights are not copied. Projections may be in INT8 with a scale for each
-output; products are then in INT8 too, with the bits of `quantized_linear`.
+columns; (4) the down projection with the residual. The loops call the same row routines as the layer's operators. So a token has the bits
+of an exact pass (`exact.py`), and weights are not copied. Projections may be in INT8 with a scale for each output; products are then in
+INT8 too, with the bits of `quantized_linear`.
 
 A loop gets a step's numbers and addresses as a record `Step`, those of the layers as records `LAYER`.
 

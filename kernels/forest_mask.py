@@ -1,8 +1,8 @@
 """The forest mask: query q sees key k iff k <= q < end[k], and its block structure for attention.
 
 One int32 per token says which tokens see which in packed documents, preference pairs, many answers to one
-prompt. It is never laid out as T x T: on CPU it becomes tiles of queries with the keys they see, on a GPU
-lists of the blocks to visit, each made once for a layout and shared by all layers.
+prompt. It is never laid out as T x T: on a CPU it becomes tiles of queries with the keys they see, on a GPU lists of the blocks to visit.
+Both are made once for a layout and shared by all layers.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def _visits(kinds: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_cuts(segments: tuple[tuple[int, int, int], ...]) -> Iterator[tuple[int, int]]:
-    """Cut rows into tiles of at most TILE_ROWS, and where a segment ends once a tile is half full."""
+    """Cut rows into tiles of at most TILE_ROWS. A tile that is at least half full also ends at the end of a segment."""
     first = root = tree_end = 0
     for start, stop, end in segments:
         if start >= tree_end:

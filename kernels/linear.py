@@ -1,9 +1,9 @@
 """Linear: x w^T.
 
-In fp32 on CPU a product of few rows (decoding), and every product of exact passes, goes through a loop of our own: up to
-16 rows it takes half the time of the libraries, at 64 as long as they do, and a row has the same bits whatever the number
-of rows. For more rows, oneDNN is 5-15 % faster than the BLAS behind `torch.matmul` for the forward and the gradient of x.
-For the gradient of w, whose inner dimension is the row count, BLAS is as fast.
+In fp32 on CPU a product of few rows (decoding), and every product of exact passes, goes through a loop of our own. Up to 16 rows it takes
+half the time of the libraries, at 64 rows the same time. A row has the same bits whatever the number of rows. For more rows, oneDNN is 5-15
+% faster than the BLAS behind `torch.matmul` for the forward and the gradient of x. For the gradient of w, whose inner dimension is the row
+count, BLAS is as fast.
 """
 
 from __future__ import annotations

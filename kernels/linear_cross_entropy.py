@@ -1,7 +1,7 @@
 """Linear + cross-entropy without all logits in memory: one weighted sum.
 
-Its gradient at the logits is known as soon as the softmax is, so the forward pass already makes dX and dW and the
-backward only scales them: three matrix products, as few as with all logits kept. See `output_layer.py`.
+The softmax gives the gradient of the logits. So the forward pass already computes dX and dW, and the backward only scales them: three
+matrix products, as few as with all logits kept. See `output_layer.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """MinHash signatures on a GPU, bit by bit those of `minhash.py`: one program per document and block of permutations.
 
-Apart from `minhash.py`, which the curation's workers import, so that these need no torch.
+The curation's workers import `minhash.py` alone, so that they need no torch.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ P pages of S tokens, B sequences, W pages of the longest.
 
 A query stands at a position of its sequence and sees every token before it and itself. A sequence is a list of pages in the order of its
 path, so that page j holds the positions from j S on. Neighbouring queries that have the same page at the same place read it once (cascade
-inference): answers to one prompt, the tokens of one chunk, the branches of a tree. On a CPU the loop goes through all of a query's pages in
-order, so a query's bits do not depend on the place or sharing of its pages, or on the rest of the step. On a GPU long stretches are cut,
-every piece gives a partial softmax, and a query's pieces are merged by their log-sum-exps (FlashDecoding).
+inference): answers to one prompt, the tokens of one chunk, the branches of a tree. On a CPU the loop goes through a query's pages in order.
+So a query's bits depend neither on the place or sharing of its pages nor on the rest of the step. On a GPU long stretches are cut, every
+piece gives a partial softmax, and a query's pieces are merged by their log-sum-exps (FlashDecoding).
 """
 
 from __future__ import annotations

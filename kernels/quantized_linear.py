@@ -2,9 +2,9 @@
 
     q[t] = round(x[t] / s[t]) with s[t] = max |x[t]| / 127 (INT8) or 448 (FP8);  y[t, n] = s[t] s'[n] sum_d q[t, d] q'[n, d]
 
-Products of INT8 are summed in int32, of FP8 in fp32. Rounding passes gradients as if it were not there: dx is again
-an 8-bit product, of the very weights that the forward used (their scales move into dy before it is quantised), and dw
-= dy^T x stays in x's precision, as it must for training to be stable (SwitchBack, Wortsman et al. 2023).
+Products of INT8 are summed in int32, of FP8 in fp32. Rounding passes gradients as if it were not there: dx is again an 8-bit product, of
+the weights that the forward used; their scales move into dy before it is quantised. dw = dy^T x stays in x's precision, which training
+needs to be stable (SwitchBack, Wortsman et al. 2023).
 
 Shapes: T rows, D inputs, N outputs.
 """

@@ -95,7 +95,7 @@ class Forest:
         return parents.to(self.tokens.device)
 
     def to(self, device: torch.device | str) -> Forest:
-        """Return the forest on another device. Its mask is made on this one, so that no step waits to read its segments."""
+        """Return the forest on another device. Its mask is built on the present device, so that no step waits to read its segments."""
         if torch.device(device) == self.tokens.device:
             return self
         mask = self.mask.to(device)

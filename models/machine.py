@@ -72,8 +72,8 @@ class Machine:
 
     @staticmethod
     def of(sheet: DataSheet) -> Machine:
-        """Return the rates of a GPU in bf16, at the shares of its data sheet that good kernels reach: 0.75 of the matrix rate, 0.5 in
-        attention, 0.85 of the bandwidth."""
+        """Return the rates of a GPU in bf16. Good kernels reach these shares of the data sheet: 0.75 of the matrix rate, 0.5 in attention,
+        0.85 of the bandwidth."""
         return Machine(0.75 * sheet.flops, 0.5 * sheet.flops, 0.85 * sheet.bandwidth)
 
     @staticmethod
@@ -112,8 +112,8 @@ def matrix_rate(size: int = 768, seconds: float = 0.3, dtype: torch.dtype = torc
 
 @cache
 def peak_flops(device: str, precision: Precision = "fp32") -> float | None:
-    """Return the operations per second of the device's matrix products at most: measured on a CPU, the data sheet's bf16
-    rate on a GPU in `GPUS`; None if neither is known."""
+    """Return the device's highest rate of matrix products, in operations per second. A CPU is measured; a GPU in `GPUS` has the bf16 rate
+    of its data sheet; None for other GPUs."""
     if device == "cpu":
         return matrix_rate(dtype=DTYPES[precision])
     if device != "cuda" or precision != "bf16":

@@ -355,8 +355,8 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw all matrices from `generator`, in the order of their names; gains become one, biases zero, and with `config.zero_residual`
-        what layers write with and an output layer of its own (Zhang et al. 2019, Fixup, which starts both so)."""
+        """Draw all matrices from `generator`, in the order of their names; gains become one, biases zero. With `config.zero_residual` the
+        layers' last matrices and an untied output layer start at zero, too (Zhang et al. 2019, Fixup)."""
         zero = ("o_proj", "down_proj", "lm_head") if self.config.zero_residual else ()
         for name, parameter in sorted(self.named_parameters()):
             if parameter.ndim == 1:

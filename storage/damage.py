@@ -2,7 +2,7 @@
 
 An artifact is suspect if it was made from an artifact before damage was found there, by a stage that did not compare its inputs
 afterwards (`inputs_compared`: today's stages do), or if it was made from a suspect that is still there, is gone, or now has other
-content. It is cleared by making it anew, or by a person who trusts it. Suspects are derived from the manifests and a journal of findings.
+content. Making it again clears it, or a person who trusts it. Suspects are derived from the manifests and a journal of findings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from puna.storage.manifest import NAME
 JOURNAL = "quarantine/journal.jsonl"
 FIELDS = {"time", "kind", "key", "what"}
 Finding = Literal["damaged", "suspect", "trusted"]
-"""`damaged`: bytes were wrong. `suspect`: it was set aside to be made anew. `trusted`: a person took its content as right."""
+"""`damaged`: bytes were wrong. `suspect`: it was set aside to be made again. `trusted`: a person took its content as right."""
 FRESH_SECONDS = 600.0
 """Time for which a reader takes a file as whole that its process compared with its checksum."""
 _COMPARED: dict[tuple[str, str], tuple[str, float]] = {}

@@ -26,7 +26,7 @@ from puna.storage.views import FACTS, MACROS, NEWEST, Views, facts
 FILE = "puna.duckdb"
 RUNS = ("runs", "steps")
 VERSION = 5
-"""Counts up when the text of the views changes, so that files of before are written anew."""
+"""A number that rises with each change of the views, so that older files are written again."""
 
 
 def write(store: Store) -> bool:

@@ -17,7 +17,7 @@ from puna.storage.manifest import NAME
 
 FILE = "index.jsonl"
 SPARE = 1000
-"""Lines that count no more, beside one for each artifact, before the index is written anew."""
+"""Outdated lines, beyond one for each artifact, at which the index is rewritten."""
 
 Entry = dict[str, Any]
 """What is known of one artifact, see `entry`."""

@@ -51,9 +51,9 @@ class Garbage:
 def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> list[Garbage]:
     """Remove artifacts that nothing needs, and abandoned work; return them.
 
-    An artifact is needed if an alias, a live run or process, one of the last `keep_runs` productive runs, an accepted equivalence or
-    unfinished work refers to it, or to one of its descendants. Locks that `store` itself holds spare nothing. Work stays while a process
-    holds it, and for `work_days` days after anything in it was last written. With `remove=False` nothing is touched.
+    An artifact is needed if something refers to it or to one of its descendants: an alias, a live run or process, one of the last
+    `keep_runs` productive runs, an accepted equivalence, or unfinished work. Locks that `store` itself holds spare nothing. Work stays
+    while a process holds it, and for `work_days` days after anything in it was last written. With `remove=False` nothing is touched.
     """
     files, old = store.files, time.time() - work_days * 86_400
     works = files.folders("work")

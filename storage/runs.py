@@ -48,7 +48,7 @@ CRASHED = "its process ended without a word, as one that is killed or out of mem
 
 
 def remark(text: str) -> dict[str, Any]:
-    """Return the event of a sentence for people on what became of a flow."""
+    """Return an event that holds a sentence on the outcome of a flow."""
     return {"event": "said", "text": text}
 
 

@@ -40,8 +40,8 @@ SUMS, NONCE = "puna-sums", "puna-nonce"
 class S3Files(Bucket, Files):
     """A prefix in a bucket. Versions are ETags. `term`: see `lease.TERM`.
 
-    `read` compares whole files with their checksums; a part of a file carries its reader's own. `append` writes the log anew with the
-    line. `publish` copies within the bucket, and the conditional put of the last file decides between writers.
+    `read` compares whole files with their checksums; a part of a file carries its reader's own. `append` rewrites the log with the line.
+    `publish` copies within the bucket, and the conditional put of the last file decides between writers.
     """
 
     term: float = lease.TERM
@@ -276,7 +276,7 @@ class S3Files(Bucket, Files):
 
 @lru_cache(maxsize=100_000)
 def _size(files: S3Files, name: str) -> int:
-    """Return the size of a file that is not written anew."""
+    """Return the size of a file that is not rewritten."""
     stat = files.stat(name)
     if stat is None:
         raise FileNotFoundError(f"{files.uri}/{name}")

@@ -1,6 +1,6 @@
 """The tables of an artifact, made from its jobs' pieces: shards in final form, or pieces that a worker merges.
 
-Merging sorts by primary key and cuts anew, out of core, so that equal rows give equal bytes whoever computed which piece.
+Merging sorts by primary key and cuts again, out of core. So equal rows give equal bytes, whoever computed which piece.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Mapper = Callable[[Callable[..., Any], Sequence[Any]], Iterable[Any]]
 """Runs a function for each of some jobs, in workers, and gives the results in order."""
 
 LEAST_KEPT = 0.25
-"""Share of the stored rows below which kept ones are written anew: reading through the selection would cost more."""
+"""Share of the stored rows below which the selected ones are rewritten: reading through the selection would cost more."""
 MERGED_ROWS = 4096
 """Rows that sorting hands on at a time."""
 MOST_SOURCES = 4
-"""Artifacts that a table keeps rows of at most; of more, all rows are written anew."""
+"""Most artifacts that a table may refer to for rows; with more, all rows are rewritten."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ FACTS: dict[str, pa.Schema] = {
         column("seconds", pa.float64(), "time in this run", "seconds"),
     ),
 }  # fmt: skip
-"""What is told of artifacts and runs, in tables beside those of the artifacts."""
+"""Facts on artifacts and runs, in tables beside those of the artifacts."""
 
 
 def facts(name: str, store: Store, entries: Iterable[Entry]) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ TemperatureOption = Annotated[float | None, typer.Option(min=0, max=10, help="0:
 TopOption = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this probability (default: the model's)")]
 SERVING = ServingSettings()
 CHAT = {"temperature": 0.7, "top_p": 0.95}
-"""How a model is sampled in a talk that neither says itself nor is told."""
+"""Default sampling of a talk, if neither the model nor the command sets it."""
 TokensOption = Annotated[int, typer.Option(min=1, help="Longest answer, tokens")]
 SeedOption = Annotated[int, typer.Option(min=0, help="What the draws follow from")]
 DraftOption = Annotated[str | None, typer.Option(metavar="MODEL", help="Smaller model with the same tokenizer that guesses ahead")]

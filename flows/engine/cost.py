@@ -50,7 +50,7 @@ def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedSt
 @dataclass(frozen=True)
 class Total:
     """The estimated cost of all steps that run: seconds, bytes on disk, peak bytes of memory. `unknown`: steps without an estimate, since
-    no earlier run tells of them.
+    no earlier run measured them.
     """
 
     seconds: float

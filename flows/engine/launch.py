@@ -96,7 +96,7 @@ def chosen(what: str) -> Flow | Stage:
 def run(request: Request, store: Store) -> None:
     """Run a flow or a stage; everything is checked before any work starts.
 
-    A server that shows the store, or that PREFECT_API_URL names, is told of it as it goes; the work never waits for that.
+    A server that shows the store, or that PREFECT_API_URL names, gets reports of its progress; the work never waits for them.
     """
     threshold = gc.get_threshold()
     gc.disable()  # imports leave no garbage

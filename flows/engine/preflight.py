@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PEEK_CHARACTERS = 4000
 """Read of each page."""
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
-"""What the drivers of NVIDIA and AMD make: models then lie in the accelerator's memory, not in the machine's."""
+"""Device files of NVIDIA's and AMD's drivers: with one, models are in the accelerator's memory, not in the machine's."""
 STORED_PER_BYTE = 1.5
 """Bytes of disk that curation needs per byte of its inputs, at least: pages and their text, both compressed."""
 

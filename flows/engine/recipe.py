@@ -58,7 +58,7 @@ class Setting:
 
 
 class Added(StageConfig):
-    """A step of the recipe's own, and its place in the flow."""
+    """A step that the recipe adds, and its place in the flow."""
 
     stage: str | None = Field(None, description="Name of the stage; null: the step's name")
     after: str | None = Field(None, description="The step whose output it takes, and replaces where it gives the same kind")
@@ -126,7 +126,7 @@ class Recipe:
         return value
 
     def added(self, place: Literal["after", "into"], step: Step) -> list[tuple[str, Added]]:
-        """Return the steps that the recipe adds at that place of a step."""
+        """Return the steps that the recipe adds at a place."""
         return [(label, extra) for label, extra in self.extra.items() if getattr(extra, place) == step.label]
 
     def stage_of(self, label: str, extra: Added) -> Stage:

@@ -1,8 +1,8 @@
 """The rounds behind a policy, read from the lineage: their order, their verdicts, the data that they learned from.
 
 A round ends with an artifact of the stage `gate`, which names the policy and its candidate; a person's `approval` of it has the last
-word. Nothing else is kept: the number of the next round, the prompts and preferences that were used, and whether a round that was cut
-short still has to be carried out all follow from the artifacts and the aliases.
+word. Nothing else is kept: the artifacts and aliases give the number of the next round, the prompts and preferences already used, and
+whether an interrupted round must be finished.
 """
 
 from __future__ import annotations

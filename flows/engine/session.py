@@ -216,7 +216,7 @@ def session(
 
 
 def _uncompiled(stage: Stage) -> Path | None:
-    """Return the mark that this processor's compiled loops of a stage are on disk, if it is not there."""
+    """Return the file that marks a stage's loops as compiled for this processor; None if it exists."""
     if stage.name not in COMPILES:
         return None
     from puna.kernels.cpu import numba_cache

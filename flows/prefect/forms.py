@@ -98,7 +98,7 @@ def description(offer: Offer, *, linked: bool) -> str:
 
 
 def settings_of(stage: Stage) -> list[tuple[str, str]]:
-    """Return recipe and step of each shipped recipe's group of values for the stage."""
+    """Return (recipe, step) for each group of values that a shipped recipe has for the stage."""
     pairs = []
     for recipe in shipped_recipes():
         pairs += [(recipe, step) for step in _steps_of(stage) if isinstance(_recipe(recipe).get(step), dict)]

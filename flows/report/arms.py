@@ -182,7 +182,7 @@ class Arms:
 
 
 def rounds(evaluations: Iterable[tuple[str, Artifact]]) -> list[Arms]:
-    """Return the rounds with control arms among evaluations by step name, in order."""
+    """Return the rounds, in order, that have control arms in these evaluations (by step name)."""
     by_step = {name: artifact for name, artifact in evaluations if "scores" in artifact.tables}
     by_number: dict[int, dict[str, Artifact]] = {}
     for name, artifact in by_step.items():

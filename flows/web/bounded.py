@@ -25,11 +25,11 @@ from puna.storage import PunaError, Store
 SECONDS = {"sql": 60.0, "plan": 60.0, "check": 30.0}
 """Longest time for an answer, by question."""
 MEMORY_BYTES = min(2 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
-"""Memory of a child beyond its libraries: children that work at one time leave half of the machine's."""
+"""Memory of a child beyond its libraries: all working children together leave half of the machine's."""
 ANSWER_BYTES = 16 << 20
 START_SECONDS = 120.0
 AT_ONCE = 2
-"""Children that work at one time, for SQL and for plans each."""
+"""Most working children, for SQL and for plans each."""
 IDLE_SECONDS = 120.0
 """After so long without a question a child ends."""
 

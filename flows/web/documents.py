@@ -21,7 +21,7 @@ from puna.storage import Artifact, PunaError, Store
 MOST_FOUND = 20
 MOST_HITS = 40
 SECONDS = 15.0
-"""Time for a search; what was not looked at by then is told."""
+"""Longest time for a search; the page reports what it could not reach."""
 ANY = "any rule"
 BEFORE, AFTER = 120, 200
 """Characters shown around what was found."""

@@ -68,7 +68,7 @@ class Site:
         return hmac.compare_digest(fields.get("token", [""])[0].encode(), self.token.encode())
 
     def page(self, title: str, *content: Content, here: str = "", live: str | None = None, lead: Content = None) -> Html:
-        """Return a whole page. `here`: its place in the navigation; `live`: the address of events after which `main` is fetched anew."""
+        """Return a whole page. `here`: its place in the navigation; `live`: the address of events after which `main` is fetched again."""
         entries = sorted(entry for entry in REGISTRY if entry.name)
         keys = [*"123456789", *[None] * len(entries)]
         links = [

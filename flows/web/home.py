@@ -149,6 +149,6 @@ async def _events(store: Store, request: Request, name: str | None, since: str) 
 @router.get("/events")
 @router.get("/events/{name}")
 def events(site: Here, request: Request, name: str | None = None, since: str = "") -> Response:
-    """Return the events after which an open page is fetched anew."""
+    """Return the events after which an open page reloads."""
     lines = _events(site.store, request, name, since)
     return StreamingResponse(lines, media_type="text/event-stream", headers={"cache-control": "no-store"})

@@ -87,7 +87,7 @@ def _decided(whole: pa.Table, rules: list[Rule | SqlRule], languages: pa.Table |
 
 
 def selection(store: Store, artifact: Artifact) -> Selection:
-    """Return the data that a `select` decided on, read once however many ask at one time."""
+    """Return the data that a `select` decided on; simultaneous requests read it once."""
     with _lock:
         return _selection(store, artifact)
 

@@ -2,8 +2,8 @@
 
 This is one of two notions of a line of code. Here a line is judged alone and in doubt taken for code: a prompt, a call, a
 keyword, the name of a parameter will do, because its readers protect it: `line_dedup` keeps repeated lines of code, `language`
-takes its share of prose from the other lines. `technical` counts code as evidence about a page instead: there a line needs many
-marks, whatever the language of the program, so that menus, headings, prices and lists of names do not make a page one of code.
+takes its share of prose from the other lines. `technical` counts code as evidence about a page instead: there a line needs many marks, in
+any programming language. So menus, headings, prices and lists of names do not count as code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Shingles: texts as normal words, and hashes of every run of so many words.
 
-A normal form is a table: for each code point the bytes that stand for it, where a space parts words. Applied byte by byte
-of UTF-8 it takes a table look-up per byte of ASCII and a copy per other character, at some hundred MB/s per core.
+A normal form is a table: for each code point the bytes that stand for it, where a space parts words. On UTF-8 it costs a table look-up per
+byte of ASCII and a copy per other character: some hundred MB/s per core.
 
 Shapes: D documents, W words, S shingles (of all documents one after another). `offsets_D1[d] : offsets_D1[d + 1]` are the
 rows of document d in a flat array.

@@ -1,7 +1,7 @@
 """Personal data in text: e-mail and postal addresses, phone, card, account and social security numbers, IP addresses.
 
-Built for precision: a number counts only with its checksum, its grouping, or a word before it that says what it is,
-because manuals, tables and code are full of other numbers.
+Built for precision: a number counts only with its checksum, its grouping, or a word before it that names its kind. Manuals, tables and code
+are full of other numbers.
 """
 
 from __future__ import annotations

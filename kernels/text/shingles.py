@@ -41,7 +41,7 @@ def normalized(text: str) -> str:
 
 
 def normal(data: NDArray[np.uint8], offsets_D1: NDArray[Any]) -> Words:
-    """Return `normalized` of documents given as UTF-8 bytes one after another."""
+    """Return the normal form (`normalized`) of documents, given as their concatenated UTF-8 bytes."""
     words = normal_words(data, offsets_D1, table())
     # No letter of a script without spaces has fewer than three bytes.
     places = np.flatnonzero(words.data >= FIRST_OF_THREE)

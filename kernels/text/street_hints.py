@@ -41,7 +41,8 @@ def beside_a_street(data: U8, first: int, start: int, stop: int, last: int) -> b
 
 @njit(cache=True, borrows=True)
 def _before(data: U8, first: int, start: int) -> bool:
-    """Return names after a word for a street (`Via Garibaldi 7`, `Am Alten Markt 3`), or a word that ends in one or is one of a box."""
+    """True if names after a word for a street come before (`Via Garibaldi 7`, `Am Alten Markt 3`), a word that ends in such a word, or a
+    word for a box."""
     at = start
     if at > first and (data[at - 1] == ORDINAL_END or data[at - 1] == DEGREE_END):  # n.º5
         at += 1

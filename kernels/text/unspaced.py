@@ -1,9 +1,9 @@
 """Beginnings of words in scripts that are written without spaces: Han and kana, Thai, Lao, Khmer, Burmese.
 
-A boundary between two letters is decided by the six letters around it: the sum of the weights of their one, two and three letters in a row,
-each at its place, as in BudouX (Google 2021) and before it in Sassano's boosting of word boundaries (2014). The weights were learned from
-where ICU's dictionaries part words (`tests/benchmarks/word_breaks.py`, which tells how well they agree). A letter of another script stands
-for any letter of its kind. Features end at white space and punctuation, so a line alone has the same words as in its text.
+A boundary between two letters is decided by the six letters around it: the sum of the weights of runs of one, two and three letters around
+it, by their place. This is the model of BudouX (Google 2021) and of Sassano's boosting of word boundaries (2014). The weights were learned
+from where ICU's dictionaries part words (`tests/benchmarks/word_breaks.py`, which tells how well they agree). A letter of another script
+stands for any letter of its kind. Features end at white space and punctuation, so a line alone has the same words as in its text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Hashes of all windows of so many words of texts, and their positions: for exact repeated passages.
 
-A window of k words that occurs twice marks what a suffix array with a minimum match of k words marks, in one pass and within
-any memory; two windows with one 64-bit hash are taken as equal. Words are separated by ASCII white space, and where words begin in scripts
-that are written without (`unspaced`); punctuation stays with its word.
+Marking windows of k words that occur twice equals a suffix array with a minimum match of k words, in one pass and within any memory; two
+windows with one 64-bit hash are taken as equal. Words are separated by ASCII white space, and where words begin in scripts that are written
+without (`unspaced`); punctuation stays with its word.
 """
 
 from __future__ import annotations

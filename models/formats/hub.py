@@ -1,9 +1,8 @@
 """The decoder as transformers models, for TRL, PEFT, lm-eval and `generate`.
 
-Same modules, same weights, same files as `Transformer`: checkpoints of the families in `families.py` (Llama
-and SmolLM2, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE) load, a folder saved here has the same
-layout, and `from_transformer` shares a model's weights without a copy. Without a cache, a padded batch is one forest
-of its real tokens, so padding costs nothing; with one (`generate`), rows stay a padded batch.
+Modules, weights and files are those of `Transformer`: checkpoints of the families in `families.py` (Llama and SmolLM2, Mistral, Qwen2,
+Qwen3, Mixtral, Qwen3-MoE) load, and a folder saved here has the same layout. `from_transformer` shares a model's weights without a copy.
+Without a cache, a padded batch is one forest of its real tokens, so padding costs nothing; with one (`generate`), rows stay a padded batch.
 """
 
 from __future__ import annotations

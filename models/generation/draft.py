@@ -1,8 +1,8 @@
 """Guesses by a draft: a smaller model of the same vocabulary that runs ahead of a larger one (Leviathan et al. 2023; Chen et al. 2023).
 
 A draft keeps keys and values of its own in the pages of the larger model's cache: what is shared, copied, kept or given up there is so
-here. A guess drawn from the draft's distribution q is taken with probability min(1, p / q), p being the larger model's, and a rejected
-guess is replaced by a draw from the residual max(p - q, 0). So answers have the model's distribution, after penalties and cuts, and at
+here. A guess drawn from the draft's distribution q is taken with probability min(1, p / q), where p is the larger model's. A rejected guess
+is replaced by a draw from the residual max(p - q, 0). So answers have the model's distribution, after penalties and cuts, and at
 temperature 0 they are those without a draft; else they are others, which follow from the seed and from where guesses were made: in a step
 too full for guesses a token is drawn without.
 """

@@ -275,8 +275,8 @@ class Engine:
         return events
 
     def _take(self, answer: Answer, drawn: Iterator[DrawnRow], errors: dict[Request, RowError]) -> Iterator[Event]:
-        """Take the tokens drawn after an answer's last token and its guesses, up to the first wrong guess, or after the branch that
-        was begun rightly. A row that failed goes into `errors`, and nothing behind it is taken."""
+        """Take the tokens drawn after an answer's last token and its guesses, up to the first wrong guess. With branches, take those of the
+        branch whose beginning was right. A row that failed goes into `errors`, and nothing behind it is taken."""
         guess, answer.guess, answer.hidden = answer.guess, [], None
         rows = list(islice(drawn, len(guess) + 1))
         if answer.branches:

@@ -3,7 +3,7 @@ the keys and values of all heads.
 
 Two ways to the same numbers, up to the order of sums:
 
-- spelled out: the keys and values of all pages at hand grow anew in each step, by the product of training, and are attended over as ever.
+- spelled out: each step computes the keys and values of all its pages again, by the product of training, for ordinary attention.
   A token has the bits that it has in training, so exact passes take this way. It is cheap where many queries look at few tokens.
 - absorbed: queries go through the keys' matrix, and what the softmax makes of the latents through the values': no key or value is ever
   spelled out (the paper's 2.1.2). It is cheap where few queries look at many tokens, as in decoding.

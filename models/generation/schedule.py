@@ -1,13 +1,13 @@
 """The tokens that the next step computes: continuous batching with chunked prefill (Yu et al. 2022; Agrawal et al. 2023).
 
-A request's prompt is computed once, by its first answer; the others then begin where it ends, on its pages. An answer whose pages cannot
-be had gives all of its own back, waits, and is computed again from its tokens (Kwon et al. 2023), or from what the tree of prefixes still
-holds of them.
+A request's prompt is computed once, by its first answer; the others then begin where it ends, on its pages. If there are too few free pages
+for an answer, it gives its own back and waits. Later it is computed again from its tokens (Kwon et al. 2023), or from the prefixes that the
+tree still holds.
 
 Tokens are guessed ahead: what followed the same tokens before (prompt lookup, Saxena 2023), or what a draft draws (`draft.py`). A step
 computes the guesses with the token before them. Each position of an answer has its random number, so what is drawn there does not depend
-on the guess: one that was looked up is right if it is what is drawn. So answers are those without guesses, and a guess of one token
-holds with its probability, which is all that speculative sampling (Leviathan et al. 2023) can accept of it.
+on the guess: one that was looked up is right if it is what is drawn. So answers are the same as without guesses. A guess of one token holds
+with its probability, as often as speculative sampling (Leviathan et al. 2023) can accept it.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Scheduler:
         self.preemptions = 0
 
     def add(self, request: Request) -> None:
-        """Wait for a place. Raise ValueError if a whole answer would not fit into the cache."""
+        """Queue a request. Raise ValueError if a whole answer would not fit into the cache."""
         # A trunk's last page stays while its first answer writes to a copy.
         # So does a page that others see while tokens fall out before it.
         tokens = len(request.prompt) + request.params.max_tokens

@@ -2,8 +2,8 @@
 
 - `best_of`: the answer of n that a score puts highest (Cobbe et al. 2021: by a verifier; without one, by the model's own likelihood);
 - `majority`: the most frequent final answer of n (self-consistency, Wang et al. 2022);
-- `tree`: steps of an answer as a tree, of which always the most promising leaf is grown, wherever it hangs (Tree of Thoughts, Yao et
-  al. 2023, by best-first search: no beam, no depth at which the rest is forgotten).
+- `tree`: steps of an answer as a tree, of which the most promising leaf is grown next (Tree of Thoughts, Yao et al. 2023, by best-first
+search: without a beam or a limit of depth).
 
 A score takes answers, each with the number of its prompt, and gives a number for each, the higher the better.
 """

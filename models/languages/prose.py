@@ -34,7 +34,7 @@ class Prose(NamedTuple):
     capitals: I64
 
     def of(self, text: int) -> str:
-        """Return the prose of one text."""
+        """Return the lines of prose of one text."""
         return str(self.data[self.bounds[text] : self.bounds[text + 1]], "utf-8", "surrogatepass")
 
 

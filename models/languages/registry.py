@@ -56,8 +56,8 @@ class LanguageRow(BaseModel):
 def read_rows(file: str | Path) -> tuple[LanguageRow, ...]:
     """Return the rows of a file of tab-separated columns; raise ValueError with file, line and column.
 
-    Columns are the fields of a row and the signals in `SCALED`: a number is a factor, `-` says that the rule abstains, and an empty or
-    missing field keeps the value of the row that this one replaces. Lists are words between blanks.
+    Columns are the fields of a row and the signals in `SCALED`: a number is a factor, `-` means that the rule abstains. An empty or missing
+    field keeps the value of the replaced row. Lists are words between blanks.
     """
     rows: list[LanguageRow] = []
     names: list[str] = []

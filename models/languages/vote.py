@@ -1,9 +1,9 @@
 """Vote on the language of a text: CLD2, Naive Bayes on the Declaration of Human Rights and lid.176 together.
 
-Each knows languages that the others do not, and errs where they do not: a language's score is the sum of what the three say of
-it, in logarithms, with a fixed word of each on languages that it cannot know. A script in which one language alone is written
-decides by itself, and so does CLD2 if it is sure of a language that it takes no other for; where the first two agree, lid.176,
-the slowest, is not asked. The weights were chosen on news text in 122 languages (NTREX-128's first half).
+Each knows languages that the others do not, and errs where they do not: a language's score is the sum of the three log-probabilities. Each
+has a fixed value for the languages that it does not know. A script of only one language decides by itself. So does CLD2 if it is sure of a
+language that it never confuses with another; where the first two agree, lid.176, the slowest, is not asked. The weights were chosen on news
+text in 122 languages (NTREX-128's first half).
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ def _load(
     ready: queue.SimpleQueue[tuple[int, Buffer] | OSError],
     counts: Counts,
 ) -> None:
-    """Run the thread. It holds no reference to its loader, whose end stops it."""
+    """Run the thread. It holds no reference to its loader, so that it stops when the loader is deleted."""
     while True:
         for number, layout in layouts.items():
             buffer = free.get()

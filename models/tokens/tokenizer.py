@@ -147,7 +147,7 @@ class Tokenizer(ChatFormat):
 
 
 class TextStream:
-    """Tokens in, the text that is certain out: no half character, nothing that may turn out to be part of a stop text."""
+    """A decoder of a stream of tokens. It returns text once that is certain: whole characters that cannot belong to a stop text."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)

@@ -94,7 +94,7 @@ class Vocabulary:
 
     @cached_property
     def _by_context(self) -> bool:
-        """True if the start of a text is encoded otherwise than its middle, as by SentencePiece's blank."""
+        """True if the start of a text is encoded differently from its middle, as with SentencePiece's blank."""
         alone, behind = self.encode("a"), self.encode("\na")
         return behind[-len(alone) :] != alone
 

@@ -26,14 +26,12 @@ if TYPE_CHECKING:
 def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: StageRun) -> None:
     """Train by DPO, or another preference loss, with format tokens masked and an NLL term on the better answer (Llama 3, section 4.1.4).
 
-    The reference is the policy that training starts from; where the loss needs its log-probabilities, those of the preferences
-    that training comes to are computed once, before the first step, but for those that `reference_logprobs` has stored beside them
-    (the metric `reference_answers` counts what was computed).
-    With loss kto the best answers of a preference (edited, chosen and their equals) are good ones, the worst are bad ones.
-    The metrics `heldout_accuracy` and `heldout_margin` are of the held-out pairs, after training; with kto the latter is between the
-    means of good and bad answers.
-    Preferences that the chat template refuses, those longer than a packed row, and but for kto those with one side only are in
-    `dropped`; see `bad_rows`.
+    The reference is the policy that training starts from; if the loss needs its log-probabilities, they are computed once, before the first
+    step, for the preferences that training reaches. Those that `reference_logprobs` has stored are read instead; the metric
+    `reference_answers` counts the computed ones. With loss kto the best answers of a preference (edited, chosen and their equals) are good
+    ones, the worst are bad ones. The metrics `heldout_accuracy` and `heldout_margin` are of the held-out pairs, after training; with kto
+    the latter is between the means of good and bad answers. Preferences that the chat template refuses, those longer than a packed row, and
+    but for kto those with one side only are in `dropped`; see `bad_rows`.
     """
     rows = read_preferences(preferences, config.levels)
     train = [row for row in rows if row["split"] == "train"]
@@ -139,7 +137,7 @@ def _fit(
     model: Transformer, loss: Dpo | Kto, rows: Sequence[tuple[Example, ...]], collated: Callable[..., Any], reference: Reference,
     config: DpoConfig, run: StageRun,
 ) -> list[dict[str, float]]:  # fmt: skip
-    """Train on rows of examples, whose log-probabilities under the reference are computed first, of those that training comes to.
+    """Train on rows of examples. First compute the reference's log-probabilities of the examples that training reaches.
 
     `collated` packs rows, each followed by the log-probabilities of its examples' answers, into a batch.
     """

@@ -34,10 +34,10 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
     model's layers stay as they are.
 
     The metric `heldout_accuracy` is the share of held-out pairs, chosen against rejected, in the right order; `train_accuracy` that
-    of as many training prompts as are held out, at least 32, drawn by chance. Beside them `heldout_longer_accuracy` has the longer
-    answer win (its complement the shorter one), `heldout_accuracy_LEVEL` is that of one level, and `heldout_calibration_error` tells
-    how far the probabilities that differences of rewards stand for are from the shares that come true. Preferences that the chat
-    template refuses, and those longer than a packed row, are in `dropped`; see `bad_rows`.
+    of as many training prompts as are held out, at least 32, drawn by chance. `heldout_longer_accuracy` is the accuracy of always
+    preferring the longer answer. `heldout_accuracy_LEVEL` is the accuracy on one level. `heldout_calibration_error` compares the
+    probabilities that differences of rewards imply with the shares that come true. Preferences that the chat template refuses, and those
+    longer than a packed row, are in `dropped`; see `bad_rows`.
     """
     check_splits(preferences)
     rows = read_preferences(preferences, config.levels)

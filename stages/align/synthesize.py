@@ -1,7 +1,7 @@
 """Synthetic training data: problems and answers by a model, of which only those stay that a check confirms.
 
-Llama 3 section 4.3: problems are written after examples, answered several times, checked (programs by running their tests, maths by
-the answers' agreement, prompts with a verifier by that), and what fails is tried again with the check's words.
+Llama 3 section 4.3: a model writes problems like the examples and answers each several times. Programs are checked by running their tests,
+maths by the agreement of answers, prompts with a verifier by the verifier. A failed answer is tried again with the check's message.
 """
 
 from __future__ import annotations

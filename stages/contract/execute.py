@@ -89,7 +89,7 @@ def perform(
 
     An artifact that is damaged or suspect is made again, and set aside when the new one is ready. A damaged input is an error. A stage
     declared with `device=True` runs as a whole on a worker of `executor` that has an accelerator, if there is one. `apart`: any stage
-    runs as a whole on a worker, so that several can run at one time; `listener` then gets no progress.
+    runs as a whole on a worker, so that several can run at once; `listener` then gets no progress.
     """
     started = time.perf_counter()
     identity = identify(stage, config, given)

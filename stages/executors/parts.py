@@ -15,7 +15,7 @@ from puna.storage import PunaError
 ATTEMPTS = 3
 """How often a part is begun whose worker ends each time."""
 BYTES_UNDER_WAY = 1 << 30
-"""Most bytes of arguments and of results that wait in the driver at one time."""
+"""Most bytes of arguments and of results that wait in the driver."""
 AHEAD = 64
 
 
@@ -70,7 +70,7 @@ class PartExecutor(Executor):
 
     @property
     def slots(self) -> int:
-        """Return the number of parts that may be with the workers at one time."""
+        """Return the number of parts that may be with the workers at once."""
         raise NotImplementedError
 
     def has_device(self) -> bool:

@@ -1,7 +1,7 @@
 """Processes that run a stage of training together: rank 0 runs the flow, the others wait for such stages and follow it.
 
-torchrun, or `start` on this machine, starts them all with one command line. A stage goes to the followers through the store that they
-have joined at; what they compute beside rank 0 they exchange in the training itself.
+torchrun, or `start` on this machine, starts them all with one command line. A stage reaches the followers through the store at which they
+joined. Their results are exchanged with rank 0 by the training itself.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
     """Choose shape and tokens for a budget, and forecast the loss before the run is paid for (Llama 3, section 3.2.1).
 
     Shapes come from the ladder's family, each on the tokens that the budget allows; the lowest loss of the law's surface wins.
-    The forecast's interval is the union of the bootstrap's, of the forecast without the lowest budget, and of the error of forecasting
-    known budgets, grown with the distance. `recipe.yaml` holds shape, tokens, rows, rate and optimizer: `pretrain` takes them from the
+    The forecast's interval is a union of three: the bootstrap's, the forecast without the lowest budget, and the error of forecasting known
+    budgets, which grows with the distance. `recipe.yaml` holds shape, tokens, rows, rate and optimizer: `pretrain` takes them from the
     input `size`, or from a recipe.
     """
     rows = read_points(law)
@@ -179,7 +179,7 @@ def _best(sizes: Sequence[Size], forecaster: Forecaster) -> Size:
 
 
 def _chosen(size: Size, rows: Sequence[dict[str, Any]]) -> ChosenSize:
-    """Return the size with rows of a step, rate, schedule and optimizer as the ladder trained its points."""
+    """Return the chosen size, with the batch size, learning rate, schedule and optimizer of the ladder's runs."""
     shape = ModelShape(**{name: getattr(size.shape, name) for name in ModelShape.model_fields})
     parameters = [row["parameters"] for row in rows]
     many, rate = (fit_power(parameters, [row[name] for row in rows])(size.parameters) for name in ("rows", "learning_rate"))

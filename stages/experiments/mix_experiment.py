@@ -94,9 +94,9 @@ class MixExperimentConfig(SeededConfig):
 def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, config: MixExperimentConfig, run: StageRun) -> None:
     """Find mixture weights with small models (Llama 3, section 3.1.2; data mixing laws, Ye et al. 2024).
 
-    Proxies start from the same weights and are trained on mixtures that cover the simplex. Each category's held-out loss is fitted by two
-    surrogates, a law of the shares and a Gaussian process over their roots, weighed by how well each predicts mixtures left out. The shares
-    that minimise the weighted sum over the categories, and earn their divergence from the natural mixture, are recommended. What the
+    Proxies start from the same weights and are trained on mixtures that cover the simplex. Two surrogates fit each category's held-out
+    loss: a law of the shares and a Gaussian process over their roots. They are weighed by how well each predicts mixtures left out. The
+    shares that minimise the weighted sum over the categories, and earn their divergence from the natural mixture, are recommended. What the
     surrogates say of a mixture they were not fitted to is in the rows `left_out_error`; and the recommended mixture is trained too, against
     the natural one, with `repeats` seeds. `weights` are its shares where the mean gain exceeds its 95 % interval (Student's t over the
     seeds), else the natural ones; the metric `mixture_used` tells which.

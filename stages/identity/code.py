@@ -1,10 +1,10 @@
 """The version of a stage's code: a hash over the syntax trees of all first-party code that it reaches.
 
-The names in the stage's function and configuration are followed, through imports (also inside functions), to functions, classes and
-constants of Puna, of plugins and of a user's modules. Comments, docstrings, annotations, bounds, error texts, local names, formatting
-and modules do not count. A tensor operation counts by its reference and by the version in its module's `NUMERICS`
-(`tests/identity/numerics.py` compares the bits). Opened data files and the versions of libraries count. The contract and the store do
-not decide content and are not followed: `FORMAT`, here and of the manifest, stands for them.
+The analyser follows the names in the stage's function and configuration, through imports (also inside functions). It reaches functions,
+classes and constants of Puna, of plugins and of a user's modules. Comments, docstrings, annotations, bounds, error texts, local names,
+formatting and modules do not count. A tensor operation counts by its reference and by the version in its module's `NUMERICS`
+(`tests/identity/numerics.py` compares the bits). Opened data files and the versions of libraries count. The contract and the store do not
+decide content and are not followed: `FORMAT`, here and of the manifest, stands for them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from puna.stages.contract.declaration import Stage
 
 FORMAT = 1
-"""Of the contract: what stages are given and how parts are cut and joined. A change of it makes every artifact anew."""
+"""The version of the contract: what stages are given, and how parts are cut and joined. A change of it changes every key."""
 Name = tuple[str, str]
 OUTSIDE = ("puna.storage", "puna.stages.contract", "puna.stages.identity", "puna.stages.executors", "puna.stages.plugins")
 

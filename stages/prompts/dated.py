@@ -38,8 +38,8 @@ class DatedPromptsConfig(StageConfig):
 def dated_prompts(config: DatedPromptsConfig, run: StageRun) -> None:
     """Generate the held-out questions of a month, and of months before it, with the generators' own verifiers.
 
-    The month and the task decide all draws. A question belongs to the month whose number, modulo 24, is that of a hash of its text, so no
-    two of 24 consecutive months share a question. Tasks are named TASK@YYYY-MM; `dated_gap` compares the months of an evaluation.
+    The month and the task decide all draws. A question belongs to the month whose number, modulo 24, equals a hash of its text. So no two
+    of 24 consecutive months share a question. Tasks are named TASK@YYYY-MM; `dated_gap` compares the months of an evaluation.
     """
     months = [month_text(month_number(config.month) - back) for back in range(config.before + 1)]
     for number, task in enumerate(config.tasks):

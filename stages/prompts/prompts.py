@@ -54,10 +54,10 @@ class PromptsConfig(SeededConfig):
 def prompts(config: PromptsConfig, run: StageRun) -> None:
     """Generate questions with gold answers by procedural generators, each with the generator's own verifier.
 
-    No text occurs twice, over all tasks. Questions are put in the order of a hash of their text, so that the training questions of all
-    rounds are disjoint random samples of one set, for any sizes. Held out are whole structures, which Puna's generators name: no training
-    question has the structure of a held-out one. reasoning-gym's name none: a question is held out by its hash. PunaError when a task has
-    too few different questions.
+    No text occurs twice, over all tasks. Questions are ordered by a hash of their text. So the training questions of all rounds are
+    disjoint random samples of one set, for any sizes. Puna's generators name a question's structure, and whole structures are held out: no
+    training question has one of them. reasoning-gym's generators name none: its questions are held out by their hash. PunaError when a task
+    has too few different questions.
     """
     taken: set[str] = set()
     for number, task in enumerate(config.tasks):

@@ -1,7 +1,7 @@
 """Laws of the loss over the mixture of the data: two surrogates, weighed by how well each predicts mixtures that it was not fitted to.
 
-The exponential law is linear in all but one number, so its fit is a search over that with a linear least-squares problem inside
-(variable projection, Golub and Pereyra 1973): no starting point to choose and no iteration that can fail.
+The exponential law is linear in all but one number. So its fit searches over that number and solves a linear least-squares problem for the
+rest (variable projection, Golub and Pereyra 1973): no starting point to choose and no iteration that can fail.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ MOST_PER_TOKEN = 64
 """Characters that no long text exceeds per token."""
 JOB_ROWS = 1 << 14
 STEPS = 1024
-"""Steps of equal width in the hashed order, by which is told how far into it the documents that are needed reach."""
+"""Steps of equal width in the hashed order, which measure how far the needed documents reach."""
 
 
 @dataclass(frozen=True)

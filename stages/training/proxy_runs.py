@@ -65,7 +65,7 @@ def trained(
 ) -> Proxy:  # fmt: skip
     """Train a model in place. `lengths` gives a step's document lengths, for the cost; `state` is the folder of checkpoints.
 
-    moments: state of the optimizer to go on with; None: it begins anew.
+    `moments`: the optimizer's state to continue with; None: a new one.
     """
     from puna.models import accounting
     from puna.models.training.loop import train

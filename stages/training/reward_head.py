@@ -120,7 +120,7 @@ def cross_validated(pairs: Pairs, scratch: Path | None = None) -> float:
 
 
 def _fitted(pairs: Pairs, penalty: float, scratch: Path | None) -> Tensor:
-    """Return the head of some folds' pairs and a penalty, from `scratch` where that fit is finished there."""
+    """Return the head that fits some folds' pairs under a penalty; read from `scratch` if that fit is finished."""
     import torch
 
     if scratch is None:

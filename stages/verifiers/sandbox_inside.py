@@ -1,9 +1,8 @@
 """The run of one program and its tests inside a sandbox, started by `sandbox` as a script: only the standard library.
 
-The steps: leave the machine's namespaces, see only the interpreter and an empty folder, give up all
-rights, set limits, refuse system calls that hold memory outside every process, run the program in one child and its tests in
-another, watch the memory of all processes and files, kill them all. The report goes to the file descriptor in the first argument,
-printed text to 1.
+The steps: leave the machine's namespaces, see only the interpreter and an empty folder, give up all rights, and set limits. Refuse system
+calls that hold memory outside every process. Run the program in one child and its tests in another, watch the memory of all processes and
+files, and kill them all. The report goes to the file descriptor in the first argument, printed text to 1.
 
 Modes: `root` makes the namespaces with root's rights, `user` in a user namespace.
 """

@@ -127,7 +127,7 @@ async def drive(coroutine: Remote) -> Any:
 
 
 def ask(function: Callable[..., Any], remote: Any, *args: Any) -> Any:
-    """Call a function on an object of the program, there."""
+    """Call a function on an object in the program's process."""
     return remote.puna_link.call(function, (remote, *args))
 
 
@@ -137,7 +137,7 @@ def operand(value: Any) -> Any:
 
 
 def apply(function: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
-    """Use an operator here on data, there on two objects; between the two equality is False and the rest refused."""
+    """Use an operator: here on data, in the program's process on two objects. A mixed pair is unequal; other operators refuse it."""
     one, other = operand(one), operand(other)
     there = [type(value) is Remote for value in (one, other)]
     if not any(there):

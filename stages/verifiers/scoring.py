@@ -69,7 +69,7 @@ Row = dict[str, Any]
 class Scorer:
     """A scorer of answers to a stage's prompts.
 
-    The constructor raises PunaError for the first prompt whose verifier is wrong or lacks a model, with `needed` also for the first
+    The constructor raises PunaError for the first prompt whose verifier is wrong or lacks a model. With `needed` it also does so for a
     prompt without a verifier.
     """
 
