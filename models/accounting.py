@@ -209,3 +209,27 @@ def intensity(config: ModelConfig, lengths: Iterable[int], precision: Precision 
     matrices = 3 * ELEMENT_BYTES[precision] * (parameters(config).layers + config.vocab_size * config.hidden_size)
     moved = elementwise_bytes(config, sum(lengths), precision) + optimizer_bytes(config) + matrices
     return training_flops(config, lengths) / moved
+
+
+@dataclass(frozen=True)
+class DecodeTime:
+    """Least seconds of one step of generation: of its operations, and of the bytes that it reads, beside which operations may run."""
+
+    operations: float
+    memory: float
+
+    @property
+    def total(self) -> float:
+        return max(self.operations, self.memory)
+
+
+def decode_time(config: ModelConfig, answers: int, context: int, machine: Machine, precision: Precision = "fp32") -> DecodeTime:
+    """Return the least time (the roofline of Williams et al. 2009) of a step that draws a token of each answer, the `context`-th of its
+    sequence. Weights are read once, all experts' too, and each sequence's keys and values; what a kernel's start takes is not in it."""
+    counts, matrices = parameters(config), 2 * matrix_parameters(config)
+    attention = forward_flops(config, [context]) - forward_flops(config, [context - 1]) - matrices
+    weights = ELEMENT_BYTES[precision] * (counts.total - (0 if config.tie_word_embeddings else counts.embedding))
+    return DecodeTime(
+        answers * (matrices / machine.matrix_flops + attention / machine.attention_flops),
+        (weights + answers * cache_bytes(config, context, precision)) / machine.bandwidth,
+    )

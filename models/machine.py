@@ -130,14 +130,23 @@ class Room(NamedTuple):
     memory: int
 
 
+USUAL_ANSWERS = {"cpu": 64, "cuda": 256}
+"""Answers at work at once, where nothing else is asked for, by the kind of device."""
+USUAL_STEP = {"cpu": 2048, "cuda": 8192}
+"""Tokens of one step of generation, likewise."""
+CPU_KEYS = 1 << 30
+"""Bytes of keys and values on a CPU, likewise; on a GPU half of what is free."""
+
+
 def generation_room(device: torch.device, sequences: int | None, step_tokens: int | None, memory: int | None) -> Room:
-    """Return the room that is asked for; else 1 GiB on a CPU, and half of the free memory on a GPU, with more answers and longer steps."""
+    """Return the room that is asked for, else the usual one of the device."""
     if any(own is not None and own < 1 for own in (sequences, step_tokens, memory)):
         raise ValueError(f"sequences, step_tokens and memory must be at least 1, not {sequences}, {step_tokens} and {memory}")
-    usual = Room(64, 2048, 1 << 30)
+    kept = CPU_KEYS
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by torch, for nobody
-        usual = Room(256, 8192, (torch.cuda.mem_get_info(device)[0] + unused) // 2)
+        kept = (torch.cuda.mem_get_info(device)[0] + unused) // 2
+    usual = Room(USUAL_ANSWERS[device.type], USUAL_STEP[device.type], kept)
     wishes = zip((sequences, step_tokens, memory), usual, strict=True)
     return Room(*(room if own is None else own for own, room in wishes))
 

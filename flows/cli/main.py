@@ -101,36 +101,42 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that train together; the fastest layouts that fit are listed")] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the steps that are reused or would run, with their cost; of pretraining also parameters, operations, memory and time.
+    """Show the steps that are reused or would run, with their cost; of pretraining also parameters, operations, memory and time, of the
+    stage sample memory of keys and values and the least time.
 
     Time, disk and memory of a step are estimated from its earlier runs in the store. A step after one that runs is computed again only
     if that one's content is new. Pretraining is computed from the model's shape: the recipe's, the input model's, or the chosen one. Each
     row counts as one document, which costs the most attention. The time is that of this CPU's measured rates, or of a GPU's data sheet.
     For several GPUs the three fastest layouts that fit are listed, of those that a test proves equal to one process.
     """
-    from puna.flows.engine.cost import Total, pretraining, steps_of
+    from puna.flows.engine.cost import Total, answering, pretraining, steps_of
     from puna.flows.engine.launch import Request
     from puna.flows.engine.plan import STATES
     from puna.flows.engine.trace import load
 
-    chosen, steps = steps_of(Request(what, recipe, tuple(changes or ()), tuple(inputs or ()), project=project or ""), store)
+    request = Request(what, recipe, tuple(changes or ()), tuple(inputs or ()), project=project or "")
+    chosen, steps = steps_of(request, store)
     trains = isinstance(chosen, Flow) and any(step.stage == "pretrain" for step in steps)
-    if gpu is not None and not trains:
-        raise PunaError(f"--gpu {gpu}: {what}{f' with recipe {recipe}' if recipe else ''} pretrains nothing")
+    sample = chosen if not isinstance(chosen, Flow) and chosen.name == "sample" else None
+    if gpu is not None and not trains and sample is None:
+        raise PunaError(f"--gpu {gpu}: {what}{f' with recipe {recipe}' if recipe else ''} neither pretrains nor samples")
+    if gpus > 1 and sample is not None:
+        raise PunaError(f"--gpus {gpus}: what sample takes is planned for one GPU; leave --gpus out")
     estimate = pretraining(load(recipe or DEFAULT_RECIPE, changes, chosen.name), steps, store, gpu, gpus) if trains else {}
+    drawn = answering(sample, request, store, gpu) if sample is not None else []
     if as_json:
-        typer.echo(json.dumps({**estimate, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))
+        told = {**estimate, **({"answering": drawn} if drawn else {})}
+        typer.echo(json.dumps({**told, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))
         return
     for step in steps:
         typer.echo(f"{step.label:24s} {step.state:7s} {step.why}{_expected(step.expected)}")
     counts = Counter(step.state for step in steps)
     typer.echo(", ".join(f"{counts[state]} {words}" for state, words in STATES.items() if counts[state]))
     typer.echo(f"{Total.of(steps)}\n")
-    if not estimate:
-        return
-    for name, value in estimate.items():
-        if name != "phases":
-            typer.echo(f"{name:28s} {_readable(name, value)}")
+    for figures in (estimate, *drawn):
+        for name, value in figures.items():
+            if name != "phases":
+                typer.echo(f"{name:28s} {_readable(name, value)}")
     for phase in estimate.get("phases", ()):
         typer.echo(f"\nphase {phase.pop('name')}")
         for name, value in phase.items():

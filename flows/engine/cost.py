@@ -1,4 +1,4 @@
-"""Cost estimates: the steps of a flow that would run, and pretraining from the model's shape."""
+"""Cost estimates: the steps of a flow that would run, pretraining from the model's shape, and answers from the model's and the prompts'."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from puna.flows.engine.declare import Flow
 from puna.flows.html.markup import duration, size
-from puna.storage import PunaError, Store
+from puna.storage import Artifact, PunaError, Store
 
 if TYPE_CHECKING:
     from puna.flows.engine.launch import Request
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from puna.models.config import ModelConfig
     from puna.models.machine import Machine
     from puna.models.training.parallel.estimate import Estimate, Work
-    from puna.stages.contract import Stage
+    from puna.stages.contract import Stage, StageConfig, Value
     from puna.stages.pretrain.pretrain import PretrainConfig
     from puna.stages.training.chosen_size import ChosenSize
     from puna.stages.training.phase import Phase
@@ -30,21 +30,86 @@ LARGE, LARGE_BYTES = "H100", 80e9
 MODEL = "times of layouts are computed, not measured: over 25 published runs off by 9 % in the median, by up to 60 % in long contexts"
 LONGEST = 90 * 86_400
 """Seconds that such a plan may take."""
+LOOKED_AT = 256
+"""Prompts whose tokens are counted for a plan."""
 
 
 def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedStep]]:
     """Return the flow or stage of a request, and its steps as a run would find them. Raise PunaError as such a run would."""
-    from puna.flows.engine.inputs import parse_inputs
-    from puna.flows.engine.launch import chosen, stage_config, stage_inputs
+    from puna.flows.engine.launch import chosen
     from puna.flows.engine.plan import plan_flow, plan_stage
 
     target = chosen(request.what)
     if isinstance(target, Flow):
         return target, plan_flow(target, request.recipe_of(target), list(request.inputs), place)
-    config = stage_config(target, request.recipe, list(request.changes))
+    config, given, store = _alone(target, request, place)
+    return target, [plan_stage(target, config, given, store)]
+
+
+def _alone(stage: Stage, request: Request, place: str) -> tuple[StageConfig, dict[str, Value], Store]:
+    """Return what a stage without a flow is run with."""
+    from puna.flows.engine.inputs import parse_inputs
+    from puna.flows.engine.launch import stage_config, stage_inputs
+
+    config = stage_config(stage, request.recipe, list(request.changes))
     store = Store.existing(place).within(request.stage_project())
-    parsed = parse_inputs(request.inputs, target.inputs, store, target.name)
-    return target, [plan_stage(target, config, stage_inputs(target, parsed.items, parsed.named), store)]
+    parsed = parse_inputs(request.inputs, stage.inputs, store, stage.name)
+    return config, stage_inputs(stage, parsed.items, parsed.named), store
+
+
+def answering(stage: Stage, request: Request, place: str, gpu: str | None) -> list[dict[str, Any]]:
+    """Return what answers of the stage `sample` take at least, for each of its models: memory of keys and values, the roofline's time.
+
+    Each answer counts as long as `max_tokens` allows, which most are not; starting kernels and drawing tokens is not in the time.
+    """
+    config: Any
+    config, given, _ = _alone(stage, request, place)
+    inputs = {name: [item for item in items if isinstance(item, Artifact)] for name, items in stage.check(given).items()}
+    rows = [row for row in inputs["prompts"][0].read().to_pylist() if row["split"] == config.split]
+    return [_answers(model, rows, config, gpu) for model in inputs["models"]] if rows else []
+
+
+def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: str | None) -> dict[str, Any]:
+    """Return the costs of one model's answers to rows of prompts."""
+    from puna.models import accounting
+    from puna.models.formats.checkpoint import read_config
+    from puna.models.machine import CPU_KEYS, USUAL_ANSWERS, data_sheet
+    from puna.stages.conversations import prompt_ids
+    from puna.stages.training.vocabulary import tokenizer_of
+
+    shape, tokenizer = read_config(model.path()), tokenizer_of(model)
+    precision: Precision = "bf16" if gpu else "fp32"
+    lengths = [len(prompt_ids(tokenizer, row)) for row in rows[:: -(-len(rows) // LOOKED_AT)]]
+    longest, mean = max(lengths), sum(lengths) / len(lengths)
+    machine, token = _machine(shape, longest, gpu), accounting.cache_bytes(shape, 1, precision)
+    weights = accounting.ELEMENT_BYTES[precision] * accounting.parameters(shape).total
+    own = int(config.serving.memory * 1e9) if config.serving.memory and config.serving.offload == "none" else None
+    room = own or (int((data_sheet(gpu).memory - weights) / 2) if gpu else CPU_KEYS)
+    each = token * (config.max_tokens + longest / config.answers)  # a prompt's keys and values lie there once for all of its answers
+    at_once = min(USUAL_ANSWERS["cuda" if gpu else "cpu"], len(rows) * config.answers, int(room / each))
+    if at_once < 1:
+        raise PunaError(f"{model.id}: an answer of {config.max_tokens} tokens to the longest prompt ({longest} tokens) takes {size(each)} "
+                        f"of keys and values, and there are {size(max(0, room))}: lower max_tokens")  # fmt: skip
+    step = accounting.decode_time(shape, at_once, longest + config.max_tokens, machine, precision)
+    reading = len(rows) * mean * 2 * accounting.matrix_parameters(shape) / machine.matrix_flops
+    steps = len(rows) * config.answers / at_once * config.max_tokens
+    return {
+        "model": model.id,
+        "device": gpu or "this CPU",
+        "prompts": len(rows),
+        "mean_prompt_tokens": mean,
+        "longest_prompt_tokens": longest,
+        "answers": len(rows) * config.answers,
+        "weight_bytes": weights,
+        "cache_bytes_per_token": token,
+        "cache_bytes": at_once * each,
+        "answers_at_once": at_once,
+        "bound_by": "memory" if step.memory > step.operations else "operations",
+        "most_tokens_per_second": at_once / step.total,
+        "least_step_seconds": step.total,
+        "least_prompt_seconds": reading,
+        "least_seconds": reading + steps * step.total,
+    }
 
 
 @dataclass(frozen=True)

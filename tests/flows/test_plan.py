@@ -20,6 +20,7 @@ from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages import executors
 from puna.stages.contract import External, execute
+from puna.stages.conversations import asking
 from puna.stages.io.import_model import ImportModelConfig, import_model
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
@@ -119,7 +120,7 @@ def test_a_plan_tells_what_is_reused_what_runs_and_why(tmp_path: Path, monkeypat
     assert step["expected"]["seconds"] == pytest.approx(made["extract"].manifest.timings["seconds"], rel=0.05)
     said = CliRunner().invoke(app, ["plan", "align", "--recipe", "smollm2-135m", "--store", str(place)]).output
     assert "sample_1                 after   input model, prompts_1" in said and "phase" not in said
-    with pytest.raises(PunaError, match="align with recipe smollm2-135m pretrains nothing"):
+    with pytest.raises(PunaError, match="align with recipe smollm2-135m neither pretrains nor samples"):
         CliRunner().invoke(app, ["plan", "align", "--recipe", "smollm2-135m", "--gpu", "A100"], catch_exceptions=False)
 
 
@@ -148,3 +149,37 @@ def test_a_plan_for_several_devices_lists_the_layouts_that_fit() -> None:
 def test_a_plan_that_no_layout_fits_says_so() -> None:
     plan = costs(load("llama3-405b", [], "pretrain"), "H100", 16)
     assert all("none that is proved fits into H100" in phase["layouts"][0] for phase in plan["phases"])
+
+
+def test_the_plan_of_answers_is_the_roofline_of_the_model_and_the_prompts(tmp_path: Path) -> None:
+    """By hand: 30 answers of 20 tokens to 3 prompts on an H100, all at once; each step reads the weights and all keys and values."""
+    store = Store.open(tmp_path / "store")
+    shape = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    own = Tokenizer.train(["a tokenizer of bytes"], 300)
+    save(Transformer(shape), tmp_path / "model", own)
+    model = execute(import_model, ImportModelConfig(), {"model": External.resolve(f"model={tmp_path / 'model'}")[0]}, store)
+    texts = ["short", "a longer question, which counts", "last"]
+    rest = {"task": "t", "split": "train", "tools": None, "reference": "1", "verifier": None}
+    rows = [{"id": str(n), "messages": asking(text), **rest} for n, text in enumerate(texts)]
+    prompts = store.import_table("prompts", pa.Table.from_pylist(rows, schema=table_schema("prompts").schema))
+    words = ["plan", "sample", "--store", str(store.root), "--input", model.id, "--input", prompts.id, "--set", "answers=10", "--set", "max_tokens=20"]
+    (found,) = json.loads(CliRunner().invoke(app, [*words, "--gpu", "H100", "--json"]).output)["answering"]
+    lengths = [len(own.chat([{"role": "user", "content": text}])) for text in texts]
+    key = 2 * 2 * 8 * 2 * 1  # layers, keys and values, width of a head, bytes, heads of keys
+    assert found["cache_bytes_per_token"] == key and found["answers_at_once"] == found["answers"] == 30
+    assert found["longest_prompt_tokens"] == max(lengths) and found["mean_prompt_tokens"] == pytest.approx(sum(lengths) / 3)
+    context, weights = max(lengths) + 20, 2 * sum(p.numel() for p in Transformer(shape).parameters())
+    read = (weights - (0 if shape.tie_word_embeddings else 2 * 300 * 16) + 30 * context * key) / (0.85 * 3.35e12)
+    assert found["bound_by"] == "memory" and found["least_step_seconds"] == pytest.approx(read)
+    assert found["most_tokens_per_second"] == pytest.approx(30 / read)
+    matrices = sum(p.numel() for name, p in Transformer(shape).named_parameters() if p.ndim == 2 and "embed" not in name)
+    asked = 2 * (matrices + (300 * 16 if shape.tie_word_embeddings else 0)) * sum(lengths) / (0.75 * 989e12)
+    assert found["least_seconds"] == pytest.approx(20 * read + asked)
+    few = json.loads(CliRunner().invoke(app, [*words, "--gpu", "H100", "--json", "--set", "serving.memory=0.00002"]).output)["answering"][0]
+    assert few["answers_at_once"] == int(20_000 / (key * (20 + max(lengths) / 10))) < 30
+    with pytest.raises(PunaError, match="an answer of 20 tokens to the longest prompt"):
+        CliRunner().invoke(app, [*words, "--gpu", "H100", "--set", "serving.memory=0.000001"], catch_exceptions=False)
+    with pytest.raises(PunaError, match="--gpus 2: what sample takes is planned for one GPU"):
+        CliRunner().invoke(app, [*words, "--gpu", "H100", "--gpus", "2"], catch_exceptions=False)
+    said = CliRunner().invoke(app, words).output
+    assert "least_seconds" in said and "this CPU" in said
