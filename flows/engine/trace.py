@@ -176,7 +176,7 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
     complaints: list[str] = []
     extra = _added(values.pop("add", None) or {}, complaints)
     for label, added in extra.items():
-        stage = REGISTRY.get(added.stage or label)
+        stage = load_stages().get(added.stage or label)
         if label in steps or label in settings or label in (*GENERAL, "base"):
             complaints.append(f"add.{label}: there is such a step already; choose another name and say `stage: {added.stage or label}`")
         elif stage is None:
