@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import shutil
 import subprocess
@@ -49,18 +50,62 @@ def other(x):
 ASK = "import outer; print(outer.outer(1), sum(outer.outer.stats.cache_hits.values()))"
 
 
+FORKS = """
+import json, os, sys, traceback
+import puna.kernels.cpu.numba_cache
+
+for line in sys.stdin:
+    code, folder = json.loads(line)
+    if os.fork() == 0:
+        status = 1
+        try:
+            os.chdir(folder)
+            os.environ["NUMBA_CACHE_DIR"] = os.path.join(folder, "cache")
+            exec(code, {})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    print("ended", os.wait()[1], flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    """fresh(code, folder): the words that code prints in a process that has loaded no loop; the cache lies in the folder.
+
+    The processes are forks of one that has numba, whose import costs a second.
+    """
+    own = os.environ | {"PYTHONPATH": str(numba_cache.ROOT / ".pkg")}
+    # -B: Python takes an edit of the same length in the same second for none.
+    command, pipe = [sys.executable, "-B", "-c", FORKS], subprocess.PIPE
+    with subprocess.Popen(command, env=own, stdin=pipe, stdout=pipe, text=True, bufsize=1) as process:
+
+        def run(code: str, folder: Path) -> list[str]:
+            process.stdin.write(json.dumps([code, str(folder)]) + "\n")
+            said = []
+            while not (line := process.stdout.readline()).startswith("ended "):
+                assert line, "the process is gone"
+                said += line.split()
+            assert line == "ended 0\n", code
+            return said
+
+        yield run
+
+
 @pytest.fixture
-def ask(tmp_path, monkeypatch):
+def ask(fresh, tmp_path, monkeypatch):
     """ask(): the result of `outer(1)` in a new process, and whether it came from the cache."""
     for name, text in FILES.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", str(numba_cache.ROOT / ".pkg"))
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # Python takes an edit of the same length in the same second for none
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
 
     def run() -> tuple[int, bool]:
-        done = subprocess.run([sys.executable, "-c", ASK], cwd=tmp_path, capture_output=True, text=True, check=True)
-        value, hits = done.stdout.split()
+        value, hits = fresh(ASK, tmp_path)
         return int(value), hits == "1"
 
     assert run() == (3 * (4 + 15), False)
@@ -98,15 +143,11 @@ def test_a_loop_is_not_compiled_again_where_another_library_is_loaded(ask, tmp_p
     assert done.stdout.split() == [str(3 * (4 + 15)), "1"]
 
 
-def test_a_loop_knows_the_values_of_its_factory(tmp_path, monkeypatch):
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", str(numba_cache.ROOT / ".pkg"))
+def test_a_loop_knows_the_values_of_its_factory(fresh, tmp_path):
     text = "from puna.kernels.cpu.numba_cache import njit\n\ndef adder(n):\n    @njit()\n    def add(x):\n        return x + n\n    return add\n"
     (tmp_path / "factory.py").write_text(text)
-    ask = "from factory import adder; print(*(adder(n)(1) for n in (2, 3, 2)))"
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True)
-        assert done.stdout.split() == ["3", "4", "3"]
+        assert fresh("from factory import adder; print(*(adder(n)(1) for n in (2, 3, 2)))", tmp_path) == ["3", "4", "3"]
 
 
 def test_a_loop_without_a_file_is_not_kept(tmp_path, monkeypatch):
@@ -208,15 +249,12 @@ def test_signatures_that_two_processes_compile_at_once_are_both_kept(ask, tmp_pa
     assert done.stdout.split() == ["4", "0"]
 
 
-def test_the_fields_of_a_tuple_count(tmp_path, monkeypatch):
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", str(numba_cache.ROOT / ".pkg"))
+def test_the_fields_of_a_tuple_count(fresh, tmp_path):
     (tmp_path / "loop.py").write_text("from puna.kernels.cpu.numba_cache import njit\n\n@njit()\ndef first(pair):\n    return pair.x\n")
     said = []
     for fields in ("x: int\n    y: int", "y: int\n    x: int"):
         (tmp_path / "shapes.py").write_text(f"from typing import NamedTuple\n\nclass Pair(NamedTuple):\n    {fields}\n")
-        ask = [sys.executable, "-B", "-c", "import loop, shapes; print(loop.first(shapes.Pair(3, 4)))"]
-        said.append(subprocess.run(ask, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split())
+        said.append(fresh("import loop, shapes; print(loop.first(shapes.Pair(3, 4)))", tmp_path))
     assert said == [["3"], ["4"]]
 
 
@@ -328,16 +366,13 @@ def test_a_loop_that_borrows_its_arrays_makes_none():
         numba_cache.njit(cache=False, borrows=True)(made)(arrays, 1)
 
 
-def test_a_loop_compiled_for_a_class_that_is_gone_is_compiled_anew(tmp_path, monkeypatch):
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", str(numba_cache.ROOT / ".pkg"))
+def test_a_loop_compiled_for_a_class_that_is_gone_is_compiled_anew(fresh, tmp_path):
     (tmp_path / "loop.py").write_text("from puna.kernels.cpu.numba_cache import njit\n\n@njit()\ndef first(pair):\n    return pair.x\n")
     ask = "import loop, shapes; print(loop.first(shapes.{0}(3, 4)), sum(loop.first.stats.cache_hits.values()))"
     said = []
     for name in ("Pair", "Pair", "Couple", "Couple"):
         (tmp_path / "shapes.py").write_text(f"from typing import NamedTuple\n\nclass {name}(NamedTuple):\n    x: int\n    y: int\n")
-        done = subprocess.run([sys.executable, "-B", "-c", ask.format(name)], cwd=tmp_path, capture_output=True, text=True)
-        said.append(done.stdout.split() or done.stderr[-300:])
+        said.append(fresh(ask.format(name), tmp_path))
     assert said == [["3", "0"], ["3", "1"], ["3", "0"], ["3", "1"]]
 
 

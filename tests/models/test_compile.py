@@ -14,7 +14,6 @@ from puna.models.transformer import Decoder, Transformer, forest_attend
 
 SHAPE: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
 KINDS: dict[str, dict[str, Any]] = {
-    "dense": {},
     "qk_norm": {"qk_norm": True},
     "experts": {"moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}},
     "latent": {"num_key_value_heads": 4, "mla": {"q_lora_rank": 8, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}},

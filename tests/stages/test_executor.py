@@ -21,6 +21,14 @@ from puna.stages.executors import connected, local, ordered, parts, processes, w
 from puna.storage import PunaError
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Executor]:
+    """One pool for all tests that do not stop it: it outlives the workers and the errors of each."""
+    with connected("processes", 2) as made:
+        assert made is not None
+        yield made
+
+
 def late(item: int, factor: int) -> int:
     time.sleep(0.01 * (5 - item % 5))
     return item * factor
@@ -53,8 +61,8 @@ def dies(item: int) -> int:
     return os._exit(9) if item == 3 else item
 
 
-def test_a_part_that_ends_its_worker_each_time_is_an_error_that_says_so() -> None:
-    with connected("processes", 2) as pool, pytest.raises(PunaError, match="a worker process ended in the middle of its work .*dies; 3 times"):
+def test_a_part_that_ends_its_worker_each_time_is_an_error_that_says_so(pool: Executor) -> None:
+    with pytest.raises(PunaError, match="a worker process ended in the middle of its work .*dies; 3 times"):
         list(ordered(pool, dies, range(20), ()))
 
 
@@ -68,9 +76,8 @@ def dies_once(item: int, folder: str) -> int:
     return item * item
 
 
-def test_a_worker_that_is_killed_costs_its_parts_and_not_the_run(tmp_path: Path) -> None:
-    with connected("processes", 2) as pool:
-        assert list(ordered(pool, dies_once, range(12), (str(tmp_path),))) == [i * i for i in range(12)]
+def test_a_worker_that_is_killed_costs_its_parts_and_not_the_run(pool: Executor, tmp_path: Path) -> None:
+    assert list(ordered(pool, dies_once, range(12), (str(tmp_path),))) == [i * i for i in range(12)]
     assert [(tmp_path / str(i)).stat().st_size for i in range(12)] == [1 + (i % 5 == 0) for i in range(12)]
 
 
@@ -123,13 +130,12 @@ def _begun(folder: Path, count: int) -> list[int]:
     return found
 
 
-def test_a_worker_killed_while_idle_is_replaced() -> None:
-    with connected("processes", 2) as pool:
-        victim = pool.submit(os.getpid).result()
-        os.kill(victim, signal.SIGKILL)
-        while Path(f"/proc/{victim}").exists():  # until the pool has noticed
-            time.sleep(0.05)
-        assert [pool.submit(late, i, 2).result() for i in range(4)] == [0, 2, 4, 6]
+def test_a_worker_killed_while_idle_is_replaced(pool: Executor) -> None:
+    victim = pool.submit(os.getpid).result()
+    os.kill(victim, signal.SIGKILL)
+    while Path(f"/proc/{victim}").exists():  # until the pool has noticed
+        time.sleep(0.05)
+    assert [pool.submit(late, i, 2).result() for i in range(4)] == [0, 2, 4, 6]
 
 
 class TwoArguments(Exception):
@@ -154,16 +160,15 @@ def check_errors(pool: Executor) -> None:
         pool.submit(fails, 2).result()
 
 
-def test_errors_of_parts_come_back() -> None:
-    with connected("processes", 2) as pool:
-        check_errors(pool)
+def test_errors_of_parts_come_back(pool: Executor) -> None:
+    check_errors(pool)
 
 
 def bulky(item: int, size: int) -> bytes:
     return bytes([item]) * size
 
 
-def test_bytes_under_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_under_way_are_bounded(pool: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "BYTES_UNDER_WAY", 1000)
     begun: list[int] = []
 
@@ -172,12 +177,11 @@ def test_bytes_under_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             begun.append(item)
             yield item
 
-    with connected("processes", 2) as pool:
-        results = ordered(pool, bulky, items(), (10_000,), ahead=20)
-        assert next(results)[0] == 0
-        time.sleep(0.3)
-        ahead = len(begun)
-        assert [r[0] for r in results] == list(range(1, 20))
+    results = ordered(pool, bulky, items(), (10_000,), ahead=20)
+    assert next(results)[0] == 0
+    time.sleep(0.3)
+    ahead = len(begun)
+    assert [r[0] for r in results] == list(range(1, 20))
     assert ahead <= 4  # each is larger than the limit: what waits is what was sent before the first was done
 
 
