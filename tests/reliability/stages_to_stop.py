@@ -20,7 +20,7 @@ from puna.stages.training.proxy_runs import remembered
 from puna.stages.training.train import fit
 
 SHAPE = ModelConfig(vocab_size=19, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
-STEPS, STOPPED = 1_500, 1_240
+STEPS, STOPPED = 150, 124
 
 
 class StoppedConfig(SeededConfig):

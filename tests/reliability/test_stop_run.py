@@ -27,7 +27,7 @@ def puna(folder: Path, name: str, workers: int) -> tuple[subprocess.CompletedPro
 
 
 SAVED = {
-    ("stopped_training", 1): r"step 1,240 of 1,500 \([\d,]+ s of work\) is saved",
+    ("stopped_training", 1): r"step 124 of 150 \(\d+ s of work\) is saved",
     ("stopped_trials", 2): r"step 2\d of 200 \(\d+ s of work\), 1 small run are saved",
     ("stopped_parts", 1): r"2 finished parts are saved",
     ("stopped_call", 1): r"1 fit is saved",
