@@ -83,18 +83,6 @@ def lettered(text: str, choices: Sequence[str]) -> str:
     return f"{head}\n{lines}\n{last}" if head and last.endswith(":") else f"{text.rstrip()}\n{lines}\nAnswer:"
 
 
-def right(task: Task, document: Document) -> tuple[int, ...]:
-    """Return the indices of the right options. PunaError where the target is none of them."""
-    target = document.text if isinstance(document.text, int) else document.target
-    indices = []
-    for one in target if isinstance(target, list) else [target]:
-        index = document.choices.index(one) if isinstance(one, str) and one in document.choices else one
-        if not isinstance(index, int) or not 0 <= index < len(document.choices):
-            raise PunaError(f"{task.where}: doc_to_target: {str(one)[:40]!r} is none of the options of {str(document.text)[:60]!r}")
-        indices.append(index)
-    return tuple(indices)
-
-
 def contents(task: Task) -> Iterator[tuple[str, str, str]]:
     """Yield id, question and right answer of each document, as a text that was learned by heart would hold them."""
     for document in task.documents:
@@ -114,7 +102,7 @@ def _answer(task: Task, document: Document, options: Options) -> str:
     """Return the answer of an example."""
     target = document.target[0] if isinstance(document.target, list) and document.target else document.target
     if options == "letters":
-        return LETTERS[right(task, document)[0]]
+        return LETTERS[document.right[0]]
     if isinstance(target, int) and document.choices and not isinstance(document.text, int):
         return document.choices[target]
     return "" if target is None else str(target)
@@ -190,7 +178,7 @@ def choice_columns(task: Task, asker: Asker, scored: Sequence[Sequence[Likelihoo
     lengths: dict[str, Callable[[str], int]] = {"acc": lambda _: 1, "acc_norm": len, "acc_bytes": lambda text: len(text.encode())}
     columns = [Column(one.metric, []) for one in task.file.metrics]
     for document, likelihoods in zip(task.documents, scored, strict=True):
-        answers = right(task, document)
+        answers = document.right
         for column in columns:
             if column.metric == "acc":
                 column.confidences.append(confidence([one.sum for one in likelihoods]))

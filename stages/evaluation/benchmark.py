@@ -224,8 +224,9 @@ class Bench:
 
     def _texts(self, task: Task) -> Result:
         started = time.process_time()
-        if wrong := [str(one.target)[:40] for one in task.documents if not isinstance(one.target, str) or not one.target]:
-            raise PunaError(f"{task.where}: doc_to_target gives {wrong[0]!r}, no text")
+        for number, one in enumerate(task.documents, 1):
+            if not isinstance(one.target, str) or not one.target:
+                raise PunaError(f"{task.where}: doc_to_target, row {number}: is {str(one.target)[:40]!r}, no text")
         texts = [str(document.target) for document in task.documents]
         windows = [self.encoder.document(text, self.longest) for text in texts]
         scored = iter(self._likelihoods([one for several in windows for one in several], task))

@@ -15,8 +15,8 @@ MAIN = ("verified", "acc", "bits_per_byte")
 SURE = 0.05
 """Level of significance."""
 TABLE = "task_scores"
-SAME = ("content", "shots", "format")
-"""What must be alike for two numbers to be compared."""
+SAME = ("version", "shots", "format")
+"""Columns that must be alike for two numbers to be compared, as must `content`."""
 
 
 Values = dict[str, tuple[float, float]]
@@ -73,6 +73,8 @@ def differences(one: Measured, other: Measured, every: bool = False) -> tuple[li
         for metric in metrics if every else [main_metric(metrics)] if metrics else []:
             (about, values), (about_other, others) = one[task][metric], other[task][metric]
             unlike = [f"{name} {about[name]} and {about_other[name]}" for name in SAME if about[name] != about_other[name]]
+            if about["content"] != about_other["content"]:
+                unlike.insert(0, "its task file or data are not the same: ask both models the same file")
             if unlike or len(values.keys() & others.keys()) < 2:
                 remarks.append(f"{task}: {'; '.join(unlike) or 'fewer than two questions in common'}")
                 break

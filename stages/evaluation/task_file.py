@@ -21,7 +21,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from puna.stages.contract import External, ExternalFile, StageConfig, parse
 from puna.stages.conversations import asking, messages_of, shown
 from puna.stages.draws import identifier, place
-from puna.stages.evaluation.task_programs import FILTER_SETTINGS, FILTERS, MATCH_SETTINGS, Row, rendered
+from puna.stages.evaluation.task_programs import FILTER_SETTINGS, FILTERS, MATCH_SETTINGS, Row, filtered, rendered
 from puna.stages.reading.rows import Fault, read_rows
 from puna.stages.training.train import heldout_prompts
 from puna.stages.verifiers.registry import from_text
@@ -243,6 +243,18 @@ class Document:
     choices: tuple[str, ...]
     description: str = ""
 
+    @property
+    def right(self) -> tuple[int, ...]:
+        """Return the indices of the right options. Raise ValueError where the target is none of them."""
+        target = self.text if isinstance(self.text, int) else self.target
+        indices = []
+        for one in target if isinstance(target, list) else [target]:
+            index = self.choices.index(one) if isinstance(one, str) and one in self.choices else one
+            if not isinstance(index, int) or not 0 <= index < len(self.choices):
+                raise ValueError(f"{str(one)[:40]!r} is none of the {len(self.choices)} options of {str(self.text)[:60]!r}")
+            indices.append(index)
+        return tuple(indices)
+
 
 @dataclass(frozen=True)
 class Task:
@@ -290,6 +302,10 @@ def load_task(external: External, file: ExternalFile, spec: TaskFile, limit: int
     verifiers = [None] * len(documents) if spec.verifier is None else _verifiers(spec, rows[:limit], where)
     digest = identifier(file.digest, *(_data(external, file, name).digest for names in spec.files.values() for name in names))
     task = Task(spec, where, digest, tuple(documents), tuple(_shots(external, file, spec, where)), tuple(verifiers))
+    for document in documents:
+        task.examples(document)
+    for one in spec.filters if spec.output_type == "generate_until" else ():
+        filtered([[""]], one.filter, f"{where}: filter {one.name}")
     for number, row in enumerate(task.asked() if spec.verifier is not None else (), 1):
         try:
             from_text(row["verifier"]).check(question_of(row))
@@ -373,6 +389,12 @@ def _documents(spec: TaskFile, rows: Sequence[Row], where: str) -> list[Document
         own = content if seen[content] == 1 else identifier(content, seen[content])
         target = values.get("doc_to_target", spec.doc_to_target)
         document = Document(own, row, text, target, tuple(choices), str(values.get("description", "")))
+        if spec.output_type == "multiple_choice":
+            try:
+                if len(document.choices) < 2 or not document.right:
+                    raise ValueError(f"no right one among {len(document.choices)} options")
+            except ValueError as error:
+                raise PunaError(f"{where}: doc_to_target, row {number}: {error}") from error
         documents.append(_permuted(document) if spec.permuted else document)
     return documents
 

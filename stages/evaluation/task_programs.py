@@ -84,9 +84,17 @@ def serve() -> None:
 
 @lru_cache(maxsize=256)
 def _program(text: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=_printed
+    )
     environment.filters["regex_replace"] = lambda text, pattern, repl, count=0: re.sub(pattern, repl, text, count=count)
     return environment.from_string(text)
+
+
+def _printed(value: Any) -> Any:
+    if value is None:
+        raise ValueError("the template writes a null")
+    return value
 
 
 def _render(templates: dict[str, str], rows: list[dict[str, Any]], choices: bool, start: int) -> list[dict[str, Any]]:
@@ -99,7 +107,8 @@ def _render(templates: dict[str, str], rows: list[dict[str, Any]], choices: bool
                 if not isinstance(values[name], str | int | float | list | dict | None):
                     raise TypeError(f"is {type(values[name]).__name__}, no text, number or list")
             except FAULTS as error:
-                raise ValueError(f"{name}, row {number}: {error}") from error
+                nulls = ", ".join(column for column, value in row.items() if value is None)
+                raise ValueError(f"{name}, row {number}: {error}" + (f"; it has no {nulls}" if nulls else "")) from error
         results.append(values)
     return results
 
@@ -107,7 +116,10 @@ def _render(templates: dict[str, str], rows: list[dict[str, Any]], choices: bool
 def _value(name: str, text: str, choices: bool) -> Any:
     """Return a rendered field: choices are a Python list, targets may be one, digits of choices are a number."""
     if name == "doc_to_choice":
-        return ast.literal_eval(text)
+        try:
+            return ast.literal_eval(text)
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"writes no list: {text[:60]!r}") from error
     if name in ("doc_to_text", "doc_to_target") and choices and text.isdigit():
         return int(text)
     if name == "doc_to_target" and text[:1] == "[" and text[-1:] == "]":

@@ -71,17 +71,23 @@ def _text(plan: Plan, row: Fields, name: str) -> str:
     return turns.text(plan.get(row, name), plan.name(name))
 
 
+def _optional(plan: Plan, row: Fields, name: str) -> str | None:
+    return None if plan.get(row, name) in (None, "") else _text(plan, row, name)
+
+
 def _list(plan: Plan, row: Fields, name: str) -> list[Any]:
     """Return a list, also from its JSON text in a cell of CSV."""
     value = plan.get(row, name)
     value = turns.parsed(value, plan.name(name)) if isinstance(value, str) else value
     if not isinstance(value, list) or not value:
-        raise Refused(plan.name(name), "wrong_type", f"holds {turns.kind_of(value)}, not a list with entries")
+        raise Refused(plan.name(name), "wrong_type", "is an empty list" if value == [] else f"holds {turns.kind_of(value)}, not a list")
     return value
 
 
 def _texts(plan: Plan, row: Fields, name: str) -> list[str]:
-    return [turns.text(value, f"{plan.name(name)}.{number}") for number, value in enumerate(_list(plan, row, name))]
+    """Return a list of texts; whole numbers are texts, too."""
+    values = [str(value) if type(value) is int else value for value in _list(plan, row, name)]
+    return [turns.text(value, f"{plan.name(name)}.{number}") for number, value in enumerate(values)]
 
 
 def _object(plan: Plan, row: Fields, name: str) -> dict[str, Any]:
@@ -92,18 +98,23 @@ def _object(plan: Plan, row: Fields, name: str) -> dict[str, Any]:
     return value
 
 
-def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: Sequence[str] = LETTERS, start: int = 0) -> int:
-    """Return the index of the right option, given as a label, a number from `start`, or the option's text."""
+def _index(
+    plan: Plan, row: Fields, name: str, options: Sequence[str], labels: Sequence[str] = LETTERS, start: int | None = 0
+) -> int:  # fmt: skip
+    """Return the index of the right option, given as a label, a number from `start` (None: never so), or the option's text."""
     value = plan.get(row, name)
     text = str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
     known = list(labels)[: len(options)]
     if text in known:
         return known.index(text)
-    if re.fullmatch(r"\d{1,2}", text):
-        if 0 <= int(text) - start < len(options):
-            return int(text) - start
-    elif text in options:
-        return list(options).index(text)
+    by_number = start is not None and re.fullmatch(r"\d{1,2}", text) and 0 <= int(text) - start < len(options)
+    indices = {int(text) - start} if start is not None and by_number else set()
+    if isinstance(value, str) and text in options and options[min(indices, default=0)] != text:
+        indices.add(list(options).index(text))
+    if len(indices) == 1:
+        return indices.pop()
+    if indices:
+        raise Refused(plan.name(name), "two_answers", f"{text!r} is the text of one option and the number of another; give its letter")
     raise Refused(plan.name(name), "no_answer", f"holds {str(value)[:40]!r}, none of the {len(options)} options; a test split may hide it")
 
 
@@ -113,7 +124,9 @@ def _chosen(question: str, options: Sequence[str], right: Sequence[int], mixed: 
         raise Refused("options", "wrong_number", f"are {len(options)}; a question has 2 to {len(LETTERS)}")
     order = sorted(range(len(options)), key=lambda i: identifier(question, options[i], i)) if mixed else list(range(len(options)))
     shown = [options[i] for i in order]
-    places = sorted(order.index(i) for i in right)
+    places = [place for place, option in enumerate(shown) if option in {options[i] for i in right}]
+    if len(places) == len(shown):
+        raise Refused("options", "all_right", "are all right: there is nothing to choose")
     lines = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, shown, strict=False))
     text = f"{question}\n\n{lines}\n\nAnswer with the letter of the right option alone."
     return _asked(text, LETTERS[places[0]], "choice", options=shown, right=places)
@@ -153,48 +166,57 @@ def _humaneval(plan: Plan, row: Fields) -> Values:
     prompt, name = _text(plan, row, "prompt"), _text(plan, row, "entry_point")
     question = f"Complete this Python function. Answer with the whole function in a fenced block.\n\n```python\n{prompt.rstrip()}\n```"
     tests = [f"{_text(plan, row, 'test')}\n\ncheck({name})\n"]
-    return _asked(question, plan.get(row, "solution"), "code", prefix=prompt, tests=tests)
+    return _asked(question, _optional(plan, row, "solution"), "code", prefix=prompt, tests=tests)
 
 
 def _mbpp(plan: Plan, row: Fields) -> Values:
     tests = _texts(plan, row, "tests")
-    imports = _list(plan, row, "imports") if plan.get(row, "imports") else []
-    setup = "\n".join([*map(str, imports), plan.get(row, "setup") or ""]).strip()
+    imports = _texts(plan, row, "imports") if plan.get(row, "imports") else []
+    setup = "\n".join([*imports, _optional(plan, row, "setup") or ""]).strip()
     further = _texts(plan, row, "further") if plan.get(row, "further") else []
     question = f"{_text(plan, row, 'prompt').strip()}\n\nAnswer with Python code that passes these tests:\n\n" + "\n".join(tests)
     prefix = {"prefix": f"{setup}\n"} if setup else {}
-    return _asked(question, plan.get(row, "solution"), "code", tests=[*tests, *further], **prefix)
+    return _asked(question, _optional(plan, row, "solution"), "code", tests=[*tests, *further], **prefix)
 
 
 def _arc(plan: Plan, row: Fields) -> Values:
-    choices = _object(plan, row, "choices")
-    options, labels = choices.get("text"), choices.get("label")
+    choices = plan.get(row, "choices")
+    choices = turns.parsed(choices, plan.name("choices")) if isinstance(choices, str) else choices
+    if isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices):  # as the authors' own files have them
+        choices = {name: [choice.get(name) for choice in choices] for name in ("text", "label")}
+    options, labels = (choices.get("text"), choices.get("label")) if isinstance(choices, dict) else (None, None)
     if not isinstance(options, list) or not isinstance(labels, list) or len(options) != len(labels):
         raise Refused(plan.name("choices"), "wrong_type", "holds no lists text and label of one length")
-    right = _index(plan, row, "answer", options, [str(label) for label in labels])
+    right = _index(plan, row, "answer", options, [str(label) for label in labels], start=None)
     return _chosen(_text(plan, row, "question"), [turns.text(option, plan.name("choices")) for option in options], [right])
 
 
 def _hellaswag(plan: Plan, row: Fields) -> Values:
     endings = _texts(plan, row, "endings")
-    about = plan.get(row, "activity")
+    about = _optional(plan, row, "activity")
     begun = f"{about}: {_text(plan, row, 'context')}" if about else _text(plan, row, "context")
     return _chosen(f"Which ending continues this text?\n\n{begun}", endings, [_index(plan, row, "answer", endings)])
 
 
 def _mmlu(plan: Plan, row: Fields) -> Values:
-    options = _texts(plan, row, "choices")
-    return _chosen(_text(plan, row, "question"), options, [_index(plan, row, "answer", options)])
+    options, question = _texts(plan, row, "choices"), _text(plan, row, "question")
+    passage = _optional(plan, row, "passage")
+    return _chosen(f"{passage}\n\n{question}" if passage else question, options, [_index(plan, row, "answer", options)])
 
 
 def _winogrande(plan: Plan, row: Fields) -> Values:
     options = [_text(plan, row, "option1"), _text(plan, row, "option2")]
-    question = f"Which option fills the blank _ in this sentence?\n\n{_text(plan, row, 'sentence')}"
+    sentence = _text(plan, row, "sentence")
+    if "_" not in sentence:
+        raise Refused(plan.name("sentence"), "no_blank", "has no blank _ to fill")
+    question = f"Which option fills the blank _ in this sentence?\n\n{sentence}"
     return _chosen(question, options, [_index(plan, row, "answer", options, start=1)])
 
 
 def _boolq(plan: Plan, row: Fields) -> Values:
-    right = turns.truth(plan.get(row, "answer"), plan.name("answer"), numbers=True)
+    value = plan.get(row, "answer")
+    value = {"yes": True, "no": False}.get(value.strip().lower(), value) if isinstance(value, str) else value
+    right = turns.truth(value, plan.name("answer"), numbers=True)
     question = f"{_text(plan, row, 'passage')}\n\n{_text(plan, row, 'question').rstrip('?')}?\n\nAnswer yes or no."
     words = ["yes", "no"]
     return _asked(question, words[not right], "choice", options=words, labels=words, right=[int(not right)])
@@ -243,21 +265,28 @@ def _contains(question: str, outputs: Sequence[str]) -> Values:
 
 
 def _with_hashes(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
-    answers = [value for row in rows if (value := field_at(row, columns["answer"])) is not None]
-    return all(isinstance(value, str) and HASHES.search(value) for value in answers)
+    return _mostly(rows, columns["answer"], lambda value: isinstance(value, str) and HASHES.search(value) is not None)
 
 
 def _listed(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
     """True if outputs are lists, and no instruction stands beside the input."""
-    values = [field_at(row, columns["outputs"]) for row in rows]
-    return not any("instruction" in row for row in rows) and all(
-        isinstance(v, list) or str(v).startswith("[") for v in values if v is not None
-    )
+    listed = _mostly(rows, columns["outputs"], lambda value: isinstance(value, list) or str(value).startswith("["))
+    return listed and not any("instruction" in row for row in rows)
 
 
 def _boolean(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
-    values = [value for row in rows if (value := field_at(row, columns["answer"])) is not None]
-    return all(str(value).strip().lower() in ("true", "false", "0", "1", "-1") for value in values)
+    return _mostly(rows, columns["answer"], lambda value: str(value).strip().lower() in ("true", "false", "yes", "no", "0", "1", "-1"))
+
+
+def _labelled(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
+    """True if choices have texts and labels."""
+    return _mostly(rows, columns["choices"], lambda value: isinstance(value, dict) or '"label"' in json.dumps(value).replace("\\", ""))
+
+
+def _mostly(rows: Sequence[Fields], column: str, is_so: Callable[[Any], bool]) -> bool:
+    """True if more than half of a column's values are so; the other rows are set aside later."""
+    values = [value for row in rows if (value := field_at(row, column)) is not None]
+    return 2 * sum(map(is_so, values)) > len(values)
 
 
 def _same(*names: str) -> dict[str, tuple[str, ...]]:
@@ -265,6 +294,7 @@ def _same(*names: str) -> dict[str, tuple[str, ...]]:
 
 
 QUESTION = _same("question")
+PASSAGE = {"passage": ("article", "passage", "context")}
 _ALL = (
     Benchmark("ifeval", _ifeval, _same("prompt", "instruction_id_list", "kwargs"), {"id": ("key",)}),
     Benchmark("humaneval", _humaneval, _same("prompt", "entry_point", "test"), {"solution": ("canonical_solution",), "id": ("task_id",)}),
@@ -275,7 +305,10 @@ _ALL = (
     ),
     Benchmark("gsm8k", _gsm8k, QUESTION | _same("answer"), tells=_with_hashes),
     Benchmark("math", _math, _same("problem", "solution"), _same("answer") | {"id": ("unique_id",), "task": ("type", "subject")}),
-    Benchmark("arc", _arc, {"question": ("question", "question_stem"), "choices": ("choices",), "answer": ("answerKey",)}, {"id": ("id",)}),
+    Benchmark(
+        "arc", _arc, {"question": ("question.stem", "question", "question_stem"), "choices": ("question.choices", "choices"),
+                      "answer": ("answerKey",)}, {"id": ("id",)}, tells=_labelled,
+    ),
     Benchmark(
         "hellaswag", _hellaswag, {"context": ("ctx",), "endings": ("endings",), "answer": ("label",)}, {"activity": ("activity_label",)}
     ),
@@ -285,8 +318,8 @@ _ALL = (
     Benchmark("blimp", _blimp, {"good": ("sentence_good",), "bad": ("sentence_bad",)}, {"task": ("UID",)}),
     Benchmark("truthfulqa_mc", _truthfulqa, QUESTION | {"targets": ("mc1_targets", "mc2_targets")}),
     Benchmark("mmlu_pro", _mmlu, QUESTION | {"choices": ("options",), "answer": ("answer", "answer_index")},
-              {"id": ("question_id",), "task": ("category",)}),
-    Benchmark("mmlu", _mmlu, QUESTION | _same("choices", "answer"), {"task": ("subject",)}),
+              {"id": ("question_id",), "task": ("category",), **PASSAGE}),
+    Benchmark("mmlu", _mmlu, QUESTION | _same("choices", "answer"), {"task": ("subject",), **PASSAGE}),
     Benchmark("needle", _needle, QUESTION | {"context": ("context", "haystack"), "needle": ("needle",)}, _same("answer")),
     Benchmark("ruler", _ruler, _same("input", "outputs"), tells=_listed),
 )  # fmt: skip

@@ -18,11 +18,12 @@ from puna.storage import PunaError
 Fields = Mapping[str, Any]
 
 SINGLE_NAMED = (
-    "instruction", "input", "chosen", "rejected", "label", "edited", "others", "verifier", "split", "level", "margin", "title", "url",
+    "instruction", "chosen", "rejected", "label", "edited", "others", "verifier", "split", "level", "margin", "title", "url",
 )
 NAMES: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation"),
     "prompt": ("prompt", "question", "query"),
+    "input": ("input", "context"),
     "completion": ("completion", "response", "answer", "output"),
     "output": ("output", "response", "answer", "completion"),
     "answers": ("answers", "responses", "completions"),
@@ -80,9 +81,12 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 }  # fmt: skip
 
 
+PASSAGES = ("passage", "article", "context")
+OPTIONS = ("A", "option1", "answerA", "answer0", "ending0", "sol1", "distractor1", "Incorrect Answer 1")
 UNSUPPORTED: dict[str, dict[str, str]] = {
     "prompts": {
-        **dict.fromkeys(("choices", "options", "endings", "mc1_targets", "mc2_targets"), "the answers to choose from"),
+        **dict.fromkeys(("choices", "options", "endings", "mc1_targets", "mc2_targets", *OPTIONS), "the answers to choose from"),
+        **dict.fromkeys(PASSAGES, "a text that the question is about"),
         "instruction_id_list": "instructions that a checker tests",
         **dict.fromkeys(("test", "tests", "test_list", "test_cases"), "tests of a program"),
     }
@@ -164,11 +168,13 @@ def _check_meaning(kind: str, plan: Plan, rows: Sequence[Fields], where: str) ->
         return
     taken = set(plan.columns.values())
     for column, meaning in UNSUPPORTED.get(kind, {}).items():
-        if column not in taken and any(row.get(column) is not None for row in rows):
+        if column in PASSAGES and "prompt" not in plan.columns:
+            continue
+        if column not in taken and any(row.get(column) not in (None, "") for row in rows):
             raise PunaError(
                 f"{where}: column {column!r} holds {meaning}, and no known benchmark has these columns; without them its rows would be "
-                "other questions. Map it to a benchmark's fields (--set layout=mmlu --columns choices=…), give each row a column "
-                "verifier, or name one verifier for all rows: --verifier exact"
+                "other questions. Map it to a benchmark's fields (--set layout=mmlu --columns choices=…) or join it to the question "
+                "(--columns instruction=QUESTION,input=COLUMN), give each row a column verifier, or name one for all: --verifier exact"
             )
 
 

@@ -133,7 +133,7 @@ def test_options_before_one_ending(store: Store, model: Make, task: Task) -> Non
 
 def test_a_target_that_is_no_option_is_refused(store: Store, model: Make, task: Task) -> None:
     tasks = task([ROWS[0] | {"right": 7}], **CHOICE)
-    with pytest.raises(PunaError, match=r"task.yaml: doc_to_target: '7' is none of the options of 'Question: what eats grass"):
+    with pytest.raises(PunaError, match=r"task.yaml: doc_to_target, row 1: '7' is none of the 3 options of 'Question: what eats grass"):
         execute(benchmark, BenchmarkConfig(), {"model": model(), "tasks": [tasks]}, store)
 
 

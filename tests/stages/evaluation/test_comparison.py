@@ -63,3 +63,9 @@ def test_holm() -> None:
     rows = [Difference("t", "m", 0, 0, Interval(0, 0, 0), 2, p) for p in (0.04, 0.01, 0.03, 0.005)]
     # 4 x .005, 3 x .01, 2 x .03, then at least as much: Holm (1979).
     assert [row.holm for row in holm(rows)] == pytest.approx([0.06, 0.03, 0.06, 0.02])
+
+
+def test_tasks_of_two_versions_are_not_compared(store: Store, model: Callable[..., Artifact], task: Callable[..., External]) -> None:
+    made = [asked(store, model(seed), task(ROWS[:4], metadata={"version": seed + 1.0}, **CHOICE)) for seed in (0, 1)]
+    rows, remarks = differences(*(measured([one]) for one in made))
+    assert rows == [] and remarks == ["mine: its task file or data are not the same: ask both models the same file; version 1.0 and 2.0"]

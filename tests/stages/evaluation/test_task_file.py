@@ -64,8 +64,8 @@ def test_fields_are_columns_or_templates(task: Callable[..., External]) -> None:
         ("Question: 2 + 2?\n", 1, ("3", "4")), ("Question: 1 + 1?\n", 0, ("2", "3")),
     ]  # fmt: skip
     assert one.documents[0].row["note"] is None  # every row has every column
-    other = loaded(task(rows, doc_to_text="q", doc_to_target="{{options[right]}}", output_type="multiple_choice", doc_to_choice='{{["a", q]}}'), 1)
-    assert [(d.text, d.target, d.choices) for d in other.documents] == [("2 + 2?", 4, ("a", "2 + 2?"))]
+    other = loaded(task(rows, doc_to_text="q", doc_to_target="{{options[right]}}", output_type="multiple_choice", doc_to_choice='{{["a", q, "b", "c", "d"]}}'), 1)
+    assert [(d.text, d.target, d.choices) for d in other.documents] == [("2 + 2?", 4, ("a", "2 + 2?", "b", "c", "d"))]
     assert one.documents[0].id != one.documents[1].id and one.digest != other.digest
 
 
@@ -79,8 +79,7 @@ def test_examples_are_fixed_and_never_the_question(task: Callable[..., External]
     with pytest.raises(PunaError, match=r"num_fewshot is 2: give fewshot_config samples, or a fewshot_split"):
         loaded(task(rows, **keys))
     with pytest.raises(PunaError, match="num_fewshot is 3, but there are 2 examples"):
-        few = loaded(task(rows[:3], fewshot_split="test", fewshot_config={"sampler": "first_n"}, **keys), shots=3)
-        few.examples(few.documents[0])
+        loaded(task(rows[:3], fewshot_split="test", fewshot_config={"sampler": "first_n"}, **keys), shots=3)
 
 
 def test_verifiers_are_filled_from_the_row(task: Callable[..., External]) -> None:
@@ -124,3 +123,35 @@ def test_a_pattern_cannot_run_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("puna.stages.evaluation.task_programs.SECONDS", 0.2)
     with pytest.raises(PunaError, match="t: its templates or patterns are stopped: it takes more than"):
         filtered([["a" * 40 + "b"]], [{"function": "regex", "regex_pattern": "(a+)+$"}], "t")
+
+
+FIVE = {"q": "é 天?", "options": ["red", "blue", "é", "black", "white"], "right": 4, "note": None}
+CHOICES = {"output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "options", "doc_to_target": "right"}
+ANSWERS = {"doc_to_text": "q", "doc_to_target": "{{right}}"}
+
+
+@pytest.mark.parametrize(
+    ("change", "keys", "message"),
+    [
+        ({"right": 5}, CHOICES, "doc_to_target, row 2: '5' is none of the 5 options of 'é 天"),
+        ({"right": -1}, CHOICES, "doc_to_target, row 2: '-1' is none of the 5 options"),
+        ({"right": "B"}, CHOICES, "doc_to_target, row 2: 'B' is none of the 5 options"),
+        ({"right": None}, CHOICES, "doc_to_target, row 2: 'None' is none of the 5 options"),
+        ({"right": []}, CHOICES, "doc_to_target, row 2: no right one among 5 options"),
+        ({"options": []}, CHOICES, "doc_to_target, row 2: no right one among 0 options"),
+        ({"options": ["é"], "right": 0}, CHOICES, "doc_to_target, row 2: no right one among 1 options"),
+        ({"options": ["a", ""]}, CHOICES, "doc_to_choice, row 2: is no list of texts"),
+        ({"options": None}, CHOICES, "doc_to_choice, row 2: is no list of texts: None"),
+        ({"q": None}, CHOICES, "doc_to_text, row 2: the template writes a null; it has no q, note"),
+        ({}, CHOICES | {"doc_to_choice": "{{options[0]}}"}, "doc_to_choice, row 1: writes no list: 'red'"),
+        ({}, CHOICES | {"num_fewshot": 1, "fewshot_config": {"samples": [FIVE | {"right": 9}]}}, "doc_to_target, row 1: '9' is none of the 5"),
+        ({}, ANSWERS | {"filter_list": [{"name": "x", "filter": [{"function": "regex", "regex_pattern": "("}]}]}, "filter x: missing \\)"),
+        ({"right": "x"}, ANSWERS | {"verifier": "numeric"}, "verifier, row 2: prompt .* its reference 'x' holds no number"),
+    ],
+)  # fmt: skip
+def test_a_wrong_row_is_refused_before_a_model_is_asked(
+    task: Callable[..., External], change: dict[str, Any], keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PunaError, match=f"task.yaml: {message}"):
+        loaded(task([FIVE, FIVE | change], **keys))
+    assert loaded(task([FIVE], **CHOICES)).documents[0].right == (4,)

@@ -15,7 +15,7 @@ from puna.stages.verifiers.base import Question
 from puna.stages.verifiers.combinations import Combination
 from puna.stages.verifiers.registry import from_text
 from puna.storage import PunaError
-from tests.stages.io.benchmark_rows import BENCHMARKS
+from tests.stages.io.benchmark_rows import BENCHMARKS, FOUR
 from tests.stages.io.samples import made, written
 
 
@@ -81,6 +81,17 @@ def test_options_may_lie_in_columns_of_other_names(tmp_path: Path) -> None:
             "did you mean punctuation:no_comma",
         ),
         ("MMLU", {"choices": ["red"], "answer": 0}, "options", "are 1; a question has 2 to 26"),
+        ("MMLU", {"choices": []}, "choices", "is an empty list"),
+        ("MMLU", {"answer": 4}, "answer", "none of the 4 options"),
+        ("MMLU", {"choices": ["2", "3", "4"], "answer": "2"}, "answer", "is the text of one option and the number of another"),
+        ("ARC", {"choices": {"text": FOUR, "label": ["A", "B", "C", "D"]}}, "answerKey", "holds '2', none of the 4 options"),
+        ("BLiMP", {"sentence_bad": "Cats sleep."}, "options", "are all right: there is nothing to choose"),
+        ("WinoGrande", {"sentence": "Ann helped."}, "sentence", "has no blank _ to fill"),
+        ("HellaSwag", {"activity_label": {"a": 1}}, "activity_label", "holds an object, not text"),
+        ("HumanEval", {"canonical_solution": ["a"], "task_id": "b"}, "canonical_solution", "holds a list, not text"),
+        ("MBPP", {"test_setup_code": 7, "task_id": 4}, "test_setup_code", "holds a number, not text"),
+        ("GSM8K", {"answer": "Ω"}, "answer", "has no line with #### and a number"),
+        ("BoolQ", {"answer": "perhaps"}, "answer", "not true or false"),
     ],
 )
 def test_a_row_without_an_answer_is_set_aside_with_the_reason(
@@ -89,9 +100,10 @@ def test_a_row_without_an_answer_is_set_aside_with_the_reason(
     row = BENCHMARKS[name][1]
     bad = row | change | ({"key": 8} if name == "IFEval" else {})
     bad |= {"id": "A2"} if name == "ARC" else {}
-    artifact = made(tmp_path, "prompts", written(tmp_path / "in", [row, bad], "jsonl"))
+    further = [row | {"question": "another"}] if name in ("GSM8K", "BoolQ") else []  # most rows tell what these are
+    artifact = made(tmp_path, "prompts", written(tmp_path / "in", [row, *further, bad], "jsonl"))
     (dropped,) = artifact.read("dropped").to_pylist()
-    assert f"row 2, field {field}:" in dropped["detail"] and reason in dropped["detail"]
+    assert f"row {2 + len(further)}, field {field}:" in dropped["detail"] and reason in dropped["detail"]
 
 
 def test_one_verifier_for_rows_that_have_none(tmp_path: Path) -> None:
@@ -131,6 +143,49 @@ def test_every_import_names_the_columns_that_no_field_takes(tmp_path: Path, kind
 def test_every_benchmark_can_be_declared() -> None:
     for name in KNOWN:
         assert ImportPromptsConfig(layout=name).layout == name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("row", "layout", "reference", "options"),
+    [
+        ({"id": "M", "question": {"stem": "Sky?", "choices": [{"text": t, "label": n} for t, n in zip(FOUR, "ABCD", strict=True)]}, "answerKey": "B"},
+         "arc", "B", FOUR),
+        ({"question": "Sky?", "choices": {"label": list("ABCDE"), "text": [*FOUR, "é"]}, "answerKey": "E"}, "arc", "E", [*FOUR, "é"]),
+        ({"question": "1 + 2?", "choices": [3, 4, 5], "answer": 0}, "mmlu", "A", ["3", "4", "5"]),
+        ({"question": "1 + 3?", "choices": ["3", "4", "5"], "answer": "4"}, "mmlu", "B", ["3", "4", "5"]),
+        ({"question": "天は？", "choices": ["赤", "青"], "answer": "青"}, "mmlu", "B", ["赤", "青"]),
+        ({"article": "It rains.", "question": "Sky?", "options": FOUR, "answer": "C"}, "mmlu_pro", "C", FOUR),
+        ({"passage": "Grass.", "question": "is it green", "answer": "yes"}, "boolq", "yes", ["yes", "no"]),
+    ],
+)  # fmt: skip
+def test_other_forms_of_known_benchmarks(tmp_path: Path, row: dict[str, Any], layout: str, reference: str, options: list[str]) -> None:
+    artifact = made(tmp_path, "prompts", written(tmp_path / "in", [row], "jsonl"))
+    (found,) = artifact.read().to_pylist()
+    verifier = json.loads(found["verifier"])
+    assert (artifact.manifest.metrics["layout_data"], found["reference"], verifier["options"]) == (layout, reference, options)
+    assert "columns_not_taken_data" not in artifact.manifest.metrics
+    assert ("article" not in row) or messages_of(found)[0]["content"].startswith("It rains.\n\nSky?")
+
+
+def test_options_that_read_alike_are_right_together(tmp_path: Path) -> None:
+    row = {"question": "Sky?", "choices": ["blue", "red", "blue"], "answer": 2}
+    (found,) = made(tmp_path, "prompts", written(tmp_path / "in", [row], "jsonl")).read().to_pylist()
+    assert json.loads(found["verifier"])["right"] == [0, 2] and score(found, "C") == score(found, "A") == 1.0
+
+
+@pytest.mark.parametrize("column", ["A", "distractor1", "article", "context"])
+def test_a_question_does_not_lose_its_options_or_its_text(tmp_path: Path, column: str) -> None:
+    file = written(tmp_path / "in", [{"question": "Sky?", "answer": "B", column: "blue"}], "jsonl")
+    with pytest.raises(PunaError, match=f"column '{column}' holds .*--columns instruction=QUESTION,input=COLUMN"):
+        made(tmp_path, "prompts", file)
+    made(tmp_path, "prompts", file, columns={"instruction": "question", "input": column})
+
+
+def test_the_context_of_dolly_is_its_input(tmp_path: Path) -> None:
+    row = {"instruction": "Sum up.", "context": "It rains.", "response": "Rain.", "category": "summarization"}
+    for kind in ("prompts", "instructions"):
+        (found,) = made(tmp_path / kind, kind, written(tmp_path / "in", [row], "jsonl")).read().to_pylist()
+        assert messages_of(found)[0]["content"] == "Sum up.\n\nIt rains."
 
 
 def test_a_whole_file_can_be_held_out(tmp_path: Path) -> None:
