@@ -50,10 +50,10 @@ def pretrain(
         own = step(
             mix, f"mix_{name}", off=True, serves=label, documents=documents, split=sides, weights=measured, deduplicated=deduplicated
         )
-        found = step(tokenize, label, off=True, documents=documents, mixture=own or mixture, tokenizer=vocabulary)
-        if own and not found:
+        token_table = step(tokenize, label, off=True, documents=documents, mixture=own or mixture, tokenizer=vocabulary)
+        if own and not token_table:
             raise PunaError(f"mix_{name}: no step reads this mixture; name {label} in the recipe, too")
-        further.append(found or None)
+        further.append(token_table or None)
     fresh, long, best = further
     size = _size(tokens, vocabulary)
     base = step(train, tokens=tokens, tokenizer=vocabulary, fresh=fresh, long=long, best=best, model=model, size=size, tasks=tasks)

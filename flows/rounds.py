@@ -118,8 +118,8 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     tuned = step(sft, number=number, through="model", model=start, instructions=data)
     preferred = step(dpo, number=number, through="model", model=tuned, preferences=last_pairs)
     again = current_walk().configs(AGAIN)
-    taught = _taught("again", number, preferred, gold, tasks, reward, ranked=bool(reward)) if again else preferred
-    trained = step(grpo, number=number, off=True, through="policy", policy=taught, reward_model=reward, prompts=tasks)
+    lessons = _taught("again", number, preferred, gold, tasks, reward, ranked=bool(reward)) if again else preferred
+    trained = step(grpo, number=number, off=True, through="policy", policy=lessons, reward_model=reward, prompts=tasks)
     trained = step(ppo, number=number, off=True, through="policy", policy=trained, reward_model=reward, prompts=tasks)
     policy = _averaged("average", number, before, trained, reward, development)
     measured = step(evaluate, f"evaluate_round_{number}", field="evaluate", model=policy, prompts=heldout)
@@ -227,7 +227,7 @@ def _equal(
     if not current_walk().configs(Step("sft_equal", "sft_equal", sft, off=True)):
         return []
     start, reward, own = made["dpo"], made["reward_model"], current_walk().configs(AGAIN) and _of_rl()
-    taught = partial(_taught, number=number, gold=gold, tasks=tasks, reward=reward, field="equal")
+    lessons = partial(_taught, number=number, gold=gold, tasks=tasks, reward=reward, field="equal")
 
     def reinforced(name: str, policy: Output, share: float = 1) -> None:
         trained = step(
@@ -240,9 +240,9 @@ def _equal(
     def finetuned() -> None:
         # In turn, for both learn from the same samples.
         if reward:
-            arm("ranked", taught("ranked", model=start, ranked=True, samples="equal"))
+            arm("ranked", lessons("ranked", model=start, ranked=True, samples="equal"))
         if more or not reward:
-            model = arm("checked", taught("checked", model=start, samples="equal"))
+            model = arm("checked", lessons("checked", model=start, samples="equal"))
         if more:
             step(
                 evaluate, f"control_best_of_n_{number}", field="evaluate_best", off=True, model=model, prompts=heldout,
@@ -252,11 +252,11 @@ def _equal(
     def iterated() -> None:
         model = start
         for part in range(1, ITERATIONS + 1):
-            model = taught(f"iterated_{part}", model=model, ranked=bool(reward), share=1 / ITERATIONS)
+            model = lessons(f"iterated_{part}", model=model, ranked=bool(reward), share=1 / ITERATIONS)
         arm("iterated", model)
 
     def half() -> None:
-        reinforced("half", taught("half", model=start, ranked=bool(reward), share=1 / 2), 1 / 2)
+        reinforced("half", lessons("half", model=start, ranked=bool(reward), share=1 / 2), 1 / 2)
 
     more = switch("more_controls", True, description="Also the control arms `checked`, `iterated`, `half` and `best_of_n`")
     return [finetuned, partial(reinforced, "rl", start), *([iterated] if more else []), *([half] if more and not own else [])]

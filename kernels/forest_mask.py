@@ -142,8 +142,8 @@ class ForestMask:
         for start, stop, end in self.segments:
             while above and above[-1][0] <= start:
                 above.pop()
-            _, pages, begun = above[-1] if above else (0, [], [])
-            pages, path = list(pages), [*begun, *range(start, stop)]
+            _, pages, open_pages = above[-1] if above else (0, [], [])
+            pages, path = list(pages), [*open_pages, *range(start, stop)]
             whole, count = len(pages) + len(path) // PAGE, -(-len(path) // PAGE)
             tokens += path
             places += range(fresh * PAGE, fresh * PAGE + len(path))

@@ -127,8 +127,8 @@ class PagedPlan:
                     slot += count
         most = max(map(len, parts), default=0)
         padded = [row + [-1] * (most - len(row)) for row in parts]
-        found = (torch.tensor(items).view(-1, 6), torch.tensor(padded).view(len(parts), most))
-        return found[0].to(self.device, torch.int32), found[1].to(self.device, torch.int32)
+        tensors = (torch.tensor(items).view(-1, 6), torch.tensor(padded).view(len(parts), most))
+        return tensors[0].to(self.device, torch.int32), tensors[1].to(self.device, torch.int32)
 
 
 def new_pages(count: int, G: int, K: int, V: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:

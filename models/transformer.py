@@ -388,8 +388,8 @@ class Transformer(nn.Module):
         """Return ([N] log p(targets[i] | path up to and including positions[i]), [N] entropies), in nats. `positions` [N] int64 are indices
         into the row (not position ids); several may be equal."""
         if self.config.final_logit_softcapping is not None:
-            found = by_rows(lambda rows_CD: self.logits(rows_CD) / temperature, self.hidden(forest)[positions], targets)
-            return found[0], found[2]
+            results = by_rows(lambda rows_CD: self.logits(rows_CD) / temperature, self.hidden(forest)[positions], targets)
+            return results[0], results[2]
         return linear_token_logprobs(self.hidden(forest)[positions], self.lm_head.weight, targets, temperature)
 
     def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:

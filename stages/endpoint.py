@@ -149,8 +149,8 @@ class Endpoint:
             choice = json.loads(data)["choices"][0]
             return Reply(str(choice["message"].get("content") or ""), choice.get("finish_reason") != "length")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            said = self._safe(data[:200].decode(errors="replace"))
-            raise PunaError(f"endpoint {self.config.base_url}: its answer is not OpenAI's ({error!r}): {said}") from error
+            reply_text = self._safe(data[:200].decode(errors="replace"))
+            raise PunaError(f"endpoint {self.config.base_url}: its answer is not OpenAI's ({error!r}): {reply_text}") from error
 
     def _safe(self, text: str) -> str:
         """Return a message without the key."""

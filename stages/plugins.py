@@ -57,12 +57,12 @@ def broken() -> list[str]:
 def _load(entry: EntryPoint) -> None:
     package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "no package"
     title = f"plugin {entry.name!r} ({entry.group}, {entry.value}, of {package})"
-    found = _offers[entry.group]
-    if entry.name in found:
+    offers = _offers[entry.group]
+    if entry.name in offers:
         problem = "a plugin of another package has the same name; uninstall one of them"
     else:
         try:
-            found[entry.name] = entry.load()
+            offers[entry.name] = entry.load()
             return
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin may fail in any way, and the others go on
             _forget()

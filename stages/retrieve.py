@@ -66,7 +66,7 @@ def _words(text: str) -> list[str]:
 
 def _around(text: str, weight: dict[str, float], words: int) -> str:
     """Return the `words` neighbouring words of most weight, the first of equals, as they stand in the text."""
-    places = [(found.start(), found.end(), weight.get(found.group().lower(), 0.0)) for found in WORD.finditer(text)]
+    places = [(match.start(), match.end(), weight.get(match.group().lower(), 0.0)) for match in WORD.finditer(text)]
     if len(places) <= words:
         return text.strip()
     inside = best = sum(value for _, _, value in places[:words])

@@ -48,8 +48,8 @@ def search(
 
     def score(answers: Sequence[tuple[int, Completion]]) -> list[float]:
         assert values is not None
-        found = values([(number, answer_text(answer.tokens, tokenizer)) for number, answer in answers])
-        return [-math.inf if value is None else value for value in found]
+        scores = values([(number, answer_text(answer.tokens, tokenizer)) for number, answer in answers])
+        return [-math.inf if value is None else value for value in scores]
 
     def final(answer: Completion) -> str:
         text = answer_text(answer.tokens, tokenizer).strip()

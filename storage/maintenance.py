@@ -92,7 +92,7 @@ def _needed(store: Store, keep_runs: int, in_use: set[str], works: list[str]) ->
     # A run that ended before its first artifact holds no place among the last ones.
     logs = [log for log in map(store.log, store.runs()) if log.made]
     recent = logs[len(logs) - keep_runs :] if keep_runs else []
-    todo += [made.key for log in logs if log in recent or log.state == "at work" for made in log.made]
+    todo += [record.key for log in logs if log in recent or log.state == "at work" for record in log.made]
     for key in works:
         with contextlib.suppress(FileNotFoundError):
             todo += map(str, json.loads(store.files.read(f"work/{key}/{INPUTS}")))

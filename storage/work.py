@@ -143,8 +143,8 @@ class Work:
             self._made = {}
             for name in sorted({*self._claimed, *({kind} - WITHOUT_TABLE)}):
                 pieces = self._pieces(name, kind)
-                made = tables.finished(pieces, self.staging, self.mapper)
-                self._made[name] = made if made.record.rows else self._empty(name, made)
+                table = tables.finished(pieces, self.staging, self.mapper)
+                self._made[name] = table if table.record.rows else self._empty(name, table)
         return self._made
 
     def _pieces(self, name: str, kind: str) -> Pieces:

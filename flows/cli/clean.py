@@ -206,12 +206,12 @@ def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
 
 def _dropped(now: Session, sources: Sequence[Artifact]) -> Iterator[pa.RecordBatch]:
     """Yield every dropped row, with the step, the rule and, for pages, source and address."""
-    gone = [(step, outcome.artifact.read("dropped")) for step, outcome in now.outcomes if "dropped" in outcome.artifact.tables]
-    ids = pa.chunked_array([table["id"] for _, table in gone], pa.string())
+    tables = [(step, outcome.artifact.read("dropped")) for step, outcome in now.outcomes if "dropped" in outcome.artifact.tables]
+    ids = pa.chunked_array([table["id"] for _, table in tables], pa.string())
     pieces = (part.read() for artifact in sources for part in artifact.parts(None, ["id", "source", "url"], ROWS))
     none = pa.schema([(name, pa.string()) for name in ("id", "source", "url")]).empty_table()
     pages = pa.concat_tables([none, *(rows.filter(pc.is_in(rows["id"], value_set=ids)) for rows in pieces)], promote_options="default")
-    for step, table in gone:
+    for step, table in tables:
         whole = _beside(table, pages, ["source", "url"]).append_column("step", pa.array([step] * table.num_rows, pa.string()))
         yield from whole.select(["step", "source", "url", *table.column_names]).to_batches()
 
@@ -225,8 +225,8 @@ def _beside(table: pa.Table, rows: pa.Table, names: Sequence[str]) -> pa.Table:
 
 
 def _rules(now: Session) -> dict[str, int]:
-    gone = [(step, outcome.artifact) for step, outcome in now.outcomes if "dropped" in outcome.artifact.tables]
-    counts = Counter(f"{step}.{rule}" for step, artifact in gone for rule in artifact.read("dropped", ["rule"])["rule"].to_pylist())
+    artifacts = [(step, outcome.artifact) for step, outcome in now.outcomes if "dropped" in outcome.artifact.tables]
+    counts = Counter(f"{step}.{rule}" for step, artifact in artifacts for rule in artifact.read("dropped", ["rule"])["rule"].to_pylist())
     return dict(counts.most_common())
 
 

@@ -93,7 +93,7 @@ def _cell(value: Any) -> str:
 
 
 def _counts(log: RunLog) -> dict[str, int]:
-    return {"artifacts": len(log.made), "reused": sum(made.reused for made in log.made)}
+    return {"artifacts": len(log.made), "reused": sum(record.reused for record in log.made)}
 
 
 @app.command("list")

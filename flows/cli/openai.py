@@ -107,15 +107,15 @@ class Answerer:
         replies = [Reply(kind, self.name, ids, {i: TextStream(self.tokenizer, texts) for i in range(body.n)}, scored) for ids in prompts]
         if not body.stream:
             work = asyncio.ensure_future(self._all(body, replies, params, longest, top or 0))
-            gone = asyncio.ensure_future(request.receive())  # behind the body comes nothing but word that the client has left
+            departure = asyncio.ensure_future(request.receive())  # behind the body comes nothing but word that the client has left
             try:
-                await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((work, departure), return_when=asyncio.FIRST_COMPLETED)
                 if not work.done():
                     return Response(status_code=CLIENT_GONE)
                 replies = await work
                 return await asyncio.to_thread(lambda: JSONResponse(whole(replies)))  # a million log-probs must not hold up others
             finally:
-                gone.cancel()
+                departure.cancel()
                 work.cancel()
         events = self.worker.answer(prompts[0], params, self.seconds)
         first = await anext(events)  # what is refused is told as an error, not in a stream

@@ -127,8 +127,8 @@ class Annotations:
     def groups(self, languages: Sequence[str]) -> dict[str, Mask]:
         """Return the groups of pages, bool[page] each: all, by type, by the annotated or else the identified language."""
         result = {ALL: np.ones(len(self.pages), np.bool_)}
-        found = iter(languages)
-        codes = [next(found) if readable else "" for readable in self.readable]
+        labels = iter(languages)
+        codes = [next(labels) if readable else "" for readable in self.readable]
         named = {"type": [page.type for page in self.pages], "language": [p.language or c for p, c in zip(self.pages, codes, strict=True)]}
         for what, values in named.items():
             result |= {f"{what}={value}": np.array(values) == value for value in sorted(set(values)) if value}

@@ -323,12 +323,12 @@ class Walk(ABC):
         for spec in stage.inputs:
             # A step that is left out gives what it was given: that is then one input, not two.
             there = list({output.labels: output for output in given.get(spec.name, []) if output}.values())
-            gone = [output.left_out for output in given.get(spec.name, []) if not output]
+            omissions = [output.left_out for output in given.get(spec.name, []) if not output]
             if not there and not spec.optional:
                 why, remedy = "", f"give it, --input {example(spec)}"
-                if gone:
-                    why = f", which comes from {gone[0]}, and the recipe leaves that out"
-                    remedy = f"keep {gone[0]}, or leave out {step.field} too: --set {step.field}=null"
+                if omissions:
+                    why = f", which comes from {omissions[0]}, and the recipe leaves that out"
+                    remedy = f"keep {omissions[0]}, or leave out {step.field} too: --set {step.field}=null"
                 self.wrong(f"{label} needs {spec.name} ({described(spec)}){why}; {remedy}")
             if not spec.many and sum(len(output.labels) for output in there) > 1:
                 self.wrong(f"{label}: takes one {spec.name}, but {there[0].labels[0]} is repeated; give it one configuration")

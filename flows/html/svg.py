@@ -225,8 +225,8 @@ def _levels(plot: Plot, y: Axis) -> Html:
         at = y.at(value)
         label = min(at - 5, before - 13)
         before = label
-        said = _clip(f"{name} {number(value, 3)}", 52)
-        parts += [_line(LEFT, at, WIDTH - RIGHT, at, "named"), _text(LEFT + 6, label, said, "levelname", "start")]
+        caption = _clip(f"{name} {number(value, 3)}", 52)
+        parts += [_line(LEFT, at, WIDTH - RIGHT, at, "named"), _text(LEFT + 6, label, caption, "levelname", "start")]
     return join(parts)
 
 

@@ -146,8 +146,8 @@ class Choices:
         several = everywhere and len(store.projects()) > 1
         for name, key in sorted(store.aliases().items()):
             if key in kinds:
-                shown = f"{store.project_of(name)}/{name.rpartition('/')[2]}" if several else name
-                self._aliases.setdefault(kinds[key], []).append(shown)
+                title = f"{store.project_of(name)}/{name.rpartition('/')[2]}" if several else name
+                self._aliases.setdefault(kinds[key], []).append(title)
         self._by_kind = by_kind
 
     def of(self, kind: str) -> list[str]:

@@ -62,10 +62,10 @@ def written_before(store: Store, run: str) -> Path | None:
     """Return the page of an earlier run with the same artifacts, if this code wrote it; None if `run` itself computed something."""
 
     def artifacts(name: str) -> dict[str, str]:  # steps may end in another order
-        return {made.step: made.key for made in store.log(name).made}
+        return {record.step: record.key for record in store.log(name).made}
 
     log = store.log(run)
-    if not all(made.reused for made in log.made):
+    if not all(record.reused for record in log.made):
         return None
     own, names = artifacts(run), store.runs()
     for name in reversed([name for name in names[: names.index(run)] if f"-{log.flow}-" in name]):

@@ -130,13 +130,13 @@ def kept_view(run: Run) -> Html:
         for row in rows.group_by(words, use_threads=False).aggregate([("id", "first")]).to_pylist() if words else ():
             chosen.setdefault(tuple(row[name] for name in words), row["id_first"])
     ids = list(dict.fromkeys([*list(chosen.values())[: KEPT_SHOWN - 1], *spread]))[:KEPT_SHOWN]
-    found = rows_of(documents, ids)
+    texts = rows_of(documents, ids)
     cards = []
     for one in ids:
         values = {name: of.between(one, one, columns=[name])[name].to_pylist() for name, of in artifacts.items()}
         tags = [tag("span", word, class_="tag") for name in words for word in values[name] if word]
         tags += [tag("span", f"quality {value:.2f}", class_="tag") for value in values.get("quality", ()) if value is not None]
-        cards.append(card(found[one], tags, 320))
+        cards.append(card(texts[one], tags, 320))
     return part("What was kept", tag("div", cards, class_="cards"))
 
 

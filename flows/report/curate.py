@@ -35,15 +35,15 @@ def funnel_view(levels: list[Level], per_token: float | None, unit: str = "docum
 
 def _level(level: Level, most: int, per_token: float | None) -> Html:
     kept = tag("i", class_="kept", style=f"width:{100 * level.kept / max(1, most):.2f}%")
-    gone = []
+    losses = []
     for rule in level.rules:
         share = rule.rows / max(1, most)
         hover = f"{rule.name}: {number(rule.rows)} {'records' if rule.no_page else 'dropped'}"
-        gone.append(tag("i", class_=f"{rule.look} slim" if share < SLIM else rule.look, style=f"width:{100 * share:.3f}%", title=hover))
+        losses.append(tag("i", class_=f"{rule.look} slim" if share < SLIM else rule.look, style=f"width:{100 * share:.3f}%", title=hover))
     row = tag(
         "div",
         tag("b", level.step.label),
-        tag("span", kept, gone, class_="bar", aria_hidden="true"),
+        tag("span", kept, losses, class_="bar", aria_hidden="true"),
         tag("span", level.kept, class_="n"),
         tag("span", f"−{level.dropped:,}" if level.dropped else "", class_="n minus"),
         tag("span", text_amount(level, per_token), class_="n dim"),

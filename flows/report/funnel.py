@@ -92,15 +92,15 @@ def level(run: Run, step: Step) -> Level:
     """Return one step: rules by the rows they removed, with examples fetched from the step's input."""
     sources = run.filtered(step)
     dropped = _dropped(step)
-    shown = {rule: among.selection() for rule, among in dropped.items()}
-    ids = {str(row["id"]) for rows in shown.values() for _, row in rows}
-    found = {name: row for source in sources for name, row in rows_of(source, ids).items()}
+    samples = {rule: among.selection() for rule, among in dropped.items()}
+    ids = {str(row["id"]) for rows in samples.values() for _, row in rows}
+    row_of = {name: row for source in sources for name, row in rows_of(source, ids).items()}
     # Lengths before and after compare only where both are characters.
     comparable = bool(sources) and all(source.kind == step.artifact.kind == "documents" for source in sources)
     removed = _removed(step, sources) if comparable else {}
     rules = []
     for name, among in dropped.items():
-        examples = [Example(place, row, found.get(row["id"])) for place, row in shown[name]]
+        examples = [Example(place, row, row_of.get(row["id"])) for place, row in samples[name]]
         rules.append(Rule(name, among.rows, removed.get(name, 0) if comparable else None, examples))
     kept = step.artifact.rows() if step.artifact.kind in step.artifact.tables else 0
     came = kept + sum(rule.rows for rule in rules)

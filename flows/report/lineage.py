@@ -69,8 +69,8 @@ def _graph(run: Run) -> tuple[dict[str, Step | str], dict[str, list[str]], dict[
         for record in step.artifact.manifest.inputs:
             if record.kind == "external":
                 continue
-            found = run.source(step, record)
-            source = found.key if found is not None else record.key
+            origin = run.source(step, record)
+            source = origin.key if origin is not None else record.key
             if source not in steps and source not in names:
                 names[source], edges[source] = f"{record.kind}\nfrom outside this run", []
                 titles[source] = f"{record.kind}/{source[:12]}\nmade by {record.stage or 'an import'} outside this run"

@@ -92,13 +92,13 @@ class Run:
         log = store.log(name)
         latest: dict[str, Step] = {}
         missing: dict[str, None] = {}
-        for made in log.made:
-            artifact = store.find(made.kind, made.key)
+        for record in log.made:
+            artifact = store.find(record.kind, record.key)
             if artifact is None:
-                missing[f"{made.step} ({made.kind}/{made.key[:12]})"] = None
+                missing[f"{record.step} ({record.kind}/{record.key[:12]})"] = None
                 continue
-            latest.pop(made.step, None)
-            latest[made.step] = Step(made.step, made.stage, artifact, made.reused, made.seconds)
+            latest.pop(record.step, None)
+            latest[record.step] = Step(record.step, record.stage, artifact, record.reused, record.seconds)
         return cls(store, log, list(latest.values()), list(missing))
 
     def kind(self, *kinds: str) -> list[Step]:

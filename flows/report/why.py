@@ -58,13 +58,13 @@ def _refused(connection: Any, document: str, order: dict[str, tuple[int, Artifac
     The detail also holds other words, which are not addresses: a search for `is` must not find every record with that word.
     """
     address = document if "/" in document or ":" in document else None
-    found = connection.execute(
+    result = connection.execute(
         "select artifact, rule, value, threshold, detail from dropped "
         "where starts_with(id, ?) or list_contains(string_split(replace(detail, ': ', ' '), ' '), ?)",
         [document, address],
     ).fetchall()
     rows = []
-    for key, *details in sorted(found, key=lambda row: order[row[0]][0]):
+    for key, *details in sorted(result, key=lambda row: order[row[0]][0]):
         values = {name: value for name, value in zip(("rule", "value", "threshold", "detail"), details, strict=True) if value is not None}
         stage, what = order[key][1].manifest.stage, _what("dropped", values)
         rows.append({"stage": stage, "artifact": key, "verb": "dropped", "values": values, "what": what})

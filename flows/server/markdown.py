@@ -36,8 +36,8 @@ def markdown(outcome: Outcome) -> str:
         parts.append(f"| table | rows |\n|---|---:|\n{rows}")
     if m.metrics:
         metrics = list(m.metrics.items())[:MOST_METRICS]
-        shown = "\n".join(f"| {name.replace('_', ' ')} | {_plain(value)} |" for name, value in metrics)
-        parts.append(f"| measured | |\n|---|---:|\n{shown}")
+        table = "\n".join(f"| {name.replace('_', ' ')} | {_plain(value)} |" for name, value in metrics)
+        parts.append(f"| measured | |\n|---|---:|\n{table}")
     plots = [Plot.of(figure) for _, figure in sorted(m.figures.items())]
     parts += [f"![{plot.title}]({picture(plot)})" for plot in plots[:MOST_PLOTS] if not plot.empty]
     return "\n\n".join(parts)

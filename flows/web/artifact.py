@@ -176,8 +176,8 @@ def _lineage(store: Store, artifact: Artifact) -> Html:
     made_of: list[list[Content]] = []
     for item in artifact.manifest.inputs:
         source = None if item.kind == "external" else store.find(item.kind, item.key)
-        gone = item.key if item.kind == "external" else f"{item.kind}/{item.key[:12]} (gone)"
-        link = artifact_link(source) if source else tag("code", gone)
+        label = item.key if item.kind == "external" else f"{item.kind}/{item.key[:12]} (gone)"
+        link = artifact_link(source) if source else tag("code", label)
         made_of.append([item.name, link, item.stage])
     users = (a for a in store.artifacts() if any(i.key == artifact.key for i in a.manifest.inputs))
     used = list(itertools.islice(users, MOST_USERS))

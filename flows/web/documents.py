@@ -78,8 +78,8 @@ def _page(site: Site, name: str, words: str, rule: str, text: Mapping[str, Seque
     near = similar_documents(store, text) if text else None
     chosen = near[0] if near else store.resolve(name) if name else aliases.get("documents@latest", artifacts[0])
     rules = _rules(chosen)
-    shown = list({one.key: one for one in (chosen, *artifacts[:MOST_HITS])}.values())
-    offered = [(one, " · ".join([*names.get(one.key, ()), one.id, one.manifest.stage, f"{one.rows():,} rows"])) for one in shown]
+    choices = list({one.key: one for one in (chosen, *artifacts[:MOST_HITS])}.values())
+    offered = [(one, " · ".join([*names.get(one.key, ()), one.id, one.manifest.stage, f"{one.rows():,} rows"])) for one in choices]
     options = [option(one.id, title, chosen=one.key == chosen.key) for one, title in offered]
     which = [option("", f"kept: {chosen.rows():,}", chosen=not rule)]
     if rules:

@@ -129,7 +129,7 @@ def runs_view(logs: list[RunLog]) -> Html:
     rows: list[list[Content]] = []
     for log in logs:
         box = tag("input", type="checkbox", name="run", value=log.name, aria_label=f"compare {log.name}")
-        reused = sum(made.reused for made in log.made)
+        reused = sum(record.reused for record in log.made)
         why = tag("small", log.error.partition("\n")[0]) if log.error else None
         cells: list[Content] = [[run_link(log.name, log.title), why], badge(log), when(log.opened), spent(log)]
         rows.append([box, *cells, number(len(log.made)), number(reused)])

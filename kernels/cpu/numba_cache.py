@@ -184,8 +184,8 @@ def _library_folders() -> tuple[str, ...]:
 def _tuples(kind: Any) -> list[Any]:
     """Return the classes of named tuples in a signature, with their fields: numba's name of a type omits them."""
     if isinstance(kind, containers.BaseNamedTuple):
-        made = kind.instance_class
-        return [(made.__module__, made.__qualname__, kind.fields), *(_tuples(one) for one in kind.types)]
+        new = kind.instance_class
+        return [(new.__module__, new.__qualname__, kind.fields), *(_tuples(one) for one in kind.types)]
     return [_tuples(one) for one in kind] if isinstance(kind, tuple | containers.BaseTuple) else []
 
 

@@ -38,18 +38,18 @@ class Source:
             raise CheckpointError(f"{folder}: layers are read from the safetensors files of a model's folder; import the model first")
         self.folder, self.dtype, self.config = folder, dtype, read_config(folder)
         check_files(folder)
-        found: dict[str, Entry] = {}
+        by_name: dict[str, Entry] = {}
         try:
             for path, _ in weight_files(folder):
-                found |= entries(path)
-            meta = {name: torch.empty(one.shape, dtype=dtype, device="meta") for name, one in found.items()}
+                by_name |= entries(path)
+            meta = {name: torch.empty(one.shape, dtype=dtype, device="meta") for name, one in by_name.items()}
             self._empty: Transformer | None = built(self.config, from_disk(meta, self.config), "lm", folder)
         except ValueError as error:
             raise error if isinstance(error, CheckpointError) else CheckpointError(f"{folder}: {error}") from error
         self._one_layer = self.config.replace(num_hidden_layers=1, sliding_layers=None)
-        self._rest = {name: one for name, one in found.items() if not name.startswith(LAYERS)}
+        self._rest = {name: one for name, one in by_name.items() if not name.startswith(LAYERS)}
         own: list[dict[str, Entry]] = [{} for _ in range(self.config.num_hidden_layers)]
-        for name, one in found.items():
+        for name, one in by_name.items():
             if name.startswith(LAYERS):
                 number, _, part = name.removeprefix(LAYERS).partition(".")
                 own[int(number)][part] = one
@@ -61,7 +61,7 @@ class Source:
         self.layer_bytes = one_layer * dtype.itemsize
         self.rest_bytes = whole * dtype.itemsize - self.config.num_hidden_layers * self.layer_bytes
         self.read_bytes = max(layout.size for layout in self.layouts)
-        self.reader = Reader(sorted({one.path for one in found.values()}))
+        self.reader = Reader(sorted({one.path for one in by_name.values()}))
 
     def take_empty(self) -> Transformer:
         """Return the model without weights, once: the readers of its layers must not hold it."""

@@ -197,7 +197,7 @@ class _Development:
     def _answers(self, network: Transformer) -> list[list[Completion]]:
         from puna.models.generation import Engine
 
-        found = Engine(network, self._tokenizer).generate(self._ids, self._params)
-        self.answers += sum(map(len, found))
-        self.tokens += sum(len(one.tokens) for some in found for one in some)
-        return found
+        completions = Engine(network, self._tokenizer).generate(self._ids, self._params)
+        self.answers += sum(map(len, completions))
+        self.tokens += sum(len(one.tokens) for some in completions for one in some)
+        return completions

@@ -198,13 +198,13 @@ def _best_first(row: Row) -> tuple[float, str]:
 
 def _phrase_rule(rows: Sequence[Row], rules: Rules) -> Any:
     """Drop the worst answers with a phrase, so that at most `phrase_share` of all hold it."""
-    found: dict[str, Verdict] = {}
+    verdicts: dict[str, Verdict] = {}
     most = rules.phrase_share * len(rows)
     for phrase in rules.phrases:
         holders = sorted((row for row in rows if phrase in _answer(row).lower()), key=_best_first)
         for row in holders[int(most) :]:
-            found.setdefault(row["id"], ("phrase", float(len(holders)), most, phrase))
-    return lambda row: found.get(row["id"])
+            verdicts.setdefault(row["id"], ("phrase", float(len(holders)), most, phrase))
+    return lambda row: verdicts.get(row["id"])
 
 
 def _text_rule(rules: Rules) -> Any:
@@ -269,15 +269,15 @@ def _semantic_rule(
     rows: Sequence[Row], worth: dict[str, float], vectors: Vectors, config: DataQualityConfig, run: StageRun
 ) -> Any:
     cluster = k_means(vectors, min(config.semantic.clusters, len(rows)), run.generator("clusters"))
-    found: dict[str, Verdict] = {}
+    verdicts: dict[str, Verdict] = {}
     for name in range(int(cluster.max()) + 1):
         members: list[int] = np.flatnonzero(cluster == name).tolist()
         order = sorted(members, key=lambda i: (-worth[rows[i]["id"]], rows[i]["id"]))
         for i, kept, cosine in greedy(vectors[order], config.semantic.max_similarity):
             row, better = rows[order[i]], rows[order[kept]]
             detail = f"{better['id']} {shown(messages_of(better)[:-1])[:100]}"
-            found[row["id"]] = ("semantic_duplicate", cosine, config.semantic.max_similarity, detail)
-    return lambda row: found.get(row["id"])
+            verdicts[row["id"]] = ("semantic_duplicate", cosine, config.semantic.max_similarity, detail)
+    return lambda row: verdicts.get(row["id"])
 
 
 def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | None) -> dict[str, float]:
@@ -286,12 +286,12 @@ def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | N
     A row that nothing is known of has quality 1; one whose difficulty is not known is as difficult as can be.
     """
     scored = sorted(row["score"] for row in rows if row["score"] is not None)
-    found = {}
+    worths = {}
     for row in rows:
         known: list[float] = [np.searchsorted(scored, row["score"], side="right") / len(scored)] if row["score"] is not None else []
         known += [grades.quality[row["id"]]] if grades and row["id"] in grades.quality else []
-        found[row["id"]] = float(max(known, default=1.0)) * (1.0 + difficulty.get(row["id"], 1.0))
-    return found
+        worths[row["id"]] = float(max(known, default=1.0)) * (1.0 + difficulty.get(row["id"], 1.0))
+    return worths
 
 
 def _draw_rule(rows: Sequence[Row], worth: dict[str, float], config: DataQualityConfig) -> Any:
@@ -379,9 +379,9 @@ def greedy(vectors: Vectors, max_similarity: float) -> list[tuple[int, int, floa
         block = vectors[start : start + BLOCK]
         nearest, cosines = np.full(len(block), -1), np.full(len(block), -np.inf, np.float32)
         for first in range(0, count, HELD):
-            found = block @ held[first : min(first + HELD, count)].T
-            at = found.argmax(1)
-            best = np.take_along_axis(found, at[:, None], 1)[:, 0]
+            products = block @ held[first : min(first + HELD, count)].T
+            at = products.argmax(1)
+            best = np.take_along_axis(products, at[:, None], 1)[:, 0]
             nearest, cosines = np.where(best > cosines, kept[first + at], nearest), np.maximum(cosines, best)
         own = block @ block.T
         for i in range(len(block)):

@@ -94,16 +94,16 @@ def _measure(model: Transformer, examples: list[Example], known: list[list[float
     from puna.models.training.packing import pack
     from puna.models.training.trainer import computing_in
 
-    found, pairs, precision = {"accuracy": 0.0, "margin": 0.0}, 0, training_precision(config.training.compute, run)
+    figures, pairs, precision = {"accuracy": 0.0, "margin": 0.0}, 0, training_precision(config.training.compute, run)
     for row in pack([len(example) for example in examples], config.training.compute.micro_batch_tokens):
         batch = collate([(examples[i], known[i]) for i in row], config)
         with torch.no_grad(), computing_in(model, precision):
             _, metrics = objective(config)(model, batch.to(next(model.parameters()).device))
         pairs += len(batch.chosen)
-        for name in found:
-            found[name] += float(metrics[name]) * len(batch.chosen)
+        for name in figures:
+            figures[name] += float(metrics[name]) * len(batch.chosen)
     run.metric("heldout_pairs", pairs)
-    for name, total in found.items():
+    for name, total in figures.items():
         if pairs:
             run.metric(f"heldout_{name}", total / pairs)
 
@@ -180,7 +180,7 @@ def mismatched(examples: Sequence[Example], micro_batch_tokens: int, generator: 
     """
     order = generator.permutation(len(examples)).tolist()
     ring = [(examples[i].answers[k], examples[i].masks[k]) for i in order for k in range(len(examples[i].answers))]
-    found: list[Example] = list(examples)
+    remaining: list[Example] = list(examples)
     start = 0
     for i in order:
         own, room = len(examples[i].answers), micro_batch_tokens - len(examples[i].prompt)
@@ -193,8 +193,8 @@ def mismatched(examples: Sequence[Example], micro_batch_tokens: int, generator: 
                 room -= len(answer[0])
             if len(taken) == own:
                 break
-        found[i] = Example(examples[i].prompt, [ids for ids, _ in taken], [mask for _, mask in taken], [])
-    return found
+        remaining[i] = Example(examples[i].prompt, [ids for ids, _ in taken], [mask for _, mask in taken], [])
+    return remaining
 
 
 def _collate_kto(chosen: Sequence[tuple[Example, Example, list[float], list[float]]], config: DpoConfig) -> KtoBatch:

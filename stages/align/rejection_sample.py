@@ -134,11 +134,11 @@ def rewarded(
         bad.check_left(len(examples), f"{len(candidates)} prompts with answers")
     members = [load_model(one, "scalar", frozen=True)[0] for one in reward_models]
     numbers = [score_answers(one, [example for _, example in examples], config.micro_batch_tokens, run.progress) for one in members]
-    found = {}
+    reward_of = {}
     for (row, _), *rewards in zip(examples, *numbers, strict=True):
         by_text = {text: combined(some, config.ensemble) for text, *some in zip(texts[row["id"]], *rewards, strict=True)}
-        found[row["id"]] = [{**a, "reward": by_text[a["text"].strip()]} for a in candidates[row["id"]]]
-    return found
+        reward_of[row["id"]] = [{**a, "reward": by_text[a["text"].strip()]} for a in candidates[row["id"]]]
+    return reward_of
 
 
 def _report(candidates: dict[str, list[Row]], picked: dict[str, Row], run: StageRun) -> None:

@@ -169,12 +169,12 @@ def _answer(
         def make(stretch: Sequence[Asked] = asked[start : start + STRETCH], progress: Progress = progress) -> list[dict[str, Any]]:
             return _generate(artifact.data_digest, engine(), stretch, scorer, params, run, progress)
 
-        made = run.once(f"{artifact.data_digest}-{start:09d}", make, ["gold", "finished", "tokens"])
-        spent["checker_calls"] += len(made) - made["gold"].null_count
-        spent["sampled_tokens"] += pc.sum(pc.list_value_length(made["tokens"])).as_py() or 0
-        gold, whole = made["gold"].to_pylist(), made["finished"].to_pylist()
+        answers = run.once(f"{artifact.data_digest}-{start:09d}", make, ["gold", "finished", "tokens"])
+        spent["checker_calls"] += len(answers) - answers["gold"].null_count
+        spent["sampled_tokens"] += pc.sum(pc.list_value_length(answers["tokens"])).as_py() or 0
+        gold, whole = answers["gold"].to_pylist(), answers["finished"].to_pylist()
         right += sum(map(is_correct, map(ended, gold, whole)))
-        scored += len(made) - made["gold"].null_count
+        scored += len(answers) - answers["gold"].null_count
         finished += sum(whole)
     if scored:
         run.metric(f"accuracy_{artifact.data_digest[:12]}", right / scored)
@@ -201,8 +201,8 @@ def _ask(endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad
                 for (row, index, reply), score in zip(drawn, scores, strict=True)
             ]
 
-        made = run.once(f"{slug}-{start:09d}", make, ["gold", "finished"])
-        gold += map(ended, made["gold"].to_pylist(), made["finished"].to_pylist())
+        answers = run.once(f"{slug}-{start:09d}", make, ["gold", "finished"])
+        gold += map(ended, answers["gold"].to_pylist(), answers["finished"].to_pylist())
     if scored := [value for value in gold if value is not None]:
         run.metric(f"accuracy_{slug}", sum(map(is_correct, scored)) / len(scored))
     run.metric(f"finished_{slug}", sum(reply.finished for _, some in answered for reply in some) / (len(answered) * config.answers))
@@ -254,11 +254,11 @@ def _generate(
     # An answer that was cut off is scored as it stands.
     drawn = [
         (row, index, completion, answer_text(completion.tokens, tokenizer))
-        for (row, _), found in zip(asked, completions, strict=True)
-        for index, completion in enumerate(found)
+        for (row, _), answer in zip(asked, completions, strict=True)
+        for index, completion in enumerate(answer)
     ]
     scores = scorer.scores([(row, text) for row, _, _, text in drawn])
-    return [_answer_row(row, name, index, found, text, score) for (row, index, found, text), score in zip(drawn, scores, strict=True)]
+    return [_answer_row(row, name, index, answer, text, score) for (row, index, answer, text), score in zip(drawn, scores, strict=True)]
 
 
 def _answer_row(prompt: dict[str, Any], model: str, index: int, completion: Completion, text: str, score: Score) -> dict[str, Any]:
@@ -286,11 +286,11 @@ def read_answers(answers: Artifact, prompts: Artifact) -> tuple[dict[str, dict[s
     if not answers.rows():
         raise PunaError(f"{answers.id} has no answers; sample some first")
     asked = {row["id"]: row for row in prompts.read().to_pylist()}
-    found: dict[str, list[dict[str, Any]]] = {}
+    answers_of: dict[str, list[dict[str, Any]]] = {}
     for answer in answers.read(columns=columns).to_pylist():
         if answer["prompt_id"] not in asked:
             raise PunaError(f"answer {answer['id']}: its prompt {answer['prompt_id']} is not among {prompts.id}'s prompts")
-        found.setdefault(answer["prompt_id"], []).append(answer)
-    if held := sorted(id_ for id_ in found if asked[id_]["split"] == "heldout"):
+        answers_of.setdefault(answer["prompt_id"], []).append(answer)
+    if held := sorted(id_ for id_ in answers_of if asked[id_]["split"] == "heldout"):
         raise PunaError(f"{answers.id} answers {len(held)} held-out prompts, for example {held[0]}; nothing may be learned from them")
-    return asked, found
+    return asked, answers_of

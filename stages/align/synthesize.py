@@ -125,9 +125,9 @@ def _answered(problems: Sequence[Row], writer: Writer, check: Check, config: Syn
     kept: dict[str, Kept] = {}
     left = list(problems)
     for number in range(config.retries + 1):
-        found = writer.write(left, config.answers, f"answers {number}")
+        answers = writer.write(left, config.answers, f"answers {number}")
         again = []
-        for row, texts, scores in zip(left, found, check.scores(left, found), strict=True):
+        for row, texts, scores in zip(left, answers, check.scores(left, answers), strict=True):
             right = [text.text.strip() for text, score in zip(texts, scores, strict=True) if text.finished and is_correct(score.value)]
             if right:
                 chosen = min(right, key=lambda text: hashed(config.seed, "synthetic", row["id"], text))
@@ -195,10 +195,10 @@ class OwnWriter(Writer):
         def tell(done: int, total: int) -> None:
             self._run.progress(done, total, purpose)
 
-        made = Engine(self._network, self._tokenizer).generate([ids for _, ids in asked], params, tell)
+        completions = Engine(self._network, self._tokenizer).generate([ids for _, ids in asked], params, tell)
         texts = {
             row["id"]: [Text(answer_text(one.tokens, self._tokenizer), one.finished) for one in some]
-            for (row, _), some in zip(asked, made, strict=True)
+            for (row, _), some in zip(asked, completions, strict=True)
         }
         return [texts.get(row["id"], []) for row in rows]
 
@@ -225,7 +225,7 @@ class Check:
 
 def agreed(texts: Sequence[str], share: float) -> list[Score]:
     """Score 1 for texts with the most frequent final answer, if it is unique and at least `share` of all; else 0."""
-    finals = [None if (found := final_answer(text)) is None else " ".join(found.casefold().split()) for text in texts]
+    finals = [None if (result := final_answer(text)) is None else " ".join(result.casefold().split()) for text in texts]
     counts = Counter(final for final in finals if final).most_common(2)
     alone = bool(counts) and (len(counts) == 1 or counts[0][1] > counts[1][1])
     if not alone or counts[0][1] < share * len(texts):
@@ -247,7 +247,7 @@ def _new_problems(
     having: dict[tuple[str, ...], list[int]] = {}
     for number, row in enumerate(known):
         _note(number, trigrams(shown(messages_of(row))), having)
-    found: list[Row] = []
+    problems: list[Row] = []
     for row, texts in zip(asked, writer.write(asked, 1, "problems"), strict=True):
         if not texts:
             continue
@@ -260,10 +260,10 @@ def _new_problems(
         elif likest > limit:
             dropped.append(_drop(row, "copied", likest, limit, text))
         else:
-            _note(len(known) + len(found), runs, having)
+            _note(len(known) + len(problems), runs, having)
             task = f"{config.source}_{config.problems}"
-            found.append({"id": row["id"], "task": task, "messages": asking(text), "tools": None, "reference": None, "verifier": None})
-    return _tested(found, writer, config, run, dropped) if config.problems == "code" else found
+            problems.append({"id": row["id"], "task": task, "messages": asking(text), "tools": None, "reference": None, "verifier": None})
+    return _tested(problems, writer, config, run, dropped) if config.problems == "code" else problems
 
 
 def _note(number: int, runs: set[tuple[str, ...]], having: dict[tuple[str, ...], list[int]]) -> None:
@@ -277,14 +277,14 @@ def _tested(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, r
     lines = [assertions(texts[0].text) if texts else [] for texts in writer.write(asked, 1, "tests")]
     alone = [{**row, "verifier": to_text("code", tests=[line])} for row, some in zip(problems, lines, strict=True) for line in some]
     passed = iter(Scorer(alone, config.scoring, run).scores([(row, "pass") for row in alone]) if alone else ())
-    found = []
+    results = []
     for row, some in zip(problems, lines, strict=True):
         telling = [line for line in some if next(passed).value == 0]
         if len(telling) >= config.min_tests:
-            found.append({**row, "verifier": to_text("code", tests=telling)})
+            results.append({**row, "verifier": to_text("code", tests=telling)})
         else:
             dropped.append(_drop(row, "tests", float(len(telling)), float(config.min_tests), shown(messages_of(row))))
-    return found
+    return results
 
 
 def assertions(text: str) -> list[str]:
@@ -303,14 +303,14 @@ def _drop(row: Row, rule: str, value: float | None, threshold: float | None, tex
 
 
 def _save(problems: Sequence[Row], kept: dict[str, Kept], dropped: list[Row], config: SynthesizeConfig, run: StageRun) -> None:
-    rows, scores, gone = [], [], {row["id"] for row in dropped}
+    rows, scores, dropped_ids = [], [], {row["id"] for row in dropped}
     for row in problems:
         if row["id"] in kept:
             text, right, tries = kept[row["id"]]
             name = identifier(config.source, row["id"], text)
             rows.append(instruction(name, row["id"], row, answer_message(text), config.source))
             scores += [{"id": name, "name": "right", "value": right}, {"id": name, "name": "tries", "value": float(tries)}]
-        elif row["id"] not in gone:
+        elif row["id"] not in dropped_ids:
             dropped.append(_drop(row, "none_right", None, None, shown(messages_of(row))))
     run.count_input(len(rows) + len(dropped))
     run.write_rows(rows)

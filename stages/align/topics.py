@@ -77,17 +77,17 @@ def topics(instructions: Instructions, labelled: list[Instructions], model: Mode
     _measure(examples, folds([str(row["id"]) for row, _ in taught], config.seed, config.folds), config, run)
     classes = sorted({one.topic for one in examples})
     shares = probabilities(fitted(examples, classes, config.penalty, run.scratch / "all"), vectors[len(taught) :])
-    kept, found = [row for row, _ in given], {}
+    kept, topics_by_id = [row for row, _ in given], {}
     for row, share in zip(kept, shares, strict=True):
-        found[row["id"]] = {"fine": _best(dict(zip(classes, share.tolist(), strict=True))), "coarse": _best(_coarse(classes, share))}
-    left = _balanced([row["id"] for row in kept], {name: one[config.balance][0] for name, one in found.items()}, config)
+        topics_by_id[row["id"]] = {"fine": _best(dict(zip(classes, share.tolist(), strict=True))), "coarse": _best(_coarse(classes, share))}
+    left = _balanced([row["id"] for row in kept], {name: one[config.balance][0] for name, one in topics_by_id.items()}, config)
     for name, (topic, count) in left.items():
         bad.dropped.append({"id": name, "rule": "topic", "value": float(count), "threshold": config.max_per_topic, "detail": topic})
     run.write_rows([row for row in kept if row["id"] not in left])
     run.write_rows(bad.dropped, "dropped")
-    scores = [(name, f"{level}:{topic}", share) for name, one in found.items() for level, (topic, share) in one.items()]
+    scores = [(name, f"{level}:{topic}", share) for name, one in topics_by_id.items() for level, (topic, share) in one.items()]
     run.write_rows([{"id": name, "name": topic, "value": share} for name, topic, share in scores], "scores")
-    _report(found, left, run)
+    _report(topics_by_id, left, run)
 
 
 class Labelled(NamedTuple):
@@ -200,10 +200,10 @@ def _best(found: dict[str, float] | Counter[str]) -> tuple[str, float]:
 
 
 def _coarse(classes: Sequence[str], share: NDArray[np.float64]) -> dict[str, float]:
-    found: dict[str, float] = defaultdict(float)
+    totals: dict[str, float] = defaultdict(float)
     for topic, value in zip(classes, share.tolist(), strict=True):
-        found[coarse(topic)] += value
-    return dict(found)
+        totals[coarse(topic)] += value
+    return dict(totals)
 
 
 def _balanced(names: Sequence[str], topic: dict[str, str], config: TopicsConfig) -> dict[str, tuple[str, int]]:

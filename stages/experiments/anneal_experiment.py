@@ -225,7 +225,7 @@ def _answers(prompts: Artifact, model: Artifact, config: AnnealExperimentConfig,
 
     rows = heldout_prompts(prompts)
     bad = BadRows(config, "anneal_experiment")
-    tasks = {task: [made for _, made in islice(bad.rendered(some, pair), config.prompts_per_task)] for task, some in rows.items()}
+    tasks = {task: [pair_row for _, pair_row in islice(bad.rendered(some, pair), config.prompts_per_task)] for task, some in rows.items()}
     bad.check_left(sum(map(len, tasks.values())), f"{sum(map(len, rows.values()))} held-out prompts")
     bad.write(run)
     return {task: pairs for task, pairs in tasks.items() if pairs}
@@ -324,10 +324,10 @@ def _weights(mixture: Artifact, groups: Sequence[Group], accepted: set[str], sha
 def _report(verdicts: Sequence[Verdict], config: AnnealExperimentConfig, run: StageRun) -> None:
     rows, bars = [], dict[str, list[tuple[Any, float]]]()
     for verdict in verdicts:
-        for metric, over, found in (
+        for metric, over, interval in (
             ("gain", "the default mix", verdict.gains), ("gain_over_shuffled", "its words shuffled", verdict.over_shuffled)
         ):  # fmt: skip
-            for text, value in found.items():
+            for text, value in interval.items():
                 task = verdict.name if text == verdict.name else f"{verdict.name}/{text}"
                 rows.append(intervals.evaluation_row(task, metric, value, config.repeats))
                 bars.setdefault(f"over {over}", []).append((task, value.value))

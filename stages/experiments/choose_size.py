@@ -87,8 +87,8 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
         surface, sigmoid = task_laws(rows)
         numbers["task_loss"] = float(surface([size.parameters], [size.tokens])[0, 0])
         numbers["accuracy"] = float(sigmoid(numbers["task_loss"]))
-    found: dict[str, Interval | float] = {"loss": loss, **numbers}
-    run.write_rows([evaluation_row("forecast", name, number, len(rows)) for name, number in found.items()])
+    intervals: dict[str, Interval | float] = {"loss": loss, **numbers}
+    run.write_rows([evaluation_row("forecast", name, number, len(rows)) for name, number in intervals.items()])
     run.metric("predicted_loss", loss.value)
     run.metric("predicted_loss_low", loss.low)
     run.metric("predicted_loss_high", loss.high)

@@ -309,15 +309,15 @@ COLUMNS = ("shape", "parameters", "tokens", "flops", "task_loss", "accuracy", "s
 
 def _report(points: Sequence[dict[str, Any]], tuned: Tuned, optimizer: OptimizerSettings, run: StageRun) -> None:
     rows, series = [], dict[str, list[tuple[Any, float]]]()
-    found = [evaluation_row("tuning", name, loss, 1) for name, loss in tuned.trials.items()]
+    evaluations = [evaluation_row("tuning", name, loss, 1) for name, loss in tuned.trials.items()]
     for number, point in enumerate(points):
         columns = {name: point[name] for name in COLUMNS} | {"optimizer": optimizer.model_dump_json()}
         rows += [{"point": number, "heldout": name, "loss": loss, **columns} for name, loss in point["losses"].items()]
         loss = point["losses"]["validation"]
         series.setdefault(f"{point['parameters']:,} parameters", []).append((point["flops"], loss))
-        found.append(evaluation_row(f"{point['parameters']:,} parameters", f"loss after {point['tokens']:,} tokens", loss, 1))
+        evaluations.append(evaluation_row(f"{point['parameters']:,} parameters", f"loss after {point['tokens']:,} tokens", loss, 1))
     run.write_rows(rows, "points")
-    run.write_rows(found)
+    run.write_rows(evaluations)
     run.metric("points", len(points))
     note = "One line is one trunk: each point is a decay from it."
     run.figure("ladder", Figure("Loss of the small runs", x="operations", y="nats per token", kind="scatter", series=series, note=note))

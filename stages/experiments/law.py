@@ -39,13 +39,13 @@ def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
     run.write_rows([{**row, "point": number} for number, row in enumerate(rows)], "points")
     forecaster = forecaster_of(rows, config, run)
     lines = scaling_laws.parabolas(forecaster.points)
-    found = _surface_rows(forecaster) + _parabola_rows(lines, run) + _backtest_rows(forecaster)
+    table = _surface_rows(forecaster) + _parabola_rows(lines, run) + _backtest_rows(forecaster)
     run.metric("points", len(rows))
     _law_figure(forecaster, run)
     _parabola_figure(lines, run)
     if rows[0]["accuracy"] is not None:
-        found += _task_rows(rows, forecaster.points, run)
-    run.write_rows(found)
+        table += _task_rows(rows, forecaster.points, run)
+    run.write_rows(table)
 
 
 def read_points(artifact: Artifact) -> list[dict[str, Any]]:

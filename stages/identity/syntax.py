@@ -118,7 +118,7 @@ def text(node: Any, reference: Callable[[ast.AST], str | None] = lambda node: No
             text "" is left out of its list.
     """
     if isinstance(node, list):
-        return "[" + ",".join(shown for item in node if (shown := text(item, reference))) + "]"
+        return "[" + ",".join(part for item in node if (part := text(item, reference))) + "]"
     if isinstance(node, ast.Constant):
         # `ascii`: which characters `repr` shows as they are depends on the Unicode tables of the interpreter.
         return f"{type(node.value).__name__}:{node.value!a}"
@@ -224,7 +224,7 @@ class _Canonical(ast.NodeTransformer):
 
     def _with_body(self, node: Any) -> ast.AST:
         """Return a function or class after visiting its statements in the innermost scope, and leave that scope."""
-        node.body = [made for item in node.body if (made := self.visit(item)) is not None] or [ast.Pass()]
+        node.body = [new for item in node.body if (new := self.visit(item)) is not None] or [ast.Pass()]
         self.scopes.pop()
         return cast("ast.AST", node)
 
@@ -249,10 +249,10 @@ class _Canonical(ast.NodeTransformer):
         names = (name for generator in node.generators for name in _bound(_inside([generator.target])))
         self.scopes.append(self._numbered(names, set()))
         node.generators[0].iter = ast.Constant(None)
-        made = self.generic_visit(node)
+        new = self.generic_visit(node)
         self.scopes.pop()
         node.generators[0].iter = first
-        return made
+        return new
 
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _comprehension
 
@@ -263,7 +263,7 @@ class _Canonical(ast.NodeTransformer):
         marks = {n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(node.annotation) if isinstance(n, ast.Name | ast.Attribute)}
         # These make no field of a dataclass.
         special = sorted(marks & {"ClassVar", "InitVar", "KW_ONLY"})
-        added = [] if in_function else [made for item in _added(node.annotation) if not _is_bare_field(made := self.visit(item))]
+        added = [] if in_function else [new for item in _added(node.annotation) if not _is_bare_field(new := self.visit(item))]
         word = ast.Constant(" ".join(special))
         node.annotation = ast.Tuple([word, *added], ast.Load()) if added else word
         node.target = self.visit(node.target)

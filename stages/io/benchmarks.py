@@ -123,13 +123,13 @@ def _chosen(question: str, options: Sequence[str], right: Sequence[int], mixed: 
     if not 2 <= len(options) <= len(LETTERS):
         raise Refused("options", "wrong_number", f"are {len(options)}; a question has 2 to {len(LETTERS)}")
     order = sorted(range(len(options)), key=lambda i: identifier(question, options[i], i)) if mixed else list(range(len(options)))
-    shown = [options[i] for i in order]
-    places = [place for place, option in enumerate(shown) if option in {options[i] for i in right}]
-    if len(places) == len(shown):
+    texts = [options[i] for i in order]
+    places = [place for place, option in enumerate(texts) if option in {options[i] for i in right}]
+    if len(places) == len(texts):
         raise Refused("options", "all_right", "are all right: there is nothing to choose")
-    lines = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, shown, strict=False))
+    lines = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, texts, strict=False))
     text = f"{question}\n\n{lines}\n\nAnswer with the letter of the right option alone."
-    return _asked(text, LETTERS[places[0]], "choice", options=shown, right=places)
+    return _asked(text, LETTERS[places[0]], "choice", options=texts, right=places)
 
 
 def _gsm8k(plan: Plan, row: Fields) -> Values:
@@ -146,9 +146,9 @@ def _math(plan: Plan, row: Fields) -> Values:
     answer = str(short).strip() if short is not None else (boxed(solution) or "").strip()
     if not answer:
         raise Refused(plan.name("solution"), "no_answer", "has no \\boxed{} with an answer")
-    found = list(numbers(answer.strip("$ ")))
+    values = list(numbers(answer.strip("$ ")))
     question = f"{_text(plan, row, 'problem')}\n\nPut the final answer into \\boxed{{}}."
-    if len(found) == 1 and (found[0].start, found[0].end) == (0, len(answer.strip("$ "))):
+    if len(values) == 1 and (values[0].start, values[0].end) == (0, len(answer.strip("$ "))):
         return _asked(question, solution, "numeric", answer=answer.strip("$ "))
     return _asked(question, solution, "exact", answer=answer, ignore_space=True)
 
@@ -194,8 +194,8 @@ def _arc(plan: Plan, row: Fields) -> Values:
 def _hellaswag(plan: Plan, row: Fields) -> Values:
     endings = _texts(plan, row, "endings")
     about = _optional(plan, row, "activity")
-    begun = f"{about}: {_text(plan, row, 'context')}" if about else _text(plan, row, "context")
-    return _chosen(f"Which ending continues this text?\n\n{begun}", endings, [_index(plan, row, "answer", endings)])
+    context = f"{about}: {_text(plan, row, 'context')}" if about else _text(plan, row, "context")
+    return _chosen(f"Which ending continues this text?\n\n{context}", endings, [_index(plan, row, "answer", endings)])
 
 
 def _mmlu(plan: Plan, row: Fields) -> Values:

@@ -87,13 +87,13 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
     jobs = list(_jobs(inputs, kind, config, run))
     if isinstance(config, PromptRowsConfig) and config.verifier:
         from_text(named_verifier(config.verifier))
-    plans, shown = {}, []
+    plans, examples = {}, []
     for name in dict.fromkeys(job.source for job in jobs):
         plan, example = _planned(kind, layout, name, [job for job in jobs if job.source == name], config)
         if plan is not None:
             plans[name] = plan
             run.metric(f"layout_{name}", plan.layout)
-            shown.append(example)
+            examples.append(example)
     if not plans:
         raise PunaError(f"{run.stage}: {', '.join(e.uri for e in inputs)}: there are no rows in {len(jobs)} files")
     read = list(enumerate(job for job in jobs if job.source in plans))
@@ -106,18 +106,18 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
             run.metric(f"columns_not_taken_{name}", ", ".join(left))
     cut = count(table_schema(kind), sum(info["bytes"] for info in rows.infos))
     counts = run.produce_shards(_first_of_each_id, rows, cut, kind, config.bad_rows)
-    rules = sum((Counter(found["rules"]) for found in counts), Counter[str]())
-    if not sum(found["kept"] for found in counts):
+    rules = sum((Counter(result["rules"]) for result in counts), Counter[str]())
+    if not sum(result["kept"] for result in counts):
         why = ", ".join(f"{number} {rule}" for rule, number in rules.most_common())
-        _, first = min((found["first"] for found in counts if found["first"]), default=[0, ""])
+        _, first = min((result["first"] for result in counts if result["first"]), default=[0, ""])
         raise PunaError(f"{run.stage}: no row of {', '.join(plans)} can be taken: {why or 'there are none'}. The first: {first}")
-    run.write_rows(shown, "examples")
+    run.write_rows(examples, "examples")
     run.metric("files", len(jobs))
     run.metric("rows", (run.input_rows or 0))
     if "split" in table_schema(kind).schema.names:
-        run.metric("heldout", sum(found["heldout"] for found in counts))
+        run.metric("heldout", sum(result["heldout"] for result in counts))
     if kind == "prompts":
-        run.metric("prompts_without_verifier", sum(found["bare"] for found in counts))
+        run.metric("prompts_without_verifier", sum(result["bare"] for result in counts))
     for rule, number in sorted(rules.items()):
         run.metric(f"dropped_{rule}", number)
 
@@ -175,20 +175,20 @@ def split_named(name: str) -> str:
 
 def _jobs(inputs: Sequence[External], kind: str, config: ImportConfig, run: StageRun) -> Iterator[Job]:
     """Yield the files to read; report skipped files, and files held out by their split's name, as metrics."""
-    found = {external.name: look(external, config.format) for external in inputs}
-    beside = [name for files in found.values() for name in files.beside]
-    apart = [name for files in found.values() for name in files.formats if files.heldout(name)]
+    first_rows = {external.name: look(external, config.format) for external in inputs}
+    beside = [name for files in first_rows.values() for name in files.beside]
+    apart = [name for files in first_rows.values() for name in files.formats if files.heldout(name)]
     heldout_metric = "files_left_out" if kind == "documents" else "files_held_out"
     for metric, names in (("files_without_rows", beside), (heldout_metric, apart)):
         if names:
             run.metric(metric, ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
 
     def format_(external: External, file: ExternalFile) -> str | None:
-        files = found[external.name]
+        files = first_rows[external.name]
         return None if kind == "documents" and files.heldout(file.name) else files.formats.get(file.name)
 
     for job in jobs_of(inputs, config.dataset_subset, config.dataset_split, format_):
-        yield job._replace(split="heldout") if job.file is not None and found[job.source].heldout(job.file.name) else job
+        yield job._replace(split="heldout") if job.file is not None and first_rows[job.source].heldout(job.file.name) else job
 
 
 def _rows(job: Job, config: ImportConfig) -> Iterator[Row | Fault]:
@@ -386,8 +386,8 @@ def _first_of_each_id(rows: pa.Table, kind: str, bad_rows: str) -> tuple[dict[st
     schema = table_schema("dropped").schema
     other = rows.filter(pc.invert(valid))
     dropped = pa.concat_tables([other.select(schema.names).cast(schema), pa.Table.from_pylist(again, schema=schema)])
-    shown = list(min(zip(other["order"].to_pylist(), other["detail"].to_pylist(), strict=True), default=()))
+    earliest = list(min(zip(other["order"].to_pylist(), other["detail"].to_pylist(), strict=True), default=()))
     rules = dict(Counter(dropped["rule"].to_pylist()))
     heldout = kept["split"].to_pylist().count("heldout") if "split" in kept.column_names else 0
     bare = kept["verifier"].null_count if "verifier" in kept.column_names else 0
-    return {kind: kept, "dropped": dropped}, {"kept": len(kept), "heldout": heldout, "bare": bare, "rules": rules, "first": shown}
+    return {kind: kept, "dropped": dropped}, {"kept": len(kept), "heldout": heldout, "bare": bare, "rules": rules, "first": earliest}

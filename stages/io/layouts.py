@@ -145,11 +145,11 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
     columns = _columns(one, rows, where, given)
     needed = [columns[field] for field in one.needed if field in columns]
     why = f"{one.why}: the rows have {' and '.join(needed)}" + (f"; mapped: {', '.join(sorted(given))}" if given else "")
-    found = Plan(one.name, columns, why if layout == "auto" else "declared", layout != "auto")
-    _check_values(found, rows, where)
+    plan_ = Plan(one.name, columns, why if layout == "auto" else "declared", layout != "auto")
+    _check_values(plan_, rows, where)
     if not verified:
-        _check_meaning(kind, found, rows, where)
-    return found
+        _check_meaning(kind, plan_, rows, where)
+    return plan_
 
 
 def _no_benchmark(rows: Sequence[Fields], where: str, layout: str, given: Iterable[str]) -> str:
@@ -211,11 +211,11 @@ def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str
     """Return field → column. Several columns for a needed field are refused; of optional ones the first is taken."""
     columns: dict[str, str] = {}
     for field in dict.fromkeys((*one.needed, *one.may)):
-        found = [name for name in _present(field, rows, given) if name not in columns.values()]
-        if len(found) > 1 and (field in one.needed or field == "reference"):
-            raise PunaError(f"{where}: {field} may be {' or '.join(found)}; say which, for example --columns {field}={found[0]}")
-        if found:
-            columns[field] = found[0]
+        names = [name for name in _present(field, rows, given) if name not in columns.values()]
+        if len(names) > 1 and (field in one.needed or field == "reference"):
+            raise PunaError(f"{where}: {field} may be {' or '.join(names)}; say which, for example --columns {field}={names[0]}")
+        if names:
+            columns[field] = names[0]
     context = [columns[field] for field in ("prompt", "messages", "instruction") if field in columns]
     if one.name in ("kto", "ranked") and len(context) > 1:
         remedy = f"say which, for example --columns prompt={context[0]}"
@@ -227,9 +227,9 @@ def _check_values(found: Plan, rows: Sequence[Fields], where: str) -> None:
     if found.layout == "kto" and not found.declared:
         labels = [found.get(row, "label") for row in rows]
         if not any(isinstance(label, bool) or str(label).strip().lower() in ("true", "false") for label in labels):
-            shown = ", ".join(sorted({str(label)[:20] for label in labels if label is not None})[:5])
+            values_text = ", ".join(sorted({str(label)[:20] for label in labels if label is not None})[:5])
             raise PunaError(
-                f"{where}: {found.name('label')} holds {shown}, not true or false: it may be a label, a class or a score. "
+                f"{where}: {found.name('label')} holds {values_text}, not true or false: it may be a label, a class or a score. "
                 "Where 1 means good and 0 bad, declare it: --set layout=kto"
             )
     if found.layout == "pairs" and not {"prompt", "instruction", "messages"} & set(found.columns):

@@ -67,10 +67,10 @@ def _merged(network: Transformer, folder: Path, model: Artifact, uri: str) -> tu
         settings = PeftConfig.from_pretrained(str(folder))
         settings.inference_mode = True
         adapted = PeftModel(twin, settings, low_cpu_mem_usage=True)
-        found = adapted.load_adapter(str(folder), "default", low_cpu_mem_usage=True)
+        report = adapted.load_adapter(str(folder), "default", low_cpu_mem_usage=True)
     except (ValueError, RuntimeError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise PunaError(f"merge: {uri} does not fit {model.id}: {str(error).strip()}") from error
-    for names, what in ((found.unexpected_keys, "the model has no place for"), (found.missing_keys, "there is no")):
+    for names, what in ((report.unexpected_keys, "the model has no place for"), (report.missing_keys, "there is no")):
         if names:
             more = f", nor {len(names) - 1} more" if names[1:] else ""
             raise PunaError(f"merge: {uri} does not fit {model.id}: {what} {names[0]}{more}")

@@ -133,8 +133,8 @@ def mix(
     parts = run.parts(documents, columns=["id", "text"])
     measured = run.exchange(_measured, parts, split, copies, config.cluster_weights, by="id", partitions=cut)
     amounts: dict[str, Amounts] = {}
-    for found in run.map(of_part, measured.filled, _amounts):
-        for category, own in found.items():
+    for part_amounts in run.map(of_part, measured.filled, _amounts):
+        for category, own in part_amounts.items():
             amounts[category] = Amounts(*map(sum, zip(amounts.get(category, Amounts()), own, strict=True)))
     training = {category: amounts[category].bytes for category in sorted(amounts)}
     wanted = dict(config.weights)
@@ -210,24 +210,24 @@ def _factors(config: MixConfig, training: Mapping[str, int]) -> dict[str, float]
 
 def _explained(shares: Mapping[str, Share], factors: Mapping[str, float], max_repeats: float, max_share: float, total: int) -> str:
     """Name the categories whose weight is limited, and the reason."""
-    said = [f"{category} keeps {factor:g} of its weight (down_sample)" for category, factor in sorted(factors.items()) if factor < 1]
+    notes = [f"{category} keeps {factor:g} of its weight (down_sample)" for category, factor in sorted(factors.items()) if factor < 1]
     most = max(max_share, 1.0 / max(1, sum(share.bytes > 0 for share in shares.values())))
     for category, share in shares.items():
         if share.epochs >= max_repeats - TOLERANCE:
-            said.append(f"{category} is read {max_repeats:g} times, as often as any may be (max_repeats)")
+            notes.append(f"{category} is read {max_repeats:g} times, as often as any may be (max_repeats)")
         elif max_share < 1 and share.weight >= most - TOLERANCE and share.bytes > most * total:
-            said.append(f"{category} is held at {most:.3g} of the training text (max_share)")
-    return "; ".join(said)
+            notes.append(f"{category} is held at {most:.3g} of the training text (max_share)")
+    return "; ".join(notes)
 
 
 def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], where: str) -> None:
     """Raise PunaError unless the weights cover exactly the categories with training text and add up to 1."""
-    found = {
+    faults = {
         "no document is of": sorted(set(wanted) - set(training)),
         "there is no weight for": sorted(c for c, size in training.items() if size and c not in wanted),
         "there is no training text of": sorted(c for c, weight in wanted.items() if weight > 0 and training.get(c) == 0),
     }
-    problems = [f"{what} {', '.join(map(repr, names))}" for what, names in found.items() if names]
+    problems = [f"{what} {', '.join(map(repr, names))}" for what, names in faults.items() if names]
     if abs(sum(wanted.values()) - 1) > TOLERANCE:
         problems.append(f"the weights add up to {sum(wanted.values()):.6g}, not to 1")
     if problems:
@@ -282,13 +282,13 @@ def _mixture(rows: pa.Table, epochs: Mapping[str, float], weights: Mapping[str, 
     chance = uniform(rows["id"].to_pylist(), seed, "repeats")
     wanted = np.array([epochs[c] for c in categories]) * rows["weight"].to_numpy()
     repeats = (np.floor(wanted) + (chance < wanted - np.floor(wanted))).astype(np.int32)
-    made = pa.table(
+    table = pa.table(
         {
             "id": rows["id"], "category": rows["category"], "split": np.where(out, "heldout", "train").tolist(),
             "repeats": np.where(out, 1, repeats).astype(np.int32), "weight": pa.array([weights[c] for c in categories], pa.float64()),
         }
     )  # fmt: skip
-    return {"mixture": made}, int((rows["bytes"].to_numpy() * np.where(out, 0, repeats)).sum())
+    return {"mixture": table}, int((rows["bytes"].to_numpy() * np.where(out, 0, repeats)).sum())
 
 
 def _experiment(weights: Evaluation) -> dict[str, float]:

@@ -244,11 +244,11 @@ class Watch:
         texts = [self.vocabulary.decode(piece.tolist(), skip_special_tokens=True) for piece in self.pieces]
         noise = noise_of(texts, self.vocabulary, self.config.needle)
         seed, size = self.run.seed("needle", phase.name), self.config.compute.micro_batch_tokens
-        found = by_depth(model, self.vocabulary, noise, length, self.config.needle, seed, size)
-        depth, least = min(((depth, share.value) for depth, share in found.items()), key=lambda pair: pair[1])
+        accuracy = by_depth(model, self.vocabulary, noise, length, self.config.needle, seed, size)
+        depth, least = min(((depth, share.value) for depth, share in accuracy.items()), key=lambda pair: pair[1])
         for name, value in {"attempts": attempt, "short_loss_change": rise, "needle_min": least}.items():
             self.run.metric(f"{name}_{phase.name}", value)
-        self.depths[f"{phase.name}, {length} tokens, run {attempt}"] = [(f"{at:g}", share.value) for at, share in found.items()]
+        self.depths[f"{phase.name}, {length} tokens, run {attempt}"] = [(f"{at:g}", share.value) for at, share in accuracy.items()]
         self.run.figure("needle", heat(self.depths))
         faults = []
         if not rise <= bounds.short_loss:

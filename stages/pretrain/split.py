@@ -126,8 +126,8 @@ def sides_of(each: Callable[..., Iterable[Any]], config: SplitConfig) -> Sides:
     count: Counter[str] = Counter()
     largest: dict[str, float] = {}
     smallest: dict[str, NDArray[np.float64]] = {}
-    for found in each(_census, config.heldout_least):
-        for category, (own, high, low) in found.items():
+    for census in each(_census, config.heldout_least):
+        for category, (own, high, low) in census.items():
             count[category] += own
             largest[category] = max(high, largest.get(category, 0.0))
             smallest[category] = np.sort(np.append(smallest.get(category, none), low))[: config.heldout_least]

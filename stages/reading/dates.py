@@ -14,19 +14,19 @@ def microseconds(at: datetime) -> int:
     """Return microseconds since 1970; a time without a zone is UTC. Raise ValueError for a year outside `YEARS`."""
     if at.tzinfo is None:
         at = at.replace(tzinfo=UTC)
-    found = (at - EPOCH) // timedelta(microseconds=1)
-    if not LOW <= found < HIGH:
+    count = (at - EPOCH) // timedelta(microseconds=1)
+    if not LOW <= count < HIGH:
         raise ValueError(f"the year {at.year} is not among {YEARS.start} to {YEARS.stop - 1}")
-    return found
+    return count
 
 
 def moment(value: Any) -> int | None:
     """Return a date, a time, ISO text or (milli)seconds since 1970 as microseconds; 0 for an empty value; None for any other."""
     try:
-        found = _moment(value)
+        time = _moment(value)
     except (ValueError, OverflowError):
         return None
-    return found if found is not None and LOW <= found < HIGH else None
+    return time if time is not None and LOW <= time < HIGH else None
 
 
 def _moment(value: Any) -> int | None:

@@ -150,8 +150,8 @@ def jobs_of(
             for shard in range(shards):
                 yield Job(external.name, "hub", f"{split}/{shard}", None, external.uri, subset, split, shard, shards)
         for file in external.files:
-            if (found := format_of(external, file)) is not None:
-                yield Job(external.name, found, file.name, file)
+            if (format := format_of(external, file)) is not None:
+                yield Job(external.name, format, file.name, file)
 
 
 def hub_stream(uri: str, subset: str | None, split: str) -> Any:

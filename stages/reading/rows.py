@@ -333,10 +333,10 @@ def values(column: Any) -> list[Any]:
     if pa.types.is_timestamp(column.type) and column.type.unit == "ns":  # pandas writes such, Python has microseconds
         column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
     try:
-        found: list[Any] = column.to_pylist()
+        items: list[Any] = column.to_pylist()
     except UNREADABLE:
-        found = [_value(one) for one in column]
-    return found
+        items = [_value(one) for one in column]
+    return items
 
 
 def _value(scalar: Any) -> Any:

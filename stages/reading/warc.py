@@ -26,21 +26,21 @@ SCRIPTS = re.compile(r"text/x-(?:(?:java|ecma|live|j)script|component|cross-doma
 def read_warc(handle: BinaryIO, name: str, max_body_bytes: int) -> Iterator[Page | Rejected]:
     """Yield every record of the archive `name` as a page, or as a rejection with its reason."""
     for number, frame in enumerate(frames(handle, max_body_bytes + MAX_HEADER_BYTES)):
-        where, said = f"{name}#{number}", f"{name}, offset {frame.offset}"
+        where, label = f"{name}#{number}", f"{name}, offset {frame.offset}"
         if frame.problem:
-            yield Rejected(frame.rule, where, f"{said}: {frame.problem}", frame.value, frame.threshold)
+            yield Rejected(frame.rule, where, f"{label}: {frame.problem}", frame.value, frame.threshold)
             continue
         try:
             record = WarcRecord.from_bytes(frame.data)
         except OSError as error:
-            yield Rejected("malformed_record", where, f"{said}: {error}")
+            yield Rejected("malformed_record", where, f"{label}: {error}")
             continue
-        found: Page | Rejected
+        page: Page | Rejected
         try:
-            found = _page(record, where, said, max_body_bytes)
+            page = _page(record, where, label, max_body_bytes)
         except Exception as error:  # noqa: BLE001 - what nobody foresaw costs this record, not those after it
-            found = Rejected("failed", where, f"{said}: {type(error).__name__}: {error}")
-        yield found
+            page = Rejected("failed", where, f"{label}: {type(error).__name__}: {error}")
+        yield page
 
 
 def _page(record: Any, where: str, said: str, limit: int) -> Page | Rejected:

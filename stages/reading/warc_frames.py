@@ -74,7 +74,7 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
         if not data[at] and not data[at:].strip(b"\0"):  # padding after the last member
             base, data, at = base + len(data), handle.read(CHUNK_BYTES), 0
             continue
-        member, begun, engine = base + at, at, zlib.decompressobj(31)
+        member, start, engine = base + at, at, zlib.decompressobj(31)
         held: list[bytes] = []  # a small member is let out only when its checksum was right
         size = 0
         try:
@@ -87,7 +87,7 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
                     held, size = [], 0
                 at += len(packed) - len(engine.unused_data if engine.eof else engine.unconsumed_tail)
                 if at == len(data):
-                    base, data, at, begun = base + len(data), handle.read(CHUNK_BYTES), 0, 0
+                    base, data, at, start = base + len(data), handle.read(CHUNK_BYTES), 0, 0
                 if not data and not engine.eof:
                     if overruns < OVERRUNS:
                         handle.seek(member + 3)
@@ -105,7 +105,7 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
             if "check" not in str(error):  # the bytes before the damage are right; a wrong checksum says nothing about where
                 yield member, b"".join(held)
             yield member, f"damaged gzip data ({error})"
-            base, data, at = _next_member(handle, base, data, begun + 3 if base + begun == member else begun)
+            base, data, at = _next_member(handle, base, data, start + 3 if base + start == member else start)
 
 
 def _next_member(handle: BinaryIO, base: int, data: bytes, at: int) -> tuple[int, bytes, int]:
@@ -114,19 +114,19 @@ def _next_member(handle: BinaryIO, base: int, data: bytes, at: int) -> tuple[int
     The data are empty at the end of the file. `base`: the offset of `data`, after which `handle` stands.
     """
     while True:
-        found = data.find(GZIP_MAGIC, at)
-        known = found if found >= 0 else max(0, len(data) - 2)  # before that there is none
-        if (found < 0 or len(data) - found < PACKED_BYTES) and (more := handle.read(CHUNK_BYTES)):
+        position = data.find(GZIP_MAGIC, at)
+        known = position if position >= 0 else max(0, len(data) - 2)  # before that there is none
+        if (position < 0 or len(data) - position < PACKED_BYTES) and (more := handle.read(CHUNK_BYTES)):
             base, data, at = base + known, data[known:] + more, 0
-        elif found < 0:
+        elif position < 0:
             return base + len(data), b"", 0
         else:
             try:  # the magic number also occurs by chance inside compressed data
-                if zlib.decompressobj(31).decompress(data[found : found + PACKED_BYTES], 16).startswith(b"WARC/"):
-                    return base, data, found
+                if zlib.decompressobj(31).decompress(data[position : position + PACKED_BYTES], 16).startswith(b"WARC/"):
+                    return base, data, position
             except zlib.error:
                 pass
-            at = found + 1
+            at = position + 1
 
 
 def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
@@ -190,8 +190,8 @@ def _next_frame(handle: BinaryIO, offset: int) -> int:
     data = b""
     while more := handle.read(SLICE_BYTES):  # the next one may be near, many times
         data += more
-        if (found := data.find(ZSTD_MAGIC)) >= 0:
-            return offset + found
+        if (position := data.find(ZSTD_MAGIC)) >= 0:
+            return offset + position
         tail = data[1 - len(ZSTD_MAGIC) :]
         offset, data = offset + len(data) - len(tail), tail
     return offset + len(data)
@@ -358,9 +358,9 @@ class _Buffer:
             return
         while True:
             match, end = RECORD_START.search(self._data), self._member_end()
-            found = [at for at in (match and match.start() + 1, end) if at is not None]
-            if found:
-                self._drop(min(found))
+            positions = [at for at in (match and match.start() + 1, end) if at is not None]
+            if positions:
+                self._drop(min(positions))
                 return
             self._drop(max(0, len(self._data) - (START_BYTES - 1)))
             if not self._more():

@@ -54,10 +54,10 @@ class BadRows:
     ) -> list[tuple[Row, T]]:
         """Return the rows with their examples; drop those whose size exceeds a limit, or refuse the run for them."""
         results = []
-        for row, made in self.rendered(rows, make):
-            over = next(((n, bound) for count, bound in ((size, limit), *others) if (n := count(made)) > bound.tokens), None)
+        for row, example in self.rendered(rows, make):
+            over = next(((n, bound) for count, bound in ((size, limit), *others) if (n := count(example)) > bound.tokens), None)
             if over is None:
-                results.append((row, made))
+                results.append((row, example))
             else:
                 tokens, bound = over
                 reason = f"{bound.what} has {tokens} tokens, but {bound.field}={bound.tokens}; {bound.remedy} to keep the row"
@@ -68,11 +68,11 @@ class BadRows:
         """Yield the rows with their examples, of any length."""
         for row in rows:
             try:
-                made = make(row)
+                example = make(row)
             except BadRow as error:
                 self.drop(row, error.rule, str(error))
             else:
-                yield row, made
+                yield row, example
 
     def drop(self, row: Row, rule: str, detail: str, value: float | None = None, threshold: float | None = None) -> None:
         """Drop a row for another reason, or refuse the run for it."""

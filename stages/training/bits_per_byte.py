@@ -31,13 +31,13 @@ def windows(length: int, context: int) -> list[Window]:
     """
     if context < 2:
         raise ValueError(f"context must be at least 2 tokens, not {context}")
-    found, first = [], 1
+    results, first = [], 1
     while first < length:
         start = 0 if first == 1 else first - context // 2
         stop = min(start + context, length)
-        found.append(Window(start, stop, first))
+        results.append(Window(start, stop, first))
         first = stop
-    return found
+    return results
 
 
 def document_nats(
@@ -104,11 +104,11 @@ class NGrams:
         contexts = np.zeros(len(tokens), np.int64)
         for length in range(order):
             valid = places >= length
-            keys, found, counts = np.unique(contexts[valid] * vocabulary + tokens[valid], return_inverse=True, return_counts=True)
+            keys, positions, counts = np.unique(contexts[valid] * vocabulary + tokens[valid], return_inverse=True, return_counts=True)
             seen, first, kinds = np.unique(keys // vocabulary, return_index=True, return_counts=True)
             self.levels.append(Level(keys, counts, seen, np.add.reduceat(counts, first), kinds))
             ids = np.full(len(tokens), -1)
-            ids[valid] = found
+            ids[valid] = positions
             contexts = np.roll(ids, 1)
 
     def nats(self, documents: Sequence[Sequence[int]], *, page: bool = False) -> list[float]:
@@ -168,9 +168,9 @@ def _earlier(groups: Ints, values: Ints) -> Ints:
     sorted_groups = groups[order]
     begins = np.flatnonzero(np.r_[True, sorted_groups[1:] != sorted_groups[:-1]])
     sums -= np.repeat(sums[begins], np.diff(np.r_[begins, len(groups)]))
-    found = np.empty_like(sums)
-    found[order] = sums
-    return found
+    total = np.empty_like(sums)
+    total[order] = sums
+    return total
 
 
 def _interpolated(counts: Ints, totals: Ints, kinds: Ints, lower: Floats) -> Floats:

@@ -63,9 +63,9 @@ def check_mixture(run: StageRun, documents: Artifact, mixture: Artifact) -> None
     """Raise PunaError if the mixture names other documents or lacks some. Shards are compared in workers."""
     cut = max(1, documents.record().cut)
     sides, spans = (mixture.beside(["id"]), documents.beside(["id"])), [span(cut, number) for number in range(cut)]
-    found = list(run.map(_unlike, [(around, *(side.within(*around) for side in sides)) for around in spans]))
-    said = (f"names {{}} documents that {documents.id} does not have", f"lacks {{}} documents of {documents.id}")
-    for what, only in zip(said, zip(*found, strict=True), strict=True):
+    differences = list(run.map(_unlike, [(around, *(side.within(*around) for side in sides)) for around in spans]))
+    messages = (f"names {{}} documents that {documents.id} does not have", f"lacks {{}} documents of {documents.id}")
+    for what, only in zip(messages, zip(*differences, strict=True), strict=True):
         if count := sum(number for number, _ in only):
             example = next(first for number, first in only if number)
             raise PunaError(f"{mixture.id} {what.format(count)}, for example {example}; give the documents that the mixture was made of")

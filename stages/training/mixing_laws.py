@@ -45,7 +45,7 @@ def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
         raise ValueError(f"a mixing law over {r.shape[-1]} categories needs at least {r.shape[-1] + 1} mixtures, not {len(y)}")
     if y.min() <= 0:
         raise ValueError("a mixing law needs positive losses")
-    best, found = np.inf, MixingLaw(0.0, np.zeros(r.shape[1]))
+    best, fit = np.inf, MixingLaw(0.0, np.zeros(r.shape[1]))
     for share in FLOORS:
         floor = float(share * y.min())
         rest = y - floor
@@ -54,8 +54,8 @@ def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
         error = float(((law(r) - y) ** 2).sum())
         # A higher floor has to be better by more than rounding: losses that do not change keep it at 0.
         if error < best - 1e-12 * float(y @ y):
-            best, found = error, law
-    return found
+            best, fit = error, law
+    return fit
 
 
 def best_mixture(value: Callable[[Floats], Floats], least: npt.ArrayLike, most: npt.ArrayLike, starts: Floats) -> Floats:
@@ -154,9 +154,9 @@ def fit_gaussian(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Gaussian:
     the likeliest for each."""
     x, y = np.sqrt(np.asarray(shares, dtype=np.float64)), np.asarray(loss, dtype=np.float64)
     mean, n = float(y.mean()), len(y)
-    best, found = np.inf, Gaussian(mean, 1.0, x, np.zeros(n))
+    best, fit = np.inf, Gaussian(mean, 1.0, x, np.zeros(n))
     if np.ptp(y) == 0:
-        return found
+        return fit
     for length in LENGTHS:
         values, vectors = np.linalg.eigh(_kernel(x, x, float(length)))
         turned = vectors.T @ (y - mean)
@@ -164,8 +164,8 @@ def fit_gaussian(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Gaussian:
             scale = np.maximum(values, 0) + noise
             cost = n * np.log((turned**2 / scale).mean()) + np.log(scale).sum()
             if cost < best:
-                best, found = cost, Gaussian(mean, float(length), x, vectors @ (turned / scale))
-    return found
+                best, fit = cost, Gaussian(mean, float(length), x, vectors @ (turned / scale))
+    return fit
 
 
 @dataclass(frozen=True)

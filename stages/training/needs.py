@@ -20,8 +20,8 @@ TOKENIZER = "tokenizer_config.json"
 
 def models_of(facts: Facts, *inputs: str) -> list[Artifact]:
     """Return the known models of these inputs, each once."""
-    found = [item.model for name in inputs for item in facts.inputs.get(name, ()) if item.model is not None]
-    return list({model.key: model for model in found}.values())
+    models = [item.model for name in inputs for item in facts.inputs.get(name, ()) if item.model is not None]
+    return list({model.key: model for model in models}.values())
 
 
 def chat_template(facts: Facts, *inputs: str) -> list[str]:

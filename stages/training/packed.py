@@ -151,14 +151,14 @@ class Packed:
         # copies may meet at a row's end, too; the second copy then counts as the first's end, which is harmless.
         goes_on = np.zeros(len(self.owners), dtype=bool)
         goes_on[:-1] = first_of_row[1:-1] & (self.owners[1:] == self.owners[:-1])
-        found = np.zeros(len(self.owners), dtype=bool)
+        firsts = np.zeros(len(self.owners), dtype=bool)
         finished: set[int] = set()
         for index, owner in enumerate(self.owners.tolist()):
             if owner not in finished:
-                found[index] = True
+                firsts[index] = True
                 if not goes_on[index]:
                     finished.add(owner)
-        return found
+        return firsts
 
     def validation_pieces(self, held: npt.NDArray[np.bool_]) -> list[Ints]:
         """Return the token ids of the held pieces, each document once."""
@@ -243,13 +243,13 @@ class Reader:
 
 def _cut(row: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
     """Return the (start, stop) of a row's documents, cut at multiples of `length` tokens."""
-    found, at = [], 0
+    cuts, at = [], 0
     for start, stop in row:
         while start < stop:
             taken = min(stop - start, length - at % length)
-            found.append((start, start + taken))
+            cuts.append((start, start + taken))
             start, at = start + taken, at + taken
-    return found
+    return cuts
 
 
 def total_nats(model: Transformer, rows: Iterable[Targets]) -> tuple[float, int]:

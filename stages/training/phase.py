@@ -115,15 +115,15 @@ class Phase(StageConfig):
 
     def _changes(self, row: int, before: int) -> tuple[list[tuple[int, int, int]], int, int]:
         """Return (first step, rows, length) of every stretch, the tokens at the start of the last one, and that step."""
-        found, step, read, rows = [(1, self.rows_per_step, min(self.length or row, row))], 1, before, self.rows_per_step
+        changes, step, read, rows = [(1, self.rows_per_step, min(self.length or row, row))], 1, before, self.rows_per_step
         for pair in self.ramp:
             # A stretch begins with the first step that begins after that many tokens.
             waited = max(0, -(-(pair.after_tokens - read) // (rows * row)))
             step, read, rows = step + waited, read + waited * rows * row, pair.rows
             if not waited:
-                found.pop()
-            found.append((step, rows, min(pair.length or row, row)))
-        return found, read, step
+                changes.pop()
+            changes.append((step, rows, min(pair.length or row, row)))
+        return changes, read, step
 
     def counted(self, row: int, before: int = 0) -> Phase:
         """Return the phase with `steps` instead of `until`. Raise PunaError if it ends before it begins, or its schedule does not fit.

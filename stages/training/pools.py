@@ -143,8 +143,8 @@ def build_pools(
         step = int(np.searchsorted(np.cumsum(group.found.read), wanted))
         last |= dict.fromkeys(group.members, (number, step))
     arguments = (mixture, last, str(tokenizer.path()), run.seed("order"), sizes.document)
-    found = run.exchange(_encode, _parts(documents), *arguments, by="group", partitions=len(groups))
-    return PoolRows(found.parts, tuple(int(group.found.read.sum()) for group in groups), sizes)
+    parts = run.exchange(_encode, _parts(documents), *arguments, by="group", partitions=len(groups))
+    return PoolRows(parts.parts, tuple(int(group.found.read.sum()) for group in groups), sizes)
 
 
 def _encode(
@@ -208,13 +208,13 @@ class Pools:
 
 def _pieces(packed: Packed, limit: int) -> list[Any]:
     """Return pieces with a token to predict, until they have `limit` tokens."""
-    found, size = [], 0
+    pieces, size = [], 0
     for index in np.flatnonzero(packed.sizes > 1).tolist():
         if size >= limit:
             break
-        found.append(packed.piece(index).astype(np.int64))
-        size += len(found[-1])
-    return found
+        pieces.append(packed.piece(index).astype(np.int64))
+        size += len(pieces[-1])
+    return pieces
 
 
 @dataclass

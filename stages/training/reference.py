@@ -50,10 +50,10 @@ class Reference:
         self.computed += sum(len(names[i]) for i in missing)
         size = config.training.compute.micro_batch_tokens
         with computing_in(model, training_precision(config.training.compute, self._run)):
-            found = summed(
+            sums = summed(
                 model, [examples[i] for i in missing], config.mask_format, size, lambda done, total: self._run.progress(done, total, note)
             )
-        computed = dict(zip(missing, found, strict=True))
+        computed = dict(zip(missing, sums, strict=True))
         return [computed[i] if i in computed else [self._stored[name] for name in some] for i, some in enumerate(names)]
 
 

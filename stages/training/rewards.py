@@ -99,8 +99,8 @@ def ensemble_of(models: Sequence[Transformer], micro_batch_tokens: int, how: Ens
     members = [reward_model_scorer(model, micro_batch_tokens) for model in models]
 
     def numbers(prompts: Ids, completions: Completions) -> list[list[float]]:
-        found = [member(prompts, completions) for member in members]
-        return [[combined(values, how) for values in zip(*some, strict=True)] for some in zip(*found, strict=True)]
+        columns = [member(prompts, completions) for member in members]
+        return [[combined(values, how) for values in zip(*some, strict=True)] for some in zip(*columns, strict=True)]
 
     return numbers
 
@@ -121,7 +121,7 @@ def gold_of(scorer: Scorer, rows: Sequence[dict[str, Any]], asked: Ids, tokenize
     def gold(prompts: Ids, completions: Completions) -> list[list[float]]:
         pairs = zip(prompts, completions, strict=True)
         answers = [(by_ids[tuple(ids)], answer_text(one.tokens, tokenizer)) for ids, some in pairs for one in some]
-        found = iter([score.value or 0.0 for score in scorer.scores(answers)])
-        return [[next(found) for _ in some] for some in completions]
+        values = iter([score.value or 0.0 for score in scorer.scores(answers)])
+        return [[next(values) for _ in some] for some in completions]
 
     return gold

@@ -64,14 +64,14 @@ def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Float
     centre, middle = n.mean(), d.mean()
     starts = _starts(float(y.mean()))
     # Every start on the first fit; on the others, which differ from it little, the best three of them.
-    found, costs = _descend(starts, n - centre, d - middle, np.repeat(y[:1], len(starts), 0), np.repeat(w[:1], len(starts), 0))
+    fits, costs = _descend(starts, n - centre, d - middle, np.repeat(y[:1], len(starts), 0), np.repeat(w[:1], len(starts), 0))
     order = np.argsort(costs)[:1]
-    tries = np.concatenate([found[order], starts[[0, len(starts) // 2]]])
+    tries = np.concatenate([fits[order], starts[[0, len(starts) // 2]]])
     best, lowest = np.zeros((len(y), 5)), np.full(len(y), np.inf)
     for start in tries:
-        found, costs = _descend(np.repeat(start[None], len(y), 0), n - centre, d - middle, y, w)
+        fits, costs = _descend(np.repeat(start[None], len(y), 0), n - centre, d - middle, y, w)
         better = costs < lowest
-        best[better], lowest[better] = found[better], costs[better]
+        best[better], lowest[better] = fits[better], costs[better]
     e, a, b, alpha, beta = np.concatenate([best[:, :3], np.exp(best[:, 3:])], 1).T
     return Surfaces(np.exp(e), np.exp(a + alpha * centre), alpha, np.exp(b + beta * middle), beta)
 
@@ -275,17 +275,17 @@ def parabolas(points: Points, spacing: float = 1.4) -> list[Parabola]:
     A trunk's loss between two of its points lies on a line in the logarithms, a twelfth beyond its ends too. `spacing`: least ratio of
     two budgets.
     """
-    found: list[Parabola] = []
+    lines: list[Parabola] = []
     trunks = [points[points.parameters == size] for size in np.unique(points.parameters)]
     for level in np.sort(points.flops)[::-1]:
-        if found and level * spacing > found[-1].flops:
+        if lines and level * spacing > lines[-1].flops:
             continue
         reach = [trunk for trunk in trunks if trunk.flops.min() / 1.09 <= level <= trunk.flops.max() * 1.09]
         if len(reach) >= 3:
             sizes = np.array([trunk.parameters[0] for trunk in reach])
             losses = np.array([_between(trunk, level) for trunk in reach])
-            found.append(Parabola(float(level), sizes, losses, np.polyfit(np.log(sizes), losses, 2)))
-    return found[::-1]
+            lines.append(Parabola(float(level), sizes, losses, np.polyfit(np.log(sizes), losses, 2)))
+    return lines[::-1]
 
 
 def _between(trunk: Points, flops: float) -> float:

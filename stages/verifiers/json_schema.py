@@ -79,10 +79,10 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         raise ValueError("a name occurs twice in an object")
-    return made
+    return value
 
 
 def _place(error: Any) -> str:
@@ -110,7 +110,7 @@ def _unresolved(schema: Any, validator: Any) -> str | None:
                 except Unresolvable:
                     return reference
         parts = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        return next((found for value in parts if (found := first(value, True)) is not None), None)
+        return next((broken for value in parts if (broken := first(value, True)) is not None), None)
 
     return first(schema, False)
 
@@ -118,7 +118,7 @@ def _unresolved(schema: Any, validator: Any) -> str | None:
 def _formats(schema: Any, named: bool = False) -> list[str]:
     """Return the formats in a schema; below `properties` and its like, names are not keywords (`named`)."""
     if isinstance(schema, list):
-        return [found for part in schema for found in _formats(part)]
+        return [format for part in schema for format in _formats(part)]
     if not isinstance(schema, dict):
         return []
     own = [] if named else [schema["format"]] if isinstance(schema.get("format"), str) else []

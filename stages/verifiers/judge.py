@@ -47,7 +47,7 @@ class Judge(Verifier):
 
     @classmethod
     def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score]:
-        found: dict[int, Score] = {}
+        results: dict[int, Score] = {}
         kinds = [(v.model, v.max_grade) for item in items if isinstance(v := item.verifier, Judge)]
         for kind in sorted(set(kinds), key=str):
             numbers = [number for number, one in enumerate(kinds) if one == kind]
@@ -55,10 +55,10 @@ class Judge(Verifier):
             if kind[0] is None and tools.endpoint is not None:
                 scores = asked(tools.endpoint, requests, kind[1], tools.config.reply_tokens)
             else:
-                made = grades(tools.judges.find(cls.name, "lm", kind[0]), requests, kind[1])
-                scores = [grade.score(kind[1]) for grade in made]
-            found |= zip(numbers, scores, strict=True)
-        return [found[number] for number in range(len(items))]
+                graded_pairs = grades(tools.judges.find(cls.name, "lm", kind[0]), requests, kind[1])
+                scores = [grade.score(kind[1]) for grade in graded_pairs]
+            results |= zip(numbers, scores, strict=True)
+        return [results[number] for number in range(len(items))]
 
     def request(self, item: Item) -> str:
         known = item.question.reference if self.show_reference else None
@@ -76,8 +76,8 @@ def asked(endpoint: Endpoint, requests: Sequence[str], top: int, tokens: int) ->
     scores = []
     for reply in endpoint.ask(bodies, "grades"):
         grade = grade_of(reply.final, top) if reply.finished else None
-        said = reply.refused or f"{endpoint.config.name} gives no grade from 0 to {top}: {reply.final[:80]!r}"
-        scores.append(Score(None, said) if grade is None else Score(round(grade / top, 4), f"grade {grade:g} of {top}"))
+        message = reply.refused or f"{endpoint.config.name} gives no grade from 0 to {top}: {reply.final[:80]!r}"
+        scores.append(Score(None, message) if grade is None else Score(round(grade / top, 4), f"grade {grade:g} of {top}"))
     return scores
 
 
@@ -111,8 +111,8 @@ def grades(judge: Loaded, requests: Sequence[str], top: int) -> list[Grade]:
         forest = Forest.pack([rows[number] for number in numbers])
         last = torch.tensor([len(rows[number]) for number in numbers], device=device).cumsum(0) - 1
         with torch.no_grad():
-            means, said = mean_grades(model.logits(model.hidden(forest.to(device))[last]), tokens, range(top + 1))
-        for number, mean, answered in zip(numbers, means.tolist(), said.tolist(), strict=True):
+            means, distributions = mean_grades(model.logits(model.hidden(forest.to(device))[last]), tokens, range(top + 1))
+        for number, mean, answered in zip(numbers, means.tolist(), distributions.tolist(), strict=True):
             results[number] = Grade(mean, answered, len(rows[number]))
     return results
 
@@ -186,17 +186,17 @@ def graded(rows: Sequence[dict[str, Any]], judge: Loaded, settings: JudgeSetting
     """
     messages = {row["id"]: messages_of(row) for row in rows}
     asked = {name: shown(turns[:-1]) for name, turns in messages.items()}
-    said = {name: shown(turns[-1:]) for name, turns in messages.items()}
-    of_code = {name for name, text in said.items() if "```" in text}
+    texts = {name: shown(turns[-1:]) for name, turns in messages.items()}
+    of_code = {name for name, text in texts.items() if "```" in text}
     answers: list[Answered] = []
     graded = Graded({}, set(), {}, [])
-    for points, names in ((settings.points, sorted(said.keys() - of_code)), (settings.code_points, sorted(of_code))):
+    for points, names in ((settings.points, sorted(texts.keys() - of_code)), (settings.code_points, sorted(of_code))):
         verifier = Judge(rubric=RUBRIC.format(lines="\n".join(f"- {point}" for point in points)), max_grade=len(points))
-        items = {name: Item(verifier, Question(name, "", asked[name], None), said[name]) for name in names}
-        found = _grade(judge, "points", {name: verifier.request(item) for name, item in items.items()}, len(points))
-        graded.quality.update({one.name: one.mean / len(points) for one in found})
-        graded.full.update(one.name for one in found if one.mean >= len(points) - settings.below_full)
-        answers += found
+        items = {name: Item(verifier, Question(name, "", asked[name], None), texts[name]) for name in names}
+        results = _grade(judge, "points", {name: verifier.request(item) for name, item in items.items()}, len(points))
+        graded.quality.update({one.name: one.mean / len(points) for one in results})
+        graded.full.update(one.name for one in results if one.mean >= len(points) - settings.below_full)
+        answers += results
     if settings.difficulty:
         most = settings.max_intentions
         levels = _grade(judge, "difficulty", {name: DIFFICULTY.format(request=text) for name, text in asked.items()}, LEVELS)
@@ -222,5 +222,5 @@ class Answered(NamedTuple):
 
 def _grade(judge: Loaded, kind: str, requests: dict[str, str], top: int) -> list[Answered]:
     """Return the grade of each request that fits into the judge's context."""
-    found = zip(requests, grades(judge, list(requests.values()), top), strict=True)
-    return [Answered(kind, name, round(one.mean, DIGITS), one.answered) for name, one in found if one.mean is not None]
+    pairs = zip(requests, grades(judge, list(requests.values()), top), strict=True)
+    return [Answered(kind, name, round(one.mean, DIGITS), one.answered) for name, one in pairs if one.mean is not None]

@@ -40,7 +40,7 @@ class Judges:
     def find(self, verifier: str, head: Head, name: str | None) -> Loaded:
         """Return the model whose data digest begins with `name`, or with None the only one with this head; else raise PunaError."""
         if name is None:
-            fitting = [found for artifact in self._artifacts if (found := self._load(artifact)).model.head == head]
+            fitting = [judge for artifact in self._artifacts if (judge := self._load(artifact)).model.head == head]
             if len(fitting) == 1:
                 return fitting[0]
             there = f"has {len(fitting)}, so the verifier's `model` must say which" if fitting else "has none"
@@ -49,10 +49,10 @@ class Judges:
         if len(named) != 1:
             given = ", ".join(artifact.data_digest[:12] for artifact in self._artifacts) or "none"
             raise PunaError(f"verifier {verifier}: no one model of the input `judges` has the data digest {name}…; given: {given}")
-        found = self._load(named[0])
-        if found.model.head != head:
-            raise PunaError(f"verifier {verifier}: {named[0].id} is {HEADS[found.model.head]}; it needs {HEADS[head]}")
-        return found
+        judge = self._load(named[0])
+        if judge.model.head != head:
+            raise PunaError(f"verifier {verifier}: {named[0].id} is {HEADS[judge.model.head]}; it needs {HEADS[head]}")
+        return judge
 
     def _load(self, artifact: Artifact) -> Loaded:
         if artifact.data_digest not in self._loaded:

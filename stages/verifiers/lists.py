@@ -47,16 +47,16 @@ class Numbers(BoundedVerifier):
         words = answer[:LONGEST].replace(",", " ").split()
         if len(words) != self.count or not all(word.isascii() and word.isdecimal() and len(word) < 19 for word in words):
             return Score(0.0, f"not {self.count} whole numbers")
-        found = [int(word) for word in words]
-        if wrong := [n for n in found if not self.lower <= n <= self.upper]:
+        numbers = [int(word) for word in words]
+        if wrong := [n for n in numbers if not self.lower <= n <= self.upper]:
             return Score(0.0, f"{wrong[0]} is out of bounds")
-        if wrong := [n for n in found if n % self.divisor != self.remainder]:
+        if wrong := [n for n in numbers if n % self.divisor != self.remainder]:
             return Score(0.0, f"{wrong[0]} leaves {wrong[0] % self.divisor} by {self.divisor}")
         own = sorted(int(word[0 if self.place == "first" else -1]) for word in words)
         if self.digits and own != sorted(self.digits):
             return Score(0.0, f"the {self.place} digits are {', '.join(map(str, own))}")
         sign = {"rising": 1, "falling": -1, "any": 0}[self.order]
-        if sign and any(sign * (b - a) <= 0 for a, b in pairwise(found)):
+        if sign and any(sign * (b - a) <= 0 for a, b in pairwise(numbers)):
             return Score(0.0, f"not {self.order}")
         return Score(1.0)
 
@@ -136,9 +136,9 @@ class Choice(BoundedVerifier):
             flags = 0 if len(label) == 1 else re.IGNORECASE
             if re.match(rf"[*(\[]*{re.escape(label)}{behind}", text, flags):
                 return index
-        begun = [
+        matches = [
             (len(option), -index)
             for index, option in enumerate(self.options)
             if option.strip() and re.match(rf"{re.escape(option.strip())}(?!\w)", text, re.IGNORECASE)
         ]
-        return -max(begun)[1] if begun else None
+        return -max(matches)[1] if matches else None

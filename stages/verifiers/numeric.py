@@ -80,12 +80,12 @@ class Numeric(BoundedVerifier):
         expected = self._expected(question)
         marked = final_answer(answer)
         text = marked if marked is not None and self._numbers(marked) else answer
-        found = self._numbers(text)
-        if not found:
+        candidates = self._numbers(text)
+        if not candidates:
             return Score(0.0, "the answer holds no number")
-        if self.take == "only" and len({number.value for number in found}) > 1:
-            return Score(0.0, f"the answer holds {len(found)} numbers")
-        number = found[0 if self.take == "first" else -1]
+        if self.take == "only" and len({number.value for number in candidates}) > 1:
+            return Score(0.0, f"the answer holds {len(candidates)} numbers")
+        number = candidates[0 if self.take == "first" else -1]
         value = self._in_unit(text, number)
         if value is None:
             return Score(0.0, f"{_format(number.value)} has none of the units {', '.join(map(repr, self.units))}")
@@ -97,15 +97,15 @@ class Numeric(BoundedVerifier):
 
     def _expected(self, question: Question) -> Fraction:
         text = reference_of(self, None if self.answer is None else str(self.answer), question)
-        found = self._number(text)
-        if found is None:
+        number = self._number(text)
+        if number is None:
             raise PunaError(f"prompt {question.id}: its reference {text[:80]!r} holds no number for the verifier numeric")
-        return found
+        return number
 
     def _number(self, text: str) -> Fraction | None:
         marked = final_answer(text)
-        found = (self._numbers(marked) if marked is not None else []) or self._numbers(text)
-        return found[-1].value if found else None
+        candidates = (self._numbers(marked) if marked is not None else []) or self._numbers(text)
+        return candidates[-1].value if candidates else None
 
     def _numbers(self, text: str) -> list[Number]:
         return list(numbers(text, self.decimal))
@@ -125,10 +125,10 @@ class Numeric(BoundedVerifier):
 
 
 def numbers(text: str, decimal: Decimal = "point") -> Iterator[Number]:
-    for found in _pattern(decimal).finditer(text):
-        value = _value(found, decimal)
+    for match in _pattern(decimal).finditer(text):
+        value = _value(match, decimal)
         if value is not None:
-            yield Number(value, found.start(), found.end())
+            yield Number(value, match.start(), match.end())
 
 
 @lru_cache(maxsize=2)

@@ -137,12 +137,12 @@ class PythonFunction(Verifier):
         known = {"prompt": question.text, "reference": question.reference, "task": question.task}
         taken = inspect.signature(self.called).parameters
         given = {name: value for name, value in known.items() if name in taken and name not in self.parameters}
-        made = self.called(answer, **given, **self.parameters)
-        if isinstance(made, Score):
-            return made
-        value, detail = made if isinstance(made, tuple) and len(made) == 2 else (made, "")
+        result = self.called(answer, **given, **self.parameters)
+        if isinstance(result, Score):
+            return result
+        value, detail = result if isinstance(result, tuple) and len(result) == 2 else (result, "")
         if not isinstance(value, bool | int | float):
-            raise TypeError(f"{self.function} gave {made!r}, not a number from 0 to 1")
+            raise TypeError(f"{self.function} gave {result!r}, not a number from 0 to 1")
         return Score(float(value), str(detail))
 
 

@@ -68,23 +68,23 @@ def _bits(node: ast.expr) -> float:
     """Return an upper bound of the bits of the numbers in an expression's value."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            found = math.log2(abs(value) + 1) + 1 if math.isfinite(value) else math.inf
+            bits = math.log2(abs(value) + 1) + 1 if math.isfinite(value) else math.inf
         case ast.Name(id=name) if NAME.fullmatch(name):
-            found = 1.0
+            bits = 1.0
         case ast.UnaryOp(op=ast.UAdd() | ast.USub(), operand=operand):
-            found = _bits(operand)
+            bits = _bits(operand)
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right=right):
-            found = _bits(left) + _bits(right) + 1
+            bits = _bits(left) + _bits(right) + 1
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             power = _bits(right)
-            found = _bits(left) * 2**power if power < 64 else math.inf
+            bits = _bits(left) * 2**power if power < 64 else math.inf
         case ast.Call(func=ast.Name(id=name), args=[*arguments], keywords=[]) if name in FUNCTIONS and 1 <= len(arguments) <= 2:
-            found = sum(_bits(argument) for argument in arguments)
+            bits = sum(_bits(argument) for argument in arguments)
         case _:
             raise Refused(f"holds more than numbers, names and operators ({type(node).__name__})")
-    if found > MOST_BITS:
+    if bits > MOST_BITS:
         raise Refused("makes numbers that are too large")
-    return found
+    return bits
 
 
 # Generators whose scorers evaluate the answer: with sympy's parse_expr, and with eval. Neither is safe with what anybody wrote.
@@ -115,21 +115,21 @@ class ReasoningGym(Verifier):
         about = self.entry.get("metadata")
         texts = [self.entry.get("answer"), about.get("integrand") if isinstance(about, dict) else None]
         for text in texts:
-            if isinstance(text, str) and (said := self._refused(text)):
-                raise PunaError(f"the entry of reasoning-gym's {self.generator} {said}, and its scorer would run it: {text[:80]!r}")
+            if isinstance(text, str) and (message := self._refused(text)):
+                raise PunaError(f"the entry of reasoning-gym's {self.generator} {message}, and its scorer would run it: {text[:80]!r}")
 
     def score(self, question: Question, answer: str) -> Score:
         """Return the generator's score, 0 to 1; 0 for a text that its scorer must not evaluate."""
         whole = self._score(answer.strip())
-        found = final_answer(answer) if self.extract and not is_correct(whole.value) else None
-        if found is None:
+        final = final_answer(answer) if self.extract and not is_correct(whole.value) else None
+        if final is None:
             return whole
-        made = self._score(found)
-        return Score(made.value, f"final answer {found!r}" + (f", {made.detail}" if made.detail else ""))
+        second = self._score(final)
+        return Score(second.value, f"final answer {final!r}" + (f", {second.detail}" if second.detail else ""))
 
     def _score(self, answer: str) -> Score:
-        if said := self._refused(answer):
-            return Score(0.0, f"the answer {said}")
+        if message := self._refused(answer):
+            return Score(0.0, f"the answer {message}")
         return Score(float(self.dataset.score_answer(answer, self.entry)))
 
     def _refused(self, text: str) -> str:

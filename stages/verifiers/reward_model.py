@@ -37,13 +37,13 @@ class RewardModel(Verifier):
 
     @classmethod
     def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score]:
-        found: dict[int, Score] = {}
+        scores: dict[int, Score] = {}
         models = [item.verifier.model if isinstance(item.verifier, RewardModel) else None for item in items]
         for name in sorted(set(models), key=str):
             numbers = [number for number, model in enumerate(models) if model == name]
             judge = tools.judges.find(cls.name, "scalar", name)
-            found |= zip(numbers, _scores(judge, [items[number] for number in numbers]), strict=True)
-        return [found[number] for number in range(len(items))]
+            scores |= zip(numbers, _scores(judge, [items[number] for number in numbers]), strict=True)
+        return [scores[number] for number in range(len(items))]
 
 
 def _scores(judge: Loaded, items: Sequence[Item]) -> list[Score]:

@@ -78,9 +78,9 @@ def mode() -> Mode:
     if sys.platform != "linux":
         raise PunaError(f"code cannot be isolated here: there is no sandbox for {sys.platform}")
     way: Mode = "root" if os.getuid() == 0 else "user"
-    made = run("import math, random, threading", ["pass"], Limits(), way)
-    if made.results != [None]:
-        reason = made.refused or (made.results or [None])[0] or made.output.strip()[:200] or made.ended or "no answer"
+    trial = run("import math, random, threading", ["pass"], Limits(), way)
+    if trial.results != [None]:
+        reason = trial.refused or (trial.results or [None])[0] or trial.output.strip()[:200] or trial.ended or "no answer"
         raise PunaError(f"code cannot be isolated here: {reason}. Allow namespaces to this user (in a container: its seccomp profile)")
     return way
 
@@ -100,16 +100,16 @@ def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: s
         tested = json.dumps({"program": f"{prefix}{program}", "prefix": prefix, "tests": list(tests)}).encode()
         given = f"{len(head):10d}".encode() + head + tested
         command = [_interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", BEGIN]
-        said, output = _supervised(command, given, limits.seconds + GRACE_SECONDS, procs)
+        verdict, output = _supervised(command, given, limits.seconds + GRACE_SECONDS, procs)
         over = counted is not None and counted.exceeded()
-    told = output.decode("utf-8", "replace")
+    text = output.decode("utf-8", "replace")
     if over:
-        return Outcome(None, "memory", told)
+        return Outcome(None, "memory", text)
     try:
-        value: dict[str, Any] = json.loads(said.partition(b"\n")[0])
+        value: dict[str, Any] = json.loads(verdict.partition(b"\n")[0])
     except ValueError:
-        return Outcome(None, "no report", told, "the sandbox gave no report")
-    return Outcome(value.get("results"), value.get("ended", ""), told, value.get("refused", ""))
+        return Outcome(None, "no report", text, "the sandbox gave no report")
+    return Outcome(value.get("results"), value.get("ended", ""), text, value.get("refused", ""))
 
 
 @cache
@@ -128,13 +128,13 @@ def _visible() -> tuple[list[str], list[str]]:
     """Return the paths that a program may read (some are links), and package folders inside them that it may not."""
     standard = os.path.dirname(os.path.realpath(os.__file__))
     own = [standard, _interpreter(), *map(str, sorted(Path(_interpreter()).parents[1].glob("lib/libpython*")))]
-    shown: list[str] = []
+    paths: list[str] = []
     for path in [*LIBRARIES, *own]:
-        inside = any(path.startswith(f"{other}/") and not os.path.islink(other) for other in shown)
-        if os.path.lexists(path) and not inside and path not in shown:
-            shown.append(path)
+        inside = any(path.startswith(f"{other}/") and not os.path.islink(other) for other in paths)
+        if os.path.lexists(path) and not inside and path not in paths:
+            paths.append(path)
     places = [f"{standard}/site-packages", f"{standard}/dist-packages", "/usr/lib/python3/dist-packages"]
-    return shown, [path for path in sorted(set(places)) if os.path.isdir(path)]
+    return paths, [path for path in sorted(set(places)) if os.path.isdir(path)]
 
 
 def _supervised(command: list[str], job: bytes, seconds: float, handles: tuple[int, ...]) -> tuple[bytes, bytes]:
@@ -211,12 +211,12 @@ class Group:
 def group(memory_bytes: int) -> Iterator[Group | None]:
     """Yield a cgroup with this limit, beside the one of this process and under the limits of those above; None if none can be made."""
     folder = _beside()
-    made = None if folder is None else _create(folder / f"puna-code-{uuid.uuid4().hex}", memory_bytes)
+    cgroup = None if folder is None else _create(folder / f"puna-code-{uuid.uuid4().hex}", memory_bytes)
     try:
-        yield made
+        yield cgroup
     finally:
-        if made is not None:
-            made.close()
+        if cgroup is not None:
+            cgroup.close()
 
 
 def _beside() -> Path | None:

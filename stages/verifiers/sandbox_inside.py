@@ -160,12 +160,12 @@ def confine(job: Job, user: int) -> None:
 def watch(tester: int, program: int, read: int, job: Job) -> dict[str, object]:
     """Wait for the end of the tests, time or memory; return the tests' results or the reason of the end."""
     end = time.monotonic() + job["seconds"]
-    said = b""
+    message = b""
     while True:
         # An end of file: the tester, which alone can write, is through.
         if select.select([read], [], [], WATCH_SECONDS)[0]:
             piece = os.read(read, 1 << 16)
-            said += piece
+            message += piece
             if not piece:
                 break
         elif time.monotonic() > end:
@@ -173,12 +173,12 @@ def watch(tester: int, program: int, read: int, job: Job) -> dict[str, object]:
         elif memory_of(job) > job["memory_bytes"]:
             return {"ended": "memory"}
     try:
-        found: dict[str, object] = json.loads(said)
+        verdict: dict[str, object] = json.loads(message)
     except ValueError:
         return {"ended": _how(os.waitpid(tester, 0)[1]) or "the tests gave no result"}
-    if "ended" in found and (status := os.waitpid(program, os.WNOHANG)[1]):
-        found["ended"] = _how(status)
-    return found
+    if "ended" in verdict and (status := os.waitpid(program, os.WNOHANG)[1]):
+        verdict["ended"] = _how(status)
+    return verdict
 
 
 def _how(status: int) -> str:

@@ -61,9 +61,9 @@ class Program(Peer):
                 while True:
                     yield function()
 
-        made = iterator() if more[0] else function
-        self.theirs[made] = what
-        return made
+        result = iterator() if more[0] else function
+        self.theirs[result] = what
+        return result
 
     def invoke(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Call a function; a child process that comes back out of it ends."""
@@ -84,8 +84,8 @@ class Program(Peer):
         return [packing.encode(type(error)), packing.encode(error.args), text, place(error), packing.encode(error) if own else None]
 
     def rebuild(self, described: list[Any], objects: list[Any], function: Any) -> BaseException:
-        made: BaseException = self.decode(described[0], objects)(*self.decode(described[1], objects))
-        return made
+        error: BaseException = self.decode(described[0], objects)(*self.decode(described[1], objects))
+        return error
 
     def _start(self, source: str) -> None:
         exec(compile(source, "answer.py", "exec"), self.names)

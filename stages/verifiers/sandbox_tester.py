@@ -103,8 +103,8 @@ def builtin_error(name: str) -> type[BaseException]:
     kind = getattr(builtins, name.removeprefix("builtins."))
     if not issubclass(kind, BaseException):
         raise TypeError("no exception")
-    found: type[BaseException] = kind
-    return found
+    error_type: type[BaseException] = kind
+    return error_type
 
 
 def stand_in(number: int, name: str, bases: list[type[BaseException]]) -> type[BaseException]:
@@ -190,8 +190,8 @@ class Remote:
         return any(one is item or one == item for one in self)
 
     def __iter__(self) -> Iterator[Any]:
-        found: Iterator[Any] = ask(iter, self)
-        return found
+        items: Iterator[Any] = ask(iter, self)
+        return items
 
     def __instancecheck__(self, other: Any) -> bool:
         return type(other) is Remote and ask(isinstance, other, self) is True
@@ -349,9 +349,9 @@ def run_tests(read: int, write: int, verdict: int) -> None:
     results: list[str | None] = []
     fault = attempt(link, lambda: link.call(Theirs(Program.START), (job["program"],)))
     for number, test in enumerate(job["tests"]):
-        found = fault or attempt(link, lambda: exec(compile(test, f"test_{number}.py", "exec"), names))  # noqa: B023  called at once
+        failure = fault or attempt(link, lambda: exec(compile(test, f"test_{number}.py", "exec"), names))  # noqa: B023  called at once
         room = sum(map(len, filter(None, results))) < REPORT_CHARACTERS
-        results.append(found if found is None or room else found.partition(":")[0][:20])
+        results.append(failure if failure is None or room else failure.partition(":")[0][:20])
     attempt(link, lambda: print(end="", flush=True))
     attempt(link, lambda: link.call(print, (), {"end": "", "flush": True}))
     os.write(verdict, json.dumps({"ended": link.over} if link.over else {"results": results}).encode())

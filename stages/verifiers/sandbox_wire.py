@@ -96,10 +96,10 @@ def class_name(kind: type) -> str:
 def standard(name: str) -> Any:
     """Return what has this full name in the standard library."""
     module, _, path = name.partition(".")
-    found = importlib.import_module(module)
+    library = importlib.import_module(module)
     for part in path.split("."):
-        found = getattr(found, part)
-    return found
+        library = getattr(library, part)
+    return library
 
 
 def standard_name(value: Any) -> str | None:
@@ -149,10 +149,10 @@ class Packing:
 
     def table(self, begin: int) -> list[list[Any]]:
         """Return the contents of the containers from a position on."""
-        made: list[list[Any]] = []
-        while begin + len(made) < len(self.objects):
-            made.append(self.contents(self.objects[begin + len(made)]))
-        return made
+        rows: list[list[Any]] = []
+        while begin + len(rows) < len(self.objects):
+            rows.append(self.contents(self.objects[begin + len(rows)]))
+        return rows
 
 
 class Peer:
@@ -298,8 +298,8 @@ class Peer:
                 raise ValueError("no message")
         except Exception as error:  # noqa: BLE001  RecursionError, ValueError, TypeError
             raise self.ended(f"the program sent what is no message: {type(error).__name__}") from None
-        found: list[Any] = message
-        return found
+        parts: list[Any] = message
+        return parts
 
 
 BASES: dict[type, Callable[[Any], Any]] = {
@@ -314,10 +314,10 @@ PLAIN_CLASSES = {class_name(kind): kind for kind in (*BASES, bool, complex, byte
 
 def place(error: BaseException) -> str:
     """Return the last line of the program or its tests that an error went through."""
-    found, trace = "", error.__traceback__
+    position, trace = "", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         if name.endswith(".py") and "/" not in name:
-            found = f" ({name}, line {trace.tb_lineno})"
+            position = f" ({name}, line {trace.tb_lineno})"
         trace = trace.tb_next
-    return found
+    return position

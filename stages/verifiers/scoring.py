@@ -29,8 +29,8 @@ class Child(Apart):
     def score(self, item: Item, seconds: float) -> Score:
         """Return the score of one answer; None if it takes longer than `seconds`, or ends the process."""
         job = {"verifier": to_json(item.verifier), "question": item.question._asdict(), "answer": item.answer}
-        said = self.ask(job, seconds)
-        return Score(None, f"{item.verifier.name}: {said}") if isinstance(said, str) else Score(said["value"], said["detail"])
+        reply = self.ask(job, seconds)
+        return Score(None, f"{item.verifier.name}: {reply}") if isinstance(reply, str) else Score(reply["value"], reply["detail"])
 
 
 @lru_cache(maxsize=1)
@@ -41,16 +41,16 @@ def child() -> Child:
 def scored(job: dict[str, Any]) -> dict[str, Any]:
     from puna.stages.verifiers.registry import from_text
 
-    made = attempt(Item(from_text(json.dumps(job["verifier"])), Question(**job["question"]), job["answer"]))
-    return {"value": made.value, "detail": made.detail}
+    score = attempt(Item(from_text(json.dumps(job["verifier"])), Question(**job["question"]), job["answer"]))
+    return {"value": score.value, "detail": score.detail}
 
 
 def in_children(items: Sequence[Item], tools: Tools) -> list[Score]:
     """Return scores by `Verifier.score` in separate processes, each killed after `seconds` for an answer."""
     jobs = [{"verifier": to_json(i.verifier), "question": tuple(i.question), "answer": i.answer} for i in items]
-    found = tools.run.map(score_chunk, chunks(jobs, CHUNK), tools.config.seconds)
-    made = [Score(*one) for chunk in found for one in chunk]
-    return [checked(score, item.verifier.name) for score, item in zip(made, items, strict=True)]
+    results = tools.run.map(score_chunk, chunks(jobs, CHUNK), tools.config.seconds)
+    scores = [Score(*one) for chunk in results for one in chunk]
+    return [checked(score, item.verifier.name) for score, item in zip(scores, items, strict=True)]
 
 
 def score_chunk(chunk: list[dict[str, Any]], seconds: float) -> list[tuple[float | None, str]]:
@@ -58,8 +58,8 @@ def score_chunk(chunk: list[dict[str, Any]], seconds: float) -> list[tuple[float
 
     results = []
     for job in chunk:
-        made = child().score(Item(from_json(job["verifier"]), Question(*job["question"]), job["answer"]), seconds)
-        results.append((made.value, made.detail))
+        score = child().score(Item(from_json(job["verifier"]), Question(*job["question"]), job["answer"]), seconds)
+        results.append((score.value, score.detail))
     return results
 
 
@@ -87,9 +87,9 @@ class Scorer:
                 f"{needed}: {len(bare)} of {len(prompts)} prompts have no verifier, for example {bare[0]}; give each one, "
                 "or import them with --verifier"
             )
-        found = [_verifier(row) for row in prompts if row["verifier"] is not None]
+        verifiers = [_verifier(row) for row in prompts if row["verifier"] is not None]
         kinds: dict[type[Verifier], list[Verifier]] = {}
-        for verifier in found:
+        for verifier in verifiers:
             for leaf in leaves(verifier):
                 kinds.setdefault(type(leaf), []).append(leaf)
         for kind, several in kinds.items():
@@ -97,15 +97,15 @@ class Scorer:
 
     def scores(self, answers: Sequence[tuple[Row, str]]) -> list[Score]:
         """Return a score for each (prompt, answer), in order; one of None for a prompt without verifier."""
-        found: list[Score] = [Score(None, "the prompt has no verifier")] * len(answers)
+        results: list[Score] = [Score(None, "the prompt has no verifier")] * len(answers)
         at = [i for i, (row, _) in enumerate(answers) if row["verifier"] is not None]
         items = [Item(from_text(answers[i][0]["verifier"]), question_of(answers[i][0]), answers[i][1]) for i in at]
         for i, score in zip(at, score_items(items, self._tools), strict=True):
-            found[i] = score
+            results[i] = score
             if score.value is None:
                 self._failed += 1
                 self._first = self._first or f"prompt {answers[i][0]['id']}: {score.detail}"
-        return found
+        return results
 
     def report(self) -> None:
         """Record the metrics of the stage: the number of answers that could not be scored, and the first reason."""
@@ -121,15 +121,15 @@ def verifiers_named(inputs: Mapping[str, Sequence[Artifact | External]]) -> list
 
     A faulty verifier is skipped: the stage that needs it refuses it, with the prompt's name.
     """
-    found: set[tuple[str, str]] = set()
+    pairs: set[tuple[str, str]] = set()
     for prompts in inputs["prompts"]:
         assert isinstance(prompts, Artifact)
         if damage := prompts.damage():
             raise DamagedArtifact.of(prompts.id, damage)
         for text in pc.unique(prompts.read(columns=["verifier"])["verifier"]).drop_null().to_pylist():
             with contextlib.suppress(PunaError, ValueError, RecursionError):
-                found.update(code_of(text))
-    return sorted(found)
+                pairs.update(code_of(text))
+    return sorted(pairs)
 
 
 def question_of(row: Row) -> Question:
@@ -150,12 +150,12 @@ def score_items(items: Sequence[Item], tools: Tools) -> list[Score]:
     kinds: dict[type[Verifier], list[int]] = {}
     for number, job in enumerate(jobs):
         kinds.setdefault(type(job.verifier), []).append(number)
-    found: dict[int, Score] = {}
+    scores: dict[int, Score] = {}
     for kind, numbers in kinds.items():
         given = [jobs[number] for number in numbers]
-        made = kind.score_many(given, tools)
-        found |= zip(numbers, in_children(given, tools) if made is None else made, strict=True)
-    ordered = iter([found[number] for number in range(len(jobs))])
+        group_scores = kind.score_many(given, tools)
+        scores |= zip(numbers, in_children(given, tools) if group_scores is None else group_scores, strict=True)
+    ordered = iter([scores[number] for number in range(len(jobs))])
     return [combined(item.verifier, lambda: next(ordered)) for item in items]
 
 
@@ -176,6 +176,6 @@ def _verifier(row: Row) -> Verifier:
         verifier = from_text(row["verifier"])
         verifier.check(question_of(row))
     except PunaError as error:
-        said = str(error)
-        raise PunaError(said if said.startswith("prompt ") else f"prompt {row['id']} (task {row['task']}): {said}") from error
+        message = str(error)
+        raise PunaError(message if message.startswith("prompt ") else f"prompt {row['id']} (task {row['task']}): {message}") from error
     return verifier

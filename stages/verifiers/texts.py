@@ -35,9 +35,9 @@ class Exact(BoundedVerifier):
         wanted = {self._normal(text) for text in (expected, *self.also)}
         if self._normal(answer) in wanted:
             return Score(1.0)
-        found = final_answer(answer) if self.extract else None
-        if found is not None and self._normal(found) in wanted:
-            return Score(1.0, f"final answer {found!r}")
+        match = final_answer(answer) if self.extract else None
+        if match is not None and self._normal(match) in wanted:
+            return Score(1.0, f"final answer {match!r}")
         return Score(0.0, f"expected {expected!r}")
 
     def check(self, question: Question) -> None:
@@ -89,12 +89,12 @@ class RegularExpression(BoundedVerifier):
         try:
             _ = self.compiled
         except re2.error as error:
-            said = error.args[0].decode() if isinstance(error.args[0], bytes) else error.args[0]
-            raise ValueError(f"pattern {self.pattern!r} is none that RE2 takes: {said}") from error
+            message = error.args[0].decode() if isinstance(error.args[0], bytes) else error.args[0]
+            raise ValueError(f"pattern {self.pattern!r} is none that RE2 takes: {message}") from error
         return self
 
     def score(self, question: Question, answer: str) -> Score:
         text = (final_answer(answer) if self.extract else None) or answer
-        found = self.compiled.search(text) if self.match == "anywhere" else self.compiled.fullmatch(text.strip())
-        detail = f"found {found.group(0)[:200]!r}" if found is not None else f"{self.pattern!r} is not found"
-        return Score(float((found is None) == self.absent), detail)
+        match = self.compiled.search(text) if self.match == "anywhere" else self.compiled.fullmatch(text.strip())
+        detail = f"found {match.group(0)[:200]!r}" if match is not None else f"{self.pattern!r} is not found"
+        return Score(float((match is None) == self.absent), detail)
