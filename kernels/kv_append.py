@@ -1,4 +1,4 @@
-"""New tokens' keys and values into pages, in place: both in one pass.
+"""A write of new tokens' keys and values into pages, both in one pass.
 
 Shapes: N new tokens, G key-value heads, K width of keys, V width of values; P pages of S tokens.
 """

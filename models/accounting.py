@@ -1,9 +1,8 @@
 """The cost of a model, from its configuration alone: parameters, floating-point operations, memory.
 
 A multiply-add counts as two operations. The backward pass of a matrix product costs twice its forward
-pass, which gives the usual 6 operations per parameter and token; attention's products with the keys and
-values come on top and are counted exactly for a document mask. Norms, rotations and the softmax are left
-out: together they stay far below a percent of the arithmetic.
+pass, which gives the usual 6 operations per parameter and token; attention's products with the keys and values are added, counted exactly
+for a document mask. Norms, rotations and the softmax are left out: together they stay far below a percent of the arithmetic.
 """
 
 from __future__ import annotations

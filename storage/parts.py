@@ -267,7 +267,7 @@ class Beside:
 
 
 class Stream:
-    """Rows in order of their key, given up to one edge after another."""
+    """A reader of rows in the order of their key: each call returns the rows up to an edge."""
 
     def __init__(self, pieces: Iterator[pa.Table], key: str) -> None:
         self._pieces = pieces

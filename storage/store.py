@@ -102,7 +102,7 @@ class Store:
 
     @property
     def root(self) -> Path:
-        """Return a local folder that belongs to it: itself, or one beside the cache of an object store."""
+        """Return the store's local folder: its own, or one beside the cache of an object store."""
         return self.files.scratch("")
 
     def find(self, kind: str, key: str) -> Artifact | None:

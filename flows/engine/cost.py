@@ -156,7 +156,8 @@ def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: s
 def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None = None, size: ChosenSize | None = None) -> dict[str, Any]:
     """Return the figures that `puna plan` prints, bytes and seconds as numbers. given: the model that the training goes on from.
 
-    Without `gpu` the device is this CPU. Where that takes years, it is as many `LARGE` GPUs as hold the state and end within `LONGEST`.
+    Without `gpu` the device is this CPU. If the training would take years there, the plan is for `LARGE` GPUs: as many as hold the state
+    and end within `LONGEST`.
     """
     from puna.models import accounting
 

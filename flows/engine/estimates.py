@@ -62,7 +62,7 @@ class Experience:
     def expect(self, stage: str, config: Mapping[str, Any], sizes: Sequence[Size]) -> Expected | None:
         """Return the estimate for a stage on inputs of these sizes; None if it never ran in this store.
 
-        The newest of the runs whose configurations differ in the fewest fields is scaled; the seed is not a difference.
+        The run whose configuration differs in the fewest fields is scaled, the newest of several. The seed does not count.
         """
         past, wanted, now = self._past.get(stage, []), flat(dict(config)), together(sizes)
         if not past:

@@ -163,7 +163,7 @@ class Arms:
         return paired(self.scores[arm][metric], self.scores[control][metric])
 
     def claims(self) -> list[Claim]:
-        """Return the claims whose arms exist, for each metric: over controls with as large a budget, or over all where there is none."""
+        """Return the claims whose arms exist, for each metric: over the controls with the same budget, else over all controls."""
         claims = []
         for name, (arm, controls) in CLAIMS.items():
             there = [control for control in controls if control in self.scores]

@@ -63,8 +63,8 @@ def _multiply(builder: Any, left: list[Any], right: list[Any], sums: llvm.Sums) 
 def _page_scores(width: int, rows: int) -> Any:
     """Compile out[m, 16 j : 16 j + 16] = sum over c < depth of a[m, c] b_j[c, 0:16] for `width` pages b_j of a table.
 
-    Each number is one chain of fused products in the order of c. The pages that stand `AHEAD` places further in the table are asked for
-    on the way: a line for each that is multiplied, where a burst of them would keep the core from its work.
+    Each number is one chain of fused products in the order of c. Pages `AHEAD` places further in the table are prefetched on the way, one
+    line for each line that is multiplied: a burst would stall the core.
     """
 
     @llvm.operation(types.void, *[types.intp] * 9)

@@ -54,7 +54,7 @@ def cleared(space: NDArray[np.uint64], entries: int) -> NDArray[np.uint64]:
 
 @njit(cache=True, borrows=True)
 def emptied(slots: NDArray[np.int32], entries: int) -> int:
-    """Make an empty table for places of `entries` keys of the beginning of `slots`, see `slot_of`: how many bits of a hash it looks at."""
+    """Clear the beginning of `slots` for a table of `entries` places; return how many bits of a hash it uses (`slot_of`)."""
     bits, size = 3, 8
     while size < 4 * entries:
         bits, size = bits + 1, 2 * size

@@ -1,8 +1,7 @@
 """Postal addresses in contact blocks: a street with its number beside a postal code, a label or other contact data.
 
-A street name alone is not a personal data (`Wall Street`, `10 Downing Street` in the news): an address counts only where
-something beside it says that post arrives there. Forms of English-, German-, Dutch-, Swedish-, French-, Spanish-,
-Italian- and Portuguese-speaking countries.
+A street name alone is no personal data (`Wall Street`, `10 Downing Street` in the news). An address counts only if something beside it
+shows that it receives post. Forms of English-, German-, Dutch-, Swedish-, French-, Spanish-, Italian- and Portuguese-speaking countries.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, r
 
 @lru_cache(maxsize=1)
 def table() -> Table:
-    """Return `character` of every character, for the kernel; made once per process in a sixth of a second."""
+    """Return `character` of every character as a table for the kernel, built once per process in a sixth of a second."""
     return Table.of([_form(chr(point)) for point in range(LIMIT)])
 
 

@@ -133,7 +133,7 @@ class Answer:
         return np.random.default_rng([self.request.params.seed, self.number, *self.request.words])
 
     def uniform(self, number: int) -> float:
-        """Return the private random number of a token. They are drawn as the answer grows: `max_tokens` may be any number."""
+        """Return the answer's own random number for a token. Numbers are drawn as the answer grows, since `max_tokens` may be large."""
         while number >= len(self._uniforms):
             self._uniforms += self._random.random(UNIFORMS).tolist()
         return self._uniforms[number]
@@ -305,7 +305,7 @@ class Scheduler:
             request.trunk = None
 
     def _make_room(self, answer: Answer) -> bool:
-        """Take pages for an answer's due tokens, if need be by pausing the youngest answer, at last itself."""
+        """Take pages for an answer's due tokens. If too few are free, pause the youngest answers, finally this one."""
         while answer not in self.paused:
             try:
                 if self.kept is not None:

@@ -75,8 +75,8 @@ def tree(
 ) -> list[Found]:
     """Return the best whole answer of a tree for each prompt, grown `expansions` times by `params.n` steps from the best leaf.
 
-    A step ends with the text `step` ("": only by length), after `step_tokens`, or with the answer; what stands before it is found in
-    the engine's cache. Equal steps from one leaf are one leaf. If no answer is complete, return the most promising leaf.
+    A step ends with the text `step` ("": only by length), after `step_tokens`, or with the answer; the engine's cache holds the steps
+    before it. Equal steps from one leaf are one leaf. If no answer is complete, return the most promising leaf.
     """
     if expansions < 1 or step_tokens < 1:
         raise ValueError(f"expansions and step_tokens must be at least 1, not {expansions} and {step_tokens}")

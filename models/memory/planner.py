@@ -179,7 +179,8 @@ def measure(source: Source, level: Level, device: torch.device) -> Rates:
 
 
 def _disk_rate(source: Source) -> float:
-    """Return the bytes per second that layers are read with: the median of some, since others use the disk now and then."""
+    """Return the rate at which layers are read, in bytes per second: the median of some readings, since other programs use the disk,
+    too."""
     buffer, rates = Buffer(source.read_bytes), []
     for layout in source.layouts[:PROBE_LAYERS]:
         before = time.perf_counter()

@@ -1,9 +1,9 @@
 """Patterns and rewritings of a stranger's tokenizer: known ones run directly, others are first tried on each text with limits on time and
 memory.
 
-A regular expression that backtracks may take time that is polynomial or exponential in a text's length. A chain of replacements may
-multiply the text. No look at a pattern tells this in general, so that a text is tried itself: a process of its own cuts it as the tokenizer
-would, without the vocabulary.
+A backtracking regular expression may take time that is polynomial or exponential in a text's length. A chain of replacements may multiply
+the text. The pattern itself does not show this in general. So each text is tried: a separate process cuts it as the tokenizer would,
+without the vocabulary.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class PreferencesConfig(SeededConfig):
 def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, run: StageRun) -> None:
     """Label four-level preferences between answers of different models, with an edit step (Llama 3, section 4.2.1).
 
-    Rows in are the drawn pairs; `dropped` holds those with identical, similar or unfinished answers, and those of which one has
-    no gold score because its verifier failed (`unscored`). PunaError where a prompt has no verifier.
+    Rows in are the drawn pairs; `dropped` holds those with identical, similar or unfinished answers, and those with an answer that has no
+    gold score because its verifier failed (`unscored`). PunaError where a prompt has no verifier.
     """
     asked, by_prompt = read_answers(answers, prompts)
     if bare := [name for name in sorted(by_prompt) if asked[name]["verifier"] is None]:

@@ -37,7 +37,7 @@ STEPS = 1024
 class Sizes:
     """Text that small runs need of each group, in tokens.
 
-    `row`: length of a packed row. `document`: longest read beginning of a document, so that few tokens come from many documents."""
+    `row`: length of a packed row. `document`: the most tokens read from a document, so that a small run reads many documents."""
 
     training: int
     heldout: int
