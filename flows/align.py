@@ -41,15 +41,15 @@ def align(
     development = development_prompts() if rounds else None
     arms: list[Callable[[], object]] = []
     for number in range(1, rounds + 1):
-        asked, before = new_prompts(number), state
-        state = one_round(number, before, asked, tasks, development=development)
+        questions, before = new_prompts(number), state
+        state = one_round(number, before, questions, tasks, development=development)
         if number > 1 and (reason := stopped(number, before, state, tasks)):
             tell(f"stop: round {number} {reason}; the policy stays that of round {number - 1}")
             state = before
             break
         publish("policy", state.policy, f"round-{number}")
         if compared:
-            arms += controls(number, before, state, asked, tasks, development=development)
+            arms += controls(number, before, state, questions, tasks, development=development)
     aligned = publish("policy", state.policy)
     together(*arms)
     return aligned

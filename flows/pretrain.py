@@ -57,9 +57,9 @@ def pretrain(
     fresh, long, best = further
     size = _size(tokens, vocabulary)
     base = step(train, tokens=tokens, tokenizer=vocabulary, fresh=fresh, long=long, best=best, model=model, size=size, tasks=tasks)
-    asked = step(prompts)
-    measured = step(evaluate, "evaluate_base", model=base, documents=documents, mixture=mixture, prompts=asked)
-    step(contamination, "contamination_base", off=True, prompts=[asked], model=base, evaluation=measured)
+    questions = step(prompts)
+    measured = step(evaluate, "evaluate_base", model=base, documents=documents, mixture=mixture, prompts=questions)
+    step(contamination, "contamination_base", off=True, prompts=[questions], model=base, evaluation=measured)
     step(needle, off=True, model=base, documents=documents, mixture=mixture)
     publish("tokenizer", vocabulary)
     publish("mixture", mixture)

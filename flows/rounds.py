@@ -79,11 +79,11 @@ def distilled(student: Output, teacher: Output | None, tasks: Output, gold: Sequ
     """
     if teacher is None:
         return student
-    named = current_walk().configs(Step("distill", "distill", distill, off=True))
-    if teacher.items and not named:
+    configs = current_walk().configs(Step("distill", "distill", distill, off=True))
+    if teacher.items and not configs:
         raise PunaError("a teacher was given, but the recipe has no step distill: --set distill={}, or leave it out")
     pupil = step(distill, off=True, through="student", student=student, teacher=teacher, prompts=tasks)
-    if not named:
+    if not configs:
         return pupil
     step(evaluate, "evaluate_distilled", field="evaluate", model=pupil, prompts=tasks)
     if compared:

@@ -64,12 +64,12 @@ def _loop(
 def _advantages(
     logprobs: Tensor, reference: Tensor, values: Tensor, scores: Tensor, offsets: Tensor, kl: float, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    given = (logprobs, reference, values, scores)
-    if not fused_on_cpu(*given):
-        return advantages_reference(*given, offsets, kl, gamma, lam)
+    inputs = (logprobs, reference, values, scores)
+    if not fused_on_cpu(*inputs):
+        return advantages_reference(*inputs, offsets, kl, gamma, lam)
     made = torch.empty_like(values), torch.empty_like(values)
     numbers = torch.tensor([kl, gamma, gamma * lam, 0.0], dtype=torch.float32)
-    by_rows(_loop, len(scores), max(1, len(values) // max(1, len(scores))), *given, offsets, numbers, *made)
+    by_rows(_loop, len(scores), max(1, len(values) // max(1, len(scores))), *inputs, offsets, numbers, *made)
     return made
 
 
@@ -112,8 +112,8 @@ def _advantages_triton(
 ) -> tuple[Tensor, Tensor]:
     made = torch.empty_like(values), torch.empty_like(values)
     if len(scores):
-        given = (x.contiguous() for x in (logprobs, reference, values, scores, offsets))
-        _advantages_kernel[(len(scores),)](*given, *made, kl, gamma, gamma * lam, BLOCK=BLOCK, num_warps=4)
+        inputs = (x.contiguous() for x in (logprobs, reference, values, scores, offsets))
+        _advantages_kernel[(len(scores),)](*inputs, *made, kl, gamma, gamma * lam, BLOCK=BLOCK, num_warps=4)
     return made
 
 

@@ -62,8 +62,8 @@ def _append(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, places
         raise IndexError(f"places lie in 0 to {P * S - 1}, not {to.min()} to {to.max()}")
     if paged_for_loops(k_PSGK, v_PSGV):
         k, v = (x.to(torch.float32).contiguous() for x in (k_NGK, v_NGV))
-        given = (G, K, V, *places(k_PSGK, v_PSGV), k.data_ptr(), v.data_ptr(), to)
-        run_rows(_append_loop, len(to), G * K, *given)
+        arguments = (G, K, V, *places(k_PSGK, v_PSGV), k.data_ptr(), v.data_ptr(), to)
+        run_rows(_append_loop, len(to), G * K, *arguments)
         return
     for pages, added in ((k_PSGK, k_NGK), (v_PSGV, v_NGV)):
         pages[places_N // S, places_N % S] = added.to(pages.dtype)

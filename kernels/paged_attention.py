@@ -71,8 +71,8 @@ class PagedPlan:
     device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
-        given = (self.tables, self.sequence, self.position)
-        if any(t.dtype != torch.int32 or t.device.type != "cpu" for t in given) or self.sequence.shape != self.position.shape:
+        tensors = (self.tables, self.sequence, self.position)
+        if any(t.dtype != torch.int32 or t.device.type != "cpu" for t in tensors) or self.sequence.shape != self.position.shape:
             raise ValueError("a plan has int32 tensors on CPU, with one sequence and one position per query")
         positions = self.position.numpy()
         if len(positions) and not (positions.min() >= 0 and positions.max() < PAGE * self.tables.shape[1]):
@@ -345,8 +345,8 @@ def _attend(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, wind
         return _attend_portable(q_NHK, k_PSGK, v_PSGV, plan, window, scale)
     q, out = q_NHK.to(torch.float32).contiguous(), torch.empty(N, H, V)
     shape, room = (G, H // G, K, V), plan.scratch(H // G, max(K, v_PSGV.stride(1)))
-    given = (shape, q.data_ptr(), places(k_PSGK, v_PSGV), plan.arrays, window or 1 << 30, scale, room, out.data_ptr())
-    run_rows(_attend_loop, -(-N // TILE) * G, TILE * H // G * K * PAGE * plan.tables.shape[1], *given)
+    arguments = (shape, q.data_ptr(), places(k_PSGK, v_PSGV), plan.arrays, window or 1 << 30, scale, room, out.data_ptr())
+    run_rows(_attend_loop, -(-N // TILE) * G, TILE * H // G * K * PAGE * plan.tables.shape[1], *arguments)
     return out.to(q_NHK.dtype)
 
 

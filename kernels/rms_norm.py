@@ -103,8 +103,8 @@ def _forward(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: fl
         y_TD, r_T = torch.empty_like(x_TD), x_TD.new_empty(len(x_TD))
         total_TD = x_TD if residual_TD is None else torch.empty_like(x_TD)
         residual = 0 if residual_TD is None else residual_TD.data_ptr()
-        given = (x_TD.shape[1], x_TD.data_ptr(), residual, weight_D.data_ptr(), eps)
-        run_rows(_forward_loop, *x_TD.shape, *given, y_TD.data_ptr(), total_TD.data_ptr(), r_T.data_ptr())
+        arguments = (x_TD.shape[1], x_TD.data_ptr(), residual, weight_D.data_ptr(), eps)
+        run_rows(_forward_loop, *x_TD.shape, *arguments, y_TD.data_ptr(), total_TD.data_ptr(), r_T.data_ptr())
         return y_TD, total_TD, r_T
     total_TD = x_TD if residual_TD is None else x_TD + residual_TD
     wide_TD = total_TD.to(wide(x_TD.dtype))

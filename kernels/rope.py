@@ -69,8 +69,8 @@ def _rotate(x_TNK: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     if fused_on_cpu(x_TNK, cos, sin):
         out = torch.empty_like(x_TNK)
         T, N, K = x_TNK.shape
-        given = (x_TNK.data_ptr(), cos.data_ptr(), sin.data_ptr(), -1.0 if back else 1.0, out.data_ptr())
-        run_rows(_rotate_loop, T, N * K, N, K // 2, *given)
+        arguments = (x_TNK.data_ptr(), cos.data_ptr(), sin.data_ptr(), -1.0 if back else 1.0, out.data_ptr())
+        run_rows(_rotate_loop, T, N * K, N, K // 2, *arguments)
         return out
     half, sign = x_TNK.shape[-1] // 2, -1.0 if back else 1.0
     c, s = cos[:, None], sin[:, None]

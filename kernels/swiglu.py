@@ -85,8 +85,8 @@ def _fused(*tensors: Tensor) -> bool:
 def _forward(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     if _fused(gate_TF, up_TF):
         y_TF = torch.empty(gate_TF.shape, dtype=gate_TF.dtype)
-        given = [number for x in (gate_TF, up_TF) for number in (x.data_ptr(), 4 * x.stride(0))]
-        run_rows(_forward_loop, *y_TF.shape, y_TF.shape[1], *given, y_TF.data_ptr())
+        arguments = [number for x in (gate_TF, up_TF) for number in (x.data_ptr(), 4 * x.stride(0))]
+        run_rows(_forward_loop, *y_TF.shape, y_TF.shape[1], *arguments, y_TF.data_ptr())
         return y_TF
     return (F.silu(gate_TF.to(wide(gate_TF.dtype))) * up_TF).to(gate_TF.dtype)
 

@@ -138,11 +138,11 @@ def invert(p_CV: Tensor, uniforms_C: Tensor) -> Tensor:
     C, V = p_CV.shape  # a row with a NaN has any entry
     blocks = torch.nn.functional.pad(p_CV, (0, -V % BLOCK)).view(C, -1, BLOCK)
     passed = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
-    wanted = uniforms_C[:, None] * passed[:, -1:]
-    block = _first_above(passed, wanted)
+    targets = uniforms_C[:, None] * passed[:, -1:]
+    block = _first_above(passed, targets)
     inside = blocks.gather(1, block[..., None].expand(C, 1, BLOCK))[:, 0].double()
     below = passed.gather(1, block) - inside.sum(-1, keepdim=True)
-    return (block * BLOCK + _first_above(inside.cumsum(-1), wanted - below))[:, 0].clamp_(max=V - 1)
+    return (block * BLOCK + _first_above(inside.cumsum(-1), targets - below))[:, 0].clamp_(max=V - 1)
 
 
 def _first_above(cumulative: Tensor, wanted: Tensor) -> Tensor:
@@ -165,6 +165,6 @@ def token_draw(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor) -> tuple[
     C, V = logits_CV.shape
     tokens, lse = torch.zeros(C, dtype=torch.int64), torch.empty(C)
     peaks, blocks = np.empty(C, np.float32), np.empty((C, -(-V // BLOCK)), np.float32)
-    given = (V, logits_CV.data_ptr(), scale_C.numpy(), peaks, lse.numpy(), blocks, uniforms_C.numpy(), tokens.numpy())
-    run_rows(_draw_loop, C, V, *given)
+    arguments = (V, logits_CV.data_ptr(), scale_C.numpy(), peaks, lse.numpy(), blocks, uniforms_C.numpy(), tokens.numpy())
+    run_rows(_draw_loop, C, V, *arguments)
     return tokens, lse

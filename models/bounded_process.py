@@ -146,10 +146,10 @@ def serve(answer: Callable[[bytes, Any, Any], dict[str, Any]], memory: int = MEM
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     _bound_memory(memory)
     while head := requests.read(8):
-        seconds, *asked = _whole(requests, head)
+        seconds, *request = _whole(requests, head)
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
         try:
-            text = json.dumps(answer(*asked)).encode()
+            text = json.dumps(answer(*request)).encode()
         except MemoryError:
             text = json.dumps({"limit": f"it takes more than {memory >> 20} MB"}).encode()
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)

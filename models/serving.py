@@ -66,8 +66,8 @@ class ServingSettings(Settings):
         if self.offload != "none" and (self.engine == "vllm" or self.weights != "same"):
             raise ValueError(f"offload {self.offload}: Puna's engine computes layers as they are read; set weights same, engine puna")
         if self.engine == "vllm" and (self.speculate or self.branches > 1 or self.weights == "int8"):
-            wanted = "speculate must be 0, branches 1, weights same or fp8"
-            raise ValueError(f"engine vllm is given no guesses, and quantises to fp8 alone: {wanted}")
+            rule = "speculate must be 0, branches 1, weights same or fp8"
+            raise ValueError(f"engine vllm is given no guesses, and quantises to fp8 alone: {rule}")
         return self
 
     @property

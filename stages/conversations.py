@@ -80,8 +80,8 @@ def _parsed(row: Mapping[str, Any], column: str, kind: type) -> list[Message]:
         raise BadRow("not_messages", f"row {row['id']}: column {column} is no JSON text ({error})") from error
     turns = value if isinstance(value, list) else [value]
     if not isinstance(value, kind) or not turns or not all(isinstance(turn, dict) for turn in turns):
-        wanted = "messages" if kind is list else "a message"
-        raise BadRow("not_messages", f"row {row['id']}: column {column} holds {row[column][:80]!r}, not {wanted}")
+        name = "messages" if kind is list else "a message"
+        raise BadRow("not_messages", f"row {row['id']}: column {column} holds {row[column][:80]!r}, not {name}")
     return turns
 
 

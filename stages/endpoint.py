@@ -103,10 +103,10 @@ class Endpoint:
         pool = ThreadPoolExecutor(self.config.at_once, thread_name_prefix="puna-endpoint")
         try:
             futures = {pool.submit(self._kept, id_, request): id_ for id_, request in missing.items()}
-            for done, future in enumerate(as_completed(futures), 1):
+            for number, future in enumerate(as_completed(futures), 1):
                 id_ = futures[future]
                 replies[id_] = future.result()
-                self._run.progress(done, len(missing), f"{note} of {self.config.name}")
+                self._run.progress(number, len(missing), f"{note} of {self.config.name}")
         finally:
             pool.shutdown(cancel_futures=True)
         return [replies[self._id(request)] for request in requests]

@@ -30,19 +30,19 @@ class Passage(NamedTuple):
 
 def passages(questions: Sequence[str], documents: Artifact, most: int, words: int = 150) -> list[list[Passage]]:
     """Return the `most` best documents for each question (score above 0), cut to the best `words` neighbouring words."""
-    asked = [set(_words(question)) for question in questions]
-    terms = set().union(*asked)
-    seen, hits, lengths, total = Counter[str](), [], [], 0
+    queries = [set(_words(question)) for question in questions]
+    terms = set().union(*queries)
+    frequency, hits, lengths, total = Counter[str](), [], [], 0
     for batch in documents.batches(columns=["id", "text"], rows=BLOCK_ROWS):
         for identity, text in zip(batch["id"].to_pylist(), batch["text"].to_pylist(), strict=True):
             found = _words(text)
             total += len(found)
             lengths.append(len(found))
             times = Counter(word for word in found if word in terms)
-            seen.update(times.keys())
+            frequency.update(times.keys())
             if times:
                 hits.append((identity, len(found), times))
-    weight = {term: math.log(1 + (len(lengths) - n + 0.5) / (n + 0.5)) for term, n in seen.items()}
+    weight = {term: math.log(1 + (len(lengths) - n + 0.5) / (n + 0.5)) for term, n in frequency.items()}
     mean = total / max(1, len(lengths))
 
     def score(own: set[str], length: int, times: Counter[str]) -> float:
@@ -51,12 +51,12 @@ def passages(questions: Sequence[str], documents: Artifact, most: int, words: in
 
     best = [
         heapq.nsmallest(most, ((-value, identity) for identity, length, times in hits if (value := score(own, length, times)) > 0))
-        for own in asked
+        for own in queries
     ]
     texts = {identity: documents.between(identity, identity, columns=["text"])["text"][0].as_py() for row in best for _, identity in row}
     return [
         [Passage(identity, -value, _around(texts[identity], {t: weight[t] for t in own & weight.keys()}, words)) for value, identity in row]
-        for own, row in zip(asked, best, strict=True)
+        for own, row in zip(queries, best, strict=True)
     ]
 
 

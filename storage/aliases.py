@@ -54,8 +54,8 @@ class Aliases:
         A numbered alias that stood for another artifact is passed over: the next free number is taken. `expected`: the key that
         the alias must point to before, empty for none.
         """
-        if (counted := NUMBERED.fullmatch(alias)) is not None:
-            return self._set_numbered(counted[1], int(counted[2]), artifact)
+        if (number := NUMBERED.fullmatch(alias)) is not None:
+            return self._set_numbered(number[1], int(number[2]), artifact)
         file, data = self._file(alias), pointer({"kind": artifact.kind, "key": artifact.key})
         while True:
             before = self._files.stat(file)

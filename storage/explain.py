@@ -24,8 +24,8 @@ class Change:
 
     def __str__(self) -> str:
         if self.what == "code":
-            done = "changed" if self.before and self.now else ("new" if self.now else "no longer reached")
-            return f"code {self.name} {done}"
+            change = "changed" if self.before and self.now else ("new" if self.now else "no longer reached")
+            return f"code {self.name} {change}"
         if self.what == "input" and None in (self.before, self.now):
             return f"input {self.name}: {'no longer given' if self.now is None else f'new, {self.now}'}"
         return f"{self.what} {self.name}: {_short(self.before)} → {_short(self.now)}"

@@ -163,8 +163,8 @@ MEANING = "meaning"
 
 def code_version(symbols: dict[str, str]) -> str:
     """Return one hash of the reached code, given as name → hash; 64 hex digits. `meaning` stands for all names with a place."""
-    counted = {name: value for name, value in symbols.items() if MEANING not in symbols or ("." not in name and ":" not in name)}
-    return digest.of_value({"format": FORMAT, "symbols": counted})
+    relevant = {name: value for name, value in symbols.items() if MEANING not in symbols or ("." not in name and ":" not in name)}
+    return digest.of_value({"format": FORMAT, "symbols": relevant})
 
 
 def table_digest(columns: dict[str, str], shards: list[Shard]) -> str:

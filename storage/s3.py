@@ -221,8 +221,8 @@ class S3Files(Bucket, Files):
 
     def _copy(self, names: Mapping[str, str]) -> None:
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            for done in [pool.submit(self._copy_one, source, target) for source, target in names.items()]:
-                done.result()
+            for job in [pool.submit(self._copy_one, source, target) for source, target in names.items()]:
+                job.result()
 
     def _copy_one(self, source: str, target: str) -> None:
         client = self._client()

@@ -119,8 +119,8 @@ class Store:
         entries = [one for one in index.entries(self.files) if one["kind"] in KINDS]
         if project is None:
             return entries
-        named = self.names(project)
-        return [one for one in entries if (one.get("project") or DEFAULT) == project or one["key"] in named]
+        aliases = self.names(project)
+        return [one for one in entries if (one.get("project") or DEFAULT) == project or one["key"] in aliases]
 
     def unfinished(self) -> list[str]:
         """Return the names of the folders of artifacts whose manifest is gone."""

@@ -189,16 +189,16 @@ def lineage(
     """Show what an artifact was made from, back to the files that came from outside."""
     opened = Store.existing(store, project)
     rows: list[dict[str, Any]] = []
-    seen: set[str] = set()
+    ids: set[str] = set()
     suspects = opened.suspects()
 
     def walk(artifact: Artifact, depth: int, role: str) -> None:
-        again = artifact.key in seen
+        again = artifact.key in ids
         mark = {"suspect": suspects[artifact.key]} if artifact.key in suspects else {}
         rows.append({"depth": depth, "id": artifact.id, "key": artifact.key, "stage": artifact.manifest.stage, "as": role} | mark)
         if again:
             return
-        seen.add(artifact.key)
+        ids.add(artifact.key)
         for item in artifact.manifest.inputs:
             source = opened.find(item.kind, item.key) if item.kind != "external" else None
             if source is not None:

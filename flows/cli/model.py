@@ -101,9 +101,9 @@ def chat(
         if line == "/new":
             messages = list(start)
         elif line:
-            asked = [*messages, {"role": "user", "content": _unicode(line, "standard input")}]
+            conversation = [*messages, {"role": "user", "content": _unicode(line, "standard input")}]
             try:
-                messages = [*asked, {"role": "assistant", "content": _answer(engine, asked, params)}]
+                messages = [*conversation, {"role": "assistant", "content": _answer(engine, conversation, params)}]
             except PunaError as error:
                 if not sys.stdin.isatty():
                     raise

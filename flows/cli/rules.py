@@ -212,10 +212,10 @@ def _signals(pages: Annotations, recipe: Recipe, steps: Mapping[str, Step]) -> t
         if name == "quality" and recipe.configs(steps["train_quality"]):
             continue
         for config in recipe.configs(steps[name]):
-            given: dict[str, Value] = {"documents": pages.documents}
+            inputs: dict[str, Value] = {"documents": pages.documents}
             if name != "language":
-                given["language"] = artifacts.get("language")
-            artifacts[name] = execute(steps[name].stage, config, given, pages.store)
+                inputs["language"] = artifacts.get("language")
+            artifacts[name] = execute(steps[name].stage, config, inputs, pages.store)
             own = artifacts[name].read()
             for column in own.column_names[1:]:
                 signals = signals.append_column(column, own[column])

@@ -152,8 +152,8 @@ def completions(opened: catalog.Catalog, word: str, line: str) -> list[str]:
     if "." in word and not word.startswith((f"{NEWEST}.", '"')):
         return []
     schemas = {**FACTS, **{name: table.schema for name, table in TABLES.items()}}
-    named = [name.rpartition(".")[2] for name in opened.named(line)]
-    columns = {"artifact", *(column for name in named if name in schemas for column in schemas[name].names)}
+    tables = [name.rpartition(".")[2] for name in opened.named(line)]
+    columns = {"artifact", *(column for name in tables if name in schemas for column in schemas[name].names)}
     keywords = [row[0] for row in opened.connection.execute("select keyword_name from duckdb_keywords()").fetchall()]
     candidates = [*sorted({*columns, *opened.names, *(name.removesuffix(")") for name in MACROS)}), *sorted(keywords)]
     return list(dict.fromkeys(name for name in candidates if name.lower().startswith(word.lower())))
@@ -164,25 +164,25 @@ def _statements(interactive: bool) -> Iterator[str]:
 
     Ctrl-C discards an unfinished statement.
     """
-    held: list[str] = []
+    pending: list[str] = []
     while True:
         try:
-            line = input(("  ... " if held else "puna> ") if interactive else "")
+            line = input(("  ... " if pending else "puna> ") if interactive else "")
         except KeyboardInterrupt:
             if not interactive:
                 raise
             typer.echo("")
-            held = []
+            pending = []
             continue
         except EOFError:
             if interactive:
                 typer.echo("")
-            if any(line.strip() for line in held):
-                yield "\n".join(held)
+            if any(line.strip() for line in pending):
+                yield "\n".join(pending)
             return
-        if not held and line.strip() in LEAVING:
+        if not pending and line.strip() in LEAVING:
             return
-        held.append(line)
+        pending.append(line)
         if line.rstrip().endswith(";"):
-            yield "\n".join(held)
-            held = []
+            yield "\n".join(pending)
+            pending = []

@@ -124,8 +124,8 @@ def _received(progress: Progress, done: int, total: int, name: str, size: int) -
 def _make(folder: Path, archives: Sequence[tuple[Package, Path]], progress: Progress) -> tuple[SampleFile, ...]:
     pages: dict[str, list[Page]] = {name: [] for name in FILES}
     counts: dict[str, Counter[str]] = {name: Counter() for name in FILES}
-    for done, (package, archive) in enumerate(archives):
-        progress(done, len(archives), package.name)
+    for number, (package, archive) in enumerate(archives):
+        progress(number, len(archives), package.name)
         members = read_archive(archive, package.wanted)
         if package.released is not None:
             members = [replace(member, modified=package.released) for member in members]

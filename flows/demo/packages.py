@@ -54,8 +54,8 @@ def _documentation(folder: str, site: str) -> Pages:
 
 
 def _saved_pages(folder: str, *beside: str) -> Pages:
-    wanted = _below(folder, *beside, ends=(".html", ".json", "/unit_tests.py"))
-    return Pages(WEB, wanted, lambda members: sites.saved_pages(members, folder))
+    filter = _below(folder, *beside, ends=(".html", ".json", "/unit_tests.py"))
+    return Pages(WEB, filter, lambda members: sites.saved_pages(members, folder))
 
 
 def _code(repository: str, *folders: str) -> Pages:

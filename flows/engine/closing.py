@@ -73,13 +73,13 @@ def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, An
 def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
     """Return the share of right answers to held-out prompts: a line per task, a column per evaluation."""
     measured = [(step, rows) for step, rows in evaluations if not arms.CONTROL.fullmatch(step)]
-    asked = [(step, rows) for step, rows in measured if any(metric == "accuracy" for _, metric in rows)]
-    tasks = {task for _, rows in asked for task, metric in rows if metric == "accuracy" and not task.startswith("choice/")}
-    table = _table("accuracy", *(step.removeprefix("evaluate_") for step, _ in asked))
+    tests = [(step, rows) for step, rows in measured if any(metric == "accuracy" for _, metric in rows)]
+    tasks = {task for _, rows in tests for task, metric in rows if metric == "accuracy" and not task.startswith("choice/")}
+    table = _table("accuracy", *(step.removeprefix("evaluate_") for step, _ in tests))
     for task in sorted(tasks, key=lambda task: (task == "all", task)):
-        values = [rows.get((task, "accuracy")) for _, rows in asked]
+        values = [rows.get((task, "accuracy")) for _, rows in tests]
         table.add_row(task, *(f"{row['value']:.3f}" if row else "" for row in values))
-    overall = [rows.get(("all", "accuracy")) or {} for _, rows in asked]
+    overall = [rows.get(("all", "accuracy")) or {} for _, rows in tests]
     if any(row.get("low") is not None for row in overall):
         bounds = (f"{row['low']:.3f}-{row['high']:.3f}" if row.get("low") is not None else "" for row in overall)
         table.add_row("all, 95 % interval", *bounds)

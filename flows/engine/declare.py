@@ -97,7 +97,7 @@ class Flow:
                     raise PunaError(f"flow {self.name}: input {spec.name!r} takes one artifact, {len(fitting)} were given")
             else:
                 fitting = [item for item in left if kind_of(item) == spec.kind][: None if spec.many else 1]
-                left = [item for item in left if not any(item is taken for taken in fitting)]
+                left = [item for item in left if not any(item is match for match in fitting)]
             outputs = [given_as(item, called) for item in fitting]
             if not outputs and not spec.optional:
                 raise PunaError(f"flow {self.name} needs the input {spec.name!r} ({described(spec)}): --input {example(spec)}")

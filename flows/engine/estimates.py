@@ -64,12 +64,12 @@ class Experience:
 
         The run whose configuration differs in the fewest fields is scaled, the newest of several. The seed does not count.
         """
-        past, wanted, now = self._past.get(stage, []), flat(dict(config)), together(sizes)
+        past, configuration, now = self._past.get(stage, []), flat(dict(config)), together(sizes)
         if not past:
             return None
 
         def differing(one: tuple[Size, dict[str, Any], dict[str, float]]) -> int:
-            return sum(one[1].get(name) != wanted.get(name) for name in {*one[1], *wanted} - {"seed"})
+            return sum(one[1].get(name) != configuration.get(name) for name in {*one[1], *configuration} - {"seed"})
 
         before, _, gave = min(reversed(past), key=differing)
         parts = (now.rows, before.rows) if now.rows and before.rows else (now.bytes, before.bytes)

@@ -92,10 +92,10 @@ def plan_flow(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[
         except PunaError:  # none yet: nothing is reused
             store = Store.open(empty)
         planner = Planner(recipe, store, Experience(store))
-        wanted = parse_inputs(texts, flow.inputs, store, f"flow {flow.name}")
+        inputs = parse_inputs(texts, flow.inputs, store, f"flow {flow.name}")
         sample = (str(file) for file in sorted(sample_folder(store.root).glob("*.warc.gz")))
-        items = given_items(flow, wanted, store, lambda: [item for file in sample for item in External.resolve(file)], quiet=True)
-        planner.walk(flow, flow.by_kind(items, wanted.named, wanted.sources) if items or wanted else flow.placeholders())
+        items = given_items(flow, inputs, store, lambda: [item for file in sample for item in External.resolve(file)], quiet=True)
+        planner.walk(flow, flow.by_kind(items, inputs.named, inputs.sources) if items or inputs else flow.placeholders())
     return planner.steps
 
 

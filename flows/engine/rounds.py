@@ -192,14 +192,14 @@ def settle(store: Store, done: Round) -> str:
     message = str(done)
     if done.verdict == "passed":
         now = store.aliases().get(POLICY, "")
-        held = Artifact("model", now, store.files).data_digest if now else done.policy.data_digest
-        if held != done.candidate.data_digest:
-            if held != done.policy.data_digest:
+        digest = Artifact("model", now, store.files).data_digest if now else done.policy.data_digest
+        if digest != done.candidate.data_digest:
+            if digest != done.policy.data_digest:
                 raise PunaError(f"round {done.number}: {POLICY} was moved to model/{now[:12]} while it ran, and stays there")
             store.set_alias(POLICY, done.candidate, expected=now)
-        wanted = f"policy@round-{done.number}"
-        if (alias := store.set_alias(wanted, done.candidate)) != wanted:
-            message += f"; {wanted} stands for another model, so this one is {alias}"
+        name = f"policy@round-{done.number}"
+        if (alias := store.set_alias(name, done.candidate)) != name:
+            message += f"; {name} stands for another model, so this one is {alias}"
     if done.verdict != "waits":
         store.set_alias(done.mark, done.deciding)
     return message

@@ -68,8 +68,8 @@ class Tracer(Walk):
         return super().step(step, inputs)
 
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
-        taken = {name: tuple(label for output in outputs for label in output.labels) for name, outputs in inputs.items()}
-        self.trace.steps.append(TracedStep(label, step, config, taken))
+        labels = {name: tuple(label for output in outputs for label in output.labels) for name, outputs in inputs.items()}
+        self.trace.steps.append(TracedStep(label, step, config, labels))
         return Output(step.stage.kind, (label,))
 
     def configs(self, step: Step) -> list[StageConfig | None]:

@@ -197,8 +197,8 @@ def _marks(plot: Plot, name: str, placed: list[tuple[float, float, float | str, 
         where = px if isinstance(px, str) else f"{plot.x} {number(px)}"
         span = f" (95 %: {number(spans[px][0], 3)} to {number(spans[px][1], 3)})" if px in spans else ""
         title = tag("title", f"{name}, {where}: {number(py)}{span}")
-        seen = few or last
-        marks.append(tag("circle", title, cx=f"{a:.1f}", cy=f"{b:.1f}", r=3.5 if seen else 6, class_="dot" if seen else "hover"))
+        visible = few or last
+        marks.append(tag("circle", title, cx=f"{a:.1f}", cy=f"{b:.1f}", r=3.5 if visible else 6, class_="dot" if visible else "hover"))
     return marks
 
 

@@ -85,8 +85,8 @@ def values_of(stage: Stage, recipe: str, field: str) -> dict[str, Any] | None:
 def description(offer: Offer, *, linked: bool) -> str:
     """Return the description of a flow or stage with its inputs and output. `linked` pages: with links to the form filled from a recipe."""
     what = offer.what
-    taken = ", ".join(f"`{spec.name}` ({described(spec)}{', optional' if spec.optional else ''})" for spec in what.inputs) or "nothing"
-    lines = [what.doc, f"Takes {taken}." if isinstance(what, Flow) else f"Takes {taken}; gives {what.kind}."]
+    inputs = ", ".join(f"`{spec.name}` ({described(spec)}{', optional' if spec.optional else ''})" for spec in what.inputs) or "nothing"
+    lines = [what.doc, f"Takes {inputs}." if isinstance(what, Flow) else f"Takes {inputs}; gives {what.kind}."]
     if linked and isinstance(what, Stage):
         links = [
             f"[{recipe}{'' if step == what.name else ': ' + step}](/puna/form/{offer.flow}?recipe={recipe}&step={step})"
@@ -177,8 +177,8 @@ def schema(plain: Mapping[str, Any], specs: Sequence[InputSpec], choices: Choice
             properties[spec.name] = _choice(properties[spec.name], spec, choices.of(spec.kind), needed=needed)
     if "recipe" in properties:
         head = {name: properties["recipe"][name] for name in ("title", "description", "position", "default")}
-        named = {"title": "Recipe", "type": "string", "enum": shipped_recipes()}
-        properties["recipe"] = {**head, "anyOf": [named, {"title": "YAML file", "type": "string"}]}
+        recipes = {"title": "Recipe", "type": "string", "enum": shipped_recipes()}
+        properties["recipe"] = {**head, "anyOf": [recipes, {"title": "YAML file", "type": "string"}]}
     return copied
 
 

@@ -74,8 +74,8 @@ def gate_basis(gate: Artifact) -> str:
     prompts = {row["task"]: row["n"] for row in gate.read().to_pylist() if row["metric"] == "gain"}
     tasks = sorted(prompts.keys() - {ALL})
     more = f" and {len(tasks) - 4} more" if len(tasks) > 4 else ""
-    named = f" of {len(tasks)} task{'' if len(tasks) == 1 else 's'}: {', '.join(tasks[:4])}{more}" if tasks else ""
-    return f"{metric}, mean over {prompts.get(ALL, 0):,} held-out prompts{named}"
+    basis = f" of {len(tasks)} task{'' if len(tasks) == 1 else 's'}: {', '.join(tasks[:4])}{more}" if tasks else ""
+    return f"{metric}, mean over {prompts.get(ALL, 0):,} held-out prompts{basis}"
 
 
 def gates_view(run: Run) -> Html | None:
@@ -210,11 +210,11 @@ def _ratio(one: arms.Arms, arm: str) -> str:
 
 def _budgets(one: arms.Arms) -> Html:
     """Show the budget of each arm, without the round's common beginning."""
-    counted = ("checker_calls", "labels", "sampled_tokens", "updates", "answers_per_update", "trained_tokens", "cpu_seconds")
+    costs = ("checker_calls", "labels", "sampled_tokens", "updates", "answers_per_update", "trained_tokens", "cpu_seconds")
     rows: list[list[Content]] = [
-        [arms.NAMES.get(arm, arm), *(f"{getattr(budget, name):,.0f}" for name in counted)] for arm, budget in one.budgets.items() if budget
+        [arms.NAMES.get(arm, arm), *(f"{getattr(budget, name):,.0f}" for name in costs)] for arm, budget in one.budgets.items() if budget
     ]
-    head = ["arm", *(name.replace("_", " ") for name in counted)]
+    head = ["arm", *(name.replace("_", " ") for name in costs)]
     return details("Budgets", table(head, rows, numeric=range(1, len(head)))) if rows else Html("")
 
 

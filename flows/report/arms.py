@@ -71,7 +71,7 @@ class Budget:
 
         They say how an implementation lays answers out, on which machine; `cpu_ratio` compares them.
         """
-        return min((getattr(self, name) / wanted for name in LAW if (wanted := getattr(other, name))), default=math.inf)
+        return min((getattr(self, name) / bound for name in LAW if (bound := getattr(other, name))), default=math.inf)
 
 
 LAW = ("checker_calls", "labels", "sampled_tokens", "updates", "trained_answers")

@@ -45,8 +45,8 @@ def shares_view(run: Run, column: str, title: str) -> Html:
     if len(ranked) > GROUPS_SHOWN:
         rest = ranked[GROUPS_SHOWN - 1 :]
         other = f"{len(rest)} others"
-        for counted in (came, kept, characters):
-            counted[other] = sum(counted[g] for g in rest)
+        for counter in (came, kept, characters):
+            counter[other] = sum(counter[g] for g in rest)
         ranked = [*ranked[: GROUPS_SHOWN - 1], other]
     most, total = max(came.values()), sum(characters[g] for g in ranked)
     rows: list[list[Content]] = []
@@ -78,8 +78,8 @@ def mixture_view(run: Run) -> Html:
     for own, signals in measured(documents, beside) if documents is not None else ():
         signals = joined(signals, own)
         signals = signals.append_column("read", pc.multiply(signals["characters"].cast(pa.int64()), signals["repeats"]))
-        counted = [("id", "count"), ("characters", "sum"), ("read", "sum"), ("weight", "max"), ("repeats", "max")]
-        for row in signals.group_by(["category", "split"]).aggregate(counted).to_pylist():
+        sums = [("id", "count"), ("characters", "sum"), ("read", "sum"), ("weight", "max"), ("repeats", "max")]
+        for row in signals.group_by(["category", "split"]).aggregate(sums).to_pylist():
             group = groups[row["category"]]
             if row["split"] == "heldout":
                 group["heldout"] += row["id_count"]

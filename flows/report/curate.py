@@ -34,7 +34,7 @@ def funnel_view(levels: list[Level], per_token: float | None, unit: str = "docum
 
 
 def _level(level: Level, most: int, per_token: float | None) -> Html:
-    kept = tag("i", class_="kept", style=f"width:{100 * level.kept / max(1, most):.2f}%")
+    bar = tag("i", class_="kept", style=f"width:{100 * level.kept / max(1, most):.2f}%")
     losses = []
     for rule in level.rules:
         share = rule.rows / max(1, most)
@@ -43,7 +43,7 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
     row = tag(
         "div",
         tag("b", level.step.label),
-        tag("span", kept, losses, class_="bar", aria_hidden="true"),
+        tag("span", bar, losses, class_="bar", aria_hidden="true"),
         tag("span", level.kept, class_="n"),
         tag("span", f"−{level.dropped:,}" if level.dropped else "", class_="n minus"),
         tag("span", text_amount(level, per_token), class_="n dim"),
@@ -66,8 +66,8 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
         at += rule.rows
     if len(rules) > RULES_SHOWN + 2:
         rest = sum(rule.rows for rule in level.rules[RULES_SHOWN:])
-        counted = f"{len(rules) - RULES_SHOWN} more rules dropped {rest:,} together"
-        rules = [*rules[:RULES_SHOWN], details(counted, rules[RULES_SHOWN:], class_="more rest")]
+        note = f"{len(rules) - RULES_SHOWN} more rules dropped {rest:,} together"
+        rules = [*rules[:RULES_SHOWN], details(note, rules[RULES_SHOWN:], class_="more rest")]
     return tag("div", row, rules, notes, class_="step")
 
 

@@ -112,8 +112,8 @@ def level(run: Run, step: Step) -> Level:
 
 def _length(artifact: Artifact) -> int | None:
     """Return the characters of documents, or bytes of pages if the stage counted them."""
-    counted = artifact.record().characters if artifact.kind == "documents" else artifact.manifest.metrics.get("body_bytes")
-    return counted if isinstance(counted, int) else None
+    total = artifact.record().characters if artifact.kind == "documents" else artifact.manifest.metrics.get("body_bytes")
+    return total if isinstance(total, int) else None
 
 
 def _removed(step: Step, sources: list[Artifact]) -> dict[str, int]:

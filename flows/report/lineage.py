@@ -105,8 +105,8 @@ def _node(key: str, what: Step | str, title: str, place: Place) -> Html:
 
 def _second(step: Step) -> str:
     record = step.artifact.manifest.tables.get(step.artifact.kind)
-    counted = f"{short(record.rows)} rows" if record is not None and record.rows else step.artifact.kind
-    return f"{counted}{' · reused' if step.reused else ''}"
+    count = f"{short(record.rows)} rows" if record is not None and record.rows else step.artifact.kind
+    return f"{count}{' · reused' if step.reused else ''}"
 
 
 def _edge(source: str, target: str, route: Sequence[Place]) -> Html:
@@ -148,8 +148,8 @@ def layered(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dict[
         step = 1 if sweep % 2 == 0 else -1
         for row in rows[::step]:
             # The neighbours in the layer that was placed last; in the second half of the sweeps all of them.
-            seen = {lane: [x[n] for n in near[lane] if (lane[1] - n[1]) * step > 0 or sweep >= SWEEPS // 2] for lane in row}
-            aims = {lane: fmean(seen[lane] or [x[lane]]) for lane in row}
+            centres = {lane: [x[n] for n in near[lane] if (lane[1] - n[1]) * step > 0 or sweep >= SWEEPS // 2] for lane in row}
+            aims = {lane: fmean(centres[lane] or [x[lane]]) for lane in row}
             order = sorted(row, key=aims.__getitem__)
             at = [aims[order[0]]]
             for left, right in pairwise(order):

@@ -46,10 +46,10 @@ def heat_view(steps: Iterable[Step]) -> Html:
 
 
 def titled(step: Step, plots: Sequence[Plot]) -> list[Plot]:
-    named = [plot.title.lower().startswith(step.label.lower()) for plot in plots]
+    matches = [plot.title.lower().startswith(step.label.lower()) for plot in plots]
     return [
         plot if same else replace(plot, title=f"{step.label}: {plot.title[:1].lower()}{plot.title[1:]}")
-        for plot, same in zip(plots, named, strict=True)
+        for plot, same in zip(plots, matches, strict=True)
     ]
 
 
@@ -93,8 +93,8 @@ def training_view(steps: Sequence[Step], title: str) -> Html:
         account, measured = _account(step), facts(step)
         if account or measured:
             inside = [tag("p", account, measured, class_="note"), grid(draw(plot) for plot in others)]
-            counted = f"{len(others)} more curves" if others else "what it measured"
-            head = [tag("b", step.label), " ", tag("span", counted, class_="note")]
+            heading = f"{len(others)} more curves" if others else "what it measured"
+            head = [tag("b", step.label), " ", tag("span", heading, class_="note")]
             more.append(details(head, inside, open_=len(steps) == 1, class_="more"))
     return part(title, grid(draw(plot) for plot in first), more)
 

@@ -135,8 +135,8 @@ def foreign(headers: Mapping[str, str], host: str) -> bool:
 
 def _silent(headers: Mapping[str, str]) -> bool:
     """True if a browser sends the request and does not say for which page."""
-    named = any(name in headers for name in ("sec-fetch-site", "origin", "referer"))
-    return not named and headers.get("user-agent", "").startswith("Mozilla/")
+    says = any(name in headers for name in ("sec-fetch-site", "origin", "referer"))
+    return not says and headers.get("user-agent", "").startswith("Mozilla/")
 
 
 def own_page(headers: Mapping[str, str]) -> bool:

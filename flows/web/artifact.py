@@ -150,12 +150,12 @@ def _rows(artifact: Artifact, shown: str | None, start: int) -> Html:
     if start + SHOWN_ROWS < record.rows:
         steps.append(tag("a", "next", href=f"{here}?table={name}&start={start + SHOWN_ROWS}#rows", rel="next"))
     last = min(start + SHOWN_ROWS, record.rows)
-    counted = f"{start + 1:,} to {last:,} of {record.rows:,}" if record.rows else "no rows"
+    range_text = f"{start + 1:,} to {last:,} of {record.rows:,}" if record.rows else "no rows"
     query = quote(f"select * from {name} where artifact = '{artifact.key}' limit 100")
     return tag(
         "div", tag("nav", tabs, aria_label="Tables"), _folded("columns and what they mean", ["column", "type", "meaning"], columns),
         table(list(record.columns), rows) if rows else None,
-        note(counted, " · ", [[step, " · "] for step in steps], tag("a", "ask SQL", href=f"/puna/sql?q={query}")),
+        note(range_text, " · ", [[step, " · "] for step in steps], tag("a", "ask SQL", href=f"/puna/sql?q={query}")),
         class_="rows",
     )  # fmt: skip
 

@@ -143,8 +143,8 @@ def _results(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
     for source, batch in _batches(store, artifact, rule):
         whole = sum(one.rows() for one in source)
         seen += batch.num_rows
-        kept = batch.filter(pc.is_in(batch["id"], pa.array(list(why), pa.string()))) if rule else batch
-        cards += [_card(row, words, why.get(row["id"])) for row in _matching(kept, words).slice(0, MOST_HITS - len(cards)).to_pylist()]
+        matches = batch.filter(pc.is_in(batch["id"], pa.array(list(why), pa.string()))) if rule else batch
+        cards += [_card(row, words, why.get(row["id"])) for row in _matching(matches, words).slice(0, MOST_HITS - len(cards)).to_pylist()]
         if len(cards) >= MOST_HITS or time.monotonic() - began > SECONDS:
             break
     among = f"the first {seen:,} of {whole:,} documents" if seen < whole else f"{whole:,} documents"

@@ -85,14 +85,14 @@ def plan_view(store: Store, name: str, form: Asked) -> Html:
         _, steps = steps_of(request, store.uri)
     except PunaError as error:
         return tag("div", problem(str(error)))
-    counted = ", ".join(f"{count} {words}" for state, words in STATES.items() if (count := sum(step.state == state for step in steps)))
+    summary = ", ".join(f"{count} {words}" for state, words in STATES.items() if (count := sum(step.state == state for step in steps)))
     free = store.files.free()
     estimated = any(step.expected for step in steps)
     rows = [_row(step, estimated) for step in steps if step.state != "reused"]
     reused: list[list[Content]] = [[tag("b", step.label), tag("span", step.why, class_="id")] for step in steps if step.state == "reused"]
     total = str(Total.of(steps))
     return tag("div",
-        section("plan", total[0].upper() + total[1:], f"{counted}{f'; {size(free)} of disk are free' if free is not None else ''}",
+        section("plan", total[0].upper() + total[1:], f"{summary}{f'; {size(free)} of disk are free' if free is not None else ''}",
             table(["step", *(COSTS if estimated else ()), "because"], rows, numeric=(1, 2, 3) if estimated else ()) if rows else None,
             details(f"{len(reused)} reused", table(["step", "artifact"], reused), class_="more") if reused else None,
             None if steps else note("No step follows from what there is.")),
@@ -207,9 +207,9 @@ def _settings(offer: Offer, form: Asked) -> list[Content]:
         rare = _rare(offer.what, own, values) if len(own) > MANY else []
         parts.append(tag("div", fields_of([path for path in own if path not in rare]), class_="sliders"))
         if rare:
-            named = [tag("b", "more"), f" {', '.join(rare)}"]
+            heading = [tag("b", "more"), f" {', '.join(rare)}"]
             changed = any(form.get(f"set.{path}", [_as_yaml(values[path])])[0] != _as_yaml(values[path]) for path in rare)
-            parts.append(details(named, tag("div", fields_of(rare), class_="sliders"), open_=changed, class_="more"))
+            parts.append(details(heading, tag("div", fields_of(rare), class_="sliders"), open_=changed, class_="more"))
     for group, paths in groups.items():
         fields = fields_of(paths)
         about = schema["properties"].get(group, {}).get("description", "")

@@ -61,8 +61,8 @@ def run_rows(loop: Callable[..., None], rows: int, width: int, *args: Any) -> No
     cuts = [rows * i // count for i in range(count + 1)]
     if _pool is None:
         _pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="puna-kernels")
-    for done in [_pool.submit(loop, i, cuts[i], cuts[i + 1], *args) for i in range(count)]:
-        done.result()
+    for job in [_pool.submit(loop, i, cuts[i], cuts[i + 1], *args) for i in range(count)]:
+        job.result()
 
 
 @inline_jit

@@ -195,8 +195,8 @@ def folder(root: Path) -> Path:
 
     They are pickles of machine code: outside the checkout a folder that is not this user's is passed over. OSError: no folder is left.
     """
-    if given := os.environ.get("NUMBA_CACHE_DIR"):
-        return Path(given)
+    if path := os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(path)
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "puna"
     own = root / ".loops"
     for base in (own, home, Path(tempfile.gettempdir()) / f"puna-{os.getuid()}"):

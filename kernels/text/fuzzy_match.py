@@ -77,8 +77,8 @@ def fuzzy_match(text: Hashed, index: FuzzyIndex) -> FuzzyMatch | None:
                 continue
             start, stop = _passage(grams, at, index.weights[prompt], index.misses)
             covered[prompt] = stop
-            held = sum(index.weights[prompt].get(gram, 0.0) for gram in sorted(set(grams[start : stop + 1].tolist())))
-            share = held / index.totals[prompt]
+            weight = sum(index.weights[prompt].get(gram, 0.0) for gram in sorted(set(grams[start : stop + 1].tolist())))
+            share = weight / index.totals[prompt]
             if best is None or (share, -prompt) > (best.share, -best.prompt):
                 passage = text.lowered[text.start[start] : text.stop[stop + index.n - 1]]
                 best = FuzzyMatch(prompt, share, passage)

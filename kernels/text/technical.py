@@ -59,8 +59,8 @@ def reasoning_words() -> Listed:
 def measured(texts: pa.Array | pa.ChunkedArray, characters: int) -> list[Technical]:
     """Return code and reasoning in the first so many characters of each text."""
     words = reasoning_words()
-    held = kinds_held(texts, characters, words, np.zeros(words.size, np.int64), 1)
-    return [Technical(*row) for row in np.hstack([_counted(*buffers(texts), characters), held]).tolist()]
+    kinds = kinds_held(texts, characters, words, np.zeros(words.size, np.int64), 1)
+    return [Technical(*row) for row in np.hstack([_counted(*buffers(texts), characters), kinds]).tolist()]
 
 
 @njit(cache=True)

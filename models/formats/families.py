@@ -226,8 +226,8 @@ def from_disk(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
 
 def awq_refusal(settings: Mapping[str, Any]) -> str | None:
     """Return the reason why a checkpoint's quantization_config cannot be read; None if it can."""
-    wanted = {"quant_method": ("awq",), "bits": (4, None), "version": ("gemm", "GEMM", None), "zero_point": (True, None)}
-    for name, supported in wanted.items():
+    values = {"quant_method": ("awq",), "bits": (4, None), "version": ("gemm", "GEMM", None), "zero_point": (True, None)}
+    for name, supported in values.items():
         if settings.get(name) not in supported:
             return f"quantization_config.{name} = {settings.get(name)!r} is not read here (only {supported[0]!r})"
     return None

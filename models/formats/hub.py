@@ -167,11 +167,11 @@ class PunaModel(PunaPreTrainedModel):
     def _forest(self, x_BTD: Tensor, keep: Tensor | None, positions: Tensor | None) -> Tensor:
         """Compute all rows' real tokens as one forest; hidden states of padding are zero."""
         B, T, D = x_BTD.shape
-        counted = torch.arange(T, device=x_BTD.device).expand(B, T)
-        positions = counted if positions is None else positions.expand(B, T)
+        indices = torch.arange(T, device=x_BTD.device).expand(B, T)
+        positions = indices if positions is None else positions.expand(B, T)
         if keep is None:
             real = torch.ones(B, T, dtype=torch.bool, device=x_BTD.device)
-            first = (counted == 0) | F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
+            first = (indices == 0) | F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
         else:
             real = keep.bool()
             first = real & (real.cumsum(1) == 1)
@@ -189,22 +189,22 @@ class PunaModel(PunaPreTrainedModel):
         """Compute a padded batch behind the cache's keys and values; the cache grows by it."""
         B, T, D = x_BTD.shape
         past = cache.get_seq_length()
-        counted = torch.arange(past, past + T, device=x_BTD.device)
-        positions = counted.expand(B, T) if positions is None else positions.expand(B, T)
+        indices = torch.arange(past, past + T, device=x_BTD.device)
+        positions = indices.expand(B, T) if positions is None else positions.expand(B, T)
 
         def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
             q, k, v = (x.view(B, T, *x.shape[1:]).transpose(1, 2) for x in (q_NHK, k_NGK, v_NGK))
             k, v = cache.update(k, v, layer)
             # The cache of a sliding layer has dropped its oldest keys.
             index = torch.arange(k.shape[2], device=q.device) + max(0, past + T - k.shape[2])
-            visible = index <= counted[:, None]
+            visible = index <= indices[:, None]
             if (window := self.shape.windows[layer]) is not None:
-                visible = visible & (counted[:, None] - index < window)
+                visible = visible & (indices[:, None] - index < window)
             visible = visible.expand(B, T, -1)
             if keep is not None:
                 padded = F.pad(keep.bool(), (0, max(0, int(index[-1]) + 1 - keep.shape[1])), value=True)
                 # A padding query sees itself, so that its softmax is defined.
-                visible = visible & padded[:, None, index] | (index == counted[:, None])
+                visible = visible & padded[:, None, index] | (index == indices[:, None])
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)
             return out.transpose(1, 2).flatten(0, 1)
 

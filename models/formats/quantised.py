@@ -119,8 +119,8 @@ class _Product(torch.autograd.Function):
 def held_bytes(model: nn.Module) -> int:
     """Return the bytes of all weights, as they lie in memory."""
     packed = [module for module in model.modules() if isinstance(module, Nf4Linear)]
-    counted = {id(module.weight) for module in packed}
-    plain = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in counted)
+    weights = {id(module.weight) for module in packed}
+    plain = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in weights)
     return plain + sum(module.bytes() for module in packed)
 
 

@@ -58,18 +58,18 @@ class DraftedEngine(Engine):
         if starting:
             self._follow(starting, [answer.tokens[answer.drafted : answer.computed + answer.count] for answer in starting])
         self._odds, self._wrong = {answer: [] for answer in work if answer.guess}, {}
-        asked, number = list(self._odds), 0
-        while asked:
-            due = [[answer.guess[number - 1]] if number else answer.tokens[answer.drafted :] for answer in asked]
-            logits_BV = self.draft.logits(self._follow(asked, due))
-            draws = [self._guess_of(answer, number) for answer in asked]
+        answers, number = list(self._odds), 0
+        while answers:
+            due = [[answer.guess[number - 1]] if number else answer.tokens[answer.drafted :] for answer in answers]
+            logits_BV = self.draft.logits(self._follow(answers, due))
+            draws = [self._guess_of(answer, number) for answer in answers]
             q_BV, errors = distribution(logits_BV, draws)
-            self._wrong |= {asked[row]: error for row, error in errors.items()}
-            for answer, q_V, token in zip(asked, q_BV, invert(q_BV, _uniforms(draws, q_BV)).tolist(), strict=True):
+            self._wrong |= {answers[row]: error for row, error in errors.items()}
+            for answer, q_V, token in zip(answers, q_BV, invert(q_BV, _uniforms(draws, q_BV)).tolist(), strict=True):
                 answer.guess[number] = token
                 self._odds[answer].append(q_V)
             number += 1
-            asked = [answer for answer in asked if len(answer.guess) > number]
+            answers = [answer for answer in answers if len(answer.guess) > number]
         return super()._compute(work)
 
     def _follow(self, answers: Sequence[Answer], due: Sequence[Sequence[int]]) -> Tensor:
@@ -124,8 +124,8 @@ def judged(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: Sequence
     max(p - q, 0), which q cannot give, by the inverse of its cumulative distribution at `uniforms`."""
     guess_S1 = torch.tensor(guesses, device=p_SV.device)[:, None]
     number_S = torch.tensor(numbers, dtype=torch.float64, device=p_SV.device)
-    taken = number_S * q_SV.gather(1, guess_S1)[:, 0].double() < p_SV.gather(1, guess_S1)[:, 0].double()
-    return torch.where(taken, guess_S1[:, 0], invert((p_SV - q_SV).clamp_min_(0.0), uniforms))
+    accepts = number_S * q_SV.gather(1, guess_S1)[:, 0].double() < p_SV.gather(1, guess_S1)[:, 0].double()
+    return torch.where(accepts, guess_S1[:, 0], invert((p_SV - q_SV).clamp_min_(0.0), uniforms))
 
 
 def distribution(logits_SV: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, dict[int, RowError]]:

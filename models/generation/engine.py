@@ -134,12 +134,12 @@ class Engine:
         different answers. `progress` gets (answers done, answers in all).
         """
         self._look()
-        seen: Counter[tuple[int, ...]] = Counter()
+        repeats: Counter[tuple[int, ...]] = Counter()
         completions: dict[Request, dict[int, Completion]] = {}
         for index, prompt in enumerate(prompts):
             request = self._request(prompt, params, index)
-            request.first = seen[request.words]
-            seen[request.words] += params.n
+            request.first = repeats[request.words]
+            repeats[request.words] += params.n
             completions[request] = {}
         with closing(self._events(list(completions))) as events:
             ended = ((event, event.completion) for event in events if event.completion is not None)

@@ -86,10 +86,10 @@ class LatentPages(OverLatents):
         tables, sequence, position = (t.numpy() for t in (plan.tables, plan.sequence, plan.position))
         last = np.zeros(len(tables), np.int32)
         np.maximum.at(last, sequence, position // PAGE)
-        seen = np.arange(tables.shape[1]) <= last[:, None]
-        used, numbers = np.unique(tables[seen], return_inverse=True)
+        visible = np.arange(tables.shape[1]) <= last[:, None]
+        used, numbers = np.unique(tables[visible], return_inverse=True)
         renumbered = np.zeros_like(tables)
-        renumbered[seen] = numbers
+        renumbered[visible] = numbers
         return torch.from_numpy(used.astype(np.int64)).to(plan.device), PagedPlan(
             torch.from_numpy(renumbered), plan.sequence, plan.position, plan.device
         )

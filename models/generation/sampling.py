@@ -93,8 +93,8 @@ def shift(z_V: Tensor, row: Draw) -> None:
     """Apply penalties, biases and the mask of a row, in place. Raise RowError if a token is unknown or the mask fails."""
     params = row.params
     if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*row.prompt, *row.answer}), device=z_V.device)
-        z_V[seen] = torch.where(z_V[seen] > 0, z_V[seen] / params.repetition_penalty, z_V[seen] * params.repetition_penalty)
+        context = torch.tensor(sorted({*row.prompt, *row.answer}), device=z_V.device)
+        z_V[context] = torch.where(z_V[context] > 0, z_V[context] / params.repetition_penalty, z_V[context] * params.repetition_penalty)
     if row.answer and (params.presence_penalty or params.frequency_penalty):
         tokens, times = np.unique(np.asarray(row.answer), return_counts=True)
         penalty = params.presence_penalty + params.frequency_penalty * times

@@ -98,8 +98,8 @@ def _grown(
             break
         _, _, leaf = heapq.heappop(leaves)
         left = params.max_tokens - len(leaf.tokens)
-        asked = replace(params, max_tokens=min(step_tokens, left), stop=(*ends, step) if step else tuple(ends))
-        (row,) = engine.generate([[*prompt, *leaf.tokens]], asked)
+        step_params = replace(params, max_tokens=min(step_tokens, left), stop=(*ends, step) if step else tuple(ends))
+        (row,) = engine.generate([[*prompt, *leaf.tokens]], step_params)
         drawn, tried = drawn + _drawn(row), tried + len(row)
         longer = {tuple(one.tokens): Completion(leaf.tokens + one.tokens, leaf.logprobs + one.logprobs, one.finished) for one in row}
         over: list[tuple[int, Completion]] = []

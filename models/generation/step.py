@@ -35,9 +35,9 @@ def run(model: Transformer, cache: Cache, work: Sequence[Stretch], by_loops: Pas
     ids = torch.tensor([token for one in work for token in one.tokens])
     sequence = np.repeat(np.arange(len(work), dtype=np.int32), counts)
     position = (np.arange(len(ids)) + np.repeat([one.begin for one in work] + counts - np.cumsum(counts), counts)).astype(np.int32)
-    held = np.array([len(one.pages) for one in work])
-    tables = np.zeros((len(work), held.max()), np.int32)
-    tables[np.arange(tables.shape[1]) < held[:, None]] = [page for one in work for page in one.pages]
+    page_counts = np.array([len(one.pages) for one in work])
+    tables = np.zeros((len(work), page_counts.max()), np.int32)
+    tables[np.arange(tables.shape[1]) < page_counts[:, None]] = [page for one in work for page in one.pages]
     device = model.model.embed_tokens.weight.device
     plan = PagedPlan(torch.from_numpy(tables), torch.from_numpy(sequence), torch.from_numpy(position), device)
     x_ND = model.model.embed_tokens(ids.to(device))

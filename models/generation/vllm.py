@@ -45,15 +45,15 @@ class VllmEngine:
         products do not depend on what is computed beside it. `progress` is told once, at the end."""
         if not prompts:
             return []
-        seen: Counter[tuple[int, ...]] = Counter()
-        asked, how = [], []
+        repeats: Counter[tuple[int, ...]] = Counter()
+        requests, how = [], []
         for index, prompt in enumerate(prompts):
             request = request_of(self.tokenizer, prompt, params, index)
-            seed = np.random.SeedSequence([params.seed, seen[request.words], *request.words]).generate_state(1)
-            seen[request.words] += params.n
-            asked.append({"prompt_token_ids": request.prompt})
+            seed = np.random.SeedSequence([params.seed, repeats[request.words], *request.words]).generate_state(1)
+            repeats[request.words] += params.n
+            requests.append({"prompt_token_ids": request.prompt})
             how.append(self._params(params, sorted(request.stop_ids), request.stop_texts, int(seed[0])))
-        completions = [self._completions(one.outputs) for one in self._loaded(params).generate(asked, how, use_tqdm=False)]
+        completions = [self._completions(one.outputs) for one in self._loaded(params).generate(requests, how, use_tqdm=False)]
         if progress is not None:
             progress(len(completions) * params.n, len(completions) * params.n)
         return completions

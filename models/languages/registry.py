@@ -117,8 +117,8 @@ def with_rows(own: Iterable[LanguageRow]) -> dict[str, LanguageRow]:
     table = dict(shipped())
     for row in own:
         before = row_of(table, row.language, row.script)
-        named = {name for name in row.model_fields_set if name != "factors"}
-        defaults = {name: getattr(before, name) for name in LanguageRow.model_fields if name not in named}
+        fields = {name for name in row.model_fields_set if name != "factors"}
+        defaults = {name: getattr(before, name) for name in LanguageRow.model_fields if name not in fields}
         table[row.key] = LanguageRow(**(row.model_dump() | defaults | {"factors": dict(before.factors) | dict(row.factors)}))
     return table
 

@@ -184,8 +184,8 @@ def _disk_rate(source: Source) -> float:
     buffer, rates = Buffer(source.read_bytes), []
     for layout in source.layouts[:PROBE_LAYERS]:
         before = time.perf_counter()
-        done = source.reader.fill(layout, buffer)
-        rates.append(done / (time.perf_counter() - before))
+        size = source.reader.fill(layout, buffer)
+        rates.append(size / (time.perf_counter() - before))
     return median(rates)
 
 

@@ -48,11 +48,11 @@ def read_files(folder: Path) -> TokenizerFiles:
     except Exception as error:  # tokenizers raises Exception itself
         raise TokenizerError(f"{path} is no tokenizer: {error}") from error
     others = _json(folder / "special_tokens_map.json")
-    named = {name: text for name in NAMED if (text := _text(config.get(name) or others.get(name)))}
+    special = {name: text for name in NAMED if (text := _text(config.get(name) or others.get(name)))}
     stops = _stop_ids(folder)
     tokens = [token for id_ in stops if (token := backend.id_to_token(id_)) is not None]
-    with_tokens(backend, [*named.values(), *_listed(config), *_listed(others), *tokens], _added(config))
-    return TokenizerFiles(backend, named, _template(folder, config), stops, _generation(folder))
+    with_tokens(backend, [*special.values(), *_listed(config), *_listed(others), *tokens], _added(config))
+    return TokenizerFiles(backend, special, _template(folder, config), stops, _generation(folder))
 
 
 def check_content(content: Mapping[str, Any], more: int) -> None:
@@ -60,15 +60,15 @@ def check_content(content: Mapping[str, Any], more: int) -> None:
     added to its own."""
     model, added = content.get("model") or {}, content.get("added_tokens") or []
     pieces = model.get("vocab") or {}
-    named = {piece[0]: id_ for id_, piece in enumerate(pieces)} if isinstance(pieces, list) else pieces
-    named = {**named, **{token["content"]: token["id"] for token in added}}
+    ids = {piece[0]: id_ for id_, piece in enumerate(pieces)} if isinstance(pieces, list) else pieces
+    ids = {**ids, **{token["content"]: token["id"] for token in added}}
     if len(added) + more > ADDED:
         raise ValueError(f"{len(added) + more:,} tokens are added to the vocabulary: at most {ADDED:,} are read")
-    if (top := max(named.values(), default=0)) >= TOKENS:
+    if (top := max(ids.values(), default=0)) >= TOKENS:
         raise ValueError(f"it has a token with the id {top:,}: ids below {TOKENS:,} are read")
     searched = model.get("type") in ("Unigram", "WordPiece")
     limit = WORD if searched else LONGEST
-    if (longest := max(*map(len, named), model.get("max_input_chars_per_word") or 0, 0)) > limit:
+    if (longest := max(*map(len, ids), model.get("max_input_chars_per_word") or 0, 0)) > limit:
         raise ValueError(f"it has a token or a word of {longest:,} characters: at most {limit:,} are read")
     if (why := unknown(content.get("decoder"))) is not None:
         raise ValueError(f"its decoder has {why}, which is not known to take time in proportion to a text")
@@ -142,12 +142,12 @@ def _generation(folder: Path) -> dict[str, Any]:
 def _template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
     """Return the chat template, or several by name; template files take precedence over the configuration's."""
     template = config.get("chat_template")
-    named = {entry["name"]: entry["template"] for entry in template} if isinstance(template, list) else {}
+    templates = {entry["name"]: entry["template"] for entry in template} if isinstance(template, list) else {}
     if isinstance(template, str):
-        named["default"] = template
+        templates["default"] = template
     if isinstance(text := _json(folder / "chat_template.json").get("chat_template"), str):
-        named["default"] = text
+        templates["default"] = text
     for path in [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]:
         if path.is_file():
-            named["default" if path.stem == "chat_template" else path.stem] = path.read_text(encoding="utf-8")
-    return named["default"] if set(named) == {"default"} else named or None
+            templates["default" if path.stem == "chat_template" else path.stem] = path.read_text(encoding="utf-8")
+    return templates["default"] if set(templates) == {"default"} else templates or None

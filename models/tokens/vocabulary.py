@@ -156,10 +156,10 @@ class Vocabulary:
 
     def find_special(self, text: str, among: Iterable[int]) -> tuple[int, int, int] | None:
         """Return the first of these tokens in a rendered text: (start, stop, id)."""
-        wanted = set(among)
+        candidates = set(among)
         for match in self._special_pattern.finditer(text):
             for token in match.groups():
-                if token is not None and self._special_tokens[token][0] in wanted:
+                if token is not None and self._special_tokens[token][0] in candidates:
                     start = text.index(token, match.start())
                     return start, start + len(token), self._special_tokens[token][0]
         return None

@@ -166,12 +166,12 @@ class _Development:
 
         rows = sorted(prompts.read().to_pylist(), key=lambda row: str(row["id"]))
         bad = BadRows(config, "average")
-        asked = list(bad.rendered(rows, partial(prompt_ids, tokenizer)))
-        bad.check_left(len(asked), f"{len(rows)} development prompts")
+        questions = list(bad.rendered(rows, partial(prompt_ids, tokenizer)))
+        bad.check_left(len(questions), f"{len(rows)} development prompts")
         if bad.dropped:
             bad.write(run)
-        self.rows = [row for row, _ in asked]
-        self._ids = [ids for _, ids in asked]
+        self.rows = [row for row, _ in questions]
+        self._ids = [ids for _, ids in questions]
         self._tokenizer = tokenizer
         search = config.search
         scorer = None if search.reward == "reward_model" else Scorer(self.rows, search.scoring, run, judges, needed="average")

@@ -132,10 +132,10 @@ def data_quality(instructions: Instructions, model: Model, judge: Model | None, 
     dropped = bad.dropped
     for rule in (_phrase_rule(rows, config.rules), _text_rule(config.rules), _duplicate_rule(rows)):
         rows = _apply(rule, rows, dropped)
-    asked = Loaded(network, tokenizer) if judge is None else Loaded(*load_model(judge, "lm", frozen=True))
-    grades = graded(rows, asked, config.judge, run) if config.judge else None
+    grader = Loaded(network, tokenizer) if judge is None else Loaded(*load_model(judge, "lm", frozen=True))
+    grades = graded(rows, grader, config.judge, run) if config.judge else None
     difficulty = grades.difficulty if grades and grades.difficulty else {name: 1.0 - share for name, share in agreement.items()}
-    given = rows
+    before = rows
     rows = _apply(_quality_rule(rows, agreement, grades, config, run), rows, dropped)
     if rows:
         vectors = embed([examples[row["id"]] for row in rows], network, config.micro_batch_tokens, run.scratch / "states")
@@ -146,7 +146,7 @@ def data_quality(instructions: Instructions, model: Model, judge: Model | None, 
     run.write_rows(dropped, "dropped")
     if grades:
         run.write_rows(grades.scores, "scores")
-    _report_difficulty(given, rows, difficulty, run)
+    _report_difficulty(before, rows, difficulty, run)
     counts = Counter(row["rule"] for row in dropped)
     run.metric("kept", len(rows))
     for rule, count in sorted(counts.items()):
@@ -161,14 +161,14 @@ Verdict = tuple[str, float | None, float | None, str | None]
 
 def _apply(verdicts: Any, rows: list[Row], dropped: list[Row]) -> list[Row]:
     """Return the rows that pass a rule; append the others to `dropped`."""
-    kept = []
+    remaining = []
     for row in rows:
         verdict: Verdict | None = verdicts(row)
         if verdict is None:
-            kept.append(row)
+            remaining.append(row)
         else:
             dropped.append({"id": row["id"], **dict(zip(("rule", "value", "threshold", "detail"), verdict, strict=True))})
-    return kept
+    return remaining
 
 
 def _agreement(instructions: Artifact) -> dict[str, float]:
@@ -227,12 +227,12 @@ def _text_rule(rules: Rules) -> Any:
 
 def _duplicate_rule(rows: Sequence[Row]) -> Any:
     """Drop repeated conversations; of each the best-scored copy is kept."""
-    kept: dict[tuple[str, ...], str] = {}
+    first_ids: dict[tuple[str, ...], str] = {}
     for row in sorted(rows, key=_best_first):
-        kept.setdefault(_without_blanks(row), row["id"])
+        first_ids.setdefault(_without_blanks(row), row["id"])
 
     def judge(row: Row) -> Verdict | None:
-        first = kept[_without_blanks(row)]
+        first = first_ids[_without_blanks(row)]
         return None if first == row["id"] else ("duplicate", None, None, first)
 
     return judge
@@ -304,8 +304,8 @@ def _draw_rule(rows: Sequence[Row], worth: dict[str, float], config: DataQuality
     names = [row["id"] for row in rows]
     weights = np.array([worth[name] for name in names])
     waiting = np.divide(-np.log1p(-uniform(names, config.seed, "keep")), weights, out=np.full(len(names), np.inf), where=weights > 0)
-    kept = {names[i] for i in np.argsort(waiting, kind="stable")[: config.keep]}
-    return lambda row: None if row["id"] in kept else ("not_drawn", worth[row["id"]], None, None)
+    sample = {names[i] for i in np.argsort(waiting, kind="stable")[: config.keep]}
+    return lambda row: None if row["id"] in sample else ("not_drawn", worth[row["id"]], None, None)
 
 
 def _report_difficulty(given: Sequence[Row], kept: Sequence[Row], difficulty: dict[str, float], run: StageRun) -> None:

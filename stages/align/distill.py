@@ -65,15 +65,15 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
     network, tokenizer = load_model(student, "lm", quantization=config.quantization)
     guide, _ = load_model(teacher, "lm", frozen=True)
     bad = BadRows(config, "distill")
-    rows, asked = training_prompts(prompts, network, tokenizer, config.answers, config.max_tokens, row_limit(config.training), bad)
+    rows, prompt_tokens = training_prompts(prompts, network, tokenizer, config.answers, config.max_tokens, row_limit(config.training), bad)
     if not rows:
         raise PunaError(f"distill: {prompts.id} has no training prompts")
     bad.write(run)
-    batches = _sampled(network, [ids for _, ids in asked], tokenizer.stop_ids, config, run)
+    batches = _sampled(network, [ids for _, ids in prompt_tokens], tokenizer.stop_ids, config, run)
     objective = Distill(guide.requires_grad_(False), config.beta, config.temperature)
     with adapted(network, config, run) as scales:
-        log = fit(network, objective, batches, config.training.train_config(len(asked)), run, scales, sampled=True)
-    run.metric("prompts", len(asked))
+        log = fit(network, objective, batches, config.training.train_config(len(prompt_tokens)), run, scales, sampled=True)
+    run.metric("prompts", len(prompt_tokens))
     run.metric("first_loss", log[0]["loss"])
     save_model(network, tokenizer, run.folder)
 
@@ -89,12 +89,12 @@ def _sampled(
     order, seed, size = run.seed("order"), run.seed("answers"), config.training.compute.micro_batch_tokens
 
     def batches(step: int) -> list[Targets]:
-        asked = [prompts[i] for i in step_indices(step, len(prompts), config.training.batch_size, order)]
+        batch = [prompts[i] for i in step_indices(step, len(prompts), config.training.batch_size, order)]
         params = SamplingParams(
             n=config.answers, temperature=config.temperature, max_tokens=config.max_tokens, stop=tuple(stop), seed=(seed + step) % 2**31
         )
-        answers = [[list(one.tokens) for one in some] for some in Engine(model).generate(asked, params)]
-        lengths = [len(ids) + sum(map(len, some)) for ids, some in zip(asked, answers, strict=True)]
-        return [Targets.from_answers([asked[i] for i in row], [answers[i] for i in row]) for row in pack(lengths, size)]
+        answers = [[list(one.tokens) for one in some] for some in Engine(model).generate(batch, params)]
+        lengths = [len(ids) + sum(map(len, some)) for ids, some in zip(batch, answers, strict=True)]
+        return [Targets.from_answers([batch[i] for i in row], [answers[i] for i in row]) for row in pack(lengths, size)]
 
     return batches

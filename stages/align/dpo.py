@@ -184,16 +184,16 @@ def mismatched(examples: Sequence[Example], micro_batch_tokens: int, generator: 
     start = 0
     for i in order:
         own, room = len(examples[i].answers), micro_batch_tokens - len(examples[i].prompt)
-        taken: list[tuple[list[int], list[bool]]] = []
+        swaps: list[tuple[list[int], list[bool]]] = []
         start += own
         for step in range(len(ring) - own):
             answer = ring[(start + step) % len(ring)]
-            if len(taken) < own and len(answer[0]) <= room:
-                taken.append(answer)
+            if len(swaps) < own and len(answer[0]) <= room:
+                swaps.append(answer)
                 room -= len(answer[0])
-            if len(taken) == own:
+            if len(swaps) == own:
                 break
-        remaining[i] = Example(examples[i].prompt, [ids for ids, _ in taken], [mask for _, mask in taken], [])
+        remaining[i] = Example(examples[i].prompt, [ids for ids, _ in swaps], [mask for _, mask in swaps], [])
     return remaining
 
 

@@ -65,16 +65,16 @@ def instructions(prompts: Prompts, config: InstructionsConfig, run: StageRun) ->
 
     Held-out prompts are left out; those without a reference are in `dropped`. PunaError where none has one.
     """
-    asked = [row for row in prompts.read().to_pylist() if row["split"] == "train"]
-    if not asked:
+    questions = [row for row in prompts.read().to_pylist() if row["split"] == "train"]
+    if not questions:
         raise PunaError(f"instructions: {prompts.id} has no training prompts; ask for some with prompts.train")
-    answered = [row for row in asked if row["reference"] is not None]
+    answered = [row for row in questions if row["reference"] is not None]
     if not answered:
-        raise PunaError(f"instructions: the {len(asked)} training prompts of {prompts.id} have no reference to learn")
+        raise PunaError(f"instructions: the {len(questions)} training prompts of {prompts.id} have no reference to learn")
     names = {row["id"]: identifier(config.source, row["id"]) for row in answered}
     run.write_rows([instruction(names[row["id"]], row["id"], row, answer_message(row["reference"]), config.source) for row in answered])
-    bare = [row for row in asked if row["reference"] is None]
-    run.count_input(len(asked))
+    bare = [row for row in questions if row["reference"] is None]
+    run.count_input(len(questions))
     run.write_rows(
         [{"id": row["id"], "rule": "no_reference", "value": None, "threshold": None, "detail": shown(messages_of(row))} for row in bare],
         "dropped",

@@ -96,7 +96,7 @@ def judgements(answers: Answers, prompts: Prompts, judged: list[External], confi
     prompt was edited, both answers stay and the conversation is the edited one. Metrics: `judges`, and `agreement` and `alpha` where
     two judged a pair.
     """
-    asked, by_prompt = read_answers(answers, prompts)
+    questions, by_prompt = read_answers(answers, prompts)
     pairs = pairs_to_judge(by_prompt, config)
     by_pair: dict[str, dict[str, Judgement]] = defaultdict(dict)
     for number, line, name in _lines(judged):
@@ -107,7 +107,7 @@ def judgements(answers: Answers, prompts: Prompts, judged: list[External], confi
     rows, dropped = [], []
     for pair, people in sorted(by_pair.items()):
         verdicts = [people[name] for name in sorted(people)]
-        row, rule = _preference(pair, *pairs[pair], verdicts, asked)
+        row, rule = _preference(pair, *pairs[pair], verdicts, questions)
         if row is not None:
             split = "heldout" if fraction(config.seed, row["prompt_id"]) < config.heldout_fraction else "train"
             rows.append({**row, "split": split})

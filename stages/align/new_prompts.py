@@ -23,18 +23,18 @@ def new_prompts(pool: Prompts, used: list[Prompts] | None, config: NewPromptsCon
 
     A conversation that occurs twice under two ids is one prompt. The metric `left` counts the prompts that are still unused then.
     """
-    seen, ids = set[str](), set[str]()
+    texts, ids = set[str](), set[str]()
     for artifact in used or ():
         columns = artifact.read(columns=["id", "messages"])
         ids.update(columns["id"].to_pylist())
-        seen.update(columns["messages"].to_pylist())
+        texts.update(columns["messages"].to_pylist())
     tasks: dict[str, list[dict[str, object]]] = {}
     # Named for its purpose: by seed and id alone, other stages draw their held-out rows.
     rows = sorted(pool.read().to_pylist(), key=lambda row: (hashed("new_prompts", config.seed, row["id"]), row["id"]))
-    seen.update(row["messages"] for row in rows if row["split"] != "train")
+    texts.update(row["messages"] for row in rows if row["split"] != "train")
     for row in rows:
-        if row["split"] == "train" and row["id"] not in ids and row["messages"] not in seen:
-            seen.add(row["messages"])
+        if row["split"] == "train" and row["id"] not in ids and row["messages"] not in texts:
+            texts.add(row["messages"])
             tasks.setdefault(row["task"], []).append(row)
     chosen = [row for task in sorted(tasks) for row in tasks[task][: config.count]]
     run.write_rows([{**row, "split": config.split} for row in chosen])

@@ -94,17 +94,17 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
     Rows in are the drawn pairs; `dropped` holds those with identical, similar or unfinished answers, and those with an answer that has no
     gold score because its verifier failed (`unscored`). PunaError where a prompt has no verifier.
     """
-    asked, by_prompt = read_answers(answers, prompts)
-    if bare := [name for name in sorted(by_prompt) if asked[name]["verifier"] is None]:
+    questions, by_prompt = read_answers(answers, prompts)
+    if bare := [name for name in sorted(by_prompt) if questions[name]["verifier"] is None]:
         raise PunaError(f"preferences: {len(bare)} of {len(by_prompt)} prompts have no verifier to judge by, for example {bare[0]}")
-    kept: list[Row] = []
+    pairs: list[Row] = []
     dropped: list[Row] = []
     by_prompt = {name: some for name, some in by_prompt.items() if fraction("judged", config.seed, name) < config.judged_fraction}
     if not by_prompt:
         raise PunaError(f"preferences: no prompt is among the judged share of {config.judged_fraction}; raise judged_fraction")
-    _liked(by_prompt, asked, config, run)
+    _liked(by_prompt, questions, config, run)
     for prompt_id in sorted(by_prompt):
-        prompt = asked[prompt_id]
+        prompt = questions[prompt_id]
         generator = run.generator("pairs", prompt_id)
         split = "heldout" if fraction(config.seed, prompt_id) < config.heldout_fraction else "train"
         drawn = list(draw_pairs(by_prompt[prompt_id], generator, config.pairs_per_prompt))
@@ -113,14 +113,14 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
             noise, mistaken = float(generator.standard_normal()), generator.random() < config.flips
             row, rule, margin = judge(prompt, first, second, config, noise, bool(mistaken))
             if rule is None:
-                kept.append({**row, "split": split})
+                pairs.append({**row, "split": split})
             else:
                 threshold = config.thresholds.marginally_better if rule == "similar" else None
                 detail = f"{first['text']!r} / {second['text']!r}"
                 dropped.append({"id": row["id"], "rule": rule, "value": margin, "threshold": threshold, "detail": detail})
-    run.write_rows(kept)
+    run.write_rows(pairs)
     run.write_rows(dropped, "dropped")
-    _report(kept, dropped, run)
+    _report(pairs, dropped, run)
 
 
 def _liked(by_prompt: dict[str, list[Row]], asked: dict[str, Row], config: PreferencesConfig, run: StageRun) -> None:

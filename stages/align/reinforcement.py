@@ -123,25 +123,25 @@ def _optimize(
     # What is only asked computes as the policy does: a KL divergence to fp32 would have bf16's rounding in it.
     dtype = DTYPES[training_precision(config.compute, run)]
     bad, limit = BadRows(config, run.stage), Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens")
-    given, rendered = training_prompts(prompts, model, tokenizer, config.answers, config.max_tokens, limit, bad)
+    chosen_rows, rendered = training_prompts(prompts, model, tokenizer, config.answers, config.max_tokens, limit, bad)
     if len(rendered) < config.prompts:
-        left = f"{len(given)} training prompts" + (f", {len(bad.dropped)} of them dropped" if bad.dropped else "")
+        left = f"{len(chosen_rows)} training prompts" + (f", {len(bad.dropped)} of them dropped" if bad.dropped else "")
         raise PunaError(f"{run.stage}: a rollout takes {config.prompts} prompts, but {prompts.id} has {left}")
     bad.write(run)
-    rows, asked = [row for row, _ in rendered], [ids for _, ids in rendered]
+    rows, prompt_ids = [row for row, _ in rendered], [ids for _, ids in rendered]
     scorer = Scorer(rows, config.scoring, run, judges, needed=run.stage) if config.scored else None
     used = [] if config.reward == "verifier" else scalars
     frozen = [copy.deepcopy(scalar).requires_grad_(False).to(dtype) for scalar in used]
     judging = None if config.reward == "reward_model" else scorer
-    rewards = rewards_of(judging, frozen, rows, asked, tokenizer, config.compute.micro_batch_tokens, config.floor, config.ensemble)
+    rewards = rewards_of(judging, frozen, rows, prompt_ids, tokenizer, config.compute.micro_batch_tokens, config.floor, config.ensemble)
     if config.reward == "product" and config.center == "start":
-        rewards = _centered(rewards, model, asked, tokenizer.stop_ids, config, run)
+        rewards = _centered(rewards, model, prompt_ids, tokenizer.stop_ids, config, run)
     valuing = (scalars[0] if scalars else load_model(policy, "scalar", new=True)[0]) if critic else None
     reference = copy.deepcopy(model).requires_grad_(False).to(dtype)
     with divergence_named(run.stage), adapted(model, config, run) as scales:
-        watch = None if scorer is None or config.reward == "verifier" else _gold(gold_of(scorer, rows, asked, tokenizer))
+        watch = None if scorer is None or config.reward == "verifier" else _gold(gold_of(scorer, rows, prompt_ids, tokenizer))
         log = drive(
-            Rollouts(model, reference, rewards, asked, tokenizer.stop_ids, config, run.seed("loop"), watch),
+            Rollouts(model, reference, rewards, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), watch),
             *([valuing] if valuing is not None else []),
             checkpoint_dir=run.scratch / CHECKPOINTS,
             on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"),

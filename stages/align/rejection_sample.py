@@ -64,21 +64,21 @@ def rejection_sample(
     (`unfinished`), of which none is right (`none_right`), or that cannot be scored; see `bad_rows`.
     Metrics compare the gold accuracy of the picked answers with the mean and with the best that was there.
     """
-    asked, groups = read_answers(answers, prompts)
+    questions, groups = read_answers(answers, prompts)
     finished = {key: [a for a in group if a["finished"]] for key, group in groups.items()}
     candidates = {key: finished[key] for key in sorted(finished) if finished[key]}
     bad = BadRows(config, "rejection_sample")
     if config.pick == "reward_model":
         if not reward_model:
             raise PunaError(f"rejection_sample: {NO_REWARD_MODEL}")
-        candidates = rewarded(candidates, asked, reward_model, config, bad, run)
+        candidates = rewarded(candidates, questions, reward_model, config, bad, run)
     picked = {key: some for key, group in candidates.items() if (some := _picked(key, group, config))}
     rows: list[Row] = []
     scores: list[Row] = []
     for key, best in ((key, one) for key, some in picked.items() for one in some):
         text = best["text"].strip()
         name, answer = identifier(config.source, key, *([text] if config.most > 1 else [])), answer_message(text)
-        row = instruction(name, key, asked[key], answer, config.source, best.get("reward"))
+        row = instruction(name, key, questions[key], answer, config.source, best.get("reward"))
         texts = Counter(a["text"].strip() for a in candidates[key])
         agreement = texts[best["text"].strip()] / len(candidates[key])
         rows.append(row)
@@ -90,7 +90,7 @@ def rejection_sample(
     dropped = bad.dropped
     for key in sorted(set(groups) - set(picked) - {row["id"] for row in dropped}):
         rule, count = ("none_right", len(finished[key])) if finished[key] else ("unfinished", len(groups[key]))
-        dropped.append({"id": key, "rule": rule, "value": float(count), "threshold": None, "detail": shown(messages_of(asked[key]))})
+        dropped.append({"id": key, "rule": rule, "value": float(count), "threshold": None, "detail": shown(messages_of(questions[key]))})
     # Of a prompt with several answers to learn, each counts.
     run.count_input(len(rows) + len(dropped))
     run.write_rows(rows)

@@ -80,8 +80,8 @@ def _judged(
     texts = {row["id"]: [str(message.get("content") or "") for message in messages] for row, messages in sides}
     pairs = {row["id"]: messages for row, messages in sides}
     limit = Limit(config.micro_batch_tokens, "micro_batch_tokens", "the prompt with its answers")
-    asked = [row for row, _ in sides]
-    examples = bad.examples(asked, lambda row: render(tokenizer, row, [[[one] for one in pairs[row["id"]]]]), len, limit)
+    questions = [row for row, _ in sides]
+    examples = bad.examples(questions, lambda row: render(tokenizer, row, [[[one] for one in pairs[row["id"]]]]), len, limit)
     bad.check_left(len(examples), f"{len(rows)} pairs")
     numbers = []
     for model in models:
@@ -120,15 +120,15 @@ def _report_pairs(judged: Sequence[Judged], run: StageRun) -> None:
 
 def _grouped(answers: Artifact, prompts: Artifact) -> tuple[dict[str, Row], dict[str, list[Row]]]:
     """Return the prompts by id, and the answers by prompt."""
-    asked = {row["id"]: row for row in prompts.read().to_pylist()}
+    questions = {row["id"]: row for row in prompts.read().to_pylist()}
     groups: dict[str, list[Row]] = {}
     for answer in answers.read(columns=["id", "prompt_id", "text", "gold"]).to_pylist():
-        if answer["prompt_id"] not in asked:
+        if answer["prompt_id"] not in questions:
             raise PunaError(f"reward_benchmark: the prompt {answer['prompt_id']} of {answers.id} is not among those of {prompts.id}")
         groups.setdefault(answer["prompt_id"], []).append(answer)
     if not groups:
         raise PunaError(f"reward_benchmark: {answers.id} has no answers")
-    return asked, groups
+    return questions, groups
 
 
 def _report_answers(

@@ -111,9 +111,9 @@ def sample(
     scorer = Scorer(rows, config.scoring, run, judges or ())
     bad, spent = BadRows(config, "sample"), Counter[str]()
     for number, model in enumerate(models):
-        asked = list(bad.rendered(rows, partial(prompt_ids, tokenizer_of(model))))
-        bad.check_left(len(asked), f"{len(rows)} prompts")
-        spent.update(_answer(model, asked, scorer, config, run, number, len(models), draft))
+        questions = list(bad.rendered(rows, partial(prompt_ids, tokenizer_of(model))))
+        bad.check_left(len(questions), f"{len(rows)} prompts")
+        spent.update(_answer(model, questions, scorer, config, run, number, len(models), draft))
     for endpoint in config.endpoints:
         spent["checker_calls"] += _ask(Endpoint(endpoint, run), rows, scorer, bad, config, run)
     bad.write(run)
@@ -213,10 +213,10 @@ def replies_of(
     endpoint: Endpoint, rows: Sequence[dict[str, Any]], bad: BadRows, count: int, fields: dict[str, Any], seed: int
 ) -> list[tuple[dict[str, Any], list[Reply]]]:
     """Return `count` replies to each row of prompts that the endpoint takes; `fields` are those of each request."""
-    asked = list(bad.rendered(rows, lambda row: {"messages": messages_of(row), "tools": tools_of(row)}))
-    each = iter(endpoint.ask([{**body, **fields, "seed": seed % 2**31 + i} for _, body in asked for i in range(count)]))
+    requests = list(bad.rendered(rows, lambda row: {"messages": messages_of(row), "tools": tools_of(row)}))
+    each = iter(endpoint.ask([{**body, **fields, "seed": seed % 2**31 + i} for _, body in requests for i in range(count)]))
     answered = []
-    for row, _ in asked:
+    for row, _ in requests:
         replies = [next(each) for _ in range(count)]
         if refused := next((reply.refused for reply in replies if reply.refused), ""):
             bad.drop(row, "refused", f"row {row['id']}: {endpoint.config.name} refuses it: {refused}")
@@ -229,8 +229,8 @@ def _params(tokenizer: Tokenizer, config: SampleConfig, name: str, run: StageRun
     """Return a model's sampling parameters: the configured ones, else its own. The metrics record them."""
     from puna.models.generation import SamplingParams
 
-    given = {key: value for key in SAMPLING if (value := getattr(config, key)) is not None}
-    drawn = {"temperature": 1.0, **tokenizer.sampling, **given}
+    options = {key: value for key in SAMPLING if (value := getattr(config, key)) is not None}
+    drawn = {"temperature": 1.0, **tokenizer.sampling, **options}
     for key, value in drawn.items():
         run.metric(f"{key}_{name[:12]}", value)
     return SamplingParams(
@@ -285,12 +285,12 @@ def read_answers(answers: Artifact, prompts: Artifact) -> tuple[dict[str, dict[s
     columns = ["id", "prompt_id", "model", "sample", "text", "finished", "gold"]
     if not answers.rows():
         raise PunaError(f"{answers.id} has no answers; sample some first")
-    asked = {row["id"]: row for row in prompts.read().to_pylist()}
+    questions = {row["id"]: row for row in prompts.read().to_pylist()}
     answers_of: dict[str, list[dict[str, Any]]] = {}
     for answer in answers.read(columns=columns).to_pylist():
-        if answer["prompt_id"] not in asked:
+        if answer["prompt_id"] not in questions:
             raise PunaError(f"answer {answer['id']}: its prompt {answer['prompt_id']} is not among {prompts.id}'s prompts")
         answers_of.setdefault(answer["prompt_id"], []).append(answer)
-    if held := sorted(id_ for id_ in answers_of if asked[id_]["split"] == "heldout"):
-        raise PunaError(f"{answers.id} answers {len(held)} held-out prompts, for example {held[0]}; nothing may be learned from them")
-    return asked, answers_of
+    if heldout := sorted(id_ for id_ in answers_of if questions[id_]["split"] == "heldout"):
+        raise PunaError(f"{answers.id} answers {len(heldout)} held-out prompts, for example {heldout[0]}; nothing may be learned from them")
+    return questions, answers_of

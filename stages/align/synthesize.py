@@ -107,8 +107,8 @@ def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None
         raise PunaError("synthesize: give a model, or an endpoint to ask")
     problems = train if config.problems == "given" else _new_problems(train, rows, writer, config, run, dropped)
     run.metric("problems", len(problems))
-    kept = _answered(problems, writer, Check(problems, judges or (), config, run), config, run) if problems else {}
-    _save(problems, kept, dropped, config, run)
+    solutions = _answered(problems, writer, Check(problems, judges or (), config, run), config, run) if problems else {}
+    _save(problems, solutions, dropped, config, run)
     if endpoint is not None and (config.scoring.endpoint is None or config.problems == "maths"):  # else the scorer wrote all of it
         endpoint.write()
 
@@ -122,7 +122,7 @@ class Kept(NamedTuple):
 
 
 def _answered(problems: Sequence[Row], writer: Writer, check: Check, config: SynthesizeConfig, run: StageRun) -> dict[str, Kept]:
-    kept: dict[str, Kept] = {}
+    solutions: dict[str, Kept] = {}
     left = list(problems)
     for number in range(config.retries + 1):
         answers = writer.write(left, config.answers, f"answers {number}")
@@ -131,15 +131,15 @@ def _answered(problems: Sequence[Row], writer: Writer, check: Check, config: Syn
             right = [text.text.strip() for text, score in zip(texts, scores, strict=True) if text.finished and is_correct(score.value)]
             if right:
                 chosen = min(right, key=lambda text: hashed(config.seed, "synthetic", row["id"], text))
-                kept[row["id"]] = Kept(chosen, len(right) / len(texts), number + 1)
+                solutions[row["id"]] = Kept(chosen, len(right) / len(texts), number + 1)
             elif texts:
                 detail = next((score.detail for score in scores if score.detail), "")
                 turns = [answer_message(texts[0].text), {"role": "user", "content": AGAIN.format(detail=detail)}]
                 again.append({**row, "messages": dump([*messages_of(row), *turns])})
-        run.metric(f"right_after_{number + 1}", len(kept))
+        run.metric(f"right_after_{number + 1}", len(solutions))
         left = again
     check.report()
-    return kept
+    return solutions
 
 
 class Writer(Protocol):
@@ -187,7 +187,7 @@ class OwnWriter(Writer):
         from puna.models.generation import Engine, SamplingParams
 
         config, bad = self._config, BadRows(self._config, "synthesize")
-        asked = bad.examples(rows, lambda row: prompt_ids(self._tokenizer, row), lambda ids: len(ids) + config.max_tokens, self._within)
+        requests = bad.examples(rows, lambda row: prompt_ids(self._tokenizer, row), lambda ids: len(ids) + config.max_tokens, self._within)
         _note_dropped(bad, self._dropped)
         stop, seed = self._tokenizer.stop_ids, self._run.seed(purpose)
         params = SamplingParams(n=count, temperature=config.temperature, max_tokens=config.max_tokens, stop=stop, seed=seed)
@@ -195,10 +195,10 @@ class OwnWriter(Writer):
         def tell(done: int, total: int) -> None:
             self._run.progress(done, total, purpose)
 
-        completions = Engine(self._network, self._tokenizer).generate([ids for _, ids in asked], params, tell)
+        completions = Engine(self._network, self._tokenizer).generate([ids for _, ids in requests], params, tell)
         texts = {
             row["id"]: [Text(answer_text(one.tokens, self._tokenizer), one.finished) for one in some]
-            for (row, _), some in zip(asked, completions, strict=True)
+            for (row, _), some in zip(requests, completions, strict=True)
         }
         return [texts.get(row["id"], []) for row in rows]
 
@@ -237,18 +237,18 @@ def _new_problems(
     train: Sequence[Row], known: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun, dropped: list[Row]
 ) -> list[Row]:
     """Write new problems after examples, unlike all known ones; problems of programs get tests."""
-    asked = []
+    requests = []
     for number in range(config.count):
         generator = run.generator("problem", number)
         drawn = generator.permutation(len(train))[: config.shots]
         examples = "\n\n".join(f"{place}. {shown(messages_of(train[i]))}" for place, i in enumerate(drawn, 1))
         name = identifier(config.source, config.seed, number)
-        asked.append({"id": name, "messages": asking(NEW.format(examples=examples)), "tools": None})
+        requests.append({"id": name, "messages": asking(NEW.format(examples=examples)), "tools": None})
     having: dict[tuple[str, ...], list[int]] = {}
     for number, row in enumerate(known):
         _note(number, trigrams(shown(messages_of(row))), having)
     problems: list[Row] = []
-    for row, texts in zip(asked, writer.write(asked, 1, "problems"), strict=True):
+    for row, texts in zip(requests, writer.write(requests, 1, "problems"), strict=True):
         if not texts:
             continue
         text, limit = texts[0].text.strip(), config.max_similarity
@@ -273,8 +273,8 @@ def _note(number: int, runs: set[tuple[str, ...]], having: dict[tuple[str, ...],
 
 def _tested(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun, dropped: list[Row]) -> list[Row]:
     """Return the programming problems with tests by the model. A test that passes without a solution is left out."""
-    asked = [{**row, "messages": asking(TESTS.format(problem=shown(messages_of(row))))} for row in problems]
-    lines = [assertions(texts[0].text) if texts else [] for texts in writer.write(asked, 1, "tests")]
+    requests = [{**row, "messages": asking(TESTS.format(problem=shown(messages_of(row))))} for row in problems]
+    lines = [assertions(texts[0].text) if texts else [] for texts in writer.write(requests, 1, "tests")]
     alone = [{**row, "verifier": to_text("code", tests=[line])} for row, some in zip(problems, lines, strict=True) for line in some]
     passed = iter(Scorer(alone, config.scoring, run).scores([(row, "pass") for row in alone]) if alone else ())
     results = []

@@ -77,13 +77,13 @@ def topics(instructions: Instructions, labelled: list[Instructions], model: Mode
     _measure(examples, folds([str(row["id"]) for row, _ in taught], config.seed, config.folds), config, run)
     classes = sorted({one.topic for one in examples})
     shares = probabilities(fitted(examples, classes, config.penalty, run.scratch / "all"), vectors[len(taught) :])
-    kept, topics_by_id = [row for row, _ in given], {}
-    for row, share in zip(kept, shares, strict=True):
+    remaining, topics_by_id = [row for row, _ in given], {}
+    for row, share in zip(remaining, shares, strict=True):
         topics_by_id[row["id"]] = {"fine": _best(dict(zip(classes, share.tolist(), strict=True))), "coarse": _best(_coarse(classes, share))}
-    left = _balanced([row["id"] for row in kept], {name: one[config.balance][0] for name, one in topics_by_id.items()}, config)
+    left = _balanced([row["id"] for row in remaining], {name: one[config.balance][0] for name, one in topics_by_id.items()}, config)
     for name, (topic, count) in left.items():
         bad.dropped.append({"id": name, "rule": "topic", "value": float(count), "threshold": config.max_per_topic, "detail": topic})
-    run.write_rows([row for row in kept if row["id"] not in left])
+    run.write_rows([row for row in remaining if row["id"] not in left])
     run.write_rows(bad.dropped, "dropped")
     scores = [(name, f"{level}:{topic}", share) for name, one in topics_by_id.items() for level, (topic, share) in one.items()]
     run.write_rows([{"id": name, "name": topic, "value": share} for name, topic, share in scores], "scores")
@@ -222,10 +222,10 @@ def _balanced(names: Sequence[str], topic: dict[str, str], config: TopicsConfig)
 def _report(found: dict[str, dict[str, tuple[str, float]]], left: dict[str, tuple[str, int]], run: StageRun) -> None:
     """Report the number of instructions of each topic, before and after balancing."""
     for level in ("coarse", "fine"):
-        given = Counter(one[level][0] for one in found.values())
-        kept = Counter(one[level][0] for name, one in found.items() if name not in left)
-        run.metric(f"{level}_topics", len(given))
+        before = Counter(one[level][0] for one in found.values())
+        after = Counter(one[level][0] for name, one in found.items() if name not in left)
+        run.metric(f"{level}_topics", len(before))
         series: dict[str, list[tuple[Any, float]]] = {
-            name: [(topic, float(counts[topic])) for topic in sorted(given)] for name, counts in (("given", given), ("kept", kept))
+            name: [(topic, float(counts[topic])) for topic in sorted(before)] for name, counts in (("given", before), ("kept", after))
         }
         run.figure(f"{level}_topics", Figure(title=f"Topics, {level}", x="topic", y="instructions", kind="bar", series=series))

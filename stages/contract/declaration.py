@@ -117,20 +117,20 @@ class InputSpec:
             if not self.optional:
                 raise PunaError(f"stage {stage} needs the input {self.name!r} ({self.kind})")
             return []
-        given: list[Any] = value if isinstance(value, list) else [value]
-        if not self.many and len(given) != 1:
-            raise PunaError(f"stage {stage}: input {self.name!r} takes one artifact, {len(given)} were given")
-        if self.many and not given and not self.optional:
+        values: list[Any] = value if isinstance(value, list) else [value]
+        if not self.many and len(values) != 1:
+            raise PunaError(f"stage {stage}: input {self.name!r} takes one artifact, {len(values)} were given")
+        if self.many and not values and not self.optional:
             raise PunaError(f"stage {stage}: input {self.name!r} takes at least one artifact ({self.kind})")
-        for item in given:
+        for item in values:
             kind = item.kind if isinstance(item, Artifact) else "external"
             if kind != self.kind:
                 name = item.id if isinstance(item, Artifact) else str(item)
                 raise PunaError(f"stage {stage}: input {self.name!r} takes {self.kind}, but {name} is of kind {kind}")
-        keys = [item.key for item in given if isinstance(item, Artifact)]
+        keys = [item.key for item in values if isinstance(item, Artifact)]
         if twice := next((key for key in keys if keys.count(key) > 1), None):
             raise PunaError(f"stage {stage}: {self.kind}/{twice[:12]} is given twice as {self.name!r}; give each artifact once")
-        return given
+        return values
 
 
 @dataclass(frozen=True)
@@ -175,17 +175,17 @@ class Stage:
     def by_kind(self, artifacts: list[Artifact], named: Mapping[str, list[Artifact]] | None = None) -> dict[str, Value]:
         """Assign artifacts to the inputs of their kind, in order, after those in `named`."""
         rest = list(artifacts)
-        given: dict[str, Value] = {name: list(several) for name, several in (named or {}).items()}
+        values: dict[str, Value] = {name: list(several) for name, several in (named or {}).items()}
         for spec in self.inputs:
-            if spec.name not in given:
+            if spec.name not in values:
                 fitting = [a for a in rest if a.kind == spec.kind][: None if spec.many else 1]
                 rest = [a for a in rest if a not in fitting]
                 empty: Value = [] if spec.many and not spec.optional else None
-                given[spec.name] = empty if not fitting else fitting if spec.many else fitting[0]
+                values[spec.name] = empty if not fitting else fitting if spec.many else fitting[0]
         if rest:
             inputs = ", ".join(f"{s.name} ({s.kind})" for s in self.inputs)
             raise PunaError(f"stage {self.name} has no place for {rest[0].id}; its inputs are {inputs}; name one: --input NAME=ARTIFACT")
-        return given
+        return values
 
 
 REGISTRY: dict[str, Stage] = plugins.registry({}, lambda stage: stage.function.__module__)

@@ -181,14 +181,14 @@ def _perform_there(
     """Run a stage in a worker; return kind and key of its artifact, and whether it was reused."""
     importlib.import_module(module)
     stage, store = REGISTRY[name], Store.open(root, project)
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for spec in stage.inputs:
         items = [store.find(*item) if isinstance(item, tuple) else item for item in sent[spec.name]]
         if None in items:
             kind, key = sent[spec.name][items.index(None)]
             raise PunaError(f"stage {name}: {root} as this worker sees it has no {kind}/{key[:12]}; give both a folder that they share")
-        given[spec.name] = items if spec.many else items[0] if items else None
-    outcome = perform(stage, config, given, store, **how)
+        values[spec.name] = items if spec.many else items[0] if items else None
+    outcome = perform(stage, config, values, store, **how)
     return outcome.artifact.kind, outcome.artifact.key, outcome.reused
 
 

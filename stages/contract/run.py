@@ -67,9 +67,9 @@ class StageRun:
 
     def map(self, function: Callable[..., Any], items: Iterable[Any], *args: Any, rows: int | None = None) -> Iterator[Any]:
         """Yield `function(item, *args)` for each item, in order; `function` must be module-level. `rows`: number of items."""
-        for done, result in enumerate(ordered(self._executor, function, items, args), 1):
+        for number, result in enumerate(ordered(self._executor, function, items, args), 1):
             if rows:
-                self.progress(done, rows)
+                self.progress(number, rows)
             yield result
 
     def parts(self, artifact: Artifact, table: str | None = None, columns: list[str] | None = None) -> list[Part]:
@@ -177,11 +177,11 @@ class StageRun:
         call, staging = self._next("exchange"), self._work.staging
         jobs = [Scattering(function, item, args, Scatter(staging, f"{call}-{n:05d}", by, partitions)) for n, item in enumerate(items)]
         results = []
-        for done, (one, warning) in enumerate(ordered(self._executor, scattered, jobs, ()), 1):
+        for number, (one, warning) in enumerate(ordered(self._executor, scattered, jobs, ()), 1):
             if warning:
                 self._work.say(warning)
             results.append(one)
-            self.progress(done, len(jobs))
+            self.progress(number, len(jobs))
         return gathered(self._work.files, results, partitions, by)
 
     def write(self, table: pa.Table, name: str | None = None) -> None:

@@ -112,28 +112,28 @@ def anneal_experiment(
     is refused at once. The table `weights` is the mix to anneal on, for `mix`: the measured share for the accepted sets, by their bytes,
     the rest as in the mixture. Prompts that the chat template refuses are in `dropped`; see `bad_rows`.
     """
-    given = model or tokenizer
-    if given is None:
+    source = model or tokenizer
+    if source is None:
         raise PunaError("anneal_experiment begins from a model, or trains one with a tokenizer: give one of the two")
-    check_tokens(tokens, given)
+    check_tokens(tokens, source)
     row = Packed.read(tokens).row_length
-    wanted = math.ceil(config.phase.steps * config.phase.rows_per_step * row * config.share)
-    sizes = Sizes(wanted, config.heldout_tokens, row, config.document_tokens)
+    tokens_needed = math.ceil(config.phase.steps * config.phase.rows_per_step * row * config.share)
+    sizes = Sizes(tokens_needed, config.heldout_tokens, row, config.document_tokens)
     groups = grouped(documents, mixture, config.categories, sizes, run)
     names = [group.name if mixture is not None else "candidate" for group in groups]
     if unknown := sorted(set(config.sets) - set(names)):
         raise PunaError(f"anneal_experiment.sets: {unknown[0]!r} is not among the data sets {', '.join(names)}")
-    pools = build_pools(documents, mixture, groups, given, sizes, run)
+    pools = build_pools(documents, mixture, groups, source, sizes, run)
     judged = [number for number, name in enumerate(names) if not config.sets or name in config.sets]
     different = {number: _different(Pools.read(pools), number) for number in judged}
-    read = {number: wanted / max(1, size) for number, (_, size, _) in different.items()}
+    read = {number: tokens_needed / max(1, size) for number, (_, size, _) in different.items()}
     small = {number: _too_small(read[number], share, config) for number, (_, _, share) in different.items()}
     tried = [number for number in judged if not small[number]]
-    start = str(model.path()) if model is not None else _base(tokens, given, config, run) if tried else ""
+    start = str(model.path()) if model is not None else _base(tokens, source, config, run) if tried else ""
     runs = [(number, arm, repeat) for number in tried for arm in ARMS for repeat in range(config.repeats)]
     runs = [(-1, DEFAULT, repeat) for repeat in range(config.repeats)] + runs if tried else []
     jobs = [(job, number, arm, repeat, run.seed("repeat", repeat)) for job, (number, arm, repeat) in enumerate(runs)]
-    answers = {} if prompts is None else _answers(prompts, given, config, run)
+    answers = {} if prompts is None else _answers(prompts, source, config, run)
     trials = list(run_trials(run, _anneal, jobs, tokens, start, pools, names, answers)) if tried else []
     if trials:
         run.write_rows([{k: v for k, v in trial.items() if k != "losses"} for trial in trials], "trials")
@@ -154,8 +154,8 @@ def _base(tokens: Artifact, tokenizer: Artifact, config: AnnealExperimentConfig,
     from puna.models.formats.checkpoint import save
 
     vocabulary, seed, folder = tokenizer_of(tokenizer), run.seed("base"), run.scratch / "base-model"
-    packed, held = set_aside(tokens, config.validation_share, config.heldout_tokens)
-    reader = Reader(packed, held, config.base.rows_per_step, seed, vocabulary.begin)
+    packed, heldout = set_aside(tokens, config.validation_share, config.heldout_tokens)
+    reader = Reader(packed, heldout, config.base.rows_per_step, seed, vocabulary.begin)
     with one_thread():
         network = fresh(config.model.complete(vocabulary.vocab_size, packed.row_length), seed)
         settings, size = config.base.train_config(config.optimizer, config.compute), config.compute.micro_batch_tokens
@@ -175,15 +175,15 @@ def _too_small(read: float, different: float, config: AnnealExperimentConfig) ->
 def _different(pools: Pools, number: int) -> tuple[npt.NDArray[np.bool_], int, float]:
     """Return a mask [P] of a set's training pieces whose document copies an earlier or held-out one; the tokens of the other pieces; and
     the share of documents without copies."""
-    packed, seen = pools.training[number], set[bytes]()
-    held = np.concatenate(pools.heldout[number])
-    for document in np.split(held, np.flatnonzero(held == held[0])[1:]):
-        seen.add(_digest(document))
+    packed, windows = pools.training[number], set[bytes]()
+    heldout = np.concatenate(pools.heldout[number])
+    for document in np.split(heldout, np.flatnonzero(heldout == heldout[0])[1:]):
+        windows.add(_digest(document))
     copies = np.zeros(len(packed.ids), dtype=bool)
     for owner, document in enumerate(_documents(packed)):
         digest = _digest(document)
-        copies[owner] = digest in seen
-        seen.add(digest)
+        copies[owner] = digest in windows
+        windows.add(digest)
     mask = copies[packed.owners]
     return mask, int(packed.sizes[~mask].sum()), float(1 - copies.mean())
 
@@ -220,8 +220,8 @@ def _answers(prompts: Artifact, model: Artifact, config: AnnealExperimentConfig,
         if row["reference"] is None:
             raise PunaError(f"prompt {row['id']} has no reference answer, whose likelihood is measured here")
         with rendering(row):
-            asked, answer, _ = tokenizer.render_pair(messages_of(row), row["reference"], tools=tools_of(row))
-        return list(asked), list(answer)
+            question, answer, _ = tokenizer.render_pair(messages_of(row), row["reference"], tools=tools_of(row))
+        return list(question), list(answer)
 
     rows = heldout_prompts(prompts)
     bad = BadRows(config, "anneal_experiment")
@@ -239,12 +239,12 @@ def _anneal(
     from puna.models.formats.checkpoint import load
     from puna.models.tokens.tokenizer import Tokenizer
 
-    packed, held = set_aside(tokens, config.validation_share, config.heldout_tokens)
+    packed, heldout = set_aside(tokens, config.validation_share, config.heldout_tokens)
     sets, vocabulary = Pools.read(pools), Tokenizer.load(model)
     # A document may be both of a set and among the default ones: what is held out on any side is read on none.
-    aside = {packed.ids[owner] for owner in np.unique(packed.owners[held])}
+    aside = {packed.ids[owner] for owner in np.unique(packed.owners[heldout])}
     everywhere = frozenset().union(*sets.heldout_ids)
-    readers, shares = [Reader(packed, held | packed.of(everywhere), 1, seed, vocabulary.begin)], [1.0]
+    readers, shares = [Reader(packed, heldout | packed.of(everywhere), 1, seed, vocabulary.begin)], [1.0]
     if arm != DEFAULT:
         new, out = sets.training[number], _different(sets, number)[0] | sets.training[number].of(aside)
         if arm == "shuffled":
@@ -261,7 +261,7 @@ def _anneal(
     own = range(len(names)) if arm == DEFAULT else [number]
     losses = {
         **{f"set {each}": mean_loss(proxy.model, sets.heldout[each], size) for each in own},
-        DEFAULT: mean_loss(proxy.model, packed.validation_pieces(held), size),
+        DEFAULT: mean_loss(proxy.model, packed.validation_pieces(heldout), size),
         **{f"task {task}": _answer_loss(proxy.model, pairs, size) for task, pairs in answers.items()},
     }
     parameters = {"share": config.share if arm != DEFAULT else 0.0, "repeat": repeat, "losses": losses}

@@ -42,9 +42,9 @@ class ChooseSizeConfig(LawConfig):
 
     @model_validator(mode="after")
     def _one_budget(self) -> ChooseSizeConfig:
-        given = [name for name in ("flops", "hours", "tokens") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give one of flops, hours and tokens, not {' and '.join(given) or 'none'}")
+        budgets = [name for name in ("flops", "hours", "tokens") if getattr(self, name) is not None]
+        if len(budgets) != 1:
+            raise ValueError(f"give one of flops, hours and tokens, not {' and '.join(budgets) or 'none'}")
         if self.tokens is not None and self.model is None:
             raise ValueError("tokens without a model: give the model's sizes, or a budget in flops or hours")
         if self.gpu is not None and self.hours is None:
@@ -149,11 +149,11 @@ def _growing(sizes: Sequence[Size], rows: Sequence[dict[str, Any]]) -> list[Size
 def _family(base: ModelShape) -> Iterator[ModelShape]:
     """Yield the shape at all widths up to the widest, of heads that fit: steps of an eighth."""
     width = float(MULTIPLE)
-    seen = set()
+    shapes = set()
     while width <= WIDEST:
         fitting = MULTIPLE * round(width / MULTIPLE)
-        if fitting not in seen:
-            seen.add(fitting)
+        if fitting not in shapes:
+            shapes.add(fitting)
             with contextlib.suppress(ValueError):
                 yield resized(base, fitting)
         width *= 1.06

@@ -62,8 +62,8 @@ def filter_ablation(
     may drop it as well. A rule whose few documents would be read too often is not measured.
     """
     vocabulary = tokenizer_of(tokenizer)
-    wanted = config.phase.steps * config.phase.rows_per_step * config.sequence_length
-    sizes = Sizes(wanted, config.heldout_tokens, config.sequence_length, config.document_tokens)
+    tokens_needed = config.phase.steps * config.phase.rows_per_step * config.sequence_length
+    sizes = Sizes(tokens_needed, config.heldout_tokens, config.sequence_length, config.document_tokens)
     every = grouped(documents, selected, config.rules + 1, sizes, run) if "dropped" in selected.tables else []
     groups = [group for group in every if group.documents > 1]
     names = [group.name for group in groups]
@@ -71,7 +71,7 @@ def filter_ablation(
         raise PunaError(f"{selected.id} keeps or drops next to nothing of {documents.id}: give a selection, and what it was made of")
     pools = build_pools(documents, selected, groups, tokenizer, sizes, run)
     kept, text = names.index(KEPT), Pools.read(pools)
-    read = {name: config.share * wanted / max(1, int(pool.sizes.sum())) for name, pool in zip(names, text.training, strict=True)}
+    read = {name: config.share * tokens_needed / max(1, int(pool.sizes.sum())) for name, pool in zip(names, text.training, strict=True)}
     arms = [kept, *(number for number, name in enumerate(names) if name != KEPT and read[name] <= config.max_readings)]
     runs = [(arm, repeat) for arm in arms for repeat in range(config.repeats)]
     jobs = [(job, arm, kept, f"{names[arm]} {repeat}", run.seed("weights", repeat)) for job, (arm, repeat) in enumerate(runs)]

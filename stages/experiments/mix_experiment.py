@@ -106,8 +106,8 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
     """
     check_mixture(run, documents, split)
     vocabulary = tokenizer_of(tokenizer)
-    wanted = config.phase.steps * config.phase.rows_per_step * config.sequence_length
-    sizes = Sizes(wanted, config.heldout_tokens, config.sequence_length, config.document_tokens)
+    tokens_needed = config.phase.steps * config.phase.rows_per_step * config.sequence_length
+    sizes = Sizes(tokens_needed, config.heldout_tokens, config.sequence_length, config.document_tokens)
     groups = grouped(documents, split, config.categories, sizes, run)
     run.metric("categories", len(groups))
     if len(groups) == 1:

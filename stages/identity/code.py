@@ -133,8 +133,8 @@ class Followed:
                     yield where, opened.path
                     continue
                 # A name that is passed on: one of those that the code writes down, where they are files of the folder.
-                named = [opened.path / word for word in sorted(words) if (opened.path / word).is_file()] if opened.names else []
-                for file in named or data_files.below(opened.path):
+                files = [opened.path / word for word in sorted(words) if (opened.path / word).is_file()] if opened.names else []
+                for file in files or data_files.below(opened.path):
                     yield where, file
 
 

@@ -214,10 +214,10 @@ class _Canonical(ast.NodeTransformer):
         node.args = self.visit(node.args)
         node.body = _without_docstring(node.body)
         inside = _inside(node.body)
-        kept = {argument.arg for argument in _arguments(node.args)} | _fixed_names(inside)
+        fixed = {argument.arg for argument in _arguments(node.args)} | _fixed_names(inside)
         outer = {name for item in inside if isinstance(item, ast.Nonlocal) for name in item.names}
         sees_names = any(isinstance(inner, ast.Name) and inner.id in SEES_NAMES for inner in inside)
-        self.scopes.append(self._numbered(iter(()) if sees_names else _bound(inside), kept, outer))
+        self.scopes.append(self._numbered(iter(()) if sees_names else _bound(inside), fixed, outer))
         return self._with_body(node)
 
     visit_FunctionDef = visit_AsyncFunctionDef = _function

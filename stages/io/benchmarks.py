@@ -251,8 +251,8 @@ def _ruler(plan: Plan, row: Fields) -> Values:
 
 
 def _needle(plan: Plan, row: Fields) -> Values:
-    wanted = plan.get(row, "answer")
-    expected = _text(plan, row, "answer") if wanted is not None else _text(plan, row, "needle")
+    answer = plan.get(row, "answer")
+    expected = _text(plan, row, "answer") if answer is not None else _text(plan, row, "needle")
     return _contains(f"{_text(plan, row, 'context')}\n\n{_text(plan, row, 'question')}", [expected])
 
 

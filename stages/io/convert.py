@@ -279,10 +279,10 @@ def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float]
         numbers = [turns.number(value, f"{field}.{i}") for i, value in enumerate(values)]
         return ([-value for value in numbers], True) if "rank" in field else (numbers, False)
     field = plan.name("answers")
-    named = {name for answer in answers if isinstance(answer, dict) for name in SCORES if answer.get(name) is not None}
-    if len(named) != 1:
-        raise Refused(field, "no_score", f"have {' and '.join(sorted(named)) or 'no score, rating or rank'}: one of them is needed")
-    (name,) = named
+    fields = {name for answer in answers if isinstance(answer, dict) for name in SCORES if answer.get(name) is not None}
+    if len(fields) != 1:
+        raise Refused(field, "no_score", f"have {' and '.join(sorted(fields)) or 'no score, rating or rank'}: one of them is needed")
+    (name,) = fields
     for i, answer in enumerate(answers):
         if not isinstance(answer, dict):
             raise Refused(f"{field}.{i}", "wrong_type", f"is {turns.kind_of(answer)}, not an answer with its {name}")

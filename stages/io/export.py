@@ -78,8 +78,8 @@ def _jsonl(artifact: Artifact, file: Path) -> None:
 
 def _rest(row: Row) -> Row:
     """Return the tools, if any, and the row's other columns that are not null."""
-    done, tools = ("messages", "tools", "others", *SIDES), tools_of(row)
-    return ({"tools": tools} if tools else {}) | {name: v for name, v in row.items() if name not in done and v is not None}
+    skipped, tools = ("messages", "tools", "others", *SIDES), tools_of(row)
+    return ({"tools": tools} if tools else {}) | {name: v for name, v in row.items() if name not in skipped and v is not None}
 
 
 def _preference(row: Row) -> Row:

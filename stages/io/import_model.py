@@ -70,8 +70,8 @@ class ImportModelConfig(StageConfig):
         from puna.models.tokens.tokenizer import TEMPLATES
 
         if value in TEMPLATES:
-            named: str = TEMPLATES[value]
-            return named
+            text: str = TEMPLATES[value]
+            return text
         if not Path(value).is_file():
             raise ValueError(f"{value!r} is neither a chat template's name ({', '.join(TEMPLATES)}) nor a file")
         return Path(value).read_text(encoding="utf-8")
@@ -131,7 +131,7 @@ def _description(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict
 
     shape, sampling = network.config, ("do_sample", "max_new_tokens", *SAMPLING)
     ids = {"bos": tokenizer.bos, "eos": tokenizer.eos}
-    named = {name: "none" if id_ is None else tokenizer.token(id_) for name, id_ in ids.items()}
+    special = {name: "none" if id_ is None else tokenizer.token(id_) for name, id_ in ids.items()}
     return {
         "family": shape.model_type,
         "format": "gguf" if path.suffix == ".gguf" else "safetensors",
@@ -143,7 +143,7 @@ def _description(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict
         "dtype": str(network.model.embed_tokens.weight.dtype).removeprefix("torch."),
         "tokens": tokenizer.vocab_size,
         "embedding_rows": shape.vocab_size,
-        **named,
+        **special,
         "stop_tokens": " ".join(tokenizer.token(id_) for id_ in tokenizer.stop_ids) or "none",
         "sampling": " ".join(f"{name}={value}" for name, value in sorted(tokenizer.generation.items()) if name in sampling) or "none",
         "chat_template": "none" if tokenizer.template is None else "there",
@@ -167,6 +167,6 @@ def _chosen(path: Path, uri: str) -> Path:
         return path
     files = sorted(path.glob("*.gguf"))
     if len(files) != 1:
-        named = f"{len(files)} GGUF files ({', '.join(file.name for file in files[:3])}): name one" if files else "no GGUF file"
-        raise PunaError(f"import_model: {uri} holds no config.json of a Hugging Face model, and {named}")
+        message = f"{len(files)} GGUF files ({', '.join(file.name for file in files[:3])}): name one" if files else "no GGUF file"
+        raise PunaError(f"import_model: {uri} holds no config.json of a Hugging Face model, and {message}")
     return files[0]

@@ -97,9 +97,9 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
     if not plans:
         raise PunaError(f"{run.stage}: {', '.join(e.uri for e in inputs)}: there are no rows in {len(jobs)} files")
     read = list(enumerate(job for job in jobs if job.source in plans))
-    given = sum(job.file.bytes * PACKED if job.file else HUB_BYTES for _, job in read)
+    size = sum(job.file.bytes * PACKED if job.file else HUB_BYTES for _, job in read)
     arguments = (plans, kind, config.model_dump_json(), type(config))
-    rows = run.exchange(_read, read, *arguments, by="id", partitions=partitions(given), rows=len(read))
+    rows = run.exchange(_read, read, *arguments, by="id", partitions=partitions(size), rows=len(read))
     run.count_input(sum(info["rows"] for info in rows.infos))
     for name in plans:
         if left := sorted({column for info in rows.infos if info["source"] == name for column in info["left"]}):
@@ -246,7 +246,7 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
     waiting: list[dict[str, Any]] = []
     size = rows = total = 0
     paths = plans[job.source].columns.values()
-    taken = {*paths, *(path.partition(".")[0] for path in paths)}
+    fields = {*paths, *(path.partition(".")[0] for path in paths)}
     left: set[str] = set()
 
     def flushed() -> pa.Table:
@@ -258,7 +258,7 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
 
     for row in _rows(job, config):
         if isinstance(row, Row):
-            left.update(column for column, value in row.fields.items() if column not in taken and value not in EMPTY)
+            left.update(column for column, value in row.fields.items() if column not in fields and value not in EMPTY)
         values = _taken(row, job, plans[job.source], kind, config) if isinstance(row, Row) else row
         if isinstance(values, Fault):
             fault = f"{job.location}, row {values.number}{f', field {values.field}' if values.field else ''}: {values.reason}"
@@ -382,12 +382,12 @@ def _first_of_each_id(rows: pa.Table, kind: str, bad_rows: str) -> tuple[dict[st
         if bad_rows == "refuse":
             raise PunaError(detail)
         again.append({"id": identifier("duplicate", where), "rule": "duplicate", "detail": detail})
-    kept = rows.filter(pc.and_(valid, pa.array(first))).select(table_schema(kind).schema.names)
+    firsts = rows.filter(pc.and_(valid, pa.array(first))).select(table_schema(kind).schema.names)
     schema = table_schema("dropped").schema
     other = rows.filter(pc.invert(valid))
     dropped = pa.concat_tables([other.select(schema.names).cast(schema), pa.Table.from_pylist(again, schema=schema)])
     earliest = list(min(zip(other["order"].to_pylist(), other["detail"].to_pylist(), strict=True), default=()))
     rules = dict(Counter(dropped["rule"].to_pylist()))
-    heldout = kept["split"].to_pylist().count("heldout") if "split" in kept.column_names else 0
-    bare = kept["verifier"].null_count if "verifier" in kept.column_names else 0
-    return {kind: kept, "dropped": dropped}, {"kept": len(kept), "heldout": heldout, "bare": bare, "rules": rules, "first": earliest}
+    heldout = firsts["split"].to_pylist().count("heldout") if "split" in firsts.column_names else 0
+    bare = firsts["verifier"].null_count if "verifier" in firsts.column_names else 0
+    return {kind: firsts, "dropped": dropped}, {"kept": len(firsts), "heldout": heldout, "bare": bare, "rules": rules, "first": earliest}

@@ -157,20 +157,20 @@ def _no_benchmark(rows: Sequence[Fields], where: str, layout: str, given: Iterab
     if layout not in benchmarks.BENCHMARKS:
         return f"{where}: its columns ({there}) with {', '.join(given)} mapped fit no benchmark; declare one: --set layout=mmlu"
     needs = benchmarks.BENCHMARKS[layout].needs
-    wanted = ", ".join(f"{field} ({' or '.join(usual)})" for field, usual in needs.items())
+    needs_text = ", ".join(f"{field} ({' or '.join(usual)})" for field, usual in needs.items())
     remedy = f"map them with --columns {next(iter(needs))}=COLUMN"
-    return f"{where}: its columns ({there}) are not those of {layout}, which needs {wanted}; {remedy}"
+    return f"{where}: its columns ({there}) are not those of {layout}, which needs {needs_text}; {remedy}"
 
 
 def _check_meaning(kind: str, plan: Plan, rows: Sequence[Fields], where: str) -> None:
     """Raise PunaError if a column that decides the right answer would be lost."""
     if "verifier" in plan.columns:
         return
-    taken = set(plan.columns.values())
+    used_columns = set(plan.columns.values())
     for column, meaning in UNSUPPORTED.get(kind, {}).items():
         if column in PASSAGES and "prompt" not in plan.columns:
             continue
-        if column not in taken and any(row.get(column) not in (None, "") for row in rows):
+        if column not in used_columns and any(row.get(column) not in (None, "") for row in rows):
             raise PunaError(
                 f"{where}: column {column!r} holds {meaning}, and no known benchmark has these columns; without them its rows would be "
                 "other questions. Map it to a benchmark's fields (--set layout=mmlu --columns choices=…) or join it to the question "

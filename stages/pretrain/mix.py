@@ -30,16 +30,16 @@ def cluster_sizes(deduplicated: Sequence[Artifact]) -> pa.Table:
 
     A document removed in favour of one that a later artifact removes counts for the last survivor.
     """
-    kept: dict[str, str] = {}
+    cluster_of: dict[str, str] = {}
     for artifact in deduplicated:
         if "duplicates" not in artifact.tables:
             raise PunaError(f"{artifact.id} has no table `duplicates`; give the artifacts of the stages that removed duplicates")
         table = artifact.read("duplicates", columns=["id", "kept_id"])
-        kept |= dict(zip(table["id"].to_pylist(), table["kept_id"].to_pylist(), strict=True))
+        cluster_of |= dict(zip(table["id"].to_pylist(), table["kept_id"].to_pylist(), strict=True))
     counts: Counter[str] = Counter()
-    for survivor in kept.values():
-        while survivor in kept:
-            survivor = kept[survivor]
+    for survivor in cluster_of.values():
+        while survivor in cluster_of:
+            survivor = cluster_of[survivor]
         counts[survivor] += 1
     return pa.table({"id": pa.array(counts, pa.string()), "size": pa.array([1 + count for count in counts.values()], pa.int64())})
 
@@ -128,8 +128,8 @@ def mix(
     if config.cluster_weights and not deduplicated:
         raise PunaError("mix.cluster_weights needs to know what was removed: give the artifacts of minhash_dedup as `deduplicated`")
     cut = max(1, documents.record().cut)
-    given = [tuple(deduplicated)] if config.cluster_weights and deduplicated else []
-    copies = run.exchange(cluster_sizes, given, by="id", partitions=cut) if given else None
+    corpora = [tuple(deduplicated)] if config.cluster_weights and deduplicated else []
+    copies = run.exchange(cluster_sizes, corpora, by="id", partitions=cut) if corpora else None
     parts = run.parts(documents, columns=["id", "text"])
     measured = run.exchange(_measured, parts, split, copies, config.cluster_weights, by="id", partitions=cut)
     amounts: dict[str, Amounts] = {}

@@ -67,11 +67,11 @@ class PretrainConfig(SizedConfig):
 
 def needs(config: PretrainConfig, facts: Facts) -> list[str]:
     """Require memory for the layers, or for the input model. The vocabulary is not known yet and counts for nothing."""
-    given = [name for name in ("model", "size") if facts.inputs.get(name)]
-    if len(given) == 2:
+    starts = [name for name in ("model", "size") if facts.inputs.get(name)]
+    if len(starts) == 2:
         return ["size: the input model has a size; give one of the two, or train_chosen_size: false in the recipe"]
-    if given:
-        in_vain = [f"{setting}: the input {given[0]} has its own; leave it out" for setting in config.in_vain(given[0])]
+    if starts:
+        in_vain = [f"{setting}: the input {starts[0]} has its own; leave it out" for setting in config.in_vain(starts[0])]
         return [*in_vain, *trained(facts, "model", config.optimizer)]
     count = parameters(config.model.complete(vocab_size=1, max_position_embeddings=2048)).total
     remedy = "make the model smaller (model.num_hidden_layers, …), or take another machine"
@@ -102,10 +102,10 @@ def pretrain(
     if chosen and chosen.sequence_length != packed.row_length:
         raise PunaError(f"{tokens.id} has rows of {packed.row_length} tokens, and the size was chosen for {chosen.sequence_length}: set "
                         "choose_size.sequence_length, or take the ladder's tokens")  # fmt: skip
-    held = packed.validation(config.validation_share, config.validation_tokens)
-    aside = {packed.ids[owner] for owner in np.unique(packed.owners[held])}
+    heldout = packed.validation(config.validation_share, config.validation_tokens)
+    aside = {packed.ids[owner] for owner in np.unique(packed.owners[heldout])}
     phases, starts = _counted(config, sources)
-    watch = Watch(packed.validation_pieces(held), sum(phase.steps for phase in phases), vocabulary, config, run)
+    watch = Watch(packed.validation_pieces(heldout), sum(phase.steps for phase in phases), vocabulary, config, run)
     watch.tasks = task_watch(tasks, config.ask_every, vocabulary, config.compute, run)
     if model is None:
         network, state = _initial(config, vocabulary.vocab_size, packed.row_length, run.seed("weights")), None

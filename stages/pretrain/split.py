@@ -133,11 +133,11 @@ def sides_of(each: Callable[..., Iterable[Any]], config: SplitConfig) -> Sides:
             smallest[category] = np.sort(np.append(smallest.get(category, none), low))[: config.heldout_least]
     whole, chosen = set(), [none]
     for category, low in smallest.items():
-        given = low[: min(config.heldout_least, count[category] // 3)]
-        if largest[category] < config.heldout_fraction or (len(given) and largest[category] <= given[-1]):
+        lowest = low[: min(config.heldout_least, count[category] // 3)]
+        if largest[category] < config.heldout_fraction or (len(lowest) and largest[category] <= lowest[-1]):
             whole.add(category)
         else:
-            chosen.append(given)
+            chosen.append(lowest)
     spared: set[float] = set()
     if whole:
         spared = set().union(*each(_of_categories, frozenset(whole), config.heldout_fraction))

@@ -68,9 +68,9 @@ def answers_without_model(prompts: Sequence[Mapping[str, Any]], *, trusted: bool
     """
     gold = sorted((row for row in prompts if row["split"] == "train" and row["reference"]), key=lambda row: row["id"])[:MOST]
     known = [_Text(row["task"], text_of(messages_of(row)), str(row["reference"])) for row in gold]
-    asked = [(row, verifier) for row in _heldout(prompts) if (verifier := _checker(row, trusted)) is not None]
-    texts = [_Text(row["task"], text_of(messages_of(row))) for row, _ in asked]
-    if not known or not asked:
+    questions = [(row, verifier) for row in _heldout(prompts) if (verifier := _checker(row, trusted)) is not None]
+    texts = [_Text(row["task"], text_of(messages_of(row))) for row, _ in questions]
+    if not known or not questions:
         return {}
     distance = _Edits(known)
     by_edits = [known[int(np.argmin(distance(text)))] for text in texts]
@@ -83,7 +83,7 @@ def answers_without_model(prompts: Sequence[Mapping[str, Any]], *, trusted: bool
         MAJORITY: [majority(text) for text in texts],
     }
     return {
-        name: {row["id"]: _right(row, verifier, answer) for (row, verifier), answer in zip(asked, some, strict=True)}
+        name: {row["id"]: _right(row, verifier, answer) for (row, verifier), answer in zip(questions, some, strict=True)}
         for name, some in answers.items()
     }
 

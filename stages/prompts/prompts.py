@@ -59,9 +59,9 @@ def prompts(config: PromptsConfig, run: StageRun) -> None:
     training question has one of them. reasoning-gym's generators name none: its questions are held out by their hash. PunaError when a task
     has too few different questions.
     """
-    taken: set[str] = set()
+    texts: set[str] = set()
     for number, task in enumerate(config.tasks):
-        run.write_rows(questions(task, config, run.seed("generator", number), taken))
+        run.write_rows(questions(task, config, run.seed("generator", number), texts))
         run.progress(number + 1, len(config.tasks), task.task)
     for split, count in (("train", config.train), ("heldout", config.heldout)):
         run.metric(f"{split}_prompts", count * len(config.tasks))
@@ -74,12 +74,12 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
         pool.setdefault(drawn.question, drawn)
     fresh = sorted(set(pool) - taken, key=lambda question: hashed(config.seed, question))
     taken.update(fresh)
-    held = _held_out({pool[question].structure for question in fresh}, config)
+    heldout_structures = _held_out({pool[question].structure for question in fresh}, config)
     sides: dict[str, list[str]] = {"heldout": [], "train": []}
     for question in fresh:
-        sides["heldout" if pool[question].structure in held else "train"].append(question)
-    wanted = {"heldout": (0, config.heldout), "train": (config.skip, config.skip + config.train)}
-    for split, (_, stop) in wanted.items():
+        sides["heldout" if pool[question].structure in heldout_structures else "train"].append(question)
+    ranges = {"heldout": (0, config.heldout), "train": (config.skip, config.skip + config.train)}
+    for split, (_, stop) in ranges.items():
         if stop > len(sides[split]):
             raise PunaError(
                 f"task {task.task}: {config.draws} draws with the parameters {json.dumps(task.parameters, sort_keys=True)} give "
@@ -96,7 +96,7 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
             "reference": pool[question].answer if config.references and task.gold else None,
             "verifier": verifier_text(pool[question]),
         }
-        for split, (start, stop) in wanted.items()
+        for split, (start, stop) in ranges.items()
         for question in sides[split][start:stop]
     ]
 

@@ -75,21 +75,21 @@ class DigitsTask(Generator):
     def draw(self, random: Random) -> Drawn:
         """Return one question: with first digits the numbers are even or odd, with last digits they lie between two bounds."""
         digits = random.sample(range(1 if self.place == "first" else 0, 10), self.count)
-        named = f"{', '.join(map(str, digits[:-1]))} and {digits[-1]}"
+        digits_text = f"{', '.join(map(str, digits[:-1]))} and {digits[-1]}"
         way = "from small to large" if self.order == "rising" else "from large to small"
         verifier = {"name": Numbers.name, "count": self.count, "order": self.order, "digits": digits, "place": self.place}
         if self.place == "first":
             remainder = random.randrange(2)
             numbers = [10 * digit + random.randrange(remainder, 10, 2) for digit in digits]
             verifier |= {"lower": 10, "upper": 99, "divisor": 2, "remainder": remainder}
-            question = f"Write {self.count} {('even', 'odd')[remainder]} numbers of two digits, {way}, that begin with {named}."
+            question = f"Write {self.count} {('even', 'odd')[remainder]} numbers of two digits, {way}, that begin with {digits_text}."
         else:
             lower, upper = random.randint(10, 29), random.randint(70, 99)
             # Whole tens lie between the bounds, more than numbers are asked for.
             tens = sorted(random.sample(range(lower // 10 + 1, upper // 10), self.count), reverse=self.order == "falling")
             numbers = [10 * ten + digit for ten, digit in zip(tens, digits, strict=True)]
             verifier |= {"lower": lower, "upper": upper}
-            question = f"Write {self.count} numbers between {lower} and {upper}, {way}, that end in {named}."
+            question = f"Write {self.count} numbers between {lower} and {upper}, {way}, that end in {digits_text}."
         chosen = sorted(numbers, reverse=self.order == "falling")
         return Drawn(question, " ".join(map(str, chosen)), verifier, f"digit sum {sum(digits) % 5} by 5")
 

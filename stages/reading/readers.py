@@ -50,8 +50,8 @@ class Columns:
 
     def check(self, names: list[str], where: str) -> None:
         """Raise PunaError if a needed column is missing from `names`."""
-        wanted = [(self.body, self.option), (self.url, "url_column"), (self.date, "date_column")]
-        for column, option in wanted:
+        options = [(self.body, self.option), (self.url, "url_column"), (self.date, "date_column")]
+        for column, option in options:
             if column is not None and column.split(".")[0] not in names:
                 there = ", ".join(names) or "none"
                 raise PunaError(f"{where}: no column {column!r}; it has {there}. Name another one with ingest.{option}")

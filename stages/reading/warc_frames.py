@@ -75,16 +75,16 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
             base, data, at = base + len(data), handle.read(CHUNK_BYTES), 0
             continue
         member, start, engine = base + at, at, zlib.decompressobj(31)
-        held: list[bytes] = []  # a small member is let out only when its checksum was right
+        pending: list[bytes] = []  # a small member is let out only when its checksum was right
         size = 0
         try:
             while not engine.eof:
                 packed = data[at : at + PACKED_BYTES]
-                held.append(engine.decompress(packed, OUTPUT_BYTES))
-                size += len(held[-1])
+                pending.append(engine.decompress(packed, OUTPUT_BYTES))
+                size += len(pending[-1])
                 if size >= OUTPUT_BYTES:
-                    yield member, b"".join(held)
-                    held, size = [], 0
+                    yield member, b"".join(pending)
+                    pending, size = [], 0
                 at += len(packed) - len(engine.unused_data if engine.eof else engine.unconsumed_tail)
                 if at == len(data):
                     base, data, at, start = base + len(data), handle.read(CHUNK_BYTES), 0, 0
@@ -96,14 +96,14 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
                         overruns += 1
                         yield member, "damaged gzip data (it runs on over the next member)"
                         break
-                    yield member, b"".join(held)
+                    yield member, b"".join(pending)
                     yield member, "the file ends inside a gzip member"
                     return
             else:
-                yield member, b"".join(held)
+                yield member, b"".join(pending)
         except zlib.error as error:
             if "check" not in str(error):  # the bytes before the damage are right; a wrong checksum says nothing about where
-                yield member, b"".join(held)
+                yield member, b"".join(pending)
             yield member, f"damaged gzip data ({error})"
             base, data, at = _next_member(handle, base, data, start + 3 if base + start == member else start)
 
@@ -144,24 +144,24 @@ def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
         return
     while packed := handle.read(SLICE_BYTES):
         member, engine = offset, decompressor.decompressobj()
-        held = bytearray()  # a small frame is let out only when its checksum, if it has one, was right
+        pending = bytearray()  # a small frame is let out only when its checksum, if it has one, was right
         try:
             while not engine.eof:
                 if not packed:
-                    yield member, bytes(held)
+                    yield member, bytes(pending)
                     yield member, "the file ends inside a zstd frame"
                     return
-                held += engine.decompress(packed)
+                pending += engine.decompress(packed)
                 offset += len(packed)
-                if len(held) >= OUTPUT_BYTES:
-                    yield member, bytes(held)
-                    held.clear()
+                if len(pending) >= OUTPUT_BYTES:
+                    yield member, bytes(pending)
+                    pending.clear()
                 packed = b"" if engine.eof else handle.read(SLICE_BYTES)
-            yield member, bytes(held)
+            yield member, bytes(pending)
             offset -= len(engine.unused_data)
         except zstandard.ZstdError as error:
             if "checksum" not in str(error):
-                yield member, bytes(held)
+                yield member, bytes(pending)
             yield member, f"damaged zstd data ({error})"
             damages += 1
             # The damage may have taken the next frames for its own, which is looked for a few times only.

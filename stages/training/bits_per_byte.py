@@ -57,7 +57,7 @@ def document_nats(
 
     nats = [0.0] * len(documents)
     jobs = [(index, window) for index, ids in enumerate(documents) for window in windows(len(ids), context)]
-    done = 0
+    position = 0
     device = next(model.parameters()).device
     for batch in batched(jobs, lambda job: job[1].stop - job[1].start, micro_batch_tokens):
         targets = Targets.from_documents([documents[index][w.start : w.stop] for index, w in batch]).to(device)
@@ -66,9 +66,9 @@ def document_nats(
         for (index, window), values in zip(batch, logprobs.split(targets.lengths.tolist()), strict=True):
             # Target j of a window is its token j + 1.
             nats[index] -= float(values[window.first - window.start - 1 :].sum())
-        done += len(batch)
+        position += len(batch)
         if progress:
-            progress(done, len(jobs))
+            progress(position, len(jobs))
     return nats
 
 

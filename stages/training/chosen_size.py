@@ -52,8 +52,8 @@ class SizedConfig(SeededConfig):
     def in_vain(self, source: str) -> list[str]:
         """Return the settings that the input `source` (model or size) decides, if they are not left out."""
         first = self.phases[0].replace(name=Phase().name) != Phase()
-        given = {"model": self.model != SHAPE, "optimizer": self.optimizer != OPTIMIZER, "phases.0, but for its name,": first}
-        return [name for name, is_set in given.items() if is_set and (source == "size" or name == source)]
+        settings = {"model": self.model != SHAPE, "optimizer": self.optimizer != OPTIMIZER, "phases.0, but for its name,": first}
+        return [name for name, is_set in settings.items() if is_set and (source == "size" or name == source)]
 
     def sized(self, size: ChosenSize) -> Self:
         """Return the settings with the model, the optimizer and the first phase of a size."""
@@ -64,6 +64,6 @@ class SizedConfig(SeededConfig):
 def report_outcome(size: Artifact, loss: float, run: StageRun) -> None:
     """Report the loss of a chosen size beside its forecast."""
     (forecast,) = (row for row in size.read().to_pylist() if row["metric"] == "loss")
-    named = {"predicted_loss": "value", "predicted_loss_low": "low", "predicted_loss_high": "high"}
-    for name, value in {**{name: forecast[column] for name, column in named.items()}, "measured_loss": loss}.items():
+    columns = {"predicted_loss": "value", "predicted_loss_low": "low", "predicted_loss_high": "high"}
+    for name, value in {**{name: forecast[column] for name, column in columns.items()}, "measured_loss": loss}.items():
         run.metric(name, value)

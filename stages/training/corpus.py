@@ -92,14 +92,14 @@ def smallest(found: Iterable[Iterable[Ranked]], most: int, held: int = 10_000) -
 
     Memory holds only about that many rows and `held` more.
     """
-    kept: list[Ranked] = []
+    chosen: list[Ranked] = []
     waiting: list[Ranked] = []
     for rows in found:
         waiting += rows
-        if len(waiting) > max(held, len(kept)):
-            kept, waiting = candidates([*kept, *waiting], most), []
-    kept = candidates([*kept, *waiting], most)
-    return kept[:-1] if len(kept) > 1 and sum(row[2] for row in kept) > most else kept
+        if len(waiting) > max(held, len(chosen)):
+            chosen, waiting = candidates([*chosen, *waiting], most), []
+    chosen = candidates([*chosen, *waiting], most)
+    return chosen[:-1] if len(chosen) > 1 and sum(row[2] for row in chosen) > most else chosen
 
 
 def candidates(rows: Iterable[Ranked], most: int) -> list[Ranked]:

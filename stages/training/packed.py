@@ -139,9 +139,9 @@ class Packed:
         count = min(count, int(np.searchsorted(reached, tokens)) + 1)
         if count >= len(self.ids):
             raise PunaError("the tokens are of one document: one is needed to train on and one to watch the loss on")
-        held = np.zeros(len(self.ids), dtype=bool)
-        held[order[:count]] = True
-        return np.asarray(held[self.owners], dtype=np.bool_)
+        mask = np.zeros(len(self.ids), dtype=bool)
+        mask[order[:count]] = True
+        return np.asarray(mask[self.owners], dtype=np.bool_)
 
     def _first_copies(self) -> npt.NDArray[np.bool_]:
         """Return a mask [P] of a document's first copy: up to the first piece that does not run to its row's end."""
@@ -162,8 +162,8 @@ class Packed:
 
     def validation_pieces(self, held: npt.NDArray[np.bool_]) -> list[Ints]:
         """Return the token ids of the held pieces, each document once."""
-        wanted = np.flatnonzero(held & self._first_copies() & (self.sizes > 1))
-        return [self.piece(int(index)).astype(np.int64) for index in wanted]
+        candidates = np.flatnonzero(held & self._first_copies() & (self.sizes > 1))
+        return [self.piece(int(index)).astype(np.int64) for index in candidates]
 
 
 @dataclass
@@ -246,9 +246,9 @@ def _cut(row: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
     cuts, at = [], 0
     for start, stop in row:
         while start < stop:
-            taken = min(stop - start, length - at % length)
-            cuts.append((start, start + taken))
-            start, at = start + taken, at + taken
+            size = min(stop - start, length - at % length)
+            cuts.append((start, start + size))
+            start, at = start + size, at + size
     return cuts
 
 

@@ -139,8 +139,8 @@ def build_pools(
                 f"category {group.name!r} has one document: one is needed to train on and one to measure the loss on; "
                 "lower mix_experiment.categories, so that small ones are taken together"
             )
-        wanted = (sizes.heldout + sizes.document + sizes.training) * TEXT_PER_TOKEN
-        step = int(np.searchsorted(np.cumsum(group.found.read), wanted))
+        bytes_needed = (sizes.heldout + sizes.document + sizes.training) * TEXT_PER_TOKEN
+        step = int(np.searchsorted(np.cumsum(group.found.read), bytes_needed))
         last |= dict.fromkeys(group.members, (number, step))
     arguments = (mixture, last, str(tokenizer.path()), run.seed("order"), sizes.document)
     parts = run.exchange(_encode, _parts(documents), *arguments, by="group", partitions=len(groups))
@@ -173,9 +173,9 @@ def _divide(rows: pa.Table, total: int, sizes: Sizes) -> tuple[Packed, Packed]:
     rows = rows.sort_by([("order", "ascending"), ("id", "ascending")])
     reached = np.cumsum(rows["bytes"].to_numpy())
     limit = min(sizes.heldout * TEXT_PER_TOKEN, total // 3)
-    held = max(1, int(np.searchsorted(reached, limit, side="right")))
-    pool = int(np.searchsorted(reached, int(reached[held - 1]) + sizes.training * TEXT_PER_TOKEN)) + 1
-    return _packed(rows.slice(held, pool - held), sizes.row), _packed(rows.slice(0, held), sizes.row)
+    count = max(1, int(np.searchsorted(reached, limit, side="right")))
+    pool = int(np.searchsorted(reached, int(reached[count - 1]) + sizes.training * TEXT_PER_TOKEN)) + 1
+    return _packed(rows.slice(count, pool - count), sizes.row), _packed(rows.slice(0, count), sizes.row)
 
 
 def _packed(rows: pa.Table, sequence_length: int) -> Packed:

@@ -95,10 +95,10 @@ def run_trials(
     A trial runs on one thread. Its result survives a crash, and its training goes on from `state`, a folder of checkpoints.
     first, total: trials before these, and trials in all, for the progress. here: in this process, one after another, as on a GPU.
     """
-    given: tuple[Any, ...] = (make, (*shared, run.config), str(run.scratch))
-    results = (_trial(job, *given) for job in jobs) if here else run.map(_trial, list(jobs), *given)
-    for done, result in enumerate(results, first + 1):
-        run.progress(done, total or len(jobs), result["name"])
+    arguments: tuple[Any, ...] = (make, (*shared, run.config), str(run.scratch))
+    results = (_trial(job, *arguments) for job in jobs) if here else run.map(_trial, list(jobs), *arguments)
+    for number, result in enumerate(results, first + 1):
+        run.progress(number, total or len(jobs), result["name"])
         yield result
 
 

@@ -211,8 +211,8 @@ def forecaster(points: Points, draws: int, generator: np.random.Generator) -> Fo
     residuals = (residuals - residuals.mean()) * math.sqrt(len(points) / free) * student(free) / Z95
     drawn = fit_surfaces(n, d, fitted * np.exp(generator.choice(residuals, (draws, len(points)))))
     budgets = points.budgets
-    kept = budgets > budgets.min()
-    dropped = fit_surfaces(*_some(points, kept)) if kept.sum() >= FEWEST else None
+    larger = budgets > budgets.min()
+    dropped = fit_surfaces(*_some(points, larger)) if larger.sum() >= FEWEST else None
     backtests = tuple(_backtest(points, budgets, budget) for budget in np.unique(budgets) if (budgets < budget).sum() >= FEWEST)
     return Forecaster(points, surface, drawn, generator.choice(residuals, draws), dropped, backtests)
 

@@ -312,11 +312,11 @@ class Constraints(BoundedVerifier):
     def _instructions_are_known(self) -> Constraints:
         if len(self.kwargs) != len(self.instruction_id_list):
             raise ValueError(f"{len(self.instruction_id_list)} instructions, but {len(self.kwargs)} kwargs")
-        for full, given in zip(self.instruction_id_list, self.kwargs, strict=True):
+        for full, arguments in zip(self.instruction_id_list, self.kwargs, strict=True):
             name = _bare(full)
             if name not in KINDS:
                 raise ValueError(f"there is no instruction {full!r}{did_you_mean(name, sorted(KINDS))}")
-            _check_arguments(name, _arguments(given))
+            _check_arguments(name, _arguments(arguments))
         return self
 
     def score(self, question: Question, answer: str) -> Score:
@@ -342,13 +342,13 @@ def _arguments(arguments: dict[str, JsonValue]) -> dict[str, Any]:
 
 def _check_arguments(name: str, given: dict[str, Any]) -> None:
     """Raise ValueError unless these are the arguments of an instruction, of their types."""
-    wanted = {p.name: str(p.annotation) for p in inspect.signature(KINDS[name]).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    if wrong := sorted(set(wanted) ^ set(given)):
+    types = {p.name: str(p.annotation) for p in inspect.signature(KINDS[name]).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    if wrong := sorted(set(types) ^ set(given)):
         raise ValueError(f"instruction {name}: {'unknown' if wrong[0] in given else 'missing'} argument {wrong[0]!r}")
     for argument, value in given.items():
-        kinds = {"int": int, "str": str, "list[str]": list}[wanted[argument]]
+        kinds = {"int": int, "str": str, "list[str]": list}[types[argument]]
         if not isinstance(value, kinds) or isinstance(value, bool) or not value or not all(isinstance(v, str) for v in _members(value)):
-            raise ValueError(f"instruction {name}: {argument}={value!r} is no {wanted[argument]}")
+            raise ValueError(f"instruction {name}: {argument}={value!r} is no {types[argument]}")
         if argument.endswith("relation") and value not in (AT_LEAST, LESS_THAN):
             raise ValueError(f"instruction {name}: {argument}={value!r}; write {AT_LEAST!r} or {LESS_THAN!r}")
 

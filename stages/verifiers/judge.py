@@ -185,24 +185,24 @@ def graded(rows: Sequence[dict[str, Any]], judge: Loaded, settings: JudgeSetting
     probability that the model answers with a grade; a low value means that it does not understand the question.
     """
     messages = {row["id"]: messages_of(row) for row in rows}
-    asked = {name: shown(turns[:-1]) for name, turns in messages.items()}
+    questions = {name: shown(turns[:-1]) for name, turns in messages.items()}
     texts = {name: shown(turns[-1:]) for name, turns in messages.items()}
     of_code = {name for name, text in texts.items() if "```" in text}
     answers: list[Answered] = []
     graded = Graded({}, set(), {}, [])
     for points, names in ((settings.points, sorted(texts.keys() - of_code)), (settings.code_points, sorted(of_code))):
         verifier = Judge(rubric=RUBRIC.format(lines="\n".join(f"- {point}" for point in points)), max_grade=len(points))
-        items = {name: Item(verifier, Question(name, "", asked[name], None), texts[name]) for name in names}
+        items = {name: Item(verifier, Question(name, "", questions[name], None), texts[name]) for name in names}
         results = _grade(judge, "points", {name: verifier.request(item) for name, item in items.items()}, len(points))
         graded.quality.update({one.name: one.mean / len(points) for one in results})
         graded.full.update(one.name for one in results if one.mean >= len(points) - settings.below_full)
         answers += results
     if settings.difficulty:
         most = settings.max_intentions
-        levels = _grade(judge, "difficulty", {name: DIFFICULTY.format(request=text) for name, text in asked.items()}, LEVELS)
-        counts = _grade(judge, "intentions", {name: INTENTIONS.format(request=text, most=most) for name, text in asked.items()}, most)
-        counted = {one.name: one.mean / most for one in counts}
-        graded.difficulty.update({o.name: (o.mean / LEVELS + counted[o.name]) / 2 for o in levels if o.name in counted})
+        levels = _grade(judge, "difficulty", {name: DIFFICULTY.format(request=text) for name, text in questions.items()}, LEVELS)
+        counts = _grade(judge, "intentions", {name: INTENTIONS.format(request=text, most=most) for name, text in questions.items()}, most)
+        means = {one.name: one.mean / most for one in counts}
+        graded.difficulty.update({o.name: (o.mean / LEVELS + means[o.name]) / 2 for o in levels if o.name in means})
         answers += [*levels, *counts]
     graded.scores.extend({"id": one.name, "name": one.kind, "value": one.mean} for one in answers)
     run.metric("unjudged", len(rows) - len(graded.quality))

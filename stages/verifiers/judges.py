@@ -45,13 +45,13 @@ class Judges:
                 return fitting[0]
             there = f"has {len(fitting)}, so the verifier's `model` must say which" if fitting else "has none"
             raise PunaError(f"verifier {verifier} needs {HEADS[head]}, but the input `judges` {there}")
-        named = [artifact for artifact in self._artifacts if artifact.data_digest.startswith(name)]
-        if len(named) != 1:
-            given = ", ".join(artifact.data_digest[:12] for artifact in self._artifacts) or "none"
-            raise PunaError(f"verifier {verifier}: no one model of the input `judges` has the data digest {name}…; given: {given}")
-        judge = self._load(named[0])
+        matches = [artifact for artifact in self._artifacts if artifact.data_digest.startswith(name)]
+        if len(matches) != 1:
+            names = ", ".join(artifact.data_digest[:12] for artifact in self._artifacts) or "none"
+            raise PunaError(f"verifier {verifier}: no one model of the input `judges` has the data digest {name}…; given: {names}")
+        judge = self._load(matches[0])
         if judge.model.head != head:
-            raise PunaError(f"verifier {verifier}: {named[0].id} is {HEADS[judge.model.head]}; it needs {HEADS[head]}")
+            raise PunaError(f"verifier {verifier}: {matches[0].id} is {HEADS[judge.model.head]}; it needs {HEADS[head]}")
         return judge
 
     def _load(self, artifact: Artifact) -> Loaded:

@@ -167,8 +167,8 @@ def _value(found: re.Match[str], decimal: Decimal) -> Fraction | None:
 
 def _plain(text: str, decimal: Decimal) -> Fraction:
     point = "." if decimal == "point" else ","
-    kept = "".join(c for c in text.replace("−", "-") if c.isdigit() or c in (point, "-"))
-    return Fraction(kept.replace(point, "."))
+    digits = "".join(c for c in text.replace("−", "-") if c.isdigit() or c in (point, "-"))
+    return Fraction(digits.replace(point, "."))
 
 
 def _format(value: Fraction) -> str:

@@ -122,22 +122,22 @@ class PythonFunction(Verifier):
 
     @model_validator(mode="after")
     def _arguments_fit(self) -> PythonFunction:
-        taken = inspect.signature(self.called).parameters
-        open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
-        if not open_ended and (unknown := sorted(set(self.parameters) - set(taken))):
-            raise ValueError(f"function {self.function!r} takes no {unknown[0]!r}; it takes {', '.join(taken)}")
+        parameters = inspect.signature(self.called).parameters
+        open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        if not open_ended and (unknown := sorted(set(self.parameters) - set(parameters))):
+            raise ValueError(f"function {self.function!r} takes no {unknown[0]!r}; it takes {', '.join(parameters)}")
         return self
 
     def reaches(self) -> list[tuple[str, str]]:
         module, colon, attribute = self.function.partition(":")
-        named = (module, attribute) if colon else (self.called.__module__, self.called.__qualname__)
-        return [*super().reaches(), (named[0], named[1].split(".")[0])]
+        place = (module, attribute) if colon else (self.called.__module__, self.called.__qualname__)
+        return [*super().reaches(), (place[0], place[1].split(".")[0])]
 
     def score(self, question: Question, answer: str) -> Score:
         known = {"prompt": question.text, "reference": question.reference, "task": question.task}
-        taken = inspect.signature(self.called).parameters
-        given = {name: value for name, value in known.items() if name in taken and name not in self.parameters}
-        result = self.called(answer, **given, **self.parameters)
+        names = inspect.signature(self.called).parameters
+        arguments = {name: value for name, value in known.items() if name in names and name not in self.parameters}
+        result = self.called(answer, **arguments, **self.parameters)
         if isinstance(result, Score):
             return result
         value, detail = result if isinstance(result, tuple) and len(result) == 2 else (result, "")

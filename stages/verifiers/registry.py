@@ -86,8 +86,8 @@ def to_text(name: str, /, **parameters: Any) -> str:
 @lru_cache(maxsize=8192)
 def code_of(text: str) -> list[tuple[str, str]]:
     """Return the code that the verifier of JSON text reaches; create it only if its parameters decide that."""
-    given = json.loads(text)
-    name = given.get("name") if isinstance(given, dict) else None
+    values = json.loads(text)
+    name = values.get("name") if isinstance(values, dict) else None
     if isinstance(name, str) and (kind := kind_of(name)).reaches is Verifier.reaches:
         return kind.of_class()
-    return from_json(given).reaches()
+    return from_json(values).reaches()

@@ -87,9 +87,9 @@ def mode() -> Mode:
 
 def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: str = "") -> Outcome:
     """Run a program that begins with `prefix`, and each test in another process, which has the prefix's whole definitions itself."""
-    with group(limits.memory_mb * MEGABYTE) as counted:
+    with group(limits.memory_mb * MEGABYTE) as memory:
         readable, hidden = _visible()
-        procs = () if counted is None else (counted.procs,)
+        procs = () if memory is None else (memory.procs,)
         job = {
             "mode": how, "readable": readable, "hidden": hidden,
             "seconds": limits.seconds, "cpu_seconds": int(limits.seconds) + 1, "memory_bytes": limits.memory_mb * MEGABYTE,
@@ -98,10 +98,10 @@ def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: s
         }  # fmt: skip
         head = marshal.dumps((_modules(), job))
         tested = json.dumps({"program": f"{prefix}{program}", "prefix": prefix, "tests": list(tests)}).encode()
-        given = f"{len(head):10d}".encode() + head + tested
+        message = f"{len(head):10d}".encode() + head + tested
         command = [_interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", BEGIN]
-        verdict, output = _supervised(command, given, limits.seconds + GRACE_SECONDS, procs)
-        over = counted is not None and counted.exceeded()
+        verdict, output = _supervised(command, message, limits.seconds + GRACE_SECONDS, procs)
+        over = memory is not None and memory.exceeded()
     text = output.decode("utf-8", "replace")
     if over:
         return Outcome(None, "memory", text)
@@ -157,19 +157,19 @@ def _supervised(command: list[str], job: bytes, seconds: float, handles: tuple[i
 def _read(process: subprocess.Popen[bytes], report: int, job: bytes, end: float) -> tuple[bytes, bytes]:
     assert process.stdin is not None and process.stdout is not None
     with process.stdout as printed:
-        with contextlib.suppress(BrokenPipeError), process.stdin as given:
-            given.write(job)
-        kept = {report: b"", printed.fileno(): b""}
-        open_pipes = set(kept)
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+            stdin.write(job)
+        outputs = {report: b"", printed.fileno(): b""}
+        open_pipes = set(outputs)
         while open_pipes and (left := end - time.monotonic()) > 0:
             for pipe in select.select(list(open_pipes), [], [], left)[0]:
                 piece = os.read(pipe, 1 << 16)
                 if not piece:
                     open_pipes.discard(pipe)
-                kept[pipe] += piece[: max(0, OUTPUT_BYTES - len(kept[pipe]))]
+                outputs[pipe] += piece[: max(0, OUTPUT_BYTES - len(outputs[pipe]))]
             if report not in open_pipes:
                 break
-        return kept[report], kept[printed.fileno()]
+        return outputs[report], outputs[printed.fileno()]
 
 
 MOUNT = "/sys/fs/cgroup"
@@ -226,8 +226,8 @@ def _beside() -> Path | None:
         if own is None or ".." in own:
             return None
         folder = Path(MOUNT) if own == "/" else (Path(MOUNT) / own.lstrip("/")).parent
-        given = (folder / "cgroup.subtree_control").read_text().split()
-        return folder if "memory" in given and os.access(folder / "cgroup.procs", os.W_OK) else None
+        controllers = (folder / "cgroup.subtree_control").read_text().split()
+        return folder if "memory" in controllers and os.access(folder / "cgroup.procs", os.W_OK) else None
     return None
 
 

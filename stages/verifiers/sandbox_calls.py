@@ -28,8 +28,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def call(name: str, *arguments: str | int | None) -> None:
     """Call a function of the C library; raise OSError if it fails."""
-    given = [ctypes.c_char_p(a.encode()) if isinstance(a, str) else None if a is None else ctypes.c_ulong(a) for a in arguments]
-    if getattr(libc, name)(*given) != 0:
+    values = [ctypes.c_char_p(a.encode()) if isinstance(a, str) else None if a is None else ctypes.c_ulong(a) for a in arguments]
+    if getattr(libc, name)(*values) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
@@ -130,8 +130,8 @@ def show(path: str) -> None:
         with open(target, "w"):
             pass
     call("mount", source, target, None, MS_BIND | MS_REC, None)
-    kept = os.statvfs(target).f_flag & KEPT_FLAGS  # in a user namespace flags may be added, never taken off
-    call("mount", None, target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | kept, None)
+    flags = os.statvfs(target).f_flag & KEPT_FLAGS  # in a user namespace flags may be added, never taken off
+    call("mount", None, target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | flags, None)
 
 
 def become_nobody(mode: str, user: int) -> None:

@@ -340,8 +340,8 @@ def attempt(link: Link, work: Callable[[], object]) -> str | None:
 
 def run_tests(read: int, write: int, verdict: int) -> None:
     """Read the tests from standard input, run the program and each test, write what came of them."""
-    with open(0, "rb") as given:
-        job = json.load(given)
+    with open(0, "rb") as stdin:
+        job = json.load(stdin)
     os.open(os.devnull, os.O_RDONLY)  # the lowest number, which is free now: 0
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     link, names = Link(read, write), cast(dict[str, Any], {"__name__": "__main__"})

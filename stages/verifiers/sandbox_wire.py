@@ -228,14 +228,14 @@ class Peer:
         try:
             _, number, table, function, args, kwargs = message
             self.unpack(table, objects)
-            called, given = self.decode(function, objects), [self.decode(v, objects) for v in args]
-            named = {name: self.decode(v, objects) for name, v in kwargs.items()}
+            called, arguments = self.decode(function, objects), [self.decode(v, objects) for v in args]
+            keywords = {name: self.decode(v, objects) for name, v in kwargs.items()}
         except Exception as fault:  # noqa: BLE001  as in `call`
             raise self.ended(f"the program sent what is no call: {type(fault).__name__}: {fault}") from None
         known = len(objects)
         error: BaseException | None = None
         try:
-            result = self.invoke(called, given, named)
+            result = self.invoke(called, arguments, keywords)
         except Ended:
             raise
         except BaseException as raised:  # noqa: BLE001  a program may raise anything, SystemExit and KeyboardInterrupt among it

@@ -152,9 +152,9 @@ def score_items(items: Sequence[Item], tools: Tools) -> list[Score]:
         kinds.setdefault(type(job.verifier), []).append(number)
     scores: dict[int, Score] = {}
     for kind, numbers in kinds.items():
-        given = [jobs[number] for number in numbers]
-        group_scores = kind.score_many(given, tools)
-        scores |= zip(numbers, in_children(given, tools) if group_scores is None else group_scores, strict=True)
+        group = [jobs[number] for number in numbers]
+        group_scores = kind.score_many(group, tools)
+        scores |= zip(numbers, in_children(group, tools) if group_scores is None else group_scores, strict=True)
     ordered = iter([scores[number] for number in range(len(jobs))])
     return [combined(item.verifier, lambda: next(ordered)) for item in items]
 

@@ -32,11 +32,11 @@ class Exact(BoundedVerifier):
 
     def score(self, question: Question, answer: str) -> Score:
         expected = reference_of(self, self.answer, question)
-        wanted = {self._normal(text) for text in (expected, *self.also)}
-        if self._normal(answer) in wanted:
+        accepted = {self._normal(text) for text in (expected, *self.also)}
+        if self._normal(answer) in accepted:
             return Score(1.0)
         match = final_answer(answer) if self.extract else None
-        if match is not None and self._normal(match) in wanted:
+        if match is not None and self._normal(match) in accepted:
             return Score(1.0, f"final answer {match!r}")
         return Score(0.0, f"expected {expected!r}")
 
