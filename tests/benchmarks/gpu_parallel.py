@@ -167,9 +167,10 @@ def mesh_of(check: Check) -> Iterator[Mesh]:
 def numbers(check: Check) -> dict[str, Any]:
     """Return the differences from one process without groups; without a layout those of one process from itself."""
     given = {"precision": check.precision, "deterministic": True}
+    size = SHAPES[cases.DEVICE]["num_hidden_layers"], 5
     with mesh_of(check) as mesh:
-        own = cases.steps(check.objective, check.variant, mesh.layout, mesh, **given)
-    one = cases.one_process(check.objective, check.variant, 5, tuple(sorted(given.items())))
+        own = cases.steps(check.objective, check.variant, mesh.layout, mesh, *size, **given)
+    one = cases.one_process(check.objective, check.variant, size, tuple(sorted(given.items())))
     rows = [abs(a[k] - b[k]) / max(abs(b[k]), 0.1) for a, b in zip(own["rows"], one["rows"], strict=True) for k in b]
     out = {name: cases.difference(own[name], one[name], 1e-2) for name in ("gradients", "weights")} | {"rows": max(rows)}
     # bf16 rounds the weights after a step, so one bit of their sum may become a larger one.
