@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 
 
 def pytest_configure() -> None:
-    """Let Ctrl-C act in tests of it: a shell starts a command in the background with SIGINT ignored, for its children as well."""
+    """Let Ctrl-C act in tests of it: a shell starts a command in the background with SIGINT ignored, for its children as well.
+
+    No test takes the power away: that files outlive its loss is not waited for, only that there is a file to save.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.fsync = _open
+
+
+def _open(descriptor: int) -> None:
+    os.fstat(descriptor)
 
 
 def pytest_collection() -> None:
@@ -22,3 +31,8 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Let libraries that count their objects at the end see those go."""
+    gc.unfreeze()
