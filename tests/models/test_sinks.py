@@ -92,19 +92,18 @@ def test_keys_that_turn_back_under_yarn_are_as_if_rotated_there():
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("sinks", "window", "step"), [(16, 32, 16), (0, 128, 32), (32, 64, 16)])
 def test_logprobs_are_those_of_dense_attention_over_what_is_kept(name, sinks, window, step):
-    model, params = model_of(name), SamplingParams(n=2, max_tokens=150, stop=(0, 1), seed=2)
-    answers = engine_of(model, sinks=sinks, window=window).generate(ASKED[1:3], params)
-    for prompt, row in zip(ASKED[1:3], answers, strict=True):
-        for answer in row:
-            expected = dense_logprobs(model, [*prompt, *answer.tokens], sinks, window, step)[len(prompt) - 1 :]
-            np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=1e-9)
-    assert max(len(answer.tokens) for row in answers for answer in row) > 40
+    model, params = model_of(name), SamplingParams(n=2, max_tokens=80, stop=(), seed=2)
+    (answers,) = engine_of(model, sinks=sinks, window=window).generate(ASKED[2:3], params)
+    for answer in answers:
+        expected = dense_logprobs(model, [*ASKED[2], *answer.tokens], sinks, window, step)[len(ASKED[2]) - 1 :]
+        np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=1e-9)
+        assert len(ASKED[2]) + len(answer.tokens) > sinks + window + step
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_depend_on_nothing_but_prompt_and_seed(name):
     """Whatever the chunks, the places, the pauses and what is found in the tree."""
-    model, params, first = model_of(name), SamplingParams(n=2, max_tokens=120, stop=(0,), seed=1), None
+    model, params, first = model_of(name), SamplingParams(n=2, max_tokens=70, stop=(0,), seed=1), None
     for way, how in WAYS.items():
         engine = engine_of(model, sinks=16, window=64, **how)
         answers = engine.generate(ASKED, params)
