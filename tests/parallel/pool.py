@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import select
@@ -68,6 +69,7 @@ class Pool:
 
 def serve(sockets: list[socket.socket]) -> None:
     """Fork a rank for each socket, which saves all but one the imports; end when one of them ends."""
+    gc.disable()  # imports leave no garbage
     # What the first job of a kind would import in each rank.
     import peft  # noqa: F401
     import torch._dynamo
@@ -75,6 +77,8 @@ def serve(sockets: list[socket.socket]) -> None:
 
     import tests.parallel.cases
 
+    gc.freeze()
+    gc.enable()
     torch.set_num_threads(1)
     for rank, own in enumerate(sockets):
         if os.fork() == 0:
