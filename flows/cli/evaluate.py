@@ -61,7 +61,6 @@ def evaluate(
 
     Where the store knows what the model was trained on, the share of questions in it and the scores without them stand beside.
     """
-    from puna.flows.engine.defaults import prepare
     from puna.stages.evaluation.benchmark import RESULTS, BenchmarkConfig
 
     opened = Store.open(store, project)
@@ -70,8 +69,7 @@ def evaluate(
         "limit": limit, "shots": shots, "prompts": "chat" if chat else "plain", "options": options, "answers": answers,
         "temperature": temperature, "max_tokens": max_tokens, "seed": seed, "serving": serving,
     }  # fmt: skip
-    names = [name.strip() for text in tasks for name in text.split(",") if name.strip()]
-    asked, own = _task_inputs(names, harness, opened)
+    asked, own = _task_inputs([name.strip() for text in tasks for name in text.split(",") if name.strip()], harness, opened)
     asked["judges"] = [opened.checked(opened.resolve(name), whole=True) for name in judges or ()]
     config = parse(BenchmarkConfig, values, "evaluate")
     evaluation = _run(opened, model, asked, config, as_json, own if harness else None, contaminated)
@@ -79,8 +77,11 @@ def evaluate(
     if output is not None:
         output.write_text(text, encoding="utf-8")
     if as_json:
-        typer.echo(json.dumps(json.loads(text)))
-        return
+        return typer.echo(json.dumps(json.loads(text)))
+    _print_scores(evaluation)
+
+
+def _print_scores(evaluation: Artifact) -> None:
     scores = evaluation.read("task_scores").to_pylist()
     more = {name: label for name, label in MEASURED.items() if any(row[name] is not None for row in scores)}
     rows = [

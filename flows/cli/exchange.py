@@ -68,13 +68,9 @@ def import_(
     request = launch.Request(stage.name, None, (*named, *(changes or ())), tuple(paths), json=as_json, alias=alias, project=project or "")
     artifact = launch.run_stage(stage, request, opened)
     if bare := artifact.manifest.metrics.get("prompts_without_verifier"):
-        rows = artifact.read(columns=["task", "verifier"]).to_pylist()
-        tasks = ", ".join(sorted({row["task"] for row in rows if row["verifier"] is None})[:3])
-        typer.echo(
-            f"{artifact.id}: {bare} of {len(rows)} prompts have no verifier (task {tasks}): rounds and evaluations refuse them. Import "
-            'again with --verifier (numeric, exact or {"name": …}), or give each row a column `verifier`',
-            err=True,
-        )
+        remedy = 'import again with --verifier (numeric, exact or {"name": …}), or give each row a column `verifier`'
+        told = f"{artifact.id}: {bare} of {artifact.rows()} prompts have no verifier: rounds and evaluations refuse them; {remedy}"
+        typer.echo(told, err=True)
 
 
 def mapped(texts: list[str]) -> dict[str, str]:

@@ -15,14 +15,17 @@ from pydantic import Field, field_validator
 from puna.models.memory.workload import Work
 from puna.models.serving import ServingSettings, engine_of, prepared
 from puna.stages.contract import Evaluation, External, Model, Prompts, SeededConfig, StageRun, stage
+from puna.stages.conversations import messages_of, shown
+from puna.stages.draws import identifier
 from puna.stages.endpoint import Endpoint
 from puna.stages.evaluation import asking
 from puna.stages.evaluation.asking import Asker, Column, Options, PromptFormat, cut, has_letters
 from puna.stages.evaluation.calibration import calibration_error
 from puna.stages.evaluation.likelihood import Encoder, likelihoods
-from puna.stages.evaluation.task_file import LOWER, Generation, Task, load_task, prompt_tasks, task_files, texts_of
+from puna.stages.evaluation.task_file import LOWER, Document, Generation, Task, TaskFile, load_task, task_files
+from puna.stages.evaluation.task_programs import texts_of
 from puna.stages.training import intervals
-from puna.stages.training.train import load_served
+from puna.stages.training.train import heldout_prompts, load_served
 from puna.stages.verifiers.base import ScoringConfig, ended
 from puna.stages.verifiers.registry import kind_of
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
@@ -85,21 +88,17 @@ class Result:
 
 
 def verifiers_of_tasks(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
-    """Return the code (module, symbol) of the verifiers that task files name."""
+    """Return the code (module, symbol) of the verifiers that task files and prompts name."""
     names: set[str] = set()
     for external in inputs["tasks"] or ():
         assert isinstance(external, External)
         for own in [spec.verifier for _, spec in task_files(external)]:
             names.update([own] if isinstance(own, str) else [name for path, name in texts_of(own) if path[-1] == "name"])
-    return sorted({symbol for name in names for symbol in kind_of(name).of_class()})
+    named = verifiers_named(inputs) if inputs.get("prompts") else []
+    return sorted({*named, *(symbol for name in names for symbol in kind_of(name).of_class())})
 
 
-def code_of_verifiers(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
-    """Return the code (module, symbol) of the verifiers that task files and prompts name."""
-    return sorted({*verifiers_of_tasks(inputs), *verifiers_named(inputs)})
-
-
-@stage(kind="evaluation", named=code_of_verifiers)
+@stage(kind="evaluation", named=verifiers_of_tasks)
 def benchmark(
     model: Model, tasks: list[External] | None, prompts: list[Prompts] | None, judges: list[Model] | None, overlaps: Evaluation | None,
     config: BenchmarkConfig, run: StageRun,
@@ -147,6 +146,21 @@ def check_names(tasks: Sequence[Task]) -> None:
         if task.name in places:
             raise PunaError(f"{task.where} and {places[task.name]} are both named {task.name!r}; rename one (`task:`)")
         places[task.name] = task.where
+
+
+def prompt_tasks(prompts: Artifact, longest: int, limit: int | None = None) -> list[Task]:
+    """Return the held-out prompts of an artifact as tasks, one of each task name. longest: tokens of an answer."""
+    tasks = []
+    for name, rows in sorted(heldout_prompts(prompts).items()):
+        rows = sorted(rows, key=lambda row: str(row["id"]))[:limit]
+        spec = TaskFile.model_construct(
+            task=name, dataset_path="parquet", dataset_kwargs={"data_files": prompts.id}, test_split="heldout", doc_to_target="reference",
+            generation_kwargs=Generation(until=(), max_gen_toks=longest), verifier="verifier",
+        )  # fmt: skip
+        documents = tuple(Document(row["id"], row, shown(messages_of(row)), row["reference"], ()) for row in rows)
+        digest = identifier("prompts", prompts.data_digest, name)
+        tasks.append(Task(spec, f"{prompts.id}, task {name}", digest, documents, (), tuple(row["verifier"] for row in rows), True))
+    return tasks
 
 
 def scorers_of(tasks: Sequence[Task], judges: Sequence[Artifact], config: ScoringConfig, run: StageRun) -> dict[str, Scorer]:

@@ -9,8 +9,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import getitem
 from pathlib import PurePosixPath
 from posixpath import normpath
 from typing import Any, Literal
@@ -19,14 +17,13 @@ import yaml
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from puna.stages.contract import External, ExternalFile, StageConfig, parse
-from puna.stages.conversations import asking, messages_of, shown
+from puna.stages.conversations import asking
 from puna.stages.draws import identifier, place
-from puna.stages.evaluation.task_programs import FILTER_SETTINGS, FILTERS, MATCH_SETTINGS, Row, filtered, rendered
+from puna.stages.evaluation.task_programs import FILTER_SETTINGS, FILTERS, MATCH_SETTINGS, Row, filtered, rendered, verifiers_of
 from puna.stages.reading.rows import Fault, read_rows
-from puna.stages.training.train import heldout_prompts
 from puna.stages.verifiers.registry import from_text
 from puna.stages.verifiers.scoring import question_of
-from puna.storage import Artifact, PunaError
+from puna.storage import PunaError
 
 Output = Literal["multiple_choice", "generate_until", "loglikelihood_rolling"]
 METRICS: dict[str, tuple[str, ...]] = {
@@ -299,7 +296,7 @@ def load_task(external: External, file: ExternalFile, spec: TaskFile, limit: int
     split = spec.split(where)
     rows = _rows(external, file, spec, split)
     documents = _documents(spec, rows[:limit], where)
-    verifiers = [None] * len(documents) if spec.verifier is None else _verifiers(spec, rows[:limit], where)
+    verifiers = [None] * len(documents) if spec.verifier is None else verifiers_of(spec.verifier, rows[:limit], where)
     digest = identifier(file.digest, *(_data(external, file, name).digest for names in spec.files.values() for name in names))
     task = Task(spec, where, digest, tuple(documents), tuple(_shots(external, file, spec, where)), tuple(verifiers))
     for document in documents:
@@ -312,21 +309,6 @@ def load_task(external: External, file: ExternalFile, spec: TaskFile, limit: int
         except PunaError as error:
             raise PunaError(f"{where}: verifier, row {number}: {error}") from error
     return task
-
-
-def prompt_tasks(prompts: Artifact, longest: int, limit: int | None = None) -> list[Task]:
-    """Return the held-out prompts of an artifact as tasks, one of each task name. longest: tokens of an answer."""
-    tasks = []
-    for name, rows in sorted(heldout_prompts(prompts).items()):
-        rows = sorted(rows, key=lambda row: str(row["id"]))[:limit]
-        spec = TaskFile.model_construct(
-            task=name, dataset_path="parquet", dataset_kwargs={"data_files": prompts.id}, test_split="heldout", doc_to_target="reference",
-            generation_kwargs=Generation(until=(), max_gen_toks=longest), verifier="verifier",
-        )  # fmt: skip
-        documents = tuple(Document(row["id"], row, shown(messages_of(row)), row["reference"], ()) for row in rows)
-        digest = identifier("prompts", prompts.data_digest, name)
-        tasks.append(Task(spec, f"{prompts.id}, task {name}", digest, documents, (), tuple(row["verifier"] for row in rows), True))
-    return tasks
 
 
 def _shots(external: External, file: ExternalFile, spec: TaskFile, where: str) -> list[Document]:
@@ -411,22 +393,3 @@ def _permuted(document: Document) -> Document:
     text = document.text if isinstance(document.text, str) else moved(document.text)
     target = document.target if isinstance(document.text, int) else moved(document.target)
     return replace(document, text=text, target=target, choices=tuple(document.choices[at] for at in order))
-
-
-def texts_of(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield path and text of each text in a JSON value."""
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from [((*path, key), item)] if isinstance(item, str) else texts_of(item, (*path, key))
-
-
-def _verifiers(spec: TaskFile, rows: Sequence[Row], where: str) -> list[str]:
-    """Return each row's verifier as JSON: the texts of the task's, but names, are templates or columns."""
-    given = {"name": spec.verifier} if isinstance(spec.verifier, str) else spec.verifier
-    texts = {path: text for path, text in texts_of(given) if path[-1] != "name"}
-    results = []
-    for values in rendered({".".join(map(str, ("verifier", *path))): text for path, text in texts.items()}, rows, False, where):
-        filled: Any = json.loads(json.dumps(given))
-        for path, value in zip(texts, values.values(), strict=True):
-            reduce(getitem, path[:-1], filled)[path[-1]] = value
-        results.append(json.dumps(filled, sort_keys=True, ensure_ascii=False))
-    return results

@@ -6,11 +6,13 @@ Templates read a row as lm-evaluation-harness renders them: an unknown name is a
 from __future__ import annotations
 
 import ast
+import json
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, reduce
+from operator import getitem
 from typing import Any
 
 import jinja2
@@ -53,6 +55,25 @@ def matching(pairs: Sequence[tuple[str, str]], settings: Mapping[str, Any], wher
     results: list[bool] = []
     for start in range(0, len(pairs), ROWS):
         results += _ask(("match", list(pairs[start : start + ROWS]), dict(settings)), where)
+    return results
+
+
+def texts_of(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yield path and text of each text in a JSON value."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from [((*path, key), item)] if isinstance(item, str) else texts_of(item, (*path, key))
+
+
+def verifiers_of(verifier: str | dict[str, Any], rows: Sequence[Row], where: str) -> list[str]:
+    """Return each row's verifier as JSON: the texts of the task's, but names, are templates or columns."""
+    given = {"name": verifier} if isinstance(verifier, str) else verifier
+    texts = {path: text for path, text in texts_of(given) if path[-1] != "name"}
+    results = []
+    for values in rendered({".".join(map(str, ("verifier", *path))): text for path, text in texts.items()}, rows, False, where):
+        filled: Any = json.loads(json.dumps(given))
+        for path, value in zip(texts, values.values(), strict=True):
+            reduce(getitem, path[:-1], filled)[path[-1]] = value
+        results.append(json.dumps(filled, sort_keys=True, ensure_ascii=False))
     return results
 
 

@@ -98,17 +98,15 @@ def _object(plan: Plan, row: Fields, name: str) -> dict[str, Any]:
     return value
 
 
-def _index(
-    plan: Plan, row: Fields, name: str, options: Sequence[str], labels: Sequence[str] = LETTERS, start: int | None = 0
-) -> int:  # fmt: skip
-    """Return the index of the right option, given as a label, a number from `start` (None: never so), or the option's text."""
+def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: Sequence[str] = LETTERS, start: int = 0) -> int:
+    """Return the index of the right option, given as a label, a number from `start` (below 0: never so), or the option's text."""
     value = plan.get(row, name)
     text = str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
     known = list(labels)[: len(options)]
     if text in known:
         return known.index(text)
-    by_number = start is not None and re.fullmatch(r"\d{1,2}", text) and 0 <= int(text) - start < len(options)
-    indices = {int(text) - start} if start is not None and by_number else set()
+    numbered = start >= 0 and re.fullmatch(r"\d{1,2}", text) and 0 <= int(text) - start < len(options)
+    indices = {int(text) - start} if numbered else set()
     if isinstance(value, str) and text in options and options[min(indices, default=0)] != text:
         indices.add(list(options).index(text))
     if len(indices) == 1:
@@ -187,7 +185,7 @@ def _arc(plan: Plan, row: Fields) -> Values:
     options, labels = (choices.get("text"), choices.get("label")) if isinstance(choices, dict) else (None, None)
     if not isinstance(options, list) or not isinstance(labels, list) or len(options) != len(labels):
         raise Refused(plan.name("choices"), "wrong_type", "holds no lists text and label of one length")
-    right = _index(plan, row, "answer", options, [str(label) for label in labels], start=None)
+    right = _index(plan, row, "answer", options, [str(label) for label in labels], start=-1)
     return _chosen(_text(plan, row, "question"), [turns.text(option, plan.name("choices")) for option in options], [right])
 
 

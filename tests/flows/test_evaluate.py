@@ -114,7 +114,7 @@ def test_prompts_without_a_verifier_are_named_at_their_import(folder: Path) -> N
     rows = [{"prompt": "Name a fruit."}, {"prompt": "1 + 1?", "answer": "2", "verifier": {"name": "numeric"}}]
     (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = CliRunner().invoke(app, ["import", "prompts", "asked.jsonl", "--store", "store", "--json"])
-    assert "1 of 2 prompts have no verifier (task asked)" in done.stderr and "Import again with --verifier (numeric, exact" in done.stderr
+    assert "1 of 2 prompts have no verifier: rounds and" in done.stderr and "import again with --verifier (numeric, exact" in done.stderr
     assert json.loads(done.stdout)["stage"] == "import_prompts"
 
 
