@@ -255,11 +255,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="batch of the harness's backend")
     parser.add_argument("--model", type=Path, action="append", default=[], help="a folder or GGUF file instead of the two models")
     parser.add_argument("--data", type=Path, default=checkers.DATA, help="folder with the shared data")
-    parser.add_argument("--part", choices=("harness", "checkers", "published"), nargs="+", default=["harness", "checkers"])
+    parser.add_argument("--part", choices=("harness", "checkers", "published", "contamination"), nargs="+", default=["harness", "checkers"])
     parser.add_argument("--task", nargs="+", help="some of the six tasks")
     parser.add_argument("--published", nargs="+", choices=published.BENCHMARKS, default=published.BENCHMARKS, help="which of them")
     parser.add_argument("--questions", type=int, default=100, help="questions of each published benchmark")
     parser.add_argument("--longest", type=int, default=512, help="tokens of an answer to IFEval")
+    parser.add_argument("--megabytes", type=float, default=50, help="text in which a benchmark's questions are looked up")
     parser.add_argument("--rows", type=int, default=164, help="rows of each known benchmark that are checked")
     options = parser.parse_args()
     checkers.DATA = options.data
@@ -290,6 +291,8 @@ def main() -> None:
             }  # fmt: skip
         if "checkers" in options.part:
             figures |= checkers.figures(store, options.rows)
+        if "contamination" in options.part:
+            figures |= checkers.contamination_rate(store, options.megabytes)
         if "published" in options.part and (packaged := smollm2()):
             figures |= published.figures(packaged, work / "published", store, options.questions, options.longest, options.published)
     print(json.dumps(figures) if options.json else json.dumps(figures, indent=1))

@@ -3,6 +3,7 @@
 `humaneval_canonical_pass`, `humaneval_mutants_pass`: HumanEval's own solutions, and functions that return nothing or end the program.
 `gsm8k_checker_agreement`: verdicts on own, foreign and altered solutions. `ifeval_verdicts_equal`: verdicts equal to those of IFEval's
 reference implementation, which lm-evaluation-harness brings. `fields_lost_silently`: fields of all layouts neither in the prompt nor named.
+`contamination_megabytes_a_cpu_second`: text of books in which 1,319 questions of GSM8K are looked up (part `contamination`).
 """
 
 from __future__ import annotations
@@ -14,16 +15,24 @@ import json
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import zstandard
+
 from puna.stages.contract import External, execute
+from puna.stages.conversations import asking
+from puna.stages.curate.contamination import ContaminationConfig, contamination
 from puna.stages.io.imports import ImportPromptsConfig, import_prompts
 from puna.stages.verifiers.base import Question
 from puna.stages.verifiers.combinations import Combination
 from puna.stages.verifiers.registry import from_text
 from puna.storage import Store
+from puna.storage.schemas import table_schema
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -47,6 +56,23 @@ def figures(store: Store, rows: int) -> dict[str, Any]:
         "gsm8k_checker_agreement": gsm8k(store, 4 * rows), "fields_lost_silently": lost, "fields": count,
         **({"ifeval": f"skipped: {verdicts}"} if isinstance(verdicts, str) else verdicts),
     }  # fmt: skip
+
+
+def contamination_rate(store: Store, megabytes: float) -> dict[str, float]:
+    """Return how much text a scan for the questions of a benchmark reads in a CPU second, after a small one that loads its code."""
+    whole = zstandard.ZstdDecompressor().stream_reader((DATA / "text_books/books36.jsonl.zst").open("rb")).read().decode().splitlines()
+    pieces = [text[at : at + 4000] for line in whole for text in [json.loads(line)["text"]] for at in range(0, len(text), 4000)]
+    texts = [f"{n} {pieces[n % len(pieces)]}" for n in range(int(megabytes * 250))]
+    asked = [{"id": str(n), "messages": asking(row["question"])} for n, row in enumerate(lines("gsm8k/train.jsonl", 1319))]
+    rows = [{"task": "gsm8k", "split": "heldout", "tools": None, "reference": None, "verifier": None, **one} for one in asked]
+    prompts = store.import_table("prompts", pa.Table.from_pylist(rows, schema=table_schema("prompts").schema))
+    for some in (texts[:100], texts):
+        documents = [{"id": str(n), "text": text, "url": str(n), "source": "books", "fetched_at": datetime(2020, 1, 1)} for n, text in enumerate(some)]
+        table = store.import_table("documents", pa.Table.from_pylist(documents, schema=table_schema("documents").schema))
+        began = time.process_time()
+        execute(contamination, ContaminationConfig(), {"prompts": [prompts], "documents": [table]}, store)
+        seconds = time.process_time() - began
+    return {"contamination_megabytes_a_cpu_second": sum(len(text.encode()) for text in texts) / 1e6 / seconds}
 
 
 def imported(rows: list[Row], store: Store, name: str) -> list[Row]:

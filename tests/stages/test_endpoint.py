@@ -17,11 +17,14 @@ import pytest
 
 from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.align.synthesize import SynthesizeConfig, synthesize
-from puna.stages.contract import execute, parse
+from puna.stages.contract import External, execute, parse
 from puna.stages.conversations import asking, content_of, messages_of
 from puna.stages.curate.judge import JudgeConfig, judge
+from puna.stages.evaluation.benchmark import BenchmarkConfig, benchmark
+from puna.stages.io.import_model import ImportModelConfig, import_model
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
+from tests.stages.evaluation.conftest import saved
 
 KEY = "sk-a-secret-of-the-test"
 SERVER = """
@@ -92,9 +95,9 @@ def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
     process.stdout.close()
 
 
-def prompts_of(store: Store, *texts: str, verifier: dict[str, Any] | None = None) -> Artifact:
+def prompts_of(store: Store, *texts: str, verifier: dict[str, Any] | None = None, split: str = "train") -> Artifact:
     told = None if verifier is None else json.dumps(verifier)
-    rows = [{"id": text, "task": "t", "split": "train", "messages": asking(text), "tools": None, "reference": None, "verifier": told} for text in texts]
+    rows = [{"id": text, "task": "t", "split": split, "messages": asking(text), "tools": None, "reference": None, "verifier": told} for text in texts]
     return store.import_table("prompts", pa.Table.from_pylist(rows, schema=table_schema("prompts").schema))
 
 
@@ -155,6 +158,17 @@ def test_a_judge_elsewhere_grades_answers(tmp_path: Path, remote: Remote) -> Non
     gold = {row["prompt_id"]: row["gold"] for row in made.read().to_pylist()}
     assert gold == {"say #1": 0.2, "say #3": 0.6, "#none": None} and made.manifest.metrics["unscored_answers"] == 1
     assert sorted(json.loads(row["request"])["model"] for row in made.read("exchanges").to_pylist()) == ["big"] * 3 + ["judge"] * 3
+
+
+def test_answers_to_benchmarks_are_graded_elsewhere(tmp_path: Path, remote: Remote) -> None:
+    store = Store.open(tmp_path / "store")
+    asked = prompts_of(store, "say #1", "#none", split="heldout", verifier={"name": "judge", "rubric": "right?", "max_grade": 5})
+    (files,) = External.resolve(f"model={saved(tmp_path / 'model')}")
+    model = execute(import_model, ImportModelConfig(), {"model": files}, store)
+    config = parse(BenchmarkConfig, {"max_tokens": 2, "scoring": {"endpoint": remote.endpoint(model="judge")}}, "benchmark")
+    made = execute(benchmark, config, {"model": model, "prompts": [asked]}, store)
+    assert made.manifest.metrics["exchanges"] == 2 == len(remote.asked()) and made.manifest.metrics["unscored_answers_t"] == 1
+    assert {json.loads(row["request"])["model"] for row in made.read("exchanges").to_pylist()} == {"judge"}
 
 
 def test_pages_are_graded_elsewhere(tmp_path: Path, remote: Remote) -> None:
