@@ -107,7 +107,7 @@ def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: S
         return known.index(text)
     numbered = start >= 0 and re.fullmatch(r"\d{1,2}", text) and 0 <= int(text) - start < len(options)
     indices = {int(text) - start} if numbered else set()
-    if isinstance(value, str) and text in options and options[min(indices, default=0)] != text:
+    if isinstance(value, str) and text in options and not any(options[at] == text for at in indices):
         indices.add(list(options).index(text))
     if len(indices) == 1:
         return indices.pop()

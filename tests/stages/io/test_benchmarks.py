@@ -153,7 +153,7 @@ def test_every_benchmark_can_be_declared() -> None:
         ({"question": "Sky?", "choices": {"label": list("ABCDE"), "text": [*FOUR, "é"]}, "answerKey": "E"}, "arc", "E", [*FOUR, "é"]),
         ({"question": "1 + 2?", "choices": [3, 4, 5], "answer": 0}, "mmlu", "A", ["3", "4", "5"]),
         ({"question": "1 + 3?", "choices": ["3", "4", "5"], "answer": "4"}, "mmlu", "B", ["3", "4", "5"]),
-        ({"question": "天は？", "choices": ["赤", "青"], "answer": "青"}, "mmlu", "B", ["赤", "青"]),
+        ({"question": "天は？", "choices": ["赤", "青"], "answer": "赤"}, "mmlu", "A", ["赤", "青"]),
         ({"article": "It rains.", "question": "Sky?", "options": FOUR, "answer": "C"}, "mmlu_pro", "C", FOUR),
         ({"passage": "Grass.", "question": "is it green", "answer": "yes"}, "boolq", "yes", ["yes", "no"]),
     ],
