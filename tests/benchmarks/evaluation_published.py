@@ -9,7 +9,8 @@ Source: the model card of HuggingFaceTB/SmolLM2-135M-Instruct, section "Instruct
   chat template; `--longest` tokens.
 - ARC 37.3 (mean of Easy and Challenge), HellaSwag 40.9: cloze, without examples. Their data are not in the shared data: not measured.
 
-The weights here are the package's, of 4 bits (Q4_1): the other reason for each difference.
+The weights here are the package's, of 4 bits (Q4_1): the other reason for each difference. Of IFEval's answers 22 % pass but do not end
+within 1,280 tokens (`published_ifeval_cut_off`); they count as the published ones do, as they stand.
 """
 
 from __future__ import annotations
