@@ -264,7 +264,7 @@ def _values(config: SearchConfig, requests: list[Any]) -> Values | None:
 
 
 def _with_passages(requests: list[Any], name: str, most: int, store: Store) -> list[Any]:
-    """Return the prompts behind passages of documents that fit their last message."""
+    """Return the prompts, each after passages of documents that fit its last message."""
     artifact = store.checked(store.resolve(name))
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` shows those there are")

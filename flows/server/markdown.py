@@ -27,7 +27,7 @@ def headline(outcome: Outcome) -> str:
 
 
 def markdown(outcome: Outcome) -> str:
-    """Return a step's output: its place, its numbers, its plots."""
+    """Return a step's output as Markdown: its address, metrics and plots."""
     artifact, m = outcome.artifact, outcome.artifact.manifest
     state = f"reused, made {made_at(artifact)} UTC by run {m.run}" if outcome.reused else f"made in {duration(outcome.seconds)}"
     parts = [f"[**{artifact.id}**]({page_of(artifact)}): {state}, {size(stored(artifact))}, peak memory {size(m.peak_memory_bytes)}"]

@@ -93,9 +93,8 @@ def load_first(builder: Any, address: Any, inside: Any, kind: ir.VectorType = VE
 
 
 def sums(builder: Any, vectors: list[Any], add: Any = None) -> Any:
-    """Return the sum of each vector's lanes, as the lanes of one vector: halves are added until one lane of each is left.
-
-    `add`: of the builder, for integers.
+    """Return the sum of each vector's lanes, as the lanes of one vector. Halves are added until each has one lane left. `add`: the
+    builder's addition; set it for integers.
     """
     add = add or builder.fadd
     width = LANES

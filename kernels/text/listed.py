@@ -18,7 +18,7 @@ from puna.kernels.text.words import folded_hash, split_ranges
 
 class Listed(NamedTuple):
     """A list of words: `bits`, `keys` uint64: their folded hashes as `bits_of` and as a table (`hash_table`); `numbers` int32 at the same
-    places: which word it is; `size`: how many there are."""
+    places: each word's number; `size`: the count of words."""
 
     bits: NDArray[np.uint64]
     keys: NDArray[np.uint64]

@@ -115,7 +115,7 @@ class Answer:
 
     @property
     def own(self) -> list[int]:
-        """The tokens of the answer alone."""
+        """The answer's tokens, without the prompt's."""
         return self.tokens[len(self.request.prompt) :]
 
     @property

@@ -138,7 +138,7 @@ def _visible() -> tuple[list[str], list[str]]:
 
 
 def _supervised(command: list[str], job: bytes, seconds: float, handles: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Return what the command reports and prints, both cut; it is ended after `seconds`, and has these open files."""
+    """Run a command with these open files; return its report and its output, both cut. Kill it after `seconds`."""
     read, write = os.pipe()
     process = subprocess.Popen(
         [*command, str(write)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={},

@@ -94,7 +94,7 @@ def class_name(kind: type) -> str:
 
 
 def standard(name: str) -> Any:
-    """Return what has this full name in the standard library."""
+    """Return the object with this full name in the standard library."""
     module, _, path = name.partition(".")
     library = importlib.import_module(module)
     for part in path.split("."):
