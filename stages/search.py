@@ -1,9 +1,15 @@
-"""Answers by search: its settings, and scores by any verifier. The search itself is `models/generation/search.py`."""
+"""Answers by search: several tries of a model, and a choice among them. The cost of a search is counted in tokens.
+
+- `best`: the answer of n that a score puts highest (Cobbe et al. 2021: by a verifier; without one, by the model's own likelihood);
+- `majority`: the most frequent final answer of n (self-consistency, Wang et al. 2022).
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, JsonValue
@@ -14,50 +20,63 @@ from puna.stages.verifiers.extraction import final_answer
 
 if TYPE_CHECKING:
     from puna.models.generation import AnswerEngine, Completion, SamplingParams
-    from puna.models.generation.search import Found
 
-Method = Literal["best", "majority", "tree"]
+Method = Literal["best", "majority"]
 Values = Callable[[Sequence[tuple[int, str]]], Sequence[float | None]]
 
 
 class SearchConfig(StageConfig):
     """Settings of the search for an answer."""
 
-    method: Method = Field(
-        "best", description="best: the answer of n with the highest score; majority: the most frequent final one of n; tree: by steps"
-    )
-    n: int = Field(8, ge=2, description="Answers to each prompt, or steps from each leaf")
+    method: Method = Field("best", description="best: the answer of n with the highest score; majority: the most frequent final one of n")
+    n: int = Field(8, ge=2, description="Answers to each prompt")
     verifier: dict[str, JsonValue] | None = Field(
-        None, description="Verifier {name: …, …} of whole answers for best and tree; null: mean log-probability of a token"
+        None, description="Verifier {name: …, …} of answers for best; null: mean log-probability of a token"
     )
-    expansions: int = Field(16, ge=1, description="tree: leaves that are grown, of each prompt")
-    step: str = Field("\n", description="tree: the text that ends a step; empty: only its length does")
-    step_tokens: int = Field(64, ge=1, description="tree: longest step, tokens")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen answer, its value, and the tokens drawn for all `tried` answers.
+
+    `value`: the score, or the share of answers with the same final answer.
+    """
+
+    completion: Completion
+    value: float
+    tokens: int
+    tried: int
+
+
+def likelihood(answer: Completion) -> float:
+    """Return the mean log-prob of a token, a score that needs no verifier."""
+    return sum(answer.logprobs) / len(answer.logprobs)
 
 
 def search(
     engine: AnswerEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, config: SearchConfig, values: Values | None = None
-) -> list[Found]:
-    """Search for an answer to each prompt. `values` scores (prompt number, text) pairs; None is worse than any score."""
-    from dataclasses import replace
-
-    from puna.models.generation.search import best_of, likelihood, majority, tree
-
+) -> list[Choice]:
+    """Return the best answer to each prompt, the first of equals. `values` scores (prompt number, text); None is worse than any score."""
     tokenizer = engine.tokenizer
-    assert tokenizer is not None
+    rows = engine.generate(prompts, replace(params, n=config.n))
 
-    def score(answers: Sequence[tuple[int, Completion]]) -> list[float]:
-        assert values is not None
-        scores = values([(number, answer_text(answer.tokens, tokenizer)) for number, answer in answers])
-        return [-math.inf if value is None else value for value in scores]
+    def text(answer: Completion) -> str:
+        assert tokenizer is not None
+        return answer_text(answer.tokens, tokenizer)
 
     def final(answer: Completion) -> str:
-        text = answer_text(answer.tokens, tokenizer).strip()
-        return final_answer(text) or text
+        whole = text(answer).strip()
+        return final_answer(whole) or whole
 
-    params, by = replace(params, n=config.n), likelihood if values is None else score
     if config.method == "majority":
-        return majority(engine, prompts, params, final)
-    if config.method == "best":
-        return best_of(engine, prompts, params, by)
-    return tree(engine, prompts, params, by, expansions=config.expansions, step=config.step, step_tokens=config.step_tokens)
+        finals = [[final(answer) for answer in row] for row in rows]
+        counts = [Counter(row) for row in finals]
+        scores = [[count[one] / len(row) for one in row] for row, count in zip(finals, counts, strict=True)]
+    elif values is None:
+        scores = [[likelihood(answer) for answer in row] for row in rows]
+    else:
+        numbers = iter(values([(number, text(answer)) for number, row in enumerate(rows) for answer in row]))
+        scores = [[-math.inf if (value := next(numbers)) is None else value for _ in row] for row in rows]
+    best = [max(range(len(row)), key=row.__getitem__) for row in scores]
+    drawn = [sum(len(answer.tokens) for answer in row) for row in rows]
+    return [Choice(row[i], score[i], tokens, len(row)) for row, score, i, tokens in zip(rows, scores, best, drawn, strict=True)]

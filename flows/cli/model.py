@@ -155,9 +155,8 @@ def generate(
     max_tokens: TokensOption = 128,
     seed: SeedOption = 0,
     schema: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON schema of each answer", exists=True, dir_okay=False)] = None,
-    search: Annotated[str | None, typer.Option(metavar="METHOD", help="best (--verifier or likelihood), majority, of --n; or tree")] = None,
-    verifier: Annotated[str | None, typer.Option(metavar="JSON", help='Scores for best and tree: {"name": "json_schema", …}')] = None,
-    expansions: Annotated[int, typer.Option(min=1, help="With --search tree: leaves grown, each by --n steps")] = 16,
+    search: Annotated[str | None, typer.Option(metavar="METHOD", help="best (by --verifier or likelihood) or majority, of --n")] = None,
+    verifier: Annotated[str | None, typer.Option(metavar="JSON", help='Scores for best: {"name": "json_schema", …}')] = None,
     documents: Annotated[str | None, typer.Option(metavar="ID", help="Documents; passages that fit a prompt precede it")] = None,
     passages: Annotated[int, typer.Option(min=1, help="With --documents: passages for each prompt, of 150 words at most")] = 3,
     draft: DraftOption = None,
@@ -173,7 +172,7 @@ def generate(
     requests = requests or [_parsed(number, line) for number, line in enumerate(sys.stdin.buffer, 1) if line.strip()]
     if not requests:
         raise PunaError("there is no prompt: give one as an argument, or a line of standard input for each")
-    searching = _searching(search, n, verifier, expansions, temperature)
+    searching = _searching(search, n, verifier, temperature)
     inputs = requests if documents is None else _with_passages(requests, documents, passages, Store.existing(store, project))
 
     def work(tokenizer: Tokenizer, context: int) -> Work:
@@ -235,11 +234,11 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def _searching(method: str | None, n: int, verifier: str | None, expansions: int, temperature: float | None) -> SearchConfig | None:
+def _searching(method: str | None, n: int, verifier: str | None, temperature: float | None) -> SearchConfig | None:
     """Return the search that was asked for; raise PunaError if options do not fit."""
     if method is None:
         if verifier is not None:
-            raise PunaError("--verifier chooses among answers: give --search best or tree, too")
+            raise PunaError("--verifier chooses among answers: give --search best, too")
         return None
     if temperature == 0:
         raise PunaError("--search chooses among answers, which at --temperature 0 are all alike")
@@ -249,7 +248,7 @@ def _searching(method: str | None, n: int, verifier: str | None, expansions: int
         raise PunaError(f"--verifier is not JSON: {error}") from error
     if spec is not None and not isinstance(from_json(spec), BoundedVerifier):
         raise PunaError(f"--verifier {spec['name']} needs a model or a process of its own: evaluate takes it (answers.search)")
-    return parse(SearchConfig, {"method": method, "n": n, "verifier": spec, "expansions": expansions}, "--search")
+    return parse(SearchConfig, {"method": method, "n": n, "verifier": spec}, "--search")
 
 
 def _values(config: SearchConfig, requests: list[Any]) -> Values | None:

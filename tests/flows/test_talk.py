@@ -148,14 +148,12 @@ def test_generate_searches_for_an_answer_and_tells_its_cost(folder):
     mean = [sum(row["logprobs"]) / len(row["logprobs"]) for row in rows]
     assert best["text"] == rows[mean.index(max(mean))]["text"] and best["value"] == pytest.approx(max(mean))
     assert best["drawn"] == sum(len(row["tokens"]) for row in rows) and best["tried"] == 6
-    (tree,) = [json.loads(line) for line in puna("generate", folder, "to be", *tries, "--n", "2", "--search", "tree", "--expansions", "3", "--json").splitlines()]
-    assert tree["tried"] in (2, 4, 6) and tree["drawn"] >= len(tree["tokens"])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--verifier", "{}"], "give --search best or tree"),
+        (["--verifier", "{}"], "give --search best, too"),
         (["--search", "best", "--temperature", "0"], "at --temperature 0 are all alike"),
         (["--search", "best", "--n", "4", "--verifier", "{"], "--verifier is not JSON"),
         (["--search", "best", "--n", "4", "--verifier", '{"name": "judge", "rubric": "?"}'], "evaluate takes it"),
