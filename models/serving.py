@@ -36,9 +36,6 @@ class ServingSettings(Settings):
         0, ge=0, le=64, description="Tokens guessed ahead at most, by a draft (0: 4), else from what stood before, which changes no answer"
     )
 
-    branches: int = Field(
-        1, ge=1, le=16, description="Guesses side by side, where what stood before went on in several ways; changes no answer either"
-    )
     offload: Offload = Field(
         "none", description="Where layers wait that do not fit into memory: on disk, or beside a GPU in the host's; none: all must fit"
     )
@@ -55,8 +52,6 @@ class ServingSettings(Settings):
 
     @model_validator(mode="after")
     def _of_one_engine(self) -> ServingSettings:
-        if self.branches > 1 and not self.speculate:
-            raise ValueError(f"branches are guesses: set speculate, or leave branches at 1, not {self.branches}")
         if self.sinks and self.window is None:
             raise ValueError(f"sinks {self.sinks}: tokens fall out behind them only with a window; set window, or leave sinks out")
         if self.engine == "vllm" and self.window is not None:
@@ -65,9 +60,8 @@ class ServingSettings(Settings):
             raise ValueError(f"memory {self.memory:g}: vLLM is told a share of the GPU, gpu_memory; leave memory out")
         if self.offload != "none" and (self.engine == "vllm" or self.weights != "same"):
             raise ValueError(f"offload {self.offload}: Puna's engine computes layers as they are read; set weights same, engine puna")
-        if self.engine == "vllm" and (self.speculate or self.branches > 1 or self.weights == "int8"):
-            rule = "speculate must be 0, branches 1, weights same or fp8"
-            raise ValueError(f"engine vllm is given no guesses, and quantises to fp8 alone: {rule}")
+        if self.engine == "vllm" and (self.speculate or self.weights == "int8"):
+            raise ValueError("engine vllm is given no guesses, and quantises to fp8 alone: speculate must be 0, weights same or fp8")
         return self
 
     @property

@@ -52,9 +52,7 @@ DraftWeightsOption = Annotated[Weights, typer.Option(help="Weights of --draft; t
 
 def ahead(serving: ServingSettings, draft: str | None) -> dict[str, int]:
     """Return the sampling parameters of speculative decoding."""
-    if draft is not None and serving.branches > 1:
-        raise PunaError("--branches: a draft guesses one continuation; leave --draft or --branches out")
-    return {"speculate": guesses(serving.speculate, draft), "branches": serving.branches}
+    return {"speculate": guesses(serving.speculate, draft)}
 
 
 def parameters(engine: Engine, default: dict[str, float], **options: Any) -> SamplingParams:

@@ -45,13 +45,13 @@ class Limits:
 
 
 class Answerer:
-    """Request handlers of one model; `speculate` and `branches` as in SamplingParams, for answers of free form."""
+    """Request handlers of one model; `speculate` as in SamplingParams, for answers of free form."""
 
     SAMPLED = ("temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 
-    def __init__(self, worker: Worker, tokenizer: Tokenizer, name: str, limits: Limits, speculate: int, branches: int) -> None:
+    def __init__(self, worker: Worker, tokenizer: Tokenizer, name: str, limits: Limits, speculate: int) -> None:
         self.worker, self.tokenizer, self.name, self.seconds, self.most = worker, tokenizer, name, limits.seconds, limits.queue
-        self.speculate, self.branches = speculate, branches
+        self.speculate = speculate
         self.config = worker.engine.model.config
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
@@ -189,11 +189,10 @@ class Answerer:
             mask = await asyncio.to_thread(self._mask, body.response_format)
         except ValueError as error:
             raise ApiError(400, "invalid_request_error", str(error), "response_format") from error
-        speculate, branches = (self.speculate, self.branches) if mask is None else (0, 1)
         try:
             return SamplingParams(
                 **{**self.tokenizer.sampling, **options}, max_tokens=longest, seed=seed, stop=(*self.tokenizer.stop_ids, *texts), mask=mask,
-                speculate=speculate, branches=branches,
+                speculate=self.speculate if mask is None else 0,
             )  # fmt: skip
         except ValueError as error:
             raise ApiError(400, "invalid_request_error", str(error)) from error
@@ -255,14 +254,14 @@ def _tell_errors(app: FastAPI) -> None:
 
 
 def application(
-    engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0, branches: int = 1
+    engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0
 ) -> FastAPI:
-    """Return the server of one model; `speculate` and `branches` as in SamplingParams, for answers of free form."""
+    """Return the server of one model; `speculate` as in SamplingParams, for answers of free form."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ValueError("a server needs a model with its tokenizer")
     worker = Worker(engine)
-    answerer = Answerer(worker, tokenizer, name, limits, speculate, branches)
+    answerer = Answerer(worker, tokenizer, name, limits, speculate)
 
     @asynccontextmanager
     async def running(_: FastAPI) -> AsyncIterator[None]:

@@ -237,7 +237,7 @@ class Engine:
                 hidden_ND, row = self._compute(work), -1
                 for answer in work:
                     self.scheduler.computed(answer, (hidden_ND, row + answer.count))
-                    row += answer.count + (sum(1 + len(guess) for guess in answer.guesses) - 1 if answer.guess else 0)
+                    row += answer.count + len(answer.guess)
             ready = [answer for answer in work if answer.hidden is not None] + list(self.scheduler.fork())
             return self._draw(ready) if ready else []
 
@@ -256,12 +256,10 @@ class Engine:
                 draws.append(Draw(params, answer.uniform(begin), answer.request.prompt, answer.own if params.shifts else ()))
                 parts[-1][1].append(row)
                 continue
-            for number, guess in enumerate(answer.guesses):
-                for i in range(number > 0, len(guess) + 1):  # a branch's first row is that of the answer's last token, again
-                    before = [*answer.own, *guess[:i]] if params.shifts else ()
-                    draws.append(Draw(params, answer.uniform(begin + i), answer.request.prompt, before))
-                    parts[-1][1].append(row + i)
-                row += len(guess) + 1
+            for i in range(len(answer.guess) + 1):
+                before = [*answer.own, *answer.guess[:i]] if params.shifts else ()
+                draws.append(Draw(params, answer.uniform(begin + i), answer.request.prompt, before))
+                parts[-1][1].append(row + i)
         rows = [hidden_ND if rows == list(range(len(hidden_ND))) else hidden_ND[rows] for hidden_ND, rows in parts]
         drawn = self._drawn(self.model.logits(rows[0] if len(rows) == 1 else torch.cat(rows)), draws)
         each = zip(drawn.tokens, drawn.logprobs, map(drawn.errors.get, range(len(draws))), strict=True)
@@ -275,17 +273,10 @@ class Engine:
         return events
 
     def _take(self, answer: Answer, drawn: Iterator[DrawnRow], errors: dict[Request, RowError]) -> Iterator[Event]:
-        """Take the tokens drawn after an answer's last token and its guesses, up to the first wrong guess. With branches, take those of the
-        branch whose beginning was right. A row that failed goes into `errors`, and nothing behind it is taken."""
+        """Take the tokens drawn after an answer's last token and its guesses, up to the first wrong guess. A row that failed goes into
+        `errors`, and nothing behind it is taken."""
         guess, answer.guess, answer.hidden = answer.guess, [], None
         rows = list(islice(drawn, len(guess) + 1))
-        if answer.branches:
-            first, taken = rows[0], None
-            for branch in answer.branches:
-                after = list(islice(drawn, len(branch.guess)))
-                if branch.guess[0] == first[0]:
-                    taken, guess, rows = branch, branch.guess, [first, *after]
-            self.scheduler.settle(answer, taken)
         for right, (token, logprob, error) in enumerate(rows):
             if error is not None:
                 errors.setdefault(answer.request, error)
@@ -323,14 +314,8 @@ class Engine:
 
     def _compute(self, work: Sequence[Answer]) -> Tensor:
         """Return hidden states [N, D] of the due tokens."""
-        due = []
-        for answer in work:
-            tokens = answer.tokens[answer.computed : answer.computed + answer.count]
-            if not answer.guess:
-                due.append(Stretch(answer.pages, answer.place, tokens))
-                continue
-            places = (answer.pages, *(branch.pages for branch in answer.branches))
-            due += [Stretch(pages, answer.place, [*tokens, *guess]) for pages, guess in zip(places, answer.guesses, strict=True)]
+        tokens = [[*answer.tokens[answer.computed : answer.computed + answer.count], *answer.guess] for answer in work]
+        due = [Stretch(answer.pages, answer.place, some) for answer, some in zip(work, tokens, strict=True)]
         return run(self.model, self.caches[0], due, self._loops[0])
 
     def _look(self) -> None:

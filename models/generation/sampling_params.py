@@ -27,7 +27,7 @@ class SamplingParams:
     repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the answer (Keskar et al. 2019).
     presence_penalty, frequency_penalty: subtracted from the logit of a token of the answer, once or for each time it occurs. logit_bias:
     added to logits, by token id. mask: which tokens may follow an answer's tokens. speculate: tokens that a step may guess ahead
-    (`schedule.Pace`). branches: guesses side by side, where what stood before went on in several ways. priority: waiting requests with the
+    (`schedule.Pace`). priority: waiting requests with the
     lowest number are begun first.
     """
 
@@ -45,14 +45,11 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     mask: Mask | None = None
     speculate: int = 0
-    branches: int = 1
     priority: int = 0
 
     def __post_init__(self) -> None:
-        if self.n < 1 or self.max_tokens < 1 or self.branches < 1:
-            raise ValueError(f"n, max_tokens and branches must be at least 1, not {self.n}, {self.max_tokens} and {self.branches}")
-        if self.branches > 1 and not self.speculate:
-            raise ValueError(f"branches are guesses: set speculate, or leave branches at 1, not {self.branches}")
+        if self.n < 1 or self.max_tokens < 1:
+            raise ValueError(f"n and max_tokens must be at least 1, not {self.n} and {self.max_tokens}")
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature must be 0 or a positive number, not {self.temperature}")
         if self.temperature < COLDEST:

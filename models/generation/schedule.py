@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -61,35 +60,22 @@ class Lookup(Pace):
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
-        self._seen: dict[tuple[int, ...], list[int]] = {}  # where a run of tokens ended
+        self._seen: dict[tuple[int, ...], int] = {}  # where a run of tokens ended last
         self._read = 0
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Return the tokens after the longest and latest run that ends as these tokens do; beyond the last token a guess repeats itself."""
         most = len(super().guess(tokens, most))
-        return next(iter(self.guesses(tokens, most, 1)), []) if most else []
-
-    def guesses(self, tokens: Sequence[int], most: int, count: int) -> list[list[int]]:
-        """Return at most `count` guesses that begin differently; first the one after the longest and latest run of the same tokens."""
+        if not most:
+            return []
         for end in range(self._read, len(tokens)):  # an end that has a token after it
             for size in SIZES:
                 if end >= size:
-                    self._seen.setdefault(tuple(tokens[end - size : end]), []).append(end)
+                    self._seen[tuple(tokens[end - size : end])] = end
         self._read = len(tokens)
-        ends: dict[int, int] = {}  # the end of a run, by the token after it
-        for end in chain.from_iterable(reversed(self._seen.get(tuple(tokens[-size:]), ())) for size in SIZES if len(tokens) >= size):
-            ends.setdefault(tokens[end], end)
-            if len(ends) == count:
-                break
-        # Beyond the last token a guess goes on with itself.
-        return [[tokens[end + i % (len(tokens) - end)] for i in range(most)] for end in ends.values()]
-
-
-@dataclass(eq=False)
-class Branch:
-    """A second guess for an answer. It shares the answer's pages but for a copy of the last page."""
-
-    pages: list[int]
-    guess: list[int]
+        ends = (self._seen.get(tuple(tokens[-size:])) for size in SIZES if len(tokens) >= size)
+        last = next((end for end in ends if end is not None), None)
+        return [] if last is None else [tokens[last + i % (len(tokens) - last)] for i in range(most)]
 
 
 @dataclass(eq=False)
@@ -107,7 +93,6 @@ class Answer:
     hidden: Hidden | None = None  # once computed
     count: int = 0  # its next tokens that this step computes
     guess: list[int] = field(default_factory=list)  # what may follow them, computed with them
-    branches: list[Branch] = field(default_factory=list)  # computed from its last token on, each for itself
     pace: Pace | None = None  # at which guesses come
     drafted: int = 1 << 62  # of the computed tokens, those that a draft has computed, too
     logprobs: list[float] = field(default_factory=list)
@@ -122,11 +107,6 @@ class Answer:
     def place(self) -> int:
         """Return the place of the next token in the cache."""
         return self.computed - self.fallen
-
-    @property
-    def guesses(self) -> list[list[int]]:
-        """Yield the answer's guess and its branches' guesses."""
-        return [self.guess, *(branch.guess for branch in self.branches)]
 
     @cached_property
     def _random(self) -> np.random.Generator:
@@ -178,8 +158,6 @@ class Scheduler:
                 f"a prompt of {len(request.prompt)} tokens with max_tokens={request.params.max_tokens} needs {pages} pages of {PAGE}"
                 f" tokens, the cache has {len(self.pool.references)}: give the engine more memory, or ask for fewer tokens"
             )
-        if self.drafted and request.params.branches > 1:
-            raise ValueError("a draft guesses one continuation, branches come from what stood before: leave one of them out")
         self.waiting.append(request)
         self.waiting.sort(key=lambda r: r.params.priority)
 
@@ -199,7 +177,6 @@ class Scheduler:
             if answer.place + answer.count + len(answer.guess) <= answer.room or self._make_room(answer):
                 work.append(answer)
                 budget -= answer.count + len(answer.guess)
-                budget -= self._branch(answer, budget) if answer.guess and answer.request.params.branches > 1 else 0
         work = [answer for answer in work if answer.pages]
         while budget > 0 and len(self.running) < self.sequences and (admitted := self._admit()) is not None:
             admitted.count = min(len(admitted.tokens) - admitted.computed, budget, self._left(admitted))
@@ -237,14 +214,6 @@ class Scheduler:
             if request in self.waiting:
                 self.pool.share(answer.pages)
                 request.trunk, answer.room = (list(answer.pages), hidden), 0
-
-    def settle(self, answer: Answer, taken: Branch | None) -> None:
-        """Continue an answer with one of its branches, or its own guess; release the pages of the others."""
-        for branch in answer.branches:
-            if branch is taken:
-                answer.pages, branch.pages, answer.room = branch.pages, answer.pages, 0
-            self.pool.release(branch.pages)
-        answer.branches = []
 
     def finish(self, answer: Answer) -> None:
         """Release an answer's slot; its pages stay in the tree while memory lasts."""
@@ -335,22 +304,6 @@ class Scheduler:
         most = min(most, params.max_tokens - len(answer.logprobs) - 1)
         return answer.pace.guess(answer.tokens, most) if most > 0 and self.pool.available > 2 * len(self.running) else []
 
-    def _branch(self, answer: Answer, budget: int) -> int:
-        """Give an answer branches beside its guess, if room allows; return their number of tokens."""
-        index, budget_before = answer.place // PAGE, budget
-        assert isinstance(answer.pace, Lookup)
-        for guess in answer.pace.guesses(answer.tokens, len(answer.guess), answer.request.params.branches)[1:]:
-            need = (answer.place + len(guess)) // PAGE + 1 - index
-            if budget <= len(guess) or self.pool.available <= 2 * len(self.running) + need:
-                break
-            pages = [*answer.pages[:index], *(self.pool.take() for _ in range(need))]
-            self.pool.share(pages[:index])
-            source = answer.pages[index]  # which may itself be yet to be copied
-            self.copies.append((next((a for a, b in self.copies if b == source), source), pages[index]))
-            answer.branches.append(Branch(pages, guess))
-            budget -= 1 + len(guess)
-        return budget_before - budget
-
     def _pause(self, answer: Answer) -> None:
         self.running.remove(answer)
         self._give_back(answer)
@@ -362,9 +315,7 @@ class Scheduler:
         self._keep(answer)
         self.turns.pop(answer, None)
         # What was to be copied into a page that is given back need not be.
-        pages = {*answer.pages, *(page for branch in answer.branches for page in branch.pages)}
-        self.copies = [copy for copy in self.copies if copy[1] not in pages]
-        self.settle(answer, None)
+        self.copies = [copy for copy in self.copies if copy[1] not in answer.pages]
         self.pool.release(answer.pages)
         answer.pages, answer.computed, answer.fallen, answer.sliding, answer.room = [], 0, 0, False, 0
 

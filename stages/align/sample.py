@@ -68,8 +68,6 @@ def needs(config: SampleConfig, facts: Facts) -> list[str]:
     """Require chat templates and the engine, and refuse settings that a draft excludes."""
     drafted = config.serving.engine == "vllm" and "draft" in facts.inputs
     refused = ["draft: engine vllm is given no guesses; leave the draft out"] if drafted else []
-    if config.serving.branches > 1 and "draft" in facts.inputs:
-        refused.append("serving.branches: a draft guesses one continuation; leave the draft out, or set branches to 1")
     if config.serving.window is not None and "draft" in facts.inputs:
         refused.append("serving.window: a draft needs all tokens; leave the draft out, or window")
     if config.draft_weights != "same" and "draft" not in facts.inputs:
@@ -234,8 +232,7 @@ def _params(tokenizer: Tokenizer, config: SampleConfig, name: str, run: StageRun
     for key, value in drawn.items():
         run.metric(f"{key}_{name[:12]}", value)
     return SamplingParams(
-        n=config.answers, max_tokens=config.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("sample", name), speculate=speculate,
-        branches=config.serving.branches, **drawn,
+        n=config.answers, max_tokens=config.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("sample", name), speculate=speculate, **drawn
     )
 
 

@@ -296,7 +296,7 @@ class Bench:
         params = SamplingParams(
             n=n, temperature=how.temperature if drawn else 0.0, top_p=how.top_p if drawn else 1.0, top_k=how.top_k if drawn else 0,
             max_tokens=how.max_gen_toks, stop=(*self.encoder.tokenizer.stop_ids, *(text for text in until if text)),
-            seed=self.run.seed("answers"), speculate=serving.speculate, branches=serving.branches,
+            seed=self.run.seed("answers"), speculate=serving.speculate,
         )  # fmt: skip
         told = functools.partial(self.run.progress, note=where)
         return self.engine.generate([ids[-room:] for ids in prompts], params, progress=told)

@@ -260,7 +260,7 @@ def _answers(
     scorer = Scorer(rows, config.answers.scoring, run, judges, needed="evaluate")
     params = SamplingParams(
         temperature=config.answers.temperature, max_tokens=config.answers.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("answers"),
-        speculate=config.serving.speculate, branches=config.serving.branches,
+        speculate=config.serving.speculate,
     )
     if config.answers.search is None:
         completions = [row[0] for row in engine.generate(asked, params, progress=lambda done, total: run.progress(done, total, "answers"))]

@@ -192,8 +192,7 @@ def speculation(file: Path, rounds: int, draft: Path | None = None, most: int = 
                 way: str, ids: list[list[int]] = ids, temperature: float = temperature, found: dict[str, list[list[int]]] = found,
                 steps: dict[str, int] = steps,
             ) -> None:  # fmt: skip
-                speculate, branches = 0 if way == "plain" else most, 3 if way == "branches" else 1
-                params = SamplingParams(temperature=temperature, max_tokens=64, speculate=speculate, branches=branches)
+                params = SamplingParams(temperature=temperature, max_tokens=64, speculate=0 if way == "plain" else most)
                 found[way], steps[way] = [], 0
                 for prompt in ids:
                     engine = DraftedEngine(network, smaller, tokenizer) if way == "draft" else Engine(network, tokenizer)
@@ -203,8 +202,8 @@ def speculation(file: Path, rounds: int, draft: Path | None = None, most: int = 
                         steps[way] += 1
                     found[way].append(tokens)
 
-            took = best(rounds, **{way: lambda answers=answers, way=way: answers(way) for way in ("plain", "ngram", "branches", "draft")})
-            for way in ("ngram", "branches", "draft"):
+            took = best(rounds, **{way: lambda answers=answers, way=way: answers(way) for way in ("plain", "ngram", "draft")})
+            for way in ("ngram", "draft"):
                 name = f"speculative_speedup_{way}_{kind}_temperature_{temperature:g}"
                 figures[name] = took["plain"] / took[way]
                 figures[f"{name}_tokens_a_step"] = sum(map(len, found[way])) / steps[way]

@@ -128,11 +128,6 @@ def test_generate_holds_answers_to_a_schema_and_guesses_change_nothing(folder, t
         assert set(json.loads(line)) <= {"to", "be"}
     plain = puna("generate", folder, "to be", *options)
     assert puna("generate", folder, "to be", *options, "--speculate", "4") == plain
-    assert puna("generate", folder, "to be", *options, "--speculate", "4", "--branches", "3") == plain
-    with pytest.raises(PunaError, match="--branches: a draft guesses one continuation"):
-        puna("generate", folder, "to be", "--draft", folder, "--speculate", "4", "--branches", "3")
-    with pytest.raises(PunaError, match="branches are guesses: set speculate"):
-        puna("generate", folder, "to be", "--branches", "3")
     file.write_text('{"not": {}}')
     with pytest.raises(PunaError, match=r"schema.json: the JSON schema cannot be kept to"):
         puna("generate", folder, "to be", "--schema", str(file))

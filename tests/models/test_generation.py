@@ -217,20 +217,16 @@ def test_guesses_change_no_answer_and_save_steps(model, computed, way, temperatu
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_branches_change_no_answer_and_leave_nothing(model, computed, way, temperature):
-    """A penalty, so that a row must know the path that it hangs on; four tokens, after which several have followed before."""
+def test_guesses_after_penalties_change_no_answer_and_leave_nothing(model, computed, way, temperature):
+    """A penalty, so that a row must know the tokens before it."""
     asked = prompts(4)
     params = SamplingParams(n=2, temperature=temperature, max_tokens=60, stop=NEVER, seed=5, logit_bias=dict.fromkeys(range(4), 30.0), frequency_penalty=0.1)
     limits = {key: value for key, value in WAYS[way].items() if key != "pages"}
     plain = Engine(model, exact=True).generate(asked, params)
-    steps = {}
-    for branches in (1, 3):
-        engine = Engine(model, exact=True, memory=pages(model, WAYS[way].get("pages", 4000)), **limits)
-        computed.clear()
-        assert engine.generate(asked, dataclasses.replace(params, speculate=5, branches=branches)) == plain and nothing_is_left(engine)
-        steps[branches] = len(computed)
-        assert max(computed) <= limits.get("step_tokens", math.inf) + 8  # beside one for each answer
-    assert steps[3] < steps[1] or way != "all at once" or not temperature
+    engine = Engine(model, exact=True, memory=pages(model, WAYS[way].get("pages", 4000)), **limits)
+    computed.clear()
+    assert engine.generate(asked, dataclasses.replace(params, speculate=5)) == plain and nothing_is_left(engine)
+    assert max(computed) <= limits.get("step_tokens", math.inf) + 8  # beside one for each answer
 
 
 @pytest.fixture(scope="module")
@@ -338,8 +334,8 @@ def test_a_guess_is_what_followed_the_longest_run_before():
     longer = [1, 2, 3, 4, 5, 2, 3, 4, 1, 2, 3, 9, 2, 3]
     assert [lookup.guess(longer, 9) for _ in range(2)] == [[], [9]]  # after a step without
     branching = [1, 2, 3, 4, 1, 2, 5, 6, 7, 2, 8, 1, 2]  # after 1 2 came 5, before it 3; after 2 alone 8 last
-    assert Lookup(4).guesses([0, *branching], 3, 3) == [[5, 6, 7], [3, 4, 1]]  # pairs are the shortest runs
-    assert Lookup(4).guesses([9, 1, 2, 7, 3, 1, 2, 4, 9, 1, 2], 2, 3) == [[7, 3], [4, 9]]  # the longer run, then the later of the shorter
+    assert Lookup(4).guess([0, *branching], 3) == [5, 6, 7]  # pairs are the shortest runs, the later counts
+    assert Lookup(4).guess([9, 1, 2, 7, 3, 1, 2, 4, 9, 1, 2], 2) == [7, 3]  # the longer run before a later shorter one
     assert Lookup(4).guess([1, 2, 3], 9) == [] and Lookup(4).guess([1, 5, 6, 5, 6], 3) == [5, 6, 5]
 
 
@@ -535,10 +531,6 @@ def test_bad_requests_are_refused(model):
         Engine(Transformer(CONFIG, "scalar"))
     with pytest.raises(ValueError, match="over the model's 83 tokens"):
         DraftedEngine(model, Transformer(ModelConfig(**{**CONFIG.to_dict(), "vocab_size": 84})))
-    with pytest.raises(ValueError, match="branches are guesses: set speculate"):
-        SamplingParams(branches=2)
-    with pytest.raises(ValueError, match="a draft guesses one continuation"):
-        DraftedEngine(model, model).generate([[1]], SamplingParams(speculate=2, branches=2, stop=NEVER))
     with pytest.raises(ValueError, match="needs 7 pages of 16 tokens, the cache has 3"):
         Engine(model, memory=pages(model, 3)).generate([[1] * 90], SamplingParams(max_tokens=10, stop=NEVER))
     with pytest.raises(ValueError, match="exact passes need fp32"):
@@ -546,7 +538,6 @@ def test_bad_requests_are_refused(model):
     for wrong, message in (
         ({"n": 0}, "at least 1"),
         ({"max_tokens": 0}, "at least 1"),
-        ({"branches": 0}, "at least 1"),
         ({"temperature": -1.0}, "temperature must be"),
         ({"temperature": math.nan}, "temperature must be"),
         ({"top_p": 0.0}, "top_p must lie in"),

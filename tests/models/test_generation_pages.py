@@ -19,13 +19,13 @@ class Pages(RuleBasedStateMachine):
     def begin(self, count, sequences, step_tokens, kept):
         self.scheduler = Scheduler(PagePool(count), sequences, step_tokens, kept=kept)
         self.held, self.turned = np.full((count, PAGE), -1), np.zeros((count, PAGE), int)
-        self.asked, self.cancelled, self.finished, self.branched = [], set(), 0, 0
+        self.asked, self.cancelled, self.finished = [], set(), 0
 
-    @rule(length=st.integers(1, 70), n=st.integers(1, 4), new=st.integers(1, 40), branch=st.integers(0, 3), ahead=st.integers(0, 9), sides=st.integers(1, 3), priority=st.integers(0, 1))
-    def ask(self, length, n, new, branch, ahead, sides, priority):
+    @rule(length=st.integers(1, 70), n=st.integers(1, 4), new=st.integers(1, 40), branch=st.integers(0, 3), ahead=st.integers(0, 9), priority=st.integers(0, 1))
+    def ask(self, length, n, new, branch, ahead, priority):
         """Prompts that begin alike for some pages, and then do not."""
         prompt = [token if token < 20 else 100 * branch + token for token in range(length)]
-        params = SamplingParams(n=n, max_tokens=new, stop=(), speculate=ahead, branches=sides if ahead else 1, priority=priority)
+        params = SamplingParams(n=n, max_tokens=new, stop=(), speculate=ahead, priority=priority)
         request = Request(prompt, params, frozenset(), (), ())
         try:
             self.scheduler.add(request)
@@ -34,31 +34,24 @@ class Pages(RuleBasedStateMachine):
         else:
             self.asked.append(request)
 
-    @rule(token=st.integers(0, 1), ends=st.integers(0, 7), right=st.integers(0, 9), side=st.integers(0, 3))
-    def step(self, token, ends, right=0, side=0):
-        """Compute what is due, start what can be, draw, some of it as guessed by the answer or one of its branches; one in eight answers
-        ends by itself."""
+    @rule(token=st.integers(0, 1), ends=st.integers(0, 7), right=st.integers(0, 9))
+    def step(self, token, ends, right=0):
+        """Compute what is due, start what can be, draw, some of it as guessed; one in eight answers ends by itself."""
         work = self.scheduler.plan()
         for source, target in self.scheduler.copies:
             self.held[target], self.turned[target] = self.held[source], self.turned[source]
-        for answer, pages in self.scheduler.turns.items():  # pages of its own, which its branches see since they have turned
-            seen = [page for branch in answer.branches for page in branch.pages]
-            assert all(self.scheduler.pool.references[page] == 1 + seen.count(page) and page not in self.scheduler.pool.nodes for page in pages)
-            assert not {source for source, target in self.scheduler.copies if target in seen} & set(pages)  # a copy would not turn
+        for pages in self.scheduler.turns.values():  # pages of an answer's own
+            assert all(self.scheduler.pool.references[page] == 1 and page not in self.scheduler.pool.nodes for page in pages)
             self.turned[pages] -= self.scheduler.kept.step
         self.scheduler.copies, self.scheduler.turns = [], {}
         for answer in work:
-            self.branched += len(answer.branches)
-            for path in (answer, *answer.branches):
-                for place, written in enumerate([*answer.tokens[answer.computed : answer.computed + answer.count], *path.guess], answer.place):
-                    page = path.pages[place // PAGE]
-                    assert place % PAGE == 0 or self.scheduler.pool.references[page] == 1  # nobody else sees what is written
-                    self.held[page, place % PAGE], self.turned[page, place % PAGE] = written, place
+            for place, written in enumerate([*answer.tokens[answer.computed : answer.computed + answer.count], *answer.guess], answer.place):
+                page = answer.pages[place // PAGE]
+                assert place % PAGE == 0 or self.scheduler.pool.references[page] == 1  # nobody else sees what is written
+                self.held[page, place % PAGE], self.turned[page, place % PAGE] = written, place
             self.scheduler.computed(answer, object())
         for number, answer in enumerate([answer for answer in work if answer.hidden is not None] + list(self.scheduler.fork())):
-            taken = answer.branches[side - 1] if 0 < side <= len(answer.branches) else None
-            held = (taken or answer).guess[: max(right, taken is not None)]  # of a branch its first token is right
-            self.scheduler.settle(answer, taken)
+            held = answer.guess[:right]
             answer.hidden, answer.guess = None, []
             answer.computed += len(held)
             answer.tokens += [*held, 1000 + (token + number) % 2]  # of two, so that several have followed what stands before
