@@ -18,8 +18,8 @@ public suffixes (towns of Norway and Japan among them), and pairs of words of 36
 Declaration) those of which `clean` keeps no document; `languages_lost_whole_all` of all languages there. `law_bound_languages`: languages that have both, with a list of stop words; `law_bound_lost_whole`: those whose
 news would all go by a bound on stop words that is counted from the Declaration alone. Where there is no news, that rule abstains.
 `harm` (`toxicity/davidson_labeled_data.csv.zst`, 24,783 tweets by three annotators each): AUC of `dirty_word_ratio`, chance .5, of hate and
-of offence against neither. No set at hand has violence or self-harm, and none tells hate that did not train a model which could be kept:
-Puna judges neither, and `harm_categories_judged` is 1, sexual words.
+of offence against neither, beside that of the length in words. No set at hand has sexual texts, violence or self-harm as labels:
+`harm_categories_judged` is 1, sexual words, which no figure here measures.
 `extraction`, only where it is named (it trains four models, half an hour of one core, and needs lightgbm): F1 of words beside trafilatura's.
 `f1_unseen_sites` is that of `curation_extract.py --unseen-sites`; `f1_articles` is the mean over the articles of `curation_articles.py` whose
 sites no rule and no weight of the shipped extractor has seen.
@@ -222,11 +222,12 @@ def harm(folder: Path, write: bool) -> dict[str, float]:
     content = curation_articles._unpacked(folder / "toxicity/davidson_labeled_data.csv.zst").decode()
     rows = list(csv.DictReader(content.splitlines(keepends=True)))
     ratio = measure(pa.chunked_array([pa.array([row["tweet"] for row in rows], pa.large_string())]), 5, 0.5).values["dirty_word_ratio"]
-    labels = np.array([int(row["class"]) for row in rows])
+    labels, lengths = np.array([int(row["class"]) for row in rows]), np.array([float(len(row["tweet"].split())) for row in rows])
     figures = {"harm_categories_judged": 1.0}
     for name, label in (("hate", 0), ("offence", 1)):
         chosen = (labels == label) | (labels == 2)
         figures[f"{name}_auc_sexual_words"] = auc(np.nan_to_num(np.asarray(ratio)[chosen]), labels[chosen] == label)
+        figures[f"{name}_auc_length"] = auc(lengths[chosen], labels[chosen] == label)
     return figures
 
 
