@@ -274,7 +274,8 @@ def columns_of(result: Evidence, by: str) -> list[dict[str, Any]]:
             "first_bad_caught": share(row.first, "bad"),
             **{name.partition("=")[2]: share(row.alone, "good", name) for name in names},
         })  # fmt: skip
-    total = {"rule": "all rules", "drops": "", "pages": whole[ALL].pages, "good_lost": result.lost()}
+    dropped, caught = (sum(getattr(row.first[ALL], field) for row in result.rows) for field in ("pages", "bad"))
+    total = {"rule": "all rules", "drops": "", "pages": dropped, "good_lost": result.lost(), "bad_caught": caught / max(1, whole[ALL].bad)}
     total |= {name.partition("=")[2]: result.lost(name) for name in names}
     return [*rows, total]
 
@@ -295,7 +296,8 @@ def rules(
     """Show how much good text each rule loses and how much bad text it catches on pages that you annotated.
 
     A row of FILE has `html` or `text`; `truth` (the good part of its text, empty if there is none) or `good` (true or false, of the whole
-    page); and, if known, `type` and `language`. Shares are of words, for each rule alone and as the first that fires (`first_…`).
+    page); and, if known, `type` and `language`. `pages` are those that a rule drops. Shares are of words, for each rule alone and as the
+    first that fires (`first_…`). The column of a type or language is the share of its good words that the rule loses alone.
     """
     if by not in ("type", "language"):
         raise PunaError(f"--by {by}: takes type or language")
@@ -308,5 +310,7 @@ def rules(
         typer.echo(json.dumps({"rows": rows, "summary": summary(result), "unjudged": result.unjudged}))
         return
     print_rows([{name: f"{value:.4f}" if isinstance(value, float) else value for name, value in row.items()} for row in rows], False)
+    whole = result.whole[ALL]
+    typer.echo(f"Judged on {whole.pages:,} pages with {whole.good:,} good and {whole.bad:,} bad words.")
     for name in result.unjudged:
         typer.echo(f"not judged: {name}, whose classifier the recipe trains or whose step it leaves out")

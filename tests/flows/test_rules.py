@@ -53,6 +53,7 @@ def test_each_rule_is_judged_alone_and_in_its_order(tmp_path: Path) -> None:
     table = columns_of(found, "type")
     assert table[0]["good_lost"] == 18 / 216 and table[0]["bad_caught"] == 20 / 160 and table[0]["forum"] == 1
     assert table[-1]["rule"] == "all rules" and table[-1]["good_lost"] == 18 / 216
+    assert table[-1]["pages"] == 3 and table[-1]["bad_caught"] == 100 / 160
 
 
 def test_a_page_without_text_loses_its_truth_and_lines_cut_count(tmp_path: Path) -> None:
