@@ -14,9 +14,10 @@ from puna.models.extraction.write import annotation, formula
 A_CLASS, A_ID, A_ROLE, A_STYLE, A_HIDDEN, A_ARIA_HIDDEN, A_ALT, A_ALTTEXT = (
     np.uint64(fnv(name)) for name in ["class", "id", "role", "style", "hidden", "aria-hidden", "alt", "alttext"]
 )
-A_TYPE, A_ITEMPROP, A_HREF, A_CONTENT, A_PROPERTY, A_NAME, A_REL = (
-    np.uint64(fnv(name)) for name in ["type", "itemprop", "href", "content", "property", "name", "rel"]
+A_TYPE, A_ITEMPROP, A_HREF, A_CONTENT, A_PROPERTY, A_NAME, A_REL, A_COLSPAN, A_ROWSPAN = (
+    np.uint64(fnv(name)) for name in ["type", "itemprop", "href", "content", "property", "name", "rel", "colspan", "rowspan"]
 )
+MAX_SPAN = 0x7FFF
 T_A, T_IMG, T_SCRIPT, T_MATH, T_META, T_LINK = (NUMBER[name] for name in ["a", "img", "script", "math", "meta", "link"])
 
 
@@ -74,6 +75,10 @@ def _attribute(page: Scan, element: int, tag: int, name: np.uint64, start: int, 
         page.elements[element, L.FLAGS] = flags | L.ARIA_HIDDEN
     elif name == A_STYLE and _hides(html, start, stop):
         page.elements[element, L.FLAGS] = flags | L.HIDDEN
+    elif name == A_COLSPAN:
+        page.elements[element, L.SPANS] |= _number(html, start, stop)
+    elif name == A_ROWSPAN and stop > start and 48 <= html[start] <= 57:  # 0: to the end of the group
+        page.elements[element, L.SPANS] |= (_number(html, start, stop) or MAX_SPAN) << 16
     elif name == A_TYPE and tag == T_SCRIPT:
         page.elements[element, L.CHILDREN] = 1 if has(html, start, stop, b"math/tex") else 2 if has(html, start, stop, b"ld+json") else 0
     elif (tag == T_META and name in (A_PROPERTY, A_NAME)) or (tag == T_LINK and name == A_REL):
@@ -85,6 +90,15 @@ def _attribute(page: Scan, element: int, tag: int, name: np.uint64, start: int, 
         or (tag == T_MATH and name == A_ALTTEXT)
     ):
         s[L.VALUE], s[L.VALUE_STOP] = start, stop
+
+
+@njit(cache=True, borrows=True)
+def _number(html: NDArray[np.uint8], start: int, stop: int) -> int:
+    """Return the number that html[start:stop] begins with, at most `MAX_SPAN`; 0 for none."""
+    number, at = 0, start
+    while at < stop and 48 <= html[at] <= 57:
+        number, at = min(10 * number + int(html[at]) - 48, MAX_SPAN), at + 1
+    return number
 
 
 @njit(cache=True, borrows=True)

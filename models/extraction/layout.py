@@ -11,7 +11,8 @@ from puna.kernels.cpu.numba_cache import njit
 from puna.models.extraction.tags import NAMES
 
 # Columns of `elements`
-TAG, PARENT, DEPTH, FIRST, END, FLAGS, TOKENS, CHILDREN, HOLDER, COLUMNS = range(10)  # HOLDER: the innermost block element
+TAG, PARENT, DEPTH, FIRST, END, FLAGS, TOKENS, CHILDREN, HOLDER, SPANS, COLUMNS = range(11)
+# HOLDER: the innermost block element. SPANS: of a cell its `colspan`, and above 16 bits its `rowspan`, 0 where it has none.
 # Columns of `blocks`. LAST: the last byte, HASHES: where the block's words end in `hashes`.
 ELEMENT, START, STOP, GAP, MARKER, WORDS, CHARS, LINKED_CHARS, LINKED_WORDS, LINKS = range(10)
 STOPS, COMMAS, DIGITS, UPPER, INLINE, IMAGES, PRE, FORMS, LAST, HASHES = range(10, 20)

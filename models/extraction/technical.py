@@ -25,9 +25,14 @@ TEX = {
     "msqrt": (1, r"\sqrt{{{0}}}"), "mfrac": (2, r"\frac{{{0}}}{{{1}}}"), "mroot": (2, r"\sqrt[{1}]{{{0}}}"),
     "msup": (2, "{0}^{{{1}}}"), "msub": (2, "{0}_{{{1}}}"), "msubsup": (3, "{0}_{{{1}}}^{{{2}}}"),
     "mover": (2, r"\overset{{{1}}}{{{0}}}"), "munder": (2, "{0}_{{{1}}}"), "munderover": (3, "{0}_{{{1}}}^{{{2}}}"),
+    "accent": (2, "{1}{{{0}}}"),
 }  # fmt: skip
+ACCENTS = dict(zip("¯‾^ˆ~˜→˙¨", [r"\bar"] * 2 + [r"\hat"] * 2 + [r"\tilde"] * 2 + [r"\vec", r"\dot", r"\ddot"], strict=True))
+INVISIBLE = dict.fromkeys(("annotation", "annotation-xml", "mphantom", "none", "mprescripts"), "") | {"mspace": " "}
+OPERATORS = str.maketrans({"\u2061": "", "\u2062": "", "\u2063": ",", "\u2064": "+"})  # applied to, times, comma, plus: not drawn
 RELATIONS = "=<>≤≥≠≈≡∈⊂→⇒∼"
 BETWEEN = {"mtr": " & ", "mtable": r" \\ "}
+ATOMS = ("#text", "mi", "mn", "mo", "mtext", "msub", "munder", "mover", "mfrac", "msqrt", "mroot", "mfenced")  # raised without braces
 MAX_NESTING = 50  # of one formula
 MAX_FORMULAS = 2000  # of a page, in time that stays short; what is beyond stays as it was
 MAX_SIGNS = 50_000  # elements of a page's formulas, so too
@@ -53,8 +58,13 @@ def prepared(tree: Any, size: int) -> bool:
         signs += len(math.query_selector_all("*"))
         if signs > MAX_SIGNS:
             break
-        if math not in nested and math.query_selector("annotation") is None and (text := tex(math)):
+        if math not in nested and (text := _formula(math)):
             _replaced(tree, math, "pre" if math.getattr("display") == "block" else "span", text)
+            changed = True
+    for script in document.query_selector_all('script[type^="math/tex"][id^="MathJax-"]')[:]:
+        drawn = document.get_element_by_id(f"{script.id}-Frame")
+        if drawn is not None and drawn.parent is not None:
+            drawn.parent.remove_child(drawn)
             changed = True
     for script in document.query_selector_all(DISPLAY)[:]:
         _replaced(tree, script, "pre", script.text)
@@ -106,17 +116,52 @@ def _replaced(tree: Any, node: Any, tag: str, text: str) -> None:
         node.parent.replace_child(element, node)
 
 
+def _formula(math: Any) -> str:
+    """Return the TeX to write for a formula; "" where its TeX stands in the markup as the extractor's reader takes it."""
+    names = {note.getattr("encoding", "").lower(): note for note in math.query_selector_all("annotation")[:]}
+    if math.getattr("alttext", "").strip() or any("x-tex" in name for name in names):
+        return ""
+    source = next((note.text for name, note in names.items() if "tex" in name), "")
+    return " ".join((source or tex(math)).split())
+
+
 def tex(node: Any, depth: int = 0) -> str:
     """Return a MathML element as TeX; deeper nesting than any formula's is written as plain text."""
-    if node.tag == "#text" or depth > MAX_NESTING:
-        return " ".join((node.text or "").split())
+    tag = node.tag
+    if tag == "#text" or depth > MAX_NESTING:
+        return " ".join((node.text or "").translate(OPERATORS).split())
+    if tag in INVISIBLE:
+        return INVISIBLE[tag]
     # A slice is a list, see above.
     children = [child for child in node.child_nodes[:] if child.tag != "#comment" and (child.tag != "#text" or child.text.strip())]
     parts = [tex(child, depth + 1) for child in children]
-    if node.tag == "msqrt":
+    if tag == "msqrt":
         parts = ["".join(parts)]  # the root of all its children, which are a row
-    count, form = TEX.get(node.tag, (0, ""))
+    elif tag == "mover" and len(parts) == 2 and parts[1].strip() in ACCENTS:
+        tag, parts[1] = "accent", ACCENTS[parts[1].strip()]
+    elif tag == "mmultiscripts":
+        return _scripts([child.tag for child in children], parts)
+    elif tag == "mfenced":
+        marks: list[str] = [node.getattr(name, mark) for name, mark in (("open", "("), ("separators", ","), ("close", ")"))]
+        return marks[0] + marks[1][:1].join(parts) + marks[2]
+    count, form = TEX.get(tag, (0, ""))
     if count and count == len(parts):
+        parts = [part.strip() for part in parts]
+        if form.startswith("{0}") and len(parts[0]) > 1 and children[0].tag not in ATOMS and parts[0][-1] not in ")]|":
+            parts[0] = f"{{{parts[0]}}}"
         return form.format(*parts)
-    text = BETWEEN.get(node.tag, "").join(parts)
-    return f" {text} " if node.tag == "mo" and text and text in RELATIONS else text
+    text = BETWEEN.get(tag, "").join(parts)
+    if tag == "mtable":
+        return rf"\begin{{matrix}} {text} \end{{matrix}}"
+    spaced = (tag == "mo" and text and text in RELATIONS) or tag == "mtext"
+    return f" {text} " if spaced else f"{text} " if tag == "mi" and len(text) > 1 and text.isalpha() else text
+
+
+def _scripts(tags: list[str], parts: list[str]) -> str:
+    """Return a base with pairs of a lower and an upper script behind it, and before it those that follow `mprescripts`."""
+    cut = tags.index("mprescripts") if "mprescripts" in tags else len(tags)
+    behind, before = (
+        "".join(f"{mark}{{{part}}}" for place, part in enumerate(row) for mark in "_^"[place % 2] if part)
+        for row in (parts[1:cut], parts[cut + 1 :])
+    )
+    return ("{}" + before if before else "") + "".join(parts[:1]) + behind

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from puna.kernels.cpu.numba_cache import njit
 from puna.models.extraction import layout as L
 from puna.models.extraction.layout import Pages, Scan, alone, page_of
+from puna.models.extraction.tables import CELL_BYTES, MAX_COLUMNS, data_cells
 from puna.models.extraction.tags import OFFSET, PRIME, begins, find, has
 
-CELL_BYTES = 200  # longer cells are of tables made for layout: they stand on lines of their own
 MAX_INDENT = 200  # spaces before the first character of a line of code
 FIRST_MARK = 0xD8  # the lowest first byte of a mark that is a letter to `_in_word`
 # What a byte of ASCII adds to a word's hash: a letter in lower case, 48 for any digit; 0 is in no word.
@@ -240,17 +240,22 @@ def text_of(page: Scan, keep: NDArray[np.bool_]) -> str:
 def texts_of(pages: Pages, keep: NDArray[np.bool_]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Return the pages' texts one after the other, and where each begins and the last ends [pages + 1]; `keep` [blocks of all pages]."""
     n, starts = len(pages.starts) - 1, pages.starts[:, L.BLOCK]
-    out, ends = np.empty(len(pages.text) + 16 * len(keep) + 16, np.uint8), np.zeros(n + 1, np.int64)
+    out, ends = np.empty(len(pages.text) + (16 + MAX_COLUMNS) * len(keep) + 16, np.uint8), np.zeros(n + 1, np.int64)
     for number in range(n):
-        ends[number + 1] = _join(page_of(pages, number), keep[starts[number] : starts[number + 1]], out, ends[number])
+        page, own = page_of(pages, number), keep[starts[number] : starts[number + 1]]
+        cells, columns = data_cells(page, own)
+        ends[number + 1] = _join(page, own, cells, columns, out, ends[number])
     return out[: ends[n]], ends
 
 
 @njit(cache=True, borrows=True)
-def _join(page: Scan, keep: NDArray[np.bool_], out: NDArray[np.uint8], at: int) -> int:
-    """Write a page's text at a place; returns where it ends."""
-    blocks = page.blocks
+def _join(
+    page: Scan, keep: NDArray[np.bool_], cells: NDArray[np.int64], columns: NDArray[np.int64], out: NDArray[np.uint8], at: int
+) -> int:
+    """Write a page's text at a place; `cells` and `columns` are those of `data_cells`. Return where it ends."""
+    blocks, elements = page.blocks, page.elements
     before = -1  # bytes of the kept block before
+    cell = row = column = -1  # of that block
     gap = L.TAB
     for b in range(len(blocks)):
         here = blocks[b, L.GAP]
@@ -261,19 +266,25 @@ def _join(page: Scan, keep: NDArray[np.bool_], out: NDArray[np.uint8], at: int) 
         if not keep[b]:
             continue
         size = blocks[b, L.STOP] - blocks[b, L.START]
-        if before >= 0:
-            if gap == L.TAB and before <= CELL_BYTES and size <= CELL_BYTES:
-                out[at] = 9
-                at += 1
-            else:
-                out[at] = 10
-                out[at + 1] = 10
-                at += 2 if gap == L.BLANK else 1
+        own = elements[cells[b], L.PARENT] if cells[b] >= 0 else -1
+        data, tabs = columns[b] >= 0 and column >= 0, columns[b]
+        if data and own == row:
+            tabs = max(1, tabs - column) if cell != cells[b] else 0
+            out[at], at = 32, at + (cell == cells[b])
+        elif before >= 0 and own >= 0 and own == row and gap == L.TAB and before <= CELL_BYTES and size <= CELL_BYTES:
+            tabs = 1
+        elif before >= 0:
+            apart = gap == L.BLANK and not (data and elements[own, L.PARENT] == elements[row, L.PARENT])
+            out[at], out[at + 1] = 10, 10
+            at += 1 + apart
+        for _ in range(tabs):
+            out[at] = 9
+            at += 1
         at = _item_mark(out, at, blocks[b, L.MARKER])
         for k in range(blocks[b, L.START], blocks[b, L.STOP]):
             out[at] = page.text[k]
             at += 1
-        before, gap = size, L.TAB
+        before, gap, cell, row, column = size, L.TAB, cells[b], own, columns[b]
     return at
 
 

@@ -88,8 +88,14 @@ FORMULAS = {
     "<mi>E</mi><mo>=</mo><mi>m</mi><msup><mi>c</mi><mn>2</mn></msup>": "E = mc^{2}",
     "<msub><mi>x</mi><mn>1</mn></msub><mo>≤</mo><msubsup><mi>y</mi><mi>i</mi><mn>2</mn></msubsup>": "x_{1} ≤ y_{i}^{2}",
     "<msqrt><mi>x</mi><mo>+</mo><mn>1</mn></msqrt><mroot><mi>x</mi><mn>3</mn></mroot>": r"\sqrt{x+1}\sqrt[3]{x}",
-    "<munderover><mo>∑</mo><mi>i</mi><mi>n</mi></munderover><mover><mi>x</mi><mo>¯</mo></mover>": r"∑_{i}^{n}\overset{¯}{x}",
-    "<mtable><mtr><mtd><mn>1</mn></mtd><mtd><mn>2</mn></mtd></mtr><mtr><mtd><mn>3</mn></mtd><mtd><mn>4</mn></mtd></mtr></mtable>": r"1 & 2 \\ 3 & 4",
+    "<munderover><mo>∑</mo><mi>i</mi><mi>n</mi></munderover><mover><mi>x</mi><mo>¯</mo></mover>": r"∑_{i}^{n}\bar{x}",
+    "<mover><mi>x</mi><mo>⏞</mo></mover>": r"\overset{⏞}{x}",
+    "<mtable><mtr><mtd><mn>1</mn></mtd><mtd><mn>2</mn></mtd></mtr><mtr><mtd><mn>3</mn></mtd><mtd><mn>4</mn></mtd></mtr></mtable>": r"\begin{matrix} 1 & 2 \\ 3 & 4 \end{matrix}",
+    "<msup><mrow><mo>(</mo><mi>a</mi><mo>+</mo><mi>b</mi><mo>)</mo></mrow><mn>2</mn></msup>": "(a+b)^{2}",
+    "<msup><mrow><mi>a</mi><mi>b</mi></mrow><mn>2</mn></msup><msup><msup><mi>x</mi><mn>2</mn></msup><mn>3</mn></msup>": "{ab}^{2}{x^{2}}^{3}",
+    "<mi>sin</mi><mo>&#8289;</mo><mi>x</mi><mo>+</mo><mn>2</mn><mo>&#8290;</mo><mi>f</mi><mo>&#8289;</mo><mfenced><mi>x</mi><mi>y</mi></mfenced>": "sin x+2f(x,y)",
+    "<mmultiscripts><mi>C</mi><mn>6</mn><none/><mprescripts/><none/><mn>14</mn></mmultiscripts>": "{}^{14}C_{6}",
+    "<mi>x</mi><mo>=</mo><mn>1</mn><mtext>if  y</mtext><mspace width='1em'/><mi>z</mi><mphantom><mo>+</mo></mphantom>": "x = 1 if y z",
     "<mfrac><mi>a</mi></mfrac>": "a",  # a fraction needs two children
 }
 
@@ -98,6 +104,31 @@ FORMULAS = {
 def test_formulas_without_an_annotation(formula):
     assert f"value of {FORMULAS[formula]} is" in text(f"<p>It was the Greeks who said that the value of <math>{formula}</math> is known to all.</p>")
     assert f"\n\n{FORMULAS[formula]}\n\n" in text(f'<math display="block">{formula}</math>')
+
+
+SQUARE = "<semantics><msup><mi>x</mi><mn>2</mn></msup>{}</semantics>"
+NOTES = {
+    "another editor's": ("<annotation encoding='MathType-MTEF'>MathType@MTEF@5@5@+=feaa</annotation>", "x^{2}"),
+    "content": ("<annotation-xml encoding='MathML-Content'><apply><power/><ci>x</ci><cn>2</cn></apply></annotation-xml>", "x^{2}"),
+    "TeX by another name": ("<annotation encoding='StarMath 5.0'>x squared</annotation><annotation encoding='LaTeX'>x\\cdot x</annotation>", r"x\cdot x"),
+    "TeX": ("<annotation encoding='StarMath 5.0'>x squared</annotation><annotation encoding='application/x-tex'>x\\cdot x</annotation>", r"x\cdot x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_annotations_of_formulas_that_are_no_tex_are_not_text(name):
+    note, expected = NOTES[name]
+    assert f"value of {expected} is" in text(f"<p>It was the Greeks who said that the value of <math>{SQUARE.format(note)}</math> is known.</p>")
+
+
+def test_the_tex_of_an_attribute_goes_before_the_elements():
+    assert "\\tfrac12" in text('<p>It was the Greeks who said that <math alttext="\\tfrac12"><mfrac><mn>1</mn><mn>2</mn></mfrac></math> is known.</p>')
+
+
+def test_what_mathjax_has_drawn_is_not_written_beside_its_source():
+    drawn = '<span class="MathJax" id="MathJax-Element-1-Frame"><nobr>x2</nobr><math><msup><mi>x</mi><mn>2</mn></msup></math></span>'
+    found = text(f'<p>It was the Greeks who said that {drawn}<script type="math/tex" id="MathJax-Element-1">x^2</script> is known to all.</p>')
+    assert "said that x^2 is known" in found
 
 
 def test_formulas_on_lines_of_their_own_are_kept():

@@ -76,6 +76,36 @@ def test_pages_are_read_as_they_are_seen(html, expected):
     assert whole(html) == expected
 
 
+TABLES = {
+    "a head over two columns, and cells over two rows": (
+        "<tr><th rowspan=2>Region<th colspan=2>Sales<th rowspan=2>Share<tr><th>2020<th>2021<tr><td>North<td>10<td>12<td>55 %"
+        "<tr><td>South<td colspan=2>none<td>45 %",
+        "Region\tSales\t\tShare\n\t2020\t2021\nNorth\t10\t12\t55 %\nSouth\tnone\t\t45 %",
+    ),
+    "empty cells": ("<tr><td><th>A<th>B<tr><td>x<td><td>2<tr><td>y<td>3<td>", "\tA\tB\nx\t\t2\ny\t3"),
+    "a column that is empty in all rows": ("<tr><td>1.<td><td>One<tr><td>2.<td><td>Two", "1.\tOne\n2.\tTwo"),
+    "lines and paragraphs in a cell": ("<tr><td>a<br>b<td><p>c</p><p>d</p><tr><td><p>e</p><td>f", "a b\tc d\ne\tf"),
+    "a line of its own, its lines apart": ("<tr><td>a<td>b<tr><td colspan=2>c<br>d<tr><td><td>e", "a\tb\nc\nd\n\te"),
+    "a span ends with its group of rows": ("<tbody><tr><td rowspan=0>a<td>b<tr><td>c</tbody><tbody><tr><td>d<td>e</tbody>", "a\tb\n\tc\nd\te"),
+    "spans that are no numbers, or too large": ("<tr><td colspan=x rowspan=-1>a<td colspan=99999>b<td>c<tr><td>d<td>e", "a\tb\tc\nd\te"),
+    "a table in a cell": ("<tr><td>a<td><table><tr><td>i<td>j<tr><td><td>k</table><td>z", "a\ni\tj\n\tk\nz"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_cells_stand_in_their_columns(name):
+    rows, expected = TABLES[name]
+    assert whole(f"<table>{rows}</table>") == expected
+
+
+def test_cells_of_a_caption_and_of_rows_that_are_left_out():
+    page = read_page(HTMLTree.parse("<table><caption>Sales<tr><th>a<th>b<th>c<tr><td>1<td>2<td>3<tr><td>4<td>5<td>6</table>"))
+    keep = np.ones(len(page.blocks), np.bool_)
+    assert text_of(page, keep) == "Sales\na\tb\tc\n1\t2\t3\n4\t5\t6"
+    keep[[4, 8]] = False  # 1 and 5
+    assert text_of(page, keep) == "Sales\na\tb\tc\n\t2\t3\n4\t\t6"
+
+
 def test_long_cells_are_layout_and_stand_on_lines_of_their_own():
     long = "word " * 60
     assert whole(f"<table><tr><td>{long}<td>{long}</table>") == f"{long.strip()}\n{long.strip()}"

@@ -1,0 +1,103 @@
+"""Tables of data in a page's text: each row on one line, each cell in its column, under `colspan` and `rowspan` too."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.cpu.numba_cache import njit
+from puna.models.extraction import layout as L
+from puna.models.extraction.layout import Scan
+from puna.models.extraction.tags import NUMBER
+
+CELL_BYTES = 200  # longer cells are of tables made for layout: they stand on lines of their own
+MAX_COLUMNS = 63  # bits of a mask; cells beyond share the last column
+MAX_GROUPS = 1000  # groups of rows with a `rowspan`, of one page; in those beyond it counts for nothing
+LAST_ROW = 0xFFFF  # what `rowspan="0"` and larger numbers reach
+T_TABLE, T_TR, T_TD, T_TH = (NUMBER[name] for name in ["table", "tr", "td", "th"])
+IN_CELL = L.BIT["td"] | L.BIT["th"]
+
+
+@njit(cache=True)
+def _grid(page: Scan) -> NDArray[np.int64]:
+    """Return the first column of each cell [elements], as HTML places cells; spans end with their group of rows (`tbody`)."""
+    elements, n = page.elements, len(page.elements)
+    column, number, slot, slots = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64), 0
+    for e in range(n):
+        group = elements[elements[e, L.PARENT], L.PARENT]
+        if elements[e, L.SPANS] >> 16 and group > 0 and slot[group] == 0 and slots < MAX_GROUPS:
+            slots += 1
+            slot[group] = slots
+    covered = np.zeros((slots + 1, MAX_COLUMNS), np.int64)  # the row from which on a column is free again
+    for e in range(n):
+        tag, row = elements[e, L.TAG], elements[e, L.PARENT]
+        if tag == T_TR:  # `number` of a group counts its rows, of a row is its place; `column` of a row is its next one
+            number[e] = number[row]
+            number[row] += 1
+        elif tag in (T_TD, T_TH) and row >= 0 and elements[row, L.TAG] == T_TR:
+            spans, place = covered[slot[elements[row, L.PARENT]]], column[row]
+            while place < MAX_COLUMNS - 1 and spans[place] > number[row]:
+                place += 1
+            column[e] = place
+            column[row] = min(place + max(1, elements[e, L.SPANS] & 0xFFFF), MAX_COLUMNS - 1)
+            rows = elements[e, L.SPANS] >> 16
+            if rows and slot[elements[row, L.PARENT]]:
+                spans[place : column[row]] = number[row] + rows
+    return column
+
+
+@njit(cache=True)
+def data_cells(page: Scan, keep: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the cell of each kept block [blocks], -1 for none; and its column in a row of data, else -1, of those a kept cell begins in.
+
+    A row of data has only short cells, and its table has two of them side by side somewhere. In a row with one cell, lines stay apart:
+    only the first has a column.
+    """
+    elements, blocks, n = page.elements, page.blocks, len(keep)
+    cells, columns = np.full(n, -1, np.int64), np.full(n, -1, np.int64)
+    inside = [b for b in range(n) if keep[b] and elements[blocks[b, L.ELEMENT], L.FLAGS] & IN_CELL]
+    if len(inside) == 0:
+        return cells, columns
+    grid, size, count = _grid(page), np.zeros(len(elements), np.int64), np.zeros(len(elements), np.int64)
+    long, used = np.zeros(len(elements), np.bool_), np.zeros(len(elements), np.int64)
+    for b in inside:
+        e = blocks[b, L.ELEMENT]
+        while e > 0 and elements[e, L.TAG] != T_TD and elements[e, L.TAG] != T_TH:
+            e = elements[e, L.PARENT]
+        row = elements[e, L.PARENT]
+        if e <= 0 or elements[row, L.TAG] != T_TR:
+            continue
+        above = elements[row, L.PARENT] if count[row] == 0 else 0
+        while above > 0:  # a row around a table is no data
+            long[above] = True
+            above = elements[above, L.PARENT]
+        cells[b], count[row] = e, count[row] + (size[e] == 0)
+        size[e] += blocks[b, L.STOP] - blocks[b, L.START]
+        long[row] |= size[e] > CELL_BYTES or blocks[b, L.PRE] != 0
+    for b in inside:
+        row = elements[cells[b], L.PARENT] if cells[b] >= 0 else 0
+        if not long[row] and count[row] > 1:
+            used[_table(page, row)] |= 1 << MAX_COLUMNS - 1  # a mark that the table has data; the last column is never counted
+    for b in inside:
+        row = elements[cells[b], L.PARENT] if cells[b] >= 0 else 0
+        if cells[b] >= 0 and not long[row] and used[_table(page, row)]:
+            used[_table(page, row)] |= 1 << grid[cells[b]]
+    before = -1
+    for b in inside:
+        cell = cells[b]
+        row = elements[cell, L.PARENT] if cell >= 0 else 0
+        mask = used[_table(page, row)] if cell >= 0 and not long[row] else 0
+        if mask and (count[row] > 1 or cell != before):
+            columns[b], mask = 0, mask & (1 << grid[cell]) - 1
+            while mask:
+                columns[b], mask = columns[b] + 1, mask & (mask - 1)
+        before = cell
+    return cells, columns
+
+
+@njit(cache=True, borrows=True)
+def _table(page: Scan, row: int) -> int:
+    """Return the table of a row; 0 for none."""
+    while row > 0 and page.elements[row, L.TAG] != T_TABLE:
+        row = page.elements[row, L.PARENT]
+    return max(row, 0)
