@@ -112,10 +112,9 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (RMSNorm(K, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2))
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        T = x_TD.shape[0]
-        q_THK = rope(self.q_norm(self.q_proj(x_TD).view(T, -1, self.head_dim)), cos, sin)
-        k_TGK = rope(self.k_norm(self.k_proj(x_TD).view(T, -1, self.head_dim)), cos, sin)
-        v_TGK = self.v_proj(x_TD).view(T, -1, self.head_dim)
+        q_THK = rope(self.q_norm(self.q_proj(x_TD).unflatten(1, (-1, self.head_dim))), cos, sin)
+        k_TGK = rope(self.k_norm(self.k_proj(x_TD).unflatten(1, (-1, self.head_dim))), cos, sin)
+        v_TGK = self.v_proj(x_TD).unflatten(1, (-1, self.head_dim))
         return self.o_proj(attend(self.layer, q_THK, k_TGK, v_TGK).flatten(1))
 
     if TYPE_CHECKING:
@@ -145,10 +144,10 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(H * mla.v_head_dim, D, bias)
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        T, mla = x_TD.shape[0], self.mla
+        mla = self.mla
         low = mla.q_lora_rank > 0
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))) if low else self.q_proj(x_TD)
-        q_THN, q_THR = q.view(T, -1, mla.qk_head_dim).split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
+        q_THN, q_THR = q.unflatten(1, (-1, mla.qk_head_dim)).split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
         latent, shared = self.kv_a_proj_with_mqa(x_TD).split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
         latent_TL, k_TR = self.kv_a_layernorm(latent.contiguous()), rope(shared[:, None], cos, sin)[:, 0]
         q_THR = rope(q_THR, cos, sin)
@@ -161,7 +160,7 @@ class LatentAttention(nn.Module):
     def spelled_out(self, latent_TL: Tensor, k_TR: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys [T, H, K] and values [T, H, V] of all heads, from latents and the rotated part that the heads' keys share."""
         mla = self.mla
-        kv = self.kv_b_proj(latent_TL).view(len(latent_TL), -1, mla.qk_nope_head_dim + mla.v_head_dim)
+        kv = self.kv_b_proj(latent_TL).unflatten(1, (-1, mla.qk_nope_head_dim + mla.v_head_dim))
         k_THN, v_THV = kv.split([mla.qk_nope_head_dim, mla.v_head_dim], -1)
         return torch.cat([k_THN, k_TR[:, None].expand(-1, k_THN.shape[1], -1)], -1), v_THV
 

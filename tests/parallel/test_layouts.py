@@ -91,6 +91,12 @@ def test_context_of_variants(ranks: Run, variant: str):
     check(ranks, {"context": 4}, "sft", variant)
 
 
+@pytest.mark.parametrize("variant", ["plain", "mla"])
+def test_context_over_more_ranks_than_rows(ranks: Run, variant: str):
+    """A micro-batch of three tokens, of which a fourth rank has none."""
+    check(ranks, {"context": 4}, "pretrain", variant)
+
+
 @pytest.mark.parametrize("objective", ["pretrain", "dpo", "reward", "ppo"])
 @pytest.mark.parametrize("layout", [{"data": 2, "context": 2}, {"shard": 2, "context": 2}], ids=str)
 def test_context_with_another_axis(ranks: Run, layout: dict[str, int], objective: str):
