@@ -149,7 +149,7 @@ def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[A
     temporary.mkdir()
     _write(tensors, temporary / TENSORS)
     text = json.dumps({"step": step, **record})
-    checksums = {TENSORS: checksum((temporary / TENSORS).read_bytes()), RECORD: checksum(text.encode())}
+    checksums = {TENSORS: file_checksum(temporary / TENSORS), RECORD: checksum(text.encode())}
     (temporary / RECORD).write_text(json.dumps({"record": text, "checksums": checksums}), encoding="utf-8")
     for name in (TENSORS, RECORD):
         flush(temporary / name)
@@ -266,13 +266,19 @@ def read_record(path: Path) -> tuple[str, dict[str, str]]:
 
 def _of_ranks(path: Path, text: str, checksums: dict[str, str]) -> Any:
     """Return the whole tensors of a checkpoint that several ranks wrote; raise ValueError if a file is damaged."""
-    if any(checksum((path / name).read_bytes()) != value for name, value in checksums.items() if name != RECORD):
+    if any(file_checksum(path / name) != value for name, value in checksums.items() if name != RECORD):
         raise ValueError(f"{path}: a file's checksum is wrong")
     return read(path, json.loads(text)["index"])
 
 
 def checksum(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def file_checksum(path: Path) -> str:
+    """Return the checksum of a file's content, of which little is in memory at one time."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush(path: Path) -> None:

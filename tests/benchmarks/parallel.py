@@ -4,7 +4,7 @@
 
 Ranks are gloo processes of this machine. `combinations_proved` counts layouts x objectives, and layouts x models, whose gradients and log
 are within 1e-5 of one process; `cp_imbalance` is the largest load over the mean of 32,768 rows in documents of about 1,024 tokens over
-16 ranks; `two_process_speedup` compares tokens a second of a model of 3.2 million parameters on two cores, which should be idle. `plan_error_published` is the median error of
+16 ranks; `load_state_peak_ratio` is what a rank reads from the disk to go on in the same layout over what it keeps; `two_process_speedup` compares tokens a second of a model of 3.2 million parameters on two cores, which should be idle. `plan_error_published` is the median error of
 `puna plan` over published runs, see published_plans.py.
 """
 
@@ -67,6 +67,15 @@ def reshard(pool: Pool) -> float:
     return sum(same) / len(same)
 
 
+def read_ratio(pool: Pool) -> float:
+    """Return the bytes that a rank reads from the disk for its state over those of its pieces, the worst of the layouts that cut weights."""
+    ratios = []
+    with tempfile.TemporaryDirectory() as root:
+        for number, layout in enumerate(({"data": 2}, {"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"shard": 2, "tensor": 2})):
+            ratios += pool.run("read_ratio", size(layout), layout=layout, folder=str(Path(root, str(number))))
+    return max(ratios)
+
+
 def kills(pool: Pool, count: int) -> float:
     """Return the share of trainings that end with the weights of one that nobody killed."""
     same = []
@@ -106,6 +115,7 @@ def measure(count: int) -> dict[str, Any]:
     try:
         figures: dict[str, Any] = equality(pool)
         figures["reshard_bitwise"] = reshard(pool)
+        figures["load_state_peak_ratio"] = read_ratio(pool)
         figures["kills"], figures["kills_recovered"] = count, kills(pool, count)
         figures["rollout_logprobs_bitwise"] = rollouts(pool)
         figures["cp_imbalance"] = imbalance()

@@ -236,6 +236,31 @@ def in_small_chunks(members: Sequence[int], chunk_bytes: int, **given: Any) -> d
         return compare(members, **given)
 
 
+def read_ratio(members: Sequence[int], layout: dict[str, int], folder: str) -> float:
+    """Return the bytes that a rank reads from the disk to load a state, over those of its own pieces; the files are in no cache."""
+    chosen = Layout(**layout)
+    shape = ModelConfig(vocab_size=4096, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
+    mesh, model = Mesh(chosen, members), Transformer(shape, "lm", torch.Generator().manual_seed(0))
+    trainer = Trainer(model, o.LanguageModeling(), train_config(chosen), mesh=mesh)
+    own = trainer.tensors()
+    trainer.parallel.save_state(Path(folder), 1, own, {})
+    mesh.wait()
+    for file in Path(folder).glob("step-*/*.safetensors"):
+        with file.open("rb") as content:
+            os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    mesh.wait()
+    before = disk_bytes()
+    state = trainer.parallel.load_state(Path(folder), own, {})
+    read = disk_bytes() - before
+    assert state is not None and all(torch.equal(state[0][name], tensor) for name, tensor in own.items())
+    return read / sum(tensor.nbytes for tensor in own.values())
+
+
+def disk_bytes() -> int:
+    """Return the bytes that this process has had read from disks."""
+    return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["read_bytes"])
+
+
 def refusal(members: Sequence[int], **given: Any) -> str:
     """Return the message with which a layout is refused."""
     try:
@@ -287,5 +312,5 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds,
-    "sampled": sampled,
+    "read_ratio": read_ratio, "sampled": sampled,
 }  # fmt: skip

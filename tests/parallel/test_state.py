@@ -36,6 +36,11 @@ def test_experts_are_read_by_every_layout(ranks: Run, tmp_path: Path):
         assert len({answer["digest"] for reader in layouts for answer in ranks("restored", size(reader), layout=reader, **given)}) == 1, writer
 
 
+@pytest.mark.parametrize("layout", [{"shard": 2}, {"pipeline": 2}], ids=str)
+def test_a_rank_reads_little_more_than_its_pieces(ranks: Run, tmp_path: Path, layout: dict[str, int]):
+    assert max(ranks("read_ratio", 2, layout=layout, folder=str(tmp_path))) <= 1.2
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_moments_of_whole_weights_are_taken_by_every_layout(ranks: Run, tmp_path: Path, layout: dict[str, int]):
     ranks("trained", 1, layout={}, folder=str(tmp_path), steps=3)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from puna.models.training.boxes import names, read
-from puna.models.training.state import RECORD, checksum, flush, newest_first, publish, read_record
+from puna.models.training.state import RECORD, checksum, file_checksum, flush, newest_first, publish, read_record
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], pieces: Mapping
     save_file(own, temporary / file)
     flush(temporary / file)
     boxes = {name: {"shape": pieces[name].shape, "box": pieces[name].box} for name in own}
-    note = {"file": file, "checksum": checksum((temporary / file).read_bytes()), "boxes": boxes}
+    note = {"file": file, "checksum": file_checksum(temporary / file), "boxes": boxes}
     (temporary / f"{file}.json").write_text(json.dumps(note), encoding="utf-8")
     mesh.wait()
     if mesh.index == 0:
@@ -70,8 +70,9 @@ def load(
     text, checksums = read_record(paths[0])
     record = json.loads(text)
     damaged = torch.zeros(1)
-    for name in [name for name in sorted(checksums) if name != RECORD][mesh.index :: mesh.layout.processes]:
-        damaged += checksum((paths[0] / name).read_bytes()) != checksums[name]
+    files = sorted(checksums.keys() - {RECORD}, key=lambda name: (len(name), name))  # a rank of the same layout checks what it reads
+    for name in files[mesh.index :: mesh.layout.processes]:
+        damaged += file_checksum(paths[0] / name) != checksums[name]
     if float(mesh.add_everywhere(damaged)):
         raise ValueError(f"{paths[0]}: the state of the training is damaged; remove the folder to begin anew")
     index = record.pop("index", None)
