@@ -3,7 +3,7 @@
 Blocks of queries visit the blocks of keys that they see with a running softmax (FlashAttention-2, Dao 2023), first
 those that need no mask. The backward does so twice: by blocks of queries for dq, by blocks of keys for dk and dv. Each
 pair's scores are computed in both (seven products, not five), so that no sum is shared between programs: gradients are
-the same bits in every run, and nothing waits. On an H200 that takes .58 of the time of adding up dq in memory.
+the same bits in every run, and nothing waits. On an H200 that takes half the time of adding up dq in memory.
 
 From compute capability 9.0 on blocks are read through tensor descriptors, by the memory's own engine. Older GPUs have
 none, and a descriptor's blocks are powers of two wide: there and for other widths the same kernels read by pointers.
