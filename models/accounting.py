@@ -73,9 +73,9 @@ def state_bytes(config: ModelConfig, precision: Precision = "fp32", moments: int
 def _layer_elements(config: ModelConfig) -> int:
     """Return the elements per token that one layer keeps for its backward pass.
 
-    The inputs and outputs of two norms (4 D; 2 D where one feeds both halves), rotated queries and keys, values
-    and the attention's output, gate, up and their product (3 F, for each expert of a token, beside its input and
-    output), and what normalised or latent queries and keys add.
+    These are inputs and outputs of two norms (4 D; 2 D if one feeds both halves), rotated queries and keys, values, and the attention's
+    output. Then gate, up and their product: 3 F for each expert of a token, beside its input and output. Normalised or latent queries and
+    keys add their own.
     """
     width, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     inner = 3 * config.intermediate_size

@@ -1,8 +1,8 @@
 """Damage: artifacts whose bytes changed are named, moved to `quarantine/`, and never read in silence.
 
-An artifact is suspect if it was made from an artifact before damage was found there, by a stage that did not compare its inputs
-afterwards (`inputs_compared`: today's stages do), or if it was made from a suspect that is still there, is gone, or now has other
-content. Making it again clears it, or a person who trusts it. Suspects are derived from the manifests and a journal of findings.
+An artifact is suspect if one of its inputs was found damaged later, and its stage did not compare its inputs afterwards (`inputs_compared`:
+today's stages do), or if it was made from a suspect that is still there, is gone, or now has other content. Making it again clears it, or a
+person who trusts it. Suspects are derived from the manifests and a journal of findings.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Prompts that a document holds with changes: sampled n-grams find the place, its neighbourhood is compared in full.
 
-Every `step`-th n-gram of a document is looked up among those of all prompts. From a hit the matching passage grows to both
-sides while no more than `misses` n-grams in a row are foreign to the prompt, and the share of the prompt that it covers is
-weighed by rarity: n-grams that many prompts have ("which of the following is") say little about any of them.
+Every `step`-th n-gram of a document is looked up among those of all prompts. From a hit the matching passage grows to both sides while at
+most `misses` n-grams in a row are foreign to the prompt. The share of the prompt that it covers is weighed by rarity: n-grams that many
+prompts have ("which of the following is") say little about any of them.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def beside_a_street(data: U8, first: int, start: int, stop: int, last: int) -> b
 
 @njit(cache=True, borrows=True)
 def _before(data: U8, first: int, start: int) -> bool:
-    """True if names after a word for a street come before (`Via Garibaldi 7`, `Am Alten Markt 3`), a word that ends in such a word, or a
-    word for a box."""
+    """True if a street's name stands before the number (`Via Garibaldi 7`, `Am Alten Markt 3`), a word that ends in a word for a street, or
+    a word for a box."""
     at = start
     if at > first and (data[at - 1] == ORDINAL_END or data[at - 1] == DEGREE_END):  # n.º5
         at += 1

@@ -120,8 +120,8 @@ class DraftedEngine(Engine):
 
 
 def judged(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: Sequence[float], uniforms: Tensor) -> Tensor:
-    """Return [S] tokens of the distribution p: a guess drawn from q with probability min(1, p / q), by its number in [0, 1), else from
-    max(p - q, 0), which q cannot give, by the inverse of its cumulative distribution at `uniforms`."""
+    """Return [S] tokens of the distribution p: a guess drawn from q is taken with probability min(1, p / q), by its number in [0, 1).
+    Otherwise the token comes from max(p - q, 0), by the inverse of its cumulative distribution at `uniforms`."""
     guess_S1 = torch.tensor(guesses, device=p_SV.device)[:, None]
     number_S = torch.tensor(numbers, dtype=torch.float64, device=p_SV.device)
     accepts = number_S * q_SV.gather(1, guess_S1)[:, 0].double() < p_SV.gather(1, guess_S1)[:, 0].double()

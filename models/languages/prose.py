@@ -25,8 +25,8 @@ NOT_LAST = np.array([chr(byte) in NOTHING_IN for byte in range(256)])
 
 
 class Prose(NamedTuple):
-    """The prose of texts: text n's is the UTF-8 in data[bounds[n]:bounds[n + 1]], lines with a blank between, and has so many letters
-    (and marks of numbers such as ²), of which so many are capitals."""
+    """The prose of texts: text n's is the UTF-8 in data[bounds[n]:bounds[n + 1]], its lines joined by blanks. `letters` counts its letters
+    (and marks of numbers such as ²), `capitals` the capitals among them."""
 
     data: memoryview
     bounds: I64

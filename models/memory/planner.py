@@ -2,9 +2,9 @@
 et al. 2023).
 
 A pass through the model takes as long as the longer of two things that overlap, and a quarter of the shorter: bringing the layers that do
-not stay, whatever the number of tokens, and computing all layers, each as long as its weights take to be read from memory or its products
-to be multiplied. Memory for one more answer is memory for less of the weights, so every division is weighed by the tokens per second that
-it gives. The rates are measured at start, with the model's own first layer.
+not stay, and computing all layers. Bringing does not depend on the number of tokens. A layer takes as long as reading its weights from
+memory or multiplying its products, whichever is longer. Memory for one more answer is memory for less of the weights, so every division is
+weighed by the tokens per second that it gives. The rates are measured at start, with the model's own first layer.
 """
 
 from __future__ import annotations

@@ -111,10 +111,10 @@ def data_quality(instructions: Instructions, model: Model, judge: Model | None, 
     greedily by quality times difficulty, by which `keep` draws, too. Rows that the chat template of `model` refuses, and those longer
     than `micro_batch_tokens`, are dropped first; see `bad_rows`.
 
-    What is preferred is shown: of the rows that come to the rule on quality, the metrics `given_easy`, `given_medium`, `given_hard`
-    count those whose difficulty is below 1/3, below 2/3, and the others, `kept_easy` and so on those of them that are kept. Where rows
-    have a reward and a grade, `reward_and_judge`, `reward_only`, `judge_only` and `neither` count what each finds good. The side table
-    `scores` holds the judge's mean grades: `points`, `difficulty` (0 to 2), `intentions`.
+    What is preferred is shown: the metrics `given_easy`, `given_medium`, `given_hard` count the rows that reach the rule on quality, by
+    difficulty (below 1/3, below 2/3, above). `kept_easy` and so on count those of them that stay. Where rows have a reward and a grade,
+    `reward_and_judge`, `reward_only`, `judge_only` and `neither` count what each finds good. The side table `scores` holds the judge's mean
+    grades: `points`, `difficulty` (0 to 2), `intentions`.
     """
     if not instructions.rows():
         raise PunaError(f"data_quality: {instructions.id} has no instructions; `dropped` of the stage before says why")

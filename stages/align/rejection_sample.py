@@ -59,10 +59,10 @@ def rejection_sample(
 ) -> None:
     """Choose one finished answer for each prompt, or several: the one with the highest reward (Llama 3, section 4.2.2), or see `pick`.
 
-    Side tables: `scores` holds, per instruction, `agreement` (the share of the prompt's answers with the same text) and, where the
-    reward model picks, `reward`, which each answer has, too; `dropped` the prompts whose answers were all cut off
-    (`unfinished`), of which none is right (`none_right`), or that cannot be scored; see `bad_rows`.
-    Metrics compare the gold accuracy of the picked answers with the mean and with the best that was there.
+    Side tables: `scores` holds for each instruction `agreement`: the share of the prompt's answers with the same text. If the reward model
+    picks, each answer has its `reward`, and `scores` holds that, too; `dropped` the prompts whose answers were all cut off (`unfinished`),
+    of which none is right (`none_right`), or that cannot be scored; see `bad_rows`. Metrics compare the gold accuracy of the picked answers
+    with the mean and with the best that was there.
     """
     questions, groups = read_answers(answers, prompts)
     finished = {key: [a for a in group if a["finished"]] for key, group in groups.items()}

@@ -52,8 +52,9 @@ def reward_benchmark(
     A pair is right where the chosen answer has the higher reward, as in RewardBench (Lambert et al. 2024); a subset is the pairs' task.
     Rows: `accuracy`, with `always_longer` and `always_shorter` (in characters) beside it, and the mean `margin`; the metric
     `subset_mean` weighs all subsets alike. With `answers` and their `prompts`: the `reward` of the mean answer, its `spread` (standard
-    deviation) over the answers to a prompt, the `best_reward`, and where verifiers scored the answers, the share right of the mean answer
-    (`right`), of the one with the highest reward (`right_of_best`) and of any (`right_of_any`). `scores` holds each reward.
+    deviation) over the answers to a prompt, and the `best_reward`. If verifiers scored the answers, also the share of right ones: of all
+    (`right`), of those with the highest reward (`right_of_best`), and of prompts with any right answer (`right_of_any`). `scores` holds
+    each reward.
     """
     if not preferences and answers is None:
         raise PunaError("reward_benchmark: give preferences or answers to score")

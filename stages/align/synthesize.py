@@ -86,11 +86,11 @@ def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None
     """Write one checked answer of the model for each problem that has one; see `problems`.
 
     A problem and its answer are kept without the failed tries before it; the side table `scores` holds the share of right answers
-    (`right`) and how often it was tried (`tries`). `dropped` holds written problems that were cut off (`unfinished`), say nothing
-    (`empty`), resemble a prompt, held-out ones among them, or another one (`copied`), or have too few tests that tell a solution from
-    none (`tests`); problems to which no answer is right (`none_right`), and those that cannot be asked, see `bad_rows`. The metrics
-    `right_after_1`, `right_after_2`, … count the problems with an answer after so many tries. `judges` are models that verifiers name.
-    With `endpoint` a model elsewhere writes; the side table `exchanges` holds what it was asked and answered.
+    (`right`) and how often it was tried (`tries`). `dropped` holds written problems that were cut off (`unfinished`) or are `empty`. It
+    also holds those that resemble a prompt or another problem (`copied`), or have too few tests that tell a solution from none (`tests`);
+    problems to which no answer is right (`none_right`), and those that cannot be asked, see `bad_rows`. The metrics `right_after_1`,
+    `right_after_2`, … count the problems with an answer after so many tries. `judges` are models that verifiers name. With `endpoint` a
+    model elsewhere writes; the side table `exchanges` holds what it was asked and answered.
     """
     rows = prompts.read().to_pylist()
     train = sorted((row for row in rows if row["split"] == "train"), key=lambda row: str(row["id"]))

@@ -110,8 +110,8 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", 
     `hf`: weights, configuration, tokenizer and chat template as transformers, vLLM and lm-eval read them. `gguf`: one file for
     llama.cpp, `NAME.gguf` after the folder. `awq`: like hf with the layers' matrices in 4 bits, by scales chosen on a text file, `text`, of
     the kind that the model will read. `adapter`: the adapters that its training kept, as PEFT reads them. Raise PunaError if the artifact
-    is no model or is damaged, the folder is not empty, the format cannot hold the model, awq has no calibration text, or adapters are asked
-    for and there are none.
+    is no model or is damaged, or the folder is not empty. Also raise it if the format cannot hold the model, awq has no calibration text,
+    or the model has no adapters to export.
     """
     if (format == "awq") != (text is not None):
         raise PunaError("export: awq chooses scales by a text, and nothing else does: give a text file with the format awq alone")

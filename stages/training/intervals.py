@@ -15,8 +15,8 @@ Z95 = 1.959963984540054
 def student(freedom: int) -> float:
     """Return the 97.5 % point of Student's t with `freedom` degrees of freedom.
 
-    Up to 100 of them by bisection on the exact distribution (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4), then by
-    its expansion around the normal distribution's point (26.7.5), which is right to 9 digits there.
+    Up to 100 of them use bisection on the exact distribution (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4). More use its expansion around
+    the normal distribution's point (26.7.5), which is right to 9 digits there.
     """
     if freedom < 1:
         raise ValueError(f"Student's t needs at least one degree of freedom, not {freedom}")
