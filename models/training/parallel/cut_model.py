@@ -85,8 +85,8 @@ class CutTransformer(Transformer):
         with torch.device("meta"):
             super().__init__(whole.config, whole.head)
         self.mesh, self.tensor = mesh, mesh.group("tensor")
-        vocabulary, p = whole.config.vocab_size, mesh.size("tensor")
-        self.share = Share(bounds(vocabulary, p, mesh.at["tensor"])[0], cut(vocabulary, p), self.tensor)
+        tokens, p = whole.config.vocab_size, mesh.size("tensor")
+        self.share = Share(bounds(tokens, p, mesh.at["tensor"])[0], cut(tokens, p), self.tensor)
         if self.tensor is not None:
             self._cut_matrices(self.model)
         if (experts := mesh.group("expert")) is not None:
