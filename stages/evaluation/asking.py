@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 PromptFormat = Literal["plain", "chat"]
 Options = Literal["cloze", "letters"]
-NO_TEMPLATE = "the model has no chat template: ask in plain text (prompts=plain), or import it with one"
 OVERLAP = "overlap"
 """Name of the scores in which `contamination` keeps how much of a question stands in training data."""
 
@@ -131,7 +130,7 @@ class Asker:
         tokenizer: Tokenizer = self.encoder.tokenizer
         messages, mark = tokenizer.guard([{"role": role, "content": text} for role, text in (*turns, ("user", question))])
         if tokenizer.template is None:
-            raise PunaError(NO_TEMPLATE)
+            raise PunaError("the model has no chat template: ask in plain text (prompts=plain), or import it with one")
         try:
             return tokenizer.template.render(messages, add_generation_prompt=True), mark
         except ValueError as error:
@@ -140,8 +139,6 @@ class Asker:
     def prompt(self, task: Task, document: Document) -> list[int]:
         """Return the ids of a question that is answered freely."""
         if task.prompted and self.prompts == "chat":
-            if self.encoder.tokenizer.template is None:
-                raise PunaError(NO_TEMPLATE)
             return prompt_ids(self.encoder.tokenizer, document.row)
         text, mark = self._context(task, document, _question(task, document, self.options))
         ids = self.encoder.encode(text) if self.prompts == "plain" else self.encoder.encode_chat(text, mark)
