@@ -75,10 +75,14 @@ def _optional(plan: Plan, row: Fields, name: str) -> str | None:
     return None if plan.get(row, name) in (None, "") else _text(plan, row, name)
 
 
-def _list(plan: Plan, row: Fields, name: str) -> list[Any]:
-    """Return a list, also from its JSON text in a cell of CSV."""
+def _value(plan: Plan, row: Fields, name: str) -> Any:
+    """Return a list or object, also from its JSON text in a cell of CSV."""
     value = plan.get(row, name)
-    value = turns.parsed(value, plan.name(name)) if isinstance(value, str) else value
+    return turns.parsed(value, plan.name(name)) if isinstance(value, str) else value
+
+
+def _list(plan: Plan, row: Fields, name: str) -> list[Any]:
+    value = _value(plan, row, name)
     if not isinstance(value, list) or not value:
         raise Refused(plan.name(name), "wrong_type", "is an empty list" if value == [] else f"holds {turns.kind_of(value)}, not a list")
     return value
@@ -88,14 +92,6 @@ def _texts(plan: Plan, row: Fields, name: str) -> list[str]:
     """Return a list of texts; whole numbers are texts, too."""
     values = [str(value) if type(value) is int else value for value in _list(plan, row, name)]
     return [turns.text(value, f"{plan.name(name)}.{number}") for number, value in enumerate(values)]
-
-
-def _object(plan: Plan, row: Fields, name: str) -> dict[str, Any]:
-    value = plan.get(row, name)
-    value = turns.parsed(value, plan.name(name)) if isinstance(value, str) else value
-    if not isinstance(value, dict):
-        raise Refused(plan.name(name), "wrong_type", f"holds {turns.kind_of(value)}, not an object")
-    return value
 
 
 def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: Sequence[str] = LETTERS, start: int = 0) -> int:
@@ -178,8 +174,7 @@ def _mbpp(plan: Plan, row: Fields) -> Values:
 
 
 def _arc(plan: Plan, row: Fields) -> Values:
-    choices = plan.get(row, "choices")
-    choices = turns.parsed(choices, plan.name("choices")) if isinstance(choices, str) else choices
+    choices = _value(plan, row, "choices")
     if isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices):  # as the authors' own files have them
         choices = {name: [choice.get(name) for choice in choices] for name in ("text", "label")}
     options, labels = (choices.get("text"), choices.get("label")) if isinstance(choices, dict) else (None, None)
@@ -231,7 +226,9 @@ def _blimp(plan: Plan, row: Fields) -> Values:
 
 
 def _truthfulqa(plan: Plan, row: Fields) -> Values:
-    targets = _object(plan, row, "targets")
+    targets = _value(plan, row, "targets")
+    if not isinstance(targets, dict):
+        raise Refused(plan.name("targets"), "wrong_type", f"holds {turns.kind_of(targets)}, not an object")
     choices, labels = (targets.get("choices"), targets.get("labels")) if "choices" in targets else (list(targets), list(targets.values()))
     if not isinstance(choices, list) or not isinstance(labels, list) or len(choices) != len(labels):
         raise Refused(plan.name("targets"), "wrong_type", "holds no lists choices and labels of one length")
