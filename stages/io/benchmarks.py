@@ -279,9 +279,9 @@ def _labelled(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
 
 
 def _mostly(rows: Sequence[Fields], column: str, is_so: Callable[[Any], bool]) -> bool:
-    """True if more than half of a column's values are so; the other rows are set aside later."""
+    """True if at least half of a column's values are so; the other rows are set aside later."""
     values = [value for row in rows if (value := field_at(row, column)) is not None]
-    return 2 * sum(map(is_so, values)) > len(values)
+    return 2 * sum(map(is_so, values)) >= len(values)
 
 
 def _same(*names: str) -> dict[str, tuple[str, ...]]:
