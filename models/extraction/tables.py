@@ -59,7 +59,7 @@ def data_cells(page: Scan, keep: NDArray[np.bool_]) -> tuple[NDArray[np.int64], 
     if len(inside) == 0:
         return cells, columns
     grid, size, count = _grid(page), np.zeros(len(elements), np.int64), np.zeros(len(elements), np.int64)
-    long, used = np.zeros(len(elements), np.bool_), np.zeros(len(elements), np.int64)
+    long, used, tables = np.zeros(len(elements), np.bool_), np.zeros(len(elements), np.int64), np.zeros(n, np.int64)
     for b in inside:
         e = blocks[b, L.ELEMENT]
         while e > 0 and elements[e, L.TAG] != T_TD and elements[e, L.TAG] != T_TH:
@@ -67,37 +67,24 @@ def data_cells(page: Scan, keep: NDArray[np.bool_]) -> tuple[NDArray[np.int64], 
         row = elements[e, L.PARENT]
         if e <= 0 or elements[row, L.TAG] != T_TR:
             continue
-        above = elements[row, L.PARENT] if count[row] == 0 else 0
-        while above > 0:  # a row around a table is no data
-            long[above] = True
+        above = elements[row, L.PARENT]
+        while above > 0:
+            tables[b] = above if tables[b] == 0 and elements[above, L.TAG] == T_TABLE else tables[b]
+            long[above] = True  # a row around a table is no data
             above = elements[above, L.PARENT]
         cells[b], count[row] = e, count[row] + (size[e] == 0)
         size[e] += blocks[b, L.STOP] - blocks[b, L.START]
         long[row] |= size[e] > CELL_BYTES or blocks[b, L.PRE] != 0
     for b in inside:
-        row = elements[cells[b], L.PARENT] if cells[b] >= 0 else 0
-        if not long[row] and count[row] > 1:
-            used[_table(page, row)] |= 1 << MAX_COLUMNS - 1  # a mark that the table has data; the last column is never counted
-    for b in inside:
-        row = elements[cells[b], L.PARENT] if cells[b] >= 0 else 0
-        if cells[b] >= 0 and not long[row] and used[_table(page, row)]:
-            used[_table(page, row)] |= 1 << grid[cells[b]]
+        row = elements[cells[b], L.PARENT]
+        if cells[b] >= 0 and not long[row]:  # the last column is counted for none: it tells whether the table has data
+            used[tables[b]] |= 1 << grid[cells[b]] | int(count[row] > 1) << MAX_COLUMNS - 1
     before = -1
     for b in inside:
-        cell = cells[b]
-        row = elements[cell, L.PARENT] if cell >= 0 else 0
-        mask = used[_table(page, row)] if cell >= 0 and not long[row] else 0
-        if mask and (count[row] > 1 or cell != before):
-            columns[b], mask = 0, mask & (1 << grid[cell]) - 1
+        cell, row = cells[b], elements[cells[b], L.PARENT]
+        if cell >= 0 and not long[row] and used[tables[b]] >> MAX_COLUMNS - 1 and (count[row] > 1 or cell != before):
+            columns[b], mask = 0, used[tables[b]] & (1 << grid[cell]) - 1
             while mask:
                 columns[b], mask = columns[b] + 1, mask & (mask - 1)
         before = cell
     return cells, columns
-
-
-@njit(cache=True, borrows=True)
-def _table(page: Scan, row: int) -> int:
-    """Return the table of a row; 0 for none."""
-    while row > 0 and page.elements[row, L.TAG] != T_TABLE:
-        row = page.elements[row, L.PARENT]
-    return max(row, 0)

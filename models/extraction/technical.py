@@ -61,11 +61,6 @@ def prepared(tree: Any, size: int) -> bool:
         if math not in nested and (text := _formula(math)):
             _replaced(tree, math, "pre" if math.getattr("display") == "block" else "span", text)
             changed = True
-    for script in document.query_selector_all('script[type^="math/tex"][id^="MathJax-"]')[:]:
-        drawn = document.get_element_by_id(f"{script.id}-Frame")
-        if drawn is not None and drawn.parent is not None:
-            drawn.parent.remove_child(drawn)
-            changed = True
     for script in document.query_selector_all(DISPLAY)[:]:
         _replaced(tree, script, "pre", script.text)
         changed = True
@@ -139,8 +134,11 @@ def tex(node: Any, depth: int = 0) -> str:
         parts = ["".join(parts)]  # the root of all its children, which are a row
     elif tag == "mover" and len(parts) == 2 and parts[1].strip() in ACCENTS:
         tag, parts[1] = "accent", ACCENTS[parts[1].strip()]
-    elif tag == "mmultiscripts":
-        return _scripts([child.tag for child in children], parts)
+    elif tag == "mmultiscripts" and parts:
+        cut = next((place for place, child in enumerate(children) if child.tag == "mprescripts"), len(parts))
+        rows = (parts[cut + 1 :], parts[1:cut])
+        before, behind = ("".join(f"{'_^'[at % 2]}{{{part}}}" for at, part in enumerate(row) if part) for row in rows)
+        return f"{'{}' if before else ''}{before}{parts[0]}{behind}"
     elif tag == "mfenced":
         marks: list[str] = [node.getattr(name, mark) for name, mark in (("open", "("), ("separators", ","), ("close", ")"))]
         return marks[0] + marks[1][:1].join(parts) + marks[2]
@@ -155,13 +153,3 @@ def tex(node: Any, depth: int = 0) -> str:
         return rf"\begin{{matrix}} {text} \end{{matrix}}"
     spaced = (tag == "mo" and text and text in RELATIONS) or tag == "mtext"
     return f" {text} " if spaced else f"{text} " if tag == "mi" and len(text) > 1 and text.isalpha() else text
-
-
-def _scripts(tags: list[str], parts: list[str]) -> str:
-    """Return a base with pairs of a lower and an upper script behind it, and before it those that follow `mprescripts`."""
-    cut = tags.index("mprescripts") if "mprescripts" in tags else len(tags)
-    behind, before = (
-        "".join(f"{mark}{{{part}}}" for place, part in enumerate(row) for mark in "_^"[place % 2] if part)
-        for row in (parts[1:cut], parts[cut + 1 :])
-    )
-    return ("{}" + before if before else "") + "".join(parts[:1]) + behind

@@ -243,17 +243,14 @@ def texts_of(pages: Pages, keep: NDArray[np.bool_]) -> tuple[NDArray[np.uint8], 
     out, ends = np.empty(len(pages.text) + (16 + MAX_COLUMNS) * len(keep) + 16, np.uint8), np.zeros(n + 1, np.int64)
     for number in range(n):
         page, own = page_of(pages, number), keep[starts[number] : starts[number + 1]]
-        cells, columns = data_cells(page, own)
-        ends[number + 1] = _join(page, own, cells, columns, out, ends[number])
+        ends[number + 1] = _join(page, own, data_cells(page, own), out, ends[number])
     return out[: ends[n]], ends
 
 
 @njit(cache=True, borrows=True)
-def _join(
-    page: Scan, keep: NDArray[np.bool_], cells: NDArray[np.int64], columns: NDArray[np.int64], out: NDArray[np.uint8], at: int
-) -> int:
-    """Write a page's text at a place; `cells` and `columns` are those of `data_cells`. Return where it ends."""
-    blocks, elements = page.blocks, page.elements
+def _join(page: Scan, keep: NDArray[np.bool_], places: tuple[NDArray[np.int64], NDArray[np.int64]], out: NDArray[np.uint8], at: int) -> int:
+    """Write a page's text at a place; `places` of its blocks are those of `data_cells`. Return where it ends."""
+    blocks, elements, (cells, columns) = page.blocks, page.elements, places
     before = -1  # bytes of the kept block before
     cell = row = column = -1  # of that block
     gap = L.TAB

@@ -125,12 +125,6 @@ def test_the_tex_of_an_attribute_goes_before_the_elements():
     assert "\\tfrac12" in text('<p>It was the Greeks who said that <math alttext="\\tfrac12"><mfrac><mn>1</mn><mn>2</mn></mfrac></math> is known.</p>')
 
 
-def test_what_mathjax_has_drawn_is_not_written_beside_its_source():
-    drawn = '<span class="MathJax" id="MathJax-Element-1-Frame"><nobr>x2</nobr><math><msup><mi>x</mi><mn>2</mn></msup></math></span>'
-    found = text(f'<p>It was the Greeks who said that {drawn}<script type="math/tex" id="MathJax-Element-1">x^2</script> is known to all.</p>')
-    assert "said that x^2 is known" in found
-
-
 def test_formulas_on_lines_of_their_own_are_kept():
     assert "\n\n\\int_0^1 x dx\n\n" in text('<script type="math/tex; mode=display">\\int_0^1 x dx</script>')
     annotated = '<math><semantics><mi>x</mi><annotation encoding="application/x-tex">x^2</annotation></semantics></math>'
