@@ -13,14 +13,13 @@ from puna.models.extraction.tags import NUMBER
 CELL_BYTES = 200  # longer cells are of tables made for layout: they stand on lines of their own
 MAX_COLUMNS = 63  # bits of a mask; cells beyond share the last column
 MAX_GROUPS = 1000  # groups of rows with a `rowspan`, of one page; in those beyond it counts for nothing
-LAST_ROW = 0xFFFF  # what `rowspan="0"` and larger numbers reach
 T_TABLE, T_TR, T_TD, T_TH = (NUMBER[name] for name in ["table", "tr", "td", "th"])
 IN_CELL = L.BIT["td"] | L.BIT["th"]
 
 
 @njit(cache=True)
 def _grid(page: Scan) -> NDArray[np.int64]:
-    """Return the first column of each cell [elements], as HTML places cells; spans end with their group of rows (`tbody`)."""
+    """Return the first column of each cell [elements], as HTML places cells; a `rowspan` ends with its group of rows (`tbody`)."""
     elements, n = page.elements, len(page.elements)
     column, number, slot, slots = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64), 0
     for e in range(n):
@@ -48,10 +47,10 @@ def _grid(page: Scan) -> NDArray[np.int64]:
 
 @njit(cache=True)
 def data_cells(page: Scan, keep: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the cell of each kept block [blocks], -1 for none; and its column in a row of data, else -1, of those a kept cell begins in.
+    """Return each kept block's table cell [blocks], -1 for none, and the cell's column if its row holds data, else -1.
 
-    A row of data has only short cells, and its table has two of them side by side somewhere. In a row with one cell, lines stay apart:
-    only the first has a column.
+    Columns in which no kept cell begins are not counted. A row holds data if all its kept cells are short and some row of its table has
+    two. If a row has one kept cell, only the first block has a column, so that its lines stay apart.
     """
     elements, blocks, n = page.elements, page.blocks, len(keep)
     cells, columns = np.full(n, -1, np.int64), np.full(n, -1, np.int64)

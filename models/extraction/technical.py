@@ -112,7 +112,7 @@ def _replaced(tree: Any, node: Any, tag: str, text: str) -> None:
 
 
 def _formula(math: Any) -> str:
-    """Return the TeX to write for a formula; "" where its TeX stands in the markup as the extractor's reader takes it."""
+    """Return the TeX of a formula; "" if its markup holds TeX that the extractor reads by itself (`alttext`, `x-tex`)."""
     names = {note.getattr("encoding", "").lower(): note for note in math.query_selector_all("annotation")[:]}
     if math.getattr("alttext", "").strip() or any("x-tex" in name for name in names):
         return ""

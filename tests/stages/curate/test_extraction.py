@@ -98,7 +98,7 @@ def test_cells_stand_in_their_columns(name):
     assert whole(f"<table>{rows}</table>") == expected
 
 
-def test_cells_of_a_caption_and_of_rows_that_are_left_out():
+def test_cells_that_are_left_out_leave_their_columns():
     page = read_page(HTMLTree.parse("<table><caption>Sales<tr><th>a<th>b<th>c<tr><td>1<td>2<td>3<tr><td>4<td>5<td>6</table>"))
     keep = np.ones(len(page.blocks), np.bool_)
     assert text_of(page, keep) == "Sales\na\tb\tc\n1\t2\t3\n4\t5\t6"
