@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
-from puna.flows.engine.declare import Output, current_walk, flow, setting, step, tell
+from puna.flows.engine.declare import Files, Output, current_walk, flow, setting, step, tell
 from puna.flows.engine.recipe import Step
 from puna.flows.engine.rounds import History, Round, rounds_of, settle, unsettled
 from puna.flows.rounds import DEVELOPMENT, State, learned_from, new_prompts_per_round, one_round, prompts_taken
 from puna.stages.align.gate import gate
 from puna.stages.align.new_prompts import NewPromptsConfig, new_prompts
 from puna.stages.contract import Kind
+from puna.stages.evaluation.benchmark import benchmark
 from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.prompts.prompts import PromptsConfig, prompts
 from puna.storage import Artifact, PunaError, Store
@@ -28,12 +29,14 @@ def round(
     pool: PromptsOutput | None = None,
     judged: list[Annotated[Output, Kind("preferences")]] | None = None,
     demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None,
+    tasks: list[Files] | None = None,
 ) -> None:
     """Run one more round of alignment: prompts never used, a candidate, a gate, and only through it `policy@latest`.
 
     It goes on from `policy@latest`; if there is none, from the model given as `policy`, which may be any. `pretrained`: the model that the
     reward model starts from; by default the one that the lineage begins with. `pool`: prompts of one's own, with those to evaluate on held
-    out; the recipe's generators without it. With nothing new it says so and ends.
+    out; the recipe's generators without it. `tasks`: folders of task files with their data, on which the candidate may not get worse. With
+    nothing new it says so and ends.
     """
     learned_from(judged or [])
     rounds = setting("rounds_per_run", 1, minimum=1, maximum=100, description="Rounds that one run of the flow `round` makes")
@@ -41,13 +44,14 @@ def round(
         if not mine:
             return tell("a round is at work in this store: this run leaves it to that one")
         for _ in range(rounds):
-            if not _round(policy, pretrained, pool, judged or [], demonstrations or []):
+            if not _round(policy, pretrained, pool, judged or [], demonstrations or [], tasks or []):
                 return None
 
 
 def _round(
-    model: Output, pretrained: Output | None, imported: Output | None, judged: Sequence[Output], demonstrations: Sequence[Output]
-) -> bool:
+    model: Output, pretrained: Output | None, imported: Output | None, judged: Sequence[Output], demonstrations: Sequence[Output],
+    tasks: Sequence[Output],
+) -> bool:  # fmt: skip
     """Make the next round, or finish an interrupted one; return whether another may follow."""
     store = current_walk().store()
     history = History.of(store, model.items[0]) if store and model.items and isinstance(model.items[0], Artifact) else History()
@@ -89,9 +93,14 @@ def _round(
     data = _all(history.instructions if anew else history.demonstrations, demonstrations)
     before = State(policy, Output("model", (), (), "other"), data, preferences, start=start if anew else None)
     after = one_round(number, before, fresh, heldout, development=development)
+    asked = [
+        step(benchmark, f"benchmark_{name}_{number}", field="benchmark", model=one, tasks=tasks) if tasks else None
+        for name, one in (("policy", policy), ("candidate", after.policy))
+    ]
     verdict = step(
-        gate, number=number, policy=policy, candidate=after.policy, before=measured, after=after.evaluation, prompts=heldout
-    )
+        gate, number=number, policy=policy, candidate=after.policy, before=measured, after=after.evaluation, prompts=heldout,
+        benchmark_before=asked[0], benchmark_after=asked[1],
+    )  # fmt: skip
     if not store or not verdict.items or not history.policy:
         return False
     finished = rounds_of(store, history.policy)[-1]

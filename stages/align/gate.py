@@ -9,6 +9,8 @@ from pydantic import Field
 
 from puna.stages.contract import Evaluation, Figure, Kind, Prompts, StageConfig, StageRun, stage
 from puna.stages.contract.declaration import Reads
+from puna.stages.evaluation.comparison import differences, measured
+from puna.stages.evaluation.task_file import LOWER
 from puna.stages.training.intervals import Interval, evaluation_row, mean
 from puna.storage import Artifact, PunaError
 
@@ -45,7 +47,11 @@ class GateConfig(StageConfig):
     min_gain: float = Field(
         0.0, ge=-1, le=1, description="The 95 % interval of the mean gain in score over all prompts must lie above this"
     )
-    max_fall: float = Field(0.05, ge=0, le=1, description="Largest fall of a task's mean score that is let through, score")
+    max_fall: float = Field(
+        0.05, ge=0, le=1,
+        description="Largest fall of a task's mean score that is let through; of a benchmark that counts in bits or perplexity, largest "
+        "relative rise",
+    )  # fmt: skip
     decision: Literal["measured", "person"] = Field(
         "measured", description="measured: these bounds decide; person: the candidate waits for an approval, whatever was measured"
     )
@@ -93,18 +99,38 @@ def objections(comparisons: Sequence[Comparison], min_gain: float, max_fall: flo
     return objected
 
 
+def benchmark_objections(before: Artifact, after: Artifact, max_fall: float) -> list[str]:
+    """Return the reasons against a candidate by benchmarks, one sentence each. PunaError if the two cannot be compared."""
+    rows, remarks = differences(measured([before]), measured([after]))
+    if remarks:
+        raise PunaError(f"gate: {before.id} and {after.id}: {'; '.join(remarks)}")
+    objected = []
+    for row in rows:
+        worse = (row.other - row.one) / row.one if row.metric in LOWER else row.one - row.other
+        if worse > max_fall:
+            objected.append(f"{row.task} ({row.metric}) goes from {row.one:.3f} to {row.other:.3f}, worse by more than {max_fall:g}")
+    return objected
+
+
 @stage(kind="evaluation")
 def gate(
-    policy: Weighed, candidate: Weighed, before: Evaluation, after: Evaluation, prompts: Prompts, config: GateConfig, run: StageRun
-) -> None:
+    policy: Weighed, candidate: Weighed, before: Evaluation, after: Evaluation, prompts: Prompts, benchmark_before: Evaluation | None,
+    benchmark_after: Evaluation | None, config: GateConfig, run: StageRun,
+) -> None:  # fmt: skip
     """Compare a candidate with the policy, prompt by prompt, on held-out prompts, and say whether it may take its place.
 
     `before` and `after` are the evaluations of the two, whose `scores` hold one score for each of `prompts`. An answer that could
-    not be scored counts as 0 where the other model's was. Metrics: `verdict` is passed, refused, or waits (for a person's
+    not be scored counts as 0 where the other model's was. `benchmark_before` and `benchmark_after`: the same task files asked of both;
+    no task's main metric may get worse by more than `max_fall`. Metrics: `verdict` is passed, refused, or waits (for a person's
     `approval`), and `reason` says why; rows hold `before`, `after` and `gain` of each task.
     """
-    for model, evaluation, name in ((policy, before, "before"), (candidate, after, "after")):
-        if not any(i.kind == "model" and i.data_digest == model.data_digest for i in evaluation.manifest.inputs):
+    if (benchmark_before is None) != (benchmark_after is None):
+        raise PunaError("gate: benchmark_before and benchmark_after are compared: give both, or neither")
+    for model, evaluation, name in (
+        (policy, before, "before"), (candidate, after, "after"),
+        (policy, benchmark_before, "benchmark_before"), (candidate, benchmark_after, "benchmark_after"),
+    ):  # fmt: skip
+        if evaluation is not None and not any(i.kind == "model" and i.data_digest == model.data_digest for i in evaluation.manifest.inputs):
             raise PunaError(f"gate: {name}, {evaluation.id}, is no evaluation of {model.id}")
     tasks = {row["id"]: row["task"] for row in prompts.read(columns=["id", "task"]).to_pylist()}
     first, second = (_scores(evaluation, tasks, config.metric) for evaluation in (before, after))
@@ -115,6 +141,8 @@ def gate(
         raise PunaError(f"gate: {error}; raise prompts_per_task of the evaluation") from error
     overall = comparisons[0].gain
     objected = objections(comparisons, config.min_gain, config.max_fall)
+    if benchmark_before is not None and benchmark_after is not None:
+        objected += benchmark_objections(benchmark_before, benchmark_after, config.max_fall)
     gained = f"{_with_interval(overall)} over {comparisons[0].prompts} prompts"
     run.write_rows(
         [
