@@ -286,17 +286,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], window: int) 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: list[Tensor], window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    T, _, K = q.shape
-    _, G, V = v.shape
+    (T, _, K), V = q.shape, v.shape[2]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if not T:
         return dq, dk, dv
     delta = torch.empty_like(lse)
     end, depths = layout[:2]
     numbers = (lse, delta, T, K**-0.5 * LOG2_E, K**-0.5, window)
-    for kernel, (order, counts), given in (
-        ("attention_query_gradient", layout[4:6], (out, dq)),
-        ("attention_key_gradient", layout[6:8], (dk, dv)),
+    for kernel, launch, (order, counts), given in (
+        ("attention_query_gradient", _query_gradient_kernel, layout[4:6], (out, dq)),
+        ("attention_key_gradient", _key_gradient_kernel, layout[6:8], (dk, dv)),
     ):
         sizes = tuned(kernel, q, V, window)
         constants = _constants(q, k, v, sizes, window)
@@ -304,8 +303,7 @@ def backward(
         read = [_dense(x, how) for x in (q, k, v, grad)]
         described = (_described(x, rows, how) for x, rows in zip(read, (sizes.rows, sizes.columns, sizes.columns, sizes.rows), strict=True))
         strides = [step for x in read for step in x.stride()[:2]] + [x.stride(0) for x in given]
-        launch = _query_gradient_kernel if given[-1] is dq else _key_gradient_kernel
-        grid = (-(-T // sizes.rows), q.shape[1]) if given[-1] is dq else (-(-T // sizes.columns), G)
+        grid = (len(order), given[1].shape[1])  # a program for each block whose gradients it sums, and each of their heads
         launch[grid](*described, *given, end, depths, order, counts, *numbers, order.shape[1], *strides, **constants)
     return dq, dk, dv
 
