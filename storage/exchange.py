@@ -2,11 +2,13 @@
 
 Each job writes one file, in which the rows of each partition are one run, an Arrow stream with its checksum. A partition is read
 by fetching its run of every file. Keys are cut by their leading bits, so that partitions of ids are ranges of shards.
+Above `LEVEL` partitions, runs would be short and many: a first level makes runs of many partitions, a second one regroups each of these.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +32,9 @@ MAP_BYTES = 96 << 20
 PIECE_BYTES = 2 << 20
 """Raw bytes of rows that are packed together, for each partition: what a job holds is packed as soon as it has so many."""
 PARTITION_BYTES = 48 << 20
-MOST_PARTITIONS = 4096
+LEVEL = 2048
+"""Partitions of one level at most: a run of a job's file has 48 kB then."""
+MOST_PARTITIONS = 1 << 20
 READS = 3
 """Times that a damaged run is read: on the way from an object store a bit may be flipped."""
 LZ4 = ipc.IpcWriteOptions(compression="lz4")
@@ -39,6 +43,11 @@ LZ4 = ipc.IpcWriteOptions(compression="lz4")
 def partitions(raw: int) -> int:
     """Return the number of partitions for about `raw` bytes, a power of two: each fits into a worker's memory."""
     return min(MOST_PARTITIONS, 1 << max(0, (-(-raw // PARTITION_BYTES) - 1).bit_length()))
+
+
+def level(count: int) -> range:
+    """Return the number of the first partition of each run that the first level makes for `count` partitions."""
+    return range(0, count, 1 if count <= LEVEL else math.isqrt(count - 1) + 1)
 
 
 Offsets = npt.NDArray[np.int64]
@@ -106,21 +115,29 @@ class Exchange:
         return Exchange(near, self.schema, self.count, self.by)
 
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
-        """Yield the rows of a range in order of their ids, if `id` is the key."""
+        """Yield the rows of a range in order of their ids, if `id` is the key; a table without rows if there are none."""
         for part in self.parts:
             rows = in_range(part.read(), low, high)
-            if rows.num_rows:
+            if rows.num_rows or part is self.parts[-1]:
                 yield rows.sort_by("id")
 
 
 @dataclass(frozen=True)
 class Scatter:
-    """The partitioning of a job's rows: by the leading bits of the column `by` (uint64 or an id), or by its value (int32)."""
+    """The partitioning of a job's rows: by the leading bits of the column `by` (uint64 or an id), or by its value (int32).
+
+    `runs`: number of the first partition of each run of the job's files; None: every partition has a run.
+    """
 
     staging: Staging
     job: str
     by: str
     partitions: int
+    runs: range | None = None
+
+    @property
+    def own(self) -> range:
+        return range(self.partitions) if self.runs is None else self.runs
 
 
 @dataclass(frozen=True)
@@ -165,13 +182,14 @@ class _Runs:
     def add(self, table: pa.Table) -> None:
         self._held.append(table)
         self.rows, self.bytes, self._left = self.rows + table.num_rows, self.bytes + table.nbytes, self._left + table.nbytes
-        if self._left >= PIECE_BYTES * self._how.partitions:
+        if self._left >= PIECE_BYTES * len(self._how.own):
             self._pack()
 
     def _pack(self) -> None:
         table, self._held, self._left = pa.concat_tables(self._held).combine_chunks(), [], 0
-        count = self._how.partitions
-        place = _places(table[self._how.by], count).astype(np.uint16 if count <= 1 << 16 else np.int64)  # short ones sort faster
+        own, count = self._how.own, len(self._how.own)
+        place = (_places(table[self._how.by], self._how.partitions) - own.start) // own.step
+        place = place.astype(np.uint16 if count <= 1 << 16 else np.int64)  # short ones sort faster
         if count > 1:
             table = table.take(pa.array(np.argsort(place, kind="stable")))
         sizes = np.bincount(place, minlength=count)
@@ -191,7 +209,7 @@ class _Runs:
         ends = []
         with staging.file() as path:
             with path.open("wb") as file:
-                for one in range(self._how.partitions):
+                for one in range(len(self._how.own)):
                     if one in self._packed:
                         buffer, stream = self._packed.pop(one)
                         stream.close()
@@ -223,7 +241,7 @@ def found_before(how: Scatter) -> Scattered | None:
     if (record := how.staging.noted(how.job)) is None:
         return None
     files = [(name, np.array(ends, np.int64)) for name, ends in record["files"]]
-    if any(len(ends) != how.partitions for _, ends in files):
+    if any(len(ends) != len(how.own) for _, ends in files):
         return None
     if (damaged := next((name for name, ends in files if not _whole(how.staging.files, name, ends)), None)) is not None:
         raise Damaged(damaged)
@@ -241,16 +259,23 @@ def _whole(files: Files, name: str, ends: Offsets) -> bool:
         return False
 
 
-def gathered(files: Files, results: list[Scattered], count: int, by: str) -> Exchange:
-    """Return the partitions of all jobs' results."""
+def rows_of(partition: Partition) -> Iterator[pa.Table]:
+    """Yield the rows of a run of the first level, for the second; first a table without rows, which has the columns."""
+    yield partition.schema.empty_table()
+    yield from partition.tables()
+
+
+def gathered(files: Files, results: list[Scattered], count: int, by: str, runs: range | None = None) -> Exchange:
+    """Return the partitions of all jobs' results. `runs`: those of their `Scatter`."""
+    runs = range(count) if runs is None else runs
     schemas = list(dict.fromkeys(one.schema for one in results if one.schema))
     if len(schemas) > 1:
         raise PunaError("the jobs of an exchange made tables of different columns")
     schema = pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(schemas[0]))) if schemas else pa.schema([])
     names_and_ends = [file for one in results for file in one.files]
     names = tuple(name for name, _ in names_and_ends)
-    edges = np.zeros((count + 1, len(names)), np.int64)
+    edges = np.zeros((len(runs) + 1, len(names)), np.int64)
     for number, (_, ends) in enumerate(names_and_ends):
         edges[1:, number] = ends
-    parts = tuple(Partition(files, schema, number, names, edges[number], edges[number + 1]) for number in range(count))
+    parts = tuple(Partition(files, schema, number, names, edges[at], edges[at + 1]) for at, number in enumerate(runs))
     return Exchange(parts, schema, count, by, sum(one.rows for one in results), tuple(one.info for one in results))

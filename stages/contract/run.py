@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -16,7 +16,7 @@ from puna.stages.contract.shardwork import Job, Produce, Scattering, produced, s
 from puna.stages.contract.signals import described
 from puna.stages.executors import ordered
 from puna.storage import Artifact, Part, PunaError, Work
-from puna.storage.exchange import Exchange, Scatter, gathered
+from puna.storage.exchange import Exchange, Scatter, Scattered, gathered, level, rows_of
 from puna.storage.parts import Beside, span
 from puna.storage.schemas import table_schema
 
@@ -156,7 +156,10 @@ class StageRun:
         self._claimed(produced, jobs, [job.name for job in jobs], [1] * len(jobs))
 
     def produce_shards(self, function: Callable[..., Any], exchange: Exchange, cut: int, *args: Any) -> list[Any]:
-        """Write `function(rows, *args)`, tables by name or these and a JSON value, per shard of an exchange by id. Return the values."""
+        """Write `function(rows, *args)`, tables by name or these and a JSON value, per shard of an exchange by id.
+
+        The rows of a shard come partition by partition, so that none is ever in memory as a whole. Return the values of all calls.
+        """
         call = self._next("shards")
         self._work.cut = cut
         jobs = []
@@ -164,7 +167,8 @@ class StageRun:
             around = span(cut, number)
             part, name = exchange.within(*around), f"{call}-{number:05d}"
             jobs.append(Produce(function, part, args, self.kind, name, self._work.staging, (number, cut, around)))
-        return self._claimed(produced, jobs, [job.name for job in jobs], [1] * len(jobs))
+        infos = self._claimed(produced, jobs, [job.name for job in jobs], [1] * len(jobs))
+        return [value for values in infos for value in values]
 
     def exchange(
         self, function: Callable[..., Any], items: Sequence[Any], *args: Any, by: str, partitions: int, rows: int | None = None
@@ -174,15 +178,25 @@ class StageRun:
         The function returns a table, an iterator of tables, or a tuple of either and a JSON value for `infos`. `by` is uint64 or an id,
         whose leading bits count, or the partition's number (int32).
         """
-        call, staging = self._next("exchange"), self._work.staging
-        jobs = [Scattering(function, item, args, Scatter(staging, f"{call}-{n:05d}", by, partitions)) for n, item in enumerate(items)]
+        how = Scatter(self._work.staging, self._next("exchange"), by, partitions, level(partitions))
+        first = self._regrouped(function, items, args, [replace(how, job=f"{how.job}-{n:05d}") for n in range(len(items))])
+        made = gathered(self._work.files, first, partitions, by, how.runs)
+        if how.own.step == 1:
+            return made
+        runs = [range(number, min(number + how.own.step, partitions)) for number in how.own]
+        second = [replace(how, job=f"{how.job}-group-{n:05d}", runs=own) for n, own in enumerate(runs)]
+        groups = zip(self._regrouped(rows_of, made.parts, (), second), runs, strict=True)
+        return replace(made, parts=tuple(part for one, own in groups for part in gathered(self._work.files, [one], partitions, by, own).parts))
+
+    def _regrouped(self, function: Callable[..., Any], items: Sequence[Any], args: tuple[Any, ...], how: list[Scatter]) -> list[Scattered]:
+        jobs = [Scattering(function, item, args, one) for item, one in zip(items, how, strict=True)]
         results = []
         for number, (one, warning) in enumerate(ordered(self._executor, scattered, jobs, ()), 1):
             if warning:
                 self._work.say(warning)
             results.append(one)
             self.progress(number, len(jobs))
-        return gathered(self._work.files, results, partitions, by)
+        return results
 
     def write(self, table: pa.Table, name: str | None = None) -> None:
         """Append rows to the main table (None) or a side table."""

@@ -165,15 +165,15 @@ class Produce:
 
 
 def produced(job: Produce) -> list[Staged]:
-    item = job.item
-    if job.shard is not None:
-        item = pa.concat_tables([job.item.schema.empty_table(), *job.item.pieces(*job.shard[2])])
-    result = job.function(item, *job.args)
-    tables, info = result if isinstance(result, tuple) else (result, None)
-    with Outputs(job.staging, job.name) as outputs:
-        for table, rows in (tables if isinstance(tables, dict) else {job.kind: tables}).items():
-            outputs.add(table, described(table, rows))
-        return outputs.finish(info=info) if job.shard is None else _numbered(outputs, *job.shard, info)
+    streamed = job.kind if job.shard is not None and job.kind in STREAMED else ""
+    with Outputs(job.staging, job.name, streamed) as outputs:
+        infos: list[Any] = []
+        for item in [job.item] if job.shard is None else job.item.pieces(*job.shard[2]):
+            tables, *info = made_of(job.function(item, *job.args))
+            infos += info
+            for table, rows in (tables if isinstance(tables, dict) else {job.kind: tables}).items():
+                outputs.add(table, described(table, rows))
+        return outputs.finish() if job.shard is None else _numbered(outputs, *job.shard, infos)
 
 
 @dataclass(frozen=True)
