@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -186,7 +187,8 @@ class StageRun:
         runs = [range(number, min(number + how.own.step, partitions)) for number in how.own]
         second = [replace(how, job=f"{how.job}-group-{n:05d}", runs=own) for n, own in enumerate(runs)]
         groups = zip(self._regrouped(rows_of, made.parts, (), second), runs, strict=True)
-        return replace(made, parts=tuple(part for one, own in groups for part in gathered(self._work.files, [one], partitions, by, own).parts))
+        parts = [gathered(self._work.files, [one], partitions, by, own).parts for one, own in groups]
+        return replace(made, parts=tuple(chain.from_iterable(parts)))
 
     def _regrouped(self, function: Callable[..., Any], items: Sequence[Any], args: tuple[Any, ...], how: list[Scatter]) -> list[Scattered]:
         jobs = [Scattering(function, item, args, one) for item, one in zip(items, how, strict=True)]

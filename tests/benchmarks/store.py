@@ -3,8 +3,9 @@
     python tests/benchmarks/store.py --json [--part NAME …] [--before CHECKOUT]
 
 `curate` and `demo` run the flows on the sample in `--sample` (`puna demo-pages FOLDER` makes it), in processes of their own; with
-`--before`, a checkout of an earlier state, the same there. `driver` and `sizes` make up documents. `minhash` and `lines` are those of
-`curation.py`, beside datatrove. `same` compares executors and S3 (moto, with faults in between). Work lies in `--scratch`.
+`--before`, a checkout of an earlier state, the same there. `driver` makes up documents, `sizes` a web from the real pages in `--data`.
+`minhash` and `lines` are those of `curation.py`, beside datatrove. `same` compares executors and S3 (moto, with faults in between). Work
+lies in `--scratch`.
 """
 
 from __future__ import annotations
@@ -129,22 +130,11 @@ def driver() -> dict[str, Any]:
 
 
 def sizes() -> dict[str, Any]:
-    """The same by size: MB of text per CPU second, and the largest resident memory of any process; `--gigabytes`."""
-    import store_corpus
+    """Curation of webs of `--gigabytes` made from the real pages in `--data` (see `store_sizes.py`)."""
+    import store_sizes
 
-    found: dict[str, Any] = {}
-    for gigabytes in ASKED.gigabytes:
-        with scratch() as folder:
-            size = store_corpus.write(folder / "pages", max(1000, int(gigabytes * 1e9 / 3800)), lines=50)
-            words = ("curate", "--recipe", "clean", *inputs(folder / "pages", "*.parquet"), "--workers", str(ASKED.workers))
-            _, cost = puna(folder / "store", *words, **ONE_THREAD)
-            stored = sum(file.stat().st_size for file in (folder / "store" / "objects").rglob("*") if file.is_file())
-        name = f"size_{gigabytes:g}_gb"
-        found |= {f"{name}_text_mb": size / 1e6, f"{name}_mb_s": size / 1e6 / cpu(cost), f"{name}_driver_peak_mb": cost["driver_peak_mb"],
-                  f"{name}_worker_peak_mb": cost["worker_peak_mb"], f"{name}_seconds": cost["seconds"], f"{name}_stored_mb": stored / 1e6,
-                  f"{name}_driver_cpu_share": cost["driver_cpu_s"] / cpu(cost)}  # fmt: skip
-        print(json.dumps(found), file=sys.stderr, flush=True)
-    return found
+    with contextlib.nullcontext(ASKED.scratch) if ASKED.scratch else scratch() as folder:
+        return store_sizes.figures(folder, ASKED.gigabytes, ASKED.data, ASKED.same_at)
 
 
 def minhash() -> dict[str, Any]:
@@ -277,7 +267,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one object of named figures")
     for name, default in (("documents", 1_000_000), ("lines", 5), ("artifacts", 10_000), ("flips", 500), ("workers", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5, 1, 2, 5])
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 5, 20, 50])
+    parser.add_argument("--same-at", type=float, default=5, help="the size that `sizes` gives to Dask and Ray, too")
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="real pages, for `sizes`")
     parser.add_argument("--sample", type=Path, default=Path(".puna/sample"))
     parser.add_argument("--same-files", default="*.warc.gz", help="which files of the sample `same` curates")
     parser.add_argument("--same-recipe", default="demo", help="by which recipe")

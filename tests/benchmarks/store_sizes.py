@@ -1,22 +1,23 @@
 """Curation by size: CPU seconds a gigabyte of HTML, memory and disk at most; kills in the largest run; equal bytes on clusters of workers.
 
 Every size is one `puna run curate --recipe clean` over a web of its own (`store_web.py`), whose files exist only while they are read. In
-the largest run the driver is killed while it reads its inputs, and a worker while it extracts; the run goes on. Figures: `size_N_gb_…`;
-`memory_growth` and `seconds_per_gb_growth` from the second largest... see `growth`; `sizes_same_NAME`: 1 where keys and digests of all
-artifacts made by an executor are those of local processes.
+the largest run the driver is killed while it reads its inputs, and a worker while it extracts; the run goes on. Each size is
+`size_N_gb_…`; `memory_growth` and `seconds_per_gb_growth` compare the largest with the smallest of at least `FROM_GB`: the larger growth of
+driver and worker in resident memory, and CPU seconds of all processes a gigabyte, those of killed processes among them. CPU seconds are
+sampled every second: load does not stretch them as it does the clock. `sizes_same_NAME`: 1 where an executor gives the keys and digests
+of local processes. Stores and results stay in the folder, so that an interrupted benchmark goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import psutil
 from tests.benchmarks.store_web import Web, served
 
 ROOT = Path(__file__).parents[2]
+FROM_GB = 5.0
 SAMPLE_SECONDS = 1.0
 DISK_SECONDS = 20.0
 
@@ -121,3 +123,37 @@ def curated(folder: Path, gigabytes: float, data: Path, kills: list[str], *optio
         **{f"{name}_killed_at_s": at for name, at in watch.killed.items()},
     }  # fmt: skip
     return cost, [(one["step"], one["key"], one["data_digest"]) for one in artifacts]
+
+
+def figures(folder: Path, sizes: list[float], data: Path, same_at: float | None) -> dict[str, Any]:
+    """See the module. `same_at`: gigabytes of the web that Dask and Ray curate as well, with two workers each."""
+    results: dict[float, dict[str, Any]] = {}
+    found: dict[str, Any] = {}
+    for gigabytes in sorted(sizes):
+        kills = ["driver", "worker"] if gigabytes == max(sizes) > FROM_GB else []
+        results[gigabytes], contents = _size(folder / f"{gigabytes:g}", gigabytes, data, kills, "--workers", "2")
+        found |= {f"size_{gigabytes:g}_gb_{name}": value for name, value in results[gigabytes].items()}
+        for engine in ("dask", "ray") if gigabytes == same_at else ():
+            if importlib.util.find_spec(engine):
+                _, other = _size(folder / f"{gigabytes:g}-{engine}", gigabytes, data, [], "--workers", "2", "--executor", engine)
+                found[f"sizes_same_{engine}"] = int(other == contents)
+    large = [size for size in sorted(results) if size >= FROM_GB]
+    if len(large) > 1:
+        first, last = results[large[0]], results[large[-1]]
+        found["memory_growth"] = max(last[name] / first[name] for name in ("driver_peak_mb", "worker_peak_mb")) - 1
+        found["seconds_per_gb_growth"] = last["cpu_s_gb"] / first["cpu_s_gb"] - 1
+    return found
+
+
+def _size(folder: Path, gigabytes: float, data: Path, kills: list[str], *options: str) -> tuple[dict[str, Any], list[Any]]:
+    """Return the result of one run, from an earlier attempt if that ended; its store goes, its log stays."""
+    result = folder / "result.json"
+    if not result.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        value = curated(folder, gigabytes, data, kills, *options)
+        result.write_text(json.dumps(value))
+        for name in ("web", "store"):
+            shutil.rmtree(folder / name)
+    cost, contents = json.loads(result.read_text())
+    print(json.dumps({"gigabytes": gigabytes, "options": options, **cost}), file=sys.stderr, flush=True)
+    return cost, contents

@@ -215,8 +215,9 @@ def served(web: Web) -> Iterator[list[str]]:
             with web.part(self._part()).open("rb") as file:
                 file.seek(low)
                 data = file.read(high + 1 - low)
-            self._head(206 if span else 200, len(data), *((("Content-Range", f"bytes {low}-{high}/{size}"),) if span else ()))
-            self.wfile.write(data)
+            with contextlib.suppress(ConnectionError):  # a reader may go before the end, or be killed
+                self._head(206 if span else 200, len(data), *((("Content-Range", f"bytes {low}-{high}/{size}"),) if span else ()))
+                self.wfile.write(data)
             if high == size - 1:
                 web.read(self._part())
 

@@ -7,7 +7,8 @@ import hashlib
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.storage import Artifact, Identity, PunaError, Store, catalog, damage, digest, exchange, maintenance, parts, schemas, shards
+from puna.stages.contract import StageConfig, StageRun
+from puna.storage import Artifact, Identity, PunaError, Store, Work, catalog, damage, digest, exchange, maintenance, parts, schemas, shards
 from puna.storage.exchange import Exchange, Partition, Scatter, gathered, scatter
 from puna.storage.files import LocalFiles
 from puna.storage.parts import Follower, span
@@ -233,26 +235,28 @@ def test_ids_that_are_missing_or_too_many(tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("by", ["hash", "id", "place"])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("level", [exchange.LEVEL, 7, 2])
 @pytest.mark.parametrize(("piece", "file"), [(exchange.PIECE_BYTES, exchange.MAP_BYTES), (1, exchange.MAP_BYTES), (1, 1000), (1 << 20, 1)])
 def test_an_exchange_gives_each_row_once_to_the_partition_of_its_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, seed: int, piece: int, file: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, seed: int, piece: int, file: int, level: int
 ) -> None:
-    """In the order of jobs, however many rows are packed together or lie in one file."""
+    """In the order of jobs, however many rows are packed together or lie in one file, and on one level or two (of 3, 3 and 2)."""
     monkeypatch.setattr(exchange, "PIECE_BYTES", piece)
     monkeypatch.setattr(exchange, "MAP_BYTES", file)
+    monkeypatch.setattr(exchange, "LEVEL", level)
     generator = np.random.default_rng(seed)
     staging = Staging(Store.open(tmp_path).files, "work/x/parts")
-    count, tables, found = 8, [], []
-    for job in range(4):
+    count, tables = 8, []
+    for _ in range(4):
         n = int(generator.integers(0, 50))
         ids = [hashlib.md5(generator.bytes(8)).hexdigest() for _ in range(n)]
         columns = {"id": pa.array(ids, pa.string()), "hash": generator.integers(0, 1 << 64, n, np.uint64), "place": generator.integers(0, count, n).astype(np.int32)}
         tables.append(pa.table(columns))
-        pieces = [tables[-1].slice(at, 7) for at in range(0, n + 1, 7)]
-        found.append(scatter(Scatter(staging, f"job{job}", by, count), iter(pieces), lambda: None))
-    made = gathered(staging.files, found, count, "id")
+    run = StageRun("test", "documents", StageConfig(), cast(Work, SimpleNamespace(staging=staging, files=staging.files)))
+    made = run.exchange(lambda table: (table.slice(at, 7) for at in range(0, table.num_rows + 1, 7)), tables, by=by, partitions=count)
     whole = pa.concat_tables(tables)
-    assert made.rows == whole.num_rows and len(made.parts) == count
+    assert made.rows == whole.num_rows and [part.number for part in made.parts] == list(range(count))
+    assert all(part.schema == whole.schema for part in made.parts)
     expected = {"hash": lambda r: r["hash"] >> 61, "id": lambda r: int(r["id"][0], 16) >> 1, "place": lambda r: r["place"]}[by]
     for number, part in enumerate(made.parts):
         assert part.read().to_pylist() == [r for r in whole.to_pylist() if expected(r) == number]
