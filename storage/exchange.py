@@ -126,18 +126,14 @@ class Exchange:
 class Scatter:
     """The partitioning of a job's rows: by the leading bits of the column `by` (uint64 or an id), or by its value (int32).
 
-    `runs`: number of the first partition of each run of the job's files; None: every partition has a run.
+    `runs`: number of the first partition of each run of the job's files.
     """
 
     staging: Staging
     job: str
     by: str
     partitions: int
-    runs: range | None = None
-
-    @property
-    def own(self) -> range:
-        return range(self.partitions) if self.runs is None else self.runs
+    runs: range
 
 
 @dataclass(frozen=True)
@@ -182,13 +178,13 @@ class _Runs:
     def add(self, table: pa.Table) -> None:
         self._held.append(table)
         self.rows, self.bytes, self._left = self.rows + table.num_rows, self.bytes + table.nbytes, self._left + table.nbytes
-        if self._left >= PIECE_BYTES * len(self._how.own):
+        if self._left >= PIECE_BYTES * len(self._how.runs):
             self._pack()
 
     def _pack(self) -> None:
         table, self._held, self._left = pa.concat_tables(self._held).combine_chunks(), [], 0
-        own, count = self._how.own, len(self._how.own)
-        place = (_places(table[self._how.by], self._how.partitions) - own.start) // own.step
+        runs, count = self._how.runs, len(self._how.runs)
+        place = (_places(table[self._how.by], self._how.partitions) - runs.start) // runs.step
         place = place.astype(np.uint16 if count <= 1 << 16 else np.int64)  # short ones sort faster
         if count > 1:
             table = table.take(pa.array(np.argsort(place, kind="stable")))
@@ -209,7 +205,7 @@ class _Runs:
         ends = []
         with staging.file() as path:
             with path.open("wb") as file:
-                for one in range(len(self._how.own)):
+                for one in range(len(self._how.runs)):
                     if one in self._packed:
                         buffer, stream = self._packed.pop(one)
                         stream.close()
@@ -241,7 +237,7 @@ def found_before(how: Scatter) -> Scattered | None:
     if (record := how.staging.noted(how.job)) is None:
         return None
     files = [(name, np.array(ends, np.int64)) for name, ends in record["files"]]
-    if any(len(ends) != len(how.own) for _, ends in files):
+    if any(len(ends) != len(how.runs) for _, ends in files):
         return None
     if (damaged := next((name for name, ends in files if not _whole(how.staging.files, name, ends)), None)) is not None:
         raise Damaged(damaged)
@@ -259,15 +255,8 @@ def _whole(files: Files, name: str, ends: Offsets) -> bool:
         return False
 
 
-def rows_of(partition: Partition) -> Iterator[pa.Table]:
-    """Yield the rows of a run of the first level, for the second; first a table without rows, which has the columns."""
-    yield partition.schema.empty_table()
-    yield from partition.tables()
-
-
-def gathered(files: Files, results: list[Scattered], count: int, by: str, runs: range | None = None) -> Exchange:
-    """Return the partitions of all jobs' results. `runs`: those of their `Scatter`."""
-    runs = range(count) if runs is None else runs
+def gathered(files: Files, results: list[Scattered], count: int, by: str, runs: range) -> Exchange:
+    """Return the partitions of all jobs' results, or groups of partitions; see `Scatter`."""
     schemas = list(dict.fromkeys(one.schema for one in results if one.schema))
     if len(schemas) > 1:
         raise PunaError("the jobs of an exchange made tables of different columns")

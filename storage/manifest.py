@@ -174,12 +174,8 @@ def table_digest(columns: dict[str, str], shards: list[Shard]) -> str:
 
 def content_digest(tables: dict[str, TableRecord], files: dict[str, FileRecord]) -> str:
     """Return the data digest: sha256 over the logical content of the tables that count and the bytes of all other files."""
-    return digest.of_value(
-        {
-            "tables": {n: r.digest for n, r in tables.items() if table_schema(n).identity},
-            "files": {n: r.sha256 for n, r in files.items() if not any(n in t.files for t in tables.values())},
-        }
-    )
+    others = {n: r.sha256 for n, r in files.items() if not any(n in t.files for t in tables.values())}
+    return digest.of_value({"tables": {n: r.digest for n, r in tables.items() if table_schema(n).identity}, "files": others})
 
 
 def _checksum(data: dict[str, Any]) -> str:

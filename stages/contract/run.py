@@ -17,7 +17,7 @@ from puna.stages.contract.shardwork import Job, Produce, Scattering, produced, s
 from puna.stages.contract.signals import described
 from puna.stages.executors import ordered
 from puna.storage import Artifact, Part, PunaError, Work
-from puna.storage.exchange import Exchange, Scatter, Scattered, gathered, level, rows_of
+from puna.storage.exchange import Exchange, Partition, Scatter, Scattered, gathered, level
 from puna.storage.parts import Beside, span
 from puna.storage.schemas import table_schema
 
@@ -179,19 +179,21 @@ class StageRun:
         The function returns a table, an iterator of tables, or a tuple of either and a JSON value for `infos`. `by` is uint64 or an id,
         whose leading bits count, or the partition's number (int32).
         """
-        how = Scatter(self._work.staging, self._next("exchange"), by, partitions, level(partitions))
-        first = self._regrouped(function, items, args, [replace(how, job=f"{how.job}-{n:05d}") for n in range(len(items))])
-        made = gathered(self._work.files, first, partitions, by, how.runs)
-        if how.own.step == 1:
+        call, runs = self._next("exchange"), level(partitions)
+        made = gathered(self._work.files, self._regrouped(call, function, items, args, by, partitions, [runs]), partitions, by, runs)
+        if runs.step == 1:
             return made
-        runs = [range(number, min(number + how.own.step, partitions)) for number in how.own]
-        second = [replace(how, job=f"{how.job}-group-{n:05d}", runs=own) for n, own in enumerate(runs)]
-        groups = zip(self._regrouped(rows_of, made.parts, (), second), runs, strict=True)
-        parts = [gathered(self._work.files, [one], partitions, by, own).parts for one, own in groups]
-        return replace(made, parts=tuple(chain.from_iterable(parts)))
+        groups = [range(first, min(first + runs.step, partitions)) for first in runs]
+        results = self._regrouped(f"{call}-group", Partition.tables, made.parts, (), by, partitions, groups)
+        parts = [gathered(self._work.files, [one], partitions, by, own).parts for one, own in zip(results, groups, strict=True)]
+        return replace(made, parts=tuple(replace(part, schema=made.schema) for part in chain.from_iterable(parts)))
 
-    def _regrouped(self, function: Callable[..., Any], items: Sequence[Any], args: tuple[Any, ...], how: list[Scatter]) -> list[Scattered]:
-        jobs = [Scattering(function, item, args, one) for item, one in zip(items, how, strict=True)]
+    def _regrouped(
+        self, call: str, function: Callable[..., Any], items: Sequence[Any], args: tuple[Any, ...], by: str, count: int, runs: list[range]
+    ) -> list[Scattered]:
+        """Write the rows of items by partition. `runs`: those of each item, or one for all of them; see `Scatter`."""
+        names = [Scatter(self._work.staging, f"{call}-{n:05d}", by, count, runs[n % len(runs)]) for n in range(len(items))]
+        jobs = [Scattering(function, item, args, how) for item, how in zip(items, names, strict=True)]
         results = []
         for number, (one, warning) in enumerate(ordered(self._executor, scattered, jobs, ()), 1):
             if warning:

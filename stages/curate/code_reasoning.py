@@ -103,13 +103,9 @@ def _score(documents: pa.Table, classifier: Artifact) -> pa.Table:
             model = Trained(about.folder / kind)
             values = model.of_lines(ids, lines)[:, model.classes.index(kind)].tolist()
         columns[f"{kind}_score"] = (pa.float64(), values)
-    full: dict[str, pa.Array] = {}
-    for name, (of, results) in columns.items():
-        placed: list[float | None] = [None] * documents.num_rows
-        for row, value in zip(rows, results, strict=True):
-            placed[row] = value
-        full[name] = pa.array(placed, of)
-    return pa.table({"id": documents["id"], **full})
+    at = {row: number for number, row in enumerate(rows)}
+    place = pa.array([at.get(row) for row in range(documents.num_rows)], pa.int64())  # null: not scored
+    return pa.table({"id": documents["id"]} | {name: pa.array(results, of).take(place) for name, (of, results) in columns.items()})
 
 
 def _labels(documents: pa.Table, graded: dict[str, Artifact] | None, config: TrainCodeReasoningConfig) -> Labels:

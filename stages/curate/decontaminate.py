@@ -103,15 +103,10 @@ def decontaminate(
 def _report(held: dict[str, tuple[int, dict[str, Any]]], prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     questions = {f"{row['task']} prompt {row['id']}": shown(messages_of(row)) for row in prompts}
     return [
-        {
-            "id": name,
-            "kind": "contaminated prompt",
-            "prompt": questions[name],
-            "text": row["detail"].partition(": ")[2],
-            "detail": f"{count} documents, the first is {row['id']} ({row['rule']}, {row['value']:.2f})",
-        }
+        {"id": name, "kind": "contaminated prompt", "prompt": questions[name], "text": row["detail"].partition(": ")[2],
+         "detail": f"{count} documents, the first is {row['id']} ({row['rule']}, {row['value']:.2f})"}
         for name, (count, row) in held.items()
-    ]
+    ]  # fmt: skip
 
 
 def prompts_of_splits(prompts: Artifact, splits: Sequence[str]) -> list[dict[str, Any]]:

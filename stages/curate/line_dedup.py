@@ -59,8 +59,8 @@ def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> 
     shard, so that memory is bounded. A document without any line left is dropped. `removed_lines` has every removed line, so that the
     input can be rebuilt; `examples` has the most frequent lines, also of a bucket that is too small to lose them.
     """
-    shards = documents.shards()
-    sizes = _sizes(documents.rows(), config.bucket_documents)
+    shards, rows, size = documents.shards(), documents.rows(), config.bucket_documents
+    sizes = {bucket: min(size, rows - bucket * size) for bucket in range(-(-rows // size))}
     parts = documents.parts(columns=["source", "text"], rows=JOB_ROWS)
     pieces = run.exchange(_pieces, parts, config, by="hash", partitions=partitions(documents.record().characters // CHARACTERS_PER_BYTE))
     starts = np.cumsum([0, *(shard.rows for shard in shards[:-1])])
@@ -83,10 +83,6 @@ def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> 
         points = [(often, float(lines)) for often, lines in sorted(bars.items())]
         title = f"Lines by how often they occur, {MOST_SHOWN} or more as one"
         run.figure("occurrences", Figure(title, "occurrences", "lines", {"beyond the limit": points}, kind="bar"))
-
-
-def _sizes(rows: int, size: int) -> dict[int, int]:
-    return {bucket: min(size, rows - bucket * size) for bucket in range(-(-rows // size))}
 
 
 def _shown(counts: Counter[int]) -> int:
@@ -135,16 +131,12 @@ def _remove(
     begin, end, number = bounds_of(data, offsets, row, place, config.newlines)
     loses = np.array([size >= config.min_documents for size in sizes.values()])[bucket]
     examples = [
-        {
-            "id": f"{bucket[at]}-{int(hashes[at]):016x}",
-            "kind": f"frequent {config.unit}",
-            "prompt": None,
-            "text": bytes(data[begin[at] : end[at]]).decode().strip(),
-            "detail": f"{occurrences[at]} times in {sizes[bucket[at]]} documents, limit {config.limit(sizes[bucket[at]])}; "
-            + ("removed" if loses[at] else f"kept: fewer than min_documents={config.min_documents}"),
-        }
+        {"id": f"{bucket[at]}-{int(hashes[at]):016x}", "kind": f"frequent {config.unit}", "prompt": None,
+         "text": bytes(data[begin[at] : end[at]]).decode().strip(),
+         "detail": f"{occurrences[at]} times in {sizes[bucket[at]]} documents, limit {config.limit(sizes[bucket[at]])}; "
+         + ("removed" if loses[at] else f"kept: fewer than min_documents={config.min_documents}")}
         for at in np.flatnonzero(first & (occurrences >= np.array(list(shown.values()))[bucket])).tolist()
-    ]
+    ]  # fmt: skip
     gone = loses if config.policy == "drop_all" else loses & ~first
     if config.protect_code and gone.any():
         gone[gone] = ~_code(data, begin[gone], end[gone], hashes[gone])
@@ -156,21 +148,14 @@ def _remove(
     left = pa.array(~empty)
     kept = documents.drop_columns("text").filter(left) if empty.any() else documents.drop_columns("text")
     kept = kept.add_column(place, documents.schema.field(place), strings(made, bounds[np.append(~empty, True)]))
-    removed = {
-        "id": ids.take(pa.array(row)),
-        "line": number,
-        "text": strings(*gathered(data, begin, end)),
-        "rule": pa.repeat(f"{config.unit}_occurrences", len(row)),
-        "value": occurrences.astype(np.float64),
-    }
+    rule, value = pa.repeat(f"{config.unit}_occurrences", len(row)), occurrences.astype(np.float64)
+    removed = {"id": ids.take(pa.array(row)), "line": number, "text": strings(*gathered(data, begin, end)), "rule": rule, "value": value}
     lost = np.bincount(row, minlength=len(ids))[empty]
+    detail = [f"all {count} {config.unit}s occur more than {config.limit(max(sizes.values()))} times" for count in lost.tolist()]
     dropped = {
-        "id": ids.filter(pa.array(empty)),
-        "rule": pa.repeat("line_dedup_empty", len(lost)),
-        "value": np.zeros(len(lost)),
-        "threshold": pa.nulls(len(lost), pa.float64()),
-        "detail": [f"all {count} {config.unit}s occur more than {config.limit(max(sizes.values()))} times" for count in lost.tolist()],
-    }
+        "id": ids.filter(pa.array(empty)), "rule": pa.repeat("line_dedup_empty", len(lost)), "value": np.zeros(len(lost)),
+        "threshold": pa.nulls(len(lost), pa.float64()), "detail": detail,
+    }  # fmt: skip
     shown_rows = pa.Table.from_pylist(examples, schema=table_schema("examples").schema)
     return {"documents": kept, "examples": shown_rows} | {
         name: pa.table(columns, schema=table_schema(name).schema) for name, columns in (("removed_lines", removed), ("dropped", dropped))

@@ -301,18 +301,18 @@ def test_a_row_of_a_partition_that_is_not_there_is_refused(tmp_path: Path, place
     """It was lost without a word."""
     staging = Staging(Store.open(tmp_path).files, "work/x/parts")
     with pytest.raises(PunaError, match="there are 0 to 1"):
-        scatter(Scatter(staging, "job", "place", 2), pa.table({"place": pa.array([0, place, 1], pa.int32())}), lambda: None)
+        scatter(Scatter(staging, "job", "place", 2, range(2)), pa.table({"place": pa.array([0, place, 1], pa.int32())}), lambda: None)
 
 
 def test_a_damaged_run_is_refused(tmp_path: Path) -> None:
     staging = Staging(Store.open(tmp_path).files, "work/x/parts")
-    found = scatter(Scatter(staging, "job", "place", 2), pa.table({"place": pa.array([0, 1] * 9, pa.int32())}), lambda: None)
+    found = scatter(Scatter(staging, "job", "place", 2, range(2)), pa.table({"place": pa.array([0, 1] * 9, pa.int32())}), lambda: None)
     file = tmp_path / found.files[0][0]
     data = bytearray(file.read_bytes())
     data[len(data) // 4] ^= 4
     file.write_bytes(bytes(data))
     with pytest.raises(PunaError, match="what was written of partition 0 is damaged"):
-        gathered(staging.files, [found], 2, "id").parts[0].read()
+        gathered(staging.files, [found], 2, "id", range(2)).parts[0].read()
 
 
 def test_files_are_plain_parquet(tmp_path: Path) -> None:

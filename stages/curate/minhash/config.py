@@ -85,15 +85,9 @@ class MinhashDedupConfig(SignatureConfig):
         if self.similarity == "jaccard":  # a signature estimates it: pairs far below need no exact comparison
             t = self.threshold
             estimate = max(0.0, t - SLACK * (t * (1 - t) / (self.bands * self.rows)) ** 0.5 - 1e-9)
-        return Criteria(
-            self.words,
-            self.similarity == "containment",
-            np.array([self.least_similarity(level) for level in range(LEVELS)]),
-            np.array([self.least_distinct(level) for level in range(LEVELS)]),
-            estimate,
-            self.max_new_words,
-            self.max_new_fraction,
-        )
+        similarity, distinct = (np.array([of(level) for level in range(LEVELS)]) for of in (self.least_similarity, self.least_distinct))
+        contained = self.similarity == "containment"
+        return Criteria(self.words, contained, similarity, distinct, estimate, self.max_new_words, self.max_new_fraction)
 
     def least_similarity(self, level: int) -> float:
         """Return the threshold for shingles `2 ** level` times as wide, where each edit breaks as many times more of them.
