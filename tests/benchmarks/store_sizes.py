@@ -36,7 +36,7 @@ DISK_SECONDS = 20.0
 class Watch:
     """CPU seconds, resident memory and disk of a process and all processes below it, sampled; `kill` names what is killed when."""
 
-    store: Path
+    folder: Path
     kills: list[str]
     cpu: dict[tuple[int, float], float] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Watch:
                     self._sample(one, "driver" if one == driver else "worker")
                 self._kill(driver, workers, time.monotonic() - started)
             if time.monotonic() > self._looked + DISK_SECONDS:
-                self.disk, self._looked = max(self.disk, _bytes(self.store)), time.monotonic()
+                self.disk, self._looked = max(self.disk, _bytes(self.folder)), time.monotonic()
             time.sleep(SAMPLE_SECONDS)
         return status
 
@@ -67,11 +67,11 @@ class Watch:
 
     def _kill(self, driver: psutil.Process, workers: list[psutil.Process], seconds: float) -> None:
         """Kill the driver when some of the inputs are read, a worker when the pages are written."""
-        if "driver" in self.kills and len(list(self.store.glob("work/**/*.runs"))) >= 3:
+        if "driver" in self.kills and len(list(self.folder.glob("store/work/**/*.runs"))) >= 3:
             self.kills.remove("driver")
             self.killed["driver"] = seconds
             driver.kill()
-        elif "worker" in self.kills and workers and "driver" not in self.kills and any(self.store.glob("objects/pages/*/*")):
+        elif "worker" in self.kills and workers and "driver" not in self.kills and any(self.folder.glob("store/objects/pages/*/*")):
             busy = [one for one in workers if sum(one.cpu_times()[:2]) > 20]
             if busy:
                 self.kills.remove("worker")
