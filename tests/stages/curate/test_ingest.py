@@ -24,6 +24,7 @@ import zstandard
 from fastwarc.warc import ArchiveIterator
 
 from puna.stages.contract import External, execute, external
+from puna.stages.curate import ingest as stages_ingest
 from puna.stages.curate.ingest import IngestConfig, ingest
 from puna.stages.reading import warc, warc_frames
 from puna.stages.reading.dates import moment
@@ -32,7 +33,7 @@ from puna.stages.reading.readers import Columns, read_parquet
 from puna.stages.reading.sniff import sniff
 from puna.stages.reading.warc import media_type, read_warc
 from puna.stages.reading.warc_frames import frames
-from puna.storage import PunaError, Store
+from puna.storage import PunaError, Store, exchange
 
 
 def record(body, *, kind="response", url="https://a.example.net/p", date="2024-05-01T10:00:00Z", http="HTTP/1.1 200 OK", **headers):
@@ -430,6 +431,23 @@ def test_repeated_records_are_counted_once(tmp_path):
     made = read(tmp_path, tmp_path / "a.warc")
     assert made.rows() == 2
     assert rules(made) == ["duplicate_record"] * 2
+
+
+def test_partitions_and_levels_do_not_matter_and_bound_what_is_sorted_at_once(tmp_path, monkeypatch):
+    """Neither in which pieces a shard is written nor how rows come there changes its bytes."""
+    pages = [page(n) for n in [*range(200), 7, 8]]
+    (tmp_path / "a.warc").write_bytes(b"".join(pages))
+    expected = read(tmp_path, tmp_path / "a.warc", store="one")
+    sizes, whole = [], stages_ingest._sorted
+    monkeypatch.setattr(stages_ingest, "_sorted", lambda rows: sizes.append(rows.num_rows) or whole(rows))
+    monkeypatch.setattr(exchange, "PARTITION_BYTES", sum(map(len, pages)) // 4)  # archives count four times: 32 partitions
+    for level in (exchange.LEVEL, 7):
+        monkeypatch.setattr(exchange, "LEVEL", level)
+        sizes.clear()
+        artifact = read(tmp_path, tmp_path / "a.warc", store=f"level-{level}")
+        assert (artifact.data_digest, artifact.manifest.files) == (expected.data_digest, expected.manifest.files)
+        assert len(sizes) == 32 and sum(sizes) == 202 and max(sizes) < 20
+        assert artifact.manifest.metrics == expected.manifest.metrics and artifact.rows("dropped") == 2
 
 
 def test_a_folder_of_pages(tmp_path):
