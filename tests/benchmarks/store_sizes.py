@@ -30,11 +30,12 @@ ROOT = Path(__file__).parents[2]
 FROM_GB = 5.0
 SAMPLE_SECONDS = 1.0
 DISK_SECONDS = 20.0
+BUSY_SECONDS = 8  # of CPU: a worker that is killed has loaded and computes
 
 
 @dataclass(eq=False)
 class Watch:
-    """CPU seconds, resident memory and disk of a process and all processes below it, sampled; `kill` names what is killed when."""
+    """CPU seconds, resident memory and disk of a process and all processes below it, sampled; `kills`: what is killed, driver or worker."""
 
     folder: Path
     kills: list[str]
@@ -72,7 +73,7 @@ class Watch:
             self.killed["driver"] = seconds
             driver.kill()
         elif "worker" in self.kills and workers and "driver" not in self.kills and any(self.folder.glob("store/objects/pages/*/*")):
-            busy = [one for one in workers if sum(one.cpu_times()[:2]) > 20]
+            busy = [one for one in workers if sum(one.cpu_times()[:2]) > BUSY_SECONDS]
             if busy:
                 self.kills.remove("worker")
                 self.killed["worker"] = seconds
