@@ -218,7 +218,7 @@ def served(web: Web) -> Iterator[list[str]]:
             with contextlib.suppress(ConnectionError):  # a reader may go before the end, or be killed
                 self._head(206 if span else 200, len(data), *((("Content-Range", f"bytes {low}-{high}/{size}"),) if span else ()))
                 self.wfile.write(data)
-            if high == size - 1:
+            if span and high == size - 1:  # without a range, someone looks whether the file is there, and hangs up
                 web.read(self._part())
 
         def _part(self) -> int:
