@@ -211,14 +211,18 @@ def served(web: Web) -> Iterator[list[str]]:
 
         def do_GET(self) -> None:
             size, span = self._size(), re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-            low, high = (int(span[1]), min(int(span[2] or size), size - 1)) if span else (0, size - 1)
+            if span is None:  # someone looks whether the file is there, and hangs up
+                self.close_connection = True
+                self._head(200, size)
+                return
+            low, high = int(span[1]), min(int(span[2] or size), size - 1)
             with web.part(self._part()).open("rb") as file:
                 file.seek(low)
                 data = file.read(high + 1 - low)
-            with contextlib.suppress(ConnectionError):  # a reader may go before the end, or be killed
-                self._head(206 if span else 200, len(data), *((("Content-Range", f"bytes {low}-{high}/{size}"),) if span else ()))
+            with contextlib.suppress(ConnectionError):  # a reader may be killed
+                self._head(206, len(data), ("Content-Range", f"bytes {low}-{high}/{size}"))
                 self.wfile.write(data)
-            if span and high == size - 1:  # without a range, someone looks whether the file is there, and hangs up
+            if high == size - 1:
                 web.read(self._part())
 
         def _part(self) -> int:
