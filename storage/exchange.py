@@ -115,7 +115,7 @@ class Exchange:
         return Exchange(near, self.schema, self.count, self.by)
 
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
-        """Yield the rows of a range in order of their ids, if `id` is the key; a table without rows if there are none."""
+        """Yield the rows of a range in order of their ids, if `id` is the key; the last table may be without rows."""
         for part in self.parts:
             rows = in_range(part.read(), low, high)
             if rows.num_rows or part is self.parts[-1]:
