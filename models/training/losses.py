@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 Margin = Annotated[float, Field(ge=0, description="Margin between the rewards of two answers")]
 Weight = Annotated[float, Field(ge=0, description="Weight of these answers; raise it where they are rare")]
+Flips = Annotated[float, Field(ge=0, lt=0.5, description="Share of pairs whose label is taken to be the wrong way around")]
+LengthWeight = Annotated[float, Field(ge=0, description="Reward, in nats, that a token more is taken to have earned by length alone")]
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,60 @@ def _minus_logsigmoid(x: Tensor) -> Tensor:
     return -logsigmoid(x)
 
 
+def _smoothed(x: Tensor, flips: float, weight: float) -> Tensor:
+    """Return ``-(1 - flips) log sigmoid(x) - weight log sigmoid(-x)``."""
+    return (1 - flips) * _minus_logsigmoid(x) + weight * _minus_logsigmoid(-x)
+
+
 @preference_loss("sigmoid")
-def sigmoid(pairs: PairLogprobs, beta: float) -> PairLosses:
-    """Return ``-log sigmoid(beta * (chosen_ratio - rejected_ratio))`` (DPO, Rafailov et al. 2023)."""
-    return _log_ratio_losses(_minus_logsigmoid, pairs, beta)
+def sigmoid(pairs: PairLogprobs, beta: float, *, label_smoothing: Flips = 0.0, length_weight: LengthWeight = 0.0) -> PairLosses:
+    """Return ``-(1 - e) log sigmoid(x) - e log sigmoid(-x)`` with
+    ``x = beta * (chosen_ratio - rejected_ratio) + length_weight * (chosen_tokens - rejected_tokens)``.
+
+    DPO (Rafailov et al. 2023); with label_smoothing e conservative DPO (Mitchell 2023); with length_weight R-DPO (Park et al. 2024),
+    whose reward is less a length's worth: a longer better answer needs less of a margin, a shorter one more.
+    """
+    longer = length_weight * (pairs.chosen_tokens - pairs.rejected_tokens)
+    return _log_ratio_losses(lambda logits: _smoothed(logits + longer, label_smoothing, label_smoothing), pairs, beta)
+
+
+@preference_loss("robust")
+def robust(pairs: PairLogprobs, beta: float, *, label_smoothing: Flips = 0.1) -> PairLosses:
+    """Return ``(-(1 - e) log sigmoid(x) + e log sigmoid(-x)) / (1 - 2 e)``, e the label_smoothing (robust DPO, Chowdhury et al. 2024).
+
+    Over labels of which the share e is flipped its mean is that of DPO's loss over the right ones.
+    """
+    return _log_ratio_losses(lambda logits: _smoothed(logits, label_smoothing, -label_smoothing) / (1 - 2 * label_smoothing), pairs, beta)
+
+
+@preference_loss("sigmoid_norm")
+def sigmoid_norm(pairs: PairLogprobs, beta: float) -> PairLosses:
+    """Return ``-log sigmoid(beta * (chosen_ratio / chosen_tokens - rejected_ratio / rejected_tokens))``.
+
+    DPO normalized by length, as Tülu 3 is trained (Lambert et al. 2024, section 5.1).
+    """
+    chosen, rejected = beta * pairs.chosen_ratio / pairs.chosen_tokens, beta * pairs.rejected_ratio / pairs.rejected_tokens
+    return PairLosses(_minus_logsigmoid(chosen - rejected), chosen, rejected)
+
+
+@preference_loss("apo_zero")
+def apo_zero(pairs: PairLogprobs, beta: float) -> PairLosses:
+    """Return ``1 - sigmoid(beta * chosen_ratio) + sigmoid(beta * rejected_ratio)`` (APO-zero, D'Oosterlinck et al. 2024, equation 7).
+
+    For better answers above the model's own: they become likelier, worse ones less likely.
+    """
+    chosen, rejected = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
+    return PairLosses((-chosen).sigmoid() + rejected.sigmoid(), chosen, rejected)
+
+
+@preference_loss("apo_down")
+def apo_down(pairs: PairLogprobs, beta: float) -> PairLosses:
+    """Return ``sigmoid(beta * chosen_ratio) + 1 - sigmoid(beta * (chosen_ratio - rejected_ratio))`` (APO-down, the same, equation 8).
+
+    For better answers below the model's own: they become less likely, worse ones still less.
+    """
+    chosen, rejected = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
+    return PairLosses(chosen.sigmoid() + (rejected - chosen).sigmoid(), chosen, rejected)
 
 
 @preference_loss("hinge")

@@ -19,6 +19,10 @@ Steps = float
 """A number of optimization steps; below 1, a share of all steps."""
 AverageMethod = Literal["linear", "slerp", "ties"]
 """How weights are averaged: see `puna.models.training.average`."""
+Baseline = Literal["grpo", "mean", "rloo"]
+Surrogate = Literal["clipped", "cispo"]
+Ratio = Literal["token", "sequence"]
+Normalizer = Literal["tokens", "answers", "constant"]
 
 
 class OptimizerSettings(Settings):
@@ -348,9 +352,21 @@ class GrpoSettings(RolloutSettings):
 
     answers: int = Field(8, ge=2, description="Answers to each prompt of a rollout, which are compared with each other")
     epochs: int = Field(1, ge=1, description="Passes over a rollout")
-    baseline: Literal["grpo", "rloo"] = Field(
-        "grpo", description="An answer's advantage: its reward less the group's mean, over the group's deviation (GRPO); or less the "
-        "mean of the others (RLOO)"
+    baseline: Baseline = Field(
+        "grpo", description="An answer's advantage: its reward less the group's mean, over the group's deviation (grpo) or not divided "
+        "(mean, Dr. GRPO); or less the mean of the others (rloo)"
+    )  # fmt: skip
+    surrogate: Surrogate = Field(
+        "clipped", description="A token's loss: PPO's, which stops to teach where the ratio leaves its range; or cispo (MiniMax 2025): the "
+        "log-probability, times a ratio that is bounded at 1 + clip_high and passes no gradient, so that every token teaches"
+    )  # fmt: skip
+    ratio: Ratio = Field(
+        "token", description="Probability ratio to the policy that sampled: of each token; or sequence (GSPO, Zheng et al. 2025): the "
+        "geometric mean over the answer, far nearer to 1, for which its authors take clip 0.0003 and clip_high 0.0004"
+    )  # fmt: skip
+    normalizer: Normalizer = Field(
+        "tokens", description="What the loss is divided by: the update's tokens (DAPO); each answer's tokens, then the answers (GRPO, Shao "
+        "et al. 2024); or constant, the answers times max_tokens, which favours no length (Dr. GRPO, Liu et al. 2025)"
     )  # fmt: skip
     clip_high: float | None = Field(
         None, gt=0, description="Clip range of the probability ratio above 1, where that is another (DAPO takes 0.28); null: clip"
@@ -359,3 +375,14 @@ class GrpoSettings(RolloutSettings):
         0, ge=0, le=20, description="Times at most that a rollout asks as many further prompts, until so many have answers of different "
         "rewards, which alone teach (DAPO's dynamic sampling); 0: never"
     )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _one_loss(self) -> Self:
+        if self.ratio == "sequence" and (self.normalizer != "answers" or self.surrogate != "clipped"):
+            raise ValueError(
+                "ratio sequence weighs whole answers: set normalizer to answers and surrogate to clipped, not "
+                f"{self.normalizer} and {self.surrogate}"
+            )
+        if self.surrogate == "cispo" and self.dual_clip is not None:
+            raise ValueError("surrogate cispo bounds every ratio by clip_high: leave dual_clip out")
+        return self

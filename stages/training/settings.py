@@ -15,7 +15,7 @@ from puna.stages.conversations import Level
 from puna.stages.training.bad_rows import BadRowsConfig
 
 CLEAR: tuple[Level, ...] = ("significantly_better", "better")
-TRL_LOSSES = ("sigmoid", "ipo", "hinge")
+TRL_LOSSES = ("sigmoid", "ipo", "hinge", "robust", "sigmoid_norm", "apo_zero", "apo_down")
 """What TRL's DPOTrainer computes as `models.training.losses` does."""
 TRL_ONLY: dict[str, tuple[object, ...]] = {
     "optimizer.name": ("adamw",),
@@ -138,8 +138,8 @@ class DpoConfig(AdaptableConfig):
 
     loss: str = Field(
         "sigmoid",
-        description="Preference loss: sigmoid (DPO), ipo, hinge; without a reference simpo, orpo (set nll_weight 1); kto, which takes "
-        "single answers called good or bad, too; or a plugin's",
+        description="Preference loss: sigmoid (DPO), robust, sigmoid_norm (by length), apo_zero, apo_down, ipo, hinge; without a reference "
+        "simpo, orpo (set nll_weight 1); kto, which takes single answers called good or bad, too; or a plugin's",
         json_schema_extra=lambda schema: schema.update(enum=list(LOSSES)),
     )
     loss_parameters: dict[str, float] = Field(
@@ -170,6 +170,8 @@ class DpoConfig(AdaptableConfig):
         if self.engine == "trl":
             if self.loss not in TRL_LOSSES:
                 raise ValueError(f"TRL's DPOTrainer has no loss {self.loss}, only {', '.join(TRL_LOSSES)}: set engine puna")
+            if self.loss == "sigmoid" and any(self.loss_parameters.values()):
+                raise ValueError("TRL's loss sigmoid has no parameters: set engine puna, or leave loss_parameters out")
             if self.method == "lora" and self.lora.initialization == "pissa":
                 raise ValueError(
                     "TRL's reference is the policy without its adapters, which with pissa is not the policy that training starts "

@@ -114,7 +114,8 @@ def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
         for e in examples
         for better, worse in pairs_of(e, config.pairs)
     ]
-    weights = {"loss_type": [config.loss, "sft"], "loss_weights": [1.0, config.nll_weight]}
+    weights = {"loss_type": [config.loss, "sft"], "loss_weights": [1.0, config.nll_weight], **config.preference.own(config.loss_parameters)}
+    weights.pop("length_weight", None)  # 0: another one was refused
 
     def make(adapters: LoraConfig | None) -> Any:
         frozen = None if adapters else PunaForCausalLM.from_transformer(copy.deepcopy(model), pad_token_id=tokenizer.pad_token_id)

@@ -60,6 +60,43 @@ def test_the_other_losses_by_hand() -> None:
     assert l.orpo(given, 0.1).losses.item() == pytest.approx(0.1 * math.log1p(1 / odds))
 
 
+    up, down = 1 / (1 + math.exp(-0.3 * 2)), 1 / (1 + math.exp(0.3 * 3))  # sigmoid of beta times the ratios
+    both = 1 / (1 + math.exp(-0.3 * 5))
+    assert l.apo_zero(given, 0.3).losses.item() == pytest.approx(1 - up + down, rel=1e-12)
+    assert l.apo_down(given, 0.3).losses.item() == pytest.approx(up + 1 - both, rel=1e-12)
+    assert l.sigmoid(given, 0.3, label_smoothing=0.2).losses.item() == pytest.approx(-0.8 * math.log(both) - 0.2 * math.log(1 - both), rel=1e-12)
+    assert l.sigmoid_norm(given, 0.3).losses.item() == pytest.approx(math.log1p(math.exp(-0.3 * (2 / 3 + 3 / 4))), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_robust_dpo_sees_through_flipped_labels(seed: int) -> None:
+    """The mean loss over labels of which a share e is flipped is DPO's over the right ones, and so is its gradient."""
+    given, e = random_pairs(seed), 0.3
+    both = [side.double().requires_grad_() for side in (given.chosen, given.rejected)]
+    right = l.PairLogprobs(*both, given.reference_chosen, given.reference_rejected, given.chosen_tokens, given.rejected_tokens)
+    flipped = l.PairLogprobs(*both[::-1], given.reference_rejected, given.reference_chosen, given.rejected_tokens, given.chosen_tokens)
+    mixed = (1 - e) * l.robust(right, 0.1, label_smoothing=e).losses + e * l.robust(flipped, 0.1, label_smoothing=e).losses
+    plain = l.sigmoid(right, 0.1).losses
+    assert torch.allclose(mixed, plain, rtol=1e-12)
+    for found, expected in zip(*(torch.autograd.grad(one.sum(), both) for one in (mixed, plain)), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_length_weight_takes_a_length_out_of_the_reward(seed: int) -> None:
+    """The policy that is best for ``reward - weight * length`` under a KL penalty gives each pair the probability of its rewards alone."""
+    generator = torch.Generator().manual_seed(seed)
+    beta, weight, count = 0.7, 0.05, 6
+    rewards, reference = torch.randn(count, generator=generator).double(), torch.randn(count, generator=generator).double().log_softmax(0)
+    lengths = torch.randint(1, 60, (count,), generator=generator).double()
+    best = (reference + (rewards - weight * lengths) / beta).log_softmax(0)
+    better, worse = torch.combinations(torch.arange(count)).T
+    given = l.PairLogprobs(*(values[side] for values in (best, reference, lengths) for side in (better, worse)))
+    expected = -torch.nn.functional.logsigmoid(rewards[better] - rewards[worse])
+    assert torch.allclose(l.sigmoid(given, beta, length_weight=weight).losses, expected, rtol=1e-9)
+    assert not torch.allclose(l.sigmoid(given, beta).losses, expected, rtol=1e-2)
+
+
 def test_kto_by_hand() -> None:
     ratios = torch.tensor([2.0, 2.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
     good = torch.tensor([True, False, True, False])
@@ -81,7 +118,7 @@ def test_a_certain_answer_gives_finite_odds_and_gradients() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_simpo_and_orpo_are_trls(seed: int) -> None:
+def test_simpo_orpo_and_conservative_dpo_are_trls(seed: int) -> None:
     cpo = pytest.importorskip("trl.experimental.cpo").CPOTrainer
     orpo = pytest.importorskip("trl.experimental.orpo").ORPOTrainer
     given = random_pairs(seed)
@@ -89,6 +126,10 @@ def test_simpo_and_orpo_are_trls(seed: int) -> None:
     accelerator = SimpleNamespace(device=torch.device("cpu"))
     this = SimpleNamespace(loss_type="simpo", simpo_gamma=0.7, beta=2.5, label_smoothing=0.0, alpha=0.0, accelerator=accelerator)
     assert torch.allclose(l.simpo(given, 2.5, gamma=0.7).losses, cpo.cpo_loss(this, *means)[0], atol=1e-6)
+    ratios = given.chosen_ratio.double(), given.rejected_ratio.double()
+    this = SimpleNamespace(loss_type="sigmoid", beta=0.05, label_smoothing=0.2, alpha=0.0, accelerator=accelerator)
+    conservative = l.sigmoid(l.PairLogprobs(*ratios, *torch.zeros(2, 64), given.chosen_tokens, given.rejected_tokens), 0.05, label_smoothing=0.2)
+    assert torch.allclose(conservative.losses, cpo.cpo_loss(this, *ratios)[0], rtol=1e-12)
     this = SimpleNamespace(beta=0.4, accelerator=accelerator)
     assert torch.allclose(l.orpo(given, 0.4).losses, -orpo.odds_ratio_loss(this, *means)[0], atol=1e-6)
 
@@ -111,5 +152,5 @@ def test_a_loss_of_ones_own_is_one_function_with_its_parameters() -> None:
             l.preference_loss("test_margin")(l.simpo)
     finally:
         del l.LOSSES["test_margin"]
-    with pytest.raises(ValueError, match="there is no preference loss test_margin; there are hinge, ipo, kto, orpo, sigmoid, simpo"):
+    with pytest.raises(ValueError, match="there is no preference loss test_margin; there are apo_down, apo_zero, hinge, ipo, kto, orpo, robust, sigmoid, sigmoid_norm, simpo"):
         o.Dpo(loss="test_margin")

@@ -62,22 +62,43 @@ def test_whiten():
     assert o.whiten(torch.ones(3), torch.zeros(3, dtype=torch.bool)).tolist() == [0.0, 0.0, 0.0]
 
 
+class Fixed:
+    """A model whose log-probabilities [N] and entropies [N] are given."""
+
+    def __init__(self, logprobs: torch.Tensor, entropies: torch.Tensor | None = None) -> None:
+        self.given = logprobs, torch.zeros_like(logprobs) if entropies is None else entropies
+
+    def token_logprobs(self, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.given
+
+
 def test_ppo_policy_loss_by_hand():
     # Ratios 1.5, 1.5, .5, .5 with clip .2 and advantages +1, -1, +1, -1:
     #   min(1.5, 1.2) = 1.2 (clipped, no gradient); min(-1.5, -1.2) = -1.5;
     #   min(.5, .8) = .5;                           min(-.5, -.8) = -.8 (clipped, no gradient)
     # The last token has a ratio of infinity and is masked.
-    old = torch.zeros(5, dtype=torch.float64)
     new = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.0], dtype=torch.float64).log()
     new[4] = 1e6
     new.requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
-    mask = torch.tensor([True, True, True, True, False])
-    loss = o.ppo_policy_loss(new, old, advantages, mask, clip=0.2, total=4)
+    targets, zero = o.Targets.from_answers([[1]], [[[2, 3], [4, 5, 6]]], [[[True, True], [True, True, False]]]), torch.zeros(5)
+    batch = o.PpoBatch(targets, zero.double(), advantages, zero, zero)
+    loss, metrics = o.Ppo(clip=0.2)(Fixed(new), batch)
     loss.backward()
     assert loss.item() == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8) / 4)
     # d/d log ratio of ratio * a is ratio * a
     assert new.grad.tolist() == pytest.approx([0.0, 1.5 / 4, -0.5 / 4, 0.0, 0.0])
+    assert metrics["clip_fraction"].item() == 1.0
+
+    # The others by the same ratios: the ratio of an answer is the root of its product.
+    root = math.sqrt(1.5 * 1.5), math.sqrt(0.5 * 0.5)
+    for objective, expected in (
+        (o.Ppo(clip=0.2, normalizer="answers"), -((1.2 - 1.5) / 2 + (0.5 - 0.8) / 2) / 2),
+        (o.Ppo(clip=0.2, normalizer="constant", max_tokens=7), -(1.2 - 1.5 + 0.5 - 0.8) / 14),
+        (o.Ppo(clip=0.2, ratio="sequence", normalizer="answers"), -((1.2 - root[0]) / 2 + (root[1] - 0.8) / 2) / 2),
+        (o.Ppo(clip=0.2, surrogate="cispo"), -(1.2 * new[0] - 1.2 * new[1] + 0.5 * new[2] - 0.5 * new[3]).item() / 4),
+    ):
+        assert objective(Fixed(new), batch)[0].item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_ppo_value_loss_by_hand():
@@ -227,6 +248,8 @@ CASES = {
         lambda some, _: o.RewardBatch(targets(some), torch.arange(3).repeat(len(some))),
     ),
     "ppo": ("lm", 2, o.Ppo(entropy_weight=0.01), ppo_batch),
+    "gspo": ("lm", 2, o.Ppo(ratio="sequence", normalizer="answers"), ppo_batch),
+    "cispo": ("lm", 2, o.Ppo(surrogate="cispo", normalizer="constant", max_tokens=9), ppo_batch),
     "value": ("scalar", 2, o.Value(), ppo_batch),
     "distill": ("lm", 2, o.Distill(model(seed=3), beta=0.7), lambda some, _: targets(some)),
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,8 +105,7 @@ def test_sft(tokenizer: Tokenizer, tmp_path: Path):
     assert_equal(made, loss, theirs(trainer))
 
 
-@pytest.mark.parametrize("nll_weight", [0.0, 0.2])
-@pytest.mark.parametrize("kind", TRL_LOSSES)
+@pytest.mark.parametrize(("kind", "nll_weight"), [("sigmoid", 0.0), *((kind, 0.2) for kind in TRL_LOSSES)])
 def test_dpo(tokenizer: Tokenizer, tmp_path: Path, kind: str, nll_weight: float):
     folder, reference = folder_of(tmp_path, tokenizer, "lm"), folder_of(tmp_path, tokenizer, "lm", 1)
     data = datasets.Dataset.from_list(
@@ -117,7 +118,8 @@ def test_dpo(tokenizer: Tokenizer, tmp_path: Path, kind: str, nll_weight: float)
             for p, c, r in ROWS
         ]
     )
-    mixed = {"loss_type": [kind, "sft"], "loss_weights": [1.0, nll_weight]}
+    own = {"label_smoothing": 0.3} if kind == "robust" else {}
+    mixed = {"loss_type": [kind, "sft"], "loss_weights": [1.0, nll_weight], **own}
     trainer = trl.DPOTrainer(
         model=transformers.AutoModelForCausalLM.from_pretrained(folder),
         ref_model=transformers.AutoModelForCausalLM.from_pretrained(reference),
@@ -128,7 +130,7 @@ def test_dpo(tokenizer: Tokenizer, tmp_path: Path, kind: str, nll_weight: float)
     made, targets = load(folder), pairs(tokenizer, (1, 2))
     even = torch.arange(0, 2 * len(ROWS), 2)
     batch = o.DpoBatch(targets, even, even + 1, o.reference_logprobs(load(reference), targets))
-    loss, _ = o.Dpo(beta=0.3, nll_weight=nll_weight, nll_normalization="tokens", loss=kind)(made, batch)
+    loss, _ = o.Dpo(beta=0.3, nll_weight=nll_weight, nll_normalization="tokens", loss=kind, parameters=own)(made, batch)
     assert_equal(made, loss, theirs(trainer))
 
 
@@ -183,6 +185,71 @@ def test_kto(tokenizer: Tokenizer, tmp_path: Path, seeds: tuple[int, int], weigh
     loss, metrics = objective(made, batch)
     assert (metrics["kl"] > 0) == bool(sign)
     assert_equal(made, loss, theirs(trainer))
+
+
+class Given:
+    """A model whose log-probabilities and entropies of the targets are given."""
+
+    def __init__(self, logprobs: torch.Tensor, entropies: torch.Tensor) -> None:
+        self.logprobs, self.entropies = logprobs, entropies
+
+    def token_logprobs(self, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.logprobs, self.entropies
+
+
+TRL_POLICY_LOSSES = {
+    "dapo": {"normalizer": "tokens"},
+    "grpo": {"normalizer": "answers"},
+    "dr_grpo": {"normalizer": "constant"},
+    "gspo": {"normalizer": "answers", "ratio": "sequence"},
+    "cispo": {"surrogate": "cispo"},
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", TRL_POLICY_LOSSES)
+def test_policy_losses_are_those_of_trls_grpo(kind: str, seed: int) -> None:
+    """Six answers of unequal length in fp64, with masked tokens among them: loss, gradient and the share of clipped ratios."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths, most = torch.randint(1, 9, (6,), generator=generator).tolist(), 9
+    mask = torch.rand(6, most, generator=generator) < 0.8
+    mask[:, 0] = True
+    inside = torch.arange(most) < torch.tensor(lengths)[:, None]
+    old = -3 * torch.rand(6, most, generator=generator, dtype=torch.float64)
+    new = (old + 0.4 * torch.randn(6, most, generator=generator, dtype=torch.float64)).requires_grad_()
+    entropies = torch.rand(6, most, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(6, generator=generator, dtype=torch.float64)
+    counted = (mask & inside).long()
+
+    args = SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
+    accelerator = SimpleNamespace(num_processes=1, sync_gradients=True, gather=lambda value: value, reduce=lambda value, reduction: value)
+    trainer = SimpleNamespace(
+        args=args, accelerator=accelerator, model=SimpleNamespace(training=True), beta=0.0, current_gradient_accumulation_steps=1,
+        loss_type="grpo" if kind == "gspo" else kind, importance_sampling_level="sequence" if kind == "gspo" else "token",
+        epsilon_low=0.2, epsilon_high=1.3 if kind == "cispo" else 0.3, max_completion_length=most, top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None, aux_loss_enabled=False, use_vllm=False, _entropy_bonus_enabled=True, use_adaptive_entropy=False,
+        entropy_coef=0.07, _metrics={"train": defaultdict(list)}, _get_per_token_logps_and_entropies=lambda *_, **__: (new, entropies, None),
+    )  # fmt: skip
+    empty = torch.zeros(6, 0, dtype=torch.long)
+    inputs = {
+        "prompt_ids": empty, "prompt_mask": empty, "completion_ids": counted, "completion_mask": counted, "advantages": advantages,
+        "old_per_token_logps": old, "num_items_in_batch": counted.sum(),
+    }  # fmt: skip
+    expected = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
+    expected.backward()
+
+    leaf = new.detach()[inside].requires_grad_()
+    answers = [[list(range(1, n + 1)) for n in lengths[:2]], [list(range(1, n + 1)) for n in lengths[2:]]]
+    flags = [row[:n].tolist() for row, n in zip(mask, lengths, strict=True)]
+    targets = o.Targets.from_answers([[1], [2]], answers, [flags[:2], flags[2:]])
+    each = advantages.repeat_interleave(torch.tensor(lengths))
+    batch = o.PpoBatch(targets, old[inside], each, torch.zeros_like(each), torch.zeros_like(each))
+    objective = o.Ppo(0.2, 0.07, clip_high=0.3, max_tokens=most, **TRL_POLICY_LOSSES[kind])
+    loss, metrics = objective(Given(leaf, entropies[inside]), batch)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert (leaf.grad - new.grad[inside]).abs().max() <= 1e-6 * new.grad.abs().max()
+    assert leaf.grad.abs().max() > 1e-3 and 0 < metrics["clip_fraction"] < 1
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])

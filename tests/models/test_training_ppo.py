@@ -91,7 +91,7 @@ def group_settings(baseline: str = "grpo", **more) -> GrpoSettings:
     return GrpoSettings(**{name: value for name, value in given.items() if name in GrpoSettings.model_fields}, baseline=baseline)
 
 
-@pytest.mark.parametrize("baseline", ["grpo", "rloo"])
+@pytest.mark.parametrize("baseline", ["grpo", "mean", "rloo"])
 def test_group_advantages_by_hand(baseline: str):
     rewards = torch.tensor([[1.0, 2.0, 3.0, 6.0], [5.0, 5.0, 5.0, 5.0]], dtype=torch.float64)
     found = o.group_advantages(rewards, baseline)
@@ -99,27 +99,27 @@ def test_group_advantages_by_hand(baseline: str):
     rest = [(sum(rewards[0]) - r) / 3 for r in rewards[0]]
     if baseline == "rloo":
         assert found[0].tolist() == pytest.approx([float(r - mean) for r, mean in zip(rewards[0], rest, strict=True)])
+    elif baseline == "mean":
+        assert found[0].tolist() == [-2.0, -1.0, 0.0, 3.0]
     else:  # deviations -2 -1 0 3: their squares add up to 14, over n - 1
         assert found[0].tolist() == pytest.approx([d / math.sqrt(14 / 3) for d in (-2, -1, 0, 3)], rel=1e-5)
 
 
 def test_a_wider_range_above_one_lets_the_ratio_rise():
-    old, mask = torch.zeros(4), torch.ones(4, dtype=torch.bool)
     new = torch.tensor([1.25, 1.5, 0.75, 0.7]).log()
     a = torch.tensor([1.0, 1.0, -1.0, -1.0])
-    assert o.ppo_policy_loss(new, old, a, mask, 0.2, 1.0).item() == pytest.approx(-(1.2 + 1.2 - 0.8 - 0.8))
-    assert o.ppo_policy_loss(new, old, a, mask, 0.2, 1.0, 0.4).item() == pytest.approx(-(1.25 + 1.4 - 0.8 - 0.8))
+    assert o.clipped_surrogate(new, a, 0.2).tolist() == pytest.approx([1.2, 1.2, -0.8, -0.8])
+    assert o.clipped_surrogate(new, a, 0.2, 0.4).tolist() == pytest.approx([1.25, 1.4, -0.8, -0.8])
 
 
 def test_a_bad_answer_that_became_likelier_counts_a_bounded_number_of_times():
-    old, mask = torch.zeros(4), torch.ones(4, dtype=torch.bool)
     new = torch.tensor([8.0, 2.0, 0.5, 8.0]).log().requires_grad_()
     a = torch.tensor([-1.0, -1.0, -1.0, 1.0])
-    assert o.ppo_policy_loss(new, old, a, mask, 0.2, 1.0).item() == pytest.approx(8 + 2 + 0.8 - 1.2, rel=1e-6)
-    loss = o.ppo_policy_loss(new, old, a, mask, 0.2, 1.0, dual_clip=3.0)
-    assert loss.item() == pytest.approx(3 + 2 + 0.8 - 1.2, rel=1e-6)
-    loss.backward()
-    assert new.grad.tolist() == pytest.approx([0, 2, 0, 0])  # beyond the bound, and where the range is left, nothing is learned
+    assert o.clipped_surrogate(new, a, 0.2).tolist() == pytest.approx([-8, -2, -0.8, 1.2], rel=1e-6)
+    surrogate = o.clipped_surrogate(new, a, 0.2, dual_clip=3.0)
+    assert surrogate.tolist() == pytest.approx([-3, -2, -0.8, 1.2], rel=1e-6)
+    surrogate.sum().backward()
+    assert new.grad.tolist() == pytest.approx([0, -2, 0, 0])  # beyond the bound, and where the range is left, nothing is learned
 
 
 @pytest.mark.parametrize("baseline", ["grpo", "rloo"])
@@ -150,11 +150,15 @@ def test_equal_answers_teach_nothing():
     assert weights_digest(policy) == before and row["unequal_prompts"] == 0.0 == row["gradient_norm"]
 
 
-def test_groups_that_teach_nothing_are_left_out_and_change_nothing():
+NORMALIZERS = ({}, {"normalizer": "answers", "ratio": "sequence"}, {"normalizer": "constant", "surrogate": "cispo"})
+
+
+@pytest.mark.parametrize("chosen", NORMALIZERS, ids=lambda given: given.get("normalizer", "tokens"))
+def test_groups_that_teach_nothing_are_left_out_and_change_nothing(chosen: dict[str, str]):
     def scorer(prompts, completions):  # to a prompt of one token every answer is worth the same
         return [[0.5 if len(prompt) == 1 else c.tokens[0] / 11 for c in row] for prompt, row in zip(prompts, completions, strict=True)]
 
-    config = group_settings(rollouts=3, kl_coefficient=0.0, unfinished_penalty=0.0, minibatches=1, micro_batch_tokens=512)
+    config = group_settings(rollouts=3, kl_coefficient=0.0, unfinished_penalty=0.0, minibatches=1, micro_batch_tokens=512).replace(**chosen)
     found = {}
     for weight in (0.0, 1e-12):  # with an entropy bonus, be it ever so small, every group is read
         policy = model()
@@ -267,6 +271,19 @@ def test_the_reward_models_scores_do_not_depend_on_the_rows():
 def test_a_wrong_configuration_is_refused(wrong: dict):
     with pytest.raises(ValueError, match=next(iter(wrong)).replace("minibatches", "minibatch")):
         settings(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"ratio": "sequence"}, "ratio sequence weighs whole answers: set normalizer to answers"),
+        ({"ratio": "sequence", "normalizer": "answers", "surrogate": "cispo"}, "surrogate to clipped"),
+        ({"surrogate": "cispo", "dual_clip": 3.0}, "leave dual_clip out"),
+    ],
+)
+def test_losses_that_exclude_each_other_are_refused(wrong: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        GrpoSettings(**wrong)
 
 
 @pytest.mark.parametrize("who", ["policy", "critic"])

@@ -7,8 +7,9 @@ from puna.models.training.objectives.ppo import (
     Ppo,
     PpoBatch,
     Value,
+    cispo_surrogate,
+    clipped_surrogate,
     group_advantages,
-    ppo_policy_loss,
     ppo_value_loss,
     token_values,
     whiten,
@@ -17,6 +18,6 @@ from puna.models.training.objectives.reward import Reward, RewardBatch, answer_r
 
 __all__ = [
     "Batch", "Distill", "Dpo", "DpoBatch", "Kto", "KtoBatch", "LanguageModeling", "Objective", "Ppo", "PpoBatch", "Reward", "RewardBatch",
-    "Sft", "Targets", "Value", "answer_rewards", "divergence", "group_advantages", "ppo_policy_loss", "ppo_value_loss", "ranked_pairs",
-    "reference_logprobs", "reward_loss", "sum_segments", "target_logprobs", "token_values", "whiten",
+    "Sft", "Targets", "Value", "answer_rewards", "cispo_surrogate", "clipped_surrogate", "divergence", "group_advantages",
+    "ppo_value_loss", "ranked_pairs", "reference_logprobs", "reward_loss", "sum_segments", "target_logprobs", "token_values", "whiten",
 ]  # fmt: skip

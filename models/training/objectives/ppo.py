@@ -6,12 +6,12 @@ Everything is flat: N answer tokens, answer by answer, no padding. Advantages an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from puna.models.training.objectives.base import Batch, Metrics, Model, Objective, Targets, Totals, divide
+from puna.models.training.settings import Baseline, Normalizer, Ratio, Surrogate
 
 
 def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
@@ -26,42 +26,52 @@ def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
     return centred * torch.rsqrt((centred * centred).sum() / (count - 1).clamp(min=1) + epsilon)
 
 
-def group_advantages(rewards: Tensor, baseline: Literal["grpo", "rloo"], epsilon: float = 1e-6) -> Tensor:
+def group_advantages(rewards: Tensor, baseline: Baseline, epsilon: float = 1e-6) -> Tensor:
     """Return the advantages of answers by the others to their prompt: rewards [P, n] -> [P, n].
 
-    ``grpo``: ``(r - mean) / (deviation + epsilon)`` with the sample's deviation (Shao et al. 2024, section 4.1.2); ``rloo``: r less
-    the mean of the other n - 1, which is ``(r - mean) n / (n - 1)`` (Kool et al. 2019; Ahmadian et al. 2024). Equal rewards give 0.
+    ``grpo``: ``(r - mean) / (deviation + epsilon)`` with the sample's deviation (Shao et al. 2024, section 4.1.2); ``mean``: ``r - mean``
+    (Dr. GRPO, Liu et al. 2025); ``rloo``: r less the mean of the other n - 1, which is ``(r - mean) n / (n - 1)`` (Kool et al. 2019;
+    Ahmadian et al. 2024). Equal rewards give 0.
     """
     count = rewards.shape[1]
     centred = rewards - rewards.mean(1, keepdim=True)
-    if baseline == "rloo":
-        return centred * (count / (count - 1))
-    return centred / (rewards.std(1, keepdim=True) + epsilon)
+    if baseline == "grpo":
+        return centred / (rewards.std(1, keepdim=True) + epsilon)
+    return centred * (count / (count - 1)) if baseline == "rloo" else centred
 
 
-def ppo_policy_loss(
-    logprobs: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    clip: float,
-    total: float,
-    clip_high: float | None = None,
-    dual_clip: float | None = None,
+def clipped_surrogate(
+    log_ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None, dual_clip: float | None = None
 ) -> Tensor:
-    """Return the clipped surrogate, a mean over the step's answer tokens.
+    """Return [N] ``min(ratio * a, clamp(ratio, 1 - clip, 1 + clip) * a)`` with ``ratio = exp(log_ratio)``.
 
-    logprobs, old, advantages [N] float, mask [N] bool, total: counted tokens of the whole step ->
-    scalar ``-sum(min(ratio * a, clamp(ratio, 1 - clip, 1 + clip) * a)[mask]) / total`` with
-    ``ratio = exp(logprobs - old)``. With `clip_high` that is the range above 1 (DAPO, Yu et al. 2025); with `dual_clip` a negative
+    log_ratio, advantages [N] float. With `clip_high` that is the range above 1 (DAPO, Yu et al. 2025); with `dual_clip` a negative
     advantage counts at most so many times, however large the ratio (Ye et al. 2020).
     """
-    # Masked targets get ratio 1 before exp: where() alone would still pass inf * 0 = NaN backwards.
-    ratio = torch.where(mask, logprobs - old, logprobs.new_zeros(())).exp()
+    ratio = log_ratio.exp()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + (clip_high or clip)) * advantages)
     if dual_clip is not None:
         surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate)
-    return divide(-torch.where(mask, surrogate, surrogate.new_zeros(())).sum(), total)
+    return surrogate
+
+
+def cispo_surrogate(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
+    """Return [N] ``min(ratio, 1 + clip) * a * logprobs``, whose first factor passes no gradient (CISPO, MiniMax 2025).
+
+    All [N] float. Every token teaches, one whose ratio has left the range as well. As its authors run it, the ratio has no lower bound.
+    """
+    return log_ratio.exp().clamp(max=1.0 + clip).detach() * advantages * logprobs
+
+
+def answer_tokens(targets: Targets) -> Tensor:
+    """Return [N] float32, at each target the unmasked targets of its answer, at least 1."""
+    counts = targets.sum_by_answer(torch.ones_like(targets.tokens, dtype=torch.float32)).clamp(min=1)
+    return counts.repeat_interleave(targets.lengths)
+
+
+def sequence_log_ratio(log_ratio: Tensor, targets: Targets) -> Tensor:
+    """Return [N], at each target the mean log-ratio of its answer's unmasked targets (GSPO, Zheng et al. 2025)."""
+    return targets.sum_by_answer(log_ratio).repeat_interleave(targets.lengths) / answer_tokens(targets)
 
 
 def ppo_value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, clip: float, total: float) -> Tensor:
@@ -79,7 +89,8 @@ def ppo_value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, c
 class PpoBatch(Batch):
     """Sampled answers with the constants of their rollout; all [N] float32, in the order of the targets.
 
-    `left_out`: answer tokens of the update that are in no batch since they teach nothing; the mean is over them, too.
+    `left_out`: answer tokens of the update that are in no batch since they teach nothing, and `answers_left_out`, their answers; the
+    mean is over them, too.
     """
 
     logprobs: Tensor
@@ -87,6 +98,7 @@ class PpoBatch(Batch):
     values: Tensor
     returns: Tensor
     left_out: int = 0
+    answers_left_out: int = 0
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "advantages", "values", "returns"):
@@ -95,11 +107,12 @@ class PpoBatch(Batch):
 
 
 class Ppo(Objective[PpoBatch]):
-    """The policy's objective: clipped surrogate, less `entropy_weight` times the mean entropy.
+    """The policy's objective: a surrogate of the reward, less `entropy_weight` times the mean entropy.
 
     `temperature` is the one the answers were sampled at: old and new log-probs are of the same
-    distribution. Metrics, means over the tokens of the batches: ``clip_fraction`` (tokens whose ratio left the clip range),
-    ``approximate_kl`` (mean of ``ratio - 1 - log ratio``, to the policy that sampled), ``entropy``.
+    distribution. `surrogate`, `ratio`, `normalizer`: see `GrpoSettings`; `max_tokens` is the longest answer, by which the
+    constant normalizer divides. Metrics, means over the tokens of the batches: ``clip_fraction`` (tokens whose ratio left the clip
+    range), ``approximate_kl`` (mean of ``ratio - 1 - log ratio``, to the policy that sampled), ``entropy``.
     """
 
     def __init__(
@@ -109,35 +122,52 @@ class Ppo(Objective[PpoBatch]):
         temperature: float = 1.0,
         clip_high: float | None = None,
         dual_clip: float | None = None,
+        surrogate: Surrogate = "clipped",
+        ratio: Ratio = "token",
+        normalizer: Normalizer = "tokens",
+        max_tokens: int = 1,
     ) -> None:
         if not 0 < clip < 1 or entropy_weight < 0 or temperature <= 0:
             raise ValueError(f"0 < clip < 1, entropy_weight >= 0, temperature > 0: {clip}, {entropy_weight}, {temperature}")
         self.clip, self.clip_high, self.dual_clip = clip, clip_high or clip, dual_clip
         self.entropy_weight, self.temperature = entropy_weight, temperature
+        self.low = 0.0 if surrogate == "cispo" else 1.0 - clip
+        self.surrogate, self.ratio, self.normalizer, self.max_tokens = surrogate, ratio, normalizer, max_tokens
 
     def totals(self, batch: PpoBatch) -> dict[str, float]:
-        tokens = float(batch.targets.mask.sum())
-        return {"tokens": tokens + batch.left_out, "read": tokens}
+        tokens, answers = float(batch.targets.mask.sum()), float(batch.targets.answers + batch.answers_left_out)
+        counts = {"tokens": tokens + batch.left_out, "answers": answers, "constant": answers * self.max_tokens}
+        return {"normalizer": counts[self.normalizer], "read": tokens}
 
     def loss(self, model: Model, batch: PpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
-        targets, tokens, read = batch.targets, totals["tokens"], totals["read"]
+        targets, read = batch.targets, totals["read"]
         logprobs, entropy = model.token_logprobs(targets.forest, targets.positions, targets.tokens, temperature=self.temperature)
-        clips = (self.clip_high, self.dual_clip)
-        loss = ppo_policy_loss(logprobs, batch.logprobs, batch.advantages, targets.mask, self.clip, tokens, *clips)
-        mean_entropy = divide(torch.where(targets.mask, entropy, entropy.new_zeros(())).sum(), read)
+        zero = logprobs.new_zeros(())
+        # Masked targets get ratio 1 before exp: where() alone would still pass inf * 0 = NaN backwards.
+        log_ratio = torch.where(targets.mask, logprobs - batch.logprobs, zero)
+        weight = sequence_log_ratio(log_ratio, targets) if self.ratio == "sequence" else log_ratio
+        gain = torch.where(targets.mask, self._surrogate(logprobs, weight, batch.advantages), zero)
+        if self.normalizer == "answers":
+            gain = gain / answer_tokens(targets)
+        loss = divide(-gain.sum(), totals["normalizer"])
+        mean_entropy = divide(torch.where(targets.mask, entropy, zero).sum(), read)
         if self.entropy_weight:
             loss = loss - self.entropy_weight * mean_entropy
         with torch.no_grad():
-            log_ratio = torch.where(targets.mask, logprobs - batch.logprobs, logprobs.new_zeros(()))
-            ratio = log_ratio.exp()
-            clipped = ((ratio < 1.0 - self.clip) | (ratio > 1.0 + self.clip_high)).float()
-            kl = ratio - 1.0 - log_ratio
+            ratio = weight.exp()
+            clipped = (((ratio < self.low) | (ratio > 1.0 + self.clip_high)) & targets.mask).float()
+            kl = log_ratio.exp() - 1.0 - log_ratio
         metrics = {
             "clip_fraction": divide(clipped.sum(), read),
             "approximate_kl": divide(kl.sum(), read),
             "entropy": mean_entropy.detach(),
         }
         return loss, metrics
+
+    def _surrogate(self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+        if self.surrogate == "cispo":
+            return cispo_surrogate(logprobs, log_ratio, advantages, self.clip_high)
+        return clipped_surrogate(log_ratio, advantages, self.clip, self.clip_high, self.dual_clip)
 
 
 class Value(Objective[PpoBatch]):

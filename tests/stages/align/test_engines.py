@@ -160,7 +160,8 @@ def test_dpo_engines_agree_without_what_trl_cannot_do(tmp_path: Path, tiny_model
     logs = {}
     for engine, batch in (("puna", 12), ("trl", 24)):
         fit = {**STEPS, "batch_size": batch, "epochs": 4.0}
-        config = DpoConfig(engine=engine, mask_format=False, nll_normalization="tokens", training=fit)
+        robust = {"loss": "robust", "loss_parameters": {"label_smoothing": 0.3}}
+        config = DpoConfig(engine=engine, mask_format=False, nll_normalization="tokens", training=fit, **robust)
         logs[engine] = log(execute(dpo, config, given, store))
     assert [r["loss"] for r in logs["trl"]] == pytest.approx([r["loss"] for r in logs["puna"]], rel=2e-3)
     first = logs["puna"][0]
@@ -510,8 +511,12 @@ def test_trl_refuses_adapters_that_it_would_train_otherwise() -> None:
 
 def test_trl_refuses_a_loss_that_it_would_train_otherwise() -> None:
     for loss in ("simpo", "orpo", "kto"):
-        with pytest.raises(ValueError, match=f"DPOTrainer has no loss {loss}, only sigmoid, ipo, hinge: set engine puna"):
+        with pytest.raises(ValueError, match=f"DPOTrainer has no loss {loss}, only sigmoid, ipo, hinge, robust, sigmoid_norm, apo_zero, apo_down: set"):
             DpoConfig(engine="trl", loss=loss, nll_normalization="tokens")
+    with pytest.raises(ValueError, match="TRL's loss sigmoid has no parameters"):
+        DpoConfig(engine="trl", loss_parameters={"label_smoothing": 0.1}, mask_format=False, nll_normalization="tokens")
+    with pytest.raises(ValueError, match="loss robust: label_smoothing: .*less than 0.5"):
+        DpoConfig(loss="robust", loss_parameters={"label_smoothing": 0.5})
     with pytest.raises(ValueError, match="no preference loss sigmiod; did you mean sigmoid"):
         DpoConfig(loss="sigmiod")
     for wrong, message in (({"schedule": {"ema": 0.9}}, "training.schedule.ema cannot be 0.9"), ({"compute": {"linear_precision": "int8"}}, "linear_precision")):
@@ -519,7 +524,7 @@ def test_trl_refuses_a_loss_that_it_would_train_otherwise() -> None:
             DpoConfig(engine="trl", nll_normalization="tokens", training=wrong)
 
 
-@pytest.mark.parametrize("loss", ["ipo", "hinge", "simpo", "orpo"])
+@pytest.mark.parametrize("loss", ["ipo", "hinge", "simpo", "orpo", "apo_zero", "apo_down"])
 def test_every_loss_prefers_the_better_answer(tmp_path: Path, tiny_model: Tiny, loss: str) -> None:
     store = Store.open(tmp_path)
     given = {"model": tiny_model(store), "preferences": [preferences(store, 6)]}

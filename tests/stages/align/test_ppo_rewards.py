@@ -66,13 +66,17 @@ def test_the_verifiers_reward_rises(tmp_path: Path, tiny_model: Tiny, seed: int,
     assert metrics["unscored_answers"] == 0 and load(made.path()).head == "lm"
 
 
-@pytest.mark.parametrize(("method", "baseline"), [("full", "rloo"), ("lora", "grpo")])
-def test_without_a_critic_the_reward_rises_too(tmp_path: Path, tiny_model: Tiny, method: str, baseline: str) -> None:
+GSPO = {"ratio": "sequence", "normalizer": "answers", "baseline": "mean", "clip": 0.01}
+CISPO = {"surrogate": "cispo", "clip_high": 3.0, "baseline": "rloo"}
+
+
+@pytest.mark.parametrize(("method", "loss"), [("full", CISPO), ("lora", {}), ("full", GSPO)], ids=["cispo_rloo", "grpo", "gspo_mean"])
+def test_without_a_critic_the_reward_rises_too(tmp_path: Path, tiny_model: Tiny, method: str, loss: dict[str, Any]) -> None:
     store = Store.open(tmp_path)
     model = tiny_model(store)
     given = {name: value for name, value in SETTINGS.items() if name != "critic_learning_rate"} | {"epochs": 2}
     given |= {"schedule": {"learning_rate": 3e-2 if method == "lora" else 5e-3}}
-    config = GrpoConfig(method=method, lora={"rank": 4}, baseline=baseline, **given)
+    config = GrpoConfig(method=method, lora={"rank": 4}, **loss, **given)
     made = execute(grpo, config, {"policy": model, "prompts": asked(store)}, store)
     scores = made.read("training_log")["score"].to_pylist()
     # A rollout has 48 answers, with a standard error of .07: the later four together show the rise.
