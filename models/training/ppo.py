@@ -118,7 +118,10 @@ def train_grpo(
     mean and are not computed, unless there is an entropy bonus.
     """
     config = rollouts.config
-    objective = Ppo(config.clip, config.entropy_weight, config.temperature, config.clip_high, config.dual_clip)
+    objective = Ppo(
+        config.clip, config.entropy_weight, config.temperature, config.clip_high, config.dual_clip, config.surrogate, config.ratio,
+        config.normalizer, config.max_tokens,
+    )  # fmt: skip
     current = config.replace(compute=as_begun(config.compute, checkpoint_dir))
     trainers = {"policy": Trainer(rollouts.policy, objective, current.training(config.schedule.learning_rate), rate_scales)}
 
@@ -251,9 +254,10 @@ def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutS
     part = np.array_split(order, config.minibatches)[index]
     chosen = [rollout_state.groups[i] for i in sorted(part.tolist())]
     teaching = chosen if len(trainers) > 1 or config.entropy_weight else _teaching(chosen)
-    left_out = sum(len(group.logprobs) for group in chosen) - sum(len(group.logprobs) for group in teaching)
+    tokens_left_out = sum(len(group.logprobs) for group in chosen) - sum(len(group.logprobs) for group in teaching)
+    left_out = (tokens_left_out, (len(chosen) - len(teaching)) * config.answers)
     packed = pack([len(group) for group in teaching], config.compute.micro_batch_tokens)
-    batches = [_collate([teaching[i] for i in row], 0 if number else left_out) for number, row in enumerate(packed)]
+    batches = [_collate([teaching[i] for i in row], (0, 0) if number else left_out) for number, row in enumerate(packed)]
     step = (rollout - 1) * config.epochs * config.minibatches + update + 1
     for who, trainer in trainers.items():
         rollout_state.rows[who].append(trainer.step(step, batches, seed))
@@ -305,14 +309,15 @@ def _summary(sampled: Sampled, groups: Sequence[Group], numbers: dict[str, float
     }
 
 
-def _collate(groups: Sequence[Group], left_out: int) -> PpoBatch:
+def _collate(groups: Sequence[Group], left_out: tuple[int, int]) -> PpoBatch:
     return PpoBatch(
         targets=Targets.from_answers([g.prompt for g in groups], [g.answers for g in groups]),
         logprobs=torch.cat([g.logprobs for g in groups]),
         advantages=torch.cat([g.advantages for g in groups]),
         values=torch.cat([g.values for g in groups]),
         returns=torch.cat([g.returns for g in groups]),
-        left_out=left_out,
+        left_out=left_out[0],
+        answers_left_out=left_out[1],
     )
 
 

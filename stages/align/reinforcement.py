@@ -90,9 +90,10 @@ def grpo(
 ) -> None:
     """Train by comparing each answer with the others to its prompt: GRPO (Shao et al. 2024) or RLOO (Ahmadian et al. 2024), see `baseline`.
 
-    The loss is PPO's clipped surrogate, a mean over the tokens of an update (as DAPO has it); the KL divergence to the starting
-    policy is taken off the reward of the answer. Rewards, `judges` and dropped prompts are those of `ppo`. Prompts whose answers
-    all have one reward teach nothing: the log's `unequal_prompts` is the share of the others.
+    The loss is PPO's clipped surrogate, a mean over the tokens of an update (as DAPO has it), unless `surrogate`, `ratio` and
+    `normalizer` say else; the KL divergence to the starting policy is taken off the reward of the answer. Rewards, `judges` and dropped
+    prompts are those of `ppo`. Prompts whose answers all have one reward teach nothing: the log's `unequal_prompts` is the share of the
+    others.
     """
     from puna.models.training.ppo import train_grpo
 
