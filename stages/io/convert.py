@@ -59,7 +59,7 @@ def prompts(plan: Plan, row: Fields) -> Values:
 
 def preferences(plan: Plan, row: Fields) -> Values:
     """Return the columns of the preferences table, except the row's ids."""
-    context, values = {"pairs": _pair, "kto": _labelled, "ranked": _ranked}[plan.layout](plan, row)
+    context, values = {"pairs": _pair, "kto": _labelled, "ranked": _ranked, "compared": _compared}[plan.layout](plan, row)
     if not context:
         raise Refused(plan.name("prompt"), "no_prompt", "has no turn before the answers")
     columns = dict.fromkeys(("edited", "others", "level", "margin", "chosen_model", "rejected_model")) | values
@@ -254,6 +254,20 @@ def _ranked(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
         values["margin"] = max(worth) - min(worth)
     edited = _edit(plan, row, answers, worth)
     return _context(plan, row), values | ({"edited": edited} if edited else {})
+
+
+def _compared(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
+    """Return context and pair of two answers: preference -3 says that the first is significantly better, 3 that the second is."""
+    worth, field = turns.number(plan.get(row, "preference"), plan.name("preference")), plan.name("preference")
+    if worth not in (-3, -2, -1, 1, 2, 3):
+        rule, reason = ("wrong_type", "not a whole number from -3 to 3") if worth else ("all_equal", "neither answer is better")
+        raise Refused(field, rule, f"holds {worth:g}: {reason}")
+    sides = [_one_answer(_answered(plan.get(row, side), plan.name(side)), plan.name(side)) for side in ("first", "second")]
+    better, worse = sides if worth < 0 else reversed(sides)
+    value, field = plan.get(row, "history"), plan.name("history")
+    one_turn = isinstance(value, str) and not value.lstrip().startswith("[{")
+    context = [{"role": "user", "content": turns.text(value, field)}] if one_turn else turns.messages(value, field)
+    return context, {"chosen": better, "rejected": worse, "level": LEVELS[3 - int(abs(worth))], "margin": abs(worth)}
 
 
 def _candidate(answer: Any, field: str) -> Message:

@@ -15,13 +15,14 @@ LAYOUT = "Layout of the rows; auto looks for one and stops where several fit"
 class ImportPreferencesConfig(SplitConfig):
     """Settings of the stage `import_preferences`."""
 
-    layout: Literal["auto", "pairs", "kto", "ranked"] = Field("auto", description=LAYOUT)
+    layout: Literal["auto", "pairs", "kto", "ranked", "compared"] = Field("auto", description=LAYOUT)
     heldout_fraction: float = Field(0.1, ge=0, lt=1, description=HELDOUT_SHARE)
 
 
 @stage(kind="preferences")
 def import_preferences(inputs: list[External], config: ImportPreferencesConfig, run: StageRun) -> None:
-    """Import preferences between answers: chosen and rejected, labelled single answers (KTO), or answers with scores or ranks.
+    """Import preferences between answers: chosen and rejected, labelled single answers (KTO), answers with scores or ranks, or
+    two answers with a number from -3 to 3 (HelpSteer).
 
     Chosen and rejected are text, messages, or dialogues of HH ("\\n\\nHuman:"); without a prompt, the context is what both have in
     common, message by message. A ranking is one row: the best answer is chosen, the worst rejected, the others keep their rank.

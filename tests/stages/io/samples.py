@@ -138,6 +138,17 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"messages": [USER], "chosen": ASSISTANT, "rejected": {"role": "assistant", "content": "4"}, "margin": 4.0,
          "others": [{"role": "assistant", "content": "two", "rank": 0}, {"role": "assistant", "content": "3", "rank": -1}]},
     ),
+    "HelpSteer3": (
+        "preferences",
+        {"domain": "general", "language": "english", "context": [USER], "response1": "2", "response2": "3", "overall_preference": -2,
+         "individual_preference": [{"score": -2, "reasoning": "It is right.", "feedback1": "Right.", "feedback2": "Wrong."}]},
+        {"messages": [USER], "chosen": ASSISTANT, "rejected": FALSE, "level": "better", "margin": 2.0},
+    ),
+    "HelpSteer2": (
+        "preferences",
+        {"split": "train", "prompt": "1 + 1?", "response_1": "3", "response_2": "2", "preference_strength": 3},
+        {"messages": [USER], "chosen": ASSISTANT, "rejected": FALSE, "level": "significantly_better", "margin": 3.0},
+    ),
     "text": ("documents", {"text": "On the puna", "title": "Llamas", "url": "https://a.example/1"}, {"text": "On the puna", "title": "Llamas"}),
 }  # fmt: skip
 FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "json", "parquet", "csv", "tsv", "dataset")

@@ -88,6 +88,14 @@ def test_answers_with_keys_of_their_own(tmp_path: Path) -> None:
     assert (json.loads(found["chosen"])["content"], found["margin"]) == ("bad", 8.0)
 
 
+def test_equal_and_impossible_comparisons_are_set_aside(tmp_path: Path) -> None:
+    rows = [{"context": [USER], "response1": "2", "response2": str(i), "overall_preference": p} for i, p in enumerate((0, 4, 0.5, "x", 1), 3)]
+    artifact = made(tmp_path, "preferences", written(tmp_path / "in", rows, "jsonl"))
+    (row,) = artifact.read().to_pylist()
+    assert (json.loads(row["chosen"])["content"], json.loads(row["rejected"])["content"], row["level"]) == ("7", "2", "slightly_better")
+    assert sorted(one["rule"] for one in artifact.read("dropped").to_pylist()) == ["all_equal", "wrong_type", "wrong_type", "wrong_type"]
+
+
 def test_nested_fields_and_mapped_columns(tmp_path: Path) -> None:
     rows = [{"instruction": f"say {i}", "instances": [{"input": "", "output": f"{i}"}], "meta": {"part": "train"}} for i in range(3)]
     columns = {"output": "instances.0.output", "input": "instances.0.input", "split": "meta.part"}
