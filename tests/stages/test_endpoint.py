@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from puna.stages.align.reinforcement import GrpoConfig, grpo
 from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.align.synthesize import SynthesizeConfig, synthesize
 from puna.stages.contract import External, execute, parse
@@ -158,6 +159,32 @@ def test_a_judge_elsewhere_grades_answers(tmp_path: Path, remote: Remote) -> Non
     gold = {row["prompt_id"]: row["gold"] for row in made.read().to_pylist()}
     assert gold == {"say #1": 0.2, "say #3": 0.6, "#none": None} and made.manifest.metrics["unscored_answers"] == 1
     assert sorted(json.loads(row["request"])["model"] for row in made.read("exchanges").to_pylist()) == ["big"] * 3 + ["judge"] * 3
+
+
+def test_a_policy_is_rewarded_by_a_judge_elsewhere(tmp_path: Path, remote: Remote) -> None:
+    """Grades are rewards; an answer that the judge refuses or does not grade has none, and is counted. A resumed run asks for the rest."""
+    store = Store.open(tmp_path / "store")
+    asked = prompts_of(store, "say #1", "say #3", "#refused", "#none", verifier={"name": "judge", "rubric": "right?", "max_grade": 5})
+    (files,) = External.resolve(f"model={saved(tmp_path / 'model')}")
+    given = {"policy": execute(import_model, ImportModelConfig(), {"model": files}, store), "prompts": asked}
+    settings = {"rollouts": 2, "prompts": 4, "answers": 2, "epochs": 1, "max_tokens": 3, "kl_coefficient": 0, "unfinished_penalty": 0}
+
+    def config(**endpoint: Any) -> GrpoConfig:
+        return parse(GrpoConfig, {**settings, "scoring": {"endpoint": remote.endpoint(model="judge", at_once=2, **endpoint)}}, "grpo")
+
+    remote.down.touch()
+    with pytest.raises(PunaError, match="judge gives no answer.*status 401"):
+        execute(grpo, config(), given, store)
+    remote.down.unlink()
+    graded = {request["messages"][-1]["content"] for _, request in remote.asked() if "#3" not in request["messages"][-1]["content"]}
+    made = execute(grpo, config(), given, store)
+    assert made.read("training_log")["score"].to_pylist() == pytest.approx([(0.2 + 0.6) / 4] * 2)
+    assert made.manifest.metrics["unscored_answers"] == 2 * 2 * 2 and "too long for me" in made.manifest.metrics["unscored_example"]
+    requests = [json.dumps(request) for _, request in remote.asked()]
+    exchanges = made.read("exchanges").num_rows
+    assert made.manifest.metrics["exchanges"] == exchanges <= made.manifest.metrics["checker_calls"] == 16
+    answered = [one for one in requests if "#3" not in one]
+    assert len(answered) == len(set(answered)) and graded <= {json.loads(one)["messages"][-1]["content"] for one in answered}
 
 
 def test_answers_to_benchmarks_are_graded_elsewhere(tmp_path: Path, remote: Remote) -> None:
