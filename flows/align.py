@@ -17,11 +17,9 @@ from puna.stages.training.settings import SftConfig
 
 @flow
 def align(
-    model: Annotated[Output, Kind("model")],
-    demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None,
-    judged: list[Annotated[Output, Kind("preferences")]] | None = None,
-    teacher: Annotated[Output, Kind("model")] | None = None,
-) -> Output:
+    model: Annotated[Output, Kind("model")], demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None,
+    judged: list[Annotated[Output, Kind("preferences")]] | None = None, teacher: Annotated[Output, Kind("model")] | None = None,
+) -> Output:  # fmt: skip
     """Align a model by supervised finetuning on gold answers, then rounds; with instructions and preferences of one's own.
 
     A later round must pass its `gate` over the one before: the first that is refused is the last, and the policy stays.

@@ -24,13 +24,10 @@ PromptsOutput = Annotated[Output, Kind("prompts")]
 
 @flow
 def round(
-    policy: Annotated[Output, Kind("model")],
-    pretrained: Annotated[Output, Kind("model")] | None = None,
-    pool: PromptsOutput | None = None,
+    policy: Annotated[Output, Kind("model")], pretrained: Annotated[Output, Kind("model")] | None = None, pool: PromptsOutput | None = None,
     judged: list[Annotated[Output, Kind("preferences")]] | None = None,
-    demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None,
-    tasks: list[Files] | None = None,
-) -> None:
+    demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None, tasks: list[Files] | None = None,
+) -> None:  # fmt: skip
     """Run one more round of alignment: prompts never used, a candidate, a gate, and only through it `policy@latest`.
 
     It goes on from `policy@latest`; if there is none, from the model given as `policy`, which may be any. `pretrained`: the model that the
@@ -85,9 +82,7 @@ def _round(
     if _empty(fresh):
         tell(f"nothing new: every prompt of the pool was used in the {number - 1} rounds before; give more, --input pool=ID")
         return False
-    development = step(
-        new_prompts, f"development_{number}", field="development", default=DEVELOPMENT, pool=pool, used=[*used, fresh]
-    )
+    development = step(new_prompts, f"development_{number}", field="development", default=DEVELOPMENT, pool=pool, used=[*used, fresh])
     measured = step(evaluate, f"evaluate_policy_{number}", field="evaluate", model=policy, prompts=heldout)
     # What an earlier policy wrote teaches a model that was never taught; the last policy has learned it, and writes better by now.
     data = _all(history.instructions if anew else history.demonstrations, demonstrations)

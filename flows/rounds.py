@@ -59,8 +59,7 @@ class State:
 
 
 def learned_from(judged: Sequence[Output]) -> None:
-    """Raise PunaError where preferences are given but no step learns from them: DPO and SFT on chosen answers take the round's own first.
-    """
+    """Raise PunaError where preferences are given but no step learns from them: DPO and chosen answers take the round's own first."""
     if not any(isinstance(item, Artifact) for output in judged for item in output.items):
         return
     walk = current_walk()

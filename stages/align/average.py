@@ -61,14 +61,9 @@ def needs(config: AverageConfig, facts: Facts) -> list[str]:
 
 @stage(kind="model", needs=needs, named=verifiers_named)
 def average(
-    models: list[Model],
-    prompts: Prompts | None,
-    base: Model | None,
-    reward_model: list[Model] | None,
-    judges: list[Model] | None,
-    config: AverageConfig,
-    run: StageRun,
-) -> None:
+    models: list[Model], prompts: Prompts | None, base: Model | None, reward_model: list[Model] | None, judges: list[Model] | None,
+    config: AverageConfig, run: StageRun,
+) -> None:  # fmt: skip
     """Average models of one shape, trained on different data or settings (Llama 3, section 4.1.5).
 
     Reward models, with the weights given or equal, become one that costs what one costs (WARM, Ramé et al. 2024).
@@ -109,14 +104,9 @@ def grid(models: int, steps: int) -> Iterator[tuple[float, ...]]:
 
 
 def _searched(
-    models: Sequence[Artifact],
-    base: Artifact | None,
-    prompts: Artifact,
-    reward_models: Sequence[Artifact],
-    judges: Sequence[Artifact],
-    config: AverageConfig,
-    run: StageRun,
-) -> tuple[float, ...]:
+    models: Sequence[Artifact], base: Artifact | None, prompts: Artifact, reward_models: Sequence[Artifact], judges: Sequence[Artifact],
+    config: AverageConfig, run: StageRun,
+) -> tuple[float, ...]:  # fmt: skip
     """Return the weights whose average answers the development set best."""
     from puna.models.training import average as averaging
 
@@ -154,14 +144,9 @@ class _Development:
     """Development prompts, answered with the same draws for every average."""
 
     def __init__(
-        self,
-        prompts: Artifact,
-        reward_models: Sequence[Artifact],
-        judges: Sequence[Artifact],
-        tokenizer: Tokenizer,
-        config: AverageConfig,
+        self, prompts: Artifact, reward_models: Sequence[Artifact], judges: Sequence[Artifact], tokenizer: Tokenizer, config: AverageConfig,
         run: StageRun,
-    ) -> None:
+    ) -> None:  # fmt: skip
         from puna.models.generation import SamplingParams
 
         rows = sorted(prompts.read().to_pylist(), key=lambda row: str(row["id"]))

@@ -68,9 +68,7 @@ class DataQualityConfig(BadRowsConfig, SeededConfig):
     """Settings of the filters."""
 
     rules: Rules = Field(default_factory=Rules, description="Rules on the text")
-    reward_quantile: float = Field(
-        0.75, ge=0, lt=1, description="An answer is good when its reward lies in the part above this quantile"
-    )
+    reward_quantile: float = Field(0.75, ge=0, lt=1, description="An answer is good when its reward lies in the part above this quantile")
     min_agreement: float = Field(
         0.5,
         ge=0,
@@ -83,10 +81,8 @@ class DataQualityConfig(BadRowsConfig, SeededConfig):
     )
     semantic: Semantic = Field(default_factory=Semantic, description="Semantic deduplication")
     keep: int | None = Field(
-        None,
-        ge=1,
-        description="Maximum number of instructions kept, drawn with weights: quality times difficulty, from 1 to 2; null: all",
-    )
+        None, ge=1, description="Maximum number of instructions kept, drawn with weights: quality times difficulty, from 1 to 2; null: all",
+    )  # fmt: skip
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
 
 
@@ -238,9 +234,7 @@ def _duplicate_rule(rows: Sequence[Row]) -> Any:
     return judge
 
 
-def _quality_rule(
-    rows: Sequence[Row], agreement: dict[str, float], grades: Graded | None, config: DataQualityConfig, run: StageRun
-) -> Any:
+def _quality_rule(rows: Sequence[Row], agreement: dict[str, float], grades: Graded | None, config: DataQualityConfig, run: StageRun) -> Any:
     """Keep rewards in the top part OR the judge's full score, without a judge enough agreement. Unscored rows pass."""
     scores = [row["score"] for row in rows if row["score"] is not None]
     threshold = float(np.quantile(scores, config.reward_quantile)) if scores else 0.0
@@ -265,9 +259,7 @@ def _quality_rule(
     return judge
 
 
-def _semantic_rule(
-    rows: Sequence[Row], worth: dict[str, float], vectors: Vectors, config: DataQualityConfig, run: StageRun
-) -> Any:
+def _semantic_rule(rows: Sequence[Row], worth: dict[str, float], vectors: Vectors, config: DataQualityConfig, run: StageRun) -> Any:
     cluster = k_means(vectors, min(config.semantic.clusters, len(rows)), run.generator("clusters"))
     verdicts: dict[str, Verdict] = {}
     for name in range(int(cluster.max()) + 1):

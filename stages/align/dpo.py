@@ -73,11 +73,9 @@ def collate(examples: Sequence[tuple[Example, list[float]]], config: DpoConfig) 
             rejected.append(start + worse)
         start += len(example.answers)
     return DpoBatch(
-        targets=targets_of([example for example, _ in examples], config.mask_format),
-        chosen=torch.tensor(chosen),
-        rejected=torch.tensor(rejected),
-        reference=torch.tensor([value for _, values in examples for value in values], dtype=torch.float32),
-    )
+        targets=targets_of([example for example, _ in examples], config.mask_format), chosen=torch.tensor(chosen),
+        rejected=torch.tensor(rejected), reference=torch.tensor([value for _, values in examples for value in values], dtype=torch.float32),
+    )  # fmt: skip
 
 
 def objective(config: DpoConfig) -> Dpo:

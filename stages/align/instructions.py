@@ -16,9 +16,7 @@ from puna.storage import PunaError
 Row = dict[str, Any]
 
 
-def instruction(
-    name: str, prompt_id: str, prompt: Row, answer: Mapping[str, Any], source: str, score: float | None = None
-) -> Row:
+def instruction(name: str, prompt_id: str, prompt: Row, answer: Mapping[str, Any], source: str, score: float | None = None) -> Row:
     """Return a row of the instructions table to train on: a prompt's conversation, answered by a message of the assistant."""
     messages = dump([*messages_of(prompt), dict(answer)])
     row = {"id": name, "prompt_id": prompt_id, "task": prompt["task"], "split": "train", "messages": messages, "tools": prompt["tools"]}

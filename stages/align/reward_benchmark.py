@@ -40,13 +40,9 @@ class Judged(NamedTuple):
 
 @stage(kind="evaluation")
 def reward_benchmark(
-    reward_model: list[Model],
-    preferences: list[Preferences] | None,
-    answers: Answers | None,
-    prompts: Prompts | None,
-    config: RewardBenchmarkConfig,
-    run: StageRun,
-) -> None:
+    reward_model: list[Model], preferences: list[Preferences] | None, answers: Answers | None, prompts: Prompts | None,
+    config: RewardBenchmarkConfig, run: StageRun,
+) -> None:  # fmt: skip
     """Measure a reward model, or several as one: its accuracy on pairs of each subset, and its rewards of n answers to a prompt.
 
     A pair is right where the chosen answer has the higher reward, as in RewardBench (Lambert et al. 2024); a subset is the pairs' task.

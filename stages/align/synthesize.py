@@ -175,9 +175,7 @@ def _note_dropped(bad: BadRows, dropped: list[Row]) -> None:
 class OwnWriter(Writer):
     """A model of the store."""
 
-    def __init__(
-        self, network: Transformer, tokenizer: Tokenizer, config: SynthesizeConfig, run: StageRun, dropped: list[Row]
-    ) -> None:
+    def __init__(self, network: Transformer, tokenizer: Tokenizer, config: SynthesizeConfig, run: StageRun, dropped: list[Row]) -> None:
         # `dropped` takes the rows that cannot be rendered.
         self._network, self._tokenizer, self._config, self._run, self._dropped = network, tokenizer, config, run, dropped
         self._within = context_limit(network, config.max_tokens)

@@ -17,9 +17,7 @@ from puna.storage import PunaError
 
 Fields = Mapping[str, Any]
 
-SINGLE_NAMED = (
-    "instruction", "chosen", "rejected", "label", "edited", "others", "verifier", "split", "level", "margin", "title", "url",
-)
+SINGLE_NAMED = ("instruction", "chosen", "rejected", "label", "edited", "others", "verifier", "split", "level", "margin", "title", "url")
 NAMES: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation"),
     "prompt": ("prompt", "question", "query"),

@@ -74,12 +74,8 @@ class Ranked(NamedTuple):
 
 
 def render_ranked(
-    tokenizer: Tokenizer,
-    rows: Sequence[dict[str, Any]],
-    limit: Limit,
-    bad: BadRows,
-    tiers_of: Callable[[dict[str, Any]], Tiers] = ranked,
-) -> list[Ranked]:
+    tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], limit: Limit, bad: BadRows, tiers_of: Callable[[dict[str, Any]], Tiers] = ranked,
+) -> list[Ranked]:  # fmt: skip
     """Render each prompt with the ranked answers of all its preferences, or as many as a packed row holds."""
     limit = limit._replace(what="the prompt with its answers")
     ordered = sorted(rows, key=lambda row: (row["prompt_id"], row["id"]))

@@ -87,14 +87,9 @@ class Targets:
         keep[ends - 1] = False
         positions = keep.nonzero().squeeze(1)
         return Targets(
-            forest=Forest.pack(row.split(sizes.tolist())),
-            positions=positions,
-            tokens=row[positions + 1],
-            mask=torch.ones(len(positions), dtype=torch.bool),
-            lengths=sizes - 1,
-            last=ends - 1,
-            prompt=torch.arange(len(sizes)),
-        )
+            forest=Forest.pack(row.split(sizes.tolist())), positions=positions, tokens=row[positions + 1],
+            mask=torch.ones(len(positions), dtype=torch.bool), lengths=sizes - 1, last=ends - 1, prompt=torch.arange(len(sizes)),
+        )  # fmt: skip
 
     @staticmethod
     def from_answers(
@@ -130,14 +125,11 @@ class Targets:
         if lengths != [len(flag) for flag in flags]:
             raise ValueError("each answer token needs one mask flag, answer by answer")
         return Targets(
-            forest=Forest.concatenate(forests),
-            positions=torch.from_numpy(_join(positions, np.int64)),
-            tokens=torch.from_numpy(_join(flat, np.int64)),
-            mask=torch.from_numpy(_join(flags, np.bool_)),
-            lengths=torch.tensor(lengths, dtype=torch.int64),
-            last=torch.tensor(last, dtype=torch.int64),
+            forest=Forest.concatenate(forests), positions=torch.from_numpy(_join(positions, np.int64)),
+            tokens=torch.from_numpy(_join(flat, np.int64)), mask=torch.from_numpy(_join(flags, np.bool_)),
+            lengths=torch.tensor(lengths, dtype=torch.int64), last=torch.tensor(last, dtype=torch.int64),
             prompt=torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor([len(branches) for branches in answers])),
-        )
+        )  # fmt: skip
 
     def __len__(self) -> int:
         """Return the tokens of the row, the cost of a step."""

@@ -116,17 +116,10 @@ class Ppo(Objective[PpoBatch]):
     """
 
     def __init__(
-        self,
-        clip: float = 0.2,
-        entropy_weight: float = 0.0,
-        temperature: float = 1.0,
-        clip_high: float | None = None,
-        dual_clip: float | None = None,
-        surrogate: Surrogate = "clipped",
-        ratio: Ratio = "token",
-        normalizer: Normalizer = "tokens",
+        self, clip: float = 0.2, entropy_weight: float = 0.0, temperature: float = 1.0, clip_high: float | None = None,
+        dual_clip: float | None = None, surrogate: Surrogate = "clipped", ratio: Ratio = "token", normalizer: Normalizer = "tokens",
         max_tokens: int = 1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not 0 < clip < 1 or entropy_weight < 0 or temperature <= 0:
             raise ValueError(f"0 < clip < 1, entropy_weight >= 0, temperature > 0: {clip}, {entropy_weight}, {temperature}")
         self.clip, self.clip_high, self.dual_clip = clip, clip_high or clip, dual_clip
@@ -157,11 +150,7 @@ class Ppo(Objective[PpoBatch]):
             ratio = weight.exp()
             clipped = (((ratio < self.low) | (ratio > 1.0 + self.clip_high)) & targets.mask).float()
             kl = log_ratio.exp() - 1.0 - log_ratio
-        metrics = {
-            "clip_fraction": divide(clipped.sum(), read),
-            "approximate_kl": divide(kl.sum(), read),
-            "entropy": mean_entropy.detach(),
-        }
+        metrics = {"clip_fraction": divide(clipped.sum(), read), "approximate_kl": divide(kl.sum(), read), "entropy": mean_entropy.detach()}
         return loss, metrics
 
     def _surrogate(self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
