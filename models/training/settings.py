@@ -141,10 +141,9 @@ class ComputeSettings(Settings):
     """The computing of a step: time and memory; results change by rounding alone."""
 
     precision: Literal["auto", "fastest", "fp32", "bf16"] = Field(
-        "auto",
-        description="fp32; or bf16: the model computes in bf16, gradients are added up and weights updated in fp32. "
+        "auto", description="fp32; or bf16: the model computes in bf16, gradients are added up and weights updated in fp32. "
         "auto: bf16 on a GPU, fp32 on a CPU; fastest: bf16 on a CPU, too, where a measurement at start says that it pays",
-    )
+    )  # fmt: skip
     linear_precision: Literal["same", "int8", "fp8"] = Field(
         "same", description="Products of the layers' matrices: as the rest, or in 8 bits with a scale per row (fp8: GPU from 8.9 on)"
     )
@@ -164,12 +163,10 @@ class ComputeSettings(Settings):
         json_schema_extra=NO_RESULT,
     )  # fmt: skip
     save_seconds: float = Field(
-        10.0,
-        gt=0,
+        10.0, gt=0,
         description="Seconds after which a training's state is saved, to go on from after a crash; more where saving would take more than "
-        "2 % of the time. It changes no result",
-        json_schema_extra=NO_RESULT,
-    )
+        "2 % of the time. It changes no result", json_schema_extra=NO_RESULT,
+    )  # fmt: skip
 
     def precision_on(self, device: str) -> Literal["fp32", "bf16"]:
         if self.precision in ("fp32", "bf16"):
@@ -210,15 +207,9 @@ class TrainConfig(Settings):
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1."""
         return learning_rate(
-            step,
-            steps=self.steps,
-            peak=self.schedule.peak(self.optimizer),
-            warmup_steps=self.warmup_steps,
-            schedule=self.schedule.shape,
-            final_ratio=self.schedule.final_ratio,
-            decay_steps=self.schedule.decay(self.steps),
-            anneal_steps=self.anneal_steps,
-        )
+            step, steps=self.steps, peak=self.schedule.peak(self.optimizer), warmup_steps=self.warmup_steps, schedule=self.schedule.shape,
+            final_ratio=self.schedule.final_ratio, decay_steps=self.schedule.decay(self.steps), anneal_steps=self.anneal_steps,
+        )  # fmt: skip
 
     def averaged_steps(self) -> frozenset[int]:
         """Return the steps after which the weights enter the average: evenly spread over the annealing, its last step among them."""
@@ -330,11 +321,9 @@ class RolloutSettings(Settings):
     def training(self, rate: float | None) -> TrainConfig:
         """Return the loop's settings of a model, at its learning rate."""
         return TrainConfig(
-            steps=self.rollouts * self.epochs * self.minibatches,
-            schedule=self.schedule.replace(learning_rate=rate),
-            optimizer=self.optimizer,
-            compute=self.compute,
-        )
+            steps=self.rollouts * self.epochs * self.minibatches, schedule=self.schedule.replace(learning_rate=rate),
+            optimizer=self.optimizer, compute=self.compute,
+        )  # fmt: skip
 
 
 class PpoSettings(RolloutSettings):

@@ -54,11 +54,10 @@ class Semantic(StageConfig):
     """Removal of answers that say the same thing."""
 
     clusters: int = Field(
-        1,
-        ge=1,
+        1, ge=1,
         description="Clusters of dialogues, inside which near-duplicates are looked for; 1: every dialogue is compared with every other, "
         "in time that grows with their square",
-    )
+    )  # fmt: skip
     max_similarity: float = Field(
         0.98, gt=0, le=1, description="Maximum cosine of a kept dialogue's embedding to better ones kept before it"
     )
@@ -70,12 +69,10 @@ class DataQualityConfig(BadRowsConfig, SeededConfig):
     rules: Rules = Field(default_factory=Rules, description="Rules on the text")
     reward_quantile: float = Field(0.75, ge=0, lt=1, description="An answer is good when its reward lies in the part above this quantile")
     min_agreement: float = Field(
-        0.5,
-        ge=0,
-        le=1,
+        0.5, ge=0, le=1,
         description="Without a judge, an answer is good, too, when this share of the prompt's samples say the same, fraction; easy "
         "prompts are those whose samples agree",
-    )
+    )  # fmt: skip
     judge: JudgeSettings | None = Field(
         None, description="A language model grades answers, in the place of agreement, and how difficult requests are; null: none does"
     )

@@ -79,12 +79,10 @@ class SftConfig(AdaptableConfig):
         1, ge=1, le=1024, description="Most answers to one prompt that make one example, in which the prompt is computed once"
     )
     neftune_alpha: float = Field(
-        0.0,
-        ge=0,
-        le=100,
+        0.0, ge=0, le=100,
         description="Noise on the embeddings while training: uniform up to this, over the root of an example's mean tokens times the "
         "model's width (NEFTune, Jain et al. 2023, takes 5 to 15); needs engine puna; 0: none",
-    )
+    )  # fmt: skip
     more_steps: int = Field(
         0, ge=0, description="Steps beyond those of `training`: of a control arm, as many as its round has of reinforcement learning"
     )
@@ -112,11 +110,9 @@ class RewardModelConfig(AdaptableConfig):
 
     levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels that are learned from and measured on")
     nll_weight: float = Field(
-        0.0,
-        ge=0,
-        description="Weight of the best answers' negative log-likelihood under the policy's head (GRM): "
+        0.0, ge=0, description="Weight of the best answers' negative log-likelihood under the policy's head (GRM): "
         "keeps what the policy knows while rewards are still equal; needs engine puna",
-    )
+    )  # fmt: skip
     head_only: bool = Field(
         False,
         description="Leave the model as it is and fit the head alone, exactly: for few preferences, and many times faster; of `training` "
