@@ -133,21 +133,15 @@ def _description(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict
     ids = {"bos": tokenizer.bos, "eos": tokenizer.eos}
     special = {name: "none" if id_ is None else tokenizer.token(id_) for name, id_ in ids.items()}
     return {
-        "family": shape.model_type,
-        "format": "gguf" if path.suffix == ".gguf" else "safetensors",
-        "head": network.head,
-        "parameters": sum(parameter.numel() for parameter in network.parameters()),
-        "layers": shape.num_hidden_layers,
-        "hidden_size": shape.hidden_size,
-        "context": shape.max_position_embeddings,
-        "dtype": str(network.model.embed_tokens.weight.dtype).removeprefix("torch."),
-        "tokens": tokenizer.vocab_size,
-        "embedding_rows": shape.vocab_size,
-        **special,
+        "family": shape.model_type, "format": "gguf" if path.suffix == ".gguf" else "safetensors", "head": network.head,
+        "parameters": sum(parameter.numel() for parameter in network.parameters()), "layers": shape.num_hidden_layers,
+        "hidden_size": shape.hidden_size, "context": shape.max_position_embeddings,
+        "dtype": str(network.model.embed_tokens.weight.dtype).removeprefix("torch."), "tokens": tokenizer.vocab_size,
+        "embedding_rows": shape.vocab_size, **special,
         "stop_tokens": " ".join(tokenizer.token(id_) for id_ in tokenizer.stop_ids) or "none",
         "sampling": " ".join(f"{name}={value}" for name, value in sorted(tokenizer.generation.items()) if name in sampling) or "none",
         "chat_template": "none" if tokenizer.template is None else "there",
-    }
+    }  # fmt: skip
 
 
 def _local(model: External, scratch: Path) -> Path:

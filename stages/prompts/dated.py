@@ -70,14 +70,10 @@ def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict
         if hashed("dated question", text) % CYCLE != own or text in rows:
             continue
         rows[text] = {
-            "id": identifier(drawn.question),
-            "task": f"{task.name or task.task}@{month}",
-            "split": "heldout",
-            "messages": asking(drawn.question),
-            "tools": None,
-            "reference": drawn.answer if task.gold else None,
+            "id": identifier(drawn.question), "task": f"{task.name or task.task}@{month}", "split": "heldout",
+            "messages": asking(drawn.question), "tools": None, "reference": drawn.answer if task.gold else None,
             "verifier": verifier_text(drawn),
-        }
+        }  # fmt: skip
         if len(rows) == count:
             return list(rows.values())
     raise PunaError(

@@ -88,13 +88,8 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
             )
     return [
         {
-            "id": identifier(question),
-            "task": task.name or task.task,
-            "split": split,
-            "messages": asking(question),
-            "tools": None,
-            "reference": pool[question].answer if config.references and task.gold else None,
-            "verifier": verifier_text(pool[question]),
+            "id": identifier(question), "task": task.name or task.task, "split": split, "messages": asking(question), "tools": None,
+            "reference": pool[question].answer if config.references and task.gold else None, "verifier": verifier_text(pool[question]),
         }
         for split, (start, stop) in ranges.items()
         for question in sides[split][start:stop]

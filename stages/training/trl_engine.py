@@ -50,10 +50,8 @@ def train_sft(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
         return SFTTrainer(
             model=PunaForCausalLM.from_transformer(model, pad_token_id=tokenizer.pad_token_id),
             args=SFTConfig(**arguments(config.training, len(examples), run)),
-            train_dataset=Dataset.from_list([labelled(example) for example in examples]),
-            processing_class=tokenizer,
-            peft_config=adapters,
-        )
+            train_dataset=Dataset.from_list([labelled(example) for example in examples]), processing_class=tokenizer, peft_config=adapters,
+        )  # fmt: skip
 
     return train(make, model, config, run)
 
@@ -74,11 +72,9 @@ def train_reward(model: Transformer, examples: Sequence[Example], tokenizer: Any
     def make(adapters: LoraConfig | None) -> Any:
         return RewardTrainer(
             model=PunaForSequenceClassification.from_transformer(model, pad_token_id=tokenizer.pad_token_id),
-            args=RewardConfig(**arguments(config.training, len(pairs), run), disable_dropout=False),
-            train_dataset=Dataset.from_list(pairs),
-            processing_class=tokenizer,
-            peft_config=adapters,
-        )
+            args=RewardConfig(**arguments(config.training, len(pairs), run), disable_dropout=False), train_dataset=Dataset.from_list(pairs),
+            processing_class=tokenizer, peft_config=adapters,
+        )  # fmt: skip
 
     return train(make, model, config, run)
 
@@ -105,9 +101,7 @@ def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
 
     pairs = [
         {
-            "prompt_ids": e.prompt,
-            "chosen_ids": e.answers[better],
-            "rejected_ids": e.answers[worse],
+            "prompt_ids": e.prompt, "chosen_ids": e.answers[better], "rejected_ids": e.answers[worse],
             "chosen_mask": e.masks[better] if config.mask_format else [True] * len(e.answers[better]),
             "rejected_mask": e.masks[worse] if config.mask_format else [True] * len(e.answers[worse]),
         }
@@ -120,14 +114,11 @@ def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
     def make(adapters: LoraConfig | None) -> Any:
         frozen = None if adapters else PunaForCausalLM.from_transformer(copy.deepcopy(model), pad_token_id=tokenizer.pad_token_id)
         return PreparedDPOTrainer(
-            model=PunaForCausalLM.from_transformer(model, pad_token_id=tokenizer.pad_token_id),
-            ref_model=frozen,
+            model=PunaForCausalLM.from_transformer(model, pad_token_id=tokenizer.pad_token_id), ref_model=frozen,
             args=DPOConfig(**arguments(config.training, len(pairs), run), beta=config.beta, disable_dropout=False, **weights),
-            train_dataset=Dataset.from_list(pairs),
-            data_collator=PreferenceCollator(tokenizer.pad_token_id),
-            processing_class=tokenizer,
+            train_dataset=Dataset.from_list(pairs), data_collator=PreferenceCollator(tokenizer.pad_token_id), processing_class=tokenizer,
             peft_config=adapters,
-        )
+        )  # fmt: skip
 
     return train(make, model, config, run)
 
@@ -167,29 +158,14 @@ def arguments(training: TrainingSettings, rows: int, run: StageRun) -> dict[str,
     config = training.train_config(rows)
     optimizer, schedule, compute = config.optimizer, config.schedule, config.compute
     return {
-        "output_dir": str(run.scratch / "trl"),
-        "max_steps": config.steps,
-        "per_device_train_batch_size": training.batch_size,
-        "learning_rate": schedule.peak(optimizer),
-        "warmup_steps": config.warmup_steps,
-        "lr_scheduler_type": SCHEDULES[schedule.shape],
-        "weight_decay": optimizer.weight_decay,
-        "adam_beta1": optimizer.beta1,
-        "adam_beta2": optimizer.beta2,
-        "adam_epsilon": optimizer.epsilon,
-        "max_grad_norm": optimizer.max_grad_norm or 0.0,
-        "max_length": compute.micro_batch_tokens,
-        "seed": run.seed("trl") % 2**31,
-        "use_cpu": not torch.cuda.is_available(),
-        "bf16": training_precision(compute, run) == "bf16",
-        "gradient_checkpointing": compute.activation_checkpointing,
-        "dataloader_pin_memory": False,
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+        "output_dir": str(run.scratch / "trl"), "max_steps": config.steps, "per_device_train_batch_size": training.batch_size,
+        "learning_rate": schedule.peak(optimizer), "warmup_steps": config.warmup_steps, "lr_scheduler_type": SCHEDULES[schedule.shape],
+        "weight_decay": optimizer.weight_decay, "adam_beta1": optimizer.beta1, "adam_beta2": optimizer.beta2,
+        "adam_epsilon": optimizer.epsilon, "max_grad_norm": optimizer.max_grad_norm or 0.0, "max_length": compute.micro_batch_tokens,
+        "seed": run.seed("trl") % 2**31, "use_cpu": not torch.cuda.is_available(), "bf16": training_precision(compute, run) == "bf16",
+        "gradient_checkpointing": compute.activation_checkpointing, "dataloader_pin_memory": False, "logging_steps": 1,
+        "logging_nan_inf_filter": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+    }  # fmt: skip
 
 
 def hub_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> Any:
@@ -298,13 +274,9 @@ class Recorder:
             return
         now, tokens = time.perf_counter(), float(logs.get("num_tokens", self._tokens))
         row = {
-            "step": state.global_step,
-            "loss": float(logs["loss"]),
-            "learning_rate": float(logs["learning_rate"]),
-            "gradient_norm": float(logs["grad_norm"]),
-            "tokens": tokens - self._tokens,
-            "seconds": now - self._last,
-        }
+            "step": state.global_step, "loss": float(logs["loss"]), "learning_rate": float(logs["learning_rate"]),
+            "gradient_norm": float(logs["grad_norm"]), "tokens": tokens - self._tokens, "seconds": now - self._last,
+        }  # fmt: skip
         self.rows.append(row)
         self._last, self._tokens = now, tokens
         self._saver.stepped(state.global_step == state.max_steps)
@@ -320,12 +292,9 @@ class Recorder:
             tensors |= {f"moments.{index}.{name}": value for name, value in moments.items()}
         tensors |= {f"random.{number}": value for number, value in enumerate(_random())}
         record = {
-            **self._identity,
-            "precision": "bf16" if trainer.args.bf16 else "fp32",
-            "schedule": trainer.lr_scheduler.state_dict(),
-            "state": dataclasses.asdict(trainer.state) | {"log_history": []},
-            **progress("step", trainer.state.max_steps, self.rows),
-        }
+            **self._identity, "precision": "bf16" if trainer.args.bf16 else "fp32", "schedule": trainer.lr_scheduler.state_dict(),
+            "state": dataclasses.asdict(trainer.state) | {"log_history": []}, **progress("step", trainer.state.max_steps, self.rows),
+        }  # fmt: skip
         return save_state(self._folder, trainer.state.global_step, tensors, record)
 
     def _load_weights(self, *_: Any) -> None:

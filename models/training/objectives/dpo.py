@@ -161,12 +161,9 @@ class Kto(PreferenceObjective[KtoBatch]):
     def totals(self, batch: KtoBatch) -> dict[str, float]:
         good = batch.desirable
         return {
-            "answers": float(len(good)),
-            "chosen": float(good.sum()),
-            "rejected": float((~good).sum()),
-            "chosen_tokens": float(batch.targets.lengths[good].sum()),
-            "mismatched": float(batch.mismatched.answers),
-        }
+            "answers": float(len(good)), "chosen": float(good.sum()), "rejected": float((~good).sum()),
+            "chosen_tokens": float(batch.targets.lengths[good].sum()), "mismatched": float(batch.mismatched.answers),
+        }  # fmt: skip
 
     @torch.no_grad()
     def measure(self, model: Model, batch: KtoBatch) -> dict[str, float]:
