@@ -42,12 +42,17 @@ def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Chang
 
 
 def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
-    """Return what differs from the nearest earlier artifact of the step (fewest differences, then newest); None if it never ran."""
+    """Return what differs from the nearest earlier artifact of the step (fewest differences, then newest); None if it never ran.
+
+    An artifact none of whose inputs has the name of one of today's, as an import of another file, is no earlier one.
+    """
     keys = {key for key, steps in _steps(store).items() if step in steps}
     if identity.key in keys:
         return [Change("artifact", identity.key[:12], "made before", "damaged or removed since")]
     earlier = (one for one in store.entries() if one["key"] in keys and one["stage"] == identity.stage)
-    nearest = _nearest((Artifact(one["kind"], one["key"], store.files) for one in earlier), identity)
+    artifacts = (Artifact(one["kind"], one["key"], store.files) for one in earlier)
+    names = {one.name for one in identity.inputs}
+    nearest = _nearest((one for one in artifacts if not names or names & {i.name for i in one.manifest.inputs}), identity)
     return nearest[1] if nearest else None
 
 

@@ -60,7 +60,7 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | N
         table.add_column(name, overflow="fold")
     for row in rows[:MOST_ROWS]:
         table.add_row(*(_cell(row.get(name)) for name in names))
-    terminal = Terminal(highlight=False) if sys.stdout.isatty() else Terminal(highlight=False, width=200)
+    terminal = Terminal(highlight=False, emoji=False) if sys.stdout.isatty() else Terminal(highlight=False, width=200, emoji=False)
     terminal.print(table)
     if len(rows) > MOST_ROWS:
         terminal.print(f"{len(rows) - MOST_ROWS:,} more rows; --json prints all")

@@ -34,7 +34,7 @@ class Console:
 
     def __init__(self, *, json: bool = False) -> None:
         self.json = json
-        self._terminal = Terminal(stderr=json, highlight=False, soft_wrap=True)
+        self._terminal = Terminal(stderr=json, highlight=False, soft_wrap=True, emoji=False)
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._step, self._said = "", 0.0
@@ -105,7 +105,7 @@ def summary(artifact: Artifact, **more: Any) -> dict[str, Any]:
 
 def fail(message: str) -> None:
     """Print an error on standard error and exit with status 1."""
-    Terminal(stderr=True, highlight=False, soft_wrap=True).print(f"[red]error:[/] {escape(message)}")
+    Terminal(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(f"[red]error:[/] {escape(message)}")
     sys.exit(1)
 
 

@@ -15,10 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from puna.flows.engine.console import Console
+from puna.stages.contract import External, execute, identify
 from puna.stages.conversations import messages_of
 from puna.stages.io.importing import split_named
+from puna.stages.io.imports import ImportPreferencesConfig, import_preferences
 from puna.stages.reading.rows import Fault, Row, read_rows
-from puna.storage import PunaError
+from puna.storage import PunaError, Store
+from puna.storage.explain import against
+from puna.storage.runs import Made
 from tests.stages.io.samples import ASSISTANT, FAULTS, FORMATS, GOOD, HH, LAYOUTS, USER, made, misread, named_fault, written
 
 
@@ -94,6 +99,26 @@ def test_equal_and_impossible_comparisons_are_set_aside(tmp_path: Path) -> None:
     (row,) = artifact.read().to_pylist()
     assert (json.loads(row["chosen"])["content"], json.loads(row["rejected"])["content"], row["level"]) == ("7", "2", "slightly_better")
     assert sorted(one["rule"] for one in artifact.read("dropped").to_pylist()) == ["all_equal", "wrong_type", "wrong_type", "wrong_type"]
+
+
+def test_an_import_of_another_file_is_no_change_of_the_one_before(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store")
+
+    def told(name: str, answer: str, make: bool = False) -> list[str] | None:
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": answer}) + "\n")
+        given = {"inputs": External.resolve(str(tmp_path / f"{name}.jsonl"))}
+        if make:
+            artifact = execute(import_preferences, ImportPreferencesConfig(), given, store)
+            store.record("run", Made("import_preferences", "import_preferences", artifact.kind, artifact.key, False, 1.0).event())
+        why = against(store, identify(import_preferences, ImportPreferencesConfig(), given), "import_preferences")
+        return None if why is None else [change.name for change in why]
+
+    told("one", "c", make=True)
+    assert told("two", "c") is None and told("one", "d") == ["inputs:one"]
+    before = Console()
+    with before._terminal.capture() as shown:
+        before.say("input inputs:one: new")
+    assert shown.get() == "input inputs:one: new\n"  # not a picture of the digit
 
 
 def test_nested_fields_and_mapped_columns(tmp_path: Path) -> None:
