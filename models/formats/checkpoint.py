@@ -19,6 +19,7 @@ from torch import Tensor
 from puna.models.bounds import check_sizes, read_object, weight_names
 from puna.models.config import ModelConfig
 from puna.models.formats.families import architecture, from_disk, hub_config, parse_config, spelled_out, to_disk
+from puna.models.memory.streams import entries
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Head, Transformer
 
@@ -55,14 +56,16 @@ def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = N
 
 
 def load(
-    path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
-) -> Transformer:
+    path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu",
+    mapped: bool = False,
+) -> Transformer:  # fmt: skip
     """Read a checkpoint of any layout in `families.py`, a folder or a GGUF file; the model is on `device` in `dtype`.
 
     Tensors go there one by one, so that nothing but the model itself is held whole. An AWQ checkpoint's matrices are spelled out
     (`families.spelled_out`).
 
-    `dtype=None` keeps each tensor's own; blocks of few bits in a GGUF file are unpacked to float32.
+    `dtype=None` keeps each tensor's own; blocks of few bits in a GGUF file are unpacked to float32. `mapped`: so does a folder's model,
+    whose tensors are mapped from the files, on the CPU: of each is read what is used.
     `head=None` takes the head that the checkpoint holds. A scalar head that it lacks is zero: all first
     rewards are equal, and training shapes the hidden states before it trusts any of their directions.
     Raise CheckpointError, naming the file and the field, for what is missing, damaged or not computed here.
@@ -73,7 +76,8 @@ def load(
     config = read_config(path)
     check_files(path)
     try:
-        state = from_disk(spelled_out(_read_tensors(path, dtype, device), dtype), config)
+        tensors = _mapped(path) if mapped else _read_tensors(path, dtype, device)
+        state = from_disk(spelled_out(tensors, dtype), config)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     return built(config, state, head, path)
@@ -207,6 +211,14 @@ def _read_tensors(folder: Path, dtype: torch.dtype | None, device: torch.device 
         return tensor.to(device, dtype if dtype and tensor.is_floating_point() else tensor.dtype)
 
     return {key: placed(file.get_tensor(key)) for _, file in weight_files(folder) for key in file.keys()}  # noqa: SIM118  no mapping
+
+
+def _mapped(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path, _ in weight_files(folder):
+        content = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        tensors |= {name: content[one.begin : one.end].view(one.dtype).view(one.shape) for name, one in entries(path).items()}
+    return tensors
 
 
 def _check_tensors(model: Transformer, state: dict[str, Tensor], folder: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
-from collections.abc import Mapping
+import mmap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 TENSORS = "state.safetensors"
@@ -70,6 +74,35 @@ def read(path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, 
         if not size:
             out[name] = torch.empty([stop - start for start, stop in own])
     return out
+
+
+def own(weight: Tensor, slices: tuple[slice, ...], device: torch.device) -> Tensor:
+    """Return a copy of a piece of a weight, fp32, on a device. Of a weight that is mapped from a file only the piece's pages are read."""
+    import torch
+
+    piece = weight.detach()[slices]
+    with _reading(weight, piece):
+        return piece.to(device, torch.float32, copy=True)
+
+
+@contextmanager
+def _reading(weight: Tensor, piece: Tensor) -> Iterator[None]:
+    """Have the pages of a piece read, and none ahead of them: else a disk that reads megabytes ahead gives each rank the whole."""
+    advise = getattr(ctypes.CDLL(None), "madvise", None) if weight.device.type == "cpu" and weight.numel() else None
+    if advise is None or not piece.numel():
+        yield
+        return
+
+    def pages(start: int, size: int, advice: int) -> None:
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        advise(ctypes.c_void_p(first), ctypes.c_size_t(start + size - first), advice)
+
+    runs, step = (1, 0) if piece.is_contiguous() else (len(piece), piece.stride(0) * piece.element_size())
+    pages(weight.data_ptr(), weight.nbytes, mmap.MADV_RANDOM)
+    for run in range(runs):
+        pages(piece.data_ptr() + run * step, piece.nbytes // runs, mmap.MADV_WILLNEED)
+    yield
+    pages(weight.data_ptr(), weight.nbytes, mmap.MADV_NORMAL)
 
 
 def _piece(index: Index | None, file: str, name: str, stored: list[int]) -> tuple[tuple[int, ...], Box]:

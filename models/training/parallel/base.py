@@ -63,14 +63,14 @@ class Parallel:
 
     whole: the model that is trained. model: the one that computes, with the methods that objectives ask for. parameters: this rank's
     trained parameters by name. pieces: each local tensor's part of the whole tensor. beside: other models of the same state, by the first
-    word of their tensors' names in it.
+    word of their tensors' names in it. device: where pieces of weights are computed with; None: where the whole ones are.
     """
 
-    def __init__(self, whole: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, whole: nn.Module, mesh: Mesh, device: torch.device | None = None) -> None:
         self.whole, self.mesh = whole, mesh
         self.beside: dict[str, Parallel] = {}
         self.model: nn.Module = whole
-        self.device = next(whole.parameters()).device
+        self.device = device or next(whole.parameters()).device
         self.parameters = {name: p for name, p in whole.named_parameters() if p.requires_grad}
         self.pieces = {name: Piece.of(p) for name, p in self.parameters.items()}
 
@@ -183,7 +183,11 @@ class Parallel:
         """Write weights, given as pieces, into the whole model."""
         for name, parameter in self.whole.named_parameters():
             if name in self.pieces and (self.model is not self.whole or values[name] is not parameter):
-                parameter.copy_(self.gathered(name, values.get(name)))
+                value = self.gathered(name, values.get(name))
+                if parameter.device != self.device or parameter.dtype != value.dtype:  # as it was read, which engines have not seen
+                    parameter.data = value.to(self.device, copy=True)
+                else:
+                    parameter.copy_(value)
 
     # --- the state of a training ---
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from puna.models.training.parallel.base import Parallel
@@ -19,22 +20,25 @@ def _check_draws(model: nn.Module) -> None:
             raise ValueError(f"{name} draws random numbers in each pass (dropout, NEFTune): set them to 0, or train in one process")
 
 
-def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None) -> Parallel:
-    """Return the model under a layout. `mesh`: the ranks; None: all processes. Raise ValueError if the model does not fit the layout."""
+def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None) -> Parallel:
+    """Return the model under a layout. `mesh`: the ranks; None: all processes. `device`: of its pieces; None: the model's.
+
+    Raise ValueError if the model does not fit the layout.
+    """
     layout = mesh.layout if mesh is not None else layout_of(layout)
     mesh = mesh or Mesh(layout)
     if layout.axes:
         _check_draws(model)
     if layout.axes <= {"data"}:
-        return Parallel(model, mesh)
+        return Parallel(model, mesh, device)
     if not isinstance(model, Transformer) or not all(p.requires_grad for p in model.parameters()):
         raise ValueError(f"the layout {layout} trains all weights of a model; adapters are trained with copies: set layout.data alone")
     layout.check(model.config)
     if layout.pipeline > 1:
-        return Pipelined(model, mesh)
+        return Pipelined(model, mesh, device)
     if layout.shard == 1:
-        return Cut(model, mesh)
+        return Cut(model, mesh, device)
     # FSDP takes a second to import, which a training in one process does not wait for.
     from puna.models.training.parallel.shard import Sharded
 
-    return Sharded(model, mesh)
+    return Sharded(model, mesh, device)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from puna.models.forest import Forest
+from puna.models.training.boxes import own
 from puna.models.training.parallel.base import Compute, Parallel, Part, Piece, Values
 from puna.models.training.parallel.cut_model import place
 from puna.models.training.parallel.mesh import Mesh, bounds
@@ -52,8 +53,8 @@ class StageTransformer(Transformer):
 class Pipelined(Parallel):
     """A `Transformer` in stages of layers: the layout `pipeline`, with copies of each stage if there is `data`."""
 
-    def __init__(self, whole: Transformer, mesh: Mesh) -> None:
-        super().__init__(whole, mesh)
+    def __init__(self, whole: Transformer, mesh: Mesh, device: torch.device | None = None) -> None:
+        super().__init__(whole, mesh, device)
         self._stage, self._stages = mesh.at["pipeline"], mesh.size("pipeline")
         first, last = bounds(whole.config.num_hidden_layers, self._stages, self._stage)
         self._tied = whole.head == "lm" and whole.config.tie_word_embeddings
@@ -61,12 +62,12 @@ class Pipelined(Parallel):
         self.model = self._held = StageTransformer(whole, first, last)
         copy = self._tied and self._is_last
         self.pieces = {n: Piece.of(p, cut=frozenset({"pipeline"}), copy=copy and n == EMBEDDING) for n, p in whole.named_parameters()}
-        own = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in whole.named_parameters() if self._has(name)}
-        for name, parameter in own.items():
+        held = {name: nn.Parameter(own(p, (), self.device), p.requires_grad) for name, p in whole.named_parameters() if self._has(name)}
+        for name, parameter in held.items():
             place(self.model, "lm_head.weight" if copy and name == EMBEDDING else name, parameter)
         for module in [layer for i, layer in enumerate(self.model.model.layers) if not first <= i < last]:
             module.to_empty(device="meta")
-        self.parameters = {name: p for name, p in own.items() if p.requires_grad}
+        self.parameters = {name: p for name, p in held.items() if p.requires_grad}
         self._sent: list[tuple[Any, Tensor]] = []
 
     @property

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from puna.models.training.boxes import own
 from puna.models.training.parallel.base import Compute, Part, Piece, Values
 from puna.models.training.parallel.cut import Cut
 from puna.models.training.parallel.mesh import Mesh, bounds
@@ -24,12 +26,11 @@ METHODS = ("hidden", "scalar", "logits", "token_logprobs", "cross_entropy")
 class Sharded(Cut):
     """A `Transformer` whose weights are cut over ranks by rows: the layout `shard`."""
 
-    def __init__(self, whole: Transformer, mesh: Mesh) -> None:
-        super().__init__(whole, mesh)
+    def __init__(self, whole: Transformer, mesh: Mesh, device: torch.device | None = None) -> None:
+        super().__init__(whole, mesh, device)
         model = self.model
         assert isinstance(model, Transformer)
-        device = next(whole.parameters()).device.type
-        ranks = DeviceMesh.from_group(mesh.group("shard"), device)
+        ranks = DeviceMesh.from_group(mesh.group("shard"), self.device.type)
         for block in model.model.layers:
             fully_shard(block, mesh=ranks)
         # `cross_entropy` calls `hidden`, at whose end the output layer's weights would be freed.
@@ -41,8 +42,17 @@ class Sharded(Cut):
                 module.set_gradient_divide_factor(1)
                 module.set_force_sum_reduction_for_comms(True)
         self.pieces = {name: _rows(piece, mesh) for name, piece in self.pieces.items()}
+        model.to_empty(device=self.device)
+        if model.head == "lm" and model.config.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
         self._shards = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for name, weight in whole.named_parameters():
+            _local(self._shards[name]).detach().copy_(own(weight, self.pieces[name].slices(), self.device))
         self.parameters = {name: nn.Parameter(_local(p).detach()) for name, p in self._shards.items()}
+
+    def _piece(self, name: str, weight: Tensor) -> Tensor:
+        """Return a tensor without numbers: the rank's rows are read once FSDP2 has cut it."""
+        return torch.empty([stop - start for start, stop in self.pieces[name].box], device="meta")
 
     def forward_backward(self, parts: Sequence[Part], compute: Compute, collect: Callable[[], None]) -> tuple[Tensor | None, Values]:
         numbers = super().forward_backward(parts, compute, collect)
