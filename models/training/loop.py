@@ -13,9 +13,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.settings import ComputeSettings, TrainConfig
 from puna.models.training.spikes import spike_limits
@@ -26,6 +28,8 @@ __all__ = ["Row", "TrainConfig", "TrainLog", "TrainingDiverged", "Trainer", "tra
 
 TrainLog = list[Row]
 Batches = Callable[[int], Any]
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers by their bytes."""
 
 
 class TrainingDiverged(RuntimeError):
@@ -35,29 +39,30 @@ class TrainingDiverged(RuntimeError):
 def train(
     model: nn.Module, objective: Callable[..., tuple[Tensor, dict[str, Any]]], batches: Batches, config: TrainConfig, seed: int,
     checkpoint_dir: Path | None = None, checkpoint_every: int = 0, on_step: Callable[[Row], None] | None = None,
-    rate_scales: Mapping[str, float] | None = None, state: Mapping[str, Tensor] | None = None,
-    watched: Callable[[int], bool] = lambda step: False, mesh: Mesh | None = None,
+    rate_scales: Mapping[str, float] | None = None, state: Mapping[str, Tensor] | Path | None = None,
+    watched: Callable[[int], bool] = lambda step: False, mesh: Mesh | None = None, device: torch.device | None = None,
 ) -> TrainLog:  # fmt: skip
     """Optimise `model` in place and return one row per step, as the table `training_log` holds it.
 
     batches: gives the batch of a step, counted from 1, or a list of micro-batches; the same step always has the same batch. Only
     parameters that require a gradient are trained and saved. rate_scales: factors of the learning rate by parameter name (LoRA+).
     In bf16 the model has its fp32 weights back afterwards. Under a layout of several processes the model has whole weights afterwards,
-    and in `on_step` of the steps that are `watched`. state: of the optimisers (`Trainer.adopt`) to go on with; None: they begin anew.
-    mesh: the ranks of the layout; None: all processes.
+    and in `on_step` of the steps that are `watched`. state: of the optimisers (`Trainer.adopt`) to go on with, or the folder
+    of the training that left it; None: they begin anew. mesh: the ranks of the layout; None: all processes. device: of this rank's pieces
+    of weights; None: the model's.
 
     checkpoint_dir: folder of the state, saved every `checkpoint_every` steps, by time, before Ctrl-C or SIGTERM ends the training
     (`Saver`), and at the end. A run that finds a state continues after it and calls `on_step` for new steps only; raise ValueError if the
     state has another configuration, seed or initial weights. `TrainingDiverged` after `max_skipped` refused steps in a row.
     """
-    identity = {"config": config.identity(), "seed": seed, "initial": weights_digest(model), "rate_scales": dict(rate_scales or {})}
-    identity |= {} if state is None else {"state": tensors_digest(state)}
+    identity = {"config": config.identity(), "seed": seed, "rate_scales": dict(rate_scales or {})}
     was_training = model.training
     average: dict[str, Tensor] = {}
     with ExitStack() as stack:
         current = config.replace(compute=as_begun(config.compute, checkpoint_dir))
-        trainer = stack.enter_context(Trainer(model, objective, current, rate_scales, mesh))
-        first, log = _resume(checkpoint_dir, trainer, average, identity, state)
+        trainer = stack.enter_context(Trainer(model, objective, current, rate_scales, mesh, device))
+        identity |= _adopted(trainer, state)
+        first, log = _resume(checkpoint_dir, trainer, average, identity)
 
         def write() -> None:
             assert checkpoint_dir is not None
@@ -92,17 +97,46 @@ def progress(unit: str, of: int, log: TrainLog) -> dict[str, Any]:
 
 def weights_digest(model: nn.Module) -> str:
     """Return a sha256 over the names, types, shapes and bytes of all parameters."""
-    return tensors_digest(dict(model.named_parameters()))
-
-
-def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a sha256 over the names, types, shapes and bytes of tensors."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(tensors.items()):
+    for name, parameter in sorted(model.named_parameters()):
         value = parameter.detach().cpu().contiguous()
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(value.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def fingerprint(parallel: Parallel, tensors: Mapping[str, Tensor]) -> str:
+    """Return a number of the names, shapes and bits of tensors, the same in every layout: each rank reads its own pieces alone.
+
+    Each element's bits, plus one, count times factors of its name and its place along each dimension, modulo 2^64.
+    """
+    total = np.zeros(1, np.int64)
+    for name, tensor in tensors.items():
+        piece = parallel.piece_of(name, tensor)
+        if piece.counts(parallel.mesh.at):
+            draw = np.random.default_rng(list(name.encode()))
+            bits = tensor.detach().cpu().contiguous().view(BITS[tensor.element_size()]).numpy()
+            ones = np.ones(1, np.int64)
+            for (start, stop), size in zip(reversed(piece.box), reversed(piece.shape), strict=True):
+                factors = (2 * draw.integers(1 << 62, size=size) + 1)[start:stop]
+                bits, ones = np.einsum("...i,i->...", bits, factors), ones * factors.sum()
+            total += bits + ones
+    return f"{int(parallel.mesh.add_everywhere(torch.from_numpy(total))):x}"
+
+
+def _adopted(trainer: Trainer, state: Mapping[str, Tensor] | Path | None) -> dict[str, str]:
+    """Have the optimisers go on with a state, if there is one. Return the fingerprints of weights and state."""
+    frozen = {name: p for name, p in trainer.parallel.whole.named_parameters() if name not in trainer.parallel.pieces}
+    prints = {"initial": fingerprint(trainer.parallel, {**trainer.weights, **frozen})}
+    if state is None:
+        return prints
+    moments = {name: value for name, value in trainer.tensors().items() if name.startswith("state.")}
+    if isinstance(state, Path):
+        stored = trainer.parallel.load_state(state, moments, {})
+        assert stored is not None
+        state = {name: value for name, value in stored[0].items() if name.startswith("state.")}
+    trainer.adopt(state)
+    return prints | {"state": fingerprint(trainer.parallel, moments)}
 
 
 def as_begun(compute: ComputeSettings, folder: Path | None) -> ComputeSettings:
@@ -117,11 +151,9 @@ def as_begun(compute: ComputeSettings, folder: Path | None) -> ComputeSettings:
 
 
 def _resume(
-    folder: Path | None, trainer: Trainer, average: dict[str, Tensor], identity: dict[str, Any], begun: Mapping[str, Tensor] | None
+    folder: Path | None, trainer: Trainer, average: dict[str, Tensor], identity: dict[str, Any]
 ) -> tuple[int, TrainLog]:
-    """Return the first step to compute and the rows of earlier steps. `begun`: the optimisers' state of a training without a checkpoint."""
-    if begun is not None:
-        trainer.adopt(begun)
+    """Return the first step to compute and the rows of earlier steps."""
     own = trainer.tensors()
     averages = {f"average.{name}": weight for name, weight in trainer.weights.items()}
     state = None if folder is None else trainer.parallel.load_state(folder, own, averages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -57,6 +58,17 @@ def pack(lengths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
         rows[row].append(index)
         insort(room, (free - lengths[index], row))
     return [sorted(row) for row in rows]
+
+
+@dataclass(frozen=True)
+class Later(Generic[BatchT]):
+    """A micro-batch of `size` tokens, which the rank that computes it makes: others never read its rows."""
+
+    size: int
+    make: Callable[[], BatchT]
+
+    def __len__(self) -> int:
+        return self.size
 
 
 def batched(items: Sequence[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:

@@ -19,6 +19,7 @@ from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.machine import DTYPES, Precision
 from puna.models.training.optimizers import OPTIMIZERS, Group, Optimizer
+from puna.models.training.packing import Later
 from puna.models.training.parallel.base import Part
 from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.parallel.parallel import parallel
@@ -60,17 +61,18 @@ class Trainer:
 
     def __init__(
         self, model: nn.Module, objective: Callable[..., tuple[Tensor, dict[str, Any]]], config: TrainConfig,
-        rate_scales: Mapping[str, float] | None = None, mesh: Mesh | None = None,
+        rate_scales: Mapping[str, float] | None = None, mesh: Mesh | None = None, device: torch.device | None = None,
     ) -> None:
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("the model has no parameter that requires a gradient")
-        self.device = next(p.device for p in model.parameters() if p.requires_grad)
-        self.parallel = parallel(model, config.compute.layout, mesh)
+        self.device = device or next(p.device for p in model.parameters() if p.requires_grad)
+        self.parallel = parallel(model, config.compute.layout, mesh, self.device)
         self.model, self.objective, self.config = self.parallel.model, objective, config
         self.parameters = self.parallel.parameters
         whole, model = model, self.model
         self.weights = self.parameters
         self._originals: list[tuple[nn.Parameter, Tensor]] = []
+        self._parts: list[Part] = []
         self.precision = config.compute.precision_on(self.device.type)
         self._check_layout()
         if self.precision == "bf16":
@@ -154,7 +156,7 @@ class Trainer:
             "skipped": int(skipped),
             "tokens_per_second": tokens / seconds,
             "precision_bits": torch.finfo(DTYPES[self.precision]).bits,
-            **self._utilization(micro, seconds),
+            **self._utilization(seconds),
             **dict(zip(names, values[2:], strict=True)),
         }
 
@@ -163,8 +165,8 @@ class Trainer:
             raise ValueError("a step needs at least one batch")
         tokens = sum(len(part) for part in micro)
         with _seeded(seed, self.device), deterministic(True) if self.config.compute.deterministic else nullcontext():
-            parts = self.parallel.deal(micro)
-            options = self._totals(parts, len(micro))
+            parts = [(part.make() if isinstance(part, Later) else part, counted) for part, counted in self.parallel.deal(micro)]
+            options, self._parts = self._totals(parts, len(micro)), parts
 
             def compute(model: nn.Module, part: Sized) -> tuple[Tensor, dict[str, Tensor]]:
                 loss, values = self.objective(model, self._moved(part), **options)
@@ -202,20 +204,20 @@ class Trainer:
             return loss, metrics
         return loss + part * balance, {**metrics, "balance_loss": part * balance.detach()}
 
-    def _utilization(self, micro: Sequence[Sized], seconds: float) -> dict[str, float]:
-        """Return the step's model FLOPs over the device's peak in the same time, if both are known: for a whole `Transformer` on a device
-        in `accounting.peak_flops`."""
+    def _utilization(self, seconds: float) -> dict[str, float]:
+        """Return the model FLOPs of this rank's micro-batches of the step over its device's peak in the same time, if both are known: for a
+        whole `Transformer` on a device in `accounting.peak_flops`."""
         config = getattr(self.model, "config", None)
-        parts = [getattr(getattr(part, "targets", part), "forest", None) for part in micro]
-        forests = [forest for forest in parts if isinstance(forest, Forest)]
+        parts, readers = [part for part, counted in self._parts if counted], self.parallel.mesh.layout.readers
+        forests = [one for part in parts if isinstance(one := getattr(getattr(part, "targets", part), "forest", None), Forest)]
         whole = all(p.requires_grad for p in self.model.parameters())
-        if not isinstance(config, ModelConfig) or not whole or len(forests) < len(micro):
+        if not isinstance(config, ModelConfig) or not whole or len(forests) < len(parts):
             return {}
         peak = accounting.peak_flops(self.device.type, self.precision)
         if peak is None:
             return {}
         flops = sum(3 * accounting.forest_flops(config, forest) for forest in forests)
-        return {"model_flops_utilization": flops / seconds / peak / self.parallel.processes}
+        return {"model_flops_utilization": flops * readers / seconds / peak / self.parallel.processes}
 
     def _collect(self) -> None:
         """Add a bf16 model's gradients to those of the fp32 weights; in fp32 they are the same tensors."""

@@ -31,7 +31,7 @@ def sft(model: Model, instructions: list[Instructions], tasks: list[External] | 
     (folders of task files and their data) are in the log and the metrics.
     """
     rows = read_instructions(instructions)
-    network, tokenizer = load_model(model, "lm", quantization=config.quantization)
+    network, tokenizer = load_model(model, "lm", quantization=config.quantization, layout=config.training.compute.layout)
     bad = BadRows(config, "sft")
     examples = render_rows(tokenizer, rows, config, bad)
     bad.check_left(len(examples), f"{len(rows)} training instructions")

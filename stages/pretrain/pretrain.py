@@ -17,6 +17,7 @@ from puna.models.settings import NO_RESULT
 from puna.models.training.settings import ComputeSettings
 from puna.stages.contract import Evaluation, External, Facts, Figure, Model, StageRun, Tokenizer, Tokens, stage
 from puna.stages.evaluation.needle import NeedleSettings, by_depth, heat, noise_of
+from puna.stages.executors import ranks
 from puna.stages.training.chosen_size import ChosenSize, SizedConfig, report_outcome
 from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory, trained
 from puna.stages.training.packed import Packed, Reader, mean_loss
@@ -107,10 +108,11 @@ def pretrain(
     phases, starts = _counted(config, sources)
     watch = Watch(packed.validation_pieces(heldout), sum(phase.steps for phase in phases), vocabulary, config, run)
     watch.tasks = task_watch(tasks, config.ask_every, vocabulary, config.compute, run)
+    state: dict[str, torch.Tensor] | Path | None
     if model is None:
         network, state = _initial(config, vocabulary.vocab_size, packed.row_length, run.seed("weights")), None
     else:
-        network, state = _given(model, tokenizer), _moments(model)
+        network, state = _given(model, tokenizer, config), _moments(model)
     run.metric("optimizer_state_given", int(state is not None and phases[0].optimizer == "keep"))
     for number, (phase, before) in enumerate(zip(phases, starts, strict=True)):
         own = sources[phase.tokens]
@@ -126,7 +128,7 @@ def pretrain(
             report_outcome(size, watch.after, run)
     _finish(network, watch, run)
     save_model(network, vocabulary, run.folder)
-    assert state is not None
+    assert isinstance(state, Path)
     _keep_moments(state, run.folder)
 
 
@@ -147,8 +149,8 @@ def _sources(
             raise PunaError(f"no phase reads the tokens {name}: set tokens: {name} in one of pretrain.phases, or leave {artifact.id} out")
         check_tokens(artifact, tokenizer)
         packed[name] = Packed.read(artifact, folder / f"tokens-{name}.bin")
-        if (largest := int(packed[name].tokens.max())) >= vocabulary.vocab_size:
-            raise PunaError(f"{artifact.id} holds token {largest}, but {tokenizer.id} has {vocabulary.vocab_size} tokens")
+        if packed[name].largest >= vocabulary.vocab_size:
+            raise PunaError(f"{artifact.id} holds token {packed[name].largest}, but {tokenizer.id} has {vocabulary.vocab_size} tokens")
     return packed
 
 
@@ -163,17 +165,23 @@ def _counted(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[list[P
     return phases, starts
 
 
-def _given(artifact: Artifact, tokenizer: Artifact) -> Transformer:
+def _given(artifact: Artifact, tokenizer: Artifact, config: PretrainConfig) -> Transformer:
     check_one_tokenizer([artifact, tokenizer], "tokenize with the model's own; the stage tokenizer takes it from the input model")
-    return load_model(artifact, "lm")[0]
+    return load_model(artifact, "lm", layout=config.compute.layout)[0]
 
 
-def _keep_moments(state: dict[str, torch.Tensor], folder: Path) -> None:
+def _keep_moments(state: Path, folder: Path) -> None:
+    """Write the optimizer's state that a training left, on rank 0."""
     from safetensors.torch import save_file
 
+    from puna.models.training.state import load_state
+
+    stored = None if ranks.follows() else load_state(state)
+    if stored is None:
+        return
     file = folder / MOMENTS
     file.parent.mkdir(exist_ok=True)
-    save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, file)
+    save_file({name: value.contiguous() for name, value in stored[0].items() if name.startswith("state.")}, file)
 
 
 def _moments(model: Artifact) -> dict[str, torch.Tensor] | None:
@@ -283,9 +291,9 @@ def _name(place: tuple[int, ...]) -> str:
 
 def _train(
     model: Transformer, phase: Phase, place: tuple[int, ...], reader: Reader, watch: Watch, config: PretrainConfig, run: StageRun,
-    state: dict[str, torch.Tensor] | None,
-) -> dict[str, torch.Tensor]:
-    """Train a phase, from the optimizer's `state` on; return that after it."""
+    state: dict[str, torch.Tensor] | Path | None,
+) -> Path:
+    """Train a phase, from the optimizer's `state` on; return the folder of that after it."""
     from puna.models import accounting
     from puna.models.training.loop import train
     from puna.models.training.objectives import LanguageModeling
@@ -313,16 +321,14 @@ def _train(
     folder = run.scratch / f"phase-{_name(place)}"
     with divergence_named(f"{run.stage}, phase {phase.name},"), _fitting_state(phase):
         log = train(
-            model, LanguageModeling(config.z_loss), lambda step: reader.batches(step, config.compute.micro_batch_tokens),
+            model, LanguageModeling(config.z_loss), lambda step: reader.later(step, config.compute.micro_batch_tokens),
             phase.train_config(config.optimizer, config.compute), run.seed("loop", *place), checkpoint_dir=folder,
             checkpoint_every=config.checkpoint_every, on_step=on_step, state=state,
-            watched=lambda step: validated(step) or asked(step),
+            watched=lambda step: validated(step) or asked(step), device=device(),
         )  # fmt: skip
-    after = load_state(folder)
-    assert after is not None
     watch.before = watch.after = measured[str(phase.steps)]
     if phase.schedule.average or phase.schedule.ema:
-        watch.averaged(model, lambda: _restored(model, after[0]), phase.name)
+        watch.averaged(model, lambda: _restored(model, load_state(folder)), phase.name)
     watch.flops += sum(accounting.training_flops(model.config, reader.lengths(step)) for step in range(1, phase.steps + 1))
     tokens_at = np.cumsum([row["tokens"] for row in log]) + sum(row["tokens"] for row in watch.log)
     watch.validation += [(float(tokens_at[int(step) - 1]), loss) for step, loss in sorted(measured.items(), key=lambda m: int(m[0]))]
@@ -332,7 +338,7 @@ def _train(
         for row in log
     ]  # fmt: skip
     run.metric(f"epochs_{phase.name}", reader.rows_before(phase.steps + 1) / reader.epoch_rows)
-    return {name: value for name, value in after[0].items() if name.startswith("state.")}
+    return folder
 
 
 @contextmanager
@@ -346,12 +352,13 @@ def _fitting_state(phase: Phase) -> Iterator[None]:
         raise PunaError(f"phase {phase.name}: {error}; or set its optimizer to fresh") from error
 
 
-def _restored(model: Transformer, tensors: dict[str, torch.Tensor]) -> Transformer:
+def _restored(model: Transformer, state: tuple[dict[str, torch.Tensor], Any] | None) -> Transformer:
     """Return a model with the weights of a checkpoint, before averaging."""
     from puna.models.transformer import Transformer
 
+    assert state is not None
     restored = Transformer(model.config)
-    weights = {name.removeprefix("weight."): value for name, value in tensors.items() if name.startswith("weight.")}
+    weights = {name.removeprefix("weight."): value for name, value in state[0].items() if name.startswith("weight.")}
     if model.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     restored.load_state_dict(weights)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from puna.models.training.packing import batched
+from puna.models.training.packing import Later, batched
 from puna.stages.training.corpus import rank
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
     from puna.models.training.objectives.base import Targets
+    from puna.models.training.parallel.mesh import Mesh
     from puna.models.training.schedules import Ramp
     from puna.models.transformer import Transformer
 
@@ -58,6 +59,7 @@ class Packed:
     starts   [P + 1], where each piece starts in `tokens`
     rows     [R + 1], the first piece of each row
     owners   [P], index into `ids`, the document a piece is of
+    largest  the largest token id that was read
     """
 
     tokens: npt.NDArray[np.int32]
@@ -65,46 +67,53 @@ class Packed:
     rows: Ints
     owners: Ints
     ids: tuple[str, ...]
+    largest: int = -1
 
     @staticmethod
     def read(source: Artifact | pa.Table, file: Path | None = None) -> Packed:
         """Read the table `tokens` of an artifact, or one in memory. With `file` the tokens lie there and are mapped into memory, so that
-        they may be more than it holds."""
-        flat: dict[str, list[Any]] = {"tokens": [], "sizes": [], "per_row": [], "owners": []}
+        they may be more than it holds; each of the ranks that train together writes a share of them."""
+        named = source.id if isinstance(source, Artifact) else "a pool"
+        mesh, flat = _mesh(alone=file is None), {name: list[Any]() for name in ("tokens", "sizes", "per_row", "owners")}
         numbers: dict[str, int] = {}
-        # Batch by batch: one Arrow array of lists cannot hold more than 2^31 elements.
-        columns = ["tokens", "lengths", "documents"]
-        if isinstance(source, Artifact):
-            named, batches = source.id, source.batches("tokens", columns)
-        else:
-            named, batches = "a pool", source.to_batches(4096)
-        # Several processes may write the file at one time: each writes all of it apart.
-        part = None if file is None else file.with_name(f".{file.name}.{os.getpid()}")
-        with contextlib.nullcontext() if part is None else part.open("wb") as out:
-            for batch in batches:
-                ids = batch["tokens"].flatten().to_numpy().astype(np.int32)
-                if out is None:
-                    flat["tokens"].append(ids)
-                else:
-                    out.write(ids.data)
-                lengths = batch["lengths"]
+        total, largest = 0, -1
+        part = None if file is None else file.with_name(f".{file.name}.part")
+        with contextlib.nullcontext() if part is None else open(os.open(part, os.O_RDWR | os.O_CREAT), "r+b") as out:
+            for number, piece in enumerate(_pieces(source)):
+                rows = piece(["lengths", "documents"])
+                lengths, documents = rows["lengths"].combine_chunks(), rows["documents"].combine_chunks().flatten().dictionary_encode()
                 flat["sizes"].append(lengths.flatten().to_numpy().astype(np.int64))
                 flat["per_row"].append(pc.list_value_length(lengths).to_numpy().astype(np.int64))
-                documents = batch["documents"].flatten().dictionary_encode()
                 known = np.array([numbers.setdefault(id_, len(numbers)) for id_ in documents.dictionary.to_pylist()], dtype=np.int64)
                 flat["owners"].append(known[documents.indices.to_numpy()])
+                count = int(flat["sizes"][-1].sum())
+                if number % mesh.layout.processes == mesh.index:
+                    ids = piece(["tokens"])["tokens"].combine_chunks().flatten().to_numpy().astype(np.int32)
+                    if len(ids) != count:
+                        raise PunaError(f"{named}: {len(rows)} rows have {len(ids)} tokens, and by their `lengths` {count}")
+                    largest = max(largest, int(ids.max(initial=-1)))
+                    if out is None:
+                        flat["tokens"].append(ids)
+                    else:
+                        os.pwrite(out.fileno(), ids.data, ids.itemsize * total)
+                total += count
         if not flat["sizes"]:
             raise PunaError(f"{named} has no rows: there is nothing to train on")
         joined = {name: np.concatenate(arrays) for name, arrays in flat.items() if arrays}
+        largest = max(map(int, mesh.gather_texts(str(largest))))  # now all have written
         if file is not None and part is not None:
-            os.replace(part, file)
-            joined["tokens"] = np.memmap(file, np.int32, "r") if file.stat().st_size else np.zeros(0, np.int32)
+            if mesh.index == 0:
+                os.truncate(part, 4 * total)
+                os.replace(part, file)
+            mesh.wait()
+            joined["tokens"] = np.memmap(file, np.int32, "r") if total else np.zeros(0, np.int32)
         return Packed(
             tokens=joined["tokens"],
             starts=np.concatenate([[0], np.cumsum(joined["sizes"])]),
             rows=np.concatenate([[0], np.cumsum(joined["per_row"])]),
             owners=joined["owners"],
             ids=tuple(numbers),
+            largest=largest,
         )
 
     @property
@@ -233,12 +242,35 @@ class Reader:
     def lengths(self, step: int) -> list[int]:
         return [stop - start for start, stop in self.pieces(step)]
 
+    def later(self, step: int, micro_batch_tokens: int) -> list[Later[Targets]]:
+        """Return the step as micro-batches of about `micro_batch_tokens`, whose gradients add up; each is read when it is made."""
+        spans = batched(self.pieces(step), lambda span: span[1] - span[0], micro_batch_tokens)
+        return [Later(sum(stop - start for start, stop in some), partial(self._made, some)) for some in spans]
+
     def batches(self, step: int, micro_batch_tokens: int) -> list[Targets]:
-        """Return the step as micro-batches of about `micro_batch_tokens`, whose gradients add up."""
+        """Return the micro-batches of `later`, made."""
+        return [one.make() for one in self.later(step, micro_batch_tokens)]
+
+    def _made(self, spans: Sequence[tuple[int, int]]) -> Targets:
         from puna.models.training.objectives.base import Targets
 
-        spans = batched(self.pieces(step), lambda span: span[1] - span[0], micro_batch_tokens)
-        return [Targets.from_documents([self.packed.tokens[start:stop] for start, stop in some]) for some in spans]
+        return Targets.from_documents([self.packed.tokens[start:stop] for start, stop in spans])
+
+
+def _mesh(alone: bool) -> Mesh:
+    """Return the ranks that train together, if several do and not each `alone`."""
+    from puna.models.training.parallel.layout import Layout
+    from puna.models.training.parallel.mesh import Mesh, layout_of
+
+    return Mesh(Layout() if alone else layout_of(Layout()))
+
+
+def _pieces(source: Artifact | pa.Table) -> Iterator[Callable[[list[str]], pa.Table]]:
+    """Yield readers of columns of a few rows each: one Arrow array of lists cannot hold more than 2^31 elements."""
+    if isinstance(source, Artifact):
+        yield from (lambda columns, part=part: part.of(columns).read() for part in source.parts("tokens", rows=4096))
+    else:
+        yield from (lambda columns, part=part: part.select(columns) for part in map(pa.table, source.to_batches(4096)))
 
 
 def _cut(row: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from puna.stages.contract import External, Figure, StageRun
 from puna.stages.conversations import BadRow, Message, messages_of, prompt_ids, rendering, tools_of
+from puna.stages.executors import ranks
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.storage import Artifact, PunaError
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from puna.models.memory.workload import Work
     from puna.models.serving import ServingSettings
     from puna.models.tokens.tokenizer import Tokenizer
+    from puna.models.training.parallel.layout import Layout
     from puna.models.training.settings import ComputeSettings, TrainConfig, TrainingSettings
     from puna.models.transformer import Transformer
     from puna.stages.evaluation.during import TaskWatch
@@ -189,12 +191,14 @@ HEADS = {"lm": "a language model", "scalar": "a reward model"}
 
 
 def load_model(
-    artifact: Artifact, head: Literal["lm", "scalar"], *, new: bool = False, frozen: bool = False, quantization: str = "none"
-) -> tuple[Transformer, Tokenizer]:
+    artifact: Artifact, head: Literal["lm", "scalar"], *, new: bool = False, frozen: bool = False, quantization: str = "none",
+    layout: Layout | None = None,
+) -> tuple[Transformer, Tokenizer]:  # fmt: skip
     """Load a model artifact's weights and tokenizer. Raise PunaError if it has another head.
 
     `new` makes a missing scalar head, of zeros. A `frozen` model is not trained and computes in bf16 on a GPU. `quantization`
-    `nf4` converts the layers' matrices to 4 bits one by one."""
+    `nf4` converts the layers' matrices to 4 bits one by one. If the `layout` of its training cuts the model, its weights stay mapped from
+    the file, as they are in it, until each rank has read its own pieces."""
     import torch
 
     from puna.models.formats.checkpoint import CheckpointError, load
@@ -202,11 +206,12 @@ def load_model(
     from puna.models.tokens.tokenizer import Tokenizer
 
     place, own = (device(), frozen_dtype() if frozen else torch.float32), (torch.device("cpu"), None)
-    where, dtype = place if quantization == "none" else own
+    cut = layout is not None and bool(layout.axes - {"data"})
+    where, dtype = own if cut or quantization != "none" else place
     try:
-        model = load(artifact.path(), dtype=dtype, device=where)
+        model = load(artifact.path(), dtype=dtype, device=where, mapped=cut)
         if model.head != head and new and head == "scalar":
-            model = load(artifact.path(), head, dtype, where)
+            model = load(artifact.path(), head, dtype, where, cut)
         if quantization == "nf4":
             model = to_nf4(model).to(*place)
     except CheckpointError as error:
@@ -283,8 +288,7 @@ def fit(
     with divergence_named(run.stage):
         log = train(
             model, objective, batches, config, run.seed("loop"), rate_scales=scales, watched=lambda step: sampled or due(step),
-            checkpoint_dir=run.scratch / CHECKPOINTS, checkpoint_every=CHECKPOINT_STEPS,
-            on_step=on_step,
+            checkpoint_dir=run.scratch / CHECKPOINTS, checkpoint_every=CHECKPOINT_STEPS, on_step=on_step, device=device(),
         )  # fmt: skip
     write_log([row | watch.after(int(row["step"])) for row in log] if watch else log, run)
     return list(log)
@@ -331,7 +335,9 @@ def report_ends(log: Sequence[dict[str, float]], names: Sequence[str], run: Stag
 
 
 def save_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the checkpoint and its tokenizer. Matrices in 4 bits with adapters are merged first, on the CPU."""
+    """Write the checkpoint and its tokenizer, on rank 0. Matrices in 4 bits with adapters are merged first, on the CPU."""
+    if ranks.follows():
+        return
     from puna.models.formats.checkpoint import save
     from puna.models.formats.quantised import Nf4Linear, merge
 

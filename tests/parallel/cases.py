@@ -13,23 +13,28 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from puna.kernels.exact import exact_passes
 from puna.models.config import ModelConfig
+from puna.models.formats.checkpoint import load, save
 from puna.models.training import objectives as o
-from puna.models.training.loop import train, weights_digest
+from puna.models.training.loop import fingerprint, train, weights_digest
 from puna.models.training.objectives.base import Targets
+from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh
+from puna.models.training.parallel.parallel import parallel
 from puna.models.training.ppo import train_grpo
 from puna.models.training.rollouts import Rollouts
 from puna.models.training.settings import GrpoSettings, LoraSettings, TrainConfig
 from puna.models.training.state import load_state
 from puna.models.training.trainer import TIMED, Trainer
 from puna.models.transformer import Transformer
+from puna.stages.training.packed import Packed, Reader
 
 PLAIN: dict[str, Any] = {
     "vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -256,6 +261,56 @@ def read_ratio(members: Sequence[int], layout: dict[str, int], folder: str) -> f
     return read / sum(tensor.nbytes for tensor in own.values())
 
 
+def weights_read(members: Sequence[int], layout: dict[str, int], folder: str, **shape: int) -> dict[str, float]:
+    """Return the bytes that a rank reads from the disk, and the memory that it takes, to have its pieces of a checkpoint's weights, over the
+    bytes of these pieces. One rank after the other, with the file in no cache; all then have the fingerprint of one process."""
+    chosen, file = Layout(**layout), Path(folder, "model.safetensors")
+    mesh, device = Mesh(chosen, members), torch.device("cpu")
+    if mesh.index == 0:
+        save(network("plain", **shape), folder)
+    for rank in range(chosen.processes):
+        mesh.wait()
+        if rank == mesh.index:
+            with file.open("rb") as content:
+                os.fsync(content.fileno())
+                os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            before, held = disk_bytes(), private_bytes()
+            mine = parallel(load(folder, dtype=None, mapped=True), chosen, mesh, device)
+            read, taken = disk_bytes() - before, private_bytes() - held
+            for weight in mine.whole.parameters():
+                weight.data = weight.data[:0].clone()  # mapped pages would stay in the cache
+    mark = fingerprint(mine, mine.parameters)
+    whole = load(folder, dtype=None, mapped=True)
+    assert mark == fingerprint(parallel(whole, Layout(), Mesh(Layout())), dict(whole.named_parameters()))
+    share = sum(tensor.nbytes for tensor in mine.parameters.values())
+    return {"read": read / share, "taken": taken / share}
+
+
+def tokens_read(members: Sequence[int], folder: str) -> dict[str, Any]:
+    """Return what a rank has of tokens that all ranks write together, and which micro-batches of a step it reads."""
+    rng = np.random.default_rng(3)
+    lengths = [rng.integers(2, 9, 2).tolist() for _ in range(4100)]
+    rows = pa.table({
+        "tokens": [rng.integers(0, 50, sum(row)).tolist() for row in lengths], "lengths": lengths,
+        "documents": [[f"{number}a", f"{number}b"] for number in range(len(lengths))],
+    })  # fmt: skip
+    with mock.patch("puna.models.training.parallel.mesh.together", True):
+        own = Packed.read(rows, Path(folder, "tokens.bin"))
+    alone, made = Packed.read(rows), list[int]()
+    reader = Reader(own, np.zeros(len(own.owners), dtype=bool), 16, 0, begin=0)
+    with mock.patch.object(Reader, "_made", lambda self, spans: made.append(len(spans))):
+        layout = Layout(data=len(members))
+        for part, _ in Parallel(network("plain"), Mesh(layout, members)).deal(reader.later(1, 24)):
+            part.make()
+    return {"same": all(np.array_equal(getattr(own, n), getattr(alone, n)) for n in ("tokens", "starts", "rows", "owners")),
+            "largest": [own.largest, alone.largest, int(alone.tokens.max())], "made": len(made), "of": len(reader.later(1, 24))}  # fmt: skip
+
+
+def private_bytes() -> int:
+    """Return the memory of this process that no file backs."""
+    return 1024 * int(dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())["RssAnon"].split()[0])
+
+
 def disk_bytes() -> int:
     """Return the bytes that this process has had read from disks."""
     return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["read_bytes"])
@@ -312,5 +367,5 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds,
-    "read_ratio": read_ratio, "sampled": sampled,
+    "read_ratio": read_ratio, "weights_read": weights_read, "tokens_read": tokens_read, "sampled": sampled,
 }  # fmt: skip

@@ -7,7 +7,13 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
+from puna.models.training.loop import fingerprint
+from puna.models.training.parallel.layout import Layout
+from puna.models.training.parallel.parallel import parallel
+
+from .cases import network
 from .conftest import Run
 
 LAYOUTS = [{}, {"data": 2}, {"shard": 2}, {"tensor": 2}, {"shard": 2, "tensor": 2}, {"pipeline": 2}]
@@ -72,3 +78,27 @@ def test_damage_is_an_error_on_all_ranks(ranks: Run, tmp_path: Path):
     file.write_bytes(bytes(data))
     with pytest.raises(RuntimeError, match="the state of the training is damaged"):
         ranks("restored", 2, layout={"shard": 2}, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("layout", [{"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"shard": 2, "tensor": 2}], ids=str)
+def test_ranks_map_weights_and_their_fingerprint_is_that_of_one_process(ranks: Run, layout: dict[str, int], tmp_path: Path):
+    """The job compares the fingerprints; tests/benchmarks/parallel.py measures what a rank reads of a large file."""
+    assert all(own["read"] >= 0 for own in ranks("weights_read", math.prod(layout.values()), layout=layout, folder=str(tmp_path)))
+
+
+def test_a_fingerprint_changes_with_a_bit_a_place_and_a_name():
+    alone = parallel(network("plain"), Layout())
+    weights = {name: tensor.detach() for name, tensor in alone.parameters.items()}
+    name = "model.layers.0.self_attn.q_proj.weight"
+    changed = [weights[name].roll(1, 0), weights[name].roll(1, 1), weights[name].neg(), weights[name].clone()]
+    changed[-1][3, 5] = torch.nextafter(changed[-1][3, 5], torch.tensor(9.0))
+    one, other = "model.norm.weight", "model.layers.0.input_layernorm.weight"
+    moved = weights | {one: weights[other], other: weights[one]}
+    marks = {fingerprint(alone, one) for one in (weights, moved, *(weights | {name: value} for value in changed))}
+    assert len(marks) == 6 and fingerprint(alone, dict(reversed(weights.items()))) in marks
+
+
+def test_ranks_write_the_tokens_together_and_each_reads_its_own_micro_batches(ranks: Run, tmp_path: Path):
+    results = ranks("tokens_read", 8, folder=str(tmp_path))
+    assert all(own["same"] and len(set(own["largest"])) == 1 for own in results)
+    assert all(4 * own["made"] < own["of"] for own in results) and sum(own["made"] for own in results) >= results[0]["of"]
