@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from puna.flows.cli.inspect import JsonOption, ProjectOption, StoreOption, print_rows
+from puna.flows.cli.inspect import JsonOption, ProcessesOption, ProjectOption, StoreOption, leads, print_rows
 from puna.flows.cli.load_engine import serving_options
 from puna.flows.cli.model import SERVING, ModelArgument
 from puna.flows.engine.defaults import DEFAULT_STORE, prepare
 from puna.flows.html.markup import short
 from puna.models.serving import ServingSettings
 from puna.stages.contract import External, Facts, parse
+from puna.stages.executors import ranks
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.catalog import query
 
@@ -55,6 +56,7 @@ def evaluate(
     serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
+    processes: ProcessesOption = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Score a model on benchmarks: multiple choice, perplexity, and answers by verifiers, with intervals; or on held-out prompts.
@@ -63,6 +65,8 @@ def evaluate(
     """
     from puna.stages.evaluation.benchmark import RESULTS, BenchmarkConfig
 
+    if not leads(processes):
+        return None
     opened = Store.open(store, project)
     prepare(opened.root)
     values = {
@@ -73,6 +77,7 @@ def evaluate(
     asked["judges"] = [opened.checked(opened.resolve(name), whole=True) for name in judges or ()]
     config = parse(BenchmarkConfig, values, "evaluate")
     evaluation = _run(opened, model, asked, config, as_json, own if harness else None, contaminated)
+    ranks.finish()
     text = evaluation.path(RESULTS).read_text(encoding="utf-8")
     if output is not None:
         output.write_text(text, encoding="utf-8")

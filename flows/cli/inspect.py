@@ -18,6 +18,8 @@ from puna.flows.engine.console import summary
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.flows.html.markup import size
 from puna.flows.report.why import fate
+from puna.stages.contract import following
+from puna.stages.executors import ranks
 from puna.storage import Artifact, PunaError, Store, database, maintenance
 from puna.storage import explain as explaining
 from puna.storage.aliases import DEFAULT, checked_project
@@ -25,6 +27,9 @@ from puna.storage.runs import RunLog
 from puna.storage.schemas import known_kind
 
 app = typer.Typer()
+ProcessesOption = Annotated[
+    int, typer.Option(min=1, help="Processes of this machine that train together or share prompts; by default each has the whole model")
+]
 ModuleOption = Annotated[
     list[str] | None, typer.Option("--module", metavar="FILE|MODULE", help="Your own Python file or module: stages, rules, verifiers")
 ]
@@ -140,6 +145,21 @@ def list_(
         for one in entries
     ]  # fmt: skip
     print_rows(rows, False, ["id", "stage", "rows", "created at", "aliases", *(["suspect"] if suspects else [])])
+
+
+def leads(processes: int, modules: list[str] | None = None) -> bool:
+    """True in the process that carries a command out. Start `processes` of the command and end with their status, or join those that were
+    started; return False in one that followed rank 0 to the end."""
+    if processes > 1 and ranks.count() == 1:
+        raise typer.Exit(ranks.start([sys.executable, "-m", "puna.flows.cli.main", *sys.argv[1:]], processes))
+    ranks.join()
+    if ranks.follows():
+        from puna.flows.engine.trace import load_stages
+
+        load_stages()
+        import_modules(modules)
+        ranks.follow(following.do)
+    return not ranks.follows()
 
 
 def import_modules(modules: list[str] | None) -> list[ModuleType]:

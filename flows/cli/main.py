@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -12,12 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from puna.flows.cli import authoring, evaluate, exchange, inspect, model, rules, serving, sql
-from puna.flows.cli.inspect import JsonOption, ModuleOption, NameArgument, ProjectOption, StoreOption, import_modules
+from puna.flows.cli.inspect import (
+    JsonOption,
+    ModuleOption,
+    NameArgument,
+    ProcessesOption,
+    ProjectOption,
+    StoreOption,
+    import_modules,
+    leads,
+)
 from puna.flows.engine.console import fail
 from puna.flows.engine.declare import Flow
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE, prepare
 from puna.flows.html.markup import duration, size
-from puna.stages.contract import following
 from puna.stages.executors import FORMS, PROCESSES, ranks
 from puna.storage import PunaError, Store
 
@@ -60,21 +67,12 @@ def run(
     executor: Annotated[str, typer.Option(metavar="ENGINE", help=f"What the work runs on: {FORMS}")] = PROCESSES,
     modules: ModuleOption = None,
     name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Of a stage: alias to set, NAME@latest")] = None,
-    processes: Annotated[
-        int, typer.Option(min=1, help="Processes of this machine that train together; a training without a layout copies its model")
-    ] = 1,
+    processes: ProcessesOption = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Run a flow or a single stage; existing artifacts are reused."""
-    if processes > 1 and ranks.count() == 1:
-        raise typer.Exit(ranks.start([sys.executable, "-m", "puna.flows.cli.main", *sys.argv[1:]], processes))
-    ranks.join()
-    if ranks.follows():
-        from puna.flows.engine.trace import load_stages
-
-        load_stages()
-        import_modules(modules)
-        return ranks.follow(following.do)
+    if not leads(processes, modules):
+        return
     opened = Store.open(store)
     prepare(opened.root)
     from puna.flows.engine import launch

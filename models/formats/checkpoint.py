@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,7 +19,6 @@ from torch import Tensor
 from puna.models.bounds import check_sizes, read_object, weight_names
 from puna.models.config import ModelConfig
 from puna.models.formats.families import architecture, from_disk, hub_config, parse_config, spelled_out, to_disk
-from puna.models.memory.streams import entries
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Head, Transformer
 
@@ -30,6 +29,17 @@ T = TypeVar("T")
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GGUF = ".gguf"
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Entry(NamedTuple):
+    """The place of a tensor in a file: bytes begin .. end - 1."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
 class CheckpointError(ValueError):
@@ -211,6 +221,22 @@ def _read_tensors(folder: Path, dtype: torch.dtype | None, device: torch.device 
         return tensor.to(device, dtype if dtype and tensor.is_floating_point() else tensor.dtype)
 
     return {key: placed(file.get_tensor(key)) for _, file in weight_files(folder) for key in file.keys()}  # noqa: SIM118  no mapping
+
+
+def entries(path: Path) -> dict[str, Entry]:
+    """Return the tensors of a safetensors file that is known to be whole. Raise ValueError for a type that no weights have."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(size))
+    tensors = {}
+    for name, one in header.items():
+        if name == "__metadata__":
+            continue
+        if one["dtype"] not in DTYPES:
+            raise ValueError(f"{path}: {name} is {one['dtype']}; weights that stay on disk are {', '.join(DTYPES)}")
+        begin, end = one["data_offsets"]
+        tensors[name] = Entry(path, DTYPES[one["dtype"]], tuple(one["shape"]), 8 + size + begin, 8 + size + end)
+    return tensors
 
 
 def _mapped(folder: Path) -> dict[str, Tensor]:

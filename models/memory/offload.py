@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from puna.kernels.exact import exact_passes
 from puna.kernels.paged_attention import PagedPlan
 from puna.models.config import ModelConfig
-from puna.models.formats.checkpoint import CheckpointError, built, check_files, read_config, weight_files
+from puna.models.formats.checkpoint import CheckpointError, Entry, built, check_files, entries, read_config, weight_files
 from puna.models.formats.families import from_disk
 from puna.models.generation.cache import Layers
 from puna.models.generation.dense import fits
 from puna.models.generation.step import by_operators
-from puna.models.memory.streams import Buffer, Counts, Entry, Layout, Loader, Reader, entries
+from puna.models.memory.streams import Buffer, Counts, Layout, Loader, Reader
 from puna.models.transformer import Attend, Block, Transformer
 
 Level = Literal["host", "disk"]

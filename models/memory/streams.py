@@ -7,7 +7,6 @@ O_DIRECT, read pages are dropped from the cache.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import threading
@@ -17,25 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from puna.models.formats.checkpoint import Entry
+
 ALIGN = 4096  # bytes at whose multiples direct reads begin
 CHUNK = 16 << 20  # bytes of one read
 GAP = 1 << 20  # bytes between two tensors that are read with them, rather than apart
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-class Entry(NamedTuple):
-    """The place of a tensor in a file: bytes begin .. end - 1."""
-
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 class Place(NamedTuple):
@@ -84,22 +74,6 @@ class Layout:
             extents.append(Extent(one.path, offset, -(-(one.end - offset) // ALIGN) * ALIGN, one.end - offset, start))
             places.append(Place(name, one.dtype, one.shape, start + one.begin - offset))
         return Layout(tuple(extents), tuple(places))
-
-
-def entries(path: Path) -> dict[str, Entry]:
-    """Return the tensors of a safetensors file that is known to be whole. Raise ValueError for a type that no weights have."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(size))
-    tensors = {}
-    for name, one in header.items():
-        if name == "__metadata__":
-            continue
-        if one["dtype"] not in DTYPES:
-            raise ValueError(f"{path}: {name} is {one['dtype']}; weights that stay on disk are {', '.join(DTYPES)}")
-        begin, end = one["data_offsets"]
-        tensors[name] = Entry(path, DTYPES[one["dtype"]], tuple(one["shape"]), 8 + size + begin, 8 + size + end)
-    return tensors
 
 
 class Buffer:

@@ -17,9 +17,10 @@ from puna.stages.contract import Facts, Model, Prompts, SeededConfig, StageRun, 
 from puna.stages.conversations import answer_text, messages_of, prompt_ids, tools_of
 from puna.stages.draws import identifier
 from puna.stages.endpoint import Endpoint, EndpointConfig, Reply
+from puna.stages.executors import ranks
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import chat_template
-from puna.stages.training.train import load_model, load_served
+from puna.stages.training.train import DealtEngine, check_shared, load_model, load_served
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.stages.verifiers.base import Score, ScoringConfig, ended, is_correct
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
@@ -78,7 +79,7 @@ def needs(config: SampleConfig, facts: Facts) -> list[str]:
     return [*chat_template(facts, "models"), *config.serving.unmet("serving"), *refused]
 
 
-@stage(kind="answers", device=True, needs=needs, named=verifiers_named)
+@stage(kind="answers", device=True, ranks=True, needs=needs, named=verifiers_named)
 def sample(
     models: list[Model] | None, prompts: Prompts, judges: list[Model] | None, draft: Model | None, config: SampleConfig, run: StageRun
 ) -> None:
@@ -101,6 +102,8 @@ def sample(
         raise PunaError("sample: give models to answer, or endpoints to ask")
     if len({endpoint.name for endpoint in config.endpoints}) < len(config.endpoints):
         raise PunaError("sample: the same endpoint is given twice; preferences need answers of different models")
+    if config.endpoints and ranks.count() > 1:
+        raise PunaError("sample: one process asks endpoints: leave them out, or run in one process")
     rows = [row for row in prompts.read().to_pylist() if row["split"] == config.split]
     if not rows:
         raise PunaError(f"{prompts.id} has no prompts of the split {config.split!r}")
@@ -133,6 +136,7 @@ def _answer(
     draft: Artifact | None,
 ) -> Counter[str]:  # fmt: skip
     """Write a model's answers, STRETCH prompts at a time; return the answers that were checked, and the tokens."""
+    check_shared(config.serving, draft is not None, run)
     spent: Counter[str] = Counter()
     total = len(asked) * config.answers
     params = _params(tokenizer_of(artifact), config, artifact.data_digest, run, guesses(config.serving.speculate, draft))
@@ -165,7 +169,7 @@ def _answer(
             run.progress(before + done, models * total, f"model {number + 1} of {models}")
 
         def make(stretch: Sequence[Asked] = asked[start : start + STRETCH], progress: Progress = progress) -> list[dict[str, Any]]:
-            return _generate(artifact.data_digest, engine(), stretch, scorer, params, run, progress)
+            return _generate(artifact.data_digest, DealtEngine(engine()), stretch, scorer, params, run, progress)
 
         answers = run.once(f"{artifact.data_digest}-{start:09d}", make, ["gold", "finished", "tokens"])
         spent["checker_calls"] += len(answers) - answers["gold"].null_count
@@ -248,6 +252,8 @@ def _generate(
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     completions = engine.generate([ids for _, ids in asked], params, progress)
+    if ranks.follows():
+        return []
     # An answer that was cut off is scored as it stands.
     drawn = [
         (row, index, completion, answer_text(completion.tokens, tokenizer))

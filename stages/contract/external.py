@@ -69,6 +69,11 @@ class External:
     files: tuple[ExternalFile, ...]
     data_digest: str
 
+    @staticmethod
+    def of(sent: dict[str, Any]) -> External:
+        """Return the input of which `dataclasses.asdict` gave these values."""
+        return External(**{**sent, "files": tuple(ExternalFile(**file) for file in sent["files"])})
+
     def check_unchanged(self) -> None:
         for file in self.files:
             if file.changed():

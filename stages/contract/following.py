@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,11 @@ from puna.models.settings import Settings
 from puna.models.training.parallel.layout import Layout
 from puna.stages.contract.config import StageConfig, parse
 from puna.stages.contract.declaration import REGISTRY, Stage, Value
+from puna.stages.contract.external import External
 from puna.stages.contract.run import Figure, StageRun
 from puna.stages.executors import ranks
 from puna.storage import Artifact, PunaError, Store
+from puna.storage.schemas import table_schema
 
 
 def call(stage: Stage, arguments: list[Any], config: StageConfig, given: dict[str, Value], run: StageRun, store: Store) -> None:
@@ -25,7 +28,10 @@ def call(stage: Stage, arguments: list[Any], config: StageConfig, given: dict[st
     if not stage.ranks or ranks.count() == 1:
         stage.function(*arguments, config, run)
         return
-    inputs = {name: [(item.kind, item.key) for item in items if isinstance(item, Artifact)] for name, items in stage.check(given).items()}
+    inputs = {
+        name: [(item.kind, item.key) if isinstance(item, Artifact) else asdict(item) for item in items]
+        for name, items in stage.check(given).items()
+    }
     job = {
         "stage": stage.name, "config": config.model_dump(mode="json"), "inputs": inputs,
         "store": store.uri, "project": store.project, "scratch": str(run.scratch),
@@ -69,6 +75,12 @@ class FollowerRun(StageRun):
     def write_rows(self, rows: list[dict[str, Any]], name: str | None = None) -> None:
         """Do nothing."""
 
+    def once(self, name: str, make: Callable[[], list[dict[str, Any]]], columns: list[str]) -> pa.Table:
+        """Have the rows made beside rank 0, which writes them, if it has them not yet; return none."""
+        if ranks.agree(False):
+            make()
+        return table_schema(self.kind).schema.empty_table().select(columns)
+
     def metric(self, name: str, value: float | int | str) -> None:
         """Do nothing."""
 
@@ -84,7 +96,8 @@ def do(job: dict[str, Any]) -> None:
     config = parse(stage.config, job["config"], stage.name)
     arguments: list[Any] = []
     for spec in stage.inputs:
-        items = [store.find(*item) for item in job["inputs"].get(spec.name, ())]
+        sent = job["inputs"].get(spec.name, ())
+        items = [External.of(item) if isinstance(item, dict) else store.find(*item) for item in sent]
         if None in items:
             raise PunaError(f"{store.uri}, as this rank sees it, lacks an input of {stage.name}: give all ranks a folder that they share")
         arguments.append(items if spec.many else items[0] if items else None)

@@ -15,7 +15,7 @@ import pyarrow as pa
 from puna.stages.contract.config import StageConfig
 from puna.stages.contract.shardwork import Job, Produce, Scattering, produced, scattered, transformed
 from puna.stages.contract.signals import described
-from puna.stages.executors import ordered
+from puna.stages.executors import ordered, ranks
 from puna.storage import Artifact, Part, PunaError, Work
 from puna.storage.exchange import Exchange, Partition, Scatter, Scattered, gathered, level
 from puna.storage.parts import Beside, span
@@ -221,10 +221,10 @@ class StageRun:
         """
         job = f"{self.kind}-once-{name}"
         staged = self._work.earlier(job)
-        if staged is None:
+        if ranks.agree(staged is None):
             self._work.add(self.kind, _table(make(), self.kind), f"once-{name}")
             staged = self._work.earlier(job)
-        else:
+        elif staged is not None:
             self._work.claim(staged)
         tables = [rows.read(0, rows.rows, columns) for one in staged or () for rows in [one.rows(self._work.files)] if rows.rows]
         return pa.concat_tables(tables) if tables else table_schema(self.kind).schema.empty_table().select(columns)

@@ -21,11 +21,12 @@ from puna.stages.endpoint import Endpoint
 from puna.stages.evaluation import asking
 from puna.stages.evaluation.asking import Asker, Column, Options, PromptFormat, cut, has_letters
 from puna.stages.evaluation.calibration import calibration_error
-from puna.stages.evaluation.likelihood import Encoder, likelihoods
+from puna.stages.evaluation.likelihood import Encoder, Likelihood, Request, likelihoods
 from puna.stages.evaluation.task_file import LOWER, Document, Generation, Task, TaskFile, load_task, task_files
 from puna.stages.evaluation.task_programs import texts_of
+from puna.stages.executors import ranks
 from puna.stages.training import intervals
-from puna.stages.training.train import heldout_prompts, load_served
+from puna.stages.training.train import DealtEngine, heldout_prompts, load_served
 from puna.stages.verifiers.base import ScoringConfig, ended
 from puna.stages.verifiers.registry import kind_of
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
@@ -98,7 +99,7 @@ def verifiers_of_tasks(inputs: Mapping[str, Sequence[Artifact | External]]) -> l
     return sorted({*named, *(symbol for name in names for symbol in kind_of(name).of_class())})
 
 
-@stage(kind="evaluation", named=verifiers_of_tasks)
+@stage(kind="evaluation", ranks=True, named=verifiers_of_tasks)
 def benchmark(
     model: Model, tasks: list[External] | None, prompts: list[Prompts] | None, judges: list[Model] | None, overlaps: Evaluation | None,
     config: BenchmarkConfig, run: StageRun,
@@ -193,7 +194,7 @@ class Bench:
             prepared(network, config.serving.weights)
         except ValueError as error:
             raise PunaError(f"{run.stage}: {model.id}: {error}") from error
-        return Bench(network, engine_of(network, tokenizer, **limits), Encoder(tokenizer), scorers, config, run)
+        return Bench(network, DealtEngine(engine_of(network, tokenizer, **limits)), Encoder(tokenizer), scorers, config, run)
 
     @property
     def longest(self) -> int:
@@ -229,10 +230,14 @@ class Bench:
         tokens = sum(len(one.context) + len(one.continuation) for one in flat)
         return Result.of(task, name, format_of(task, self.config.prompts, options), columns, examples, started, tokens)
 
-    def _likelihoods(self, requests: Sequence[Any], task: Task) -> list[Any]:
+    def _likelihoods(self, requests: Sequence[Request], task: Task) -> list[Likelihood]:
         try:
             told = functools.partial(self.run.progress, note=task.name)
-            return likelihoods(self.model, requests, self.longest, self.config.micro_batch_tokens, told)
+
+            def scored(own: list[Request]) -> list[Likelihood]:
+                return likelihoods(self.model, own, self.longest, self.config.micro_batch_tokens, told)
+
+            return [Likelihood(*one) for one in ranks.dealt(requests, scored, lambda request: tuple(request.context))]
         except PunaError as error:
             raise PunaError(f"{task.where}: {error}") from error
 
@@ -261,6 +266,8 @@ class Bench:
         until = (task.file.fewshot_delimiter,) if own.until is None else own.until
         prompts = [asker.prompt(task, document) for document in task.documents]
         drawn = self.generated(prompts, own.replace(temperature=temperature, do_sample=None), until, n, task.where)
+        if ranks.follows() and self.run.kind == "evaluation":  # rank 0 alone scores answers and writes
+            return Result.of(task, task.name, self.config.prompts, [], [], started, 0)
         tokenizer = self.encoder.tokenizer
         texts = [[cut(one, tokenizer, until) for one in several] for several in drawn]
         columns = [] if task.prompted else asking.answer_columns(task, texts)

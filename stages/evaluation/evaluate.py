@@ -16,12 +16,13 @@ from puna.stages.conversations import answer_text, messages_of, prompt_ids, show
 from puna.stages.evaluation import multiple_choice
 from puna.stages.evaluation.multiple_choice import heldout_pages, training_text
 from puna.stages.evaluation.variety import variety
+from puna.stages.executors import ranks
 from puna.stages.search import SearchConfig, Values, search
 from puna.stages.training import bits_per_byte, intervals
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.bits_per_byte import NGrams, dictionary_bits
 from puna.stages.training.corpus import Chosen, rank
-from puna.stages.training.train import heldout_prompts, load_served
+from puna.stages.training.train import DealtEngine, heldout_prompts, load_served
 from puna.stages.verifiers.base import Score, ScoringConfig, ended, is_correct
 from puna.stages.verifiers.registry import from_json
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
@@ -100,7 +101,7 @@ def needs(config: EvaluateConfig, facts: Facts) -> list[str]:
     return config.serving.unmet("serving")
 
 
-@stage(kind="evaluation", needs=needs, named=verifiers_named)
+@stage(kind="evaluation", ranks=True, needs=needs, named=verifiers_named)
 def evaluate(
     model: Model,
     documents: Documents | None,
@@ -143,10 +144,12 @@ def evaluate(
     if documents is not None:
         pages = heldout_pages(documents, mixture, config.pages.max_page_bytes, config.pages.max_bytes, run)
         context = config.context or min(network.config.max_position_embeddings, config.micro_batch_tokens)
-        read = training_text(model, documents, mixture, tokenizer, context, config.pages.baseline_tokens, run)
+        most = 0 if ranks.follows() else config.pages.baseline_tokens
+        read = training_text(model, documents, mixture, tokenizer, context, most, run)
         _bits(pages, read, network, tokenizer, context, config, run)
         _questions(pages, network, tokenizer, config, run)
-        _continuations(pages, network, tokenizer, config, limits, run)
+        if not ranks.follows():
+            _continuations(pages, network, tokenizer, config, limits, run)
     if prompts is not None:
         engine: AnswerEngine
         if config.serving.engine == "vllm":
@@ -154,7 +157,7 @@ def evaluate(
             torch.cuda.empty_cache()
             engine = vllm_engine(model.path(), tokenizer, config.serving)
         else:
-            engine = engine_of(network, tokenizer, config.serving.weights, **limits)
+            engine = DealtEngine(engine_of(network, tokenizer, config.serving.weights, **limits))
         _answers(prompts, judges or (), engine, tokenizer, config, run)
 
 
@@ -176,7 +179,10 @@ def _bits(
     texts = [page.text for page in pages]
     encoded = [[*tokenizer.lead, *ids, *tokenizer.end] for ids in tokenizer.encode_batch(texts)]
     told = partial(run.progress, note="bits per byte")
-    nats = bits_per_byte.document_nats(model, encoded, context, config.micro_batch_tokens, progress=told)
+    size = config.micro_batch_tokens
+    nats = ranks.dealt(encoded, lambda own: bits_per_byte.document_nats(model, own, context, size, progress=told), tuple)
+    if ranks.follows():
+        return
     sizes, targets = [float(len(text.encode())) for text in texts], [len(ids) - 1.0 for ids in encoded]
     found = {OWN_BITS: [bits_per_byte.bits(n) for n in nats]}
     if read:
@@ -214,7 +220,9 @@ def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer
     if not items:
         return
     told = partial(run.progress, note="multiple choice")
-    found = multiple_choice.likelihoods(model, tokenizer, items, config.micro_batch_tokens, progress=told)
+    found = ranks.dealt(items, lambda own: multiple_choice.likelihoods(model, tokenizer, own, config.micro_batch_tokens, progress=told))
+    if ranks.follows():
+        return
     for metric, normalised in (("accuracy", False), ("accuracy_per_byte", True)):
         right = [multiple_choice.chosen(item, values, normalised) == item.answer for item, values in zip(items, found, strict=True)]
         run.metric(f"choice_{metric}", sum(right) / len(right))
@@ -265,9 +273,13 @@ def _answers(
     if config.answers.search is None:
         completions = [row[0] for row in engine.generate(asked, params, progress=lambda done, total: run.progress(done, total, "answers"))]
         spent = sum(len(completion.tokens) for completion in completions)
+    elif ranks.count() > 1:
+        raise PunaError("evaluate: no test proves answers.search in several processes: leave it out, or run in one process")
     else:
         chosen = search(engine, asked, params, config.answers.search, _chooser(config, rows, judges, run))
         completions, spent = [one.completion for one in chosen], sum(one.tokens for one in chosen)
+    if ranks.follows():
+        return
     run.metric("answer_tokens", spent)
     texts = [answer_text(completion.tokens, tokenizer) for completion in completions]
     scores = scorer.scores(list(zip(rows, texts, strict=True)))

@@ -14,11 +14,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from puna.storage import PunaError
+
+if TYPE_CHECKING:
+    from puna.models.training.parallel.mesh import Mesh
+
+T = TypeVar("T")
 
 RESTARTS = 3
 """Times that all processes are started again after one was killed; they go on from the last state."""
@@ -64,6 +69,30 @@ def together(job: dict[str, Any] | None) -> Iterator[None]:
         yield
     finally:
         mesh.together = False
+
+
+def mesh() -> Mesh:
+    """Return the processes that run a stage together; where one process runs it, that alone."""
+    from puna.models.training.parallel.layout import Layout
+    from puna.models.training.parallel.mesh import Mesh, layout_of
+
+    return Mesh(layout_of(Layout()))
+
+
+def agree(wish: bool) -> bool:
+    """Return whether a process that runs the stage wishes so."""
+    return wish if count() == 1 else mesh().agree(wish)
+
+
+def dealt(items: Sequence[T], compute: Callable[[list[T]], list[Any]], key: Callable[[T], Hashable] = lambda item: item) -> list[Any]:
+    """Return `compute` of items, one JSON value each, in all processes that run a stage together. Items of one key go to one process."""
+    group, owners = mesh(), dict[Hashable, int]()
+    if group.layout.processes == 1:
+        return compute(list(items))
+    of = [owners.setdefault(key(item), len(owners) % group.layout.processes) for item in items]
+    own = [item for item, owner in zip(items, of, strict=True) if owner == group.index]
+    parts = [iter(json.loads(text)) for text in group.gather_texts(json.dumps(compute(own) if own else []))]
+    return [next(parts[owner]) for owner in of]
 
 
 def follow(do: Callable[[dict[str, Any]], None]) -> None:

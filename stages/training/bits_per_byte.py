@@ -49,19 +49,21 @@ def document_nats(
 ) -> list[float]:
     """Return -log p of each document (token ids, given its first token), in nats.
 
-    Windows are packed into rows of about `micro_batch_tokens` tokens, documents side by side.
+    Windows are packed into rows of about `micro_batch_tokens` tokens, documents side by side, in exact passes where these can be.
     """
     import torch
 
+    from puna.kernels.exact import can_be_exact, exact_passes
     from puna.models.training.objectives.base import Targets, target_logprobs
 
     nats = [0.0] * len(documents)
     jobs = [(index, window) for index, ids in enumerate(documents) for window in windows(len(ids), context)]
     position = 0
-    device = next(model.parameters()).device
+    weight = model.model.embed_tokens.weight
+    device, exact = weight.device, can_be_exact(weight.dtype, weight.device)
     for batch in batched(jobs, lambda job: job[1].stop - job[1].start, micro_batch_tokens):
         targets = Targets.from_documents([documents[index][w.start : w.stop] for index, w in batch]).to(device)
-        with torch.no_grad():
+        with torch.no_grad(), exact_passes(weight.dtype, device, exact):
             logprobs = target_logprobs(model, targets).double()
         for (index, window), values in zip(batch, logprobs.split(targets.lengths.tolist()), strict=True):
             # Target j of a window is its token j + 1.

@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from puna.models.training.packing import Later, batched
+from puna.stages.executors import ranks
 from puna.stages.training.corpus import rank
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
     from puna.models.training.objectives.base import Targets
-    from puna.models.training.parallel.mesh import Mesh
     from puna.models.training.schedules import Ramp
     from puna.models.transformer import Transformer
 
@@ -74,7 +74,9 @@ class Packed:
         """Read the table `tokens` of an artifact, or one in memory. With `file` the tokens lie there and are mapped into memory, so that
         they may be more than it holds; each of the ranks that train together writes a share of them."""
         named = source.id if isinstance(source, Artifact) else "a pool"
-        mesh, flat = _mesh(alone=file is None), {name: list[Any]() for name in ("tokens", "sizes", "per_row", "owners")}
+        mesh = ranks.mesh()
+        count, at = (1, 0) if file is None else (mesh.layout.processes, mesh.index)
+        flat = {name: list[Any]() for name in ("tokens", "sizes", "per_row", "owners")}
         numbers: dict[str, int] = {}
         total, largest = 0, -1
         part = None if file is None else file.with_name(f".{file.name}.part")
@@ -86,23 +88,23 @@ class Packed:
                 flat["per_row"].append(pc.list_value_length(lengths).to_numpy().astype(np.int64))
                 known = np.array([numbers.setdefault(id_, len(numbers)) for id_ in documents.dictionary.to_pylist()], dtype=np.int64)
                 flat["owners"].append(known[documents.indices.to_numpy()])
-                count = int(flat["sizes"][-1].sum())
-                if number % mesh.layout.processes == mesh.index:
+                size = int(flat["sizes"][-1].sum())
+                if number % count == at:
                     ids = piece(["tokens"])["tokens"].combine_chunks().flatten().to_numpy().astype(np.int32)
-                    if len(ids) != count:
-                        raise PunaError(f"{named}: {len(rows)} rows have {len(ids)} tokens, and by their `lengths` {count}")
+                    if len(ids) != size:
+                        raise PunaError(f"{named}: {len(rows)} rows have {len(ids)} tokens, and by their `lengths` {size}")
                     largest = max(largest, int(ids.max(initial=-1)))
                     if out is None:
                         flat["tokens"].append(ids)
                     else:
                         os.pwrite(out.fileno(), ids.data, ids.itemsize * total)
-                total += count
+                total += size
         if not flat["sizes"]:
             raise PunaError(f"{named} has no rows: there is nothing to train on")
         joined = {name: np.concatenate(arrays) for name, arrays in flat.items() if arrays}
-        largest = max(map(int, mesh.gather_texts(str(largest))))  # now all have written
         if file is not None and part is not None:
-            if mesh.index == 0:
+            largest = max(map(int, mesh.gather_texts(str(largest))))  # now all have written
+            if at == 0:
                 os.truncate(part, 4 * total)
                 os.replace(part, file)
             mesh.wait()
@@ -255,14 +257,6 @@ class Reader:
         from puna.models.training.objectives.base import Targets
 
         return Targets.from_documents([self.packed.tokens[start:stop] for start, stop in spans])
-
-
-def _mesh(alone: bool) -> Mesh:
-    """Return the ranks that train together, if several do and not each `alone`."""
-    from puna.models.training.parallel.layout import Layout
-    from puna.models.training.parallel.mesh import Mesh, layout_of
-
-    return Mesh(Layout() if alone else layout_of(Layout()))
 
 
 def _pieces(source: Artifact | pa.Table) -> Iterator[Callable[[list[str]], pa.Table]]:

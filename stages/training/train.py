@@ -21,6 +21,7 @@ from puna.storage import Artifact, PunaError
 if TYPE_CHECKING:
     import torch
 
+    from puna.models.generation import AnswerEngine, Completion, SamplingParams
     from puna.models.machine import Precision
     from puna.models.memory.workload import Work
     from puna.models.serving import ServingSettings
@@ -223,18 +224,31 @@ def load_model(
     return on_threads(model), Tokenizer.load(artifact.path())
 
 
+def check_shared(serving: ServingSettings, drafted: bool, run: StageRun) -> bool:
+    """True if a model answers as it is, each token by itself. Raise PunaError where several processes share the prompts and it does not."""
+    plain = serving.replace(speculate=0, memory=None) == type(serving)() and not drafted
+    if ranks.count() > 1 and not plain:
+        raise PunaError(f"{run.stage}: no test proves the answers of several processes with a draft, offload, a window, weights in 8 "
+                        "bits or engine vllm: leave `serving` at its defaults but for speculate, or run in one process")  # fmt: skip
+    return plain
+
+
 def load_served(
     artifact: Artifact, serving: ServingSettings, work: Work, run: StageRun, step_tokens: int | None = None,
     draft: Transformer | None = None,
 ) -> tuple[Transformer, Tokenizer, dict[str, Any]]:  # fmt: skip
     """Load a language model as `serving` configures it; return it with its tokenizer and its engine's limits.
 
-    With offloading a metric records the plan. `step_tokens`: longest pass outside the engine, in tokens."""
+    With offloading a metric records the plan. `step_tokens`: longest pass outside the engine, in tokens. On a CPU the engine is exact where
+    it can be: no answer depends on those beside it, or on the process. Raise PunaError if several processes cannot share the work."""
+    from puna.kernels.exact import can_be_exact
     from puna.models.serving import offloaded_model
     from puna.models.tokens.tokenizer import Tokenizer
 
+    plain = check_shared(serving, draft is not None, run)
     if serving.offload == "none":
-        own = {} if serving.memory is None else {"memory": int(serving.memory * 1e9)}
+        own = {"exact": True} if plain and can_be_exact(frozen_dtype(), device()) else dict[str, Any]()
+        own |= {} if serving.memory is None else {"memory": int(serving.memory * 1e9)}
         return *load_model(artifact, "lm", frozen=True), own | serving.kept
     try:
         place = (device(), frozen_dtype())
@@ -243,6 +257,24 @@ def load_served(
         raise PunaError(f"{artifact.id}: {error}") from error
     run.metric(f"offload_{artifact.data_digest[:12]}", model.plan)
     return on_threads(model.model), Tokenizer.load(artifact.path()), model.limits | serving.kept
+
+
+class DealtEngine:
+    """An engine whose prompts are dealt to the processes that run a stage together; each gets the answers to all."""
+
+    def __init__(self, engine: AnswerEngine) -> None:
+        self.engine, self.tokenizer = engine, engine.tokenizer
+
+    def generate(
+        self, prompts: Sequence[Sequence[int] | str], params: SamplingParams, progress: Callable[[int, int], None] | None = None
+    ) -> list[list[Completion]]:
+        """Return `Engine.generate`'s answers. Equal prompts go to one process: together they draw different answers."""
+        from puna.models.generation import Completion
+
+        def drawn(own: list[Sequence[int] | str]) -> list[list[tuple[list[int], list[float], bool]]]:
+            return [[(c.tokens, c.logprobs, c.finished) for c in some] for some in self.engine.generate(own, params, progress)]
+
+        return [[Completion(*answer) for answer in some] for some in ranks.dealt(prompts, drawn, tuple)]
 
 
 def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -34,7 +35,12 @@ from puna.models.training.settings import GrpoSettings, LoraSettings, TrainConfi
 from puna.models.training.state import load_state
 from puna.models.training.trainer import TIMED, Trainer
 from puna.models.transformer import Transformer
+from puna.stages.align import sample
+from puna.stages.contract import External, execute, following
+from puna.stages.contract.declaration import REGISTRY
+from puna.stages.evaluation import benchmark, evaluate
 from puna.stages.training.packed import Packed, Reader
+from puna.storage import Store
 
 PLAIN: dict[str, Any] = {
     "vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -55,6 +61,7 @@ DEVICE = "cpu"
 """Where the models are: the script of GPU measurements sets it."""
 OBJECTIVES = ("pretrain", "sft", "dpo", "reward", "distill", "ppo", "value", "grpo")
 SCALAR = ("reward", "value")
+STAGES = (sample, evaluate, benchmark)  # their modules declare the stages
 
 
 def network(variant: str, objective: str = "pretrain", seed: int = 0, **shape: int) -> Transformer:
@@ -316,6 +323,18 @@ def disk_bytes() -> int:
     return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["read_bytes"])
 
 
+def stage(members: Sequence[int], store: str, name: str, config: dict[str, Any], inputs: dict[str, list[Any]]) -> str | None:
+    """Run a stage in all ranks as `puna run` does; return the key of its artifact on rank 0."""
+    everyone, opened, declared = Mesh(Layout(data=len(members)), members), Store.open(store), REGISTRY[name]
+    if everyone.index:
+        following.do(json.loads(everyone.gather_texts("-")[0]))
+        return None
+    items = {key: [External.of(one) if isinstance(one, dict) else opened.find(*one) for one in some] for key, some in inputs.items()}
+    given: dict[str, Any] = {spec.name: items[spec.name] if spec.many else items[spec.name][0] for spec in declared.inputs if spec.name in items}
+    with mock.patch("puna.stages.executors.ranks._say", everyone.gather_texts):
+        return execute(declared, declared.config(**config), given, opened).key
+
+
 def refusal(members: Sequence[int], **given: Any) -> str:
     """Return the message with which a layout is refused."""
     try:
@@ -367,5 +386,5 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds,
-    "read_ratio": read_ratio, "weights_read": weights_read, "tokens_read": tokens_read, "sampled": sampled,
+    "read_ratio": read_ratio, "weights_read": weights_read, "tokens_read": tokens_read, "stage": stage, "sampled": sampled,
 }  # fmt: skip
