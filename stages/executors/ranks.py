@@ -67,6 +67,8 @@ def together(job: dict[str, Any] | None) -> Iterator[None]:
     mesh.together = True
     try:
         yield
+    except RuntimeError as error:  # an exchange that failed
+        raise PunaError(f"rank 0: {str(error).splitlines()[0]}; {_last_words()}" if job is not None else str(error)) from error
     finally:
         mesh.together = False
 
@@ -95,6 +97,16 @@ def dealt(items: Sequence[T], compute: Callable[[list[T]], list[Any]], key: Call
     return [next(parts[owner]) for owner in of]
 
 
+def _last_words() -> str:
+    """Return the errors that the other ranks told, and the ranks that told none within `LAST_WORDS`."""
+    from puna.models.training.parallel import mesh
+
+    time.sleep(LAST_WORDS / 2)
+    told = {rank: f"words-{rank}" for rank in range(1, count())}
+    words = [mesh.store().get(key).decode() if mesh.store().check([key]) else f"rank {rank}: no word" for rank, key in told.items()]
+    return "; ".join(words) + f" (a rank without a word hangs, which the others notice after {mesh.TIMEOUT}, or its machine is gone)"
+
+
 def follow(do: Callable[[dict[str, Any]], None]) -> None:
     """Do the jobs that rank 0 tells, until it ends."""
     import torch.distributed as dist
@@ -111,7 +123,9 @@ def follow(do: Callable[[dict[str, Any]], None]) -> None:
             try:
                 do(json.loads(text))
             except Exception as error:
-                print(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", file=sys.stderr)
+                words = f"rank {os.environ['RANK']}: {type(error).__name__}: {error}"
+                print(words, file=sys.stderr)
+                mesh.store().set(f"words-{os.environ['RANK']}", words.splitlines()[0])
                 time.sleep(LAST_WORDS)
                 raise SystemExit(1) from error
             number += 1

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -31,6 +34,60 @@ def test_the_status_of_a_failure_is_handed_on_without_a_restart(capfd: pytest.Ca
     program = "import os, sys, time; rank = int(os.environ['RANK']); print('rank', rank, file=sys.stderr); time.sleep(rank == 0); sys.exit(3)"
     assert processes.start([sys.executable, "-c", program], 2) == 3
     assert capfd.readouterr().err.count("rank 1") == 1
+
+
+BROKEN = """
+import datetime, sys, time
+from puna.models.training.parallel import mesh
+from puna.stages.executors import ranks
+from puna.storage import PunaError
+mesh.TIMEOUT = datetime.timedelta(seconds=3)
+ranks.LAST_WORDS = 1.0
+ranks.join()
+rank = mesh.dist.get_rank()
+def fail(job):
+    raise ValueError(f"no room for {job['stage']}")
+if rank == 1:
+    ranks.follow(fail)
+if rank == 2:
+    time.sleep(60)
+try:
+    with ranks.together({"stage": "sft"}):
+        ranks.mesh().wait()
+except PunaError as error:
+    print(error, file=sys.stderr)
+    sys.exit(4)
+"""
+
+
+def test_the_last_words_of_each_rank_and_the_rank_that_hangs_are_named(capfd: pytest.CaptureFixture[str]):
+    assert processes.start([sys.executable, "-c", BROKEN], 3) == 4
+    (line,) = [one for one in capfd.readouterr().err.splitlines() if one.startswith("rank 0: ")]
+    assert "; rank 1: ValueError: no room for sft; rank 2: no word (a rank without a word hangs, which the others notice after 0:00:03" in line
+
+
+ALONE = """
+import datetime, sys
+from puna.models.training.parallel import mesh
+mesh.TIMEOUT = datetime.timedelta(seconds=1)
+try:
+    mesh.join()
+except ConnectionError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("more, problem", [
+    ({}, "no connection to all: rank 1 did not come within 0:00:01: start all 2"),
+    ({"GLOO_SOCKET_IFNAME": "nope0"}, "Unable to find address for: nope0; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface"),
+], ids=["rank", "interface"])
+def test_a_missing_rank_and_a_missing_interface_are_named(more: dict[str, str], problem: str):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": "0", **more}
+    done = subprocess.run([sys.executable, "-c", ALONE], env=os.environ | own, capture_output=True, text=True, timeout=60)
+    assert problem in done.stdout, done
 
 
 @pytest.mark.parametrize("name", ["MASTER_PORT", "WORLD_SIZE"])

@@ -40,7 +40,7 @@ def join(device: str = "cpu") -> None:
     """Join the processes that torchrun started, once.
 
     After a restart the agent's store still holds keys of the attempt before: each attempt has a prefix of its own.
-    Raise ValueError if a variable is missing; raise ConnectionError if rank 0 cannot be reached.
+    Raise ValueError if a variable is missing; raise ConnectionError if rank 0, or another rank, cannot be reached.
     """
     if dist.is_initialized():
         return
@@ -59,7 +59,16 @@ def join(device: str = "cpu") -> None:
     if device == "cuda":  # "cuda" is then this rank's own GPU
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"  # texts and counts are exchanged in the host's memory
-    dist.init_process_group(backend, store=_store, rank=rank, world_size=world, timeout=TIMEOUT)
+    _store.set(f"here-{rank}", "")
+    try:
+        dist.init_process_group(backend, store=_store, rank=rank, world_size=world, timeout=TIMEOUT)
+    except RuntimeError as error:
+        late = isinstance(error, dist.DistStoreError)
+        missing = [str(other) for other in range(world) if late and not _store.check([f"here-{other}"])]
+        which = f"rank {', '.join(missing)} did not come within {TIMEOUT}: start all {world}" if missing else (
+            f"{str(error).splitlines()[0]}; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface at which the others reach it"
+        )  # fmt: skip
+        raise ConnectionError(f"rank {rank} of {world} found rank 0 at {host}:{port}, and no connection to all: {which}") from error
 
 
 class Mesh:
