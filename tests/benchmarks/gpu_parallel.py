@@ -150,7 +150,7 @@ def alone(axis: str) -> Iterator[Mesh]:
     from puna.models.training.parallel.shard import Sharded
 
     kind = {"data": Parallel, "shard": Sharded, "tensor": Cut, "expert": Cut}[axis]
-    made = mock.patch("puna.models.training.trainer.parallel", lambda model, layout, mesh: kind(model, mesh))
+    made = mock.patch("puna.models.training.trainer.parallel", lambda model, layout, mesh, device: kind(model, mesh, device))
     with made, mock.patch.object(Parallel, "processes", 2):
         yield Alone(axis)
 

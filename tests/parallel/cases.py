@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -14,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import pyarrow as pa
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,7 +23,6 @@ from puna.models.formats.checkpoint import load, save
 from puna.models.training import objectives as o
 from puna.models.training.loop import fingerprint, train, weights_digest
 from puna.models.training.objectives.base import Targets
-from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.parallel.parallel import parallel
@@ -35,12 +32,6 @@ from puna.models.training.settings import GrpoSettings, LoraSettings, TrainConfi
 from puna.models.training.state import load_state
 from puna.models.training.trainer import TIMED, Trainer
 from puna.models.transformer import Transformer
-from puna.stages.align import sample
-from puna.stages.contract import External, execute, following
-from puna.stages.contract.declaration import REGISTRY
-from puna.stages.evaluation import benchmark, evaluate
-from puna.stages.training.packed import Packed, Reader
-from puna.storage import Store
 
 PLAIN: dict[str, Any] = {
     "vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -61,7 +52,6 @@ DEVICE = "cpu"
 """Where the models are: the script of GPU measurements sets it."""
 OBJECTIVES = ("pretrain", "sft", "dpo", "reward", "distill", "ppo", "value", "grpo")
 SCALAR = ("reward", "value")
-STAGES = (sample, evaluate, benchmark)  # their modules declare the stages
 
 
 def network(variant: str, objective: str = "pretrain", seed: int = 0, **shape: int) -> Transformer:
@@ -293,26 +283,6 @@ def weights_read(members: Sequence[int], layout: dict[str, int], folder: str, **
     return {"read": read / share, "taken": taken / share}
 
 
-def tokens_read(members: Sequence[int], folder: str) -> dict[str, Any]:
-    """Return what a rank has of tokens that all ranks write together, and which micro-batches of a step it reads."""
-    rng = np.random.default_rng(3)
-    lengths = [rng.integers(2, 9, 2).tolist() for _ in range(4100)]
-    rows = pa.table({
-        "tokens": [rng.integers(0, 50, sum(row)).tolist() for row in lengths], "lengths": lengths,
-        "documents": [[f"{number}a", f"{number}b"] for number in range(len(lengths))],
-    })  # fmt: skip
-    with mock.patch("puna.models.training.parallel.mesh.together", True):
-        own = Packed.read(rows, Path(folder, "tokens.bin"))
-    alone, made = Packed.read(rows), list[int]()
-    reader = Reader(own, np.zeros(len(own.owners), dtype=bool), 16, 0, begin=0)
-    with mock.patch.object(Reader, "_made", lambda self, spans: made.append(len(spans))):
-        layout = Layout(data=len(members))
-        for part, _ in Parallel(network("plain"), Mesh(layout, members)).deal(reader.later(1, 24)):
-            part.make()
-    return {"same": all(np.array_equal(getattr(own, n), getattr(alone, n)) for n in ("tokens", "starts", "rows", "owners")),
-            "largest": [own.largest, alone.largest, int(alone.tokens.max())], "made": len(made), "of": len(reader.later(1, 24))}  # fmt: skip
-
-
 def private_bytes() -> int:
     """Return the memory of this process that no file backs."""
     return 1024 * int(dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())["RssAnon"].split()[0])
@@ -321,18 +291,6 @@ def private_bytes() -> int:
 def disk_bytes() -> int:
     """Return the bytes that this process has had read from disks."""
     return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["read_bytes"])
-
-
-def stage(members: Sequence[int], store: str, name: str, config: dict[str, Any], inputs: dict[str, list[Any]]) -> str | None:
-    """Run a stage in all ranks as `puna run` does; return the key of its artifact on rank 0."""
-    everyone, opened, declared = Mesh(Layout(data=len(members)), members), Store.open(store), REGISTRY[name]
-    if everyone.index:
-        following.do(json.loads(everyone.gather_texts("-")[0]))
-        return None
-    items = {key: [External.of(one) if isinstance(one, dict) else opened.find(*one) for one in some] for key, some in inputs.items()}
-    given: dict[str, Any] = {spec.name: items[spec.name] if spec.many else items[spec.name][0] for spec in declared.inputs if spec.name in items}
-    with mock.patch("puna.stages.executors.ranks._say", everyone.gather_texts):
-        return execute(declared, declared.config(**config), given, opened).key
 
 
 def refusal(members: Sequence[int], **given: Any) -> str:
@@ -386,5 +344,5 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds,
-    "read_ratio": read_ratio, "weights_read": weights_read, "tokens_read": tokens_read, "stage": stage, "sampled": sampled,
+    "read_ratio": read_ratio, "weights_read": weights_read, "sampled": sampled,
 }  # fmt: skip

@@ -76,6 +76,7 @@ def serve(sockets: list[socket.socket]) -> None:
     import triton  # noqa: F401
 
     import tests.parallel.cases
+    import tests.parallel.stage_jobs
 
     gc.freeze()
     gc.enable()
@@ -85,7 +86,7 @@ def serve(sockets: list[socket.socket]) -> None:
             for other in sockets[:rank] + sockets[rank + 1 :]:
                 other.close()
             os.environ["RANK"] = str(rank)
-            work(own, tests.parallel.cases.JOBS)
+            work(own, tests.parallel.cases.JOBS | tests.parallel.stage_jobs.JOBS)
             return
     for own in sockets:
         own.close()

@@ -84,7 +84,7 @@ def test_resumes_bit_by_bit(tmp_path: Path, store, given, monkeypatch: pytest.Mo
         import shutil
 
         shutil.copytree(artifact.folder, target)
-    original, calls = module.Reader.batches, []
+    original, calls = module.Reader.later, []
 
     def crashing(self, step, micro_batch_tokens):
         calls.append(step)
@@ -93,7 +93,7 @@ def test_resumes_bit_by_bit(tmp_path: Path, store, given, monkeypatch: pytest.Mo
             raise KeyboardInterrupt
         return original(self, step, micro_batch_tokens)
 
-    monkeypatch.setattr(module.Reader, "batches", crashing)
+    monkeypatch.setattr(module.Reader, "later", crashing)
     for _ in range(4):
         with pytest.raises(KeyboardInterrupt):
             execute(pretrain, settings, given, other)

@@ -1,0 +1,61 @@
+"""Jobs of the ranks that need the pipeline's stages and store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+
+from puna.models.training.parallel.base import Parallel
+from puna.models.training.parallel.layout import Layout
+from puna.models.training.parallel.mesh import Mesh
+from puna.stages.align import sample
+from puna.stages.contract import External, execute, following
+from puna.stages.contract.declaration import REGISTRY
+from puna.stages.evaluation import benchmark, evaluate
+from puna.stages.training.packed import Packed, Reader
+from puna.storage import Store
+
+from .cases import network
+
+STAGES = (sample, evaluate, benchmark)  # their modules declare the stages
+
+
+def tokens_read(members: Sequence[int], folder: str) -> dict[str, Any]:
+    """Return what a rank has of tokens that all ranks write together, and which micro-batches of a step it reads."""
+    rng = np.random.default_rng(3)
+    lengths = [rng.integers(2, 9, 2).tolist() for _ in range(4100)]
+    rows = pa.table({
+        "tokens": [rng.integers(0, 50, sum(row)).tolist() for row in lengths], "lengths": lengths,
+        "documents": [[f"{number}a", f"{number}b"] for number in range(len(lengths))],
+    })  # fmt: skip
+    with mock.patch("puna.models.training.parallel.mesh.together", True):
+        own = Packed.read(rows, Path(folder, "tokens.bin"))
+    alone, made = Packed.read(rows), list[int]()
+    reader = Reader(own, np.zeros(len(own.owners), dtype=bool), 16, 0, begin=0)
+    with mock.patch.object(Reader, "_made", lambda self, spans: made.append(len(spans))):
+        layout = Layout(data=len(members))
+        for part, _ in Parallel(network("plain"), Mesh(layout, members)).deal(reader.later(1, 24)):
+            part.make()
+    return {"same": all(np.array_equal(getattr(own, n), getattr(alone, n)) for n in ("tokens", "starts", "rows", "owners")),
+            "largest": [own.largest, alone.largest, int(alone.tokens.max())], "made": len(made), "of": len(reader.later(1, 24))}  # fmt: skip
+
+
+def stage(members: Sequence[int], store: str, name: str, config: dict[str, Any], inputs: dict[str, list[Any]]) -> str | None:
+    """Run a stage in all ranks as `puna run` does; return the key of its artifact on rank 0."""
+    everyone, opened, declared = Mesh(Layout(data=len(members)), members), Store.open(store), REGISTRY[name]
+    if everyone.index:
+        following.do(json.loads(everyone.gather_texts("-")[0]))
+        return None
+    items = {key: [External.of(one) if isinstance(one, dict) else opened.find(*one) for one in some] for key, some in inputs.items()}
+    given: dict[str, Any] = {spec.name: items[spec.name] if spec.many else items[spec.name][0] for spec in declared.inputs if spec.name in items}
+    with mock.patch("puna.stages.executors.ranks._say", everyone.gather_texts):
+        return execute(declared, declared.config(**config), given, opened).key
+
+
+JOBS: dict[str, Callable[..., Any]] = {"tokens_read": tokens_read, "stage": stage}
