@@ -1,7 +1,7 @@
 """Published training runs beside the estimate of `puna plan`: tokens a second, or operations a second, of one GPU.
 
 Sources: Llama 3 report, table 4 (H100); Narayanan et al. 2021, table 1 (A100, recomputation counted); torchtitan's tables of December
-2024 (H100 of 500 W with 2.4 TB/s). `REACHED` is fitted to the first row of Llama 3 and used for the A100 rows as it is; torchtitan's rows
+2024 (H100 of 500 W with 2.4 TB/s); and Puna's own run on one H200. `REACHED` is fitted to the first row of Llama 3 and used for the A100 rows as it is; torchtitan's rows
 have a factor and a speed of 8-bit products of their own, each fitted to one row. Fitted rows do not count.
 """
 
@@ -96,9 +96,19 @@ def titan_rows() -> list[tuple[str, float, float, bool]]:
     return [(f"torchtitan {name}", one.tokens_per_second, published, fitted) for name, one, published, fitted in rows]
 
 
+def own_rows() -> list[tuple[str, float, float, bool]]:
+    """Return the same of Puna's own training of 1.2 billion parameters on one H200, 4 rows of 8,192 tokens (gpu.py, 27 November 2026)."""
+    config = llama(2048, 8192, 16, 32).replace(tie_word_embeddings=True)
+    rows = []
+    for checkpointing, measured in ((False, 49_834), (True, 40_319)):
+        one = estimate(config, Work(4, 8192, 8192, checkpointing=checkpointing), layout(), GPUS["H200"])
+        rows.append((f"puna 1.2B, H200{', layers computed twice' if checkpointing else ''}", one.tokens_per_second, measured, False))
+    return rows
+
+
 def compare() -> dict[str, Any]:
     """Return the median error over all rows that nothing was fitted to, their number, and each row's estimate over what was published."""
-    rows = [*llama_rows(), *megatron_rows(), *titan_rows()]
+    rows = [*llama_rows(), *megatron_rows(), *titan_rows(), *own_rows()]
     errors = [abs(value / published - 1) for _, value, published, fitted in rows if not fitted]
     return {
         "plan_error_published": statistics.median(errors), "plan_rows": len(errors), "plan_reached": REACHED,
