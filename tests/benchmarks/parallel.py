@@ -4,7 +4,9 @@
 
 Ranks are gloo processes of this machine. `combinations_proved` counts layouts x objectives, and layouts x models, whose gradients and log
 are within 1e-5 of one process; `cp_imbalance` is the largest load over the mean of 32,768 rows in documents of about 1,024 tokens over
-16 ranks; `load_state_peak_ratio` is what a rank reads from the disk to go on in the same layout over what it keeps; `two_process_speedup` compares tokens a second of a model of 3.2 million parameters on two cores, which should be idle. `plan_error_published` is the median error of
+16 ranks; `load_state_peak_ratio` is what a rank reads from the disk to go on in the same layout over what it keeps, `load_weights_ratio`
+and `load_weights_memory_ratio` the same of a model's weights, and the memory that a rank takes for them; `two_process_speedup` compares
+tokens a second of a model of 3.2 million parameters on two cores, which should be idle. `plan_error_published` is the median error of
 `puna plan` over published runs, see published_plans.py.
 """
 
@@ -76,6 +78,28 @@ def read_ratio(pool: Pool) -> float:
     return max(ratios)
 
 
+LARGE = {
+    "vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 3, "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+"""A model of 670 MB: beside it the pages that a disk reads ahead are few."""
+
+
+def weights_ratios() -> dict[str, float]:
+    """Return the bytes that a rank reads from the disk for its pieces of a model's weights, and the memory that it takes, over the bytes of
+    these pieces: the worst rank of the layouts that cut weights. Each layout has a pool of its own, whose memory no other has used."""
+    worst = {"read": 0.0, "taken": 0.0}
+    for layout in ({"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"shard": 2, "tensor": 2}):
+        pool = Pool(4)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                for one in pool.run("weights_read", size(layout), layout=layout, folder=folder, **LARGE):
+                    worst = {name: max(worst[name], one[name]) for name in worst}
+        finally:
+            pool.close()
+    return {"load_weights_ratio": worst["read"], "load_weights_memory_ratio": worst["taken"]}
+
+
 def kills(pool: Pool, count: int) -> float:
     """Return the share of trainings that end with the weights of one that nobody killed."""
     same = []
@@ -116,6 +140,7 @@ def measure(count: int) -> dict[str, Any]:
         figures: dict[str, Any] = equality(pool)
         figures["reshard_bitwise"] = reshard(pool)
         figures["load_state_peak_ratio"] = read_ratio(pool)
+        figures |= weights_ratios()
         figures["kills"], figures["kills_recovered"] = count, kills(pool, count)
         figures["rollout_logprobs_bitwise"] = rollouts(pool)
         figures["cp_imbalance"] = imbalance()

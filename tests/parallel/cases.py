@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -17,15 +18,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from puna.kernels.adamw import gradient_norm
 from puna.kernels.exact import exact_passes
 from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import load, save
 from puna.models.training import objectives as o
 from puna.models.training.loop import fingerprint, train, weights_digest
 from puna.models.training.objectives.base import Targets
+from puna.models.training.parallel import vocabulary
+from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.parallel.parallel import parallel
+from puna.models.training.parallel.pipeline import Pipelined
 from puna.models.training.ppo import train_grpo
 from puna.models.training.rollouts import Rollouts
 from puna.models.training.settings import GrpoSettings, LoraSettings, TrainConfig
@@ -258,6 +263,53 @@ def read_ratio(members: Sequence[int], layout: dict[str, int], folder: str) -> f
     return read / sum(tensor.nbytes for tensor in own.values())
 
 
+def _wrapped(owner: Any, name: str, change: Callable[..., Any]) -> Any:
+    """Replace a function by `change` of it and its arguments."""
+    whole = getattr(owner, name)
+    return mock.patch.object(owner, name, lambda *given: change(whole, *given))
+
+
+def _wipe(backward: Callable[..., None], held: Pipelined, *given: Any) -> None:
+    for parameter in held.parameters.values():
+        parameter.grad = None
+    backward(held, *given)
+
+
+def _enlarge_experts(add: Callable[..., None], held: Parallel, weights: dict[str, Tensor]) -> None:
+    add(held, weights)
+    for name, weight in weights.items():
+        if "expert" in held.pieces[name].cut and weight.grad is not None:
+            weight.grad *= held.mesh.size("expert")
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "the loss is averaged by rank": lambda: mock.patch.object(
+        Parallel, "totals", lambda held, values: {name: value * held.mesh.layout.readers for name, value in values.items()}
+    ),
+    "the logarithm of the ranks is in the loss": lambda: _wrapped(
+        vocabulary, "cross_entropy", lambda loss, hidden, weight, targets, weights, share: loss(hidden, weight, targets, weights, share)
+        + weights.sum() * math.log(dist.get_world_size(share.group))
+    ),
+    "tokens are counted by every tensor rank": lambda: _wrapped(
+        Parallel, "totals", lambda totals, held, values: {n: v * held.mesh.size("tensor") for n, v in totals(held, values).items()}
+    ),
+    "the norm of gradients is one rank's": lambda: mock.patch.object(
+        Parallel, "norm", lambda held, weights: gradient_norm([w.grad for w in weights.values() if w.grad is not None])
+    ),
+    "experts' gradients count by rank": lambda: _wrapped(Parallel, "add_gradients", _enlarge_experts),
+    "a stage forgets earlier micro-batches": lambda: _wrapped(Pipelined, "_backward", _wipe),
+}
+"""Faults that other trainers had in compositions of layouts."""
+
+
+def faulty(members: Sequence[int], fault: str, **given: Any) -> float:
+    """Return the largest difference of a fault's gradients and numbers of the log from those of one process."""
+    one_process(given["objective"], given.get("variant", "plain"), (4, 5) if "pipeline" in given["layout"] else (2, 3), ())
+    with FAULTS[fault]():
+        result = compare(members, **given)
+    return max(result["gradients"], result["rows"])
+
+
 def weights_read(members: Sequence[int], layout: dict[str, int], folder: str, **shape: int) -> dict[str, float]:
     """Return the bytes that a rank reads from the disk, and the memory that it takes, to have its pieces of a checkpoint's weights, over the
     bytes of these pieces. One rank after the other, with the file in no cache; all then have the fingerprint of one process."""
@@ -344,5 +396,5 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds,
-    "read_ratio": read_ratio, "weights_read": weights_read, "sampled": sampled,
+    "read_ratio": read_ratio, "weights_read": weights_read, "faulty": faulty, "sampled": sampled,
 }  # fmt: skip

@@ -134,6 +134,22 @@ def test_copies_in_bf16(ranks: Run):
         assert result["gradients"] <= EQUAL, result
 
 
+@pytest.mark.parametrize("fault, layout, variant", [
+    ("the loss is averaged by rank", {"data": 2}, "plain"),
+    ("the logarithm of the ranks is in the loss", {"tensor": 2}, "plain"),
+    ("tokens are counted by every tensor rank", {"tensor": 2}, "plain"),
+    ("the norm of gradients is one rank's", {"expert": 2}, "moe"),
+    ("experts' gradients count by rank", {"expert": 2}, "moe"),
+    ("a stage forgets earlier micro-batches", {"pipeline": 2}, "plain"),
+], ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "")  # fmt: skip
+def test_the_comparison_sees_faults_that_other_trainers_had(ranks: Run, fault: str, layout: dict[str, int], variant: str):
+    """In order: torchtitan 2206, Megatron-LM 7452, TRL 7100, NeMo Automodel 3816 and DeepSpeed 8475, Megatron-LM 5656, Automodel 3530.
+
+    The tests above compare the same layouts and objectives without the fault, and find at most `EQUAL`."""
+    for difference in ranks("faulty", 2, fault=fault, layout=layout, objective="pretrain", variant=variant):
+        assert difference > 1000 * EQUAL, difference
+
+
 @pytest.mark.parametrize("given, problem", [
     ({"layout": {"shard": 2}, "precision": "bf16"}, "proved in fp32 alone"),
     ({"layout": {"tensor": 2}, "optimizer": "muon"}, "muon needs whole matrices"),
