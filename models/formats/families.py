@@ -22,12 +22,9 @@ MODEL_TYPES = get_args(ModelType)
 SUFFIX = {"lm": "ForCausalLM", "scalar": "ForSequenceClassification"}
 # What a checkpoint may ask for and this decoder does not compute: name -> the values it does, default last.
 PLAIN: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", None),
-    "mlp_bias": (False, None),
-    "partial_rotary_factor": (1.0, None),
-    "decoder_sparse_step": (1, None),
+    "hidden_act": ("silu", None), "mlp_bias": (False, None), "partial_rotary_factor": (1.0, None), "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], (), None),
-}
+}  # fmt: skip
 # Where the experts of a layer lie on disk: their folder, and the names of gate, up and down.
 EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj")}
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of AutoAWQ's packed int32, from its lowest four bits to the highest
@@ -122,12 +119,9 @@ def _experts(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
         raise ValueError("missing the number of experts, num_experts_per_tok or the experts' width")
     normed = bool(raw.get("norm_topk_prob", False)) if own else True
     moe = {
-        "num_experts": experts,
-        "num_experts_per_tok": chosen,
-        "moe_intermediate_size": width,
-        "norm_topk_prob": normed,
+        "num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": width, "norm_topk_prob": normed,
         "router_aux_loss_coef": raw.get("router_aux_loss_coef", 0.001),
-    }
+    }  # fmt: skip
     return {"moe": moe}
 
 

@@ -135,15 +135,9 @@ class PunaModel(PunaPreTrainedModel):
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        past_key_values: Any = None, inputs_embeds: Tensor | None = None, use_cache: bool | None = None, **kwargs: Any,
+    ) -> BaseModelOutputWithPast:  # fmt: skip
         """Return hidden states. `attention_mask` [B, T] marks real tokens; without one, `position_ids` that restart within a row begin a
         new document. Other arguments of transformers' callers are accepted; they change nothing."""
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
@@ -226,17 +220,10 @@ class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        past_key_values: Any = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None, use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0, **kwargs: Any,
+    ) -> CausalLMOutputWithPast:  # fmt: skip
         """Return the logits [B, T, V], and with `labels` [B, T] (-100: ignored) transformers' shifted cross-entropy."""
         outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True, **kwargs)
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -261,14 +248,9 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        **_: Any,
-    ) -> SequenceClassifierOutputWithPast:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None, labels: Tensor | None = None, **_: Any,
+    ) -> SequenceClassifierOutputWithPast:  # fmt: skip
         """Return the scores [B, labels], read at the mask's last token or the last that is not padding."""
         hidden = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, return_dict=True).last_hidden_state
         B, T = hidden.shape[:2]

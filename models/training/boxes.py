@@ -6,8 +6,7 @@ import ctypes
 import itertools
 import math
 import mmap
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,21 +76,15 @@ def read(path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, 
 
 
 def own(weight: Tensor, slices: tuple[slice, ...], device: torch.device) -> Tensor:
-    """Return a copy of a piece of a weight, fp32, on a device. Of a weight that is mapped from a file only the piece's pages are read."""
+    """Return a copy of a piece of a weight, fp32, on a device. Of a weight that is mapped from a file only the piece's pages are read.
+
+    A disk may read megabytes ahead of a page: each rank would then read the whole.
+    """
     import torch
 
-    piece = weight.detach()[slices]
-    with _reading(weight, piece):
+    piece, advise = weight.detach()[slices], getattr(ctypes.CDLL(None), "madvise", None)
+    if weight.device.type != "cpu" or not piece.numel() or advise is None:
         return piece.to(device, torch.float32, copy=True)
-
-
-@contextmanager
-def _reading(weight: Tensor, piece: Tensor) -> Iterator[None]:
-    """Have the pages of a piece read, and none ahead of them: else a disk that reads megabytes ahead gives each rank the whole."""
-    advise = getattr(ctypes.CDLL(None), "madvise", None) if weight.device.type == "cpu" and weight.numel() else None
-    if advise is None or not piece.numel():
-        yield
-        return
 
     def pages(start: int, size: int, advice: int) -> None:
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
@@ -101,8 +94,9 @@ def _reading(weight: Tensor, piece: Tensor) -> Iterator[None]:
     pages(weight.data_ptr(), weight.nbytes, mmap.MADV_RANDOM)
     for run in range(runs):
         pages(piece.data_ptr() + run * step, piece.nbytes // runs, mmap.MADV_WILLNEED)
-    yield
+    copy = piece.to(device, torch.float32, copy=True)
     pages(weight.data_ptr(), weight.nbytes, mmap.MADV_NORMAL)
+    return copy
 
 
 def _piece(index: Index | None, file: str, name: str, stored: list[int]) -> tuple[tuple[int, ...], Box]:

@@ -147,18 +147,10 @@ class Trainer:
         seconds = time.perf_counter() - started
         tokens = sum(len(part) for part in micro)
         return {
-            "step": step,
-            "loss": values[0],
-            "learning_rate": rate,
-            "gradient_norm": values[1],
-            "tokens": tokens,
-            "seconds": seconds,
-            "skipped": int(skipped),
-            "tokens_per_second": tokens / seconds,
-            "precision_bits": torch.finfo(DTYPES[self.precision]).bits,
-            **self._utilization(seconds),
-            **dict(zip(names, values[2:], strict=True)),
-        }
+            "step": step, "loss": values[0], "learning_rate": rate, "gradient_norm": values[1], "tokens": tokens, "seconds": seconds,
+            "skipped": int(skipped), "tokens_per_second": tokens / seconds, "precision_bits": torch.finfo(DTYPES[self.precision]).bits,
+            **self._utilization(seconds), **dict(zip(names, values[2:], strict=True)),
+        }  # fmt: skip
 
     def _accumulate(self, micro: Sequence[Sized], seed: int) -> tuple[Tensor, dict[str, Tensor]]:
         if not micro:

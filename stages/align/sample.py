@@ -241,13 +241,7 @@ def _params(tokenizer: Tokenizer, config: SampleConfig, name: str, run: StageRun
 
 
 def _generate(
-    name: str,
-    engine: AnswerEngine,
-    asked: Sequence[Asked],
-    scorer: Scorer,
-    params: SamplingParams,
-    run: StageRun,
-    progress: Progress,
+    name: str, engine: AnswerEngine, asked: Sequence[Asked], scorer: Scorer, params: SamplingParams, run: StageRun, progress: Progress
 ) -> list[dict[str, Any]]:
     tokenizer = engine.tokenizer
     assert tokenizer is not None
@@ -266,18 +260,10 @@ def _generate(
 
 def _answer_row(prompt: dict[str, Any], model: str, index: int, completion: Completion, text: str, score: Score) -> dict[str, Any]:
     return {
-        "id": identifier(prompt["id"], model, index),
-        "prompt_id": prompt["id"],
-        "sample": index,
-        "model": model,
-        "text": text,
-        "tokens": list(completion.tokens),
-        "logprobs": list(completion.logprobs),
-        "finished": bool(completion.finished),
-        "score": None,
-        "gold": score.value,
-        "detail": score.detail or None,
-    }
+        "id": identifier(prompt["id"], model, index), "prompt_id": prompt["id"], "sample": index, "model": model, "text": text,
+        "tokens": list(completion.tokens), "logprobs": list(completion.logprobs), "finished": bool(completion.finished), "score": None,
+        "gold": score.value, "detail": score.detail or None,
+    }  # fmt: skip
 
 
 def read_answers(answers: Artifact, prompts: Artifact) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:

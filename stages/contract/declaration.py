@@ -192,16 +192,9 @@ REGISTRY: dict[str, Stage] = plugins.registry({}, lambda stage: stage.function._
 
 
 def stage(
-    *,
-    kind: str,
-    filters: str | None = None,
-    version: str | None = None,
-    needs: Needs | None = None,
-    device: bool = False,
-    ranks: bool = False,
-    signals: tuple[str, ...] | Written = (),
-    named: Named | None = None,
-) -> Callable[[Callable[..., None]], Stage]:
+    *, kind: str, filters: str | None = None, version: str | None = None, needs: Needs | None = None, device: bool = False,
+    ranks: bool = False, signals: tuple[str, ...] | Written = (), named: Named | None = None,
+) -> Callable[[Callable[..., None]], Stage]:  # fmt: skip
     """Declare a stage.
 
     `kind`: what it writes. `filters`: the input whose rows are all either kept or in `dropped`; checked at commit. `version`: replaces the

@@ -73,18 +73,10 @@ def execute(stage: Stage, config: StageConfig, given: dict[str, Value], store: S
 
 
 def perform(
-    stage: Stage,
-    config: StageConfig,
-    given: dict[str, Value],
-    store: Store,
-    *,
-    executor: Executor | None = None,
-    listener: Listener | None = None,
-    run: str = "",
-    part_rows: int | None = None,
-    on_start: Callable[[Identity], None] | None = None,
+    stage: Stage, config: StageConfig, given: dict[str, Value], store: Store, *, executor: Executor | None = None,
+    listener: Listener | None = None, run: str = "", part_rows: int | None = None, on_start: Callable[[Identity], None] | None = None,
     apart: bool = False,
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     """Run `stage`, or reuse its artifact.
 
     An artifact that is damaged or suspect is made again, and set aside when the new one is ready. A damaged input is an error. A stage
@@ -154,19 +146,14 @@ def _check_after(
 
 
 def _on_worker(
-    stage: Stage,
-    config: StageConfig,
-    given: dict[str, Value],
-    store: Store,
-    submit: Callable[..., Future[tuple[str, str, bool]]],
-    run: str,
-    part_rows: int | None,
-) -> tuple[Artifact, bool]:
+    stage: Stage, config: StageConfig, given: dict[str, Value], store: Store, submit: Callable[..., Future[tuple[str, str, bool]]],
+    run: str, part_rows: int | None,
+) -> tuple[Artifact, bool]:  # fmt: skip
     """Have a worker run the stage; it opens the store at the same address."""
     module, root = stage.function.__module__, store.uri
     if module == "__main__":
         raise PunaError(f"stage {stage.name} runs on another worker, which cannot import it from here: declare it in a module")
-    sent = {name: [(i.kind, i.key) if isinstance(i, Artifact) else i for i in items] for name, items in stage.check(given).items()}
+    sent = following.sent(stage, given)
     call = submit(_perform_there, module, stage.name, config, sent, root, store.project, run=run, part_rows=part_rows)
     kind, key, reused = call.result()
     artifact = store.find(kind, key)
@@ -181,13 +168,7 @@ def _perform_there(
     """Run a stage in a worker; return kind and key of its artifact, and whether it was reused."""
     importlib.import_module(module)
     stage, store = REGISTRY[name], Store.open(root, project)
-    values: dict[str, Any] = {}
-    for spec in stage.inputs:
-        items = [store.find(*item) if isinstance(item, tuple) else item for item in sent[spec.name]]
-        if None in items:
-            kind, key = sent[spec.name][items.index(None)]
-            raise PunaError(f"stage {name}: {root} as this worker sees it has no {kind}/{key[:12]}; give both a folder that they share")
-        values[spec.name] = items if spec.many else items[0] if items else None
+    values = following.received(stage, sent, store)
     outcome = perform(stage, config, values, store, **how)
     return outcome.artifact.kind, outcome.artifact.key, outcome.reused
 
@@ -247,13 +228,10 @@ def _make(
         work.declare("dropped")
         _check_rows(stage, run.input_rows, sources, work)
     return {
-        "metrics": run.metrics,
-        "figures": {name: asdict(figure) for name, figure in run.figures.items()},
-        "timings": {"seconds": meter.seconds, "cpu_seconds": meter.cpu_seconds},
-        "peak_memory_bytes": meter.peak_bytes,
-        "libraries": libraries.installed(),
-        "seed": getattr(config, "seed", None),
-    }
+        "metrics": run.metrics, "figures": {name: asdict(figure) for name, figure in run.figures.items()},
+        "timings": {"seconds": meter.seconds, "cpu_seconds": meter.cpu_seconds}, "peak_memory_bytes": meter.peak_bytes,
+        "libraries": libraries.installed(), "seed": getattr(config, "seed", None),
+    }  # fmt: skip
 
 
 def _check_rows(stage: Stage, rows: int, sources: list[Artifact], work: Work) -> None:

@@ -28,16 +28,32 @@ def call(stage: Stage, arguments: list[Any], config: StageConfig, given: dict[st
     if not stage.ranks or ranks.count() == 1:
         stage.function(*arguments, config, run)
         return
-    inputs = {
-        name: [(item.kind, item.key) if isinstance(item, Artifact) else asdict(item) for item in items]
-        for name, items in stage.check(given).items()
-    }
     job = {
-        "stage": stage.name, "config": config.model_dump(mode="json"), "inputs": inputs,
+        "stage": stage.name, "config": config.model_dump(mode="json"), "inputs": sent(stage, given),
         "store": store.uri, "project": store.project, "scratch": str(run.scratch),
     }  # fmt: skip
     with ranks.together(job):
         stage.function(*arguments, config, run)
+
+
+def sent(stage: Stage, given: dict[str, Value]) -> dict[str, list[Any]]:
+    """Return a stage's inputs as JSON, for another process: artifacts by their keys."""
+    return {
+        name: [(item.kind, item.key) if isinstance(item, Artifact) else asdict(item) for item in items]
+        for name, items in stage.check(given).items()
+    }
+
+
+def received(stage: Stage, inputs: dict[str, list[Any]], store: Store) -> dict[str, Any]:
+    """Return the inputs that another process sent. Raise PunaError if the store, as this one sees it, lacks an artifact."""
+    values: dict[str, Any] = {}
+    for spec in stage.inputs:
+        items = [External.of(item) if isinstance(item, dict) else store.find(*item) for item in inputs[spec.name]]
+        if None in items:
+            kind, key = inputs[spec.name][items.index(None)]
+            raise PunaError(f"stage {stage.name}: {store.uri} as seen here has no {kind}/{key[:12]}; give all a folder that they share")
+        values[spec.name] = items if spec.many else items[0] if items else None
+    return values
 
 
 def check(stage: Stage, config: StageConfig) -> None:
@@ -94,13 +110,7 @@ def do(job: dict[str, Any]) -> None:
         raise PunaError(f"rank 0 runs the stage {job['stage']}, which this rank has not loaded: give all ranks the same command line")
     stage, store = REGISTRY[job["stage"]], Store.open(job["store"], job["project"])
     config = parse(stage.config, job["config"], stage.name)
-    arguments: list[Any] = []
-    for spec in stage.inputs:
-        sent = job["inputs"].get(spec.name, ())
-        items = [External.of(item) if isinstance(item, dict) else store.find(*item) for item in sent]
-        if None in items:
-            raise PunaError(f"{store.uri}, as this rank sees it, lacks an input of {stage.name}: give all ranks a folder that they share")
-        arguments.append(items if spec.many else items[0] if items else None)
+    arguments = received(stage, job["inputs"], store).values()
     with tempfile.TemporaryDirectory() as folder, ranks.together(None):
         stage.function(*arguments, config, FollowerRun(stage, config, Path(job["scratch"]), Path(folder)))
 

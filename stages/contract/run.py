@@ -98,15 +98,9 @@ class StageRun:
         return self._shards(function, artifact, args, None, columns, filtering=True)
 
     def _shards(
-        self,
-        function: Callable[..., Any],
-        artifact: Artifact,
-        args: tuple[Any, ...],
-        table: str | None,
-        columns: list[str] | None,
-        *,
+        self, function: Callable[..., Any], artifact: Artifact, args: tuple[Any, ...], table: str | None, columns: list[str] | None, *,
         filtering: bool,
-    ) -> list[Any]:
+    ) -> list[Any]:  # fmt: skip
         shards, cut = artifact.shards(table), artifact.record(table).cut
         whole = (table or artifact.kind) == self.kind and (columns is None or filtering)
         facts = self._work.refers(artifact) if whole else None

@@ -370,11 +370,9 @@ def harness_layout(results: Sequence[Result], config: BenchmarkConfig) -> dict[s
         value = column.interval().value
         found[one.name] |= {f"{column.metric},{column.filter}": value, f"{column.metric}_stderr,{column.filter}": error}
     return {
-        "results": found,
-        "configs": {one.name: one.settings for one in results},
-        "versions": {one.name: one.about["version"] for one in results},
-        "n-shot": {one.name: one.about["shots"] for one in results},
+        "results": found, "configs": {one.name: one.settings for one in results},
+        "versions": {one.name: one.about["version"] for one in results}, "n-shot": {one.name: one.about["shots"] for one in results},
         "n-samples": {one.name: {"effective": len(one.ids)} for one in results},
         "higher_is_better": {one.name: {column.metric: column.metric not in LOWER for column in one.columns} for one in results},
         "config": {"model": "puna", "limit": config.limit, "random_seed": config.seed},
-    }
+    }  # fmt: skip

@@ -103,14 +103,9 @@ def needs(config: EvaluateConfig, facts: Facts) -> list[str]:
 
 @stage(kind="evaluation", ranks=True, needs=needs, named=verifiers_named)
 def evaluate(
-    model: Model,
-    documents: Documents | None,
-    mixture: Mixture | None,
-    prompts: Prompts | None,
-    judges: list[Model] | None,
-    config: EvaluateConfig,
-    run: StageRun,
-) -> None:
+    model: Model, documents: Documents | None, mixture: Mixture | None, prompts: Prompts | None, judges: list[Model] | None,
+    config: EvaluateConfig, run: StageRun,
+) -> None:  # fmt: skip
     """Measure a model on pages and prompts it was not trained on; every number has its 95 % interval.
 
     Pages (the mixture's held-out split; without a mixture, all documents): bits per byte, the end of each page

@@ -172,11 +172,9 @@ def _regex(answers: list[str], settings: dict[str, Any]) -> list[str]:
 
 
 FILTERS: dict[str, Callable[[list[str], dict[str, Any]], list[str]]] = {
-    "regex": _regex,
-    "remove_whitespace": lambda answers, settings: [text.strip() for text in answers],
-    "majority_vote": lambda answers, settings: [Counter(answers).most_common(1)[0][0]],
-    "take_first": lambda answers, settings: answers[:1],
-}
+    "regex": _regex, "remove_whitespace": lambda answers, settings: [text.strip() for text in answers],
+    "majority_vote": lambda answers, settings: [Counter(answers).most_common(1)[0][0]], "take_first": lambda answers, settings: answers[:1],
+}  # fmt: skip
 FILTER_SETTINGS = {"regex": ("regex_pattern", "group_select", "fallback")}
 MATCH_SETTINGS = ("ignore_case", "ignore_punctuation", "ignore_numbers", "regexes_to_ignore")
 

@@ -16,14 +16,10 @@ from puna.storage import PunaError
 
 # Set before a local scheduler starts. Our parts hold no results in the workers: nothing is to be written to disk by Dask.
 LOCAL = {
-    "distributed.scheduler.allowed-failures": ATTEMPTS - 1,
-    "distributed.scheduler.work-stealing": False,
-    "distributed.worker.memory.target": False,
-    "distributed.worker.memory.spill": False,
-    "distributed.worker.daemon": False,
-    "distributed.scheduler.http.routes": ["distributed.http.health"],
-    "distributed.worker.http.routes": ["distributed.http.health"],
-}
+    "distributed.scheduler.allowed-failures": ATTEMPTS - 1, "distributed.scheduler.work-stealing": False,
+    "distributed.worker.memory.target": False, "distributed.worker.memory.spill": False, "distributed.worker.daemon": False,
+    "distributed.scheduler.http.routes": ["distributed.http.health"], "distributed.worker.http.routes": ["distributed.http.health"],
+}  # fmt: skip
 JOIN_SECONDS = 60
 LOOK_SECONDS = 5.0
 

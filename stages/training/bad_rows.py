@@ -45,13 +45,9 @@ class BadRows:
         self.dropped: list[Row] = []
 
     def examples(
-        self,
-        rows: Iterable[Row],
-        make: Callable[[Row], T],
-        size: Callable[[T], int],
-        limit: Limit,
+        self, rows: Iterable[Row], make: Callable[[Row], T], size: Callable[[T], int], limit: Limit,
         *others: tuple[Callable[[T], int], Limit],
-    ) -> list[tuple[Row, T]]:
+    ) -> list[tuple[Row, T]]:  # fmt: skip
         """Return the rows with their examples; drop those whose size exceeds a limit, or refuse the run for them."""
         results = []
         for row, example in self.rendered(rows, make):

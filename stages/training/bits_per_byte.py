@@ -41,12 +41,9 @@ def windows(length: int, context: int) -> list[Window]:
 
 
 def document_nats(
-    model: Transformer,
-    documents: Sequence[Sequence[int]],
-    context: int,
-    micro_batch_tokens: int,
+    model: Transformer, documents: Sequence[Sequence[int]], context: int, micro_batch_tokens: int,
     progress: Callable[[int, int], None] | None = None,
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """Return -log p of each document (token ids, given its first token), in nats.
 
     Windows are packed into rows of about `micro_batch_tokens` tokens, documents side by side, in exact passes where these can be.

@@ -110,13 +110,9 @@ class Packed:
             mesh.wait()
             joined["tokens"] = np.memmap(file, np.int32, "r") if total else np.zeros(0, np.int32)
         return Packed(
-            tokens=joined["tokens"],
-            starts=np.concatenate([[0], np.cumsum(joined["sizes"])]),
-            rows=np.concatenate([[0], np.cumsum(joined["per_row"])]),
-            owners=joined["owners"],
-            ids=tuple(numbers),
-            largest=largest,
-        )
+            tokens=joined["tokens"], starts=np.concatenate([[0], np.cumsum(joined["sizes"])]),
+            rows=np.concatenate([[0], np.cumsum(joined["per_row"])]), owners=joined["owners"], ids=tuple(numbers), largest=largest,
+        )  # fmt: skip
 
     @property
     def sizes(self) -> Ints:

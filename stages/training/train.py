@@ -69,11 +69,9 @@ def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequen
         raise BadRow("chat_template", f"row {row['id']}: the chat template writes the prompt of one answer otherwise than that of another")
     numbers = iter(range(len(pairs)))
     return Example(
-        prompt=list(pairs[0][0]),
-        answers=[list(ids) for _, ids, _ in pairs],
-        masks=[[not flag for flag in mask] for _, _, mask in pairs],
+        prompt=list(pairs[0][0]), answers=[list(ids) for _, ids, _ in pairs], masks=[[not flag for flag in mask] for _, _, mask in pairs],
         groups=[[[next(numbers) for _ in tier] for tier in tiers] for tiers in groups],
-    )
+    )  # fmt: skip
 
 
 def render_conversation(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[Example]:
@@ -91,11 +89,9 @@ def render_conversation(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[Ex
 
 
 def by_answer(
-    examples: Sequence[Example],
-    micro_batch_tokens: int,
-    compute: Callable[[list[Example]], torch.Tensor],
+    examples: Sequence[Example], micro_batch_tokens: int, compute: Callable[[list[Example]], torch.Tensor],
     progress: Callable[[int, int], None] | None = None,
-) -> list[torch.Tensor]:
+) -> list[torch.Tensor]:  # fmt: skip
     """Return a tensor for each example, one row per answer; `compute` gets the examples of one packed row.
 
     `progress` gets (examples done, examples in all).

@@ -93,10 +93,9 @@ class Targets:
 
     @staticmethod
     def from_answers(
-        prompts: Sequence[Sequence[int]],
-        answers: Sequence[Sequence[Sequence[int]]],
+        prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Sequence[int]]],
         masks: Sequence[Sequence[Sequence[bool]]] | None = None,
-    ) -> Targets:
+    ) -> Targets:  # fmt: skip
         """Return prompts with their answers as branches; every answer token is a target.
 
         `masks[p][a]` holds one flag per answer token, False if the token does not count.
