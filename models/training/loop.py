@@ -97,9 +97,14 @@ def progress(unit: str, of: int, log: TrainLog) -> dict[str, Any]:
 
 def weights_digest(model: nn.Module) -> str:
     """Return a sha256 over the names, types, shapes and bytes of all parameters."""
+    return tensors_digest(dict(model.named_parameters()))
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a sha256 over the names, types, shapes and bytes of tensors."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        value = parameter.detach().cpu().contiguous()
+    for name, tensor in sorted(tensors.items()):
+        value = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(value.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

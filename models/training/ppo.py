@@ -7,9 +7,6 @@ is bit-identical.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,13 +23,17 @@ from puna.models.training.loop import Row, Trainer, TrainLog, as_begun, check_sk
 from puna.models.training.objectives.base import Targets, sum_segments
 from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, group_advantages, token_values, whiten
 from puna.models.training.packing import pack
-from puna.models.training.rollouts import Remember, Rollouts, Sampled, by_group
+from puna.models.training.parallel.groups import Groups
+from puna.models.training.rollouts import Rollouts, Sampled, by_group
 from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
-from puna.models.training.state import Saver, check_identity, remembered
+from puna.models.training.source import Source
+from puna.models.training.state import Saver, check_identity
 from puna.models.transformer import Transformer
 
 Estimate = tuple[Tensor, Tensor, Tensor]
 """Values, advantages and returns, [N] each."""
+Parts = dict[str, tuple[Transformer, Ppo | Value, float | None, Mapping[str, float] | None]]
+"""The models that are trained, each with its objective, its learning rate, and factors of it by parameter."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,9 @@ def train_ppo(
     """
     config = rollouts.config
     objective = Ppo(config.clip, config.entropy_weight, config.temperature, dual_clip=config.dual_clip)
-    current = config.replace(compute=as_begun(config.compute, checkpoint_dir))
-    trainers = {
-        "policy": Trainer(rollouts.policy, objective, current.training(config.schedule.learning_rate), rate_scales),
-        "critic": Trainer(critic, Value(config.value_clip), current.training(config.critic_learning_rate)),
+    parts: Parts = {
+        "policy": (rollouts.policy, objective, config.schedule.learning_rate, rate_scales),
+        "critic": (critic, Value(config.value_clip), config.critic_learning_rate, None),
     }
 
     def estimate(sampled: Sampled, numbers: dict[str, float]) -> Estimate:
@@ -102,7 +102,7 @@ def train_ppo(
         )
         return values, whiten(raw, torch.ones_like(raw, dtype=torch.bool)), returns
 
-    return _train(rollouts, trainers, estimate, checkpoint_dir, on_step)
+    return _train(rollouts, parts, estimate, checkpoint_dir, on_step)
 
 
 def train_grpo(
@@ -122,8 +122,7 @@ def train_grpo(
         config.clip, config.entropy_weight, config.temperature, config.clip_high, config.dual_clip, config.surrogate, config.ratio,
         config.normalizer, config.max_tokens,
     )  # fmt: skip
-    current = config.replace(compute=as_begun(config.compute, checkpoint_dir))
-    trainers = {"policy": Trainer(rollouts.policy, objective, current.training(config.schedule.learning_rate), rate_scales)}
+    parts: Parts = {"policy": (rollouts.policy, objective, config.schedule.learning_rate, rate_scales)}
 
     def estimate(sampled: Sampled, numbers: dict[str, float]) -> Estimate:
         kl = sum_segments(sampled.logprobs - sampled.reference, sampled.lengths)
@@ -132,68 +131,66 @@ def train_grpo(
         none = torch.zeros_like(sampled.logprobs)
         return none, by_answer.repeat_interleave(sampled.lengths), none
 
-    return _train(rollouts, trainers, estimate, checkpoint_dir, on_step)
+    return _train(rollouts, parts, estimate, checkpoint_dir, on_step)
 
 
 def _train(
     rollouts: Rollouts[Any],
-    trainers: dict[str, Trainer],
+    parts: Parts,
     estimate: Callable[[Sampled, dict[str, float]], Estimate],
     checkpoint_dir: Path | None,
     on_step: Callable[[Row], None] | None,
 ) -> TrainLog:
     config: RolloutSettings = rollouts.config
-    updates = config.epochs * config.minibatches
-    identity = {
-        "config": config.identity(),
-        "seed": rollouts.seed,
-        "initial": [weights_digest(m) for m in (*(trainer.model for trainer in trainers.values()), rollouts.reference)],
+    current = config.replace(compute=as_begun(config.compute, checkpoint_dir))
+    groups = rollouts.groups or Groups(config.compute.layout, config.generate)
+    rollouts = replace(rollouts, groups=groups)
+    initial = [weights_digest(model) for model in (*(model for model, *_ in parts.values()), rollouts.reference)]
+    identity = {"config": config.identity(), "seed": rollouts.seed, "initial": initial}
+    source = Source(rollouts, checkpoint_dir, identity)
+    if not groups.trains:
+        return source.serve(current.compute)
+    trainers = {
+        who: Trainer(model, objective, current.training(rate), scales, groups.mesh)
+        for who, (model, objective, rate, scales) in parts.items()
     }
     ranks = trainers["policy"].parallel
-    rollouts = replace(rollouts, mesh=ranks.mesh)
     ranks.beside = {who: trainer.parallel for who, trainer in trainers.items() if who != "policy"}
-    numbers, log, begun = _resume(checkpoint_dir, trainers, identity, config)
-    names = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+    state = _resume(checkpoint_dir, trainers, identity, config)
+    log, stale = state.log, config.max_stale
 
     def write() -> None:
         assert checkpoint_dir is not None
-        tensors = {f"{who}.{name}": value for who, u in trainers.items() for name, value in u.tensors().items()}
-        record = {**identity, "precision": trainers["policy"].precision, "numbers": numbers, **progress("rollout", config.rollouts, log)}
-        done = 0
-        if begun is not None:
-            tensors, record["begun"], done = tensors | begun.tensors(), begun.record(), len(begun.rows["policy"])
-        ranks.save_state(checkpoint_dir, len(log) * updates + done, tensors, record)
+        # Between the updates of a rollout, the weights that sample the next one are gone: then the state of its start stays.
+        if not (stale and state.begun):
+            _save(checkpoint_dir, trainers, identity, config, state)
 
     with ExitStack() as stack:
         for trainer in trainers.values():
             stack.enter_context(trainer)
         saver = stack.enter_context(Saver(config.compute.save_seconds, write if checkpoint_dir is not None else None, ranks.mesh.agree))
+        source.follow = saver.end_if_asked
         for rollout in range(len(log) + 1, config.rollouts + 1):
-            waves = None if checkpoint_dir is None else checkpoint_dir / f"rollout-{rollout}-{names}"
-
-            def remember(name: str, make: Callable[[], Any], waves: Path | None = waves) -> Any:
-                value = make() if waves is None else remembered(waves / f"{name}.json", make)
-                saver.end_if_asked()
-                return value
-
             for trainer in trainers.values():
                 trainer.publish_whole()
-            if begun is None:
-                begun = _begin(rollouts, trainers, estimate, numbers, rollout, remember)
-            for update in range(len(begun.rows["policy"]), updates):
-                _update(trainers, begun, config, rollouts.seed, rollout, update)
-                if update + 1 < updates:
-                    saver.stepped()
-                    saver.end_if_asked()
-            log.append(_finish(begun, config, numbers, rollout))
-            begun = None
+            if state.begun is None:
+                if state.sampled is None:
+                    source.ask(rollout, len(log))
+                    state.sampled = source.take()
+                if stale and rollout < config.rollouts:
+                    source.ask(rollout + 1, len(log))
+                state.begun = _begin(state, trainers, estimate, source)
+            _updates(trainers, state.begun, rollouts, source, rollout, saver)
+            log.append(_finish(state.begun, config, state.numbers, rollout))
             check_skips(log, 2)
+            state.begun = None
+            state.sampled = source.take() if stale and rollout < config.rollouts else None
             saver.stepped(now=True)
-            if waves is not None:
-                shutil.rmtree(waves, ignore_errors=True)
+            source.forget(rollout)
             if on_step is not None:
                 on_step(log[-1])
             saver.end_if_asked()
+    source.end(log)
     return log
 
 
@@ -221,21 +218,29 @@ class Begun:
         return cls(_groups(record["asked"], record["answers"], numbers), record["row"], record["rows"])
 
 
+@dataclass
+class State:
+    """The state of a training beside weights and moments: numbers, log, the rollout of its updates, and one that waits for them."""
+
+    numbers: dict[str, float]
+    log: TrainLog
+    begun: Begun | None = None
+    sampled: Sampled | None = None
+
+
 def _begin(
-    rollouts: Rollouts[Any],
-    trainers: dict[str, Trainer],
-    estimate: Callable[[Sampled, dict[str, float]], Estimate],
-    numbers: dict[str, float],
-    rollout: int,
-    remember: Remember,
-) -> Begun:
-    """Sample a rollout; set `numbers` for its updates."""
-    started = time.perf_counter()
-    sampled = rollouts.sample(rollout, remember)
+    state: State, trainers: dict[str, Trainer], estimate: Callable[[Sampled, dict[str, float]], Estimate], source: Source
+) -> Begun:  # fmt: skip
+    """Return the input of a rollout's updates; set the numbers for them."""
+    sampled, state.sampled, numbers = state.sampled, None, state.numbers
+    assert sampled is not None
+    started = time.perf_counter() - source.seconds
+    source.seconds = 0.0
     values, weights, returns = estimate(sampled, numbers)
     by_token = {"logprobs": sampled.logprobs, "values": values, "advantages": weights, "returns": returns}
     groups = _groups(sampled.asked, sampled.answers, by_token | {"scores": sampled.scores, "finished": sampled.finished})
     row = _summary(sampled, groups, numbers, "critic" in trainers)
+    row |= {"version": sampled.version, "staleness": len(state.log) - sampled.version}
     return Begun(groups, row | {"seconds": time.perf_counter() - started}, {who: [] for who in trainers})
 
 
@@ -244,6 +249,16 @@ def _groups(asked: list[list[int]], answers: list[list[list[int]]], numbers: dic
     sizes, counts = [sum(map(len, row)) for row in answers], [len(row) for row in answers]
     parts = {name: value.split(counts if name in BY_ANSWER else sizes) for name, value in numbers.items()}
     return [Group(asked[g], answers[g], **{name: part[g] for name, part in parts.items()}) for g in range(len(asked))]
+
+
+def _updates(trainers: dict[str, Trainer], begun: Begun, rollouts: Rollouts[Any], source: Source, rollout: int, saver: Saver) -> None:
+    """Run the updates of a rollout that are left."""
+    for update in range(len(begun.rows["policy"]), updates := rollouts.config.updates):
+        _update(trainers, begun, rollouts.config, rollouts.seed, rollout, update)
+        source.beat()
+        if update + 1 < updates:
+            saver.stepped()
+            saver.end_if_asked()
 
 
 def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutSettings, seed: int, rollout: int, update: int) -> None:
@@ -258,7 +273,7 @@ def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutS
     left_out = (tokens_left_out, (len(chosen) - len(teaching)) * config.answers)
     packed = pack([len(group) for group in teaching], config.compute.micro_batch_tokens)
     batches = [_collate([teaching[i] for i in row], (0, 0) if number else left_out) for number, row in enumerate(packed)]
-    step = (rollout - 1) * config.epochs * config.minibatches + update + 1
+    step = (rollout - 1) * config.updates + update + 1
     for who, trainer in trainers.items():
         rollout_state.rows[who].append(trainer.step(step, batches, seed))
     rollout_state.row["seconds"] += time.perf_counter() - started
@@ -266,10 +281,7 @@ def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutS
 
 def _finish(begun: Begun, config: RolloutSettings, numbers: dict[str, float], rollout: int) -> Row:
     """Return the row of a rollout, means over its updates; set `numbers` for the next rollout."""
-    mean = {
-        who: {name: sum(row[name] for row in some) / len(some) for name in some[0]}
-        for who, some in begun.rows.items()
-    }
+    mean = {who: {name: sum(row[name] for row in some) / len(some) for name in some[0]} for who, some in begun.rows.items()}
     rows = [row for some in begun.rows.values() for row in some]
     policy, critic, row = mean["policy"], mean.get("critic"), begun.row
     if config.kl_target is not None:
@@ -321,17 +333,26 @@ def _collate(groups: Sequence[Group], left_out: tuple[int, int]) -> PpoBatch:
     )
 
 
-def _resume(
-    folder: Path | None, trainers: dict[str, Trainer], identity: dict[str, Any], config: RolloutSettings
-) -> tuple[dict[str, float], TrainLog, Begun | None]:
+def _save(folder: Path, trainers: dict[str, Trainer], identity: dict[str, Any], config: RolloutSettings, state: State) -> None:
+    ranks, done = trainers["policy"], 0
+    tensors = {f"{who}.{name}": value for who, u in trainers.items() for name, value in u.tensors().items()}
+    record = {**identity, "precision": ranks.precision, "numbers": state.numbers, **progress("rollout", config.rollouts, state.log)}
+    if state.begun is not None:
+        tensors, record["begun"], done = tensors | state.begun.tensors(), state.begun.record(), len(state.begun.rows["policy"])
+    if state.sampled is not None:
+        record["sampled"] = state.sampled.text()
+    ranks.parallel.save_state(folder, len(state.log) * config.updates + done, tensors, record)
+
+
+def _resume(folder: Path | None, trainers: dict[str, Trainer], identity: dict[str, Any], config: RolloutSettings) -> State:
     own = {f"{who}.{name}": tensor for who, trainer in trainers.items() for name, tensor in trainer.tensors().items()}
     state = None if folder is None else trainers["policy"].parallel.load_state(folder, own, {})
     if state is None:
-        return {"kl_coefficient": config.kl_coefficient, "score_mean": 0.0, "score_scale": 1.0}, [], None
+        return State({"kl_coefficient": config.kl_coefficient, "score_mean": 0.0, "score_scale": 1.0}, [])
     tensors, record = state
     check_identity(folder, record, identity)
     for who, trainer in trainers.items():
         prefix = f"{who}."
         trainer.restore({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
     begun = Begun.read(tensors, record["begun"]) if "begun" in record else None
-    return record["numbers"], record["log"], begun
+    return State(record["numbers"], record["log"], begun, Sampled.read(record["sampled"]) if "sampled" in record else None)

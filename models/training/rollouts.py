@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.exact import can_be_exact
+from puna.kernels.exact import can_be_exact, exact_passes
 from puna.models.generation import Completion, Engine, SamplingParams
 from puna.models.training.objectives.base import Targets
 from puna.models.training.objectives.reward import answer_rewards
 from puna.models.training.packing import pack, step_indices
-from puna.models.training.parallel.layout import Layout
-from puna.models.training.parallel.mesh import Mesh
+from puna.models.training.parallel.groups import Groups
 from puna.models.training.settings import GrpoSettings, RolloutSettings
 from puna.models.transformer import Transformer
 
@@ -42,6 +41,7 @@ class Sampled(NamedTuple):
 
     `kl`: nats per answer to the reference, whose log-probs are the policy's own, and count for nothing, if it is None. `score` and
     `unequal`: the mean score, and the share of prompts whose answers differ in reward, of all that was drawn, which `resample` chose from.
+    `version`: the rollouts on which the weights that answered had been trained.
     """
 
     asked: list[list[int]]
@@ -55,6 +55,16 @@ class Sampled(NamedTuple):
     watched: dict[str, float]
     score: float
     unequal: float
+    version: int
+
+    def text(self) -> str:
+        """Return all of it as JSON, without a loss."""
+        return json.dumps({name: value.tolist() if isinstance(value, Tensor) else value for name, value in self._asdict().items()})
+
+    @classmethod
+    def read(cls, text: str) -> Sampled:
+        values = json.loads(text)
+        return cls(**values | {name: torch.tensor(values[name]) for name in ("lengths", "scores", "finished", "logprobs", "reference")})
 
 
 class Drawn(NamedTuple):
@@ -71,8 +81,9 @@ class Rollouts(Generic[Config]):
     """The source of a training's answers.
 
     `prompts` are token ids up to the assistant's header, `stop` the ids that end an answer. `scorer` gives each answer's reward:
-    `reward_model_scorer(model)`, or a verifier. `watch` is asked in the rollouts whose KL divergence is measured. `mesh`: the ranks that
-    train together. Each answers its part of the prompts, and all score all answers; in exact passes they are those of one process.
+    `reward_model_scorer(model)`, or a verifier. `watch` is asked in the rollouts whose KL divergence is measured. `groups`: the ranks that
+    sample. Each answers its part of the prompts, and all score all answers; in exact passes they are those of one process. None: those of
+    the configuration.
     """
 
     policy: Transformer
@@ -83,10 +94,13 @@ class Rollouts(Generic[Config]):
     config: Config
     seed: int
     watch: Watch | None = None
-    mesh: Mesh = field(default_factory=lambda: Mesh(Layout()))
+    groups: Groups | None = None
 
-    def sample(self, rollout: int, remember: Remember = lambda _, make: make()) -> Sampled:
-        """Return the answers of a rollout, counted from 1. `remember` keeps the waves in which they are sampled and scored."""
+    def sample(self, rollout: int, remember: Remember = lambda _, make: make(), version: int = 0) -> Sampled:
+        """Return the answers of a rollout, counted from 1. `remember` keeps the waves in which they are sampled and scored.
+
+        ValueError if the engine's log-probs of the first prompt's answers are not those of the policy.
+        """
         config = self.config
         measured = rollout in watched_rollouts(config.rollouts)
         drawn = self._drawn(rollout, remember)
@@ -97,6 +111,7 @@ class Rollouts(Generic[Config]):
         # The engine's log-probs are the trainer's: one forest mask serves both.
         logprobs = base = torch.tensor([p for row in completions for c in row for p in c.logprobs])
         lengths = torch.tensor([len(answer) for row in answers for answer in row])
+        self._check(rollout, asked[:1], answers[:1], logprobs)
         kl = None
         if measured or config.kl_coefficient:
             base = self._reference_logprobs(asked, answers)
@@ -113,7 +128,23 @@ class Rollouts(Generic[Config]):
             watched=self.watch(asked, completions) if self.watch is not None and measured else {},
             score=sum(sum(one.scores) / len(one.scores) for one in drawn) / len(drawn),
             unequal=sum(one.unequal for one in drawn) / len(drawn),
+            version=version,
         )
+
+    @torch.no_grad()
+    def _check(self, rollout: int, asked: list[list[int]], answers: list[list[list[int]]], logprobs: Tensor) -> None:
+        """Raise ValueError if log-probs are not those of a pass of training, where passes are exact bit by bit; adapters' nearly are."""
+        weights, targets = self.policy.model.embed_tokens.weight, Targets.from_answers(asked, answers)
+        if not can_be_exact(weights.dtype, weights.device):
+            return
+        with exact_passes(weights.dtype, weights.device):
+            own = self.policy.token_logprobs(targets.forest, targets.positions, targets.tokens, temperature=self.config.temperature)[0]
+        difference = float((own - logprobs[: len(own)]).abs().max())
+        if not difference <= (0.0 if all(p.requires_grad for p in self.policy.parameters()) else 1e-4):
+            raise ValueError(
+                f"rollout {rollout}: log-probs of answers differ by up to {difference:.2g} nats from those of the policy's weights: "
+                "the answers are of other weights"
+            )
 
     def _drawn(self, rollout: int, remember: Remember) -> list[Drawn]:
         """Return a rollout's prompts with answers. While too few have unequal scores, sample more prompts, up to `resample` times."""
@@ -157,14 +188,15 @@ class Rollouts(Generic[Config]):
 
     def _completions(self, engine: Engine, asked: Sequence[list[int]], params: SamplingParams) -> list[list[Completion]]:
         """Return answers to each prompt, dealt to the ranks. Equal prompts go to one rank: together they draw different answers."""
-        ranks, owners = self.mesh.layout.processes, dict[tuple[int, ...], int]()
+        groups = self.groups or Groups()
+        ranks, owners = groups.mesh.layout.processes, dict[tuple[int, ...], int]()
         for prompt in asked:
             owners.setdefault(tuple(prompt), len(owners) % ranks)
-        own = [prompt for prompt in asked if owners[tuple(prompt)] == self.mesh.index]
-        drawn = engine.generate(own, params) if own else []
+        own = [prompt for prompt in asked if owners[tuple(prompt)] == groups.mesh.index]
+        drawn = engine.generate(own, params, lambda *_: groups.beat()) if own else []
         if ranks == 1:
             return drawn
-        texts = self.mesh.gather_texts(json.dumps([[(c.tokens, c.logprobs, c.finished) for c in some] for some in drawn]))
+        texts = groups.mesh.gather_texts(json.dumps([[(c.tokens, c.logprobs, c.finished) for c in some] for some in drawn]))
         parts = [iter(json.loads(text)) for text in texts]
         return [[Completion(*answer) for answer in next(parts[owners[tuple(prompt)]])] for prompt in asked]
 
@@ -188,9 +220,7 @@ def reward_model_scorer(model: Transformer, micro_batch_tokens: int = 4096) -> S
     """Return a scorer by a reward model: its scalar head at each answer's last token."""
 
     @torch.no_grad()
-    def score(
-        prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Completion]]
-    ) -> list[list[float]]:
+    def score(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Completion]]) -> list[list[float]]:
         answers = [[c.tokens for c in row] for row in completions]
         parts = by_group(model, answer_rewards, prompts, answers, micro_batch_tokens, by_answer=True)
         return [part.tolist() for part in parts]

@@ -301,6 +301,14 @@ class RolloutSettings(Settings):
     temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature, and that of every log-probability")
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
     unfinished_penalty: float = Field(1.0, ge=0, description="Taken off the reward of an answer that was cut off")
+    generate: int = Field(
+        0, ge=0, le=1024, description="Processes, the last ones, that sample the answers alone while the others train; 0: all do both",
+        json_schema_extra=NO_RESULT,
+    )  # fmt: skip
+    max_stale: int = Field(
+        0, ge=0, le=1, description="1: sample a rollout before the updates of the one before it, with `generate` at the same time; its "
+        "answers are of weights one rollout older, and its ratios count from these. 0: after them"
+    )  # fmt: skip
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -313,16 +321,23 @@ class RolloutSettings(Settings):
                 f"compute.micro_batch_tokens {self.compute.micro_batch_tokens} cannot hold {self.answers} answers of "
                 f"{self.max_tokens} tokens and a prompt"
             )
+        if self.generate and (layout := self.compute.layout).axes not in (set(), {"data"}, {"shard"}, {"tensor"}):
+            raise ValueError(f"generate: no test proves training by {layout} beside ranks that sample; by data, shard or tensor alone")
         if self.schedule.ema or self.schedule.average:
             raise ValueError("answers are sampled with the weights that are trained: schedule.ema and schedule.average must be 0")
         self.training(self.schedule.learning_rate)
         return self
 
+    @property
+    def updates(self) -> int:
+        """Updates per rollout."""
+        return self.epochs * self.minibatches
+
     def training(self, rate: float | None) -> TrainConfig:
         """Return the loop's settings of a model, at its learning rate."""
         return TrainConfig(
-            steps=self.rollouts * self.epochs * self.minibatches, schedule=self.schedule.replace(learning_rate=rate),
-            optimizer=self.optimizer, compute=self.compute,
+            steps=self.rollouts * self.updates, schedule=self.schedule.replace(learning_rate=rate), optimizer=self.optimizer,
+            compute=self.compute,
         )  # fmt: skip
 
 

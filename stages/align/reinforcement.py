@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +115,7 @@ def _optimize(
 
     The `critic` starts as the first reward model (by digest), without one as the policy with a head of zeros."""
     from puna.models.machine import DTYPES
+    from puna.models.training.parallel.groups import Groups
     from puna.models.training.rollouts import Rollouts
 
     if not reward_models and config.reward != "verifier":
@@ -139,16 +141,18 @@ def _optimize(
         rewards = _centered(rewards, model, prompt_ids, tokenizer.stop_ids, config, run)
     valuing = (scalars[0] if scalars else load_model(policy, "scalar", new=True)[0]) if critic else None
     reference = copy.deepcopy(model).requires_grad_(False).to(dtype)
+    groups = Groups(config.compute.layout, config.generate)
     with divergence_named(run.stage), adapted(model, config, run) as scales:
         watch = None if scorer is None or config.reward == "verifier" else _gold(gold_of(scorer, rows, prompt_ids, tokenizer))
         log = drive(
-            Rollouts(model, reference, rewards, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), watch),
+            Rollouts(model, reference, rewards, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), watch, groups),
             *([valuing] if valuing is not None else []),
             checkpoint_dir=run.scratch / CHECKPOINTS,
             on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"),
             rate_scales=scales,
         )
     if scorer is not None:
+        scorer.failures = json.loads(groups.sampler(json.dumps(scorer.failures)))
         scorer.report()
     write_log(log, run)
     _budget(log, config, run)

@@ -58,14 +58,18 @@ def received(stage: Stage, inputs: dict[str, list[Any]], store: Store) -> dict[s
 
 def check(stage: Stage, config: StageConfig) -> None:
     """Raise PunaError if a layout needs another number of processes than there are."""
+    apart = getattr(config, "generate", 0)
+    if apart and apart >= ranks.count():
+        raise PunaError(f"{stage.name}: generate = {apart} needs {apart + 1} processes at least; start with --processes, or with torchrun")
     for path, layout in layouts(config):
-        if layout.processes == 1 or (layout.processes == ranks.count() and stage.ranks):
+        if layout.processes == 1 or (layout.processes + apart == ranks.count() and stage.ranks):
             continue
         if not stage.ranks:
             raise PunaError(f"{stage.name} trains in one process: {path} cannot be {layout}")
+        needed = layout.processes + apart
         raise PunaError(
-            f"{stage.name}: {path} = {layout} needs {layout.processes} processes, and {ranks.count()} run; start with "
-            f"--processes {layout.processes}, or with torchrun"
+            f"{stage.name}: {path} = {layout} needs {needed} processes, and {ranks.count()} run; start with "
+            f"--processes {needed}, or with torchrun"
         )
 
 

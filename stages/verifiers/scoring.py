@@ -79,8 +79,7 @@ class Scorer:
         """Check all prompts. `needed`: the purpose of the scores if every prompt must have a verifier."""
         self._tools = Tools(config, run, judges)
         self._run = run
-        self._failed = 0
-        self._first = ""
+        self.failures: tuple[int, str] = 0, ""
         bare = [row["id"] for row in prompts if row["verifier"] is None]
         if needed and bare:
             raise PunaError(
@@ -103,17 +102,18 @@ class Scorer:
         for i, score in zip(at, score_items(items, self._tools), strict=True):
             results[i] = score
             if score.value is None:
-                self._failed += 1
-                self._first = self._first or f"prompt {answers[i][0]['id']}: {score.detail}"
+                count, first = self.failures
+                self.failures = count + 1, first or f"prompt {answers[i][0]['id']}: {score.detail}"
         return results
 
     def report(self) -> None:
         """Record the metrics of the stage: the number of answers that could not be scored, and the first reason."""
-        self._run.metric("unscored_answers", self._failed)
+        count, first = self.failures
+        self._run.metric("unscored_answers", count)
         if self._tools.endpoint is not None:
             self._tools.endpoint.write()
-        if self._first:
-            self._run.metric("unscored_example", self._first[:500])
+        if first:
+            self._run.metric("unscored_example", first[:500])
 
 
 def verifiers_named(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:

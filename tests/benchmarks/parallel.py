@@ -108,18 +108,22 @@ def kills(pool: Pool, count: int) -> float:
         for number in range(count):
             folder = Path(root, str(number))
             folder.mkdir()
-            command = [sys.executable, "-m", "tests.parallel.killed", str(folder), json.dumps({"data": 2}), str(1 + number % 5)]
+            command = [sys.executable, "-m", "tests.parallel.killed", str(folder), json.dumps({"layout": {"data": 2}}), json.dumps([[1, "step", 1 + number % 5]])]
             status = processes.start(command, 2)
             same.append(status == 0 and json.loads((folder / "result.json").read_text()) == whole)
     return sum(same) / len(same)
 
 
 def rollouts(pool: Pool) -> float:
-    """Return the share of layouts whose ranks share a rollout and get answers and log-probs with the bits of one process and its trainer."""
+    """Return the share of ranks and rollouts whose answers have log-probs with the bits of one process and its trainer: of layouts whose
+    ranks share a rollout, and of ranks that train on the answers of others."""
     one = pool.run("sampled", 1, layout={})[0]
     same = [one["equal"] == 1.0]
     for layout in ({"data": 2}, {"data": 4}, {"shard": 2}, {"tensor": 2}, {"data": 2, "shard": 2}):
         same += [own == one for own in pool.run("sampled", size(layout), layout=layout)]
+    for layout, generate in (({}, 1), ({}, 2), ({"data": 2}, 1), ({"data": 2}, 2), ({"shard": 2}, 1), ({"tensor": 2}, 1)):
+        for own in pool.run("rolled", size(layout) + generate, layout=layout, generate=generate):
+            same += [equal == 1.0 for equal in own["equal"]]
     return sum(same) / len(same)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import math
 import os
-import signal
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,13 +29,15 @@ from puna.models.training.loop import fingerprint, train, weights_digest
 from puna.models.training.objectives.base import Targets
 from puna.models.training.parallel import vocabulary
 from puna.models.training.parallel.base import Parallel
+from puna.models.training.parallel.groups import Groups
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.parallel.parallel import parallel
 from puna.models.training.parallel.pipeline import Pipelined
-from puna.models.training.ppo import train_grpo
-from puna.models.training.rollouts import Rollouts
-from puna.models.training.settings import GrpoSettings, LoraSettings, TrainConfig
+from puna.models.training.ppo import train_grpo, train_ppo
+from puna.models.training.rollouts import Rollouts, Sampled
+from puna.models.training.settings import GrpoSettings, LoraSettings, PpoSettings, TrainConfig
+from puna.models.training.source import Source
 from puna.models.training.state import load_state
 from puna.models.training.trainer import TIMED, Trainer
 from puna.models.transformer import Transformer
@@ -181,12 +185,11 @@ def compare(members: Sequence[int], layout: dict[str, int], objective: str, vari
 
 
 def trained(
-    members: Sequence[int], layout: dict[str, int], folder: str, steps: int, of: int = 6, variant: str = "plain", die: int = 0, **optimizer: Any
-) -> dict[str, Any]:
-    """Train up to a step of `of` with the state in a folder; return the log's losses and the digest of the whole weights.
-
-    die: the step after which rank 1 ends as by kill -9.
-    """
+    members: Sequence[int], layout: dict[str, int], folder: str, steps: int, of: int = 6, variant: str = "plain",
+    at: Callable[[str, int], None] = lambda place, number: None, **optimizer: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Train up to a step of `of` with the state in a folder; return the log's losses and the digest of the whole weights. `at` is called
+    after each step."""
     chosen = Layout(**layout)
     model = network(variant)
     config = TrainConfig(
@@ -197,8 +200,7 @@ def trained(
     )
 
     def on_step(row: dict[str, float]) -> None:
-        if row["step"] == die and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        at("step", int(row["step"]))
         if row["step"] == steps < of:
             raise KeyboardInterrupt
 
@@ -365,28 +367,86 @@ def seconds(members: Sequence[int], layout: dict[str, int]) -> float:
         return min([trainer.step(1 + step % 4, micro, 1)["seconds"] for step in range(6)][1:])
 
 
-def sampled(members: Sequence[int], layout: dict[str, int], again: bool = False) -> dict[str, Any]:
-    """Return the answers of two rollouts, in which a prompt is asked twice, and the share of log-probs with the bits of exact passes.
+PROMPTS = [np.random.default_rng([7, i]).integers(0, 37, 3 + i % 4).tolist() for i in range(5)] * 2
 
-    again: train by GRPO between them.
-    """
-    chosen = Layout(**layout)
-    mesh, policy = Mesh(chosen, members), network("plain")
-    prompts = [np.random.default_rng([7, i]).integers(0, 37, 3 + i % 4).tolist() for i in range(5)] * 2
-    settings = GrpoSettings(
-        rollouts=2, prompts=10, answers=3, max_tokens=7, minibatches=1, compute={"layout": chosen, "micro_batch_tokens": 64},
-        schedule={"learning_rate": 0.01, "warmup_steps": 0}, optimizer={"epsilon": 1e-3},
-    )  # fmt: skip
-    source: Rollouts[GrpoSettings] = Rollouts(policy, network("plain"), by_length, prompts, [1], settings, 5, mesh=mesh)
-    first = source.sample(1)
-    targets = Targets.from_answers(first.asked, first.answers)
-    with torch.no_grad(), exact_passes(torch.float32, torch.device("cpu")):
-        own = policy.token_logprobs(targets.forest, targets.positions, targets.tokens, temperature=settings.temperature)[0]
-    log = train_grpo(source) if again else []
+
+def sampled(members: Sequence[int], layout: dict[str, int]) -> dict[str, Any]:
+    """Return the answers of a rollout, in which a prompt is asked twice, and the share of log-probs with the bits of exact passes."""
+    policy = network("plain")
+    settings = GrpoSettings(rollouts=1, prompts=10, answers=3, max_tokens=7, compute={"micro_batch_tokens": 64})
+    first = Rollouts(policy, policy, by_length, PROMPTS, [1], settings, 5, groups=Groups(Layout(**layout), 0, members)).sample(1)
     return {
         "asked": first.asked, "answers": first.answers, "logprobs": first.logprobs.tolist(), "scores": first.scores.tolist(),
-        "equal": float((own == first.logprobs).float().mean()), "log": [(row["score"], row["loss"]) for row in log],
+        "equal": equal_logprobs(policy, first),
     }  # fmt: skip
+
+
+def equal_logprobs(policy: Transformer, answered: Sampled) -> float:
+    """Return the share of log-probs with the bits of exact passes."""
+    targets = Targets.from_answers(answered.asked, answered.answers)
+    with torch.no_grad(), exact_passes(torch.float32, torch.device("cpu")):
+        own = policy.token_logprobs(targets.forest, targets.positions, targets.tokens)[0]
+    return float((own == answered.logprobs).float().mean())
+
+
+def rolled(
+    members: Sequence[int], layout: dict[str, int], generate: int = 0, max_stale: int = 0, critic: bool = False, variant: str = "plain",
+    folder: str | None = None, at: Callable[[str, int], None] = lambda place, number: None, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Train by GRPO, or PPO, on three rollouts; return the log without times, the weights' digest, and for each rollout that this rank
+    trained on the share of log-probs with the bits of a pass before its updates. `at` is called in each wave and after each rollout.
+    """
+    policy, equal, scored = network(variant), list[float](), itertools.count(1)
+    settings = (PpoSettings if critic else GrpoSettings)(
+        rollouts=3, prompts=6, answers=3, max_tokens=7, epochs=2, minibatches=2, generate=generate, max_stale=max_stale,
+        compute={"layout": layout, "micro_batch_tokens": 64}, schedule={"learning_rate": 0.01, "warmup_steps": 0},
+        optimizer={"epsilon": 1e-3}, **more,
+    )  # fmt: skip
+
+    def score(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Any]]) -> list[list[float]]:
+        at("wave", next(scored))
+        return by_length(prompts, completions)
+
+    def take(self: Source, real: Callable[[Source], Sampled] = Source.take) -> Sampled:
+        answered = real(self)
+        equal.append(equal_logprobs(policy, answered))
+        return answered
+
+    groups = Groups(Layout(**layout), generate, members)
+    source: Rollouts[Any] = Rollouts(policy, network(variant), score, PROMPTS, [1], settings, 5, groups=groups)
+    given: Any = {"checkpoint_dir": folder and Path(folder), "on_step": lambda row: at("rollout", int(row["step"]))}
+    with mock.patch.object(Source, "take", take), mock.patch.object(Rollouts, "_wave", lambda _: 3):  # two waves
+        log = train_ppo(source, network("plain", "value"), **given) if critic else train_grpo(source, **given)
+    log = [{name: value for name, value in row.items() if name not in TIMED} for row in log]
+    return {"log": log, "digest": weights_digest(policy), "equal": equal, "trains": groups.trains}
+
+
+def silent(members: Sequence[int]) -> str:
+    """Return how the rank that trains names one that samples and has hung."""
+    groups = Groups(generate=1, members=members)
+    try:
+        if not groups.trains:
+            time.sleep(1.0)
+        else:
+            with mock.patch("puna.models.training.parallel.mesh.TIMEOUT", timedelta(seconds=0.1)):
+                groups.take(lambda: None)
+    except TimeoutError as error:
+        return str(error)
+    return ""
+
+
+def lost_weights(members: Sequence[int]) -> str:
+    """Return the error of a rank that samples whose model the sent weights do not reach."""
+    groups, model = Groups(generate=1, members=members), network("plain", seed=len(members))
+    if groups.trains:
+        groups.ask(model, {"rollout": 1})
+        return ""
+    try:
+        with mock.patch.object(torch.Tensor, "copy_", lambda own, other: own):
+            next(groups.orders(network("plain")))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Any]]) -> list[list[float]]:
@@ -396,5 +456,6 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds,
-    "read_ratio": read_ratio, "weights_read": weights_read, "faulty": faulty, "sampled": sampled,
+    "read_ratio": read_ratio, "weights_read": weights_read, "faulty": faulty, "sampled": sampled, "rolled": rolled, "silent": silent,
+    "lost_weights": lost_weights,
 }  # fmt: skip

@@ -1,22 +1,28 @@
-"""A program of several processes: trains with its state in a folder; in the first attempt rank 1 is killed after a step."""
+"""A program of several processes: does a job with its state in a folder; ranks are killed at given places of given attempts."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
 import torch
 
 from puna.models.training.parallel.mesh import join
-from tests.parallel.cases import trained
+from tests.parallel.cases import rolled, trained
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     join()
-    folder, layout, die = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-    again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
-    result = trained([0, 1], layout, folder, steps=6, die=0 if again else die)
-    if os.environ["RANK"] == "0":
+    folder, given, deaths = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    attempt, rank, members = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"], list(range(int(os.environ["WORLD_SIZE"])))
+
+    def at(place: str, number: int) -> None:
+        if [int(rank), place, number] == (deaths[attempt] if attempt < len(deaths) else None):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    result = rolled(members, folder=folder, at=at, **given) if "generate" in given else trained(members, folder=folder, steps=6, at=at, **given)
+    if rank == "0":
         Path(folder, "result.json").write_text(json.dumps(result))

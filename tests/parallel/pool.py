@@ -99,7 +99,7 @@ def work(own: socket.socket, jobs: dict[str, Callable[..., Any]]) -> None:
 
     join()
     # Jobs of two or four ranks then make no group, which all ranks would have to make.
-    for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [0, 1, 2, 3]):
+    for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [1, 2], [0, 1, 2], [0, 1, 2, 3]):
         group_of(ranks)
     back_group()
     for line in own.makefile("r"):

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from puna.models.training.parallel.groups import Groups
+from puna.models.training.settings import GrpoSettings
+from puna.stages.align.reinforcement import GrpoConfig, grpo
+from puna.stages.contract.following import check
+from puna.stages.executors import ranks as processes
+from puna.storage import PunaError
 
 Run = Callable[..., list[Any]]
 
@@ -19,9 +30,59 @@ def test_ranks_share_the_prompts_and_get_the_answers_of_one_process(ranks: Run, 
     assert all(own == one for own in together)
 
 
-def test_a_training_by_rollouts_has_the_log_of_one_process(ranks: Run) -> None:
-    one = ranks("sampled", 1, layout={}, again=True)[0]
-    eight = ranks("sampled", 8, layout={"data": 8}, again=True)
-    assert all(own == eight[0] for own in eight) and len(one["log"]) == 2
-    for own, expected in zip(eight[0]["log"], one["log"], strict=True):
-        assert own == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize("critic", [False, True], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("max_stale", [0, 1])
+@pytest.mark.parametrize("generate", [1, 2])
+def test_ranks_of_their_own_sample_what_one_process_does(ranks: Run, generate: int, max_stale: int, critic: bool) -> None:
+    """One rank trains, as one process does: log and weights have its bits. Where answers are fresh, log-probs are the trainer's."""
+    given = {"layout": {}, "max_stale": max_stale, "critic": critic}
+    one, (trainer, *others) = ranks("rolled", 1, **given)[0], ranks("rolled", 1 + generate, generate=generate, **given)
+    assert trainer == one and all(own["log"] == one["log"] and not own["trains"] for own in others)
+    assert [row["version"] for row in one["log"]] == ([0, 0, 1] if max_stale else [0, 1, 2])
+    assert [row["staleness"] for row in one["log"]] == ([0, 1, 1] if max_stale else [0, 0, 0])
+    assert one["equal"] == [1.0] * 3 if not max_stale else one["equal"][0] == 1.0 > max(one["equal"][1:])
+
+
+@pytest.mark.parametrize(
+    "layout, generate, more",
+    [({"data": 8}, 0, {}), ({"data": 2}, 1, {}), ({"data": 2}, 2, {"critic": True}), ({"shard": 2}, 1, {}), ({"tensor": 2}, 1, {"critic": True}),
+     ({"data": 2}, 1, {"variant": "lora"})], ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("max_stale", [0, 1])
+def test_several_ranks_train_on_the_answers_of_others(
+    ranks: Run, layout: dict[str, int], generate: int, more: dict[str, Any], max_stale: int
+) -> None:
+    """The log is that of one process, up to rounding."""
+    one = ranks("rolled", 1, layout={}, max_stale=max_stale, **more)[0]
+    all_ = ranks("rolled", math.prod(layout.values()) + generate, layout=layout, generate=generate, max_stale=max_stale, **more)
+    assert all(own["log"] == all_[0]["log"] for own in all_) and [own["trains"] for own in all_].count(False) == generate
+    for own, expected in zip(all_[0]["log"], one["log"], strict=True):
+        assert own == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert max_stale or "variant" in more or all(own["equal"] == [1.0] * 3 for own in all_ if own["trains"])
+
+
+def test_a_rank_that_hangs_is_named(ranks: Run) -> None:
+    assert ranks("silent", 2)[0].startswith("rank 1, which samples answers, has shown no sign of life for ")
+
+
+def test_weights_that_do_not_arrive_are_an_error(ranks: Run) -> None:
+    assert ranks("lost_weights", 2)[1] == "rollout 1: this rank's weights are not those that the trainers sent"
+
+
+def test_a_killed_rank_that_samples_starts_all_again_with_the_same_weights(ranks: Run, tmp_path: Path) -> None:
+    """It is killed as it samples the third rollout, while the second one's updates run."""
+    given = {"layout": {}, "generate": 1, "max_stale": 1}
+    command = [sys.executable, "-m", "tests.parallel.killed", str(tmp_path), json.dumps(given), json.dumps([[1, "wave", 5]])]
+    assert processes.start(command, 2) == 0
+    killed, whole = json.loads((tmp_path / "result.json").read_text()), ranks("rolled", 2, **given)[0]
+    assert killed["log"] == whole["log"] and killed["digest"] == whole["digest"]
+    assert len(whole["equal"]) == 3 > len(killed["equal"]) > 0
+
+
+def test_what_no_test_proves_is_refused() -> None:
+    with pytest.raises(ValueError, match="no test proves training by pipeline 2 beside ranks that sample"):
+        GrpoSettings(generate=1, compute={"layout": {"pipeline": 2}})
+    with pytest.raises(PunaError, match="grpo: generate = 1 needs 2 processes at least; start with --processes"):
+        check(grpo, GrpoConfig(generate=1))
+    with pytest.raises(ValueError, match="generate = 1 needs 2 processes at least, and 1 run"):
+        Groups(generate=1)

@@ -24,7 +24,7 @@ def test_a_killed_rank_starts_all_again_with_the_same_weights(ranks: Run, tmp_pa
     layout, folder = {"shard": 2}, tmp_path / "killed"
     folder.mkdir()
     unkilled = ranks("trained", 2, layout=layout, folder=str(tmp_path / "whole"), steps=6)[0]
-    command = [sys.executable, "-m", "tests.parallel.killed", str(folder), json.dumps(layout), "3"]
+    command = [sys.executable, "-m", "tests.parallel.killed", str(folder), json.dumps({"layout": layout}), json.dumps([[1, "step", 3]])]
     assert processes.start(command, 2) == 0
     assert json.loads((folder / "result.json").read_text()) == unkilled
     assert "ended by SIGKILL: all start again" in capfd.readouterr().err

@@ -75,7 +75,7 @@ class Mesh:
     """A rank's place in a layout.
 
     members: the processes, by their rank in the default group; None: all. `at` has this rank's place on each axis, `index` its place
-    among the members. One process has no groups, and every exchange returns at once.
+    among the members. One process has no groups, and every exchange returns at once. A rank that is no member makes the groups only.
     """
 
     def __init__(self, layout: Layout, members: Sequence[int] | None = None) -> None:
@@ -93,7 +93,7 @@ class Mesh:
             raise ValueError(f"the layout {layout} needs {layout.processes} processes; {len(members)} were started")
         sizes = [layout.size(axis) for axis in AXES]
         places = list(itertools.product(*map(range, sizes)))
-        self.index = members.index(dist.get_rank())
+        self.index = members.index(dist.get_rank()) if dist.get_rank() in members else -1
         self.at = dict(zip(AXES, places[self.index], strict=True))
         self.everyone = group_of(members)
         if layout.pipeline > 1:
@@ -172,15 +172,7 @@ class Mesh:
         """Return the text of the last pipeline stage, on all stages."""
         if (group := self.group("pipeline")) is None:
             return text
-        source = self.rank("pipeline", self.size("pipeline") - 1)
-        data = text.encode()
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, source, group)
-        content = torch.zeros(int(size), dtype=torch.uint8)
-        if dist.get_rank() == source:
-            content = torch.tensor(list(data), dtype=torch.uint8)
-        dist.broadcast(content, source, group)
-        return bytes(content.tolist()).decode()
+        return broadcast_text(text, self.rank("pipeline", self.size("pipeline") - 1), group)
 
 
 def layout_of(layout: Layout) -> Layout:
@@ -188,6 +180,15 @@ def layout_of(layout: Layout) -> Layout:
     if together and layout.processes == 1:
         return Layout(data=dist.get_world_size())
     return layout
+
+
+def broadcast_text(text: str, source: int, group: Any) -> str:
+    """Return the text of one rank of a group, on all of them."""
+    size = torch.tensor(len(data := bytearray(text.encode())))
+    dist.broadcast(size, source, group)
+    content = torch.frombuffer(data, dtype=torch.uint8) if dist.get_rank() == source and data else torch.zeros(int(size), dtype=torch.uint8)
+    dist.broadcast(content, source, group)
+    return bytes(content.numpy()).decode()
 
 
 _GROUPS: dict[tuple[int, ...], Any] = {}

@@ -1,0 +1,135 @@
+"""The ranks of a reinforcement learning in two groups: the first ones train, the last ones sample answers.
+
+The groups meet once a rollout. Weights are received in a buffer and copied, so that whatever was computed with the old ones is seen to be
+old, and answers travel as text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from puna.models.training.loop import tensors_digest
+from puna.models.training.parallel import mesh as meshes
+from puna.models.training.parallel.layout import Layout
+from puna.models.training.parallel.mesh import Mesh, broadcast_text, group_of, layout_of
+
+ONE = Layout()
+POLL, BEATS = 0.01, 20
+"""Seconds between two looks for what another rank writes, and looks between two for signs of life."""
+_numbers = itertools.count()
+
+
+class Groups:
+    """The two groups, as one of their ranks sees them.
+
+    generate: number of ranks that sample alone; 0: all ranks do both. members: the processes, by their rank in the default group; None:
+    all that train together. `mesh` has the ranks of this one's group, `trains` is True in the first one.
+    """
+
+    def __init__(self, layout: Layout = ONE, generate: int = 0, members: Sequence[int] | None = None) -> None:
+        self.apart, self.trains = generate > 0, True
+        if not self.apart:
+            self.mesh = Mesh(layout_of(layout), members)
+            return
+        members = list(range(dist.get_world_size()) if members is None and dist.is_initialized() else members or [0])
+        if generate >= len(members):
+            raise ValueError(f"generate = {generate} needs {generate + 1} processes at least, and {len(members)} run")
+        self._training, self._sampling = members[:-generate], members[-generate:]
+        rank = dist.get_rank()
+        self.trains = rank in self._training
+        layout = layout if layout.processes > 1 else Layout(data=len(self._training))
+        both = Mesh(layout, self._training), Mesh(Layout(data=generate), self._sampling)
+        self.mesh, self._everyone, number = both[not self.trains], group_of(members), torch.tensor(next(_numbers))
+        dist.broadcast(number, members[0], self._everyone)
+        self._name, self._asked, self._taken = f"groups-{int(number)}", 0, 0
+
+    def beat(self) -> None:
+        """Show the other ranks that this one is at work."""
+        if self.apart:
+            meshes.store().add(f"{self._name}-{dist.get_rank()}", 1)
+
+    def sampler(self, text: str) -> str:
+        """Return the text of the first rank that samples; of this one if all ranks do both."""
+        return broadcast_text(text, self._sampling[0], self._everyone) if self.apart else text
+
+    # --- in the ranks that train ---
+
+    def ask(self, model: nn.Module, order: dict[str, Any]) -> None:
+        """Send an order and the trained weights to the ranks that sample."""
+        weights = _trained(model)
+        if dist.get_rank() == self._training[0]:
+            meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps({**order, "digest": tensors_digest(weights)}))
+        for weight in weights.values():
+            dist.broadcast(_bytes(weight.cpu().clone()), self._training[0], self._everyone)
+        self._asked += 1
+
+    def take(self, follow: Callable[[], object]) -> str:
+        """Return the answers that were asked for; `follow` is called after each wave of them, on all ranks at the same ones."""
+        while True:
+            last = self._wait(f"answers-{self._taken}", self._sampling) == "all"
+            self._taken += 1
+            if last:
+                return broadcast_text("", self._sampling[0], self._everyone)
+            follow()
+
+    def end(self, text: str) -> None:
+        """Let the ranks that sample end, with a last text."""
+        if dist.get_rank() == self._training[0]:
+            meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps({"end": text}))
+
+    # --- in the ranks that sample ---
+
+    @torch.no_grad()
+    def orders(self, model: nn.Module) -> Iterator[dict[str, Any]]:
+        """Yield the orders, the weights of each in the model; at last one whose `end` is the trainers' last text."""
+        while "end" not in (order := json.loads(self._wait(f"order-{self._asked}", self._training))):
+            for weight in _trained(model).values():
+                buffer = torch.empty(weight.shape, dtype=weight.dtype)
+                dist.broadcast(_bytes(buffer), self._training[0], self._everyone)
+                weight.copy_(buffer)
+            if tensors_digest(_trained(model)) != order["digest"]:
+                raise ValueError(f"rollout {order['rollout']}: this rank's weights are not those that the trainers sent")
+            self._asked += 1
+            yield order
+        yield order
+
+    def give(self, text: str = "") -> None:
+        """Send answers to the ranks that train; without a text, say that a wave of them is done."""
+        if dist.get_rank() == self._sampling[0]:
+            meshes.store().set(f"{self._name}-answers-{self._taken}", "all" if text else "wave")
+        if text:
+            broadcast_text(text, self._sampling[0], self._everyone)
+        self._taken += 1
+
+    def _wait(self, name: str, ranks: Sequence[int]) -> str:
+        """Return what other ranks write under a name. TimeoutError if one of them shows no sign of life for `TIMEOUT`."""
+        store, key, beats, since = meshes.store(), f"{self._name}-{name}", dict[int, int](), dict[int, float]()
+        for turn in itertools.count():
+            if store.check([key]):
+                text: str = store.get(key).decode()
+                return text
+            for rank in ranks if turn % BEATS == 0 else ():
+                beat, now = store.add(f"{self._name}-{rank}", 0), time.monotonic()
+                if beats.get(rank) != beat:
+                    beats[rank], since[rank] = beat, now
+                elif now - since[rank] > meshes.TIMEOUT.total_seconds():
+                    does = "trains" if rank in self._training else "samples answers"
+                    raise TimeoutError(f"rank {rank}, which {does}, has shown no sign of life for {now - since[rank]:.0f} s")
+            time.sleep(POLL)
+        raise AssertionError
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in sorted(model.named_parameters()) if parameter.requires_grad}
+
+
+def _bytes(weight: Tensor) -> Tensor:
+    return weight.detach().contiguous().flatten().view(torch.uint8)
