@@ -194,6 +194,8 @@ def _uses(artifact: Artifact) -> list[Content]:
     results: list[Content] = []
     if artifact.kind == "model":
         results.append(button("Chat", f"/puna/chat?model={artifact.id}"))
+    if "rollouts" in artifact.tables:
+        results.append(button("Rollouts", f"/puna/rollouts/{artifact.key[:12]}"))
     if artifact.manifest.stage == "select":
         results.append(button("Move its thresholds", f"/puna/rules?artifact={artifact.key[:12]}"))
     links = []

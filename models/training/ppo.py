@@ -157,6 +157,8 @@ def _train(
     ranks = trainers["policy"].parallel
     ranks.beside = {who: trainer.parallel for who, trainer in trainers.items() if who != "policy"}
     state = _resume(checkpoint_dir, trainers, identity, config)
+    for rollout in range(1, len(state.log) + 1 + (state.begun is not None)):
+        rollouts.keep(rollout, None)
     log, stale = state.log, config.max_stale
 
     def write() -> None:
@@ -238,10 +240,24 @@ def _begin(
     source.seconds = 0.0
     values, weights, returns = estimate(sampled, numbers)
     by_token = {"logprobs": sampled.logprobs, "values": values, "advantages": weights, "returns": returns}
+    source.keep(len(state.log) + 1, _rows(sampled, weights))
     groups = _groups(sampled.asked, sampled.answers, by_token | {"scores": sampled.scores, "finished": sampled.finished})
     row = _summary(sampled, groups, numbers, "critic" in trainers)
     row |= {"version": sampled.version, "staleness": len(state.log) - sampled.version}
     return Begun(groups, row | {"seconds": time.perf_counter() - started}, {who: [] for who in trainers})
+
+
+def _rows(sampled: Sampled, advantages: Tensor) -> list[Row | dict[str, Any]]:
+    """Return a row for each answer; log-probs and advantage are means over its tokens."""
+    means = {"advantage": advantages, "logprob": sampled.logprobs}
+    means |= {} if sampled.kl is None else {"reference_logprob": sampled.reference}
+    numbers = {name: sum_segments(values, sampled.lengths) / sampled.lengths for name, values in means.items()}
+    numbers |= {"score": sampled.scores, "finished": sampled.finished.bool()}
+    pairs = zip(sampled.asked, sampled.answers, strict=True)
+    asked, answers = zip(*((prompt, answer) for prompt, some in pairs for answer in some), strict=True)
+    columns: dict[str, Any] = {name: column.tolist() for name, column in numbers.items()}
+    columns |= {**sampled.parts, "prompt": asked, "tokens": answers}
+    return [{"version": sampled.version, **dict(zip(columns, row, strict=True))} for row in zip(*columns.values(), strict=True)]
 
 
 def _groups(asked: list[list[int]], answers: list[list[list[int]]], numbers: dict[str, Tensor]) -> list[Group]:

@@ -6,7 +6,7 @@ Rollout k draws its prompts and its samples from (seed, k), whatever was drawn b
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -25,7 +25,11 @@ from puna.models.training.settings import GrpoSettings, RolloutSettings
 from puna.models.transformer import Transformer
 
 Config = TypeVar("Config", bound=RolloutSettings)
-Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], Sequence[Sequence[float]]]
+Scores = Sequence[Sequence[float]]
+Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], Scores | Mapping[str, Scores]]
+"""Gives the reward of each answer to each prompt; or by name: the reward as `score`, and its parts."""
+Keep = Callable[[int, list[dict[str, Any]] | None], object]
+"""Keeps the rows of a rollout's answers; None: a run that goes on has them from before."""
 Watch = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], dict[str, float]]
 """Further numbers about a rollout's prompts and answers, which become columns of its row."""
 Remember = Callable[[str, Callable[[], Any]], Any]
@@ -41,7 +45,7 @@ class Sampled(NamedTuple):
 
     `kl`: nats per answer to the reference, whose log-probs are the policy's own, and count for nothing, if it is None. `score` and
     `unequal`: the mean score, and the share of prompts whose answers differ in reward, of all that was drawn, which `resample` chose from.
-    `version`: the rollouts on which the weights that answered had been trained.
+    `version`: the rollouts on which the weights that answered had been trained. `parts` of the scores, [A] each, by name.
     """
 
     asked: list[list[int]]
@@ -56,6 +60,7 @@ class Sampled(NamedTuple):
     score: float
     unequal: float
     version: int
+    parts: dict[str, list[float]]
 
     def text(self) -> str:
         """Return all of it as JSON, without a loss."""
@@ -68,12 +73,13 @@ class Sampled(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A prompt with its answers, their scores, and whether these (an answer that was cut off earning less) differ."""
+    """A prompt with its answers, their scores, whether these (an answer that was cut off earning less) differ, and their parts by name."""
 
     prompt: list[int]
     completions: Sequence[Completion]
     scores: Sequence[float]
     unequal: bool
+    parts: dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class Rollouts(Generic[Config]):
     `prompts` are token ids up to the assistant's header, `stop` the ids that end an answer. `scorer` gives each answer's reward:
     `reward_model_scorer(model)`, or a verifier. `watch` is asked in the rollouts whose KL divergence is measured. `groups`: the ranks that
     sample. Each answers its part of the prompts, and all score all answers; in exact passes they are those of one process. None: those of
-    the configuration.
+    the configuration. `keep` gets the rows of the answers.
     """
 
     policy: Transformer
@@ -95,6 +101,7 @@ class Rollouts(Generic[Config]):
     seed: int
     watch: Watch | None = None
     groups: Groups | None = None
+    keep: Keep = lambda rollout, rows: None
 
     def sample(self, rollout: int, remember: Remember = lambda _, make: make(), version: int = 0) -> Sampled:
         """Return the answers of a rollout, counted from 1. `remember` keeps the waves in which they are sampled and scored.
@@ -129,6 +136,7 @@ class Rollouts(Generic[Config]):
             score=sum(sum(one.scores) / len(one.scores) for one in drawn) / len(drawn),
             unequal=sum(one.unequal for one in drawn) / len(drawn),
             version=version,
+            parts={name: [part for i in chosen for part in drawn[i].parts[name]] for name in drawn[0].parts},
         )
 
     @torch.no_grad()
@@ -181,10 +189,9 @@ class Rollouts(Generic[Config]):
         )
         completions = self._completions(engine, asked, params)
         scores = self.scorer(asked, completions)
-        return [
-            ([(c.tokens, c.logprobs, c.finished) for c in some], list(map(float, own)))
-            for some, own in zip(completions, scores, strict=True)
-        ]
+        parts = scores if isinstance(scores, Mapping) else {"score": scores}
+        own = [{name: list(map(float, values[i])) for name, values in parts.items()} for i in range(len(asked))]
+        return [([(c.tokens, c.logprobs, c.finished) for c in some], mine) for some, mine in zip(completions, own, strict=True)]
 
     def _completions(self, engine: Engine, asked: Sequence[list[int]], params: SamplingParams) -> list[list[Completion]]:
         """Return answers to each prompt, dealt to the ranks. Equal prompts go to one rank: together they draw different answers."""
@@ -201,10 +208,10 @@ class Rollouts(Generic[Config]):
         return [[Completion(*answer) for answer in next(parts[owners[tuple(prompt)]])] for prompt in asked]
 
     def _answered(self, asked: Sequence[list[int]], sampled: Sequence[Any]) -> Iterator[Drawn]:
-        for prompt, (answers, scores) in zip(asked, sampled, strict=True):
-            some = [Completion(*answer) for answer in answers]
+        for prompt, (answers, parts) in zip(asked, sampled, strict=True):
+            some, scores = [Completion(*answer) for answer in answers], parts["score"]
             rewards = {s - self.config.unfinished_penalty * (not c.finished) for s, c in zip(scores, some, strict=True)}
-            yield Drawn(prompt, some, scores, len(rewards) > 1)
+            yield Drawn(prompt, some, scores, len(rewards) > 1, {name: part for name, part in parts.items() if name != "score"})
 
     @torch.no_grad()
     def _reference_logprobs(self, asked: Sequence[list[int]], answers: Sequence[list[list[int]]]) -> Tensor:

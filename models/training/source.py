@@ -53,6 +53,10 @@ class Source:
         assert self._sampled is not None
         return self._sampled
 
+    def keep(self, rollout: int, rows: list[dict[str, Any]]) -> None:
+        """Keep the rows of a rollout's answers."""
+        self._rollouts.keep(rollout, rows)
+
     def beat(self) -> None:
         """Show the ranks that sample that this one is at work."""
         self._groups.beat()

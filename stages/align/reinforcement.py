@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from pydantic import Field
 
 from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
 from puna.stages.contract import Facts, Figure, Model, Prompts, StageRun, stage
+from puna.stages.conversations import answer_text
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.lora import adapted
 from puna.stages.training.needs import adaptable, one_tokenizer
@@ -31,6 +33,7 @@ from puna.stages.verifiers.scoring import Scorer, verifiers_named
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
+    from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
     from puna.stages.training.rewards import Completions, Ids, Rewards, Scores
 
@@ -145,7 +148,10 @@ def _optimize(
     with divergence_named(run.stage), adapted(model, config, run) as scales:
         watch = None if scorer is None or config.reward == "verifier" else _gold(gold_of(scorer, rows, prompt_ids, tokenizer))
         log = drive(
-            Rollouts(model, reference, rewards, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), watch, groups),
+            Rollouts(
+                model, reference, rewards.parts, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), watch, groups,
+                _keep(rows, prompt_ids, tokenizer, run),
+            ),
             *([valuing] if valuing is not None else []),
             checkpoint_dir=run.scratch / CHECKPOINTS,
             on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"),
@@ -159,6 +165,28 @@ def _optimize(
     _against_kl(log, run)
     report_ends(log, ("score", "gold", "kl", "entropy", "explained_variance"), run)
     save_model(model, tokenizer, run.folder)
+
+
+def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run: StageRun) -> Callable[[int, Any], None]:
+    """Return a function that writes a rollout's answers to the table `rollouts`."""
+    names = {tuple(ids): row["id"] for ids, row in zip(reversed(asked), reversed(rows), strict=True)}
+
+    def keep(rollout: int, answers: list[dict[str, Any]] | None) -> None:
+        def table() -> list[dict[str, Any]]:
+            if answers is None:
+                raise PunaError(f"{run.stage}: the answers of rollout {rollout} are lost; remove {run.scratch} to begin anew")
+            counts: Counter[str] = Counter()
+            made = []
+            for answer in answers:
+                name = names[tuple(answer.pop("prompt"))]
+                text = answer_text(answer["tokens"], tokenizer)
+                made.append({"step": rollout, "prompt_id": name, "sample": counts[name], "text": text, **answer})
+                counts[name] += 1
+            return made
+
+        run.rows_once(str(rollout), table, "rollouts")
+
+    return keep
 
 
 def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageRun) -> None:

@@ -101,6 +101,9 @@ class FollowerRun(StageRun):
             make()
         return table_schema(self.kind).schema.empty_table().select(columns)
 
+    def rows_once(self, name: str, make: Callable[[], list[dict[str, Any]]], table: str | None = None) -> None:
+        """Do nothing."""
+
     def metric(self, name: str, value: float | int | str) -> None:
         """Do nothing."""
 

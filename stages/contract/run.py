@@ -214,14 +214,19 @@ class StageRun:
         After a crash they are read back. The rows of one name must be the same in every attempt.
         """
         job = f"{self.kind}-once-{name}"
+        ranks.agree(self._work.earlier(job) is None)  # where they are missing, the other ranks help to make them
+        self.rows_once(name, make)
         staged = self._work.earlier(job)
-        if ranks.agree(staged is None):
-            self._work.add(self.kind, _table(make(), self.kind), f"once-{name}")
-            staged = self._work.earlier(job)
-        elif staged is not None:
-            self._work.claim(staged)
         tables = [rows.read(0, rows.rows, columns) for one in staged or () for rows in [one.rows(self._work.files)] if rows.rows]
         return pa.concat_tables(tables) if tables else table_schema(self.kind).schema.empty_table().select(columns)
+
+    def rows_once(self, name: str, make: Callable[[], list[dict[str, Any]]], table: str | None = None) -> None:
+        """Write the rows that `make` returns to a table; after a crash take those that were written."""
+        staged = self._work.earlier(f"{(table := table or self.kind)}-once-{name}")
+        if staged is None:
+            self._work.add(table, _table(make(), table), f"once-{name}")
+        else:
+            self._work.claim(staged)
 
     @property
     def folder(self) -> Path:

@@ -66,12 +66,17 @@ class Rewards:
     center: float = 0.0
 
     def __call__(self, prompts: Ids, completions: Completions) -> list[list[float]]:
-        if self.gold is None or self.numbers is None:
-            alone = self.gold or self.numbers
-            assert alone is not None
-            return [list(some) for some in alone(prompts, completions)]
-        both = zip(self.gold(prompts, completions), self.numbers(prompts, completions), strict=True)
-        return [[score * (self.floor + sigmoid(number, self.center)) for score, number in zip(*pair, strict=True)] for pair in both]
+        return self.parts(prompts, completions)["score"]
+
+    def parts(self, prompts: Ids, completions: Completions) -> dict[str, list[list[float]]]:
+        """Return the rewards as `score`, and their parts by name."""
+        sources = {"verifier": self.gold, "reward_model": self.numbers}
+        parts = {name: scores(prompts, completions) for name, scores in sources.items() if scores is not None}
+        if len(parts) == 1:
+            return {"score": next(iter(parts.values())), **parts}
+        both = zip(*parts.values(), strict=True)
+        scores = [[score * (self.floor + sigmoid(number, self.center)) for score, number in zip(*pair, strict=True)] for pair in both]
+        return {"score": scores, **parts}
 
     def centered(self, prompts: Ids, completions: Completions) -> Rewards:
         """Center by the mean number of these answers, weighted by their verifier scores; unchanged if all scores are 0."""

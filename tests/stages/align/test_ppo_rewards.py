@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from fastapi.testclient import TestClient
 
+from puna.flows.html import markup
+from puna.flows.web import application
 from puna.models.forest import Forest
 from puna.models.formats.checkpoint import load
 from puna.models.generation import Completion
 from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.training.trainer import Trainer
 from puna.stages.align.reinforcement import GrpoConfig, PpoConfig, grpo, ppo
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.contract import Model, Prompts, SeededConfig, StageRun, execute, stage
@@ -23,7 +29,7 @@ from puna.stages.training.rewards import rewards_of
 from puna.stages.verifiers.base import ScoringConfig
 from puna.stages.verifiers.registry import to_text
 from puna.stages.verifiers.scoring import Scorer
-from puna.storage import Artifact, PunaError, Store
+from puna.storage import Artifact, PunaError, Store, catalog
 from puna.storage.schemas import table_schema
 
 Tiny = Callable[..., Artifact]
@@ -252,3 +258,62 @@ def test_a_judge_rewards_the_policy(tmp_path: Path, tiny_model: Tiny) -> None:
     judge = tiny_model(store, 7)
     made = execute(ppo, config, {"policy": tiny_model(store), "prompts": prompts, "judges": [judge]}, store)
     assert 0 < made.manifest.metrics["first_score"] < 1 and made.manifest.metrics["unscored_answers"] == 0
+
+
+@pytest.mark.parametrize("train, max_stale", [(ppo, 0), (grpo, 1)])
+def test_every_answer_is_a_row_of_the_table_rollouts(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, train: Any, max_stale: int) -> None:
+    """A run that ends in the second of three rollouts and goes on has the rows of one that does not, each once."""
+    settings = {**SETTINGS, "rollouts": 3, "prompts": 4, "answers": 3, "max_stale": max_stale, "reward": "product", "kl_coefficient": 0.1}
+    if train is grpo:
+        del settings["critic_learning_rate"]
+    config = (PpoConfig if train is ppo else GrpoConfig)(**settings, center="zero", floor=0.25)
+    tables = []
+    for name in ("whole", "parts"):
+        store = Store.open(tmp_path / name)
+        model = tiny_model(store)
+        given = {"policy": model, "prompts": asked(store), "reward_model": rewarding(store, model)}
+        if name == "parts":
+            step, ends = Trainer.step, iter([False] * 5 + [True])
+
+            def stopped(*args: Any, **named: Any) -> Any:
+                if next(ends, False):  # noqa: B023
+                    raise KeyboardInterrupt
+                return step(*args, **named)  # noqa: B023
+
+            monkeypatch.setattr(Trainer, "step", stopped)
+            with pytest.raises(KeyboardInterrupt):
+                execute(train, config, given, store)
+        made = execute(train, config, given, store)
+        tables.append(made.read("rollouts"))
+    whole, parts = tables
+    assert whole.equals(parts) and len(whole) == 3 * 4 * 3
+    log, rows = made.read("training_log").to_pylist(), whole.to_pylist()
+    for entry in log:
+        own = [row for row in rows if row["step"] == entry["step"]]
+        assert sum(row["score"] for row in own) / 12 == pytest.approx(entry["score"], abs=1e-6) and {row["version"] for row in own} == {entry["version"]}
+        kl = [(row["logprob"] - row["reference_logprob"]) * len(row["tokens"]) for row in own]
+        assert sum(kl) / 12 == pytest.approx(entry["kl"], abs=1e-5)
+    for row in rows:
+        assert row["score"] == pytest.approx(row["verifier"] * (0.25 + 1 / (1 + math.exp(-row["reward_model"]))), rel=1e-5)
+        assert row["sample"] in range(6) and (row["verifier"] == 1.0) == any(c in "abcdefghijklm" for c in row["text"])
+    rows.sort(key=lambda row: (row["step"], row["prompt_id"], row["sample"]))
+    for group in [rows[i : i + 3] for i in range(0, 36, 3) if train is grpo]:
+        worth = [row["score"] - 0.1 * (row["logprob"] - row["reference_logprob"]) * len(row["tokens"]) for row in group]
+        if (deviation := statistics.stdev(worth)) > 0.01:
+            expected = [(one - sum(worth) / 3) / deviation for one in worth]
+            assert [row["advantage"] for row in group] == pytest.approx(expected, abs=1e-2)
+    with catalog.Catalog(store) as opened:
+        best = catalog.run(opened, "select max(score) as score, count(*) as answers from newest.rollouts").to_pylist()
+    assert best == [{"score": max(row["score"] for row in rows), "answers": 36}]
+    client = TestClient(application(store, prefect=None, auth=""))
+    page = client.get(f"/rollouts/{made.key[:12]}").text
+    for part, order in (("best", -1), ("worst", 1)):
+        shown = re.findall(r"<tr>(.*?)</tr>", page.partition(f'id="{part}"')[2].partition("</section>")[0], re.DOTALL)[1:]
+        expected = sorted(rows, key=lambda row: order * row["score"])[:20]
+        assert [f">{markup.number(row['score'])}<" in one for row, one in zip(expected, shown, strict=True)] == [True] * 20
+    steps = {name: [row["step"] for row in rows if row["prompt_id"] == name] for name in {row["prompt_id"] for row in rows}}
+    mean = {(n, s): statistics.fmean(r["score"] for r in rows if (r["prompt_id"], r["step"]) == (n, s)) for n in steps for s in steps[n]}
+    gains = sorted((mean[n, max(some)] - mean[n, min(some)] for n, some in steps.items()), key=lambda gain: -abs(gain))
+    assert re.findall(r"<summary>([+-]\S+) [^<]*say \d", page) == [f"{gain:+.3g}" for gain in gains if gain]
+    assert f"/puna/rollouts/{made.key[:12]}" in client.get(f"/artifact/model/{made.key[:12]}").text
+    assert "only ppo and grpo write one" in client.get(f"/rollouts/{model.key[:12]}").text
