@@ -117,6 +117,10 @@ class Tokenizer(ChatFormat):
         """Return the same vocabulary with another chat template. Raise TemplateError if it does not compile."""
         return Tokenizer(self.backend, self.named, source, self._stops, self.generation)
 
+    def with_backend(self, backend: tokenizers.Tokenizer) -> Tokenizer:
+        """Return another vocabulary with the same special tokens and chat template."""
+        return Tokenizer(backend, self.named, None if self.template is None else self.template.source, self._stops, self.generation)
+
     def document(self, text: str) -> list[int]:
         """Return the ids of a document: begin, text, end; a begin or end token that the model lacks is left out."""
         return [*([] if self.bos is None else [self.bos]), *self.encode(text), *self.end]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import tokenizers
@@ -59,6 +61,14 @@ class Vocabulary:
         if self._trial is not None:
             return [self.encode(text) for text in texts]
         return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def words(self, text: str) -> Iterator[tuple[int, ...]]:
+        """Yield the ids of each word of a text, which no token goes over the ends of."""
+        if self._trial is not None:
+            self._trial.check(text)
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        for _, word in groupby(zip(encoding.word_ids, encoding.ids, strict=True), key=itemgetter(0)):
+            yield tuple(id_ for _, id_ in word)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""

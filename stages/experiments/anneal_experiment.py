@@ -27,7 +27,7 @@ from puna.stages.training.packed import Packed, Reader, mean_loss, pack, total_n
 from puna.stages.training.phase import SHAPE, Phase
 from puna.stages.training.pools import Group, Mixed, PoolRows, Pools, Sizes, build_pools, grouped
 from puna.stages.training.proxy_runs import fresh, one_thread, run_trials, set_aside, trained, trial_row
-from puna.stages.training.train import heldout_prompts
+from puna.stages.training.train import heldout_prompts, load_grown
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import Artifact, PunaError
 
@@ -112,7 +112,7 @@ def anneal_experiment(
     is refused at once. The table `weights` is the mix to anneal on, for `mix`: the measured share for the accepted sets, by their bytes,
     the rest as in the mixture. Prompts that the chat template refuses are in `dropped`; see `bad_rows`.
     """
-    source = model or tokenizer
+    source = tokenizer or model
     if source is None:
         raise PunaError("anneal_experiment begins from a model, or trains one with a tokenizer: give one of the two")
     check_tokens(tokens, source)
@@ -129,7 +129,7 @@ def anneal_experiment(
     read = {number: tokens_needed / max(1, size) for number, (_, size, _) in different.items()}
     small = {number: _too_small(read[number], share, config) for number, (_, _, share) in different.items()}
     tried = [number for number in judged if not small[number]]
-    start = str(model.path()) if model is not None else _base(tokens, source, config, run) if tried else ""
+    start = _start(tokens, source, model, config, run) if tried else ""
     runs = [(number, arm, repeat) for number in tried for arm in ARMS for repeat in range(config.repeats)]
     runs = [(-1, DEFAULT, repeat) for repeat in range(config.repeats)] + runs if tried else []
     jobs = [(job, number, arm, repeat, run.seed("repeat", repeat)) for job, (number, arm, repeat) in enumerate(runs)]
@@ -149,11 +149,18 @@ def anneal_experiment(
         run.write_rows(_weights(mixture, groups, accepted, config.share), "weights")
 
 
-def _base(tokens: Artifact, tokenizer: Artifact, config: AnnealExperimentConfig, run: StageRun) -> str:
-    """Train a small model on the default tokens, without those set aside; return its folder."""
+def _start(tokens: Artifact, tokenizer: Artifact, model: Artifact | None, config: AnnealExperimentConfig, run: StageRun) -> str:
+    """Return the folder of the model to anneal: the input model, with embeddings of the tokenizer's further tokens; without one a small
+    model trained on the default tokens but for those set aside."""
     from puna.models.formats.checkpoint import save
 
     vocabulary, seed, folder = tokenizer_of(tokenizer), run.seed("base"), run.scratch / "base-model"
+    if model is not None and tokenizer_of(model).vocab_size == vocabulary.vocab_size:
+        check_tokens(tokens, model)
+        return str(model.path())
+    if model is not None:
+        save(load_grown(model, tokenizer), folder, vocabulary)
+        return str(folder)
     packed, heldout = set_aside(tokens, config.validation_share, config.heldout_tokens)
     reader = Reader(packed, heldout, config.base.rows_per_step, seed, vocabulary.begin)
     with one_thread():

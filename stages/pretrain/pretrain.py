@@ -23,11 +23,10 @@ from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory, train
 from puna.stages.training.packed import Packed, Reader, mean_loss
 from puna.stages.training.phase import Acceptance, Phase
 from puna.stages.training.train import (
-    check_one_tokenizer,
     code_of_tasks,
     device,
     divergence_named,
-    load_model,
+    load_grown,
     on_threads,
     save_model,
     task_watch,
@@ -112,7 +111,8 @@ def pretrain(
     if model is None:
         network, state = _initial(config, vocabulary.vocab_size, packed.row_length, run.seed("weights")), None
     else:
-        network, state = _given(model, tokenizer, config), _moments(model)
+        network = load_grown(model, tokenizer, config.compute.layout)
+        state = _moments(model, network)
     run.metric("optimizer_state_given", int(state is not None and phases[0].optimizer == "keep"))
     for number, (phase, before) in enumerate(zip(phases, starts, strict=True)):
         own = sources[phase.tokens]
@@ -165,11 +165,6 @@ def _counted(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[list[P
     return phases, starts
 
 
-def _given(artifact: Artifact, tokenizer: Artifact, config: PretrainConfig) -> Transformer:
-    check_one_tokenizer([artifact, tokenizer], "tokenize with the model's own; the stage tokenizer takes it from the input model")
-    return load_model(artifact, "lm", layout=config.compute.layout)[0]
-
-
 def _keep_moments(state: Path, folder: Path) -> None:
     """Write the optimizer's state that a training left, on rank 0."""
     from safetensors.torch import save_file
@@ -184,11 +179,18 @@ def _keep_moments(state: Path, folder: Path) -> None:
     save_file({name: value.contiguous() for name, value in stored[0].items() if name.startswith("state.")}, file)
 
 
-def _moments(model: Artifact) -> dict[str, torch.Tensor] | None:
-    """Return the optimizer's state beside a model; None if its training kept none, as with an imported one."""
+def _moments(model: Artifact, network: Transformer) -> dict[str, torch.Tensor] | None:
+    """Return the optimizer's state beside a model, zero for further tokens; None if its training kept none, as with an imported one."""
     from safetensors.torch import load_file
+    from torch.nn.functional import pad
 
-    return load_file(model.path(MOMENTS)) if MOMENTS in model.manifest.files else None
+    if MOMENTS not in model.manifest.files:
+        return None
+    state: dict[str, torch.Tensor] = load_file(model.path(MOMENTS))
+    for name, value in state.items():
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")) and value.dim():
+            state[name] = pad(value, (*[0] * (2 * value.dim() - 1), network.config.vocab_size - len(value)))
+    return state
 
 
 def _initial(config: PretrainConfig, vocab_size: int, positions: int, seed: int) -> Transformer:
@@ -365,8 +367,7 @@ def _restored(model: Transformer, state: tuple[dict[str, torch.Tensor], Any] | N
     return restored.to(device())
 
 
-SMOOTH = 100
-"""Points of the plotted training loss; each is the mean of the steps it stands for."""
+SMOOTH = 100  # points of the plotted training loss, each the mean of its steps
 
 
 def _finish(model: Transformer, watch: Watch, run: StageRun) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -12,20 +13,27 @@ from puna.stages.training.corpus import Chosen, Ranked, candidates, check_mixtur
 from puna.stages.training.vocabulary import FILES, loaded
 from puna.storage import Artifact, Part, PunaError
 
+if TYPE_CHECKING:
+    from puna.models.tokens.tokenizer import Tokenizer
+
 TRAIN_SPLIT = "train"
 
 
 class TokenizerConfig(SeededConfig):
-    """Size of the vocabulary, and of the text to learn it from. An input model's tokenizer has a size of its own."""
+    """Size of the vocabulary, and of the text to learn it from. An input model's tokenizer has a size of its own, and may grow."""
 
     vocab_size: int = Field(4096, ge=262, le=1_000_000, description="Tokens, the 256 bytes and the special tokens included")
+    new_tokens: int = Field(0, ge=0, le=1_000_000, description="Tokens learned beside those of the input model, whose embeddings grow")
     max_bytes: int = Field(8_000_000, ge=1000, description="Text to learn from, bytes; documents are chosen by a hash of their id")
 
 
 def needs(config: TokenizerConfig, facts: Facts) -> list[str]:
     """Require the default size where an input model brings its own tokenizer."""
-    own = facts.inputs.get("model") and config.vocab_size != TokenizerConfig().vocab_size
-    return ["vocab_size is for a tokenizer that is learned, and the input model brings its own: leave it out"] if own else []
+    if not facts.inputs.get("model"):
+        return ["new_tokens are learned beside those of an input model, and there is none: set vocab_size"] if config.new_tokens else []
+    if config.vocab_size == TokenizerConfig().vocab_size:
+        return []
+    return ["vocab_size is for a tokenizer that is learned, and the input model brings its own: leave it out, or set new_tokens"]
 
 
 @stage(kind="tokenizer", needs=needs)
@@ -36,8 +44,11 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
     the smallest hashes, until max_bytes is reached; the merges depend on how often each word occurs in it and
     on nothing else. One call of a library learns them. Ctrl-C and Stop wait for it (4 s by default, 71 s for 240 MB and 128,000 tokens
     on two cores), and nothing is lost; kill loses the call. The result is checked to give every sampled text back, byte by byte.
-    Given a model, nothing is learned: its own tokenizer is reused, for continued pretraining.
+    Given a model, its own tokenizer is reused, for continued pretraining; `new_tokens` further merges are learned behind its own.
     """
+    from puna.models.tokens.growth import grown_tokenizer
+    from puna.models.tokens.tokenizer import Tokenizer, TokenizerError
+
     if mixture is not None:
         check_mixture(run, documents, mixture)
     parts = run.parts(documents, columns=["id", "text"])
@@ -46,8 +57,15 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
     if not sample:
         raise PunaError(f"{documents.id} has no training documents with text: there is nothing to learn a vocabulary from")
     size, last = sum(row[2] for row in sample), sample[-1][:2]
+    texts = (row.text for part in parts for row in _sampled(part, mixture, seed, last))
     if model is None:
-        _learn((row.text for part in parts for row in _sampled(part, mixture, seed, last)), size, config, run)
+        _learn(lambda: Tokenizer.train(texts, config.vocab_size), config.vocab_size, size, run)
+    elif config.new_tokens:
+        own = loaded(str(model.path()))
+        try:
+            _learn(lambda: grown_tokenizer(own, texts, config.new_tokens), own.vocab_size + config.new_tokens, size, run)
+        except TokenizerError as error:
+            raise PunaError(f"tokenizer.new_tokens: {model.id}: {error}") from error
     else:
         for name in model.manifest.files:
             if name in FILES or name.endswith(".jinja"):
@@ -59,19 +77,19 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
     _measure(list(run.map(_lengths, parts, mixture, seed, last, str(run.folder), model is None, rows=len(parts))), run)
 
 
-def _learn(texts: Iterable[str], size: int, config: TokenizerConfig, run: StageRun) -> None:
-    from puna.models.tokens.tokenizer import Tokenizer
+def _learn(learn: Callable[[], Tokenizer], tokens: int, size: int, run: StageRun) -> None:
+    """Write a tokenizer with so many tokens, learned from a sample of `size` bytes."""
 
     def learned() -> dict[str, str]:
-        interruptible(lambda: Tokenizer.train(texts, config.vocab_size)).save(run.folder)
+        interruptible(learn).save(run.folder)
         return {name: (run.folder / name).read_text(encoding="utf-8") for name in FILES}
 
     with Stop():  # one call of a library: a stop waits for its result, which the next attempt takes over
         for name, text in remembered(run.scratch / "fit-merges.json", learned).items():
             (run.folder / name).write_text(text, encoding="utf-8")
-    if (tokens := loaded(str(run.folder)).vocab_size) < config.vocab_size:
+    if (count := loaded(str(run.folder)).vocab_size) < tokens:
         raise PunaError(
-            f"the sample of {size} bytes has words for {tokens} tokens only, not for vocab_size={config.vocab_size}; "
+            f"the sample of {size} bytes has words for {count} tokens only, not for {tokens}; "
             "give more documents, raise max_bytes or ask for fewer tokens"
         )
 

@@ -16,6 +16,7 @@ from puna.stages.contract import External, Figure, StageRun
 from puna.stages.conversations import BadRow, Message, messages_of, prompt_ids, rendering, tools_of
 from puna.stages.executors import ranks
 from puna.stages.training.bad_rows import BadRows, Limit
+from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
@@ -282,6 +283,21 @@ def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:
     for model, other in zip(models[1:], others, strict=True):
         if other != first:
             raise PunaError(f"{models[0].id} and {model.id} have different tokenizers: {why}")
+
+
+def load_grown(artifact: Artifact, tokenizer: Artifact, layout: Layout | None = None) -> Transformer:
+    """Return a language model, with embeddings of the tokens that a tokenizer artifact adds to its own. PunaError if it is no such one.
+
+    layout: see `load_model`.
+    """
+    from puna.models.tokens.growth import grown_model
+
+    network, own = load_model(artifact, "lm", layout=layout)
+    try:
+        return grown_model(network, own, tokenizer_of(tokenizer))
+    except ValueError as error:
+        raise PunaError(f"{artifact.id} and {tokenizer.id} have different tokenizers: tokenize with the model's own, which may grow by "
+                        f"tokenizer.new_tokens; the stage tokenizer takes it from the input model ({error})") from error  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -40,6 +40,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=parts(), help="parts to measure; all by default")
     parser.add_argument("--seeds", type=int, default=5, help="seeds of the parts that train")
+    parser.add_argument("--first", type=int, default=0, help="the first of these seeds")
+    parser.add_argument("--folder", type=Path, help="store of the part forecast, which finds again there what it has done")
     parser.add_argument("--draw", type=int, default=0, help="first seed of the planted laws")
     parser.add_argument("--whole", action="store_true", help="also what takes longer than minutes")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")

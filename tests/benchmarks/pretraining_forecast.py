@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -74,11 +73,10 @@ def forecast(seed: int, store: Store, given: dict[str, Artifact]) -> dict[str, A
     """Return the forecast of one seed's ladder for four times its largest run, and the loss of that run."""
     made = execute(ladder, LadderConfig(**LADDER, seed=seed), given, store)
     points = made.read("points").to_pylist()
-    began = time.process_time()
     surface = execute(law, LawConfig(seed=seed), {"ladders": [made]}, store)
     largest = max(point["flops"] for point in points)
     size = execute(choose_size, ChooseSizeConfig(flops=FURTHER * largest, seed=seed), {"law": surface}, store)
-    spent = made.manifest.timings["cpu_seconds"] + time.process_time() - began
+    spent = sum(step.manifest.timings["cpu_seconds"] for step in (made, surface, size))
     config = PretrainConfig(validate_every=10**6, checkpoint_every=10**6, seed=seed)
     measured = execute(pretrain, config, {**given, "size": size}, store).manifest.metrics
     numbers = size.manifest.metrics
@@ -96,12 +94,13 @@ def figures(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the seeds whose run lies inside its forecast, the mean half-width over the loss, and the most CPU minutes of a forecast."""
     if not (DATA / "text_books").exists() or not (DATA / "text_misc").exists():
         return {"skipped": f"{DATA} lacks text_books or text_misc"}
-    with tempfile.TemporaryDirectory() as folder:
-        store = Store.open(folder)
+    runs = list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as temporary:
+        store = Store.open(arguments.folder or temporary)
         given = corpus(store)
-        runs = [forecast(seed, store, given) for seed in range(arguments.seeds)]
-    for run in runs:
-        print(json.dumps(run), file=sys.stderr)
+        for seed in range(arguments.first, arguments.first + arguments.seeds):
+            runs.append(forecast(seed, store, given))
+            print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
     return {
         "forecast_inside": sum(run["inside"] for run in runs), "forecast_seeds": len(runs),
         "forecast_half_width": float(np.mean([run["half_width"] for run in runs])),

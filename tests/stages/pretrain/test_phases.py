@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from puna.flows.engine.trace import flow_named, load, trace
 from puna.models.formats.checkpoint import load as load_model
+from puna.models.tokens.tokenizer import Tokenizer
 from puna.stages.contract import Facts, InputFacts, execute
 from puna.stages.pretrain.pretrain import MOMENTS as FILE
 from puna.stages.pretrain.pretrain import PretrainConfig, needs, pretrain
@@ -108,11 +109,31 @@ def test_a_model_brings_its_tokenizer(store, docs, given) -> None:
         execute(pretrain, config(phase("b", 1)), {"tokens": rows(store, docs, other, 32), "tokenizer": other, "model": first}, store)
 
 
+def test_an_input_models_vocabulary_grows(store, docs, documents, given) -> None:
+    """Embeddings and moments of further tokens join the model's, whose own hardly move at a rate of nearly 0; the moments go on."""
+    first = execute(pretrain, config(phase("a", 4)), given, store)
+    chemistry = documents([f"glucose and glucagon {n} make glucagon of glucose " * 4 for n in range(60)])
+    own = execute(tokenizer, TokenizerConfig(new_tokens=12), {"documents": chemistry, "model": first}, store)
+    assert own.manifest.metrics["vocab_size"] == 302
+    on = {"tokens": rows(store, chemistry, own, 32), "tokenizer": own, "model": first}
+    grown = execute(pretrain, config(phase("b", 2, schedule=FLAT | {"learning_rate": 1e-12})), on, store)
+    old, new = (dict(load_model(made.path()).named_parameters()) for made in (first, grown))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in new:
+            torch.testing.assert_close(new[name][:290], old[name], atol=1e-8, rtol=0)
+            assert new[name].shape[0] == 302 and grown.manifest.metrics["optimizer_state_given"] == 1
+    assert {int(v) for k, v in load_file(grown.path(FILE)).items() if k.startswith("state.step.")} == {6}
+    assert Tokenizer.load(grown.path()).encode(" glucose") == [own_id := Tokenizer.load(own.path()).id_of("Ġglucose")] and own_id >= 290
+    with pytest.raises(PunaError, match="the sample of .* bytes has words for .* tokens only, not for 2290"):
+        execute(tokenizer, TokenizerConfig(new_tokens=2000), {"documents": chemistry, "model": first}, store)
+
+
 def test_settings_that_an_input_model_overrides_are_refused() -> None:
     facts = Facts({"model": (InputFacts("model"),)}, 0, None)
     (shape,) = needs(config(phase("a", 1)), facts)
     (size,) = tokenizer.needs(TokenizerConfig(vocab_size=300), facts)
-    assert "leave it out" in shape and "leave it out" in size
+    (alone,) = tokenizer.needs(TokenizerConfig(new_tokens=9), Facts({}, 0, None))
+    assert "leave it out" in shape and "leave it out" in size and "there is none" in alone
     assert needs(PretrainConfig(), facts) == tokenizer.needs(TokenizerConfig(), facts) == []
     assert needs(config(phase("a", 1)), Facts({}, 0, None)) == tokenizer.needs(TokenizerConfig(vocab_size=300), Facts({}, 0, None)) == []
 
