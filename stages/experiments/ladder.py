@@ -50,6 +50,10 @@ class LadderConfig(SeededConfig):
     max_flops: float | None = Field(None, gt=0, description="Largest budget of a point, 6 operations per parameter and token; null: none")
     decay_share: float = Field(0.25, gt=0, lt=1, description="Share of a point's steps in which the rate falls in a line to 0, fraction")
     warmup_share: float = Field(0.1, ge=0, lt=0.5, description="Share of the shortest run of a shape in which the rate rises, fraction")
+    repeats: int = Field(
+        0, ge=0, le=100, description="Further seeds of the narrower half of the shapes, to their second point: intervals then hold the "
+        "noise of a seed, which all points of a trunk share"
+    )  # fmt: skip
     rows: tuple[int, ...] = Field((2, 4), min_length=1, description="Rows of a step that are tried at two scales; one: it is not tuned")
     rates: tuple[float, ...] = Field((3e-3, 6e-3, 12e-3), min_length=1, description="Learning rates tried there; one: it is not tuned")
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer, as pretrain has it")
@@ -103,6 +107,9 @@ def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, c
     rungs = [_rung(shape, *tuned.at(matrix_parameters(shape)), packed.row_length, config) for shape in shapes]
     # The longest run first, so that no worker waits for it at the end.
     jobs = [(f"{shape.hidden_size}", rung, run.seed("trunk", shape.hidden_size)) for shape, rung in zip(shapes, rungs, strict=True)][::-1]
+    for shape, rung in zip(shapes[: len(shapes) // 2], rungs, strict=False):
+        again = rung._replace(steps=rung.steps[:2])
+        jobs += [(f"{shape.hidden_size}-{i + 2}", again, run.seed("trunk", shape.hidden_size, i)) for i in range(config.repeats)]
     points = [point for trial in list(_trials(run, jobs, shared))[::-1] for point in trial["points"]]
     _report(points, tuned, config.optimizer, run)
 

@@ -41,6 +41,7 @@ def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
     lines = scaling_laws.parabolas(forecaster.points)
     table = _surface_rows(forecaster) + _parabola_rows(lines, run) + _backtest_rows(forecaster)
     run.metric("points", len(rows))
+    run.metric("seed_noise", forecaster.points.seed_noise())
     _law_figure(forecaster, run)
     _parabola_figure(lines, run)
     if rows[0]["accuracy"] is not None:
@@ -56,8 +57,8 @@ def read_points(artifact: Artifact) -> list[dict[str, Any]]:
 
 
 def points_of(rows: Sequence[dict[str, Any]], value: str = "loss") -> Points:
-    columns = (np.array([row[name] for row in rows], dtype=np.float64) for name in ("parameters", "tokens", "flops", value))
-    return Points(*columns)
+    n, d, flops, loss = (np.array([row[name] for row in rows], dtype=np.float64) for name in ("parameters", "tokens", "flops", value))
+    return Points(n, d, flops, loss, np.array([row["seed"] for row in rows]))
 
 
 def forecaster_of(rows: Sequence[dict[str, Any]], config: LawConfig, run: StageRun) -> Forecaster:

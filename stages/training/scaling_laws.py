@@ -130,15 +130,18 @@ def _huber(residual: Floats, w: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Points:
-    """Measured points of a ladder, each field [n]: parameters (output layer included), tokens, operations, loss in nats per token."""
+    """Measured points of a ladder, each field [n]: parameters (output layer included), tokens, operations, loss in nats per token; and the
+    trunk's seed (None: all of one)."""
 
     parameters: Floats
     tokens: Floats
     flops: Floats
     loss: Floats
+    seeds: npt.NDArray[np.int64] | None = None
 
     def __getitem__(self, rows: npt.NDArray[np.bool_]) -> Points:
-        return Points(self.parameters[rows], self.tokens[rows], self.flops[rows], self.loss[rows])
+        seeds = None if self.seeds is None else self.seeds[rows]
+        return Points(self.parameters[rows], self.tokens[rows], self.flops[rows], self.loss[rows], seeds)
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -147,6 +150,26 @@ class Points:
     def budgets(self) -> npt.NDArray[np.int64]:
         """Return each point's budget, [n]: 0 the highest, one less for each factor of 1.5 in the operations."""
         return np.asarray(-np.floor(np.log(self.flops.max() / self.flops) / math.log(BUDGET) + 1e-9), dtype=np.int64)
+
+
+    @property
+    def trunks(self) -> npt.NDArray[np.int64]:
+        """Return the number of each point's trunk, [n]: the runs of a shape with one seed share what chance did to them."""
+        seeds = np.zeros(len(self)) if self.seeds is None else self.seeds
+        return np.unique(np.stack([self.parameters, seeds]), axis=1, return_inverse=True)[1]
+
+    def seed_noise(self) -> float:
+        """Return the standard deviation of a trunk's log losses from those of other seeds, as wide as Student's t asks; 0 without such."""
+        trunks, squares, free = self.trunks, 0.0, 0
+        for size in np.unique(self.parameters):
+            own = [self[trunks == trunk] for trunk in np.unique(trunks[self.parameters == size])]
+            # Numbers of tokens that every seed reached: as many steps read a little more or less.
+            near = [np.abs(np.log(points.tokens[:, None] / own[0].tokens)) < 0.1 for points in own]
+            shared = np.all([mask.any(0) for mask in near], axis=0)
+            if len(own) > 1 and shared.any():
+                means = [np.log(points.loss[mask[:, shared].any(1)]).mean() for points, mask in zip(own, near, strict=True)]
+                squares, free = squares + float(np.var(means)) * len(own), free + len(own) - 1
+        return math.sqrt(squares / free) * student(free) / Z95 if free else 0.0
 
 
 @dataclass(frozen=True)
@@ -177,7 +200,7 @@ class Forecaster:
     backtests: tuple[Backtest, ...]
 
     def statistical(self, parameters: float, tokens: float) -> tuple[float, float, float]:
-        """Return the loss of one more run, and its 95 % interval if the surface is the truth (residual bootstrap)."""
+        """Return the loss of one more run, and its 95 % interval if the surface is the truth: a bootstrap of residuals and of seeds."""
         value = float(self.surface([parameters], [tokens])[0, 0])
         samples = self.draws([parameters], [tokens])[:, 0] * np.exp(self.noise)
         low, high = np.quantile(samples, [0.025, 0.975])
@@ -209,12 +232,17 @@ def forecaster(points: Points, draws: int, generator: np.random.Generator) -> Fo
     # Five numbers are fitted, and the noise is known from the rest alone: Student's t widens what a normal distribution would give.
     free = max(len(points) - 5, 1)
     residuals = (residuals - residuals.mean()) * math.sqrt(len(points) / free) * student(free) / Z95
-    drawn = fit_surfaces(n, d, fitted * np.exp(generator.choice(residuals, (draws, len(points)))))
+    errors, chance = generator.choice(residuals, (draws, len(points))), generator.choice(residuals, draws)
+    if noise := points.seed_noise():
+        trunks = points.trunks
+        errors = errors + generator.normal(0, noise, (draws, trunks.max() + 1))[:, trunks]
+        chance = chance + generator.normal(0, noise, draws)
+    drawn = fit_surfaces(n, d, fitted * np.exp(errors))
     budgets = points.budgets
     larger = budgets > budgets.min()
     dropped = fit_surfaces(*_some(points, larger)) if larger.sum() >= FEWEST else None
     backtests = tuple(_backtest(points, budgets, budget) for budget in np.unique(budgets) if (budgets < budget).sum() >= FEWEST)
-    return Forecaster(points, surface, drawn, generator.choice(residuals, draws), dropped, backtests)
+    return Forecaster(points, surface, drawn, chance, dropped, backtests)
 
 
 def _some(points: Points, rows: npt.NDArray[np.bool_]) -> tuple[Floats, Floats, Floats]:

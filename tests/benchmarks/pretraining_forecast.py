@@ -40,7 +40,7 @@ MODEL = ModelShape(
 OPTIMIZER = {"name": "muon", "embedding_scale": 32}
 LADDER: dict[str, Any] = {
     "model": MODEL, "optimizer": OPTIMIZER, "widths": (16, 24, 32, 40), "multiples": (0.25, 0.5, 1.0), "max_flops": 2.1e11, "rows": (4,),
-    "rates": (0.03,),
+    "rates": (0.03,), "repeats": 2,
 }  # fmt: skip
 FURTHER = 4.1
 """Operations of the run that is forecast over those of the ladder's largest: its own rows differ a little from full ones."""
@@ -109,34 +109,46 @@ def figures(arguments: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-DRAWS, NOISE = 200, 0.003
-"""Planted laws, and the noise of their points: standard deviation of the logarithm."""
+DRAWS, NOISE, SEEDS = 200, 0.003, 0.0025
+"""Planted laws, the noise of their points, and that of a seed, which a trunk's points share: standard deviations of the logarithm."""
+
+
+def planted(draw: int, noise: float, repeats: int) -> tuple[bool, bool]:
+    """True if a planted law's next run, at four times the largest budget, lies in the bootstrap's interval; in the union.
+
+    noise: that of a seed; repeats: further seeds of the two smallest shapes, to their second point."""
+    sizes, multiples = np.array([22e3, 38e3, 58e3, 79e3]), np.array([0.5, 1.0, 2.0, 4.0])
+    n, d, seeds = np.repeat(sizes, 4), np.outer(sizes, 20 * multiples).ravel(), np.repeat(np.arange(4), 4)
+    for seed, size in enumerate(np.repeat(sizes[:2], repeats), 4):
+        n, d, seeds = np.append(n, [size] * 2), np.append(d, 20 * size * multiples[:2]), np.append(seeds, [seed] * 2)
+    generator = np.random.default_rng(draw)
+    exponents = generator.uniform(0.2, 0.45, 2)
+    # At the middle of the points the floor is two fifths of the loss, the rest about half of parameters.
+    share = generator.uniform(0.2, 0.4)
+    scales = 4 * share * 45e3 ** exponents[0], 4 * (0.6 - share) * 1e6 ** exponents[1]
+    truth = Surfaces(*(np.array([value]) for value in (1.6, scales[0], exponents[0], scales[1], exponents[1])))
+    error = generator.normal(0, NOISE, len(n))
+    if noise:
+        error += generator.normal(0, noise, seeds.max() + 1)[seeds]
+    fit = forecaster(Points(n, d, 6 * n * d, truth(n, d)[0] * np.exp(error), seeds), 100, generator)
+    at, tokens = 150e3, 4 * 6 * 79e3 * 20 * 79e3 * 4 / (6 * 150e3)
+    loss = float(truth([at], [tokens])[0, 0] * np.exp(generator.normal(0, np.hypot(NOISE, noise))))
+    (_, low, high), (_, least, most) = fit.statistical(at, tokens), fit.at(at, tokens, 6 * at * tokens)
+    return low <= loss <= high, least <= loss <= most
 
 
 def laws(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the share of planted laws whose next run, at four times the largest budget, lies in the interval; `--draw`: the first seed."""
-    sizes, multiples = np.array([22e3, 38e3, 58e3, 79e3]), np.array([0.5, 1.0, 2.0, 4.0])
-    n, d = np.repeat(sizes, 4), np.outer(sizes, 20 * multiples).ravel()
-    held = united = 0
-    for draw in range(arguments.draw, arguments.draw + DRAWS):
-        generator = np.random.default_rng(draw)
-        exponents = generator.uniform(0.2, 0.45, 2)
-        # At the middle of the points the floor is two fifths of the loss, the rest about half of parameters.
-        share = generator.uniform(0.2, 0.4)
-        scales = 4 * share * 45e3 ** exponents[0], 4 * (0.6 - share) * 1e6 ** exponents[1]
-        truth = Surfaces(*(np.array([value]) for value in (1.6, scales[0], exponents[0], scales[1], exponents[1])))
-        points = Points(n, d, 6 * n * d, truth(n, d)[0] * np.exp(generator.normal(0, NOISE, len(n))))
-        fit = forecaster(points, 100, generator)
-        at, tokens = 150e3, 4 * 6 * 79e3 * 20 * 79e3 * 4 / (6 * 150e3)
-        loss = float(truth([at], [tokens])[0, 0] * np.exp(generator.normal(0, NOISE)))
-        _, low, high = fit.statistical(at, tokens)
-        held += low <= loss <= high
-        _, low, high = fit.at(at, tokens, 6 * at * tokens)
-        united += low <= loss <= high
-    return {
-        "planted_laws_covered": united / DRAWS, "planted_laws_covered_by_the_bootstrap": held / DRAWS,
+    """Return the share of planted laws whose next run lies in the interval; `--draw`: the first seed. `--whole`: where seeds have noise, too."""
+    draws = range(arguments.draw, arguments.draw + DRAWS)
+    held, united = np.mean([planted(draw, 0.0, 0) for draw in draws], 0)
+    found = {
+        "planted_laws_covered": float(united), "planted_laws_covered_by_the_bootstrap": float(held),
         "published_tokens_405b": Power(0.299, 0.537)(3.8e25),
     }  # fmt: skip
+    for repeats in (0, 2) if arguments.whole else ():
+        held, united = np.mean([planted(draw, SEEDS, repeats) for draw in draws], 0)
+        found |= {f"planted_noisy_seeds_covered_{repeats}_repeats": float(united), f"planted_noisy_seeds_bootstrap_{repeats}_repeats": float(held)}
+    return found
 
 
 def regmix(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from puna.stages.training.intervals import mean
 from puna.stages.training.phase import SHAPE, Acceptance, Phase
 from puna.storage import Artifact, PunaError, Store
 
-DATA = Path(__file__).parents[2].parent / "shared" / "data"
+DATA = Path(os.environ.get("PUNA_DATA", Path(__file__).parents[3] / "shared" / "data"))
 MUON = {"name": "muon", "embedding_scale": 32}
 LETTERS = "abcdefghijklmnopqrstuvwx"
 
@@ -107,12 +107,18 @@ def noise(draw: random.Random, length: int) -> str:
     return " " + " ".join(f"n{draw.choice(LETTERS)}" for _ in range(length))
 
 
-def needle(folder: Path, data: Path) -> dict[str, Any]:
+def needle(folder: Path, data: Path, seeds: Iterable[int] = (0,)) -> dict[str, Any]:
+    """The needle's figures of each seed."""
+    found = [one_needle(folder / str(seed), seed) for seed in seeds]
+    return {name: [one.get(name) for one in found] for name in sorted(set().union(*found))}
+
+
+def one_needle(folder: Path, seed: int) -> dict[str, Any]:
     """A context of 128 tokens made four times as long, in two steps that must hold; measured on texts of its own, 100 for each depth.
 
     Most short texts are dense with pairs, and the first 600 thousand tokens are read in pieces of 48: what says nothing hides the answers
     from a model that has not learned to look back. Long texts fill a row, or half of one, and ask for each pair once, from anywhere."""
-    store, draw = Store.open(folder), random.Random(0)
+    store, draw = Store.open(folder), random.Random(seed)
 
     def corpus(count: int, low: int, high: int, recalled: Callable[[int], str], found: Callable[[int], str]) -> list[str]:
         """Texts of so many words, every sixteenth of noise, else a quarter of `found` and the others of `recalled`."""
@@ -136,7 +142,7 @@ def needle(folder: Path, data: Path) -> dict[str, Any]:
     decay = {"learning_rate": 0.01, "warmup_steps": 5, "shape": "linear"}
     first = {"learning_rate": 0.02, "warmup_steps": 20, "shape": "constant", "anneal_steps": 250}
     config = PretrainConfig(
-        model=shape(64), optimizer=MUON, needle=passages, validate_every=50, validation_tokens=12_000, validation_share=0.05,
+        seed=seed, model=shape(64), optimizer=MUON, needle=passages, validate_every=50, validation_tokens=12_000, validation_share=0.05,
         phases=(
             Phase(name="initial", until=960_000, rows_per_step=9, length=48, ramp=({"after_tokens": 576_000, "rows": 12},), schedule=first),
             Phase(name="256", tokens="long", steps=100, rows_per_step=8, length=256, rope_theta=80_000.0, schedule=decay, accept=accept),
@@ -147,7 +153,7 @@ def needle(folder: Path, data: Path) -> dict[str, Any]:
         made = execute(pretrain, config, {"tokens": initial, "tokenizer": vocabulary, "long": long}, store)
     except PunaError as error:
         return {"needle_refused": str(error)}
-    own = NeedleConfig(**dict(passages) | {"trials": 100}, seed=1, lengths=(128, 512))
+    own = NeedleConfig(**dict(passages) | {"trials": 100}, seed=seed + 1, lengths=(128, 512))
     found = execute(measured, own, {"model": made, "documents": documents(store, [noise(draw, 400) for _ in range(50)])}, store)
     m = made.manifest.metrics
     return {
@@ -324,27 +330,33 @@ def seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def measure(parts: list[str], data: Path = DATA) -> dict[str, Any]:
-    """All figures of these parts, with their CPU seconds."""
+def measure(parts: list[str], data: Path = DATA, seeds: Iterable[int] = (0,)) -> dict[str, Any]:
+    """All figures of these parts, with their CPU seconds. seeds: those of the needle."""
     found: dict[str, Any] = {}
     for name in parts:
         before, began = seconds(), time.time()
         with tempfile.TemporaryDirectory() as folder:
             try:
-                found |= PARTS[name](Path(folder), data)
+                found |= needle(Path(folder), data, seeds) if name == "needle" else PARTS[name](Path(folder), data)
             except Missing as error:
                 found[f"{name}_skipped"] = str(error)
         found |= {f"{name}_cpu_seconds": round(seconds() - before, 1), f"{name}_wall_seconds": round(time.time() - began, 1)}
     return found
 
 
+def figures(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All parts, as `pretraining.py` measures them."""
+    return measure(list(PARTS), DATA, range(arguments.first, arguments.first + 1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=list(PARTS), help="only this part; may be repeated")
     parser.add_argument("--data", type=Path, default=DATA, help="folder with text_books")
+    parser.add_argument("--needle-seeds", type=int, nargs="+", default=[0], help="seeds of the part needle")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
-    found = measure(options.part or list(PARTS), options.data)
+    found = measure(options.part or list(PARTS), options.data, options.needle_seeds)
     print(json.dumps(found, indent=1) if options.json else "\n".join(f"{name}: {value}" for name, value in found.items()))
 
 

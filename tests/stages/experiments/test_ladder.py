@@ -85,6 +85,18 @@ def test_a_decay_is_what_a_run_of_its_own_would_be(store, given, few_steps: None
     assert [point["loss"] for point in one] == [point["loss"] for point in both[::2]]
 
 
+def test_the_narrower_shapes_run_with_further_seeds(store, given, few_steps: None) -> None:
+    made = execute(ladder, SETTINGS.model_copy(update={"repeats": 2, "questions": 0}), given, store)
+    points = made.read("points").to_pylist()
+    seeds: dict[int, list[int]] = {}
+    for point in points:
+        seeds.setdefault(point["parameters"], []).append(point["seed"])
+    assert [len(set(seeds[size])) for size in sorted(seeds)] == [3, 1, 1] and [len(seeds[size]) for size in sorted(seeds)] == [6, 2, 2]
+    losses = np.log([[point["loss"] for point in points if point["seed"] == seed] for seed in {*seeds[min(seeds)]}])
+    noise = np.sqrt(losses.mean(1).var(ddof=1)) * 4.3026527 / 1.9599640  # Student's t with two degrees of freedom
+    assert execute(law, LawConfig(draws=100), {"ladders": [made]}, store).manifest.metrics["seed_noise"] == pytest.approx(noise, rel=1e-6)
+
+
 def test_budgets_that_are_too_small_are_refused_before_any_run(store, given, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "run_trials", lambda *_: pytest.fail("a run was begun"))
     with pytest.raises(PunaError, match=r"width 8 \(.*\) on .* tokens has \d+ steps of 1 rows of 64 tokens, below 400"):

@@ -7,6 +7,7 @@ import pytest
 from scipy.optimize import minimize
 
 from puna.stages.training import scaling_laws
+from puna.stages.training.intervals import student
 from puna.stages.training.scaling_laws import Points, Power, Surfaces
 
 # Hoffmann et al. 2022, table A3: E, A, alpha, B, beta.
@@ -71,6 +72,22 @@ def test_forecast_holds_every_interval_of_its_union() -> None:
     assert low <= value * np.exp(-error) * (1 + 1e-9) and value * np.exp(error) <= high * (1 + 1e-9)
     again = scaling_laws.forecaster(points(losses), 100, np.random.default_rng(0)).at(n, d, 6 * n * d)
     assert again == (value, low, high)
+
+
+def test_the_noise_of_seeds_is_that_of_whole_trunks() -> None:
+    """Two shapes, one of two seeds apart by .02 in the logarithm and one of three: variances .02^2 / 2 and .02^2 are pooled, 1 and 2 free."""
+    n, d = np.repeat([1e8, 1e8, 2e8, 2e8, 2e8], 2), np.tile([1e9, 2e9], 5)
+    d[9] = 8e9  # the last seed shares one point with the others
+    seeds, shift = np.repeat([0, 1, 0, 2, 3], 2), np.repeat([0.01, -0.01, 0.02, -0.02, 0], 2)
+    own = Points(n, d, 6 * n * d, CHINCHILLA(n, d)[0] * np.exp(shift), seeds)
+    assert len(set(own.trunks.tolist())) == 5 and (own.trunks[::2] == own.trunks[1::2]).all()
+    expected = np.sqrt((0.02**2 / 2 + 2 * 0.02**2) / 3) * student(3) / 1.959964
+    assert own.seed_noise() == pytest.approx(expected, rel=1e-6)
+    assert own[seeds == 0].seed_noise() == Points(n, d, 6 * n * d, own.loss).seed_noise() == 0
+    # A law whose points lie on it has no residuals: its interval is the noise of the seeds alone, that of one more run among it.
+    exact = Points(n, d, 6 * n * d, CHINCHILLA(n, d)[0], seeds)
+    noisy, still = (scaling_laws.forecaster(some, 200, np.random.default_rng(0)).statistical(4e8, 4e9) for some in (own, exact))
+    assert still[2] / still[1] - 1 < 1e-3 < 2 * expected < np.log(noisy[2] / noisy[1])
 
 
 def test_parabolas_have_their_minimum_at_the_best_size() -> None:
