@@ -42,10 +42,10 @@ BY_MODELS = SelectConfig.model_validate(
 
 @dataclass(frozen=True)
 class Curated:
-    """Outputs of curation: clean documents, their knowledge types, and the documents after near-duplicate removal, each with its count."""
+    """Outputs of curation: clean documents, signals of their types, and the documents after near-duplicate removal, each with its count."""
 
     documents: Output
-    domains: Output
+    domains: list[Output]
     deduplicated: Output
 
 
@@ -82,7 +82,7 @@ def curate(
     pages = step(select, "select_model", default=BY_MODELS, documents=pages, signals=scores)
     pages = step(decontaminate, off=not held_out, documents=pages, prompts=held_out)
     publish("domains", types)
-    return Curated(publish("documents", pages), types, deduplicated)
+    return Curated(publish("documents", pages), [types, languages, technical] if types else [], deduplicated)
 
 
 def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:

@@ -12,7 +12,7 @@ from puna.stages.pretrain.tokenizer import tokenizer
 
 
 @flow
-def experiments(documents: Annotated[Output, Kind("documents")], domains: Annotated[Output, Kind("signals")]) -> Output:
+def experiments(documents: Annotated[Output, Kind("documents")], domains: list[Annotated[Output, Kind("signals")]]) -> Output:
     """Find the weights of the mixture from documents and their knowledge types."""
     sides = step(split, documents=documents, signals=domains)
     vocabulary = step(tokenizer, documents=documents, mixture=sides)

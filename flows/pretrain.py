@@ -25,14 +25,14 @@ from puna.storage import PunaError
 @flow
 def pretrain(
     documents: Annotated[Output, Kind("documents")],
-    domains: Annotated[Output, Kind("signals")] | None = None,
+    domains: list[Annotated[Output, Kind("signals")]] | None = None,
     weights: Annotated[Output, Kind("evaluation")] | None = None,
     deduplicated: list[Annotated[Output, Kind("documents")]] | None = None,
     model: Annotated[Output, Kind("model")] | None = None,
     tasks: list[Files] | None = None,
 ) -> Output:
     """Train a base model on documents with their knowledge types; `weights` come from `experiments`. `tasks`: folders of task files with
-    their data, whose scores are in the training's log.
+    their data, whose scores are in the training's log. `domains` are the signals of the types, and those that `split.kinds` reads.
 
     It begins from nothing, or goes on from `model`, which may be any, with its tokenizer. Phases may read their own tokens and mixtures, by
     `tokenize_fresh`, `tokenize_long` and `tokenize_best`. The mixture of `mix_best` is the one that `anneal_experiment` accepts, if the

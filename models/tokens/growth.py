@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
 import json
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
 
 from puna.models.tokens.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
-Pair = tuple[int, int]
+SIGN = 0x10000
+"""Code point that stands for token 0 while merges are learned, the next one for token 1, …"""
 
 
 def grown_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> Tokenizer:
@@ -26,70 +25,28 @@ def grown_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> T
     ones with some joined.
     """
     content = json.loads(tokenizer.backend.to_str())
-    model, added = content["model"], content["added_tokens"]
+    model, first = content["model"], tokenizer.vocab_size
     unfit = ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "dropout")
     if model["type"] != "BPE" or content["pre_tokenizer"] is None or any(model.get(name) for name in unfit):
         raise TokenizerError("further tokens are learned for byte-level BPE only, as GPT-2, Llama 3, Qwen and SmolLM have it")
-    first, words = tokenizer.vocab_size, Counter[tuple[int, ...]]()
-    for text in texts:
-        words.update(tokenizer.words(text))
     # A token beside the vocabulary would be numbered anew, behind the new ones.
-    model["vocab"] = {**{token["content"]: token["id"] for token in added}, **model["vocab"]}
-    pieces = {id_: text for text, id_ in model["vocab"].items()}
-    whole = {token["id"] for token in added} | {model["vocab"].get(model.get("unk_token"), -1)}
-    for id_, pair in enumerate(_merges(words, count, first, pieces, whole), first):
-        model["vocab"][pieces[id_]] = id_
-        model["merges"].append([pieces[part] for part in pair])
+    vocabulary = model["vocab"] = {**{token["content"]: token["id"] for token in content["added_tokens"]}, **model["vocab"]}
+    pieces = {id_: text for text, id_ in vocabulary.items()}
+    learned = tokenizers.Tokenizer(models.BPE())
+    learned.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    signs = (" ".join("".join(chr(SIGN + id_) for id_ in word) for word in tokenizer.words(text)) for text in texts)
+    # Some more, as pairs whose text is a token already are left out.
+    size = len(pieces) + count + count // 8 + 64
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=[chr(SIGN + id_) for id_ in pieces], min_frequency=2, show_progress=False
+    )
+    learned.train_from_iterator(signs, trainer)
+    for pair in json.loads(learned.to_str())["model"]["merges"]:
+        parts = ["".join(pieces[ord(sign) - SIGN] for sign in part) for part in pair]
+        if len(vocabulary) < len(pieces) + count and "".join(parts) not in vocabulary and vocabulary.keys() >= {*parts}:
+            vocabulary["".join(parts)] = first + len(vocabulary) - len(pieces)
+            model["merges"].append(parts)
     return tokenizer.with_backend(tokenizers.Tokenizer.from_str(json.dumps(content)))
-
-
-def _merges(words: Mapping[tuple[int, ...], int], count: int, first: int, pieces: dict[int, str], whole: set[int]) -> list[Pair]:
-    """Return the most frequent pairs, each counted after those before it are joined; add the new tokens' texts to `pieces`.
-
-    whole: tokens that join no others. Of pairs as frequent, that of the smallest ids comes first."""
-    current, texts = sorted(words.items()), set(pieces.values())
-    counts, places = Counter[Pair](), defaultdict[Pair, set[int]](set)
-    for place, (word, times) in enumerate(current):
-        for pair in pairwise(word):
-            counts[pair] += times
-            places[pair].add(place)
-    queue, merges = [(-times, pair) for pair, times in counts.items()], list[Pair]()
-    heapq.heapify(queue)
-    while queue and len(merges) < count:
-        times, pair = heapq.heappop(queue)
-        if counts[pair] < 2 or whole & {*pair} or (text := pieces[pair[0]] + pieces[pair[1]]) in texts:
-            continue
-        if counts[pair] != -times:  # other merges took some of them
-            heapq.heappush(queue, (-counts[pair], pair))
-            continue
-        new, changed = first + len(merges), set[Pair]()
-        merges.append(pair)
-        pieces[new] = text
-        texts.add(text)
-        for place in places.pop(pair):
-            word, times = current[place]
-            for other in pairwise(word):
-                counts[other] -= times
-            joined = _joined(word, pair, new)
-            current[place] = (joined, times)
-            for other in pairwise(joined):
-                counts[other] += times
-                places[other].add(place)
-                changed.add(other)
-        for other in sorted(changed):
-            heapq.heappush(queue, (-counts[other], other))
-    return merges
-
-
-def _joined(word: Sequence[int], pair: Pair, new: int) -> tuple[int, ...]:
-    """Return a word with each such pair, from the left, as one token."""
-    ids: list[int] = []
-    for id_ in word:
-        if ids and (ids[-1], id_) == pair:
-            ids[-1] = new
-        else:
-            ids.append(id_)
-    return tuple(ids)
 
 
 def grown_model(model: Transformer, old: Tokenizer, new: Tokenizer) -> Transformer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,31 +14,27 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from puna.models.config import ModelShape
-from puna.models.training.packing import batched
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
-from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, Prompts, SeededConfig, StageRun, Tokenizer, Tokens, stage
-from puna.stages.conversations import messages_of, rendering, tools_of
+from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, SeededConfig, StageRun, Tokenizer, Tokens, stage
 from puna.stages.training import intervals
 from puna.stages.training import needs as needs_of
-from puna.stages.training.bad_rows import BadRows, BadRowsConfig
-from puna.stages.training.needs import chat_template, documents_apart
-from puna.stages.training.packed import Packed, Reader, mean_loss, pack, total_nats
+from puna.stages.training.needs import documents_apart
+from puna.stages.training.packed import Packed, Reader, mean_loss, pack
 from puna.stages.training.phase import SHAPE, Phase
 from puna.stages.training.pools import Group, Mixed, PoolRows, Pools, Sizes, build_pools, grouped
 from puna.stages.training.proxy_runs import fresh, one_thread, run_trials, set_aside, trained, trial_row
-from puna.stages.training.train import heldout_prompts, load_grown
+from puna.stages.training.train import load_grown
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer as Vocabulary
-    from puna.models.transformer import Transformer
 
 DEFAULT = "default"
 ARMS = ("set", "shuffled")
 
 
-class AnnealExperimentConfig(BadRowsConfig, SeededConfig):
+class AnnealExperimentConfig(SeededConfig):
     """Settings of the annealing with and without each data set, and of its verdict."""
 
     sets: tuple[str, ...] = Field((), description="Categories of the mixture that are judged, each as a data set; none: all of them")
@@ -82,7 +77,6 @@ class AnnealExperimentConfig(BadRowsConfig, SeededConfig):
     validation_share: float = Field(
         0.01, gt=0, lt=0.5, description="Share of the default documents set aside, as pretrain has it, fraction"
     )
-    prompts_per_task: int = Field(100, ge=1, description="Held-out prompts of each task whose gold answers are scored")
 
     @model_validator(mode="after")
     def _rows_are_plain(self) -> AnnealExperimentConfig:
@@ -92,15 +86,14 @@ class AnnealExperimentConfig(BadRowsConfig, SeededConfig):
 
 
 def needs(config: AnnealExperimentConfig, facts: Facts) -> list[str]:
-    """Require a token between documents, a chat template if prompts are given, and memory."""
-    rendered = chat_template(facts, "model") if facts.inputs.get("prompts") else []
-    return [*documents_apart(facts, "model"), *rendered, *needs_of.trained(facts, "model", config.optimizer)]
+    """Require a token between documents, and memory."""
+    return [*documents_apart(facts, "model"), *needs_of.trained(facts, "model", config.optimizer)]
 
 
 @stage(kind="evaluation", needs=needs)
 def anneal_experiment(
     tokens: Tokens, tokenizer: Tokenizer | None, model: Model | None, documents: Documents, mixture: Mixture | None,
-    prompts: Prompts | None, config: AnnealExperimentConfig, run: StageRun,
+    config: AnnealExperimentConfig, run: StageRun,
 ) -> None:  # fmt: skip
     """Measure whether small data sets are worth annealing on (Llama 3, section 3.1.3; Blakeney et al. 2024).
 
@@ -110,7 +103,7 @@ def anneal_experiment(
     set. A set is accepted if its gain over both controls exceeds `least_gain`, by the intervals of paired runs. It may raise the loss on
     default text by at most `most_default_rise` more than its shuffled words do. Copies of a document count once, and a set of mostly copies
     is refused at once. The table `weights` is the mix to anneal on, for `mix`: the measured share for the accepted sets, by their bytes,
-    the rest as in the mixture. Prompts that the chat template refuses are in `dropped`; see `bad_rows`.
+    the rest as in the mixture.
     """
     source = tokenizer or model
     if source is None:
@@ -133,8 +126,7 @@ def anneal_experiment(
     runs = [(number, arm, repeat) for number in tried for arm in ARMS for repeat in range(config.repeats)]
     runs = [(-1, DEFAULT, repeat) for repeat in range(config.repeats)] + runs if tried else []
     jobs = [(job, number, arm, repeat, run.seed("repeat", repeat)) for job, (number, arm, repeat) in enumerate(runs)]
-    answers = {} if prompts is None else _answers(prompts, source, config, run)
-    trials = list(run_trials(run, _anneal, jobs, tokens, start, pools, names, answers)) if tried else []
+    trials = list(run_trials(run, _anneal, jobs, tokens, start, pools, names)) if tried else []
     if trials:
         run.write_rows([{k: v for k, v in trial.items() if k != "losses"} for trial in trials], "trials")
     losses = {(number, arm, repeat): trial["losses"] for (number, arm, repeat), trial in zip(runs, trials, strict=True)}
@@ -215,32 +207,9 @@ def shuffled(packed: Packed, vocabulary: Vocabulary, seed: int, row: int) -> Pac
     return Packed.read(pa.table(pack(pa.array(ids, pa.list_(pa.int32())), list(packed.ids), row)))
 
 
-Pair = tuple[list[int], list[int]]
-"""Token ids of a prompt, and of its gold answer."""
-
-
-def _answers(prompts: Artifact, model: Artifact, config: AnnealExperimentConfig, run: StageRun) -> dict[str, list[Pair]]:
-    """Return held-out prompts with their gold answers by task."""
-    tokenizer = tokenizer_of(model)
-
-    def pair(row: dict[str, Any]) -> Pair:
-        if row["reference"] is None:
-            raise PunaError(f"prompt {row['id']} has no reference answer, whose likelihood is measured here")
-        with rendering(row):
-            question, answer, _ = tokenizer.render_pair(messages_of(row), row["reference"], tools=tools_of(row))
-        return list(question), list(answer)
-
-    rows = heldout_prompts(prompts)
-    bad = BadRows(config, "anneal_experiment")
-    tasks = {task: [pair_row for _, pair_row in islice(bad.rendered(some, pair), config.prompts_per_task)] for task, some in rows.items()}
-    bad.check_left(sum(map(len, tasks.values())), f"{sum(map(len, rows.values()))} held-out prompts")
-    bad.write(run)
-    return {task: pairs for task, pairs in tasks.items() if pairs}
-
-
 def _anneal(
     job: int, number: int, arm: str, repeat: int, seed: int, tokens: Artifact, model: str, pools: PoolRows, names: Sequence[str],
-    answers: dict[str, list[Pair]], config: AnnealExperimentConfig, state: Path,
+    config: AnnealExperimentConfig, state: Path,
 ) -> dict[str, Any]:  # fmt: skip
     """Anneal one arm of one set (`number`; -1: the default tokens alone); return its trial with the losses by held-out text."""
     from puna.models.formats.checkpoint import load
@@ -269,19 +238,9 @@ def _anneal(
     losses = {
         **{f"set {each}": mean_loss(proxy.model, sets.heldout[each], size) for each in own},
         DEFAULT: mean_loss(proxy.model, packed.validation_pieces(heldout), size),
-        **{f"task {task}": _answer_loss(proxy.model, pairs, size) for task, pairs in answers.items()},
     }
     parameters = {"share": config.share if arm != DEFAULT else 0.0, "repeat": repeat, "losses": losses}
     return {**trial_row(job, name, parameters, losses[DEFAULT], proxy), "losses": losses}
-
-
-def _answer_loss(network: Transformer, pairs: Sequence[Pair], micro_batch_tokens: int) -> float:
-    """Return the mean loss over the tokens of gold answers, each after its prompt, in nats per token."""
-    from puna.models.training.objectives import Targets
-
-    rows = batched(pairs, lambda pair: len(pair[0]) + len(pair[1]), micro_batch_tokens)
-    total, count = total_nats(network, (Targets.from_answers([p for p, _ in row], [[a] for _, a in row]) for row in rows))
-    return total / count
 
 
 class Verdict(NamedTuple):
@@ -303,8 +262,7 @@ def _verdict(
         return intervals.mean([without - with_ for without, with_ in pairs])
 
     own, default = f"set {number}", (-1, DEFAULT)
-    texts = [text for text in losses[number, "set", 0] if text != own]
-    gains = {name: gain(own, default), **{text.removeprefix("task "): gain(text, default) for text in texts}}
+    gains = {text: gain(held, default) for text, held in ((name, own), (DEFAULT, DEFAULT))}
     over = {text: gain(held, (number, "shuffled")) for text, held in ((name, own), (DEFAULT, DEFAULT))}
     refusal = ""
     if gains[name].low <= config.least_gain:

@@ -110,7 +110,8 @@ def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, c
     for shape, rung in zip(shapes[: len(shapes) // 2], rungs, strict=False):
         again = rung._replace(steps=rung.steps[:2])
         jobs += [(f"{shape.hidden_size}-{i + 2}", again, run.seed("trunk", shape.hidden_size, i)) for i in range(config.repeats)]
-    points = [point for trial in list(_trials(run, jobs, shared))[::-1] for point in trial["points"]]
+    trials = list(_trials(run, jobs, shared))
+    points = [point for trial in (*trials[: len(shapes)][::-1], *trials[len(shapes) :]) for point in trial["points"]]
     _report(points, tuned, config.optimizer, run)
 
 
@@ -317,12 +318,16 @@ COLUMNS = ("shape", "parameters", "tokens", "flops", "task_loss", "accuracy", "s
 def _report(points: Sequence[dict[str, Any]], tuned: Tuned, optimizer: OptimizerSettings, run: StageRun) -> None:
     rows, series = [], dict[str, list[tuple[Any, float]]]()
     evaluations = [evaluation_row("tuning", name, loss, 1) for name, loss in tuned.trials.items()]
+    seeds: dict[int, list[int]] = {}
     for number, point in enumerate(points):
+        if point["seed"] not in (own := seeds.setdefault(point["parameters"], [])):
+            own.append(point["seed"])
+        again = f", seed {len(own)}" if len(own) > 1 else ""
         columns = {name: point[name] for name in COLUMNS} | {"optimizer": optimizer.model_dump_json()}
         rows += [{"point": number, "heldout": name, "loss": loss, **columns} for name, loss in point["losses"].items()]
         loss = point["losses"]["validation"]
         series.setdefault(f"{point['parameters']:,} parameters", []).append((point["flops"], loss))
-        evaluations.append(evaluation_row(f"{point['parameters']:,} parameters", f"loss after {point['tokens']:,} tokens", loss, 1))
+        evaluations.append(evaluation_row(f"{point['parameters']:,} parameters", f"loss after {point['tokens']:,} tokens{again}", loss, 1))
     run.write_rows(rows, "points")
     run.write_rows(evaluations)
     run.metric("points", len(points))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,24 +14,37 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages import urls
-from puna.stages.contract import Documents, SeededConfig, Signals, StageRun, stage
+from puna.stages.contract import Documents, SeededConfig, Signals, StageConfig, StageRun, stage
 from puna.stages.draws import uniform
 from puna.stages.training.corpus import of_part
 from puna.storage import Artifact, Part, PunaError
 
 UNKNOWN = "unknown"
+KINDS = ("language", "code_score", "reasoning_score", "domain")
+"""Signals that decide a document's kind."""
+
+
+class KindsConfig(StageConfig):
+    """Kinds of text as Llama 3 mixes them (section 3.1.2), of any language: code, multilingual, mathematics_reasoning, general."""
+
+    language: str = Field("en", min_length=2, description="Language of general and mathematics_reasoning; others are multilingual")
+    min_code: float = Field(0.5, ge=0, le=1, description="Minimum code_score of code, in any language; the domain code is code, too")
+    min_reasoning: float = Field(0.5, ge=0, le=1, description="Minimum reasoning_score of mathematics_reasoning")
 
 
 class SplitConfig(SeededConfig):
     """Amount of held-out documents, and the signal of their category."""
 
     category: str = Field("domain", min_length=1, description="Signal that holds a document's category")
+    kinds: KindsConfig | None = Field(
+        None, description="Four kinds in place of that signal, by language, code_score, reasoning_score and domain; null: the signal"
+    )
     heldout_fraction: float = Field(0.02, ge=0, lt=1, description="Share of the addresses whose documents training never sees, fraction")
     heldout_least: int = Field(4, ge=0, description="Held-out documents of each category, at least; a third of a smaller category")
 
 
 @stage(kind="mixture")
-def split(documents: Documents, signals: Signals | None, config: SplitConfig, run: StageRun) -> None:
+def split(documents: Documents, signals: list[Signals] | None, config: SplitConfig, run: StageRun) -> None:
     """Hold pages out before anything is learned from the others: tokenizer, mixture experiments, the model.
 
     A hash of a page's address decides, not of its content: a page stays on its side when the corpus grows, and all its versions are on one
@@ -40,8 +53,12 @@ def split(documents: Documents, signals: Signals | None, config: SplitConfig, ru
     """
     if not documents.rows():
         raise PunaError(f"split: {documents.id} has no documents: there is nothing to hold out or to train on")
-    if signals is not None and config.category not in signals.columns():
-        raise PunaError(f"{signals.id} has no signal {config.category!r}; set split.category to one of {', '.join(signals.columns())}")
+    names = KINDS if config.kinds else (config.category,)
+    found = [name for artifact in signals or () for name in artifact.columns()]
+    for name in names if signals or config.kinds else ():
+        if name not in found:
+            there = f"{', '.join(artifact.id for artifact in signals or ())} has" if signals else "split.kinds: there is"
+            raise PunaError(f"{there} no signal {name!r}; set split.category to one of {', '.join(found)}")
     cut = max(1, documents.record().cut)
     measured = run.exchange(_measured, run.parts(documents, columns=["id", "url", "text"]), signals, config, by="id", partitions=cut)
     sides = sides_of(lambda function, *args: run.map(of_part, measured.filled, function, *args), config)
@@ -56,26 +73,39 @@ def split(documents: Documents, signals: Signals | None, config: SplitConfig, ru
     run.metric("heldout_bytes", heldout_bytes)
 
 
-def _measured(part: Part, signals: Artifact | None, config: SplitConfig) -> pa.Table:
+def _measured(part: Part, signals: Sequence[Artifact] | None, config: SplitConfig) -> pa.Table:
     """Return a part's documents: id, chance of the normalised address, category and size in bytes."""
     table = part.read()
     ids = table["id"]
     chance = uniform([urls.normalized(url) for url in table["url"].to_pylist()], config.seed, "heldout")
-    category = pa.array([UNKNOWN] * len(ids)) if signals is None else _categories(ids, signals, config)
+    category = pa.array([UNKNOWN] * len(ids)) if not signals else _categories(ids, signals, config)
     return pa.table({"id": ids, "chance": chance, "category": category, "bytes": pc.binary_length(table["text"]).cast(pa.int64())})
 
 
-def _categories(ids: pa.ChunkedArray, signals: Artifact, config: SplitConfig) -> pa.Array:
-    """Return the category of each id; a document without one is `unknown`. Raise PunaError if a document has no signals."""
-    own = signals.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", config.category])
+def _categories(ids: pa.ChunkedArray, signals: Sequence[Artifact], config: SplitConfig) -> pa.Array:
+    """Return the category of each id; a document without one is `unknown`."""
+    if config.kinds is None:
+        category = pc.fill_null(_signal(ids, signals, config.category).cast(pa.string()), UNKNOWN)
+        return pc.if_else(pc.equal(category, ""), UNKNOWN, category)
+    language, code, reasoning, domain = (_signal(ids, signals, name) for name in KINDS)
+    is_code = pc.or_(pc.fill_null(pc.greater_equal(code, config.kinds.min_code), False), pc.fill_null(pc.equal(domain, "code"), False))
+    own = pc.is_in(language, pa.array([config.kinds.language, "zxx"]))
+    reasons = pc.fill_null(pc.greater_equal(reasoning, config.kinds.min_reasoning), False)
+    rest = pc.if_else(own, pc.if_else(reasons, "mathematics_reasoning", "general"), "multilingual")
+    return pc.if_else(is_code, "code", rest)
+
+
+def _signal(ids: pa.ChunkedArray, signals: Sequence[Artifact], name: str) -> pa.ChunkedArray:
+    """Return a signal of each id. Raise PunaError if a document has none."""
+    artifact = next(artifact for artifact in signals if name in artifact.columns())
+    own = artifact.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", name])
     place = pc.index_in(ids, own["id"].combine_chunks())
     if place.null_count:
         missing = ids.filter(pc.is_null(place))[0].as_py()
         raise PunaError(
-            f"{signals.id} has no row for {place.null_count} documents of a part, for example {missing}; score these documents first"
+            f"{artifact.id} has no row for {place.null_count} documents of a part, for example {missing}; score these documents first"
         )
-    category = pc.fill_null(own[config.category].take(place).cast(pa.string()), UNKNOWN)
-    return pc.if_else(pc.equal(category, ""), UNKNOWN, category)
+    return own[name].take(place)
 
 
 def _amounts(rows: pa.Table, sides: Sides) -> tuple[dict[str, int], int, int]:

@@ -19,7 +19,6 @@ from puna.stages.training.phase import SHAPE, Phase
 from puna.stages.training.pools import Group
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import PunaError
-from puna.storage.schemas import table_schema
 
 SETTINGS = AnnealExperimentConfig(
     phase=Phase(name="anneal", steps=16, rows_per_step=4, schedule={"learning_rate": 2e-2, "warmup_steps": 2, "shape": "linear"}),
@@ -136,24 +135,6 @@ def test_shuffled_text_has_the_same_words_in_another_order(given, store) -> None
     texts = [[vocabulary.decode(d.tolist(), skip_special_tokens=True) for d in module._documents(each)] for each in (packed, other)]
     assert other.ids == packed.ids and [sorted(t.split()) for t in texts[0]] == [sorted(t.split()) for t in texts[1]]
     assert sum(a != b for a, b in zip(*texts, strict=True)) > 0.9 * len(packed.ids)
-
-
-def test_answers_of_held_out_prompts_are_scored(store, given) -> None:
-    from puna.stages.prompts.prompts import PromptsConfig, Task, prompts
-
-    asked = execute(prompts, PromptsConfig(tasks=(Task(task="gcd"),), train=5, heldout=5), {}, store)
-    rows = asked.read().to_pylist()
-    odd = {**rows[0], "id": "odd", "split": "heldout", "messages": json.dumps([{"content": "no role"}])}
-    mixed = store.import_table("prompts", pa.Table.from_pylist([odd, *rows], schema=table_schema("prompts").schema))
-    made = execute(anneal_experiment, SETTINGS, {**given, "prompts": mixed}, store)
-    (dropped,) = made.read("dropped").to_pylist()
-    assert (dropped["id"], dropped["rule"]) == ("odd", "chat_template")
-    with pytest.raises(PunaError, match="anneal_experiment: row odd: .*bad_rows=drop"):
-        execute(anneal_experiment, SETTINGS.replace(bad_rows="refuse"), {**given, "prompts": mixed}, store)
-    assert ("candidate/gcd", "gain") in {(row["task"], row["metric"]) for row in made.read().to_pylist()}
-    none = execute(prompts, PromptsConfig(tasks=(Task(task="gcd"),), train=5, heldout=0), {}, store)
-    with pytest.raises(PunaError, match="no held-out prompts"):
-        execute(anneal_experiment, SETTINGS, {**given, "prompts": none}, store)
 
 
 def test_trials_are_not_repeated_after_a_crash(store, given, monkeypatch: pytest.MonkeyPatch) -> None:
