@@ -20,7 +20,7 @@ from puna.stages.training.corpus import of_part
 from puna.storage import Artifact, Part, PunaError
 
 UNKNOWN = "unknown"
-KINDS = ("language", "code_score", "reasoning_score", "domain")
+KINDS = ("language", "code_score", "code_line_fraction", "reasoning_score", "domain")
 """Signals that decide a document's kind."""
 
 
@@ -29,6 +29,9 @@ class KindsConfig(StageConfig):
 
     language: str = Field("en", min_length=2, description="Language of general and mathematics_reasoning; others are multilingual")
     min_code: float = Field(0.5, ge=0, le=1, description="Minimum code_score of code, in any language; the domain code is code, too")
+    min_code_lines: float = Field(
+        0.02, ge=0, le=1, description="Minimum code_line_fraction beside that score, which takes unknown scripts for code, fraction"
+    )
     min_reasoning: float = Field(0.5, ge=0, le=1, description="Minimum reasoning_score of mathematics_reasoning")
 
 
@@ -37,7 +40,7 @@ class SplitConfig(SeededConfig):
 
     category: str = Field("domain", min_length=1, description="Signal that holds a document's category")
     kinds: KindsConfig | None = Field(
-        None, description="Four kinds in place of that signal, by language, code_score, reasoning_score and domain; null: the signal"
+        None, description="Four kinds in place of that signal, by the language, scores of code and reasoning, and domain; null: the signal"
     )
     heldout_fraction: float = Field(0.02, ge=0, lt=1, description="Share of the addresses whose documents training never sees, fraction")
     heldout_least: int = Field(4, ge=0, description="Held-out documents of each category, at least; a third of a smaller category")
@@ -87,8 +90,9 @@ def _categories(ids: pa.ChunkedArray, signals: Sequence[Artifact], config: Split
     if config.kinds is None:
         category = pc.fill_null(_signal(ids, signals, config.category).cast(pa.string()), UNKNOWN)
         return pc.if_else(pc.equal(category, ""), UNKNOWN, category)
-    language, code, reasoning, domain = (_signal(ids, signals, name) for name in KINDS)
-    is_code = pc.or_(pc.fill_null(pc.greater_equal(code, config.kinds.min_code), False), pc.fill_null(pc.equal(domain, "code"), False))
+    language, code, lines, reasoning, domain = (_signal(ids, signals, name) for name in KINDS)
+    technical = pc.and_(pc.greater_equal(code, config.kinds.min_code), pc.greater_equal(lines, config.kinds.min_code_lines))
+    is_code = pc.or_(pc.fill_null(technical, False), pc.fill_null(pc.equal(domain, "code"), False))
     own = pc.is_in(language, pa.array([config.kinds.language, "zxx"]))
     reasons = pc.fill_null(pc.greater_equal(reasoning, config.kinds.min_reasoning), False)
     rest = pc.if_else(own, pc.if_else(reasons, "mathematics_reasoning", "general"), "multilingual")

@@ -122,21 +122,23 @@ def test_without_signals_all_documents_are_of_one_category(tmp_path: Path) -> No
 def test_kinds_are_of_any_language(tmp_path: Path) -> None:
     """Code is code in any language; another language is multilingual whatever its type; what reasons, in the main one, is mathematics."""
     store = Store.open(tmp_path)
-    rows = [
-        ("en", 0.1, 0.2, "science", "general"), ("en", 0.2, 0.9, "science", "mathematics_reasoning"), ("en", 0.8, 0.9, "technology", "code"),
-        ("hi", 0.1, 0.9, "sports", "multilingual"), ("ja", 0.9, 0.1, "sports", "code"), ("zxx", None, None, "code", "code"),
-        ("en", None, None, None, "general"), ("und", None, None, "history", "multilingual"),
+    rows = [  # language, score of code, share of code lines, score of reasoning, domain, kind
+        ("en", 0.1, 0.0, 0.2, "science", "general"), ("en", 0.2, 0.1, 0.9, "science", "mathematics_reasoning"),
+        ("en", 0.8, 0.5, 0.9, "technology", "code"), ("hi", 0.1, 0.0, 0.9, "sports", "multilingual"),
+        ("ja", 0.9, 0.3, 0.1, "sports", "code"), ("zxx", None, None, None, "code", "code"), ("en", None, None, None, None, "general"),
+        ("und", None, 0.9, None, "history", "multilingual"), ("km", 0.9, 0.01, 0.1, "history", "multilingual"),
     ]  # fmt: skip
     given = corpus(store, [(address, "a", 10) for address in pages(len(rows))])
     ids = sorted(given["documents"].read()["id"].to_pylist())
     columns = list(zip(*rows, strict=True))
     languages = store.import_table("signals", pa.table({"id": ids, "language": columns[0], "script": ["Latn"] * len(rows)}))
-    scores = {"code_score": pa.array(columns[1], pa.float64()), "reasoning_score": pa.array(columns[2], pa.float64())}
+    names = ("code_score", "code_line_fraction", "reasoning_score")
+    scores = {name: pa.array(values, pa.float64()) for name, values in zip(names, columns[1:4], strict=True)}
     technical = store.import_table("signals", pa.table({"id": ids, **scores}))
-    domains = store.import_table("signals", pa.table({"id": ids, "domain": pa.array(columns[3], pa.string())}))
+    domains = store.import_table("signals", pa.table({"id": ids, "domain": pa.array(columns[4], pa.string())}))
     own = {"documents": given["documents"], "signals": [domains, languages, technical]}
     table = execute(split, SplitConfig(kinds={}), own, store).read()
-    assert dict(zip(table["id"].to_pylist(), table["category"].to_pylist(), strict=True)) == dict(zip(ids, columns[4], strict=True))
+    assert dict(zip(table["id"].to_pylist(), table["category"].to_pylist(), strict=True)) == dict(zip(ids, columns[5], strict=True))
     table = execute(split, SplitConfig(kinds={"language": "hi", "min_code": 0.95}), own, store).read()
     assert dict(zip(table["id"].to_pylist(), table["category"].to_pylist(), strict=True))[ids[3]] == "mathematics_reasoning"
     with pytest.raises(PunaError, match=r"signals/.* has no signal 'language'"):
