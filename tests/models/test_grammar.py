@@ -8,7 +8,7 @@ import torch
 
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
-from puna.models.generation.grammar import Grammar
+from puna.models.generation.grammar import Grammar, Mask
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
@@ -53,3 +53,11 @@ def test_the_mask_is_of_the_tokens_alone():
 def test_what_cannot_be_kept_to_is_refused(schema, said):
     with pytest.raises(ValueError, match=said):
         GRAMMAR.schema(schema)
+
+
+def test_the_first_mask_is_computed_before_the_engine_asks(monkeypatch):
+    """A large schema's first mask takes seconds, for which a step of the engine would hold up all answers."""
+    asked = []
+    monkeypatch.setattr(Mask, "__call__", lambda self, answer: asked.append(answer))
+    GRAMMAR.schema(SCHEMAS[0])
+    assert asked == [()]

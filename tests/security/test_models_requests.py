@@ -1,5 +1,6 @@
 """One request never ends the answers of others."""
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
+from puna.flows.cli import openai
 from puna.flows.cli.openai import application
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
@@ -81,6 +83,22 @@ def test_a_request_cannot_hold_up_others_by_what_it_lists():
     biases = dict.fromkeys(range(270), -9.0) | {17: 1e4}
     (row,) = engine.generate([[1, 2]], SamplingParams(max_tokens=3, stop=(), logit_bias=biases))
     assert row[0].tokens == [17, 17, 17]
+
+
+def test_a_large_reply_is_written_beside_the_event_loop(monkeypatch):
+    """The JSON of a million log-probs took seconds, in which no other client was answered."""
+    tokenizer = Tokenizer.train(["to be or not to be"], 270)
+    shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
+    engine = Engine(Transformer(shape, generator=torch.Generator().manual_seed(0)), tokenizer)
+
+    def whole(replies):
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        return {"replies": len(replies)}
+
+    monkeypatch.setattr(openai, "whole", whole)
+    with TestClient(application(engine, "tiny")) as client:
+        assert client.post("/v1/completions", json={"prompt": "to be", "max_tokens": 2}).json() == {"replies": 1}
 
 
 class Counting:

@@ -130,6 +130,16 @@ def test_the_page_shows_both_sides_by_chance_and_keeps_what_is_said(tmp_path: Pa
     assert {message_of(row, "chosen")["content"] for row in store.alias("judged@latest").read().to_pylist()} == {"good"}  # type: ignore[index]
 
 
+def test_names_that_judged_nothing_take_no_memory(tmp_path: Path) -> None:
+    """Each name that was asked for was kept for ever."""
+    store = Store.open(tmp_path / "store")
+    desk = Desk(store, *answered(store))
+    client = TestClient(application(desk))
+    for n in range(50):
+        assert client.get("/pair", params={"by": f"stranger {n}"}).json()["judged"] == 0
+    assert not desk._said
+
+
 def test_no_acknowledged_judgement_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Line breaks of Unicode in an edit, a disk that was full for a while, and a line that a crash cut."""
     store = Store.open(tmp_path / "store")
