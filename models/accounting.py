@@ -1,4 +1,4 @@
-"""The cost of a model, from its configuration alone: parameters, floating-point operations, memory.
+"""The cost of a model, from its configuration: parameters, floating-point operations, memory.
 
 A multiply-add counts as two operations. The backward pass of a matrix product costs twice its forward
 pass, which gives the usual 6 operations per parameter and token; attention's products with the keys and values are added, counted exactly

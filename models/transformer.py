@@ -38,7 +38,7 @@ Layer = Callable[[Tensor, Tensor, Tensor, Attend], tuple[Tensor, Tensor | None]]
 
 
 class OverLatents(ABC):
-    """An `Attend` for latent attention alone: it sees the latents before they become keys and values (`latent.py`)."""
+    """An `Attend` for latent attention: it sees the latents before they become keys and values (`latent.py`)."""
 
     def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
         raise TypeError(f"layer {layer} has keys and values, no latents")

@@ -153,10 +153,10 @@ class Artifact:
         """Return the damage that is found, a clause each; empty when the artifact is whole.
 
         A manifest that cannot be read, lies elsewhere or was edited; a file missing, unknown, of another size or with another checksum;
-        rows kept by reference whose artifact is gone or of other content. `read`: files, or folders ending in /, whose checksums alone are
-        compared; none: all. `quick`: skip files whose size, inode and modification time are as at the last full check. This still detects
-        changed, truncated, replaced or removed files; only a full check detects bit rot. `own`: leave out the artifacts whose rows it keeps
-        by reference.
+        rows kept by reference whose artifact is gone or of other content. `read`: the only files whose checksums are compared, or folders
+        ending in /; none: all. `quick`: skip files whose size, inode and modification time are as at the last full check. This still
+        detects changed, truncated, replaced or removed files; only a full check detects bit rot. `own`: leave out the artifacts whose
+        rows it keeps by reference.
         """
         try:
             manifest = self.manifest

@@ -1,6 +1,6 @@
 """Requests to a bucket of an object store: repeated if that may help, with errors that show no secrets.
 
-Credentials, region and endpoint come from the environment alone (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
+Credentials, region and endpoint come only from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
 AWS_REGION, AWS_ENDPOINT_URL). They are never passed to workers, written or shown.
 """
 

@@ -127,7 +127,7 @@ def of_table(table: pa.Table) -> str:
 
 
 def _update(states: dict[str, Any], path: str, array: pa.Array) -> None:
-    """Feed one column's values into its running hashes, in a form that the values alone decide."""
+    """Feed one column's values into its running hashes, in a form that only the values decide."""
 
     def feed(aspect: str, data: Any) -> None:
         states.setdefault(f"{path}\0{aspect}", hashlib.sha256()).update(data)

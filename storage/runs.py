@@ -27,7 +27,7 @@ class Made:
 
 
 def started(flow: str, **about: Any) -> dict[str, Any]:
-    """Return the event that opens a log: a run of `flow`, which is a flow or a stage alone. `about`: how it was begun, see `RunLog`."""
+    """Return the event that opens a log: a run of `flow`, which is a flow or a single stage. `about`: how it was begun, see `RunLog`."""
     return {"event": "started", "flow": flow, **about}
 
 

@@ -1,6 +1,6 @@
 """Tables in shards: an ordered list of Parquet files, cut by ranges of the primary key.
 
-Ids of pages and documents are uniform hashes, so the cut is a function of the data alone. It is decided where rows enter and
+Ids of pages and documents are uniform hashes, so the cut is a function of the data. It is decided where rows enter and
 kept by all that descends from them: the tables of one corpus meet shard by shard. A row group is one `write_table` call on
 combined chunks, so that equal rows give equal bytes whoever wrote them.
 
@@ -222,7 +222,7 @@ class ShardWriter:
         self._keys = [self._keys[0] if self._keys else first, last]
 
     def _flush(self, *, last: bool) -> None:
-        """Write the full row groups. Their ends depend on the rows alone: a number of rows or of bytes."""
+        """Write the full row groups. Their ends depend only on the rows: a number of rows or of bytes."""
         while self._held:
             sizes = np.cumsum(np.concatenate(self._held_sizes))
             full = int(np.searchsorted(sizes, GROUP_BYTES)) + 1

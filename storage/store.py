@@ -255,7 +255,7 @@ class Store:
         return self._aliases.parts(alias)[0]
 
     def own(self, name: str) -> str:
-        """Return a name for a lock or a note of this project alone; the default project's is the name itself."""
+        """Return a name for a lock or a note of this project; the default project's is the name itself."""
         return name if self.project == DEFAULT else f"{name}-{self.project}"
 
     def aliases(self) -> dict[str, str]:

@@ -228,7 +228,7 @@ def parquet(files: Sequence[str]) -> str:
 
 
 def pattern(file: str) -> str:
-    """Return the glob pattern that matches this path alone."""
+    """Return the glob pattern that matches only this path."""
     return re.sub(r"[\[*?]", r"[\g<0>]", file)
 
 

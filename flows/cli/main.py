@@ -38,7 +38,7 @@ for group in (inspect, sql, exchange, rules, model, authoring, evaluate, serving
     app.add_typer(group.app)
 
 RecipeOption = Annotated[
-    str | None, typer.Option(help="Name of a recipe, or a YAML file (default: demo for a flow; a stage alone keeps its defaults)")
+    str | None, typer.Option(help="Name of a recipe, or a YAML file (default: demo for a flow; a single stage keeps its defaults)")
 ]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field, for example select.gopher_quality.min_words=60")

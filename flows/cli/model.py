@@ -126,7 +126,7 @@ def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingPara
         left = engine.room(len(ids), params.max_tokens)
         if not left:
             message = f"the conversation has {len(ids)} tokens, the model's context {engine.model.config.max_position_embeddings}"
-            raise PunaError(f"{message}: begin another with /new, or keep the last alone by --window")
+            raise PunaError(f"{message}: begin another with /new, or keep only the last by --window")
         events = engine.stream(ids, replace(params, max_tokens=left))
         for event in events:
             new = text.add(event.token, event.completion is not None)
@@ -219,7 +219,7 @@ def _check_room(engine: Engine, prompt: int, answer: int) -> None:
     if engine.room(prompt, answer) < answer:
         context = engine.model.config.max_position_embeddings
         message = f"{prompt} tokens of a prompt and {answer} of its answer exceed the model's context of {context}"
-        raise PunaError(f"{message}: ask for fewer by --max-tokens, or keep the last alone by --window")
+        raise PunaError(f"{message}: ask for fewer by --max-tokens, or keep only the last by --window")
 
 
 def _ids(tokenizer: Tokenizer, prompts: list[Any], raw: bool) -> list[list[int]]:

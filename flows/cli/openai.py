@@ -75,7 +75,7 @@ class Answerer:
         if body.stream and top:
             raise _refusal(field, "a stream tells the log-probs of its own tokens, without alternatives: leave stream out")
         if top is not None and self.worker.engine.kept is not None and (top or echo):
-            raise _refusal(field, "this server keeps a window of the tokens alone (--window): it scores no prompts and alternatives")
+            raise _refusal(field, "this server keeps only a window of the tokens (--window): it scores no prompts and alternatives")
         return top
 
     def _prompt(self, text: str) -> list[int]:

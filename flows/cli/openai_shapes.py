@@ -98,7 +98,7 @@ class CompletionRequest(Sampled):
     max_tokens: int = Field(16, ge=0, description="0: nothing is drawn; the prompts are told back (echo)")
     echo: bool = Field(False, description="Whether the prompts stand before their answers")
     logprobs: bool | int | None = Field(
-        None, ge=0, le=20, description="Likeliest tokens told at each place; 0 or true: the log-probs of the tokens themselves alone"
+        None, ge=0, le=20, description="Likeliest tokens told at each place; 0 or true: only the log-probs of the tokens themselves"
     )
 
     @property

@@ -105,7 +105,7 @@ class Worker:
                 tell(None)
             else:
                 self._scorings.append((scoring, tell))
-        except Exception as error:  # noqa: BLE001  ends its own request alone
+        except Exception as error:  # noqa: BLE001  ends only its own request
             tell(ApiError(500, "server_error", f"the prompts could not be scored: {error}"))
 
     def _run(self) -> None:

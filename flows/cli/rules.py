@@ -297,7 +297,7 @@ def rules(
 
     A row of FILE has `html` or `text`; `truth` (the good part of its text, empty if there is none) or `good` (true or false, of the whole
     page); and, if known, `type` and `language`. `pages` are those that a rule drops. Shares are of words, for each rule alone and as the
-    first that fires (`first_…`). The column of a type or language is the share of its good words that the rule loses alone.
+    first that fires (`first_…`). The column of a type or language is the share of its good words that this rule loses by itself.
     """
     if by not in ("type", "language"):
         raise PunaError(f"--by {by}: takes type or language")

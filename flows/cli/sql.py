@@ -93,13 +93,13 @@ def _table(table: pa.Table, as_json: bool) -> None:
 
 def _prompt(store: Store, as_json: bool) -> None:
     with catalog.Catalog(store) as connection, contextlib.ExitStack() as stack:
-        # From a pipe come statements alone: no greeting goes between the results, and a wrong one fails the command.
+        # From a pipe come only statements: no greeting goes between the results, and a wrong one fails the command.
         interactive = sys.stdin.isatty()
         if interactive:
             stack.enter_context(_typing(connection))
             typer.echo(
                 f"DuckDB over {store.uri}\ntables: {', '.join([*FACTS, *TABLES, *DERIVED])}\n"
-                f"the newest artifact's alone: {NEWEST}.documents, …; an alias's: \"documents@latest\", …\nmacros: {', '.join(MACROS)}\n"
+                f"only the newest artifact's: {NEWEST}.documents, …; an alias's: \"documents@latest\", …\nmacros: {', '.join(MACROS)}\n"
                 "end a statement with ;  Tab completes  leave with .exit"
             )
         failed = False

@@ -219,7 +219,7 @@ _WALK: ContextVar[Walk | None] = ContextVar("walk", default=None)
 def current_walk() -> Walk:
     walk = _WALK.get()
     if walk is None:
-        raise PunaError("step: no flow is in progress; run a flow with `puna run` or `puna.run`, a stage alone with `puna.run(stage, …)`")
+        raise PunaError("step: no flow is in progress; run a flow with `puna run` or `puna.run`, a single stage with `puna.run(stage, …)`")
     return walk
 
 

@@ -93,11 +93,11 @@ def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store,
 
 
 def check_address(what: str, text: str) -> None:
-    """Raise PunaError if forms may name local paths alone, and the text gives an address that a run would ask."""
+    """Raise PunaError if forms may name only local paths, and the text gives an address that a run would ask."""
     uri = text.partition("=")[2] if is_named(text) else text
     scheme, sign, _ = uri.partition("://")
     if os.environ.get(ADDRESSES) == REFUSED and ("::" in uri or (sign and scheme not in ("file", "local"))):
-        raise PunaError(f"{what} {public(text)}: forms read local paths alone; start `puna up` or `puna web` with --urls to allow others")
+        raise PunaError(f"{what} {public(text)}: forms read only local paths; start `puna up` or `puna web` with --urls to allow others")
 
 
 def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:

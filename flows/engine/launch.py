@@ -51,7 +51,7 @@ class Request:
         return load(self.recipe or DEFAULT_RECIPE, [*self.changes, *project_change(self.project)], flow.name)
 
     def stage_project(self) -> str:
-        """Return the project of a stage alone: the one named, else the recipe's."""
+        """Return the project of a single stage: the one named, else the recipe's."""
         return self.project or (str(read_values(self.recipe, [])[0].get("project") or "") if self.recipe else "")
 
     @property
@@ -134,7 +134,7 @@ def run_flow(flow: Flow, request: Request, store: Store) -> str:
 
 
 def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig | None = None) -> Artifact:
-    """Run a stage alone, print its metrics, and return its artifact. `config`: used in place of the recipe and changes."""
+    """Run a single stage, print its metrics, and return its artifact. `config`: used in place of the recipe and changes."""
     config = config or stage_config(stage, request.recipe, list(request.changes))
     store = store.within(request.stage_project())
     parsed = parse_inputs(request.inputs, stage.inputs, store, stage.name)
@@ -159,7 +159,7 @@ def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig 
 
 
 def stage_config(stage: Stage, recipe: str | None, changes: list[str]) -> StageConfig:
-    """Return the configuration of a stage alone: a recipe's values for the step of its name, with changes."""
+    """Return the configuration of a single stage: a recipe's values for the step of its name, with changes."""
     values: dict[str, Any] = {}
     if recipe is not None:
         whole_recipe, _ = read_values(recipe, [])

@@ -100,7 +100,7 @@ def plan_flow(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[
 
 
 def plan_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store) -> PlannedStep:
-    """Return a stage alone as a run with these inputs would find it."""
+    """Return a single stage as a run with these inputs would find it."""
     identity = identify(stage, config, dict(given))
     if (artifact := reusable(stage, identity, store)) is not None:
         return PlannedStep(stage.name, stage.name, "reused", artifact.id)

@@ -70,7 +70,7 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, 
 
 
 def check_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store, executor: str = PROCESSES) -> None:
-    """Raise PunaError with every need of a stage alone that its inputs do not meet."""
+    """Raise PunaError with every need of a single stage that its inputs do not meet."""
     inputs = {name: tuple(_facts(item, None) for item in items) for name, items in stage.check(dict(given)).items()}
     complaints = stage.unmet(config, Facts({name: items for name, items in inputs.items() if items}, *_machine(store, executor)))
     if complaints and reusable(stage, identify(stage, config, dict(given)), store) is None:

@@ -132,7 +132,7 @@ def accuracy_view(run: Run) -> Html:
     tasks = {t: v for (t, metric), v in measured.items() if metric == "accuracy" and t not in OVERALL and len(v) > 1}
     if len(tasks) > 1:
         names = sorted(tasks)
-        # Evenly: a plot of one task alone would have no legend that names it.
+        # Evenly: a plot of only one task would have no legend that names it.
         size = -(-len(names) // -(-len(names) // TASKS_IN_A_PLOT))
         groups = [names[i : i + size] for i in range(0, len(names), size)]
         for number_, group in enumerate(groups, 1):

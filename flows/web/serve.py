@@ -93,7 +93,7 @@ def _ready(store: Store, url: str, server: Server, began: float) -> None:
 
 
 def pages(store: Store, host: str, port: int, auth: str, urls: bool = False) -> None:
-    """Serve Puna's own pages alone, until stopped. `urls`: plans may look at inputs that are not local paths."""
+    """Serve only Puna's own pages, until stopped. `urls`: plans may look at inputs that are not local paths."""
     from puna.flows.web import application
 
     check_auth(host, auth)
@@ -110,7 +110,7 @@ def pages(store: Store, host: str, port: int, auth: str, urls: bool = False) -> 
 
 
 def judging(desk: Desk, host: str, port: int, auth: str) -> None:
-    """Serve the page of one desk alone, until stopped."""
+    """Serve only the page of one desk, until stopped."""
     from puna.flows.web.annotate import LINKED, application
 
     with guard.listening(host, port) as listening:
@@ -232,7 +232,7 @@ class Worker:
     """The process that offers every form and starts the runs; restarted when it ends by itself."""
 
     def __init__(self, store: Store, server: Server, limit: int) -> None:
-        # The interpreter's own group: Ctrl-C reaches this process alone, which ends the worker in good order.
+        # The interpreter's own group: Ctrl-C reaches only this process, which ends the worker in good order.
         self._command = [sys.executable, "-m", "puna.flows.cli.main", "serve", "--store", store.uri, "--limit", str(limit), "--supervised"]
         self._environment = {**os.environ, **server.environment()}
         self._process: subprocess.Popen[bytes] | None = None

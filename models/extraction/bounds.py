@@ -1,4 +1,4 @@
-"""Cost of a page for a parser, from its tags alone: pages built to hang one are refused before it sees them.
+"""Cost of a page for a parser, from its tags: pages built to hang one are refused before it sees them.
 
 A parser of HTML takes time that grows with the square of four things: elements nested in each other, formatting
 elements (`b`, `font`, ...) that were never closed and that it opens again in every paragraph, attributes of one tag, and

@@ -132,7 +132,7 @@ def _is_builders(text: NDArray[np.uint8], first: int, last: int) -> bool:
 def _tag_end(text: NDArray[np.uint8], at: int, stop: int) -> int:
     """Return the end of a tag in brackets that begins at `at`, or `at`: `[name word="value"]`, `[vc_row]`, `[/name]`.
 
-    A lower-case name alone is none (`[sic]`), nor are notes, lists, BBCode's `[b]`: there must be an attribute with a value in quotes, a
+    A bare lower-case name is none (`[sic]`), nor are notes, lists, BBCode's `[b]`: there must be an attribute with a value in quotes, a
     page builder's mark before the name, or a slash before one of four letters and more.
     """
     begin = at

@@ -131,7 +131,7 @@ def judged(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: Sequence
 def distribution(logits_SV: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, dict[int, RowError]]:
     """Return each row's distribution [S, V], in at least fp32, after penalties, masks and cuts, and the errors of rows that fail.
 
-    At temperature 0 it is the likeliest token alone. A row that fails, having a NaN or no finite entry, has all tokens alike.
+    At temperature 0 it is only the likeliest token. A row that fails, having a NaN or no finite entry, has all tokens alike.
     """
     z_SV = logits_SV.to(wide(logits_SV.dtype), copy=True)
     scale = torch.tensor([1.0 / (row.params.temperature or 1.0) for row in rows], device=z_SV.device)

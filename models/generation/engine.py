@@ -104,7 +104,7 @@ class Engine:
 
     sequences: answers at work at once. step_tokens: tokens that one step computes at most, beside one for each answer.
     memory: bytes of keys and values. Each None: `generation_room` of the device. exact: see above; it needs fp32 on a CPU.
-    window: of each sequence keep the first `sinks` tokens and the last `window` alone, however long it becomes (`sinks.py`); None: all.
+    window: of each sequence keep only the first `sinks` tokens and the last `window`, however long it becomes (`sinks.py`); None: all.
     """
 
     caches: list[Cache]

@@ -81,7 +81,7 @@ class LatentPages(OverLatents):
 
     @cached_property
     def _at_hand(self) -> tuple[Tensor, PagedPlan]:
-        """Return the pages that a query sees, and the plan over these alone."""
+        """Return the pages that a query sees, and the plan over only these."""
         plan = self.plan
         tables, sequence, position = (t.numpy() for t in (plan.tables, plan.sequence, plan.position))
         last = np.zeros(len(tables), np.int32)

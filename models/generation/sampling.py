@@ -50,7 +50,7 @@ class Drawn(NamedTuple):
 def draw(logits_SV: Tensor, rows: Sequence[Draw], settled: Mapping[int, int] = {}) -> Drawn:
     """Draw one token per row by the inverse of the cumulative distribution at the row's number, or take it from `settled`.
 
-    A row fails alone: where its logits have a NaN or no finite entry, or where its biases, penalties or mask leave nothing to draw from.
+    A row fails by itself: where its logits have a NaN or no finite entry, or its biases, penalties or mask leave nothing to draw from.
     """
     scale = torch.tensor([1.0 / (row.params.temperature or 1.0) for row in rows], dtype=wide(logits_SV.dtype))
     uniforms = torch.tensor([row.uniform if row.params.temperature else LIKELIEST for row in rows], dtype=torch.float64)
@@ -109,7 +109,7 @@ def shift(z_V: Tensor, row: Draw) -> None:
         try:
             allowed = params.mask(row.answer)
             z_V.masked_fill_(~allowed.to(z_V.device), -math.inf)
-        except Exception as error:  # a mask is the request's own code: what it raises ends its row alone
+        except Exception as error:  # a mask is the request's own code: what it raises ends only its row
             raise RowError(f"the mask failed after {len(row.answer)} tokens: {error}") from error
         if not bool(allowed.any()):
             raise RowError(f"the mask allows no token after {list(row.answer[-8:])}")

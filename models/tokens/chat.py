@@ -1,7 +1,7 @@
 """Conversations as token ids with their loss mask, by the model's own chat template.
 
 Each answer is rendered as serving would meet it: P is the conversation before it with the generation prompt, F the conversation
-with it. F has to begin with P; what follows, up to the first stop token, is the answer, and it alone is trained. An answer that
+with it. F has to begin with P; what follows, up to the first stop token, is the answer, and only it is trained. An answer that
 cannot be told apart so is refused with its turn and the reason (`ChatError`).
 """
 

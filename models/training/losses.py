@@ -216,5 +216,5 @@ def _log1mexp(x: Tensor) -> Tensor:
 
     x = x.clamp(max=-1e-7)
     near = x > -0.6931471805599453
-    # Each branch sees only arguments that it can take: where() alone would pass NaN backwards.
+    # Each branch sees only arguments that it can take: a bare where() would pass NaN backwards.
     return torch.where(near, torch.log(-torch.expm1(torch.where(near, x, -0.5))), torch.log1p(-torch.exp(torch.where(near, -1.0, x))))

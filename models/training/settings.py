@@ -138,7 +138,7 @@ def _resolved(value: Steps, steps: int, most: int) -> int:
 
 
 class ComputeSettings(Settings):
-    """The computing of a step: time and memory; results change by rounding alone."""
+    """The computing of a step: time and memory; results change only by rounding."""
 
     precision: Literal["auto", "fastest", "fp32", "bf16"] = Field(
         "auto", description="fp32; or bf16: the model computes in bf16, gradients are added up and weights updated in fp32. "
@@ -377,7 +377,7 @@ class GrpoSettings(RolloutSettings):
     )
     resample: int = Field(
         0, ge=0, le=20, description="Times at most that a rollout asks as many further prompts, until so many have answers of different "
-        "rewards, which alone teach (DAPO's dynamic sampling); 0: never"
+        "rewards: only these teach (DAPO's dynamic sampling); 0: never"
     )  # fmt: skip
 
     @model_validator(mode="after")

@@ -93,13 +93,13 @@ class Trainer:
         """Raise ValueError for settings that no test proves under the layout."""
         layout, compute, name = self.parallel.mesh.layout, self.config.compute, self.config.optimizer.name
         if self.precision == "bf16" and layout.axes - {"data"}:
-            raise ValueError(f"the layout {layout} is proved in fp32 alone: set compute.precision to fp32")
+            raise ValueError(f"the layout {layout} is proved only in fp32: set compute.precision to fp32")
         if compute.linear_precision != "same" and layout.axes:
-            raise ValueError(f"the layout {layout} is proved without 8-bit products alone: set compute.linear_precision to same")
+            raise ValueError(f"the layout {layout} is proved only without 8-bit products: set compute.linear_precision to same")
         capped = getattr(getattr(self.model, "config", None), "final_logit_softcapping", None) is not None
         for setting, there in (("z_loss", bool(getattr(self.objective, "z_loss", 0.0))), ("final_logit_softcapping", capped)):
             if there and layout.axes - {"data"}:
-                raise ValueError(f"the layout {layout} is proved without {setting} alone: leave {setting} out, or train with data alone")
+                raise ValueError(f"the layout {layout} is proved only without {setting}: leave {setting} out, or set only layout.data")
         if OPTIMIZERS[name].whole_matrices and layout.axes & {"shard", "tensor"}:
             raise ValueError(f"the optimizer {name} needs whole matrices, which the layout {layout} cuts: set optimizer.name to adamw")
 
@@ -271,7 +271,7 @@ class Trainer:
 def optimizers(
     model: nn.Module, weights: dict[str, nn.Parameter], config: TrainConfig, scales: Mapping[str, float]
 ) -> list[Optimizer]:
-    """Return the configured optimiser and, if that takes whole matrices alone, AdamW for the other weights.
+    """Return the configured optimiser and, if that takes only whole matrices, AdamW for the other weights.
 
     Each group's `scale` multiplies its learning rate; `scales` has those that are not 1, by name; `embedding_scale` comes on top.
     """

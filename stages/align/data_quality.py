@@ -286,7 +286,7 @@ def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | N
 def _draw_rule(rows: Sequence[Row], worth: dict[str, float], config: DataQualityConfig) -> Any:
     """Draw `keep` rows without replacement, with probabilities proportional to their worth; drop the others.
 
-    Those with the least Exp(worth) numbers (Efraimidis and Spirakis 2006), which ids and the seed alone decide.
+    Those with the least Exp(worth) numbers (Efraimidis and Spirakis 2006), which only ids and the seed decide.
     """
     if config.keep is None or len(rows) <= config.keep:
         return lambda row: None

@@ -38,7 +38,7 @@ def new_prompts(pool: Prompts, used: list[Prompts] | None, config: NewPromptsCon
         ids.update(columns["id"].to_pylist())
         texts.update(columns["messages"].to_pylist())
     tasks: dict[str, list[dict[str, object]]] = {}
-    # Named for its purpose: by seed and id alone, other stages draw their held-out rows.
+    # Named for its purpose: by seed and id without a name, other stages draw their held-out rows.
     rows = sorted(pool.read().to_pylist(), key=lambda row: (hashed("new_prompts", config.seed, row["id"]), row["id"]))
     texts.update(row["messages"] for row in rows if row["split"] != "train")
     for row in rows:

@@ -209,7 +209,7 @@ def judge(
 def quality(answer: Row, reference: str | None, config: PreferencesConfig) -> float:
     """Return an answer's quality, 0 to 1: its gold score, weighted with its taste score or else its closeness to the reference.
 
-    Without taste and reference the gold score alone counts. An answer that was cut off has the gold score 0."""
+    Without taste and reference only the gold score counts. An answer that was cut off has the gold score 0."""
     gold = float(ended(answer["gold"], answer["finished"]) or 0.0)
     if config.taste is not None:
         beside = float(answer["liked"])

@@ -43,7 +43,7 @@ class RejectionSampleConfig(RewardedConfig, SeededConfig):
         description="The answer with the highest reward; any answer, by chance; the most frequent text; or, by chance, one that the "
         "prompt's verifier calls right, and none where there is none",
     )
-    correct: bool = Field(False, description="The reward model chooses among the answers alone that the prompt's verifier calls right")
+    correct: bool = Field(False, description="The reward model chooses only among answers that the prompt's verifier calls right")
     most: int = Field(1, ge=1, description="Different answers to take for each prompt, the first choice first")
     source: str = Field("rejection_sampling", min_length=1, description="Name of the source in the instructions table")
 

@@ -42,7 +42,7 @@ def sft(model: Model, instructions: list[Instructions], tasks: list[External] | 
     watch = task_watch(tasks, config.ask_every, tokenizer, config.training.compute, run)
     if config.engine == "trl":
         if watch:
-            raise PunaError("sft: tasks are asked by engine puna alone; leave them out, or set engine to puna")
+            raise PunaError("sft: only engine puna asks tasks; leave them out, or set engine to puna")
         from puna.stages.training.trl_engine import hub_tokenizer, train_sft
 
         network = train_sft(network, examples, hub_tokenizer(model, tokenizer), config, run)

@@ -256,7 +256,7 @@ class StageRun:
         self.input_rows = (self.input_rows or 0) + rows
 
     def seed(self, *names: Any) -> int:
-        """Return a 63-bit seed derived from the configuration's seed and the names alone."""
+        """Return a 63-bit seed derived from the configuration's seed and the names, from nothing else."""
         base = getattr(self.config, "seed", None)
         if base is None:
             raise PunaError(f"stage {self.stage}: its configuration has no seed; derive it from SeededConfig")

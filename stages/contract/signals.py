@@ -1,6 +1,6 @@
 """Signals: numbers and words about documents, each declared once with name, type, unit, meaning and definition.
 
-A stage declares the signals that it computes itself with `declare_signal`. A signal of the document alone is a plain Python function,
+A stage declares the signals that it computes itself with `declare_signal`. A signal of a single document is a plain Python function,
 declared with `@signal` and measured by `heuristics`; compiled code may replace it.
 """
 

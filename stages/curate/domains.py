@@ -38,7 +38,7 @@ class TrainDomainsConfig(fasttext.ClassifierConfig):
     learning_rate: float = fasttext.LEARNING_RATE(0.5)
     epochs: int = fasttext.EPOCHS(40)
     max_characters: int = fasttext.MAX_CHARACTERS(1500)
-    code_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are code, by source alone")
+    code_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are code, whatever their text")
     min_seeds: int = Field(3, ge=1, description="Minimum number of different seed words of a type that label a document")
     max_second: float = Field(0.5, ge=0, lt=1, description="Maximum seed words of the second type by the best type's, for a label")
     min_labels: int = Field(20, ge=2, description="A type with fewer labelled documents is left out, documents")
@@ -158,7 +158,7 @@ def domains(documents: Documents, classifier: Classifier, config: DomainsConfig,
     """Give each document a knowledge type, by a classifier of `train_domains`.
 
     The type (`domain`, `domain_score`) has the greatest product of the probability, by a model that did not see the document, and the
-    square of one plus the number of its seed words; `domain_seed` is the label by seed words alone. Documents in other languages are typed
+    square of one plus the number of its seed words; `domain_seed` is the label that seed words give. Documents in other languages are typed
     by the words they share with the lexicon's four. Documents of code sources are `code`.
     """
     counts: Counter[str] = Counter()

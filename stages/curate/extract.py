@@ -115,7 +115,7 @@ def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfi
 def _found(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig) -> list[_Found | Exception]:
     """Return the extraction or the error of each page (body, media type, character set), in order.
 
-    Pages for the model are parsed one by one and read together, in bytes up to `TOGETHER`; a larger one is read alone.
+    Pages for the model are parsed one by one and read together, in bytes up to `TOGETHER`; a larger one is read by itself.
     """
     results: dict[int, _Found | Exception] = {}
     waiting: dict[int, _Parsed] = {}
@@ -138,7 +138,7 @@ def _found(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig)
 
 
 def _read(pages: dict[int, _Parsed], config: ExtractConfig) -> dict[int, _Found | Exception]:
-    """Return the extraction of parsed pages by number; where reading them together fails, each is read alone."""
+    """Return the extraction of parsed pages by number; where reading them together fails, each is read by itself."""
     try:
         return dict(zip(pages, _by_model(list(pages.values()), config), strict=True)) if pages else {}
     except Exception as error:  # noqa: BLE001 - as above

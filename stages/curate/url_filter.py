@@ -1,4 +1,4 @@
-"""`url_filter`: documents of unwanted sites, by their address alone."""
+"""`url_filter`: documents of unwanted sites, by their addresses."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class BenchmarkConfig(SeededConfig):
     @classmethod
     def _own_engine(cls, serving: ServingSettings) -> ServingSettings:
         if serving.engine != "puna":
-            raise ValueError(f"engine {serving.engine}: likelihoods are computed by Puna's engine alone; set it to puna")
+            raise ValueError(f"engine {serving.engine}: only Puna's engine computes likelihoods; set it to puna")
         return serving
 
 

@@ -93,7 +93,7 @@ def _content(external: External, file: ExternalFile, spec: TaskFile) -> dict[str
     base = Path(file.name).parent
     files = {split: [names.get(str(base / name), names.get(name)) for name in several] for split, several in spec.files.items()}
     if None in [place for several in files.values() for place in several]:
-        raise PunaError(f"{file.location}: the harness reads files of this machine alone; copy its data here")
+        raise PunaError(f"{file.location}: the harness reads only files of this machine; copy its data here")
     return {**content, "dataset_kwargs": {"data_files": files}}
 
 

@@ -155,7 +155,7 @@ class TaskFile(StageConfig):
         if self.permuted and (self.output_type != "multiple_choice" or isinstance(self.doc_to_choice, tuple)):
             raise ValueError("permuted needs multiple_choice with options of each row: a list in the task file is the same for all rows")
         if "data_files" not in self.dataset_kwargs or len(self.dataset_kwargs) > 1:
-            raise ValueError("dataset_kwargs: give data_files alone")
+            raise ValueError("dataset_kwargs: give only data_files")
         return self
 
     @property

@@ -14,7 +14,7 @@ RUN = 3
 def variety(asked: Sequence[tuple[str, str]]) -> list[float]:
     """Return, for each (question, answer), the share of the answer's runs of three words that no other answer has, 0 to 1.
 
-    The words of its own question are left out first, so that a template in which these alone change gives 0 (cf. distinct-n, Li et al.
+    The words of its own question are left out first, so that a template in which only these change gives 0 (cf. distinct-n, Li et al.
     2016). The answer's beginning and its end count as words. Shares depend on how many answers there are: compare equal numbers.
     """
     runs = [_runs(question, answer) for question, answer in asked]

@@ -122,7 +122,7 @@ class _Context(SpawnContext):
 
 
 def _start(parent: int) -> None:
-    # Ctrl-C reaches every process of a terminal: the worker ends at once, a training after its step, and the driver alone says so.
+    # Ctrl-C reaches every process of a terminal: the worker ends at once, a training after its step, and only the driver says so.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
 

@@ -211,7 +211,7 @@ def _anneal(
     job: int, number: int, arm: str, repeat: int, seed: int, tokens: Artifact, model: str, pools: PoolRows, names: Sequence[str],
     config: AnnealExperimentConfig, state: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Anneal one arm of one set (`number`; -1: the default tokens alone); return its trial with the losses by held-out text."""
+    """Anneal one arm of one set (`number`; -1: only the default tokens); return its trial with the losses by held-out text."""
     from puna.models.formats.checkpoint import load
     from puna.models.tokens.tokenizer import Tokenizer
 

@@ -48,7 +48,7 @@ class ChooseSizeConfig(LawConfig):
         if self.tokens is not None and self.model is None:
             raise ValueError("tokens without a model: give the model's sizes, or a budget in flops or hours")
         if self.gpu is not None and self.hours is None:
-            raise ValueError("gpu belongs to hours: give both, or flops alone")
+            raise ValueError("gpu belongs to hours: give both, or only flops")
         return self
 
 

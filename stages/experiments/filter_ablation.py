@@ -56,7 +56,7 @@ def filter_ablation(
 ) -> None:
     """Measure what each rule of a selection earns or costs, in bits per byte of held-out kept documents (Penedo et al. 2024, section 3.5).
 
-    `documents` went into the selection, `selected` came out. A small model is trained on kept documents alone; another, from the same
+    `documents` went into the selection, `selected` came out. A small model is trained only on kept documents; another, from the same
     weights and on as many tokens, with a share of documents that the rule dropped in the place of some. What the second loses is what
     the rule earns where its documents have that share; below 0 it costs. A document counts for the first rule that dropped it: others
     may drop it as well. A rule whose few documents would be read too often is not measured.

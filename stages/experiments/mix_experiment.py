@@ -198,7 +198,7 @@ def _trained(
 ) -> list[Trial]:  # fmt: skip
     """Run a trial of each mixture, given with its name and the number of its repeat."""
     # All proxies of a repeat start from one set of weights and read each category's rows in one order: what differs
-    # between two trials is the mixture alone.
+    # between two trials is only the mixture.
     seeds = [run.seed("weights", repeat) if repeat else run.seed("weights") for _, _, repeat in mixtures]
     jobs = [(first + i, name, shares.tolist(), seeds[i]) for i, (name, shares, _) in enumerate(mixtures)]
     total = config.trials - 1 + 2 * config.repeats

@@ -114,7 +114,7 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", 
     or the model has no adapters to export.
     """
     if (format == "awq") != (text is not None):
-        raise PunaError("export: awq chooses scales by a text, and nothing else does: give a text file with the format awq alone")
+        raise PunaError("export: awq chooses scales by a text, and nothing else does: give a text file only with the format awq")
     if artifact.kind != "model":
         raise PunaError(f"export: {artifact.id} is of the kind {artifact.kind}; a model is wanted")
     if damage := artifact.damage():

@@ -74,7 +74,7 @@ class MixConfig(SeededConfig):
     cluster_weights: dict[PositiveInt, float] = Field(
         default_factory=dict,
         description="Minimum number of near-duplicates (with itself) that a document stands for → how often it is read compared with one "
-        f"that stands for itself alone, within its category; none: all alike. FineWeb-2's: {FINEWEB_2}",
+        f"that stands only for itself, within its category; none: all alike. FineWeb-2's: {FINEWEB_2}",
     )
 
     @field_validator("cluster_weights")

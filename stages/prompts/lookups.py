@@ -1,4 +1,4 @@
-"""Answers without a model: what the gold answers of training questions alone give on held-out questions.
+"""Answers without a model: what only the gold answers of training questions give on held-out questions.
 
 A held-out question that such a row answers shows nothing about a model: its answer was in the training data.
 """

@@ -41,7 +41,7 @@ class PromptsConfig(SeededConfig):
     skip: int = Field(0, ge=0, description="Training questions per task to pass over, so that rounds take disjoint slices")
     draws: int = Field(10_000, ge=1, description="Draws from each generator; the different questions among them are what is chosen from")
     heldout_fraction: float = Field(0.2, gt=0, lt=1, description="Fraction of structures (reasoning-gym: of questions) that are held out")
-    references: bool = Field(True, description="Give the gold answers; without them prompts have their verifiers alone")
+    references: bool = Field(True, description="Give the gold answers; without them prompts have only their verifiers")
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> PromptsConfig:

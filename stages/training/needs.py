@@ -62,7 +62,7 @@ def one_tokenizer(facts: Facts, *inputs: str) -> list[str]:
 
 
 def memory(facts: Facts, parameters: int, bytes_each: int, remedy: str) -> list[str]:
-    """Return a complaint if the parameters alone do not fit into free memory."""
+    """Return a complaint if even the parameters do not fit into free memory."""
     free, needed = facts.available_memory_bytes, parameters * bytes_each
     if free is None or needed <= free:
         return []

@@ -97,7 +97,7 @@ class Phase(StageConfig):
     @model_validator(mode="before")
     @classmethod
     def _until_replaces_steps(cls, values: Any) -> Any:
-        """Set the default of `steps` aside where `until` is given alone."""
+        """Set the default of `steps` aside where only `until` is given."""
         given = isinstance(values, Mapping) and values.get("until") is not None and "steps" not in values
         return {**values, "steps": 0} if given else values
 

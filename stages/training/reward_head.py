@@ -1,4 +1,4 @@
-"""A reward model whose scalar head alone is fitted: Bradley-Terry as a logistic regression on a frozen model's hidden states."""
+"""A reward model of which only the scalar head is fitted: Bradley-Terry as a logistic regression on a frozen model's hidden states."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def forecaster(points: Points, draws: int, generator: np.random.Generator) -> Fo
     surface = fit_surfaces(n, d, points.loss[None])
     fitted = surface(n, d)[0]
     residuals = np.log(points.loss / fitted)
-    # Five numbers are fitted, and the noise is known from the rest alone: Student's t widens what a normal distribution would give.
+    # Five numbers are fitted, and the noise is known only from the rest: Student's t widens what a normal distribution would give.
     free = max(len(points) - 5, 1)
     residuals = (residuals - residuals.mean()) * math.sqrt(len(points) / free) * student(free) / Z95
     errors, chance = generator.choice(residuals, (draws, len(points))), generator.choice(residuals, draws)

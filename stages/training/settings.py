@@ -108,7 +108,7 @@ class RewardModelConfig(AdaptableConfig):
     )  # fmt: skip
     head_only: bool = Field(
         False,
-        description="Leave the model as it is and fit the head alone, exactly: for few preferences, and many times faster; of `training` "
+        description="Leave the model as it is and fit only the head, exactly: for few preferences, and many times faster; of `training` "
         "only compute.micro_batch_tokens counts",
     )
     training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences")

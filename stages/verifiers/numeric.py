@@ -49,7 +49,7 @@ class Numeric(BoundedVerifier):
     absolute: float = Field(0.0, ge=0, description="Maximum difference that is still right")
     relative: float = Field(0.0, ge=0, lt=1, description="Maximum difference that is still right, share of the expected number, fraction")
     take: Literal["last", "first", "only"] = Field(
-        "last", description="Which number of the answer counts; only: it may hold one number alone"
+        "last", description="Which number of the answer counts; only: it may hold no other number"
     )
     decimal: Decimal = Field("point", description="What stands before decimals; the other one separates thousands")
     units: dict[str, float] = Field(

@@ -162,7 +162,7 @@ def watch(tester: int, program: int, read: int, job: Job) -> dict[str, object]:
     end = time.monotonic() + job["seconds"]
     message = b""
     while True:
-        # An end of file: the tester, which alone can write, is through.
+        # An end of file: the tester, the only one that can write, is done.
         if select.select([read], [], [], WATCH_SECONDS)[0]:
             piece = os.read(read, 1 << 16)
             message += piece

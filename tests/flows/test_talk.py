@@ -202,7 +202,7 @@ def test_a_window_lets_talks_leave_the_context(folder):
     """The context is 512 tokens. A talk and an answer go beyond it, with the engine's own tokens."""
     asked = [{"role": "user", "content": "to be " * 300}]
     assert len(TOKENIZER.chat(asked)) > 512
-    with pytest.raises(PunaError, match="keep the last alone by --window"):
+    with pytest.raises(PunaError, match="keep only the last by --window"):
         puna("chat", folder, given="to be " * 300 + "\n")
     options, how = ["--temperature", "0", "--max-tokens", "300"], SamplingParams(temperature=0, max_tokens=300)
     ((expected,),) = Engine(MODEL, TOKENIZER, sinks=16, window=64).generate([TOKENIZER.chat([{**asked[0], "content": "to be " * 299 + "to be"}])], how)

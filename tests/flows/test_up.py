@@ -166,7 +166,7 @@ def test_a_run_from_a_form_is_done_and_shows_what_it_made(at_work: Up) -> None:
 
 def test_an_address_in_a_form_of_prefect_is_refused(at_work: Up) -> None:
     ended = at_work.ended(at_work.asked["address"])
-    assert ended["state"]["type"] == "FAILED" and "forms read local paths alone" in ended["state"]["message"]
+    assert ended["state"]["type"] == "FAILED" and "forms read only local paths" in ended["state"]["message"]
 
 
 def test_what_is_there_already_is_cached(at_work: Up) -> None:

@@ -112,5 +112,5 @@ def test_layouts_that_cut_the_model_are_refused_by_name(objective: LanguageModel
     trainer._check_layout()
     for axis in ("tensor", "shard", "context", "pipeline"):
         trainer.parallel = SimpleNamespace(mesh=SimpleNamespace(layout=Layout(**{axis: 2})))
-        with pytest.raises(ValueError, match=f"is proved without {name} alone"):
+        with pytest.raises(ValueError, match=f"is proved only without {name}"):
             trainer._check_layout()

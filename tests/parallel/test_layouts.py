@@ -151,7 +151,7 @@ def test_the_comparison_sees_faults_that_other_trainers_had(ranks: Run, fault: s
 
 
 @pytest.mark.parametrize("given, problem", [
-    ({"layout": {"shard": 2}, "precision": "bf16"}, "proved in fp32 alone"),
+    ({"layout": {"shard": 2}, "precision": "bf16"}, "proved only in fp32"),
     ({"layout": {"tensor": 2}, "optimizer": "muon"}, "muon needs whole matrices"),
     ({"layout": {"tensor": 2}, "variant": "moe"}, "a model with experts"),
     ({"layout": {"shard": 2}, "variant": "lora"}, "trains all weights"),

@@ -113,13 +113,13 @@ def planned(client: TestClient, given: str) -> str:
 def test_an_address_in_a_form_is_not_fetched(store: Store, given: str, addressed: dict[bool, TestClient]) -> None:
     with doors.trapped() as (trap, fetched):
         said = planned(addressed[False], given.replace("{trap}", trap))
-    assert "forms read local paths alone" in said and "--urls" in said and not fetched
+    assert "forms read only local paths" in said and "--urls" in said and not fetched
 
 
 def test_an_address_is_fetched_where_the_server_allows_it(addressed: dict[bool, TestClient], tmp_path: Path) -> None:
     with doors.trapped() as (trap, fetched):
         said = planned(addressed[True], trap)
-    assert "forms read local paths alone" not in said and fetched
+    assert "forms read only local paths" not in said and fetched
     page = tmp_path / "page.html"
     page.write_text("<p>one</p>")
     for path in (str(page), f"web={page}", f"file://{page}"):
@@ -129,7 +129,7 @@ def test_an_address_is_fetched_where_the_server_allows_it(addressed: dict[bool, 
 def test_a_run_of_a_form_fetches_no_address(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker of `puna up` has the same refusal in its environment."""
     monkeypatch.setenv(defaults.ADDRESSES, defaults.REFUSED)
-    with doors.trapped() as (trap, fetched), pytest.raises(PunaError, match="forms read local paths alone"):
+    with doors.trapped() as (trap, fetched), pytest.raises(PunaError, match="forms read only local paths"):
         launch.run(launch.Request("flow:curate", inputs=(trap,), json=True), store)
     assert not fetched
 
@@ -139,7 +139,7 @@ def test_a_form_names_no_store_or_executor_elsewhere(store: Store, monkeypatch: 
     monkeypatch.setenv(defaults.SERVED, store.uri)
     with doors.trapped() as (trap, fetched):
         for given in ({"store": trap}, {"store": "s3://bucket/store"}, {"executor": trap.replace("http", "dask")}, {"executor": "ray://127.0.0.1:9"}):
-            with pytest.raises(PunaError, match=f"{next(iter(given))} .*forms read local paths alone"):
+            with pytest.raises(PunaError, match=f"{next(iter(given))} .*forms read only local paths"):
                 deployments._opened({"store": store.uri, "executor": "processes", **given})
     assert not fetched and deployments._opened({"store": store.uri, "executor": "processes"}).uri == store.uri
     monkeypatch.setenv(defaults.SERVED, "s3://bucket/store")

@@ -1,4 +1,4 @@
-"""Next-token losses: of whole documents, of answers alone (supervised fine-tuning), and against a teacher (distillation)."""
+"""Next-token losses: of whole documents, of answers (supervised fine-tuning), and against a teacher (distillation)."""
 
 from __future__ import annotations
 

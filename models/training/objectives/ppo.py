@@ -136,7 +136,7 @@ class Ppo(Objective[PpoBatch]):
         targets, read = batch.targets, totals["read"]
         logprobs, entropy = model.token_logprobs(targets.forest, targets.positions, targets.tokens, temperature=self.temperature)
         zero = logprobs.new_zeros(())
-        # Masked targets get ratio 1 before exp: where() alone would still pass inf * 0 = NaN backwards.
+        # Masked targets get ratio 1 before exp: a bare where() would still pass inf * 0 = NaN backwards.
         log_ratio = torch.where(targets.mask, logprobs - batch.logprobs, zero)
         weight = sequence_log_ratio(log_ratio, targets) if self.ratio == "sequence" else log_ratio
         gain = torch.where(targets.mask, self._surrogate(logprobs, weight, batch.advantages), zero)

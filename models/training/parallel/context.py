@@ -71,7 +71,7 @@ class ContextTransformer(CutTransformer):
     def _own_hidden(self, forest: Forest) -> tuple[Tensor, Deal]:
         """Return the final hidden states of this rank's rows, and how rows are dealt."""
         if forest.tokens.is_cuda:
-            raise ValueError("layout.context is proved on CPUs alone: the attention of a GPU does not take some rows of a forest yet")
+            raise ValueError("layout.context is proved only on CPUs: the attention of a GPU does not take some rows of a forest yet")
         dealt = deal(forest.mask.depths, self.mesh.size("context"))
         own = dealt.rows(self.rank)
         masks = {window: forest.mask.within(window).some_tiles(dealt.chunks[self.rank]) for window in set(self.config.windows)}

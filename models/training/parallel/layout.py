@@ -30,7 +30,7 @@ PROVED = frozenset(
 
 
 class Layout(Settings):
-    """Processes along each axis; their product is the number of processes. Results differ from one process's by rounding alone."""
+    """Processes along each axis; their product is the number of processes. Results differ from one process's only by rounding."""
 
     data: int = Field(1, ge=1, le=65_536, description="Copies of the model, each with its own micro-batches of a step")
     shard: int = Field(

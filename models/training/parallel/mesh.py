@@ -15,7 +15,7 @@ import torch.distributed as dist
 from puna.models.training.parallel.layout import AXES, READERS, Layout
 
 together = False
-"""True while all processes run the same training. Outside of it, each trains alone what it trains."""
+"""True while all processes run the same training. Outside of it, each trains its own."""
 TIMEOUT = timedelta(minutes=10)
 """Time after which a rank that waits for another one fails."""
 JOINING = timedelta(minutes=10)

@@ -32,7 +32,7 @@ def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device:
     if layout.axes <= {"data"}:
         return Parallel(model, mesh, device)
     if not isinstance(model, Transformer) or not all(p.requires_grad for p in model.parameters()):
-        raise ValueError(f"the layout {layout} trains all weights of a model; adapters are trained with copies: set layout.data alone")
+        raise ValueError(f"the layout {layout} trains all weights of a model; adapters are trained with copies: set only layout.data")
     layout.check(model.config)
     if layout.pipeline > 1:
         return Pipelined(model, mesh, device)

@@ -286,7 +286,7 @@ def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool, chos
 
 
 def _training_lines(job: _Job, files: list[str]) -> tuple[pa.ChunkedArray, NDArray[np.int32]]:
-    """Return the lines that a model learns from, in a random order that ids alone decide, and the place of each one's class."""
+    """Return the lines that a model learns from, in a random order that only ids decide, and the place of each one's class."""
     kept: dict[str, list[tuple[float, str]]] = {name: [] for name in job.classes}
     for rows in _rows(job, files, ["id", "draw"], inside=False):
         for name, draw, identity in zip(*(rows[column].to_pylist() for column in (job.name, "draw", "id")), strict=True):

@@ -109,7 +109,7 @@ def rule_group(name: str) -> Callable[[G], G]:
 
 
 class WebRules(RuleGroup):
-    """Rules made for crawled pages. Gopher applied its own to the web alone, not to its curated sources."""
+    """Rules made for crawled pages. Gopher applied its own only to the web, not to its curated sources."""
 
     exempt_sources: tuple[str, ...] = Field(("code", "wikipedia"), description="Sources whose documents this group does not judge")
 
@@ -158,7 +158,7 @@ class GopherQualityRules(WebRules):
     min_stop_words: Count = below("stop_words", 2, "Minimum number of distinct stop words of the language, or of any", missing="keep")
     # Not Gopher's.
     max_misread: Share = above("misread_fraction", 0.005, "Maximum share of characters that are UTF-8 read as cp1252, such as Ã© for é")
-    # Words put together at random have few of them; measured with a language's own list alone.
+    # Words put together at random have few of them; measured only with a language's own list.
     min_stop_word_fraction: Share = below("stop_word_fraction", 0.1, "Minimum share of the language's stop words", missing="keep")
     min_english_stop_words: Count = below("english_stop_words", None, "Minimum number of distinct English stop words; Gopher: 2")
 
@@ -243,7 +243,7 @@ Prose = Literal["gopher_repetition", "gopher_quality", "c4", "fineweb", "diverge
 class CodeReasoningRules(WebRules):
     """Pages with code and pages that reason (Llama 3, section 3.1.3), told by their lines and by the classifiers of `code_reasoning`.
 
-    Prose rules do not fit such pages: the groups with `spared_by` skip them, and these rules apply to them alone.
+    Prose rules do not fit such pages: the groups with `spared_by` skip them, and these rules apply only to them.
     """
 
     min_code_lines: int | None = Field(8, ge=1, description="Minimum number of lines of code that make a page one with code in any case")

@@ -1,5 +1,5 @@
 """Signals of boilerplate pages: terms, privacy and cookie policies, in English and six other languages of Europe, and notices
-in place of a page, in English alone."""
+in place of a page, only in English."""
 
 from __future__ import annotations
 
