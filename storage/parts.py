@@ -233,7 +233,8 @@ def near(shards: Iterable[ShardRows], low: str, high: str | None) -> list[ShardR
 def in_range(table: pa.Table, low: str, high: str | None, key: str = "id") -> pa.Table:
     """Return the rows whose key is at least `low` and below `high` (None: any)."""
     own = pc.greater_equal(table[key], low)
-    return table.filter(own if high is None else pc.and_(own, pc.less(table[key], high)))
+    own = own if high is None else pc.and_(own, pc.less(table[key], high))
+    return table if pc.all(own, min_count=0).as_py() else table.filter(own)
 
 
 def between(shards: Sequence[ShardRows], low: str, high: str | None, columns: Sequence[str] | None, key: str = "id") -> Iterator[pa.Table]:
