@@ -141,8 +141,9 @@ def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.Monk
     order: list[str] = []
 
     class Oracle:
-        def __init__(self, model, tokenizer) -> None:
-            pass
+        def __init__(self, model, tokenizer, exact: bool) -> None:
+            assert exact
+            self.tokenizer = tokenizer
 
         def generate(self, given, params, progress=None):
             from puna.models.generation import Completion
