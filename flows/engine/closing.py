@@ -11,11 +11,9 @@ from puna.flows.report import arms
 from puna.storage import Artifact
 
 BITS = {
-    "document_bits_per_byte": "bits per byte",
-    "ngram_bits_per_byte": "n-grams",
-    "ngram_page_bits_per_byte": "with the page's",
+    "document_bits_per_byte": "bits per byte", "ngram_bits_per_byte": "n-grams", "ngram_page_bits_per_byte": "with the page's",
     "dictionary_bits_per_byte": "zstd, dictionary",
-}
+}  # fmt: skip
 
 
 def closing_table(now: Session) -> None:

@@ -42,12 +42,9 @@ class Console:
     def __enter__(self) -> Console:
         if self._terminal.is_terminal:
             columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.fields[note]}"),
-                TimeElapsedColumn(),
+                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
                 TimeRemainingColumn(),
-            )
+            )  # fmt: skip
             self._bar = Progress(*columns, console=self._terminal, transient=True)
             self._bar.start()
         return self

@@ -159,19 +159,9 @@ def flow(function: Callable[..., Any]) -> Flow:
 
 
 def step(
-    stage: Stage,
-    label: str = "",
-    /,
-    *,
-    field: str = "",
-    default: StageConfig | None = None,
-    off: bool = False,
-    through: str | None = None,
-    number: int | None = None,
-    adapt: Callable[[Any], StageConfig] | None = None,
-    serves: str = "",
-    **inputs: Given,
-) -> Output:
+    stage: Stage, label: str = "", /, *, field: str = "", default: StageConfig | None = None, off: bool = False, through: str | None = None,
+    number: int | None = None, adapt: Callable[[Any], StageConfig] | None = None, serves: str = "", **inputs: Given,
+) -> Output:  # fmt: skip
     """Return the output of a step of the current flow: `stage` on `inputs`, configured by the recipe's field of that name.
 
     `field`: the recipe's field, if not the label. `default`: base of the recipe's values. `off`: leave it out unless the recipe names

@@ -156,16 +156,9 @@ def current() -> Session:
 
 @contextlib.contextmanager
 def session(
-    store: Store,
-    *,
-    flow: str,
-    workers: int | None = None,
-    executor: str = PROCESSES,
-    json: bool = False,
-    title: str = "",
-    parameters: Mapping[str, Any] | None = None,
-    report: bool = False,
-) -> Iterator[Session]:
+    store: Store, *, flow: str, workers: int | None = None, executor: str = PROCESSES, json: bool = False, title: str = "",
+    parameters: Mapping[str, Any] | None = None, report: bool = False,
+) -> Iterator[Session]:  # fmt: skip
     """Open a session: workers are started when first needed and stopped at the end. `executor` as in `connected`.
 
     `title`, `parameters`: the description of the run on a server and in its log. `report`: write the run's page when it ended well; where

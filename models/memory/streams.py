@@ -211,12 +211,9 @@ class Loader:
 
 
 def _load(
-    reader: Reader,
-    layouts: dict[int, Layout],
-    free: queue.SimpleQueue[Buffer | None],
-    ready: queue.SimpleQueue[tuple[int, Buffer] | OSError],
-    counts: Counts,
-) -> None:
+    reader: Reader, layouts: dict[int, Layout], free: queue.SimpleQueue[Buffer | None],
+    ready: queue.SimpleQueue[tuple[int, Buffer] | OSError], counts: Counts,
+) -> None:  # fmt: skip
     """Run the thread. It holds no reference to its loader, so that it stops when the loader is deleted."""
     while True:
         for number, layout in layouts.items():

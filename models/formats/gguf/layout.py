@@ -22,19 +22,10 @@ PERMUTED = "llama"
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-}
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
+}  # fmt: skip
 FIELDS = {
     "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
@@ -70,17 +61,12 @@ def raw_config(fields: Mapping[str, Any], names: Container[str], vocabulary: int
     if (rotated := int(fields.get("rope.dimension_count") or head)) != head:
         raise ValueError(f"{architecture}.rope.dimension_count = {rotated} is not supported (only {head}, the whole head)")
     raw: dict[str, Any] = {
-        "intermediate_size": int(fields.get("expert_feed_forward_length") or 0),
-        "num_key_value_heads": heads,
-        "max_position_embeddings": 2048,
-        **{hub: int(fields[name]) for name, hub in FIELDS.items() if fields.get(name)},
-        "model_type": family,
-        "head_dim": head,
-        "vocab_size": vocabulary,
-        "rms_norm_eps": number(fields["attention.layer_norm_rms_epsilon"]),
-        "tie_word_embeddings": "output.weight" not in names,
+        "intermediate_size": int(fields.get("expert_feed_forward_length") or 0), "num_key_value_heads": heads,
+        "max_position_embeddings": 2048, **{hub: int(fields[name]) for name, hub in FIELDS.items() if fields.get(name)},
+        "model_type": family, "head_dim": head, "vocab_size": vocabulary,
+        "rms_norm_eps": number(fields["attention.layer_norm_rms_epsilon"]), "tie_word_embeddings": "output.weight" not in names,
         "rope_parameters": _rope(fields, frequencies, head),
-    }
+    }  # fmt: skip
     if experts:
         raw |= {"num_local_experts": experts, "num_experts_per_tok": int(fields["expert_used_count"]), "norm_topk_prob": True}
         raw["moe_intermediate_size"] = int(fields.get("expert_feed_forward_length") or raw["intermediate_size"])
@@ -119,13 +105,10 @@ def config_fields(config: ModelConfig) -> tuple[str, dict[str, Any], Tensor | No
         raise ValueError(f"sliding_window = {config.sliding_window}: llama.cpp attends to everything in this architecture")
     architecture = ARCHITECTURES[config.model_type]
     fields: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        **{name: getattr(config, hub) for name, hub in FIELDS.items()},
-        "attention.value_length": config.head_dim,
-        "rope.dimension_count": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.freq_base": float(config.rope_theta),
-    }
+        "vocab_size": config.vocab_size, **{name: getattr(config, hub) for name, hub in FIELDS.items()},
+        "attention.value_length": config.head_dim, "rope.dimension_count": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "rope.freq_base": float(config.rope_theta),
+    }  # fmt: skip
     if config.moe is not None:
         if not config.moe.norm_topk_prob:
             raise ValueError("norm_topk_prob = false: llama.cpp normalises the chosen experts' weights")

@@ -23,18 +23,13 @@ NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddin
 LONGEST = 1024  # most characters of a token: merges are found by every cut of it
 LLAMA3 = WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 PRE: dict[str, tuple[tuple[str, ...], bool]] = {
-    "gpt-2": ((GPT2,), False),
-    "smollm": ((r"\p{N}", GPT2), False),
-    "qwen2": ((WORDS,), False),
-    "llama-bpe": ((LLAMA3,), True),
-}
+    "gpt-2": ((GPT2,), False), "smollm": ((r"\p{N}", GPT2), False), "qwen2": ((WORDS,), False), "llama-bpe": ((LLAMA3,), True),
+}  # fmt: skip
 """Splitters by name: regular expressions in turn, and whether a word that is a token as a whole needs no merges."""
 SAME = {
-    **dict.fromkeys(("gpt2", "mpt", "olmo", "jais"), "gpt-2"),
-    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell"), "smollm"),
-    **dict.fromkeys(("stablelm2", "deepseek-r1-qwen"), "qwen2"),
-    **dict.fromkeys(("llama3", "llama-v3"), "llama-bpe"),
-}
+    **dict.fromkeys(("gpt2", "mpt", "olmo", "jais"), "gpt-2"), **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell"), "smollm"),
+    **dict.fromkeys(("stablelm2", "deepseek-r1-qwen"), "qwen2"), **dict.fromkeys(("llama3", "llama-v3"), "llama-bpe"),
+}  # fmt: skip
 """Other names of the same splitters in llama.cpp."""
 
 
@@ -187,12 +182,9 @@ def _pieces(raw: Mapping[str, Any], tokens: Sequence[str], types: list[int], mer
 
 
 SAMPLING = {
-    "temperature": "general.sampling.temp",
-    "top_p": "general.sampling.top_p",
-    "top_k": "general.sampling.top_k",
-    "min_p": "general.sampling.min_p",
-    "repetition_penalty": "general.sampling.penalty_repeat",
-}
+    "temperature": "general.sampling.temp", "top_p": "general.sampling.top_p", "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p", "repetition_penalty": "general.sampling.penalty_repeat",
+}  # fmt: skip
 """GGUF's fields of how to sample, by transformers' names."""
 
 
