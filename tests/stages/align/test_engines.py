@@ -577,9 +577,10 @@ def test_adapters_of_each_kind_train_and_merge(tmp_path: Path, tiny_model: Tiny,
 def test_what_is_not_trained_computes_in_bf16_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Tiny) -> None:
     given, asked = tiny_model(Store.open(tmp_path)), []
 
-    def recorded(path: Path, head: str | None = None, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> torch.nn.Module:
+    def recorded(path: Path, dtype: torch.dtype, device: torch.device, mapped: bool) -> torch.nn.Module:
+        assert not mapped
         asked.append((str(device), dtype))
-        return load(path, head, dtype)
+        return load(path, dtype=dtype)
 
     monkeypatch.setattr("puna.models.formats.checkpoint.load", recorded)
     for place in ("cuda", "cpu"):
