@@ -150,8 +150,8 @@ def build_pools(
 def _encode(
     part: Part, mixture: Artifact | None, last: dict[str, tuple[int, int]], tokenizer: str, seed: int, most: int
 ) -> pa.Table:
-    """Encode the first `most` tokens of the part's documents, up to the last step that their group needs."""
-    rows = [(rank(seed, row.id), row) for row in _training(part, mixture)]
+    """Encode the first `most` tokens of the groups' documents in the part, up to the last step that their group needs."""
+    rows = [(rank(seed, row.id), row) for row in _training(part, mixture) if row.category in last]
     rows = [(order, row) for order, row in rows if _step(order) <= last[row.category][1]]
     vocabulary = loaded(tokenizer)
     # A book need not be encoded for its first page.

@@ -108,9 +108,9 @@ def noise(draw: random.Random, length: int) -> str:
 
 
 def needle(folder: Path, data: Path, seeds: Iterable[int] = (0,)) -> dict[str, Any]:
-    """The needle's figures of each seed."""
-    found = [one_needle(folder / str(seed), seed) for seed in seeds]
-    return {name: [one.get(name) for one in found] for name in sorted(set().union(*found))}
+    """The needle's figures of one seed, or a list of those of each."""
+    found = {seed: one_needle(folder / str(seed), seed) for seed in seeds}
+    return next(iter(found.values())) if len(found) == 1 else {"needle_by_seed": found}
 
 
 def one_needle(folder: Path, seed: int) -> dict[str, Any]:

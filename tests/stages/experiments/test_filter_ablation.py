@@ -25,12 +25,13 @@ SETTINGS = FilterAblationConfig(
 
 @pytest.fixture
 def given(store, corpus):
-    """Documents of one kind, of which a rule drops some without a reason, others of another kind, and few of a third."""
-    made = corpus([("high", 60)] * 50 + [("high", 60)] * 20 + [("low", 60)] * 20 + [("code", 60)] * 2)
+    """Documents of one kind, of which a rule drops some without a reason, others of another kind, and few of a third; one
+    rule drops a single document, which no run could read and measure on."""
+    made = corpus([("high", 60)] * 50 + [("high", 60)] * 20 + [("low", 60)] * 20 + [("code", 60)] * 3)
     rows = made["documents"].read()
     dropped = [
         {"id": id_, "rule": rule, "value": None, "threshold": None, "detail": None}
-        for id_, rule in zip(rows["id"].to_pylist()[50:], ["harsh"] * 20 + ["sound"] * 20 + ["rare"] * 2, strict=True)
+        for id_, rule in zip(rows["id"].to_pylist()[50:], ["harsh"] * 20 + ["sound"] * 20 + ["rare"] * 2 + ["single"], strict=True)
     ]
     table = pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)
     selected = store.import_table("documents", rows.slice(0, 50), dropped=table)
