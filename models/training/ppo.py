@@ -7,6 +7,7 @@ is bit-identical.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,14 +20,15 @@ import torch
 from torch import Tensor
 
 from puna.kernels.advantages import advantages
+from puna.kernels.exact import can_be_exact, exact_passes
+from puna.models.machine import DTYPES
 from puna.models.training.loop import Row, Trainer, TrainLog, as_begun, check_skips, progress, weights_digest
 from puna.models.training.objectives.base import Targets, sum_segments
 from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, group_advantages, token_values, whiten
 from puna.models.training.packing import pack
 from puna.models.training.parallel.groups import Groups
-from puna.models.training.rollouts import Rollouts, Sampled, by_group
+from puna.models.training.rollouts import Rollouts, Sampled, Source, by_group
 from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
-from puna.models.training.source import Source
 from puna.models.training.state import Saver, check_identity
 from puna.models.transformer import Transformer
 
@@ -63,12 +65,9 @@ def adapt_kl(coefficient: float, kl: float, target: float, answers: int, horizon
 
 
 def train_ppo(
-    rollouts: Rollouts[PpoSettings],
-    critic: Transformer,
-    checkpoint_dir: Path | None = None,
-    on_step: Callable[[Row], None] | None = None,
-    rate_scales: Mapping[str, float] | None = None,
-) -> TrainLog:
+    rollouts: Rollouts[PpoSettings], critic: Transformer, checkpoint_dir: Path | None = None,
+    on_step: Callable[[Row], None] | None = None, rate_scales: Mapping[str, float] | None = None,
+) -> TrainLog:  # fmt: skip
     """Optimise the policy (lm head) and the critic (scalar head) in place; one row per rollout.
 
     Rows hold the training log's columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates) and
@@ -106,11 +105,9 @@ def train_ppo(
 
 
 def train_grpo(
-    rollouts: Rollouts[GrpoSettings],
-    checkpoint_dir: Path | None = None,
-    on_step: Callable[[Row], None] | None = None,
+    rollouts: Rollouts[GrpoSettings], checkpoint_dir: Path | None = None, on_step: Callable[[Row], None] | None = None,
     rate_scales: Mapping[str, float] | None = None,
-) -> TrainLog:
+) -> TrainLog:  # fmt: skip
     """Optimise the policy in place, each answer against the others to its prompt, without a critic; otherwise as `train_ppo`.
 
     The reward is the score, less `unfinished_penalty` if the answer was cut off, less the KL penalty of the whole answer
@@ -135,19 +132,15 @@ def train_grpo(
 
 
 def _train(
-    rollouts: Rollouts[Any],
-    parts: Parts,
-    estimate: Callable[[Sampled, dict[str, float]], Estimate],
-    checkpoint_dir: Path | None,
+    rollouts: Rollouts[Any], parts: Parts, estimate: Callable[[Sampled, dict[str, float]], Estimate], checkpoint_dir: Path | None,
     on_step: Callable[[Row], None] | None,
-) -> TrainLog:
+) -> TrainLog:  # fmt: skip
     config: RolloutSettings = rollouts.config
     current = config.replace(compute=as_begun(config.compute, checkpoint_dir))
     groups = rollouts.groups or Groups(config.compute.layout, config.generate)
-    rollouts = replace(rollouts, groups=groups)
     initial = [weights_digest(model) for model in (*(model for model, *_ in parts.values()), rollouts.reference)]
     identity = {"config": config.identity(), "seed": rollouts.seed, "initial": initial}
-    source = Source(rollouts, checkpoint_dir, identity)
+    source = Source(replace(rollouts, groups=groups), groups, checkpoint_dir, identity)
     if not groups.trains:
         return source.serve(current.compute)
     trainers = {
@@ -173,6 +166,7 @@ def _train(
         saver = stack.enter_context(Saver(config.compute.save_seconds, write if checkpoint_dir is not None else None, ranks.mesh.agree))
         source.follow = saver.end_if_asked
         for rollout in range(len(log) + 1, config.rollouts + 1):
+            started = time.perf_counter()
             for trainer in trainers.values():
                 trainer.publish_whole()
             if state.begun is None:
@@ -181,18 +175,20 @@ def _train(
                     state.sampled = source.take()
                 if stale and rollout < config.rollouts:
                     source.ask(rollout + 1, len(log))
-                state.begun = _begin(state, trainers, estimate, source)
-            _updates(trainers, state.begun, rollouts, source, rollout, saver)
+                state.begun = _begin(state, trainers, estimate, rollouts, started)
+            _updates(trainers, state.begun, source, rollout, saver)
+            started = time.perf_counter()
+            state.sampled = source.take() if stale and rollout < config.rollouts else None
+            state.begun.row["seconds"] += time.perf_counter() - started
             log.append(_finish(state.begun, config, state.numbers, rollout))
             check_skips(log, 2)
             state.begun = None
-            state.sampled = source.take() if stale and rollout < config.rollouts else None
             saver.stepped(now=True)
             source.forget(rollout)
             if on_step is not None:
                 on_step(log[-1])
             saver.end_if_asked()
-    source.end(log)
+    groups.end(json.dumps(log))
     return log
 
 
@@ -231,16 +227,15 @@ class State:
 
 
 def _begin(
-    state: State, trainers: dict[str, Trainer], estimate: Callable[[Sampled, dict[str, float]], Estimate], source: Source
+    state: State, trainers: dict[str, Trainer], estimate: Callable[[Sampled, dict[str, float]], Estimate], rollouts: Rollouts[Any],
+    started: float,
 ) -> Begun:  # fmt: skip
-    """Return the input of a rollout's updates; set the numbers for them."""
+    """Return the input of a rollout's updates, begun at a time; set the numbers for them."""
     sampled, state.sampled, numbers = state.sampled, None, state.numbers
     assert sampled is not None
-    started = time.perf_counter() - source.seconds
-    source.seconds = 0.0
     values, weights, returns = estimate(sampled, numbers)
     by_token = {"logprobs": sampled.logprobs, "values": values, "advantages": weights, "returns": returns}
-    source.keep(len(state.log) + 1, _rows(sampled, weights))
+    rollouts.keep(len(state.log) + 1, _rows(sampled, weights))
     groups = _groups(sampled.asked, sampled.answers, by_token | {"scores": sampled.scores, "finished": sampled.finished})
     row = _summary(sampled, groups, numbers, "critic" in trainers)
     row |= {"version": sampled.version, "staleness": len(state.log) - sampled.version}
@@ -267,11 +262,12 @@ def _groups(asked: list[list[int]], answers: list[list[list[int]]], numbers: dic
     return [Group(asked[g], answers[g], **{name: part[g] for name, part in parts.items()}) for g in range(len(asked))]
 
 
-def _updates(trainers: dict[str, Trainer], begun: Begun, rollouts: Rollouts[Any], source: Source, rollout: int, saver: Saver) -> None:
+def _updates(trainers: dict[str, Trainer], begun: Begun, source: Source, rollout: int, saver: Saver) -> None:
     """Run the updates of a rollout that are left."""
-    for update in range(len(begun.rows["policy"]), updates := rollouts.config.updates):
-        _update(trainers, begun, rollouts.config, rollouts.seed, rollout, update)
-        source.beat()
+    config, seed = source.rollouts.config, source.rollouts.seed
+    for update in range(len(begun.rows["policy"]), updates := config.updates):
+        _update(trainers, begun, config, seed, rollout, update)
+        source.groups.beat()
         if update + 1 < updates:
             saver.stepped()
             saver.end_if_asked()
@@ -291,7 +287,9 @@ def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutS
     batches = [_collate([teaching[i] for i in row], (0, 0) if number else left_out) for number, row in enumerate(packed)]
     step = (rollout - 1) * config.updates + update + 1
     for who, trainer in trainers.items():
-        rollout_state.rows[who].append(trainer.step(step, batches, seed))
+        place, whole = (DTYPES[trainer.precision], trainer.device), trainer.parallel.mesh.layout.axes <= {"data"}
+        with exact_passes(*place, who == "policy" and whole and can_be_exact(*place)):  # ratios are 1 where nothing was updated
+            rollout_state.rows[who].append(trainer.step(step, batches, seed))
     rollout_state.row["seconds"] += time.perf_counter() - started
 
 
@@ -338,15 +336,9 @@ def _summary(sampled: Sampled, groups: Sequence[Group], numbers: dict[str, float
 
 
 def _collate(groups: Sequence[Group], left_out: tuple[int, int]) -> PpoBatch:
-    return PpoBatch(
-        targets=Targets.from_answers([g.prompt for g in groups], [g.answers for g in groups]),
-        logprobs=torch.cat([g.logprobs for g in groups]),
-        advantages=torch.cat([g.advantages for g in groups]),
-        values=torch.cat([g.values for g in groups]),
-        returns=torch.cat([g.returns for g in groups]),
-        left_out=left_out[0],
-        answers_left_out=left_out[1],
-    )
+    targets = Targets.from_answers([g.prompt for g in groups], [g.answers for g in groups])
+    by_token = {name: torch.cat([getattr(g, name) for g in groups]) for name in BY_TOKEN}
+    return PpoBatch(targets, **by_token, left_out=left_out[0], answers_left_out=left_out[1])
 
 
 def _save(folder: Path, trainers: dict[str, Trainer], identity: dict[str, Any], config: RolloutSettings, state: State) -> None:

@@ -5,10 +5,13 @@ Rollout k draws its prompts and its samples from (seed, k), whatever was drawn b
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,7 +24,9 @@ from puna.models.training.objectives.base import Targets
 from puna.models.training.objectives.reward import answer_rewards
 from puna.models.training.packing import pack, step_indices
 from puna.models.training.parallel.groups import Groups
-from puna.models.training.settings import GrpoSettings, RolloutSettings
+from puna.models.training.settings import ComputeSettings, GrpoSettings, RolloutSettings
+from puna.models.training.state import remembered
+from puna.models.training.trainer import computing_in
 from puna.models.transformer import Transformer
 
 Config = TypeVar("Config", bound=RolloutSettings)
@@ -221,6 +226,60 @@ class Rollouts(Generic[Config]):
             return model.token_logprobs(t.forest, t.positions, t.tokens, temperature=self.config.temperature)[0]
 
         return torch.cat(by_group(self.reference, logprobs_of, asked, answers, self.config.compute.micro_batch_tokens))
+
+
+class Source:
+    """Rollouts, sampled when they are asked for, by the ranks that train; or meanwhile, by ranks of their own.
+
+    folder: of a training's state, in which waves of answers are kept until their rollout ends. identity: of the training. `follow` is
+    called after each wave.
+    """
+
+    def __init__(self, rollouts: Rollouts[Any], groups: Groups, folder: Path | None, identity: dict[str, Any]) -> None:
+        self.rollouts, self.groups, self._folder = rollouts, groups, folder
+        self._names = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+        self.follow: Callable[[], object] = lambda: None
+        self._sampled: Sampled | None = None
+
+    def ask(self, rollout: int, version: int) -> None:
+        """Have a rollout sampled with the policy's weights as they are, which had been trained on `version` rollouts."""
+        if self.groups.apart:
+            self.groups.ask(self.rollouts.policy, {"rollout": rollout, "version": version})
+        else:
+            self._sampled = self.rollouts.sample(rollout, self._remember(rollout), version)
+
+    def take(self) -> Sampled:
+        """Return the rollout that was asked for."""
+        sampled = Sampled.read(self.groups.take(self.follow)) if self.groups.apart else self._sampled
+        assert sampled is not None
+        return sampled
+
+    def forget(self, rollout: int) -> None:
+        """Remove the waves of a rollout."""
+        if self._folder is not None:
+            shutil.rmtree(self._of(rollout), ignore_errors=True)
+
+    def serve(self, compute: ComputeSettings) -> list[dict[str, float]]:
+        """Sample what the ranks that train ask for, and return their log."""
+        policy, self.follow = self.rollouts.policy, self.groups.give
+        with computing_in(policy, compute.precision_on(policy.model.embed_tokens.weight.device.type)):
+            for order in self.groups.orders(policy):
+                if "rollout" in order:
+                    sampled = self.rollouts.sample(order["rollout"], self._remember(order["rollout"]), order["version"])
+                    self.groups.give(sampled.text())
+        log: list[dict[str, float]] = json.loads(order["end"])
+        return log
+
+    def _of(self, rollout: int) -> Path:
+        return (self._folder or Path()) / f"rollout-{rollout}-{self._names}"
+
+    def _remember(self, rollout: int) -> Remember:
+        def remember(name: str, make: Callable[[], Any]) -> Any:
+            value = make() if self._folder is None else remembered(self._of(rollout) / f"{name}.json", make)
+            self.follow()
+            return value
+
+        return remember
 
 
 def reward_model_scorer(model: Transformer, micro_batch_tokens: int = 4096) -> Scorer:

@@ -80,7 +80,7 @@ def test_the_score_rises():
 def test_the_first_update_starts_at_ratio_one():
     # One update only: the ratio is 1 for all tokens and the whitened advantages have mean 0.
     row = run(settings(rollouts=1, epochs=1, minibatches=1), model())[0]
-    assert row["approximate_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert row["approximate_kl"] == 0.0  # the pass of training has the bits of the sampled log-probs
     assert row["loss"] == pytest.approx(0.0, abs=1e-5)
     assert row["clip_fraction"] == 0.0
     assert row["kl"] == pytest.approx(0.0, abs=1e-4)

@@ -35,9 +35,8 @@ from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.parallel.parallel import parallel
 from puna.models.training.parallel.pipeline import Pipelined
 from puna.models.training.ppo import train_grpo, train_ppo
-from puna.models.training.rollouts import Rollouts, Sampled
+from puna.models.training.rollouts import Rollouts, Sampled, Source
 from puna.models.training.settings import GrpoSettings, LoraSettings, PpoSettings, TrainConfig
-from puna.models.training.source import Source
 from puna.models.training.state import load_state
 from puna.models.training.trainer import TIMED, Trainer
 from puna.models.transformer import Transformer

@@ -57,7 +57,7 @@ def test_several_ranks_train_on_the_answers_of_others(
     all_ = ranks("rolled", math.prod(layout.values()) + generate, layout=layout, generate=generate, max_stale=max_stale, **more)
     assert all(own["log"] == all_[0]["log"] for own in all_) and [own["trains"] for own in all_].count(False) == generate
     for own, expected in zip(all_[0]["log"], one["log"], strict=True):
-        assert own == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert own == pytest.approx(expected, rel=1e-4, abs=1e-5)  # explained variances are differences of near numbers
     assert max_stale or "variant" in more or all(own["equal"] == [1.0] * 3 for own in all_ if own["trains"])
 
 

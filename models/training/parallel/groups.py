@@ -82,7 +82,7 @@ class Groups:
 
     def end(self, text: str) -> None:
         """Let the ranks that sample end, with a last text."""
-        if dist.get_rank() == self._training[0]:
+        if self.apart and dist.get_rank() == self._training[0]:
             meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps({"end": text}))
 
     # --- in the ranks that sample ---
