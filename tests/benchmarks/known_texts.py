@@ -1,0 +1,70 @@
+"""Texts on which `alignment_known.py` measures forgetting: WikiText-2, last words of TinyStories, continuations of WikiText's articles."""
+
+from __future__ import annotations
+
+import json
+import math
+from random import Random
+from typing import Any
+
+import alignment_smollm2 as smollm2  # the benchmark beside this one
+
+from puna.stages.contract import External
+from puna.stages.evaluation.benchmark import benchmark
+from puna.stages.evaluation.evaluate import evaluate
+from puna.stages.io.imports import import_documents
+from puna.storage import Artifact
+
+LAST_WORDS, CONTINUATIONS = 100, 40
+SEED = 541
+
+
+class Texts:
+    """Texts on which forgetting is measured."""
+
+    def __init__(self, bench: Any) -> None:
+        self.bench = bench
+        misc = bench.data / "text_misc"
+        articles = smollm2.articles_of(misc / "wikitext2_valid.txt")
+        self.articles = bench.rows(import_documents, "wikitext", articles)
+        folder = bench.folder / "lambada"
+        folder.mkdir(exist_ok=True)
+        rows = last_words((misc / "tinystories_248k.txt").read_text(encoding="utf-8"), LAST_WORDS)
+        (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        task = {"task": "last_word", "dataset_path": "json", "test_split": "test", "dataset_kwargs": {"data_files": {"test": "test.jsonl"}},
+                "output_type": "multiple_choice", "doc_to_text": "{{context}}", "doc_to_choice": "choices", "doc_to_target": "target",
+                "metric_list": [{"metric": "acc"}]}  # fmt: skip
+        (folder / "task.yaml").write_text(json.dumps(task), encoding="utf-8")
+        (self.task,) = External.resolve(str(folder))
+
+    def measured(self, model: Artifact) -> dict[str, float]:
+        """Return WikiText's perplexity and the shares of right words and continuations."""
+        pages = {"questions": CONTINUATIONS, "continuations": 0, "max_bytes": 20_000, "max_page_bytes": 20_000, "option_words": 12}
+        read = self.bench.make(evaluate, {"pages": pages}, {"model": model, "documents": self.articles}).read().to_pylist()
+        words = self.bench.make(benchmark, {}, {"model": model, "tasks": [self.task]}).read().to_pylist()
+        value = {(row["task"], row["metric"]): float(row["value"]) for row in [*read, *words]}
+        return {"wikitext_perplexity": math.exp(value["pages", "nats_per_token"]), "continuations": value["choice", "accuracy_per_byte"],
+                "last_words": value["last_word", "acc"]}  # fmt: skip
+
+
+def last_words(text: str, count: int) -> list[dict[str, Any]]:
+    """Return stories without the last word of a passage of 40 to 60 words, with the last words of three other passages."""
+    passages = []
+    for story in text.split("<|endoftext|>"):
+        words = story.split()
+        ends = [at for at in range(40, min(60, len(words))) if words[at].rstrip('."!').isalpha() and words[at].endswith(".")]
+        if ends and (word := words[ends[0]].rstrip('."!')).lower() in (one.strip('.,"!').lower() for one in words[: ends[0]]):
+            passages.append((" ".join(words[: ends[0]]), word))
+    random, rows = Random(SEED), list[dict[str, Any]]()
+    for context, word in random.sample(passages, min(count, len(passages))):
+        others = sorted({other for _, other in passages if other.lower() != word.lower()})
+        choices = random.sample(others, 3)
+        target = random.randrange(4)
+        rows.append({"context": context, "choices": [*choices[:target], word, *choices[target:]], "target": target})
+    return rows
+
+
+def worse(model: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    """Return how much worse each text is read, relative to the model as it came; below 0: better."""
+    fallen = {name: 1 - model[name] / before[name] for name in ("continuations", "last_words")}
+    return {"wikitext_perplexity": model["wikitext_perplexity"] / before["wikitext_perplexity"] - 1, **fallen}
