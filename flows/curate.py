@@ -51,11 +51,10 @@ class Curated:
 
 @flow
 def curate(
-    inputs: list[Files] | None = None,
-    documents: list[Sourced] | None = None,
+    inputs: list[Files] | None = None, documents: list[Sourced] | None = None,
     evaluations: list[Annotated[Output, Kind("prompts")]] | None = None,
     classifiers: list[Annotated[Output, Kind("classifier")]] | None = None,
-) -> Curated:
+) -> Curated:  # fmt: skip
     """Turn pages, documents or both into clean documents.
 
     `documents` are extracted already: imported ones, for example. No document may contain the recipe's `prompts` or `evaluations`;

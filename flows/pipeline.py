@@ -14,10 +14,9 @@ from puna.stages.contract import Kind
 
 @flow
 def pipeline(
-    inputs: list[Files] | None = None,
-    documents: list[Sourced] | None = None,
+    inputs: list[Files] | None = None, documents: list[Sourced] | None = None,
     classifiers: list[Annotated[Output, Kind("classifier")]] | None = None,
-) -> Output:
+) -> Output:  # fmt: skip
     """Turn raw pages or documents into an aligned model; `classifiers` replace the ones that would be trained."""
     curated = curate(inputs, documents, classifiers=classifiers)
     weights = experiments(curated.documents, curated.domains)

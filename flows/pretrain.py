@@ -24,13 +24,10 @@ from puna.storage import PunaError
 
 @flow
 def pretrain(
-    documents: Annotated[Output, Kind("documents")],
-    domains: list[Annotated[Output, Kind("signals")]] | None = None,
-    weights: Annotated[Output, Kind("evaluation")] | None = None,
-    deduplicated: list[Annotated[Output, Kind("documents")]] | None = None,
-    model: Annotated[Output, Kind("model")] | None = None,
-    tasks: list[Files] | None = None,
-) -> Output:
+    documents: Annotated[Output, Kind("documents")], domains: list[Annotated[Output, Kind("signals")]] | None = None,
+    weights: Annotated[Output, Kind("evaluation")] | None = None, deduplicated: list[Annotated[Output, Kind("documents")]] | None = None,
+    model: Annotated[Output, Kind("model")] | None = None, tasks: list[Files] | None = None,
+) -> Output:  # fmt: skip
     """Train a base model on documents with their knowledge types; `weights` come from `experiments`. `tasks`: folders of task files with
     their data, whose scores are in the training's log. `domains` are the signals of the types, and those that `split.kinds` reads.
 

@@ -103,13 +103,9 @@ def activation_bytes(config: ModelConfig, tokens: int, precision: Precision = "f
 
 
 def peak_bytes(
-    config: ModelConfig,
-    tokens: int,
-    precision: Precision = "fp32",
-    checkpointing: bool = False,
-    accumulated: bool = False,
+    config: ModelConfig, tokens: int, precision: Precision = "fp32", checkpointing: bool = False, accumulated: bool = False,
     moments: int = 8,
-) -> int:
+) -> int:  # fmt: skip
     """Return the largest memory of a training step on `tokens` tokens at once, in bytes: tensors, not the process itself.
 
     Weights and moments, the gradients of earlier micro-batches if `accumulated`, and the largest of four moments:

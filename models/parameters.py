@@ -38,13 +38,11 @@ def parameters(config: ModelConfig) -> Parameters:
     if config.mla is not None:
         norms += config.mla.kv_lora_rank + config.mla.q_lora_rank
     return Parameters(
-        embedding=vocabulary,
-        attention=layers * (_attention_matrices(config) + _attention_biases(config)),
-        feed_forward=layers * (experts * _feed_forward_matrices(config) + _router(config)),
-        norms=layers * norms + width,
+        embedding=vocabulary, attention=layers * (_attention_matrices(config) + _attention_biases(config)),
+        feed_forward=layers * (experts * _feed_forward_matrices(config) + _router(config)), norms=layers * norms + width,
         head=0 if config.tie_word_embeddings else vocabulary,
         experts=0 if config.moe is None else layers * experts * _feed_forward_matrices(config),
-    )
+    )  # fmt: skip
 
 
 def _attention_matrices(config: ModelConfig) -> int:

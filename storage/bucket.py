@@ -86,12 +86,10 @@ def _connected(bucket: str, prefix: str, endpoint: str) -> S3Store:
         raise PunaError(f"store s3://{bucket}/{prefix}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment")
     # The server compares what comes with this checksum, and refuses it where a bit was flipped on the way.
     return S3Store(
-        bucket,
-        prefix=prefix or None,
-        config={"checksum_algorithm": "SHA256"},
+        bucket, prefix=prefix or None, config={"checksum_algorithm": "SHA256"},
         client_options={"allow_http": endpoint.startswith("http://"), "timeout": timedelta(seconds=120)},
         retry_config={"max_retries": 8, "retry_timeout": timedelta(seconds=120), "backoff": {"max_backoff": timedelta(seconds=8)}},
-    )
+    )  # fmt: skip
 
 
 def _status(error: Exception) -> str:

@@ -60,9 +60,8 @@ def fields(name: NameArgument, modules: ModuleOption = None) -> None:
 @app.command("demo-pages")
 def demo_pages(
     folder: Annotated[Path | None, typer.Argument(help="Where the WARC files go (default: sample in the store)")] = None,
-    store: StoreOption = DEFAULT_STORE,
-    as_json: JsonOption = False,
-) -> None:
+    store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False,
+) -> None:  # fmt: skip
     """Fetch the sample of real pages: a few thousand documents, as WARC files."""
     from puna.flows.engine.inputs import sample_folder
     from puna.flows.engine.launch import make_sample

@@ -187,11 +187,9 @@ def _run(
 def compare(
     one: Annotated[str, typer.Argument(metavar="A", help="A model, or an evaluation of `puna evaluate`")],
     other: Annotated[str, typer.Argument(metavar="B", help="The model or evaluation beside it")],
-    every: Annotated[bool, typer.Option("--all", help="All metrics of a task (default: one)")] = False,
-    store: StoreOption = DEFAULT_STORE,
-    project: ProjectOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    every: Annotated[bool, typer.Option("--all", help="All metrics of a task (default: one)")] = False, store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None, as_json: JsonOption = False,
+) -> None:  # fmt: skip
     """Compare two models question by question on the tasks that both were asked: B less A, with 95 % intervals and Holm's correction."""
     from puna.stages.evaluation.comparison import differences, evaluations_of, measured
 
@@ -225,10 +223,8 @@ def predict(
     law: Annotated[str, typer.Option(metavar="ID", help="Law of the loss, made by the stage `law` from a ladder")] = "law@latest",
     sequence_length: Annotated[int | None, typer.Option(help="Tokens of a row (default: the ladder's)")] = None,
     outcomes: Annotated[bool, typer.Option("--outcomes", help="Show earlier forecasts beside what was measured later")] = False,
-    store: StoreOption = DEFAULT_STORE,
-    project: ProjectOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False,
+) -> None:  # fmt: skip
     """Forecast the loss that a budget of training buys, with its 95 % interval, and the shape and tokens that reach it.
 
     The forecast is kept in the store, with a recipe that trains it; --outcomes shows each beside the loss of a pretraining of that size on

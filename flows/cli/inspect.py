@@ -259,10 +259,9 @@ def explain(
 
 @app.command()
 def why(
-    document: Annotated[str, typer.Argument(help="A document's id (or its first digits), or its URL")],
-    store: StoreOption = DEFAULT_STORE,
+    document: Annotated[str, typer.Argument(help="A document's id (or its first digits), or its URL")], store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
-) -> None:
+) -> None:  # fmt: skip
     """Tell what became of a document: each stage that kept, changed or dropped it, and by which rule."""
     rows = fate(Store.existing(store), document)
     if as_json:
@@ -276,11 +275,9 @@ def near(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A text, a page (.html), or - for standard input")],
     documents: Annotated[str | None, typer.Argument(metavar="[ID]", help="Documents to look through; the newest by default")] = None,
     least: Annotated[float, typer.Option(min=0, max=1, help="Least share of word runs in common, of either or of both")] = 0.1,
-    most: Annotated[int, typer.Option(min=1, help="Documents to show")] = 10,
-    store: StoreOption = DEFAULT_STORE,
-    project: ProjectOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    most: Annotated[int, typer.Option(min=1, help="Documents to show")] = 10, store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None, as_json: JsonOption = False,
+) -> None:  # fmt: skip
     """List the documents that resemble a text, with shared word runs as shares of both, of the text, and of the document."""
     from puna.stages.curate.minhash.index import described, resembling
 
@@ -329,10 +326,8 @@ def verify(
     name: Annotated[str | None, typer.Argument(metavar="ID", help="One artifact (default: all)")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Take the content of the suspect artifact ID as right, on your word")] = False,
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Set damaged artifacts aside, so that they are made again")] = False,
-    store: StoreOption = DEFAULT_STORE,
-    project: ProjectOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False,
+) -> None:  # fmt: skip
     """Compare every file with its checksum; name suspects, which were made from what was damaged, and aliases that are gone."""
     opened = Store.existing(store, project)
     if trust and name is None:
@@ -368,9 +363,8 @@ def gc(
     keep_runs: Annotated[int, typer.Option(min=0, help="So many last runs keep what they made or reused")] = 5,
     work_days: Annotated[float, typer.Option(min=0, help="Unfinished work younger than this stays, days")] = 7.0,
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only say what would go")] = False,
-    store: StoreOption = DEFAULT_STORE,
-    as_json: JsonOption = False,
-) -> None:
+    store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False,
+) -> None:  # fmt: skip
     """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts; artifacts in use stay."""
     opened = Store.existing(store)
     garbage = maintenance.collect(opened, keep_runs=keep_runs, work_days=work_days, remove=yes)

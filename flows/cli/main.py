@@ -56,20 +56,13 @@ WorkersOption = Annotated[int | None, typer.Option(min=1, help="Processes of thi
 
 @app.command()
 def run(
-    what: NameArgument,
-    recipe: RecipeOption = None,
-    changes: SetOption = None,
-    inputs: InputOption = None,
-    columns: ColumnsOption = None,
-    store: StoreOption = DEFAULT_STORE,
-    project: ProjectOption = None,
-    workers: WorkersOption = None,
+    what: NameArgument, recipe: RecipeOption = None, changes: SetOption = None, inputs: InputOption = None, columns: ColumnsOption = None,
+    store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, workers: WorkersOption = None,
     executor: Annotated[str, typer.Option(metavar="ENGINE", help=f"What the work runs on: {FORMS}")] = PROCESSES,
     modules: ModuleOption = None,
     name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Of a stage: alias to set, NAME@latest")] = None,
-    processes: ProcessesOption = 1,
-    as_json: JsonOption = False,
-) -> None:
+    processes: ProcessesOption = 1, as_json: JsonOption = False,
+) -> None:  # fmt: skip
     """Run a flow or a single stage; existing artifacts are reused."""
     if not leads(processes, modules):
         return
@@ -89,16 +82,12 @@ def run(
 
 @app.command()
 def plan(
-    what: NameArgument = "pipeline",
-    recipe: RecipeOption = None,
-    changes: SetOption = None,
-    inputs: InputOption = None,
-    store: StoreOption = DEFAULT_STORE,
-    project: ProjectOption = None,
+    what: NameArgument = "pipeline", recipe: RecipeOption = None, changes: SetOption = None, inputs: InputOption = None,
+    store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
     gpu: Annotated[str | None, typer.Option(help="Plan for this GPU (H100, H200, A100, …) in bf16, not for this CPU")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that train together; the fastest layouts that fit are listed")] = 1,
     as_json: JsonOption = False,
-) -> None:
+) -> None:  # fmt: skip
     """Show the steps that are reused or would run, with their cost; of pretraining also parameters, operations, memory and time, of the
     stage sample memory of keys and values and the least time.
 
@@ -204,10 +193,8 @@ def clean(
 def accept(
     old: Annotated[str, typer.Argument(help="The artifact made by the code before")],
     new: Annotated[str | None, typer.Argument(help="The artifact made by the code after (default: what today's code would make)")] = None,
-    store: StoreOption = DEFAULT_STORE,
-    project: ProjectOption = None,
-    modules: ModuleOption = None,
-) -> None:
+    store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, modules: ModuleOption = None,
+) -> None:  # fmt: skip
     """Declare a refactoring equivalent: OLD is used where today's code, or the code that made NEW, would make it again."""
     from puna.storage.explain import changes
 

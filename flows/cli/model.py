@@ -69,18 +69,11 @@ def parameters(engine: Engine, default: dict[str, float], **options: Any) -> Sam
 @app.command()
 @serving_options
 def chat(
-    model: ModelArgument,
-    system: Annotated[str | None, typer.Option(help="What the model is told first")] = None,
-    temperature: TemperatureOption = None,
-    top_p: TopOption = None,
-    max_tokens: TokensOption = 512,
-    seed: SeedOption = 0,
-    draft: DraftOption = None,
-    draft_weights: DraftWeightsOption = "same",
-    serving: ServingSettings = SERVING,
-    store: StoreOption = DEFAULT_STORE,
-    project: ProjectOption = None,
-) -> None:
+    model: ModelArgument, system: Annotated[str | None, typer.Option(help="What the model is told first")] = None,
+    temperature: TemperatureOption = None, top_p: TopOption = None, max_tokens: TokensOption = 512, seed: SeedOption = 0,
+    draft: DraftOption = None, draft_weights: DraftWeightsOption = "same", serving: ServingSettings = SERVING,
+    store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
+) -> None:  # fmt: skip
     """Talk with a model; it keeps the conversation. /new begins another, Ctrl-C ends an answer, Ctrl-D the talk."""
     place = partial(Store.existing, store, project)
     engine = load_engine(model, place, serving, draft, lambda _, context: _talk(context, max_tokens), draft_weights)
@@ -148,22 +141,16 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT…", help="Texts; none: JSON lines on standard input")] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Answers to each")] = 1,
     raw: Annotated[bool, typer.Option("--raw", help="Go on from the text as it is, without the chat template")] = False,
-    temperature: TemperatureOption = None,
-    top_p: TopOption = None,
-    max_tokens: TokensOption = 128,
-    seed: SeedOption = 0,
+    temperature: TemperatureOption = None, top_p: TopOption = None, max_tokens: TokensOption = 128, seed: SeedOption = 0,
     schema: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON schema of each answer", exists=True, dir_okay=False)] = None,
     search: Annotated[str | None, typer.Option(metavar="METHOD", help="best (by --verifier or likelihood) or majority, of --n")] = None,
     verifier: Annotated[str | None, typer.Option(metavar="JSON", help='Scores for best: {"name": "json_schema", …}')] = None,
     documents: Annotated[str | None, typer.Option(metavar="ID", help="Documents; passages that fit a prompt precede it")] = None,
     passages: Annotated[int, typer.Option(min=1, help="With --documents: passages for each prompt, of 150 words at most")] = 3,
-    draft: DraftOption = None,
-    draft_weights: DraftWeightsOption = "same",
-    serving: ServingSettings = SERVING,
-    store: StoreOption = DEFAULT_STORE,
-    project: ProjectOption = None,
+    draft: DraftOption = None, draft_weights: DraftWeightsOption = "same", serving: ServingSettings = SERVING,
+    store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object per answer: text, tokens, logprobs, finished, cost")] = False,
-) -> None:
+) -> None:  # fmt: skip
     """Answer prompts, many at once. A line of standard input is a JSON text, a list of messages, or an object with `prompt`
     or `messages`."""
     requests: list[Any] = [_unicode(text, "PROMPT") for text in prompts or ()]
@@ -327,13 +314,10 @@ def api(
     seconds: Annotated[float, typer.Option(min=1, help="Longest time for one request, seconds")] = 600,
     sequences: Annotated[int | None, typer.Option(min=1, help="Answers computed at once (default: 64, on a GPU 256)")] = None,
     step_tokens: Annotated[int | None, typer.Option(min=1, help="Prompt tokens a step; streams wait (default: 128; GPU 8192)")] = None,
-    draft: DraftOption = None,
-    draft_weights: DraftWeightsOption = "same",
-    serving: ServingSettings = SERVING,
-    store: StoreOption = DEFAULT_STORE,
-    project: ProjectOption = None,
+    draft: DraftOption = None, draft_weights: DraftWeightsOption = "same", serving: ServingSettings = SERVING,
+    store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
-) -> None:
+) -> None:  # fmt: skip
     """Serve a model over HTTP as OpenAI's clients expect it: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
     import uvicorn
 

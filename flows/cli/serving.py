@@ -23,13 +23,9 @@ LimitOption = Annotated[int, typer.Option(min=1, help="Runs at work at once; eac
 
 @app.command()
 def up(
-    store: StoreOption = DEFAULT_STORE,
-    host: HostOption = "127.0.0.1",
-    port: PortOption = 4200,
-    auth: AuthOption = "",
-    limit: LimitOption = 2,
-    urls: UrlsOption = False,
-) -> None:
+    store: StoreOption = DEFAULT_STORE, host: HostOption = "127.0.0.1", port: PortOption = 4200, auth: AuthOption = "",
+    limit: LimitOption = 2, urls: UrlsOption = False,
+) -> None:  # fmt: skip
     """Start Prefect with its UI, everything served, and Puna's own pages: one process, one address."""
     from puna.flows.web import serve as serving
 
@@ -38,12 +34,9 @@ def up(
 
 @app.command()
 def web(
-    store: StoreOption = DEFAULT_STORE,
-    host: HostOption = "127.0.0.1",
-    port: PortOption = 4300,
-    auth: AuthOption = "",
+    store: StoreOption = DEFAULT_STORE, host: HostOption = "127.0.0.1", port: PortOption = 4300, auth: AuthOption = "",
     urls: UrlsOption = False,
-) -> None:
+) -> None:  # fmt: skip
     """Serve Puna's own pages without Prefect: runs, artifacts, documents, questions."""
     opened = Store.existing(store)
     from puna.flows.web import serve as serving
@@ -87,13 +80,9 @@ def serve(
 @app.command()
 def annotate(
     answers: Annotated[str, typer.Argument(metavar="ANSWERS", help="Answers to judge: ID or NAME@VERSION; `puna run sample` makes some")],
-    pairs: Annotated[int, typer.Option(min=1, help="Most pairs of a prompt")] = 1,
-    host: HostOption = "127.0.0.1",
-    port: PortOption = 8765,
-    auth: AuthOption = "",
-    store: StoreOption = DEFAULT_STORE,
-    project: ProjectOption = None,
-) -> None:
+    pairs: Annotated[int, typer.Option(min=1, help="Most pairs of a prompt")] = 1, host: HostOption = "127.0.0.1", port: PortOption = 8765,
+    auth: AuthOption = "", store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
+) -> None:  # fmt: skip
     """Judge pairs of answers in a browser, keyboard first; several people can, each under their name. Ctrl-C ends it and saves."""
     from puna.flows.server.guard import check_auth
     from puna.flows.web import serve as serving

@@ -49,13 +49,9 @@ class SampleReport:
 
 
 def build_sample(
-    folder: Path,
-    progress: Progress = lambda done, total, note: None,
-    *,
-    say: Callable[[str], None] = lambda text: None,
-    cache: Path | None = None,
-    packages: Sequence[Package] = PACKAGES,
-) -> SampleReport:
+    folder: Path, progress: Progress = lambda done, total, note: None, *, say: Callable[[str], None] = lambda text: None,
+    cache: Path | None = None, packages: Sequence[Package] = PACKAGES,
+) -> SampleReport:  # fmt: skip
     """Make `web.warc.gz`, `wikipedia.warc.gz` and `code.warc.gz` in a folder, or find them there.
 
     A sample made of the same packages by the same code, whose files match their checksums, is used as it is. `progress` counts bytes of

@@ -81,14 +81,9 @@ class History:
         # What a model wrote was made in a round; demonstrations come from people or code.
         taught = [a for a in kinds["instructions"] if any(lineage.kind[up] in ("answers", "model") for up in lineage.ancestors([a.key]))]
         return cls(
-            policy,
-            tuple(rounds),
-            lineage.artifacts(lineage.roots(policy.key)),
-            kinds["prompts"],
-            kinds["preferences"],
-            kinds["instructions"],
-            tuple(a for a in kinds["instructions"] if a not in taught),
-        )
+            policy, tuple(rounds), lineage.artifacts(lineage.roots(policy.key)), kinds["prompts"], kinds["preferences"],
+            kinds["instructions"], tuple(a for a in kinds["instructions"] if a not in taught),
+        )  # fmt: skip
 
 
 class _Lineage:

@@ -59,13 +59,9 @@ THEME = tag("button", "Light / dark", type="button", id="theme")
 def document(title: str, body: Html, *head: Content) -> Html:
     """Return a whole page; `head`: elements of its head after the title."""
     first = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", title),
-        head,
-    )
+        "head", tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"), tag("title", title), head,
+    )  # fmt: skip
     return Html(f"<!doctype html>\n{tag('html', first, body, lang='en')}\n")
 
 

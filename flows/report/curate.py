@@ -41,14 +41,10 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
         hover = f"{rule.name}: {number(rule.rows)} {'records' if rule.no_page else 'dropped'}"
         losses.append(tag("i", class_=f"{rule.look} slim" if share < SLIM else rule.look, style=f"width:{100 * share:.3f}%", title=hover))
     row = tag(
-        "div",
-        tag("b", level.step.label),
-        tag("span", bar, losses, class_="bar", aria_hidden="true"),
-        tag("span", level.kept, class_="n"),
+        "div", tag("b", level.step.label), tag("span", bar, losses, class_="bar", aria_hidden="true"), tag("span", level.kept, class_="n"),
         tag("span", f"−{level.dropped:,}" if level.dropped else "", class_="n minus"),
-        tag("span", text_amount(level, per_token), class_="n dim"),
-        class_="level",
-    )
+        tag("span", text_amount(level, per_token), class_="n dim"), class_="level",
+    )  # fmt: skip
     notes: list[Content] = []
     if level.no_page:
         files = level.step.metrics.get("files_without_page")

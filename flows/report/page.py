@@ -57,13 +57,10 @@ def _whole(title: str, parts: Mapping[str, str], head: Content, about: Content, 
     links = [tag("a", words, href=f"#{name}") for name, words in parts.items() if name == "top" or f' id="{name}"' in main]
     style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     body = tag(
-        "body",
-        tag("nav", tag("b", "Puna"), links, aria_label="Sections"),
-        tag("header", tag("div", tag("div", head), THEME, class_="masthead"), about, id="top"),
-        tag("main", main),
-        tag("footer", foot),
+        "body", tag("nav", tag("b", "Puna"), links, aria_label="Sections"),
+        tag("header", tag("div", tag("div", head), THEME, class_="masthead"), about, id="top"), tag("main", main), tag("footer", foot),
         Html(f"<script>{script}</script>"),
-    )
+    )  # fmt: skip
     return document(title, body, tag("meta", name="generator", content=f"Puna {MAKER}"), Html(f"<style>{style}</style>"))
 
 

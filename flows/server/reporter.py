@@ -61,16 +61,9 @@ class Reporter:
     """A reporter of one run. `flow_run`: its existing run on the server; None creates one there. `server` None: only the store."""
 
     def __init__(
-        self,
-        store: Store,
-        run: str,
-        flow: str,
-        server: Server | None,
-        *,
-        flow_run: str | None = None,
-        parameters: Mapping[str, Any] | None = None,
-        title: str = "",
-    ) -> None:
+        self, store: Store, run: str, flow: str, server: Server | None, *, flow_run: str | None = None,
+        parameters: Mapping[str, Any] | None = None, title: str = "",
+    ) -> None:  # fmt: skip
         self.store, self.run, self.flow, self.server = store, run, flow, server
         self.flow_run, self._own = flow_run, flow_run is None
         self._parameters, self._title = dict(parameters or {}), title or flow

@@ -43,15 +43,9 @@ def build_fuzzy(texts: list[str], n: int, step: int, misses: int, min_words: int
     weights = [{gram: math.log1p(len(texts) / prompts[gram]) for gram in sorted(grams)} for grams in results]
     pairs = sorted((gram, owner) for owner, grams in enumerate(results) for gram in grams)
     return FuzzyIndex(
-        n,
-        step,
-        misses,
-        weights,
-        [sum(w.values()) for w in weights],
-        np.array([gram for gram, _ in pairs], np.uint64),
-        np.array([owner for _, owner in pairs], np.int64),
-        table_of(prompts),
-    )
+        n, step, misses, weights, [sum(w.values()) for w in weights], np.array([gram for gram, _ in pairs], np.uint64),
+        np.array([owner for _, owner in pairs], np.int64), table_of(prompts),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

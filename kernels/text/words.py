@@ -210,18 +210,10 @@ def folded_hash(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDA
 
 @njit(cache=True, borrows=True)
 def describe(
-    codes: NDArray[np.uint32],
-    flags: NDArray[np.uint16],
-    lower: NDArray[np.uint32],
-    hashes: NDArray[np.uint64],
-    power: NDArray[np.uint64],
-    start_of: NDArray[np.int32],
-    stop_of: NDArray[np.int32],
-    out_hash: NDArray[np.uint64],
-    out_power: NDArray[np.uint64],
-    out_folded: NDArray[np.uint64],
-    out_flags: NDArray[np.uint8],
-) -> None:
+    codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], hashes: NDArray[np.uint64], power: NDArray[np.uint64],
+    start_of: NDArray[np.int32], stop_of: NDArray[np.int32], out_hash: NDArray[np.uint64], out_power: NDArray[np.uint64],
+    out_folded: NDArray[np.uint64], out_flags: NDArray[np.uint8],
+) -> None:  # fmt: skip
     """Fill `hash`, `power`, `folded` and `flags` of the words (see `Words`) whose ranges are given.
 
     `hashes`, `power`: as `prefix_hashes` and `powers` give them.
@@ -248,13 +240,9 @@ def split_codes(codes: NDArray[np.uint32]) -> Words:
     count = split_ranges(codes, flags, weights(), start, stop)
     # Copies, so that the long buffers can go.
     words = Words(
-        start[:count].copy(),
-        stop[:count].copy(),
-        np.empty(count, np.uint64),
-        np.empty(count, np.uint64),
-        np.empty(count, np.uint64),
+        start[:count].copy(), stop[:count].copy(), np.empty(count, np.uint64), np.empty(count, np.uint64), np.empty(count, np.uint64),
         np.empty(count, np.uint8),
-    )
+    )  # fmt: skip
     longest = int((words.stop - words.start).max(initial=0))
     describe(codes, flags, lower, prefix_hashes(codes), powers(longest), *words)
     return words

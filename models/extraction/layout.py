@@ -74,17 +74,10 @@ class Pages(NamedTuple):
 def page_of(pages: Pages, number: int) -> Scan:
     a, z = pages.starts[number], pages.starts[number + 1]
     return Scan(
-        pages.html[a[HTML] : z[HTML]],
-        pages.states[number],
-        pages.text[a[TEXT] : z[TEXT]],
-        pages.title[a[TITLE] : z[TITLE]],
-        pages.elements[a[ROOT] : z[ROOT]],
-        pages.signs[a[ROOT] : z[ROOT]],
-        pages.tokens[a[WORD] : z[WORD]],
-        pages.blocks[a[BLOCK] : z[BLOCK]],
-        pages.hashes[a[TEXT_WORD] : z[TEXT_WORD]],
-        pages.page[a[HEAD_WORD] : z[HEAD_WORD]],
-    )
+        pages.html[a[HTML] : z[HTML]], pages.states[number], pages.text[a[TEXT] : z[TEXT]], pages.title[a[TITLE] : z[TITLE]],
+        pages.elements[a[ROOT] : z[ROOT]], pages.signs[a[ROOT] : z[ROOT]], pages.tokens[a[WORD] : z[WORD]],
+        pages.blocks[a[BLOCK] : z[BLOCK]], pages.hashes[a[TEXT_WORD] : z[TEXT_WORD]], pages.page[a[HEAD_WORD] : z[HEAD_WORD]],
+    )  # fmt: skip
 
 
 def alone(page: Scan) -> Pages:

@@ -61,18 +61,11 @@ def _read(html: NDArray[np.uint8], ends: NDArray[np.int64], max_depth: int, max_
         words[p] = min((ends[p + 1] - ends[p]) // 2, L.MAX_TOKENS * tags[p]) + 64
         every, tokens = every + tags[p], tokens + words[p]
     pages = Pages(
-        html,
-        np.zeros((n, L.STATES), np.int64),
-        np.empty(len(html) + 8 * every + 64 * n, np.uint8),
-        np.empty(n * L.MAX_TITLE, np.uint8),
-        np.empty((every, L.COLUMNS), np.int64),
-        np.empty((every, 2), np.uint64),
-        np.empty(tokens, np.uint64),
-        np.empty((every + n, L.HASHES + 1), np.int64),
-        np.empty(len(html) // 2 + 64 * n, np.uint64),
-        np.empty(n * L.MAX_HEAD_WORDS, np.uint64),
-        np.zeros((n + 1, L.TABLES), np.int64),
-    )
+        html, np.zeros((n, L.STATES), np.int64), np.empty(len(html) + 8 * every + 64 * n, np.uint8), np.empty(n * L.MAX_TITLE, np.uint8),
+        np.empty((every, L.COLUMNS), np.int64), np.empty((every, 2), np.uint64), np.empty(tokens, np.uint64),
+        np.empty((every + n, L.HASHES + 1), np.int64), np.empty(len(html) // 2 + 64 * n, np.uint64),
+        np.empty(n * L.MAX_HEAD_WORDS, np.uint64), np.zeros((n + 1, L.TABLES), np.int64),
+    )  # fmt: skip
     results = np.zeros((n, 2), np.int64)
     for p in range(n):
         state, size = pages.states[p], ends[p + 1] - ends[p]

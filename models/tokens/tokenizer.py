@@ -44,13 +44,9 @@ class Tokenizer(ChatFormat):
     """
 
     def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        named: Mapping[str, str],
-        template: str | Mapping[str, str] | None = None,
-        stops: Sequence[int] = (),
-        generation: Mapping[str, Any] | None = None,
-    ) -> None:
+        self, backend: tokenizers.Tokenizer, named: Mapping[str, str], template: str | Mapping[str, str] | None = None,
+        stops: Sequence[int] = (), generation: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         """`named`: special tokens by their names (`bos_token`, …). `stops`: tokens that end an answer, besides `eos_token`. TokenizerError
         for a special token that the vocabulary lacks; raise TemplateError for a template that does not compile."""
         super().__init__(backend)
@@ -74,11 +70,9 @@ class Tokenizer(ChatFormat):
         )
         backend.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=list(SPECIAL_TOKENS),
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
-        )
+        )  # fmt: skip
         backend.train_from_iterator(texts, trainer=trainer)
         backend.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, backend.token_to_id(BOS))]

@@ -129,20 +129,14 @@ class Rollouts(Generic[Config]):
             base = self._reference_logprobs(asked, answers)
             kl = float((logprobs - base).sum()) / len(lengths)
         return Sampled(
-            asked=asked,
-            answers=answers,
-            lengths=lengths,
+            asked=asked, answers=answers, lengths=lengths,
             scores=torch.tensor([s for i in chosen for s in drawn[i].scores], dtype=torch.float32),
-            finished=torch.tensor([float(c.finished) for row in completions for c in row]),
-            logprobs=logprobs,
-            reference=base,
-            kl=kl,
+            finished=torch.tensor([float(c.finished) for row in completions for c in row]), logprobs=logprobs, reference=base, kl=kl,
             watched=self.watch(asked, completions) if self.watch is not None and measured else {},
             score=sum(sum(one.scores) / len(one.scores) for one in drawn) / len(drawn),
-            unequal=sum(one.unequal for one in drawn) / len(drawn),
-            version=version,
+            unequal=sum(one.unequal for one in drawn) / len(drawn), version=version,
             parts={name: [part for i in chosen for part in drawn[i].parts[name]] for name in drawn[0].parts},
-        )
+        )  # fmt: skip
 
     @torch.no_grad()
     def _check(self, rollout: int, asked: list[list[int]], answers: list[list[list[int]]], logprobs: Tensor) -> None:
@@ -300,13 +294,9 @@ def watched_rollouts(rollouts: int) -> frozenset[int]:
 
 
 def by_group(
-    model: Transformer,
-    compute: Callable[[Transformer, Targets], Tensor],
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[Sequence[int]]],
-    micro_batch_tokens: int,
-    by_answer: bool = False,
-) -> list[Tensor]:
+    model: Transformer, compute: Callable[[Transformer, Targets], Tensor], prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[Sequence[int]]], micro_batch_tokens: int, by_answer: bool = False,
+) -> list[Tensor]:  # fmt: skip
     """Return `compute` on all prompts with their answers, packed in rows: one CPU tensor per prompt, in order."""
     device = next(model.parameters()).device
     tokens = [sum(len(answer) for answer in row) for row in answers]

@@ -105,15 +105,9 @@ def grpo(
 
 
 def _optimize(
-    policy: Artifact,
-    reward_models: Sequence[Artifact],
-    prompts: Artifact,
-    judges: Sequence[Artifact],
-    config: RolloutsConfig,
-    run: StageRun,
-    drive: Callable[..., list[dict[str, float]]],
-    critic: bool,
-) -> None:
+    policy: Artifact, reward_models: Sequence[Artifact], prompts: Artifact, judges: Sequence[Artifact], config: RolloutsConfig,
+    run: StageRun, drive: Callable[..., list[dict[str, float]]], critic: bool,
+) -> None:  # fmt: skip
     """Train the policy by `drive` (`train_ppo` or `train_grpo`) on the prompts, and save it.
 
     The `critic` starts as the first reward model (by digest), without one as the policy with a head of zeros."""

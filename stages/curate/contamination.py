@@ -58,16 +58,10 @@ class Held(NamedTuple):
 
 @stage(kind="evaluation")
 def contamination(
-    prompts: list[Prompts] | None,
-    tasks: list[External] | None,
-    model: Trained | None,
-    documents: list[Documents] | None,
-    instructions: list[Instructions] | None,
-    preferences: list[Preferences] | None,
-    evaluation: Evaluation | None,
-    config: ContaminationConfig,
-    run: StageRun,
-) -> None:
+    prompts: list[Prompts] | None, tasks: list[External] | None, model: Trained | None, documents: list[Documents] | None,
+    instructions: list[Instructions] | None, preferences: list[Preferences] | None, evaluation: Evaluation | None,
+    config: ContaminationConfig, run: StageRun,
+) -> None:  # fmt: skip
     """Measure how many questions occur in training data: the data in the `model`'s lineage and the data given as inputs.
 
     A question is contaminated where `decontaminate` with these settings would drop a training text for it; held-out documents and rows

@@ -207,12 +207,9 @@ def _symbol(source: Module, name: str) -> Symbol | None:
     opened += _beside(dict.fromkeys(words), source.file.parent)
     parts += sorted(f"{local}={origin}" for local, origin in foreign.items() if not local.startswith(" "))
     return Symbol(
-        _hash(parts),
-        tuple(uses),
-        tuple(dict.fromkeys(one for one in opened if one.path.exists() and one.path.suffix != ".py")),
-        tuple(dict.fromkeys(words)),
-        tuple(sorted({origin.split(".")[0] for origin in foreign.values()} - _SILENT)),
-    )
+        _hash(parts), tuple(uses), tuple(dict.fromkeys(one for one in opened if one.path.exists() and one.path.suffix != ".py")),
+        tuple(dict.fromkeys(words)), tuple(sorted({origin.split(".")[0] for origin in foreign.values()} - _SILENT)),
+    )  # fmt: skip
 
 
 def _operation(source: Module, name: str) -> Symbol:
