@@ -390,7 +390,7 @@ def equal_logprobs(policy: Transformer, answered: Sampled) -> float:
 
 def rolled(
     members: Sequence[int], layout: dict[str, int], generate: int = 0, max_stale: int = 0, critic: bool = False, variant: str = "plain",
-    folder: str | None = None, at: Callable[[str, int], None] = lambda place, number: None, **more: Any,
+    folder: str | None = None, at: Callable[[str, int], None] = lambda place, number: None, precision: str = "fp32",
 ) -> dict[str, Any]:  # fmt: skip
     """Train by GRPO, or PPO, on three rollouts; return the log without times, the weights' digest, and for each rollout that this rank
     trained on the share of log-probs with the bits of a pass before its updates. `at` is called in each wave and after each rollout.
@@ -398,8 +398,8 @@ def rolled(
     policy, equal, scored = network(variant), list[float](), itertools.count(1)
     settings = (PpoSettings if critic else GrpoSettings)(
         rollouts=3, prompts=6, answers=3, max_tokens=7, epochs=2, minibatches=2, generate=generate, max_stale=max_stale,
-        compute={"layout": layout, "micro_batch_tokens": 64}, schedule={"learning_rate": 0.01, "warmup_steps": 0},
-        optimizer={"epsilon": 1e-3}, **more,
+        compute={"layout": layout, "micro_batch_tokens": 64, "precision": precision},
+        schedule={"learning_rate": 0.01, "warmup_steps": 0}, optimizer={"epsilon": 1e-3},
     )  # fmt: skip
 
     def score(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Any]]) -> list[list[float]]:

@@ -61,6 +61,11 @@ def test_several_ranks_train_on_the_answers_of_others(
     assert max_stale or "variant" in more or all(own["equal"] == [1.0] * 3 for own in all_ if own["trains"])
 
 
+def test_weights_are_sent_in_bf16(ranks: Run) -> None:
+    one, (trainer, _) = ranks("rolled", 1, layout={}, precision="bf16")[0], ranks("rolled", 2, layout={}, generate=1, precision="bf16")
+    assert trainer["log"] == one["log"] and trainer["digest"] == one["digest"]
+
+
 def test_a_rank_that_hangs_is_named(ranks: Run) -> None:
     assert ranks("silent", 2)[0].startswith("rank 1, which samples answers, has shown no sign of life for ")
 
