@@ -96,9 +96,8 @@ def train_ppo(
         with torch.no_grad():
             values = torch.cat(by_group(critic, token_values, sampled.asked, sampled.answers, config.compute.micro_batch_tokens))
         kl = numbers["kl_coefficient"]
-        raw, returns = advantages(
-            sampled.logprobs, sampled.reference, values, rewards, sampled.lengths, kl=kl, gamma=config.gamma, lam=config.lam
-        )
+        given = sampled.logprobs, sampled.reference, values, rewards, sampled.lengths
+        raw, returns = advantages(*given, kl=kl, gamma=config.gamma, lam=config.lam)
         return values, whiten(raw, torch.ones_like(raw, dtype=torch.bool)), returns
 
     return _train(rollouts, parts, estimate, checkpoint_dir, on_step)
@@ -143,10 +142,8 @@ def _train(
     source = Source(replace(rollouts, groups=groups), groups, checkpoint_dir, identity)
     if not groups.trains:
         return source.serve(current.compute)
-    trainers = {
-        who: Trainer(model, objective, current.training(rate), scales, groups.mesh)
-        for who, (model, objective, rate, scales) in parts.items()
-    }
+    training, mesh = current.training, groups.mesh
+    trainers = {who: Trainer(model, goal, training(rate), scales, mesh) for who, (model, goal, rate, scales) in parts.items()}
     ranks = trainers["policy"].parallel
     ranks.beside = {who: trainer.parallel for who, trainer in trainers.items() if who != "policy"}
     state = _resume(checkpoint_dir, trainers, identity, config)

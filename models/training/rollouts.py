@@ -129,12 +129,12 @@ class Rollouts(Generic[Config]):
             base = self._reference_logprobs(asked, answers)
             kl = float((logprobs - base).sum()) / len(lengths)
         return Sampled(
-            asked=asked, answers=answers, lengths=lengths,
+            asked=asked, answers=answers, lengths=lengths, logprobs=logprobs, reference=base, kl=kl, version=version,
             scores=torch.tensor([s for i in chosen for s in drawn[i].scores], dtype=torch.float32),
-            finished=torch.tensor([float(c.finished) for row in completions for c in row]), logprobs=logprobs, reference=base, kl=kl,
+            finished=torch.tensor([float(c.finished) for row in completions for c in row]),
             watched=self.watch(asked, completions) if self.watch is not None and measured else {},
             score=sum(sum(one.scores) / len(one.scores) for one in drawn) / len(drawn),
-            unequal=sum(one.unequal for one in drawn) / len(drawn), version=version,
+            unequal=sum(one.unequal for one in drawn) / len(drawn),
             parts={name: [part for i in chosen for part in drawn[i].parts[name]] for name in drawn[0].parts},
         )  # fmt: skip
 

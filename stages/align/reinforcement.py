@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -141,11 +141,9 @@ def _optimize(
     groups = Groups(config.compute.layout, config.generate)
     with divergence_named(run.stage), adapted(model, config, run) as scales:
         watch = None if scorer is None or config.reward == "verifier" else _gold(gold_of(scorer, rows, prompt_ids, tokenizer))
+        answered = watch, groups, _keep(rows, prompt_ids, tokenizer, run)
         log = drive(
-            Rollouts(
-                model, reference, rewards.parts, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), watch, groups,
-                _keep(rows, prompt_ids, tokenizer, run),
-            ),
+            Rollouts(model, reference, rewards.parts, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), *answered),
             *([valuing] if valuing is not None else []),
             checkpoint_dir=run.scratch / CHECKPOINTS,
             on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"),
@@ -163,24 +161,18 @@ def _optimize(
 
 def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run: StageRun) -> Callable[[int, Any], None]:
     """Return a function that writes a rollout's answers to the table `rollouts`."""
-    names = {tuple(ids): row["id"] for ids, row in zip(reversed(asked), reversed(rows), strict=True)}
+    names = {tuple(ids): row["id"] for ids, row in zip(asked, rows, strict=True)}
 
-    def keep(rollout: int, answers: list[dict[str, Any]] | None) -> None:
-        def table() -> list[dict[str, Any]]:
-            if answers is None:
-                raise PunaError(f"{run.stage}: the answers of rollout {rollout} are lost; remove {run.scratch} to begin anew")
-            counts: Counter[str] = Counter()
-            made = []
-            for answer in answers:
-                name = names[tuple(answer.pop("prompt"))]
-                text = answer_text(answer["tokens"], tokenizer)
-                made.append({"step": rollout, "prompt_id": name, "sample": counts[name], "text": text, **answer})
-                counts[name] += 1
-            return made
+    def described(rollout: int, answers: list[dict[str, Any]] | None) -> Iterator[dict[str, Any]]:
+        if answers is None:
+            raise PunaError(f"{run.stage}: the answers of rollout {rollout} are lost; remove {run.scratch} to begin anew")
+        counts: Counter[str] = Counter()
+        for answer in answers:
+            name, text = names[tuple(answer.pop("prompt"))], answer_text(answer["tokens"], tokenizer)
+            yield {"step": rollout, "prompt_id": name, "sample": counts[name], "text": text, **answer}
+            counts[name] += 1
 
-        run.rows_once(str(rollout), table, "rollouts")
-
-    return keep
+    return lambda rollout, answers: run.rows_once(str(rollout), lambda: list(described(rollout, answers)), "rollouts")
 
 
 def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageRun) -> None:

@@ -43,8 +43,7 @@ class Groups:
         if generate >= len(members):
             raise ValueError(f"generate = {generate} needs {generate + 1} processes at least, and {len(members)} run")
         self._training, self._sampling = members[:-generate], members[-generate:]
-        rank = dist.get_rank()
-        self.trains = rank in self._training
+        self.trains = dist.get_rank() in self._training
         layout = layout if layout.processes > 1 else Layout(data=len(self._training))
         both = Mesh(layout, self._training), Mesh(Layout(data=generate), self._sampling)
         self.mesh, self._everyone, number = both[not self.trains], group_of(members), torch.tensor(next(_numbers))
@@ -60,11 +59,11 @@ class Groups:
         """Return the text of the first rank that samples; of this one if all ranks do both."""
         return broadcast_text(text, self._sampling[0], self._everyone) if self.apart else text
 
-    # --- in the ranks that train ---
-
     def ask(self, model: nn.Module, order: dict[str, Any]) -> None:
-        """Send an order and the trained weights to the ranks that sample."""
+        """Send an order and the trained weights to the ranks that sample; by a rank that trains."""
         weights = _trained(model)
+        if any(weight.is_cuda for weight in weights.values()):
+            raise ValueError("generate: ranks that sample alone are proved on CPUs alone; set generate to 0 on GPUs")
         if dist.get_rank() == self._training[0]:
             meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps({**order, "digest": tensors_digest(weights)}))
         for weight in weights.values():
@@ -73,23 +72,20 @@ class Groups:
 
     def take(self, follow: Callable[[], object]) -> str:
         """Return the answers that were asked for; `follow` is called after each wave of them, on all ranks at the same ones."""
-        while True:
-            last = self._wait(f"answers-{self._taken}", self._sampling) == "all"
+        while self._wait(f"answers-{self._taken}", self._sampling) != "all":
             self._taken += 1
-            if last:
-                return broadcast_text("", self._sampling[0], self._everyone)
             follow()
+        self._taken += 1
+        return broadcast_text("", self._sampling[0], self._everyone)
 
     def end(self, text: str) -> None:
         """Let the ranks that sample end, with a last text."""
         if self.apart and dist.get_rank() == self._training[0]:
             meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps({"end": text}))
 
-    # --- in the ranks that sample ---
-
     @torch.no_grad()
     def orders(self, model: nn.Module) -> Iterator[dict[str, Any]]:
-        """Yield the orders, the weights of each in the model; at last one whose `end` is the trainers' last text."""
+        """Yield to a rank that samples the orders, the weights of each in the model; at last one whose `end` is the trainers' last text."""
         while "end" not in (order := json.loads(self._wait(f"order-{self._asked}", self._training))):
             for weight in _trained(model).values():
                 buffer = torch.empty(weight.shape, dtype=weight.dtype)
@@ -102,7 +98,7 @@ class Groups:
         yield order
 
     def give(self, text: str = "") -> None:
-        """Send answers to the ranks that train; without a text, say that a wave of them is done."""
+        """Send a rank's answers to the ranks that train; without a text, say that a wave of them is done."""
         if dist.get_rank() == self._sampling[0]:
             meshes.store().set(f"{self._name}-answers-{self._taken}", "all" if text else "wave")
         if text:
