@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import itertools
 import math
 import mmap
@@ -104,3 +105,15 @@ def _piece(index: Index | None, file: str, name: str, stored: list[int]) -> tupl
         return tuple(stored), tuple((0, size) for size in stored)
     entry = index[file][name]
     return tuple(entry["shape"]), tuple(itertools.starmap(lambda a, b: (a, b), entry["box"]))
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a sha256 over the names, types, shapes and bytes of tensors."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        value = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -7,7 +7,6 @@ and a run resumed from a checkpoint ends with bit-identical weights.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from puna.models.training.boxes import tensors_digest
 from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.settings import ComputeSettings, TrainConfig
@@ -98,16 +98,6 @@ def progress(unit: str, of: int, log: TrainLog) -> dict[str, Any]:
 def weights_digest(model: nn.Module) -> str:
     """Return a sha256 over the names, types, shapes and bytes of all parameters."""
     return tensors_digest(dict(model.named_parameters()))
-
-
-def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a sha256 over the names, types, shapes and bytes of tensors."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        value = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def fingerprint(parallel: Parallel, tensors: Mapping[str, Tensor]) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from puna.models.training.loop import tensors_digest
+from puna.models.training.boxes import tensors_digest
 from puna.models.training.parallel import mesh as meshes
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh, broadcast_text, group_of, layout_of
