@@ -186,25 +186,19 @@ class Rollouts(Generic[Config]):
         params = SamplingParams(
             n=config.answers, temperature=config.temperature, max_tokens=config.max_tokens, stop=tuple(self.stop), seed=seed
         )
-        completions = self._completions(engine, asked, params)
-        scores = self.scorer(asked, completions)
+        groups = self.groups or Groups()
+
+        def drawn(own: list[list[int]]) -> list[Any]:
+            rows = engine.generate(own, params, lambda *_: groups.beat())
+            return [[(c.tokens, c.logprobs, c.finished) for c in some] for some in rows]
+
+        # Equal prompts go to one rank: together they draw different answers.
+        answers = groups.mesh.dealt(asked, drawn, tuple)
+        scores = self.scorer(asked, [[Completion(*answer) for answer in some] for some in answers])
         parts = scores if isinstance(scores, Mapping) else {"score": scores}
         own = [{name: list(map(float, values[i])) for name, values in parts.items()} for i in range(len(asked))]
-        return [([(c.tokens, c.logprobs, c.finished) for c in some], mine) for some, mine in zip(completions, own, strict=True)]
-
-    def _completions(self, engine: Engine, asked: Sequence[list[int]], params: SamplingParams) -> list[list[Completion]]:
-        """Return answers to each prompt, dealt to the ranks. Equal prompts go to one rank: together they draw different answers."""
-        groups = self.groups or Groups()
-        ranks, owners = groups.mesh.layout.processes, dict[tuple[int, ...], int]()
-        for prompt in asked:
-            owners.setdefault(tuple(prompt), len(owners) % ranks)
-        own = [prompt for prompt in asked if owners[tuple(prompt)] == groups.mesh.index]
-        drawn = engine.generate(own, params, lambda *_: groups.beat()) if own else []
-        if ranks == 1:
-            return drawn
-        texts = groups.mesh.gather_texts(json.dumps([[(c.tokens, c.logprobs, c.finished) for c in some] for some in drawn]))
-        parts = [iter(json.loads(text)) for text in texts]
-        return [[Completion(*answer) for answer in next(parts[owners[tuple(prompt)]])] for prompt in asked]
+        # A judge may tell each rank something else: all train on what it told the first one.
+        return list(zip(answers, json.loads(groups.mesh.gather_texts(json.dumps(own))[0]), strict=True))
 
     def _answered(self, asked: Sequence[list[int]], sampled: Sequence[Any]) -> Iterator[Drawn]:
         for prompt, (answers, parts) in zip(asked, sampled, strict=True):

@@ -88,13 +88,7 @@ def agree(wish: bool) -> bool:
 
 def dealt(items: Sequence[T], compute: Callable[[list[T]], list[Any]], key: Callable[[T], Hashable] = lambda item: item) -> list[Any]:
     """Return `compute` of items, one JSON value each, in all processes that run a stage together. Items of one key go to one process."""
-    group, owners = mesh(), dict[Hashable, int]()
-    if group.layout.processes == 1:
-        return compute(list(items))
-    of = [owners.setdefault(key(item), len(owners) % group.layout.processes) for item in items]
-    own = [item for item, owner in zip(items, of, strict=True) if owner == group.index]
-    parts = [iter(json.loads(text)) for text in group.gather_texts(json.dumps(compute(own) if own else []))]
-    return [next(parts[owner]) for owner in of]
+    return mesh().dealt(items, compute, key)
 
 
 def _last_words() -> str:

@@ -369,11 +369,18 @@ def seconds(members: Sequence[int], layout: dict[str, int]) -> float:
 PROMPTS = [np.random.default_rng([7, i]).integers(0, 37, 3 + i % 4).tolist() for i in range(5)] * 2
 
 
-def sampled(members: Sequence[int], layout: dict[str, int]) -> dict[str, Any]:
-    """Return the answers of a rollout, in which a prompt is asked twice, and the share of log-probs with the bits of exact passes."""
+def sampled(members: Sequence[int], layout: dict[str, int], wavering: bool = False) -> dict[str, Any]:
+    """Return the answers of a rollout, in which a prompt is asked twice, and the share of log-probs with the bits of exact passes.
+
+    wavering: the scorer gives other scores on each rank, as a judge may.
+    """
+
+    def score(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Any]]) -> list[list[float]]:
+        return [[value + wavering * dist.get_rank() for value in row] for row in by_length(prompts, completions)]
+
     policy = network("plain")
     settings = GrpoSettings(rollouts=1, prompts=10, answers=3, max_tokens=7, compute={"micro_batch_tokens": 64})
-    first = Rollouts(policy, policy, by_length, PROMPTS, [1], settings, 5, groups=Groups(Layout(**layout), 0, members)).sample(1)
+    first = Rollouts(policy, policy, score if wavering else by_length, PROMPTS, [1], settings, 5, groups=Groups(Layout(**layout), 0, members)).sample(1)
     return {
         "asked": first.asked, "answers": first.answers, "logprobs": first.logprobs.tolist(), "scores": first.scores.tolist(),
         "equal": equal_logprobs(policy, first),

@@ -61,6 +61,12 @@ def test_several_ranks_train_on_the_answers_of_others(
     assert max_stale or "variant" in more or all(own["equal"] == [1.0] * 3 for own in all_ if own["trains"])
 
 
+def test_ranks_that_score_answers_otherwise_train_on_the_first_ones_scores(ranks: Run) -> None:
+    """A judge that was asked by each rank told them different scores, and their weights went apart without a word."""
+    first, second = ranks("sampled", 2, layout={"data": 2}, wavering=True)
+    assert first == second and first["scores"] == ranks("sampled", 1, layout={})[0]["scores"]
+
+
 def test_weights_are_sent_in_bf16(ranks: Run) -> None:
     one, (trainer, _) = ranks("rolled", 1, layout={}, precision="bf16")[0], ranks("rolled", 2, layout={}, generate=1, precision="bf16")
     assert trainer["log"] == one["log"] and trainer["digest"] == one["digest"]

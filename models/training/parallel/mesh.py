@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from puna.models.training.parallel.layout import AXES, READERS, Layout
+
+T = TypeVar("T")
 
 together = False
 """True while all processes run the same training. Outside of it, each trains its own."""
@@ -167,6 +170,16 @@ class Mesh:
         padded[self.index][: len(own)] = own
         dist.all_gather(padded, padded[self.index].clone(), group=self.everyone)
         return [bytes(part[:size].numpy()).decode() for part, size in zip(padded, sizes.tolist(), strict=True)]
+
+    def dealt(self, items: Sequence[T], compute: Callable[[list[T]], list[Any]], key: Callable[[T], Hashable]) -> list[Any]:
+        """Return `compute` of items, one JSON value each, on all ranks, which share the work. Items of one key go to one rank."""
+        if self.everyone is None:
+            return compute(list(items))
+        count, owners = self.layout.processes, dict[Hashable, int]()
+        owner_of = [owners.setdefault(key(item), len(owners) % count) for item in items]
+        own = [item for item, owner in zip(items, owner_of, strict=True) if owner == self.index]
+        parts = [iter(json.loads(text)) for text in self.gather_texts(json.dumps(compute(own) if own else []))]
+        return [next(parts[owner]) for owner in owner_of]
 
     def share_text(self, text: str) -> str:
         """Return the text of the last pipeline stage, on all stages."""
