@@ -60,7 +60,7 @@ def attempt(command: list[str], processes: int, gpus: float, number: int, cwd: s
     try:
         host, port = ray.get(actors[0].place.remote())
         common = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(processes), "TORCHELASTIC_RESTART_COUNT": str(number)}
-        # Ray shows each task its own GPUs alone: they are number 0 there.
+        # Ray shows each task only its own GPUs: they are number 0 there.
         waiting = [actor.run.remote(command, common | {"RANK": str(rank), "LOCAL_RANK": "0"}) for rank, actor in enumerate(actors)]
         first, statuses = waiting[0], []
         while waiting:

@@ -101,7 +101,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def fingerprint(parallel: Parallel, tensors: Mapping[str, Tensor]) -> str:
-    """Return a number of the names, shapes and bits of tensors, the same in every layout: each rank reads its own pieces alone.
+    """Return a number of the names, shapes and bits of tensors, the same in every layout: each rank reads only its own pieces.
 
     Each element's bits, plus one, count times factors of its name and its place along each dimension, modulo 2^64.
     """

@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Margin = Annotated[float, Field(ge=0, description="Margin between the rewards of two answers")]
 Weight = Annotated[float, Field(ge=0, description="Weight of these answers; raise it where they are rare")]
 Flips = Annotated[float, Field(ge=0, lt=0.5, description="Share of pairs whose label is taken to be the wrong way around")]
-LengthWeight = Annotated[float, Field(ge=0, description="Reward, in nats, that a token more is taken to have earned by length alone")]
+LengthWeight = Annotated[float, Field(ge=0, description="Reward, in nats, that a token more is taken to have earned by its length")]
 
 
 @dataclass(frozen=True)

@@ -302,7 +302,7 @@ class RolloutSettings(Settings):
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
     unfinished_penalty: float = Field(1.0, ge=0, description="Taken off the reward of an answer that was cut off")
     generate: int = Field(
-        0, ge=0, le=1024, description="Processes, the last ones, that sample the answers alone while the others train; 0: all do both",
+        0, ge=0, le=1024, description="Processes, the last ones, that only sample the answers, while the others train; 0: all do both",
         json_schema_extra=NO_RESULT,
     )  # fmt: skip
     max_stale: int = Field(
@@ -322,7 +322,7 @@ class RolloutSettings(Settings):
                 f"{self.max_tokens} tokens and a prompt"
             )
         if self.generate and (layout := self.compute.layout).axes not in (set(), {"data"}, {"shard"}, {"tensor"}):
-            raise ValueError(f"generate: no test proves training by {layout} beside ranks that sample; by data, shard or tensor alone")
+            raise ValueError(f"generate: no test proves training by {layout} beside ranks that sample, only by data, shard or tensor")
         if self.schedule.ema or self.schedule.average:
             raise ValueError("answers are sampled with the weights that are trained: schedule.ema and schedule.average must be 0")
         self.training(self.schedule.learning_rate)

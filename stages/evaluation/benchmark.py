@@ -266,7 +266,7 @@ class Bench:
         until = (task.file.fewshot_delimiter,) if own.until is None else own.until
         prompts = [asker.prompt(task, document) for document in task.documents]
         drawn = self.generated(prompts, own.replace(temperature=temperature, do_sample=None), until, n, task.where)
-        if ranks.follows() and self.run.kind == "evaluation":  # rank 0 alone scores answers and writes
+        if ranks.follows() and self.run.kind == "evaluation":  # only rank 0 scores answers and writes
             return Result.of(task, task.name, self.config.prompts, [], [], started, 0)
         tokenizer = self.encoder.tokenizer
         texts = [[cut(one, tokenizer, until) for one in several] for several in drawn]

@@ -74,7 +74,7 @@ def together(job: dict[str, Any] | None) -> Iterator[None]:
 
 
 def mesh() -> Mesh:
-    """Return the processes that run a stage together; where one process runs it, that alone."""
+    """Return the processes that run a stage together; where one process runs it, only that."""
     from puna.models.training.parallel.layout import Layout
     from puna.models.training.parallel.mesh import Mesh, layout_of
 

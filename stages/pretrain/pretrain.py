@@ -22,15 +22,7 @@ from puna.stages.training.chosen_size import ChosenSize, SizedConfig, report_out
 from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory, trained
 from puna.stages.training.packed import Packed, Reader, mean_loss
 from puna.stages.training.phase import Acceptance, Phase
-from puna.stages.training.train import (
-    code_of_tasks,
-    device,
-    divergence_named,
-    load_grown,
-    on_threads,
-    save_model,
-    task_watch,
-)
+from puna.stages.training.train import code_of_tasks, device, divergence_named, load_grown, on_threads, save_model, task_watch
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import Artifact, PunaError
 from puna.storage.work import write_text

@@ -142,7 +142,7 @@ class DpoConfig(AdaptableConfig):
     mask_format: bool = Field(True, description="Leave header and termination tokens out of the preference term")
     levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels that are learned from")
     pairs: Literal["best_worst", "best_rest"] = Field(
-        "best_rest", description="The best of a preference's ranked answers against the worst alone, or against each of the others"
+        "best_rest", description="The best of a preference's ranked answers against only the worst, or against each of the others"
     )
     training: TrainingSettings = Field(
         TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences, with engine trl one pair"

@@ -30,7 +30,7 @@ _numbers = itertools.count()
 class Groups:
     """The two groups, as one of their ranks sees them.
 
-    generate: number of ranks that sample alone; 0: all ranks do both. members: the processes, by their rank in the default group; None:
+    generate: number of ranks that only sample; 0: all ranks do both. members: the processes, by their rank in the default group; None:
     all that train together. `mesh` has the ranks of this one's group, `trains` is True in the first one.
     """
 
@@ -63,7 +63,7 @@ class Groups:
         """Send an order and the trained weights to the ranks that sample; by a rank that trains."""
         weights = _trained(model)
         if any(weight.is_cuda for weight in weights.values()):
-            raise ValueError("generate: ranks that sample alone are proved on CPUs alone; set generate to 0 on GPUs")
+            raise ValueError("generate: ranks that only sample are proved only on CPUs; set generate to 0 on GPUs")
         if dist.get_rank() == self._training[0]:
             meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps({**order, "digest": tensors_digest(weights)}))
         for weight in weights.values():
