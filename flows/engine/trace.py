@@ -18,7 +18,7 @@ from puna.stages.contract import REGISTRY, Stage, StageConfig, did_you_mean, par
 from puna.storage import PunaError
 from puna.storage.aliases import PROJECT, checked_project
 
-SHIPPED = ("curate", "experiments", "pretrain", "align", "round", "pipeline")
+SHIPPED = ("curate", "experiments", "pretrain", "align", "round", "safety", "pipeline")
 GENERAL = {
     "name": "Name of the recipe", "seed": "Seed of every step that does not set its own", "add": "Steps of one's own",
     "project": "Project of the store, whose aliases a run reads and sets",

@@ -12,7 +12,6 @@ from pydantic import Field
 
 from puna.models.extraction.bounds import Burden, burden
 from puna.models.extraction.clean import MISREAD, WIDE_MARKS, all_cleaned, cleaned, decode, plain, utf8
-from puna.models.extraction.markdown import without_marks
 from puna.models.extraction.model import content, load
 from puna.models.extraction.scan import read_pages, serialised
 from puna.models.extraction.technical import hinted, prepared
@@ -27,6 +26,9 @@ TOGETHER = 1 << 18  # bytes of pages that are read together
 FAILURES = (ValueError, RuntimeError)  # of the parser and of numbers that do not fit
 DEEP = "the elements are nested too deep"
 OPTION = re.compile(r"<opt(?:ion|group)\b[^<>]*>[^<]*|</opt(?:ion|group)\s*>", re.IGNORECASE)
+# A line of its own between blank lines: comments of code stand next to code.
+TITLE = re.compile(r"(?:^|(?<=\n\n))#{1,6} +(?=\S[^\n]*(?:\n\n|\n*$))")
+BOLD = re.compile(r"(?<![\w*])\*\*(?=[^\s*])([^*\n]*[^\s*])\*\*(?![\w*])")
 
 
 class ExtractConfig(StageConfig):
@@ -206,6 +208,11 @@ def _by_model(parsed: list[_Parsed], config: ExtractConfig) -> list[_Found | Exc
         except Unreadable as why:
             result.append(why)
     return result
+
+
+def without_marks(text: str) -> str:
+    """Return the text without the marks of `**bold**` and of `# titles` between blank lines."""
+    return BOLD.sub(r"\1", TITLE.sub("", text))
 
 
 def _check_burden(html: bytes, config: ExtractConfig) -> Burden:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from puna.flows.align import rates
 from puna.flows.engine.trace import flow_named, load, trace
-from puna.stages.align.new_prompts import RefusalPromptsConfig, refusal_prompts
+from puna.flows.safety import rates
+from puna.stages.align.refusal_prompts import RefusalPromptsConfig, refusal_prompts
 from puna.stages.contract import execute
 from puna.stages.conversations import answering, asking, messages_of
 from puna.stages.verifiers.base import Question
