@@ -122,8 +122,8 @@ def passage(figures: dict[str, Any]) -> str:
         claims = one["over_strongest_control"]
         told.append(f"round {one['number']} over its strongest control {gains(claims[metric]['gain'] for metric in metrics)},")
     for gate in figures["gates"]:
-        gain, end = gains([[gate["gain"], gate["low"], gate["high"]]]), "" if gate["verdict"] == "passed" else ", refused"
-        told.append(f"over the round before {gain} {arms.METRICS[gate['metric']]}{end},")
+        gain, end = gains([[gate["gain"], gate["low"], gate["high"]]]), "" if gate["verdict"] == "passed" else " (refused by its gate)"
+        told.append(f"round {gate['round']} over the one before {gain} {arms.METRICS[gate['metric']]}{end},")
     text = textwrap.fill(" ".join(told).removesuffix(",") + ".", 138, break_on_hyphens=False, break_long_words=False)
     return "\n".join(lines) + f"\n\n{text}"
 
