@@ -26,7 +26,8 @@ from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from puna.kernels.cpu.int8_products import quantize_row, row_bytes
+    from puna.kernels.cpu.int8_products import AVAILABLE, products8, quantize_row, row_bytes
+    from puna.kernels.cpu.vectors import LANES
 
 NUMERICS = {"quantize_rows": 1, "low_precision_linear": 1, "quantized_linear": 1}
 
@@ -35,6 +36,7 @@ TYPES: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 LEAST = 1e-30  # rows below this are zero
 BLOCK = 4096  # numbers of a row that a program quantises at once
+EXACT_DEPTH = 1024  # products of bytes whose sum has no rounding in fp32: 1024 * 128^2 = 2^24
 
 
 def quantize_rows_reference(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
@@ -72,12 +74,31 @@ def _quantize(x_TD: Tensor, columns: Tensor | None, fp8: bool) -> tuple[Tensor, 
     return quantize_rows_reference(x_TD if columns is None else x_TD * columns, "fp8" if fp8 else "int8")
 
 
+@strict_jit
+def _product_loop(
+    part: int, start: int, stop: int, N: int, D: int, x: Address, size: int, w: Address, scales: Address, sums: Address, y: Address
+) -> None:
+    products8(stop - start, N, D, x + start * size, w, scales, sums, y + 4 * start * N, 4 * N)
+
+
+def _product_of_bytes(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor) -> Tensor:
+    """Return `_product` of INT8 in fp32 by the loop of the dense layers, whose rows of x are bytes without a sign and their scale."""
+    (T, D), N, size, b_ND = a_TD.shape, len(b_ND), row_bytes(a_TD.shape[1]), b_ND.contiguous()
+    rows, sums_N, y_TN = torch.empty(T, size, dtype=torch.uint8), b_ND.sum(1, dtype=torch.int32), torch.empty(T, N)
+    rows[:, :D], rows.view(torch.float32)[:, -LANES:] = a_TD.view(torch.uint8) ^ 128, a_T[:, None]
+    operands = (rows.data_ptr(), size, b_ND.data_ptr(), b_N.data_ptr(), sums_N.data_ptr(), y_TN.data_ptr())
+    run_rows(_product_loop, T, N * D // 16, N, D, *operands)
+    return y_TN
+
+
 def _product(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor, dtype: torch.dtype) -> Tensor:
     high = wide(a_T.dtype)
-    if a_TD.dtype == torch.int8 and a_TD.device.type == "cpu":
-        sums_TN = torch._int_mm(a_TD, b_ND.T).to(high)  # of bytes to 32-bit sums, which no public product of torch's gives
-    else:
-        sums_TN = a_TD.to(high) @ b_ND.to(high).T
+    if a_TD.dtype == torch.int8 and fused_on_cpu(a_T, b_N) and AVAILABLE:
+        return _product_of_bytes(a_TD, a_T, b_ND, b_N).to(dtype)
+    depth = EXACT_DEPTH if a_TD.dtype == torch.int8 else a_TD.shape[1]
+    pairs = zip(a_TD.split(depth, 1), b_ND.split(depth, 1), strict=True)
+    sums_TN = torch.stack([a.to(high) @ b.to(high).T for a, b in pairs])
+    sums_TN = sums_TN[0] if len(sums_TN) == 1 else sums_TN.long().sum(0).to(high)
     return sums_TN.mul_(a_T[:, None]).mul_(b_N).to(dtype)
 
 
@@ -162,9 +183,7 @@ def _product_triton(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor, dtype:
     fp8 = a_TD.dtype == torch.float8_e4m3fn
     if fp8 and a_TD.is_cuda and dtype == torch.bfloat16 and T and D % 16 == 0 and N % 16 == 0:
         by_row = functional.ScalingType.RowWise
-        return functional.scaled_mm(
-            a_TD, b_ND.T, a_T[:, None], by_row, b_N[None], by_row, output_dtype=dtype, use_fast_accum=True
-        )
+        return functional.scaled_mm(a_TD, b_ND.T, a_T[:, None], by_row, b_N[None], by_row, output_dtype=dtype, use_fast_accum=True)
     out_TN = torch.empty(T, N, dtype=dtype, device=a_TD.device)
     tile = configuration("scaled_product", capability(a_TD.device))
     if out_TN.numel():

@@ -93,3 +93,16 @@ def test_rows_of_bytes_have_the_bits_of_the_operator(shape):
         quantize_row(D, x[t].data_ptr(), rows[t].data_ptr())
     products8(T, N, D, rows.data_ptr(), q.data_ptr(), scale.data_ptr(), sums.data_ptr(), y.data_ptr(), 4 * N)
     assert torch.equal(y[:-1], module.quantized_linear(x, q, scale)[:-1]) and bool(y[-1].isnan().all())
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 7, 130), (33, 65, 1025), (70, 30, 4097)])
+@pytest.mark.parametrize("unit", [True, False])
+def test_sums_of_bytes_are_exact(shape, unit, monkeypatch):
+    """Sums of int64 are the oracle: depths beyond what fp32 adds without rounding, with the unit for bytes and without."""
+    T, N, D = shape
+    generator = torch.Generator().manual_seed(D)
+    a, b = (torch.randint(-127, 128, (rows, D), dtype=torch.int8, generator=generator) for rows in (T, N))
+    s, r = torch.rand(T, generator=generator), torch.rand(N, generator=generator)
+    monkeypatch.setattr(module, "AVAILABLE", unit and module.AVAILABLE, raising=False)
+    expected = (a.long() @ b.long().T).float() * s[:, None] * r
+    assert torch.equal(module._product(a, s, b, r, torch.float32), expected)
