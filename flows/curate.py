@@ -42,11 +42,10 @@ BY_MODELS = SelectConfig.model_validate(
 
 @dataclass(frozen=True)
 class Curated:
-    """Outputs of curation: clean documents, signals of their types, and the documents after near-duplicate removal, each with its count."""
+    """Outputs of curation: clean documents and signals of their types."""
 
     documents: Output
     domains: list[Output]
-    deduplicated: Output
 
 
 @flow
@@ -70,7 +69,7 @@ def curate(
     measured = step(heuristics, documents=pages, language=languages)
     pages = step(select, documents=pages, signals=[languages, technical, measured])
     pages = step(pii, documents=pages)
-    deduplicated = pages = step(minhash_dedup, documents=pages)
+    pages = step(minhash_dedup, documents=pages)
     pages = step(semantic_dedup, off=True, documents=pages)
     pages = step(line_dedup, documents=pages)
     pages = step(substring_dedup, off=True, documents=pages)
@@ -81,7 +80,7 @@ def curate(
     pages = step(select, "select_model", default=BY_MODELS, documents=pages, signals=scores)
     pages = step(decontaminate, off=not held_out, documents=pages, prompts=held_out)
     publish("domains", types)
-    return Curated(publish("documents", pages), [types, languages, technical] if types else [], deduplicated)
+    return Curated(publish("documents", pages), [types, languages, technical] if types else [])
 
 
 def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:

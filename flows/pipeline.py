@@ -20,6 +20,6 @@ def pipeline(
     """Turn raw pages or documents into an aligned model; `classifiers` replace the ones that would be trained."""
     curated = curate(inputs, documents, classifiers=classifiers)
     weights = experiments(curated.documents, curated.domains)
-    model = pretrain(curated.documents, curated.domains, weights, [curated.deduplicated])
+    model = pretrain(curated.documents, curated.domains, weights)
     aligned: Output = align(model)
     return aligned

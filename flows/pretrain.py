@@ -25,8 +25,8 @@ from puna.storage import PunaError
 @flow
 def pretrain(
     documents: Annotated[Output, Kind("documents")], domains: list[Annotated[Output, Kind("signals")]] | None = None,
-    weights: Annotated[Output, Kind("evaluation")] | None = None, deduplicated: list[Annotated[Output, Kind("documents")]] | None = None,
-    model: Annotated[Output, Kind("model")] | None = None, tasks: list[Files] | None = None,
+    weights: Annotated[Output, Kind("evaluation")] | None = None, model: Annotated[Output, Kind("model")] | None = None,
+    tasks: list[Files] | None = None,
 ) -> Output:  # fmt: skip
     """Train a base model on documents with their knowledge types; `weights` come from `experiments`. `tasks`: folders of task files with
     their data, whose scores are in the training's log. `domains` are the signals of the types, and those that `split.kinds` reads.
@@ -38,15 +38,13 @@ def pretrain(
     """
     sides = step(split, documents=documents, signals=domains)
     vocabulary = step(tokenizer, documents=documents, mixture=sides, model=model)
-    mixture = step(mix, documents=documents, split=sides, weights=weights, deduplicated=deduplicated)
+    mixture = step(mix, documents=documents, split=sides, weights=weights)
     tokens = step(tokenize, documents=documents, mixture=mixture, tokenizer=vocabulary)
     verdict = step(anneal_experiment, off=True, tokens=tokens, tokenizer=vocabulary, model=model, documents=documents, mixture=mixture)
     further: list[Output | None] = []
     for name in ("fresh", "long", "best"):
         label, measured = f"tokenize_{name}", verdict if verdict and name == "best" else weights
-        own = step(
-            mix, f"mix_{name}", off=True, serves=label, documents=documents, split=sides, weights=measured, deduplicated=deduplicated
-        )
+        own = step(mix, f"mix_{name}", off=True, serves=label, documents=documents, split=sides, weights=measured)
         token_table = step(tokenize, label, off=True, documents=documents, mixture=own or mixture, tokenizer=vocabulary)
         if own and not token_table:
             raise PunaError(f"mix_{name}: no step reads this mixture; name {label} in the recipe, too")

@@ -1,55 +1,19 @@
-"""The mixture: how often each training document is read.
-
-Weights by the number of near-duplicates of a document: FineWeb-2's rehydration (Penedo et al. 2025).
-"""
+"""The mixture: how often each training document is read."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, field_validator
 
 from puna.stages.contract import Documents, Evaluation, Figure, Mixture, SeededConfig, StageRun, stage
 from puna.stages.draws import uniform
 from puna.stages.training.corpus import check_mixture, of_part
 from puna.storage import Artifact, Part, PunaError
-from puna.storage.exchange import Exchange
-
-FINEWEB_2 = {1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0, 100: 8.0, 1000: 1.0}
-"""Minimum size of a cluster → its weight: text that many sites copy is better than most, text that thousands copy is boilerplate."""
-
-
-def cluster_sizes(deduplicated: Sequence[Artifact]) -> pa.Table:
-    """Return the surviving documents (`id`) and the number of near-duplicates each stands for, itself included (`size`).
-
-    A document removed in favour of one that a later artifact removes counts for the last survivor.
-    """
-    cluster_of: dict[str, str] = {}
-    for artifact in deduplicated:
-        if "duplicates" not in artifact.tables:
-            raise PunaError(f"{artifact.id} has no table `duplicates`; give the artifacts of the stages that removed duplicates")
-        table = artifact.read("duplicates", columns=["id", "kept_id"])
-        cluster_of |= dict(zip(table["id"].to_pylist(), table["kept_id"].to_pylist(), strict=True))
-    counts: Counter[str] = Counter()
-    for survivor in cluster_of.values():
-        while survivor in cluster_of:
-            survivor = cluster_of[survivor]
-        counts[survivor] += 1
-    return pa.table({"id": pa.array(counts, pa.string()), "size": pa.array([1 + count for count in counts.values()], pa.int64())})
-
-
-def weights_of(sizes: NDArray[np.int64], weights: Mapping[int, float]) -> NDArray[np.float64]:
-    """Return the weight of each cluster size, float64 [n]: that of the largest threshold reached, 1 below all thresholds."""
-    steps = sorted(weights)
-    table = np.array([1.0, *(weights[step] for step in steps)])
-    return table[np.searchsorted(steps, sizes, side="right")]
-
 
 TOLERANCE = 1e-6
 """How far weights may be from adding up to 1: what rounding to seven digits leaves."""
@@ -71,18 +35,6 @@ class MixConfig(SeededConfig):
         "proportion; not with `weights` or those of anneal_experiment, which are final, fraction",
     )
     max_repeats: float = Field(4.0, ge=1, le=100, description="Maximum number of times that a category's documents are read, on average")
-    cluster_weights: dict[PositiveInt, float] = Field(
-        default_factory=dict,
-        description="Minimum number of near-duplicates (with itself) that a document stands for → how often it is read compared with one "
-        f"that stands only for itself, within its category; none: all alike. FineWeb-2's: {FINEWEB_2}",
-    )
-
-    @field_validator("cluster_weights")
-    @classmethod
-    def _cluster_weights_are_positive(cls, weights: dict[int, float]) -> dict[int, float]:
-        if wrong := [size for size, weight in weights.items() if not 0 < weight <= 100]:
-            raise ValueError(f"weight of clusters from {wrong[0]} documents on must lie in 0..100, above 0")
-        return weights
 
     @field_validator("down_sample")
     @classmethod
@@ -111,27 +63,19 @@ class Share(NamedTuple):
 
 
 @stage(kind="mixture")
-def mix(
-    documents: Documents, split: Mixture, weights: Evaluation | None, deduplicated: list[Documents] | None, config: MixConfig,
-    run: StageRun,
-) -> None:  # fmt: skip
+def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config: MixConfig, run: StageRun) -> None:
     """Set how often each training document of a split is read (Llama 3, section 3.1.2).
 
     A category's weight comes from the configuration, else from a mixture experiment, else it is the category's share of the text, but at
     most `max_share`. The web has too much of some subjects, the report names arts and entertainment: these keep the fraction `down_sample`
     of their weight. The amount of training text stays that of one pass over all documents; a category of weight w is read w x all / own
     times, at most `max_repeats` (four passes cost little: Muennighoff et al. 2023). A fractional number of epochs becomes an integer per
-    document by a hash of its id. What is held out stays so. With `cluster_weights` and the deduplication artifacts, a document that stands
-    for several is read more often than others of its category. The category's total stays the same.
+    document by a hash of its id. What is held out stays so.
     """
     check_mixture(run, documents, split)
-    if config.cluster_weights and not deduplicated:
-        raise PunaError("mix.cluster_weights needs to know what was removed: give the artifacts of minhash_dedup as `deduplicated`")
     cut = max(1, documents.record().cut)
-    corpora = [tuple(deduplicated)] if config.cluster_weights and deduplicated else []
-    copies = run.exchange(cluster_sizes, corpora, by="id", partitions=cut) if corpora else None
     parts = run.parts(documents, columns=["id", "text"])
-    measured = run.exchange(_measured, parts, split, copies, config.cluster_weights, by="id", partitions=cut)
+    measured = run.exchange(_measured, parts, split, by="id", partitions=cut)
     amounts: dict[str, Amounts] = {}
     for part_amounts in run.map(of_part, measured.filled, _amounts):
         for category, own in part_amounts.items():
@@ -149,10 +93,7 @@ def mix(
     if any(factors.get(category, 1.0) < 1 for category in training):
         wanted = down_sampled(wanted or training, factors)
     shares = plan(training, wanted, config.max_repeats, max_share)
-    # A document that stands for more near-duplicates is read more often than its category's others, the category as often as before.
-    epochs = {c: share.epochs / (amounts[c].weighted / share.bytes if share.bytes else 1.0) for c, share in shares.items()}
-    weight_of = {c: share.weight for c, share in shares.items()}
-    train_bytes = sum(run.produce_shards(_mixture, measured, cut, epochs, weight_of, config.seed))
+    train_bytes = sum(run.produce_shards(_mixture, measured, cut, shares, config.seed))
     total = sum(training.values())
     bars = {"text": [(c, s.bytes / max(total, 1)) for c, s in shares.items()], "training": [(c, s.weight) for c, s in shares.items()]}
     note = _explained(shares, factors, config.max_repeats, max_share, total)
@@ -235,32 +176,20 @@ def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], whe
         raise PunaError(f"{where}: {'; '.join(problems)}; the categories with training text are {known}")
 
 
-def _measured(part: Part, split: Artifact, copies: Exchange | None, weights: Mapping[int, float]) -> pa.Table:
-    """Return a part's documents with their category, split, size in bytes, and weight of their cluster size."""
+def _measured(part: Part, split: Artifact) -> pa.Table:
+    """Return a part's documents with their category, split and size in bytes."""
     table = part.read()
     ids = table["id"]
-    low, high = ids[0].as_py(), ids[-1].as_py()
-    own = split.between(low, high, columns=["id", "category", "split"])
+    own = split.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", "category", "split"])
     own = own.take(pc.index_in(ids, own["id"].combine_chunks()))
-    clusters = np.ones(len(ids), np.int64)
-    if copies is not None:
-        for sizes in copies.within(low, f"{high}\0").pieces(low, f"{high}\0"):
-            place = pc.index_in(sizes["id"], ids.combine_chunks())
-            there = pc.is_valid(place)
-            clusters[place.filter(there).to_numpy()] = sizes["size"].filter(there).to_numpy()
-    return pa.table(
-        {
-            "id": ids, "category": own["category"], "heldout": pc.equal(own["split"], "heldout"),
-            "bytes": pc.binary_length(table["text"]).cast(pa.int64()), "weight": weights_of(clusters, weights),
-        }
-    )  # fmt: skip
+    size = pc.binary_length(table["text"]).cast(pa.int64())
+    return pa.table({"id": ids, "category": own["category"], "heldout": pc.equal(own["split"], "heldout"), "bytes": size})
 
 
 class Amounts(NamedTuple):
-    """Of a category: bytes of its training documents, the same multiplied by the documents' weights, documents held out."""
+    """Of a category: bytes of its training documents, documents held out."""
 
     bytes: int = 0
-    weighted: float = 0.0
     heldout: int = 0
 
 
@@ -268,24 +197,21 @@ def _amounts(rows: pa.Table) -> dict[str, Amounts]:
     names, number = np.unique(np.array(rows["category"].to_pylist(), dtype="U"), return_inverse=True)
     out = rows["heldout"].to_numpy()
     sizes = np.where(out, 0, rows["bytes"].to_numpy())
-    columns = (
-        np.bincount(number, sizes, len(names)).astype(np.int64), np.bincount(number, sizes * rows["weight"].to_numpy(), len(names)),
-        np.bincount(number, out, len(names)).astype(np.int64),
-    )  # fmt: skip
+    columns = (np.bincount(number, sizes, len(names)).astype(np.int64), np.bincount(number, out, len(names)).astype(np.int64))
     return {name: Amounts(*values) for name, *values in zip(names.tolist(), *(column.tolist() for column in columns), strict=True)}
 
 
-def _mixture(rows: pa.Table, epochs: Mapping[str, float], weights: Mapping[str, float], seed: int) -> tuple[dict[str, pa.Table], int]:
+def _mixture(rows: pa.Table, shares: Mapping[str, Share], seed: int) -> tuple[dict[str, pa.Table], int]:
     """Return the mixture's rows of a shard, and the bytes that training reads of it."""
     rows = rows.sort_by("id")
     categories, out = rows["category"].to_pylist(), rows["heldout"].to_numpy()
     chance = uniform(rows["id"].to_pylist(), seed, "repeats")
-    wanted = np.array([epochs[c] for c in categories]) * rows["weight"].to_numpy()
+    wanted = np.array([shares[c].epochs for c in categories])
     repeats = (np.floor(wanted) + (chance < wanted - np.floor(wanted))).astype(np.int32)
     table = pa.table(
         {
             "id": rows["id"], "category": rows["category"], "split": np.where(out, "heldout", "train").tolist(),
-            "repeats": np.where(out, 1, repeats).astype(np.int32), "weight": pa.array([weights[c] for c in categories], pa.float64()),
+            "repeats": np.where(out, 1, repeats).astype(np.int32), "weight": pa.array([shares[c].weight for c in categories], pa.float64()),
         }
     )  # fmt: skip
     return {"mixture": table}, int((rows["bytes"].to_numpy() * np.where(out, 0, repeats)).sum())

@@ -207,8 +207,7 @@ SPECS = {
         "documents": [w.documents], "prompts": min(w.prompts, key=lambda one: one.key)}),
     "decontaminate": (decontaminate, DecontaminateConfig(), lambda w: {"documents": w.documents, "prompts": w.prompts}),
     "split": (split, SplitConfig(), lambda w: {"documents": w.documents, "signals": w.made["domains"]}),
-    "mix": (mix, MixConfig(cluster_weights={2: 2.0}), lambda w: {
-        "documents": w.documents, "split": w.made["split"], "deduplicated": [w.made["minhash_dedup"], w.made["url_dedup"]]}),
+    "mix": (mix, MixConfig(), lambda w: {"documents": w.documents, "split": w.made["split"]}),
     "judge": (judge, JudgeConfig(max_tokens=32, prompt="Grade {text}", sample=10, batch_documents=3), lambda w: {
         "documents": w.documents, "model": w.model, "language": w.made["language"]}),
     "train_encoder_quality": (train_encoder_quality, TrainEncoderQualityConfig(max_tokens=32), lambda w: {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from puna.stages.contract import execute
-from puna.stages.pretrain.mix import FINEWEB_2, MixConfig, cluster_sizes, down_sampled, mix, plan, weights_of
+from puna.stages.pretrain.mix import MixConfig, down_sampled, mix, plan
 from puna.storage import Artifact, PunaError, Store
 
 
@@ -149,45 +149,6 @@ def test_natural_shares_are_capped(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     made = execute(mix, MixConfig(), corpus(store, {"a": [10] * 90, "b": [10] * 30}), store)
     assert set(made.read()["weight"].to_pylist()) == {0.5}
-
-
-def test_weights_of_clusters_are_those_of_fineweb_2() -> None:
-    sizes = [1, 2, 3, 4, 5, 99, 100, 999, 1000, 50_000]
-    assert weights_of(np.array(sizes), FINEWEB_2).tolist() == [1, 2, 3, 3, 5, 5, 8, 8, 1, 1]
-    assert weights_of(np.array([1, 2, 3]), {3: 2.5}).tolist() == [1, 1, 2.5]
-
-
-def test_documents_that_stand_for_several_are_read_more_often(tmp_path: Path) -> None:
-    store = Store.open(tmp_path)
-    given_ = corpus(store, {"a": [10] * 400, "b": [10] * 100})
-    documents = given_["documents"].read()
-    # The first 200 of a stand for two; one of b stands for four by way of a chain over two artifacts.
-    pairs = [(f"gone{n}", f"a{n:04d}") for n in range(200)]
-    chains = [[("x1", "x2"), ("x3", "x2"), *pairs], [("x2", "b0000")]]
-    removed = [
-        store.import_table("documents", documents.slice(n), duplicates=pa.table({
-            "id": [a for a, _ in chain], "kept_id": [b for _, b in chain], "method": ["m"] * len(chain),
-            "similarity": [1.0] * len(chain), "cluster": [b for _, b in chain],
-        }))
-        for n, chain in enumerate(chains)
-    ]  # fmt: skip
-    assert {row["id"]: row["size"] for row in cluster_sizes(removed).to_pylist()} == {f"a{n:04d}": 2 for n in range(200)} | {"b0000": 4}
-    shares = {"a": 0.8, "b": 0.2}
-    config = MixConfig(weights=shares, cluster_weights=FINEWEB_2)
-    everything = {**given_, "deduplicated": removed}
-    plain = {r["id"]: r["repeats"] for r in execute(mix, MixConfig(weights=shares), everything, store).read().to_pylist()}
-    made = execute(mix, config, everything, store)
-    repeats = {r["id"]: r["repeats"] for r in made.read().to_pylist()}
-    assert set(plain.values()) == {1}
-    # In a: 200 documents of weight 2 and 200 of weight 1, mean 1.5: 4/3 and 2/3 epochs.
-    double, single = ([repeats[f"a{n:04d}"] for n in some] for some in (range(200), range(200, 400)))
-    assert sum(double) / 200 == pytest.approx(4 / 3, abs=0.1) and sum(single) / 200 == pytest.approx(2 / 3, abs=0.1)
-    # In b: one of weight 3 among 99 of weight 1, mean 1.02.
-    assert repeats["b0000"] in (2, 3) and sum(v for i, v in repeats.items() if i[0] == "b") == pytest.approx(100, abs=6)
-    with pytest.raises(PunaError, match="no table `duplicates`"):
-        execute(mix, config, {**given_, "deduplicated": [given_["documents"]]}, store)
-    with pytest.raises(PunaError, match="cluster_weights needs to know what was removed"):
-        execute(mix, config, given_, store)
 
 
 def test_what_the_web_has_too_much_of_is_read_less(tmp_path: Path) -> None:
