@@ -29,7 +29,7 @@ from puna.stages.executors import FORMS, PROCESSES, ranks
 from puna.storage import PunaError, Store
 
 if TYPE_CHECKING:
-    from puna.flows.engine.estimates import Expected
+    from puna.flows.engine.plan import Expected
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Raw web pages to an aligned language model."

@@ -253,9 +253,7 @@ def _tell_errors(app: FastAPI) -> None:
         return _error_response(ApiError(500, "server_error", f"the server failed: {type(error).__name__}"))
 
 
-def application(
-    engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0
-) -> FastAPI:
+def application(engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0) -> FastAPI:
     """Return the server of one model; `speculate` as in SamplingParams, for answers of free form."""
     tokenizer = engine.tokenizer
     if tokenizer is None:

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from puna.flows.engine.declare import Flow
+from puna.flows.engine.inputs import parse_inputs
+from puna.flows.engine.launch import Request, chosen, stage_config, stage_inputs
+from puna.flows.engine.plan import PlannedStep, plan_flow, plan_stage
+from puna.flows.engine.recipe import Recipe
 from puna.flows.html.markup import duration, size
+from puna.stages.contract import Stage, StageConfig, Value
+from puna.stages.conversations import prompt_ids
 from puna.storage import Artifact, PunaError, Store
 
 if TYPE_CHECKING:
-    from puna.flows.engine.launch import Request
-    from puna.flows.engine.plan import PlannedStep
-    from puna.flows.engine.recipe import Recipe
     from puna.models.accounting import Precision
     from puna.models.config import ModelConfig
     from puna.models.machine import Machine
-    from puna.models.training.parallel.estimate import Estimate, Work
-    from puna.stages.contract import Stage, StageConfig, Value
+    from puna.models.training.parallel.estimate import Estimate
     from puna.stages.pretrain.pretrain import PretrainConfig
     from puna.stages.training.chosen_size import ChosenSize
     from puna.stages.training.phase import Phase
@@ -36,9 +38,6 @@ LOOKED_AT = 256
 
 def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedStep]]:
     """Return the flow or stage of a request, and its steps as a run would find them. Raise PunaError as such a run would."""
-    from puna.flows.engine.launch import chosen
-    from puna.flows.engine.plan import plan_flow, plan_stage
-
     target = chosen(request.what)
     if isinstance(target, Flow):
         return target, plan_flow(target, request.recipe_of(target), list(request.inputs), place)
@@ -48,9 +47,6 @@ def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedSt
 
 def _alone(stage: Stage, request: Request, place: str) -> tuple[StageConfig, dict[str, Value], Store]:
     """Return what a stage without a flow is run with."""
-    from puna.flows.engine.inputs import parse_inputs
-    from puna.flows.engine.launch import stage_config, stage_inputs
-
     config = stage_config(stage, request.recipe, list(request.changes))
     store = Store.existing(place).within(request.stage_project())
     parsed = parse_inputs(request.inputs, stage.inputs, store, stage.name)
@@ -74,7 +70,6 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
     from puna.models import accounting
     from puna.models.formats.checkpoint import read_config
     from puna.models.machine import CPU_KEYS, USUAL_ANSWERS, data_sheet
-    from puna.stages.conversations import prompt_ids
     from puna.stages.training.vocabulary import tokenizer_of
 
     shape, tokenizer = read_config(model.path()), tokenizer_of(model)
@@ -236,7 +231,8 @@ def _phase(
 ) -> dict[str, Any]:
     """Return the costs of one phase of a model; before: tokens of the run before it; row: tokens of a row."""
     from puna.models import accounting
-    from puna.models.training.parallel.estimate import Work
+    from puna.models.machine import data_sheet
+    from puna.models.training.parallel.estimate import Work, best_layouts
 
     precision: Precision = "bf16" if gpu else "fp32"
     phase = phase.counted(row, before)
@@ -252,7 +248,7 @@ def _phase(
     peak, checkpointing = (accounting.peak_bytes(config, at_once, precision, less, accumulated, moments) for less in (False, True))
     seconds, layouts = time.total / gpus, {}
     if gpu:
-        ranked = _layouts(config, Work(phase.full_rows, row, at_once, precision, moments=moments), gpu, gpus)
+        ranked = best_layouts(config, Work(phase.full_rows, row, at_once, precision, moments=moments), gpus, data_sheet(gpu))
         seconds, layouts = ranked[0].seconds if ranked and ranked[0].fits else seconds, {"layouts": _described(ranked, gpu, gpus)}
     return {
         "name": phase.name,
@@ -272,13 +268,6 @@ def _phase(
         "share_of_memory": time.memory / time.total,
         "seconds": seconds * steps,
     }
-
-
-def _layouts(config: ModelConfig, work: Work, gpu: str, gpus: int) -> list[Estimate]:
-    from puna.models.machine import data_sheet
-    from puna.models.training.parallel.estimate import best_layouts
-
-    return best_layouts(config, work, gpus, data_sheet(gpu))
 
 
 def _described(ranked: list[Estimate], gpu: str, gpus: int) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, StrictInt, model_validator
 
 from puna.stages.contract import REGISTRY, SeededConfig, Stage, StageConfig, did_you_mean, parse
 from puna.storage import PunaError
@@ -70,6 +70,16 @@ class Added(StageConfig):
         if (self.after is None) == (self.into is None):
             raise ValueError("write either after: STEP or into: STEP")
         return self
+
+
+class General(StageConfig):
+    """The fields of every recipe, beside the steps and settings of its flow."""
+
+    name: str | None = Field(None, description="Name of the recipe")
+    base: str | None = Field(BASE, description="Recipe to inherit from, a name or YAML file; null: none. Groups are merged, lists replaced")
+    seed: StrictInt = Field(0, ge=0, lt=2**31, description="Seed of every step that does not set its own")
+    project: str = Field("", description="Project of the store, whose aliases a run reads and sets")
+    add: dict[str, Added] = Field(default_factory=dict, description="Steps of one's own")
 
 
 @dataclass(frozen=True)

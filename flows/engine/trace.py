@@ -9,20 +9,15 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from pydantic import ValidationError
-
 from puna.flows.engine.declare import FLOWS, Flow, Given, Output, Walk, first_sentence
-from puna.flows.engine.recipe import BASE, Added, Recipe, Setting, Step, blamed, read_values
+from puna.flows.engine.recipe import BASE, General, Recipe, Setting, Step, blamed, read_values
 from puna.stages import plugins
 from puna.stages.contract import REGISTRY, Stage, StageConfig, did_you_mean, parse
 from puna.storage import PunaError
-from puna.storage.aliases import PROJECT, checked_project
+from puna.storage.aliases import checked_project
 
-SHIPPED = ("curate", "experiments", "pretrain", "align", "round", "safety", "pipeline")
-GENERAL = {
-    "name": "Name of the recipe", "seed": "Seed of every step that does not set its own", "add": "Steps of one's own",
-    "project": "Project of the store, whose aliases a run reads and sets",
-}  # fmt: skip
+SHIPPED = ("pipeline", "curate", "experiments", "pretrain", "align", "round", "safety")
+"""The flows of Puna, in the order in which people meet them."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +106,11 @@ def load_stages() -> dict[str, Stage]:
 
 
 def load_flows() -> dict[str, Flow]:
-    """Return every flow of Puna, of plugins and of added modules, by name."""
+    """Return every flow by name: those of Puna, then those of plugins and of added modules."""
     for name in SHIPPED:
         importlib.import_module(f"puna.flows.{name}")
     plugins.offers("puna.flows")
-    return FLOWS
+    return {name: FLOWS[name] for name in (*SHIPPED, *sorted(FLOWS.keys() - set(SHIPPED)))}
 
 
 def flow_named(name: str) -> Flow:
@@ -174,26 +169,25 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
         if step.serves in changed and values.get(step.serves, {}) is None and label not in changed:
             values.pop(label, None)
     complaints: list[str] = []
-    extra = _added(values.pop("add", None) or {}, complaints)
-    for label, added in extra.items():
+    general, given = General(), {field: values[field] for field in General.model_fields if values.get(field) is not None}
+    try:
+        general = parse(General, given, "")
+    except PunaError as error:
+        complaints += str(error).splitlines()
+    for label, added in general.add.items():
         stage = load_stages().get(added.stage or label)
-        if label in steps or label in settings or label in (*GENERAL, "base"):
+        if label in steps or label in settings or label in General.model_fields:
             complaints.append(f"add.{label}: there is such a step already; choose another name and say `stage: {added.stage or label}`")
         elif stage is None:
             complaints.append(f"add.{label}: {added.stage or label}: no such stage{did_you_mean(added.stage or label, REGISTRY)}")
         else:
             steps[label] = Step(label, label, stage)
-    names = [*GENERAL, *settings, *steps]
+    names = [*General.model_fields, *settings, *steps, *(given.get("add") or ())]
     complaints += [f"{field}: no such field{did_you_mean(str(field), names)}" for field in values if field not in names]
-    seed = values.get("seed", 0)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
-        complaints.append(f"seed: takes a whole number from 0 to {2**31 - 1} (got {seed!r})")
-        seed = 0
-    project = values.get("project", "")
     if "project" in values:
-        complaints += complaints_of(lambda: checked_project(project))
-    own = {field: value for field, value in values.items() if field not in ("name", "seed", "project")}
-    recipe = Recipe(str(values["name"]), seed, own, extra, project)
+        complaints += complaints_of(lambda: checked_project(values["project"]))
+    own = {field: value for field, value in values.items() if field not in General.model_fields}
+    recipe = Recipe(str(values["name"]), general.seed, own, general.add, general.project)
     for field_name, step in steps.items():
         if field_name in values or (field_name in fields(chosen) and not step.off):
             complaints += complaints_of(lambda step=step: recipe.configs(step))
@@ -202,19 +196,6 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
     if complaints:
         raise PunaError("\n".join(blamed(complaint, layers) for complaint in dict.fromkeys(complaints)))
     return recipe
-
-
-def _added(values: Any, complaints: list[str]) -> dict[str, Added]:
-    if not isinstance(values, dict):
-        complaints.append("add: is not a mapping of steps; write add: {NAME: {stage: STAGE, after: STEP}}")
-        return {}
-    additions: dict[str, Added] = {}
-    for label, value in values.items():
-        try:
-            additions[str(label)] = parse(Added, value, f"add.{label}")
-        except (PunaError, ValidationError) as error:
-            complaints.append(str(error))
-    return additions
 
 
 def complaints_of(ask: Any) -> list[str]:
@@ -229,11 +210,9 @@ def complaints_of(ask: Any) -> list[str]:
 def schema(flow: Flow) -> dict[str, Any]:
     """Return the JSON schema of the flow's recipes: the form of a recipe, and what editors complete."""
     chosen = everything(flow)
-    definitions: dict[str, Any] = {}
-    properties: dict[str, Any] = {
-        "name": {"type": "string", "description": GENERAL["name"]},
-        "seed": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1, "default": 0, "description": GENERAL["seed"]},
-    }
+    general = General.model_json_schema(ref_template="#/$defs/{model}")
+    definitions: dict[str, Any] = general["$defs"]
+    properties: dict[str, Any] = general["properties"]
     for setting in chosen.settings.values():
         bounds = {"type": "integer", "minimum": setting.minimum, "maximum": setting.maximum}
         typed: dict[str, Any] = {"type": "boolean"} if isinstance(setting.default, bool) else bounds
@@ -250,10 +229,5 @@ def schema(flow: Flow) -> dict[str, Any]:
             "description": first_sentence(step.stage.doc),
             "title": name,
         }
-    added = Added.model_json_schema()
-    inherits = f"Recipe to inherit from, a name or YAML file (default: {BASE}; null: none); groups are merged, lists replaced"
-    properties["base"] = {"type": "string", "description": inherits}
-    properties["project"] = {"type": "string", "pattern": f"^{PROJECT}$", "description": GENERAL["project"]}
-    properties["add"] = {"type": "object", "additionalProperties": added, "description": GENERAL["add"]}
     whole = {"type": "object", "title": f"recipe of {flow.name}", "properties": properties, "additionalProperties": False}
     return {**whole, "$defs": definitions}

@@ -19,8 +19,6 @@ from puna.stages.contract.declaration import InputSpec
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.explain import flat
 
-FIRST = ("pipeline", "curate", "experiments", "pretrain", "align", "round")
-"""The flows in the order in which people meet them; others follow."""
 GROUPS = ("curate", "experiments", "pretrain", "align", "io")
 """The folders of stages in the order of the pipeline; others follow."""
 MOST_CHOICES = 40
@@ -41,9 +39,8 @@ class Offer:
 def offers() -> list[Offer]:
     """Return every flow and stage, in the order of the pipeline."""
     flows, stages = load_flows(), load_stages()
-    ordered = sorted(flows, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
-    all_offers = [Offer(name, f"0.{number:02d} {name}", "flow", flows[name]) for number, name in enumerate(ordered, 1)]
-    steps = [step.step.stage.name for name in ordered[1:] for step in everything(flows[name]).steps]
+    all_offers = [Offer(name, f"0.{number:02d} {name}", "flow", flow) for number, (name, flow) in enumerate(flows.items(), 1)]
+    steps = [step.step.stage.name for flow in [*flows.values()][1:] for step in everything(flow).steps]
     place = {name: number for number, name in reversed(list(enumerate(steps)))}
     for number, group in enumerate((*GROUPS, "more"), 1):
         own = [stage for stage in stages.values() if _group(stage) == group]
@@ -99,10 +96,8 @@ def description(offer: Offer, *, linked: bool) -> str:
 
 def settings_of(stage: Stage) -> list[tuple[str, str]]:
     """Return (recipe, step) for each group of values that a shipped recipe has for the stage."""
-    pairs = []
-    for recipe in shipped_recipes():
-        pairs += [(recipe, step) for step in _steps_of(stage) if isinstance(_recipe(recipe).get(step), dict)]
-    return pairs
+    steps = dict.fromkeys(field for flow in load_flows().values() for field, step in fields(flow).items() if step.stage == stage)
+    return [(recipe, step) for recipe in shipped_recipes() for step in steps if isinstance(_recipe(recipe).get(step), dict)]
 
 
 def set_by_recipes(stage: Stage) -> set[str]:
@@ -120,12 +115,6 @@ def changed(offer: Offer, config: StageConfig) -> tuple[str, ...]:
 def _recipe(name: str) -> dict[str, Any]:
     """Return the values of a shipped recipe; callers must not change them."""
     return read_values(name, [])[0]
-
-
-def _steps_of(stage: Stage) -> list[str]:
-    """Return the fields of recipes that configure the stage."""
-    steps = {field: None for flow in load_flows().values() for field, step in fields(flow).items() if step.stage == stage}
-    return list(steps)
 
 
 class Choices:

@@ -208,5 +208,3 @@ def _uses(artifact: Artifact) -> list[Content]:
     if links:
         results.append(details(tag("span", "Use in …", class_="button"), tag("ul", links), class_="menu"))
     return results
-
-

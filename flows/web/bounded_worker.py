@@ -12,9 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from puna.flows.web import forms, questions
+from puna.flows.engine.cost import Total, steps_of
+from puna.flows.engine.launch import Request
+from puna.flows.engine.plan import STATES, PlannedStep
+from puna.flows.html.markup import Content, Html, details, duration, section, size, table, tag
+from puna.flows.web import questions
 from puna.flows.web.bounded import IDLE_SECONDS, MEMORY_BYTES
+from puna.flows.web.forms import offer_of, request_of
+from puna.flows.web.frame import note, problem
 from puna.storage import PunaError, Store
+
+COSTS = ("time", "disk", "memory")
 
 
 def _answered(question: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,9 +30,10 @@ def _answered(question: Mapping[str, Any]) -> dict[str, Any]:
     try:
         if question["question"] == "sql":
             return {"html": str(questions.answered(store, question["q"]))}
+        request = request_of(offer_of(question["name"]), question["asked"])
         if question["question"] == "plan":
-            return {"html": str(forms.plan_view(store, question["name"], question["asked"]))}
-        forms.checked(store, question["name"], question["asked"])
+            return {"html": str(plan_view(store, request))}
+        steps_of(request, store.uri)
         return {"html": ""}
     except PunaError as error:
         return {"refused": str(error)}
@@ -32,6 +41,34 @@ def _answered(question: Mapping[str, Any]) -> dict[str, Any]:
         return {"refused": f"stopped: it needs more than {MEMORY_BYTES >> 20:,} MB of memory", "last": True}
     except Exception as error:  # noqa: BLE001  what breaks here is told by the page that asked
         return {"broken": f"{type(error).__name__}: {error}", "last": True}
+
+
+def plan_view(store: Store, request: Request) -> Html:
+    """Return the plan of a run (per step: reused or not, why, cost), or the errors of its request."""
+    try:
+        _, steps = steps_of(request, store.uri)
+    except PunaError as error:
+        return tag("div", problem(str(error)))
+    summary = ", ".join(f"{count} {words}" for state, words in STATES.items() if (count := sum(step.state == state for step in steps)))
+    free = store.files.free()
+    estimated = any(step.expected for step in steps)
+    rows = [_row(step, estimated) for step in steps if step.state != "reused"]
+    reused: list[list[Content]] = [[tag("b", step.label), tag("span", step.why, class_="id")] for step in steps if step.state == "reused"]
+    total = str(Total.of(steps))
+    return tag("div",
+        section("plan", total[0].upper() + total[1:], f"{summary}{f'; {size(free)} of disk are free' if free is not None else ''}",
+            table(["step", *(COSTS if estimated else ()), "because"], rows, numeric=(1, 2, 3) if estimated else ()) if rows else None,
+            details(f"{len(reused)} reused", table(["step", "artifact"], reused), class_="more") if reused else None,
+            None if steps else note("No step follows from what there is.")),
+        note("On the command line: ", tag("code", request.command(store))),
+    )  # fmt: skip
+
+
+def _row(step: PlannedStep, estimated: bool) -> list[Content]:
+    one = step.expected
+    cost: list[Content] = ["?" for _ in COSTS if estimated] if one is None else [duration(one.seconds), size(one.bytes), size(one.memory)]
+    waits = f"after {step.why}" if step.state == "after" else step.why
+    return [tag("b", step.label), *cost, tag("small", waits)]
 
 
 def _data_bytes() -> int:

@@ -1,4 +1,4 @@
-"""The form of a flow or a stage: its inputs and settings, the request that it makes, and the plan of that."""
+"""The form of a flow or a stage: its inputs and settings, and the request that it makes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
-from puna.flows.engine.cost import Total, steps_of
 from puna.flows.engine.declare import Flow, described, first_sentence
 from puna.flows.engine.defaults import DEFAULT_RECIPE
 from puna.flows.engine.launch import Request
-from puna.flows.engine.plan import STATES, PlannedStep
 from puna.flows.engine.recipe import shipped_recipes
-from puna.flows.html.markup import Content, Html, details, duration, section, size, table, tag
+from puna.flows.html.markup import Content, Html, details, tag
 from puna.flows.prefect.forms import Choices, Offer, defaults, offers, picked, set_by_recipes, settings_of, values_of
 from puna.flows.web.frame import Site, button, field, hidden, note, once, option, problem, projects_nav, tab
 from puna.stages.contract import Stage, did_you_mean
@@ -24,7 +22,6 @@ from puna.storage.explain import flat
 
 Asked = Mapping[str, Sequence[str]]
 """The fields of a form as a browser sends them, each with its values."""
-COSTS = ("time", "disk", "memory")
 FEW = 2
 """Fields of a group of settings that stands open."""
 MANY = 8
@@ -78,33 +75,6 @@ def _project_field(store: Store, project: str) -> Content:
     return [field("Project, whose aliases are read and set; a new name begins a new one", box), choices]
 
 
-def plan_view(store: Store, name: str, form: Asked) -> Html:
-    """Return the plan of a run with these fields (per step: reused or not, why, cost), or their errors."""
-    request = request_of(offer_of(name), form)
-    try:
-        _, steps = steps_of(request, store.uri)
-    except PunaError as error:
-        return tag("div", problem(str(error)))
-    summary = ", ".join(f"{count} {words}" for state, words in STATES.items() if (count := sum(step.state == state for step in steps)))
-    free = store.files.free()
-    estimated = any(step.expected for step in steps)
-    rows = [_row(step, estimated) for step in steps if step.state != "reused"]
-    reused: list[list[Content]] = [[tag("b", step.label), tag("span", step.why, class_="id")] for step in steps if step.state == "reused"]
-    total = str(Total.of(steps))
-    return tag("div",
-        section("plan", total[0].upper() + total[1:], f"{summary}{f'; {size(free)} of disk are free' if free is not None else ''}",
-            table(["step", *(COSTS if estimated else ()), "because"], rows, numeric=(1, 2, 3) if estimated else ()) if rows else None,
-            details(f"{len(reused)} reused", table(["step", "artifact"], reused), class_="more") if reused else None,
-            None if steps else note("No step follows from what there is.")),
-        note("On the command line: ", tag("code", request.command(store))),
-    )  # fmt: skip
-
-
-def checked(store: Store, name: str, form: Asked) -> None:
-    """Raise PunaError if a run with these fields would be refused."""
-    steps_of(request_of(offer_of(name), form), store.uri)
-
-
 def request_of(offer: Offer, form: Asked) -> Request:
     """Return the request of a form, as the command line would make it."""
     texts = []
@@ -130,13 +100,6 @@ def offer_of(name: str) -> Offer:
     if name not in by_name:
         raise PunaError(f"{name}: no such flow or stage{did_you_mean(name, list(by_name))}")
     return by_name[name]
-
-
-def _row(step: PlannedStep, estimated: bool) -> list[Content]:
-    one = step.expected
-    cost: list[Content] = ["?" for _ in COSTS if estimated] if one is None else [duration(one.seconds), size(one.bytes), size(one.memory)]
-    waits = f"after {step.why}" if step.state == "after" else step.why
-    return [tag("b", step.label), *cost, tag("small", waits)]
 
 
 def first_words(doc: str) -> list[Content]:

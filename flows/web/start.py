@@ -79,7 +79,7 @@ async def go(site: Here, name: str, request: Request) -> Response:
 
 
 def start_run(store: Store, name: str, form: Asked) -> str:
-    """Start a run as its form does; return the page that follows it. `forms.checked` tells beforehand if the form is refused."""
+    """Start a run as its form does; return the page that follows it. `bounded_worker` tells beforehand if it is refused."""
     offer = offer_of(name)
     request = request_of(offer, form)
     server = server_beside(store)

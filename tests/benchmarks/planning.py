@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from puna.flows.cli.notebook import run_flow
-from puna.flows.engine.estimates import Experience, Size
+from puna.flows.engine.plan import Experience, Size
 from puna.storage import Artifact, Store
 
 RUNS = ((1200, 20), (3000, 30), (2000, 40), (2500, 25))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.flows.engine.estimates import Experience, Size
+from puna.flows.engine.plan import Experience, Size
 from puna.flows.html.markup import duration
 from puna.storage import Store
 

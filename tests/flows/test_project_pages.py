@@ -12,6 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from puna.flows.engine import trace
+from puna.flows.engine.cost import steps_of
 from puna.flows.prefect import deployments
 from puna.flows.prefect.deployment_sync import DeploymentSync
 from puna.flows.prefect.forms import Choices, offers
@@ -72,7 +73,7 @@ def test_the_start_page_offers_the_aliases_of_the_project_and_asks_for_it(client
         assert request.project == "news" and "--project news" in request.command()
     assert request_of(forms.offer_of("round"), {}).project == ""
     with pytest.raises(PunaError, match="letters, digits"):
-        forms.checked(store, "curate", {"project": ["a/b"]})
+        steps_of(request_of(forms.offer_of("curate"), {"project": ["a/b"]}), store.uri)
 
 
 def test_the_forms_of_a_server_ask_for_the_project_and_names_mean_the_same_in_each(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
