@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,9 @@ from puna.flows.html.svg import draw, grid
 from puna.flows.report import arms
 from puna.flows.report.run import Run, Step, for_people
 from puna.stages.align.gate import ALL
-from puna.stages.training.intervals import Interval, mean, wilson
+from puna.stages.training.intervals import Interval, mean
 from puna.storage import Artifact, Store
 
-OVERALL = ("all", "overall", "total", "mean")
 TASKS_IN_A_PLOT = 4
 ANSWERS_SHOWN = 8
 
@@ -98,38 +97,15 @@ def measurements(run: Run) -> dict[tuple[str, str], list[Measured]]:
     return dict(by_metric)
 
 
-def overall_accuracy(measured: Mapping[tuple[str, str], Sequence[Measured]]) -> list[Measured]:
-    """Return the accuracy over all tasks after each evaluation: as recorded, else pooled over the common tasks."""
-    by_task = {task: values for (task, metric), values in measured.items() if metric == "accuracy"}
-    for name in OVERALL:
-        if name in by_task:
-            return list(by_task[name])
-    if not by_task:
-        return []
-    most = max(len(values) for values in by_task.values())
-    common = [values for values in by_task.values() if len(values) == most]
-    return [_pooled(list(same)) for same in zip(*common, strict=True)]
-
-
-def _pooled(values: list[Measured]) -> Measured:
-    """Return one share of all items, with Wilson's interval."""
-    if len(values) == 1:
-        return values[0]
-    n = sum(v.n for v in values)
-    share = sum(v.value * v.n for v in values) / n
-    _, low, high = wilson(round(share * n), n)
-    return Measured(values[0].step, share, low, high, n)
-
-
 # --- plots --------------------------------------------------------------------------------------------
 
 
 def accuracy_view(run: Run) -> Html:
     """Show accuracy after each step with its interval: all tasks together, each task, then other metrics."""
     measured = measurements(run)
-    overall = overall_accuracy(measured)
+    overall = measured.get((ALL, "accuracy"), [])
     plots = [_plot("Accuracy on held-out tasks", "accuracy", {"all tasks": overall})] if len(overall) > 1 else []
-    tasks = {t: v for (t, metric), v in measured.items() if metric == "accuracy" and t not in OVERALL and len(v) > 1}
+    tasks = {t: v for (t, metric), v in measured.items() if metric == "accuracy" and t != ALL and len(v) > 1}
     if len(tasks) > 1:
         names = sorted(tasks)
         # Evenly: a plot of only one task would have no legend that names it.
@@ -282,9 +258,9 @@ def answers_view(run: Run) -> Html:
     answers: dict[str, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for step in steps:
         for row in step.artifact.read("examples").to_pylist():
-            answers[row["id"]][step.name] = {**row, "about": _about(row["detail"])}
+            answers[row["id"]][step.name] = {**row, "about": json.loads(row["detail"])}
     questions = {i: rows for i, rows in answers.items() if any(row["kind"] != "continuation" for row in rows.values())}
-    ranked = sorted(questions, key=lambda i: (-len(questions[i]), _order(list(questions[i].values())), i))
+    ranked = sorted(questions, key=lambda i: (-len(questions[i]), not _differ(questions[i].values()), i))
     # A question of each task first, then the second of each, and so on.
     turns: Counter[str] = Counter()
     place = {}
@@ -299,18 +275,8 @@ def answers_view(run: Run) -> Html:
     return join([view, part("How the base model writes on", tag("div", continuations, class_="cards") if continuations else None)])
 
 
-def _about(detail: str | None) -> Mapping[str, Any]:
-    """Return an example's detail: named values if it is JSON, else its text under an empty name."""
-    try:
-        values = json.loads(detail or "{}")
-    except ValueError:
-        values = None
-    return values if isinstance(values, dict) else {"": detail}
-
-
-def _order(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return a sort key that puts questions with differing judgements first."""
-    return 0 if len({(row["kind"], str(row["about"].get("score"))) for row in rows}) > 1 else 1
+def _differ(rows: Iterable[Mapping[str, Any]]) -> bool:
+    return len({(row["kind"], str(row["about"].get("score"))) for row in rows}) > 1
 
 
 def _question(rows: Mapping[str, Mapping[str, Any]], steps: Sequence[Step]) -> Html:
@@ -332,8 +298,7 @@ def _answer(title: str, row: Mapping[str, Any] | None) -> Html:
     if isinstance(score, (int, float)):
         word, style = ("right", "tag right") if score >= 1 else ("wrong", "tag wrong") if score <= 0.01 else (f"score {score:.2f}", "tag")
         judged = tag("span", word, class_=style)
-    rest = tag("p", excerpt(str(row["about"][""]), 200), class_="note") if row["about"].get("") else None
-    return tag("div", tag("h4", title, " ", judged), tag("blockquote", excerpt(str(row["text"]), 500) or "(empty)", dir="auto"), rest)
+    return tag("div", tag("h4", title, " ", judged), tag("blockquote", excerpt(str(row["text"]), 500) or "(empty)", dir="auto"))
 
 
 def _continuation(row: Mapping[str, Any]) -> Html:

@@ -148,12 +148,8 @@ def card(row: Mapping[str, Any], about: Content, characters: int = 420) -> Html:
 # --- evidence of duplicates ---------------------------------------------------------------------------
 
 
-def duplicates_view(run: Run) -> Html:
-    """Show pairs of duplicates side by side for each step that removed some, with differences marked."""
-    return join([_pairs(run, step) for step in run.kind("documents") if step.has("duplicates")])
-
-
-def _pairs(run: Run, step: Step) -> Html:
+def duplicates_view(run: Run, step: Step) -> Html:
+    """Show pairs of duplicates side by side of which a step removed one, with differences marked."""
     every, near = Among(), Among()
     for batch in step.artifact.batches("duplicates"):
         rows = pa.Table.from_batches([batch])
@@ -201,12 +197,8 @@ def compared(first: str, second: str) -> tuple[Html, Html]:
 # --- removed lines ------------------------------------------------------------------------------------
 
 
-def lines_view(run: Run) -> Html:
-    """Return the lines that were removed most often, for each step that removes lines."""
-    return join([_lines(step) for step in run.kind("documents") if step.has("removed_lines")])
-
-
-def _lines(step: Step) -> Html:
+def lines_view(step: Step) -> Html:
+    """Show the lines that a step removed most often."""
     white = "' ' || chr(9) || chr(10) || chr(13)"
     texts = f"select trim(text, {white}) as said, rule, count(*) as times, sum(length(text)) as size from found group by said, found.rule"
     once = f"create temp table texts as {texts}"

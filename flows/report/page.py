@@ -13,6 +13,7 @@ from puna.flows.report import alignment, arms, corpus, curate, lineage, training
 from puna.flows.report.compare import again_view, compare_view
 from puna.flows.report.funnel import Level, characters_per_token, funnel, level
 from puna.flows.report.run import Run, for_people
+from puna.stages.align.gate import ALL
 from puna.stages.prompts.lookups import answers_without_model
 from puna.stages.training.intervals import wilson
 
@@ -20,8 +21,8 @@ HERE = Path(__file__).parent
 MAKER = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(HERE.glob("*.*")) if file.is_file())).hexdigest()
 """Of the code that makes a page; the page says it."""
 PREFERENCE_KINDS = ("preferences", "instructions")
-
-
+EXPERIMENTS = "Small runs that choose the mixture and predict the larger run."
+LINEAGE = "What was made of what, from the inputs down. Point at an artifact to see its id and metrics, and what it touches."
 NAVIGATION = {
     "curation": "Curation", "corpus": "Corpus", "experiments": "Experiments", "pretraining": "Pretraining", "alignment": "Alignment",
     "times": "Time and memory", "lineage": "Lineage",
@@ -33,15 +34,22 @@ def page(run: Run) -> Html:
     log, levels = run.log, funnel(run)
     per_token = characters_per_token(run)
     sections = join([
-        _curation(run, levels, per_token), _corpus(run), _experiments(run), _pretraining(run), _alignment(run), _times(run), _lineage(run),
-    ])  # fmt: skip
+        _curation(run, levels, per_token),
+        _corpus(run),
+        section("experiments", "Experiments", EXPERIMENTS, training.experiments_view(run)),
+        _pretraining(run),
+        _alignment(run),
+        section("times", "Time and memory", None, lineage.times_view(run)),
+        section("lineage", "Lineage", LINEAGE, lineage.lineage_view(run)),
+    ])
     when = log.opened.strftime("%-d %B %Y, %H:%M UTC") if log.opened else ""
     reused, spent = sum(step.reused for step in run.steps), duration(sum(step.seconds for step in run.steps))
     summary = f"{len(run.steps)} artifacts, {reused} of them reused, {spent} in stages"
     title = tag("h1", for_people(f"{log.flow} run" if log.flow else "run"))
     head = [title, tag("p", when, " ", tag("code", log.name)), tag("p", summary) if run.steps else None]
     again = ["Everything here was read from the store's artifacts. ", tag("code", f"puna report {log.name}"), " makes it again."]
-    about = [_tiles(run, levels), _notices(run), again_view(run)]
+    tiles = [*_corpus_tiles(run, levels), *_model_tiles(run), _accuracy_tile(run), *_claim_tiles(run)]
+    about = [tag("dl", tiles, class_="tiles"), _notices(run), again_view(run)]
     return _whole(f"Puna: {log.flow or 'run'} {log.name}", {"top": "Run", **NAVIGATION}, head, about, sections, again)
 
 
@@ -83,11 +91,6 @@ def tile(name: str, value: Content, note: Content = None, class_: str = "tile") 
     return tag("div", tag("dt", name), tag("dd", value), tag("dd", note, class_="note") if note else None, class_=class_)
 
 
-def _tiles(run: Run, levels: list[Level]) -> Html:
-    tiles = [*_corpus_tiles(run, levels), *_model_tiles(run), _accuracy_tile(run), *_claim_tiles(run)]
-    return tag("dl", tiles, class_="tiles")
-
-
 def _corpus_tiles(run: Run, levels: list[Level]) -> list[Html]:
     tiles = []
     if levels:
@@ -119,7 +122,7 @@ def _model_tiles(run: Run) -> list[Html]:
 
 
 def _accuracy_tile(run: Run) -> Content:
-    values = alignment.overall_accuracy(alignment.measurements(run))
+    values = alignment.measurements(run).get((ALL, "accuracy"))
     if not values:
         return None
     steps = []
@@ -152,13 +155,12 @@ def _claim_tiles(run: Run) -> list[Html]:
 
 def _curation(run: Run, levels: list[Level], per_token: float | None) -> Html:
     rate = f"Tokens are estimated at this run's {per_token:.2f} characters per token." if per_token else None
-    view = part("Funnel", curate.funnel_view(levels, per_token), note=rate) if levels else None
     lead = "Every page and document that came in is kept or was dropped by one rule. Open a rule to read what it dropped."
     return section(
         "curation", "Curation", lead if levels else None,
-        view,
-        curate.duplicates_view(run),
-        curate.lines_view(run),
+        part("Funnel", curate.funnel_view(levels, per_token), note=rate) if levels else None,
+        [curate.duplicates_view(run, step) for step in run.kind("documents") if step.has("duplicates")],
+        [curate.lines_view(step) for step in run.kind("documents") if step.has("removed_lines")],
         corpus.examples_view(run.kind("pages", "documents")),
         corpus.kept_view(run),
     )  # fmt: skip
@@ -170,13 +172,8 @@ def _corpus(run: Run) -> Html:
     return section("corpus", "Corpus", "What the text is made of.", shares, corpus.mixture_view(run), figures)
 
 
-def _experiments(run: Run) -> Html:
-    lead = "Small runs that choose the mixture and predict the larger run."
-    return section("experiments", "Experiments", lead, training.experiments_view(run))
-
-
 def _pretraining(run: Run) -> Html:
-    base = [s for s in run.kind("model") if s.stage == "pretrain" and s.stage not in training.EXPERIMENTS]
+    base = [s for s in run.kind("model") if s.stage == "pretrain"]
     models = {s.artifact.key for s in base}
     judged = [s for s in alignment.evaluations(run) if any(a.key in models for a in run.inputs(s))]
     measured = training.figures_view(judged, "What the base model can do")
@@ -205,15 +202,6 @@ def _alignment(run: Run) -> Html:
         training.figures_view(judged, "More measurements", without="accuracy"),
         alignment.table_view(run),
     )  # fmt: skip
-
-
-def _times(run: Run) -> Html:
-    return section("times", "Time and memory", None, lineage.times_view(run))
-
-
-def _lineage(run: Run) -> Html:
-    lead = "What was made of what, from the inputs down. Point at an artifact to see its id and metrics, and what it touches."
-    return section("lineage", "Lineage", lead, lineage.lineage_view(run))
 
 
 def measured_view(run: Run) -> Html | None:
