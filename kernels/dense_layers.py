@@ -13,7 +13,7 @@ Shapes: N tokens, D model width, F feed-forward width, H query heads, G key-valu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, get_type_hints
 
@@ -66,6 +66,16 @@ class DenseLayer:
     gate_scale: Tensor | None = None
     up_scale: Tensor | None = None
     down_scale: Tensor | None = None
+
+
+class Parts(NamedTuple):
+    """The processes of which each has some heads and inner columns of every layer.
+
+    `add` sums x [N, D] over them, in place. `first`: this one adds its products to the x that it was given; the others add theirs to zeros.
+    """
+
+    add: Callable[[Tensor], object]
+    first: bool
 
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -252,7 +262,10 @@ class DenseLayers:
     its type.
     """
 
-    def __init__(self, layers: Sequence[DenseLayer], norm: Tensor, heads: int, groups: int, head_dim: int, eps: float) -> None:
+    def __init__(
+        self, layers: Sequence[DenseLayer], norm: Tensor | None, heads: int, groups: int, head_dim: int, eps: float,
+        parts: Parts | None = None,
+    ) -> None:  # fmt: skip
         for layer in layers:
             for field in fields(layer):
                 weight = getattr(layer, field.name)
@@ -261,7 +274,7 @@ class DenseLayers:
                 if weight is not None and not (weight.dtype == dtype and weight.is_cpu and weight.is_contiguous()):
                     raise ValueError(f"{field.name} is {weight.dtype} on {weight.device}: the loops need dense {dtype} on CPU")
         self.layers, self.norm, self.F, self.eps = list(layers), norm, len(layers[0].gate), eps
-        self.G, self.R, self.K = groups, heads // groups, head_dim
+        self.G, self.R, self.K, self.parts = groups, heads // groups, head_dim, parts
         self._small = any(layer.q_scale is not None for layer in layers)
         self._sums = [{f"{name}_sums": _row_sums(layer, name) for name in PROJECTIONS} for layer in layers]
         self._table: Records = np.zeros(len(layers), LAYER)
@@ -281,7 +294,7 @@ class DenseLayers:
     def __call__(
         self, x_ND: Tensor, cos: Tensor, sin: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]
     ) -> None:
-        """Send embedded tokens x through all layers and the final norm, in place; append their keys and values to each layer's pages.
+        """Send embedded tokens x through all layers and the norm, if there is one, in place; append keys and values to each layer's pages.
 
         `cos`, `sin` [positions, K / 2] are tables by position id. `pages` are of `new_pages`, fp32.
         """
@@ -301,16 +314,24 @@ class DenseLayers:
         room = plan.scratch(R, -(-K // PAGE) * PAGE)
         # Vectors of a panel or head, against which waking a thread is weighed.
         work, heads = N * D * PANEL // LANES, N * K * (R + 2) * (D + PAGE * plan.tables.shape[1]) // LANES
-        if N <= FEW_TOKENS and max(parts(G, heads), parts(-(-F // PANEL), 2 * work)) == 1:
+        if self.parts is None and N <= FEW_TOKENS and max(parts(G, heads), parts(-(-F // PANEL), 2 * work)) == 1:
             _layers_loop(step, layers, plan.arrays, room)
-            _norm_loop(0, 0, N, D, x, self.norm.data_ptr(), self.eps)
-            return
-        for number in range(len(layers)):
-            run_rows(_attention_loop, G, heads, number, step, layers, plan.arrays, room)
-            run_rows(_output_loop, -(-D // PANEL), work, number, step, layers)
-            run_rows(_swiglu_loop, -(-F // PANEL), 2 * work, number, step, layers)
-            run_rows(_down_loop, -(-D // PANEL), work, number, step, layers)
-        run_rows(_norm_loop, N, D // LANES, D, x, self.norm.data_ptr(), self.eps)
+        else:
+            for number in range(len(layers)):
+                run_rows(_attention_loop, G, heads, number, step, layers, plan.arrays, room)
+                self._add(x_ND, _output_loop, work, number, step, layers)
+                run_rows(_swiglu_loop, -(-F // PANEL), 2 * work, number, step, layers)
+                self._add(x_ND, _down_loop, work, number, step, layers)
+        if self.norm is not None:
+            run_rows(_norm_loop, N, D // LANES, D, x, self.norm.data_ptr(), self.eps)
+
+    def _add(self, x_ND: Tensor, loop: Any, work: int, *given: Any) -> None:
+        """Run a loop that adds to x, and add up what it is in all processes."""
+        if self.parts is not None and not self.parts.first:
+            x_ND.zero_()
+        run_rows(loop, -(-x_ND.shape[1] // PANEL), work, *given)
+        if self.parts is not None:
+            self.parts.add(x_ND)
 
 
 def _row_sums(layer: DenseLayer, name: str) -> Tensor | None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from puna.models.settings import Settings
+from puna.models.settings import NO_RESULT, Settings
+from puna.models.training.parallel.layout import Layout
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from puna.models.memory.offload import Shelf
     from puna.models.memory.workload import Work
     from puna.models.tokens.tokenizer import Tokenizer
+    from puna.models.training.parallel.base import Parallel
     from puna.models.transformer import Transformer
 
 Weights = Literal["same", "int8", "fp8"]
@@ -48,10 +50,16 @@ class ServingSettings(Settings):
         description="Keep of a prompt with its answer the first `sinks` tokens and the last alone, this many at least, a quarter more at "
         "most: for talks and answers longer than the model's context; null: all",
     )  # fmt: skip
+    layout: Layout = Field(
+        Layout(), description="Processes that hold one model between them: tensor, or stages of layers (pipeline); data: such groups, that "
+        "share the questions. One: each process that runs the stage has the whole model", json_schema_extra=NO_RESULT,
+    )  # fmt: skip
     sinks: int = Field(0, ge=0, multiple_of=16, description="With a window: tokens kept from the beginning, on which attention rests")
 
     @model_validator(mode="after")
     def _of_one_engine(self) -> ServingSettings:
+        if other := self.layout.axes - {"data", "tensor", "pipeline"}:
+            raise ValueError(f"layout.{min(other)}: answers come from groups by tensor or pipeline, and data; leave {min(other)} out")
         if self.sinks and self.window is None:
             raise ValueError(f"sinks {self.sinks}: tokens fall out behind them only with a window; set window, or leave sinks out")
         if self.engine == "vllm" and self.window is not None:
@@ -88,13 +96,18 @@ def prepared(model: Transformer, weights: Weights) -> Transformer:
 
 def engine_of(
     model: Transformer, tokenizer: Tokenizer, weights: Weights = "same", draft: tuple[Transformer, Tokenizer] | None = None,
-    draft_weights: Weights = "same", **limits: Any,
+    draft_weights: Weights = "same", held: Parallel | None = None, **limits: Any,
 ) -> Engine:  # fmt: skip
-    """Return an engine with its `limits`, of a model and a draft whose weights are changed in place. Raise ValueError if a draft has other
-    tokens than the model."""
+    """Return an engine with its `limits`, of a model and a draft whose weights are changed in place. `held`: the group whose model this is
+    one rank's part of. Raise ValueError if a draft has other tokens than the model."""
     from puna.models.generation import Engine
     from puna.models.generation.draft import DraftedEngine
+    from puna.models.training.parallel.pipeline import Pipelined
 
+    if isinstance(held, Pipelined):
+        from puna.models.training.parallel.staged_engine import StagedEngine
+
+        return StagedEngine(held, tokenizer, **limits)
     prepared(model, weights)
     if draft is None:
         return Engine(model, tokenizer, **limits)

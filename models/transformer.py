@@ -30,6 +30,9 @@ from puna.kernels.swiglu import swiglu
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 
+if TYPE_CHECKING:
+    from puna.kernels.dense_layers import Parts
+
 Head = Literal["lm", "scalar"]
 # attend(layer, q [T, H, K], k [T, G, K], v [T, G, K]) -> [T, H, K]: what a layer's queries look at. Training
 # gives the forest mask, generation its cache; the rest of the model is the same for both.
@@ -364,6 +367,36 @@ class Transformer(nn.Module):
                 parameter.zero_()
             else:
                 parameter.normal_(0.0, self.config.initializer_range, generator=generator)
+
+    first = 0
+    """Number of the first layer that this process has."""
+    parts: Parts | None = None
+    """The processes that have parts of each layer's matrices; None: this one has them whole."""
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """Return the layers that this process has."""
+        return self.model.layers
+
+    @property
+    def key_value_heads(self) -> int:
+        """Return the number of key-value heads of a layer that this process has."""
+        return self.config.num_key_value_heads
+
+    @property
+    def place(self) -> tuple[torch.device, torch.dtype]:
+        """Return the device and the type of the weights that this process has."""
+        weight = next(p for p in self.parameters() if not p.is_meta)
+        return weight.device, weight.dtype
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return what the first layer of this process is given of tokens [N] in generation, [N, D]."""
+        x_ND: Tensor = self.model.embed_tokens(tokens)
+        return x_ND
+
+    def decoded(self, x_ND: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Return what follows this process's last layer in generation, [N, D]."""
+        return self.model(x_ND, positions, attend)
 
     def hidden(self, forest: Forest) -> Tensor:
         """Return the final-norm hidden states [T, D]."""

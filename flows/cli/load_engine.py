@@ -65,8 +65,8 @@ def _offloaded(
 
 
 def serving_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command with an option for each field of `ServingSettings`, but vLLM's, in place of its parameter `serving`."""
-    fields = {name: field for name, field in ServingSettings.model_fields.items() if name not in ("engine", "gpu_memory")}
+    """Return a command whose parameter `serving` became an option for each field of `ServingSettings`, but vLLM's and the layout."""
+    fields = {name: field for name, field in ServingSettings.model_fields.items() if name not in ("engine", "gpu_memory", "layout")}
 
     def run(**values: Any) -> None:
         try:

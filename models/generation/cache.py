@@ -20,10 +20,10 @@ class Cache:
     """Keys and values of each layer in `count` pages, or the latents that both are computed from."""
 
     def __init__(self, model: Transformer, count: int) -> None:
-        config, weight = model.config, model.model.embed_tokens.weight
-        shape, where = (config.num_key_value_heads, config.head_dim, config.value_dim), (weight.dtype, weight.device)
-        numbers, mla = range(config.num_hidden_layers), config.mla
-        self.config, self.windows = config, config.windows
+        config, (device, dtype) = model.config, model.place
+        shape, where = (model.key_value_heads, config.head_dim, config.value_dim), (dtype, device)
+        numbers, mla = range(model.first, model.first + len(model.blocks)), config.mla
+        self.config, self.windows = config, [config.windows[number] for number in numbers]
         self.layers = [new_pages(count, *shape, *where) for _ in numbers if mla is None]
         self.latents = [new_latents(count, mla, *where) for _ in numbers if mla is not None]
 

@@ -65,7 +65,7 @@ def loops(model: Transformer) -> Pass | None:
     own: Pass | None = getattr(model.model, "by_loops", None)
     if own is not None:
         return own
-    return Loops(model) if fits(model.config, model.model.layers, list(model.parameters())) else None
+    return Loops(model) if fits(model.config, model.blocks, [p for p in model.parameters() if not p.is_meta]) else None
 
 
 def fits(config: ModelConfig, blocks: nn.ModuleList, parameters: Sequence[Tensor]) -> bool:
@@ -83,12 +83,15 @@ def fits(config: ModelConfig, blocks: nn.ModuleList, parameters: Sequence[Tensor
 
 def _dense_layers(model: Transformer) -> DenseLayers:
     config, layers = model.config, []
-    for block in model.model.layers:
+    for block in model.blocks:
         parameters = dict(block.named_parameters())
         weights: dict[str, Any] = {name: parameters.get(place) for name, place in WEIGHTS.items()}
         for name in PROJECTIONS:
             place = WEIGHTS[name].removesuffix("weight")
             weights[name], weights[f"{name}_scale"] = parameters.get(f"{place}q", weights[name]), parameters.get(f"{place}scale")
+        if model.parts is not None and not model.parts.first:
+            weights["o_bias"] = None
         layers.append(DenseLayer(**weights))
-    norm = model.model.norm.weight
-    return DenseLayers(layers, norm, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps)
+    norm = None if model.model.norm.weight.is_meta else model.model.norm.weight
+    heads, groups = (len(weight) // config.head_dim for weight in (layers[0].q, layers[0].k))
+    return DenseLayers(layers, norm, heads, groups, config.head_dim, config.rms_norm_eps, model.parts)

@@ -22,7 +22,7 @@ from puna.kernels.exact import exact_passes
 from puna.kernels.operators import wide
 from puna.kernels.token_cut import cut
 from puna.kernels.token_draw import invert
-from puna.models.generation.engine import Engine, Event
+from puna.models.generation.engine import Engine
 from puna.models.generation.sampling import DIVERGED, Draw, Drawn, RowError, draw, shifted
 from puna.models.generation.schedule import Answer
 from puna.models.generation.step import Stretch, run
@@ -91,7 +91,7 @@ class DraftedEngine(Engine):
         before = [*answer.own, *answer.guess[:number]] if params.shifts else ()
         return Draw(params, self._numbers[answer][len(answer.logprobs) + number, 0], answer.request.prompt, before)
 
-    def _draw(self, ready: Sequence[Answer]) -> list[Event]:
+    def _draw(self, ready: Sequence[Answer]) -> Drawn:
         self._ready = ready
         return super()._draw(ready)
 

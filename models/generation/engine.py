@@ -224,9 +224,13 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Run one forward pass of the scheduled tokens and draw the next tokens; return none if no request is left."""
+        return self._end(*self._begin())
+
+    def _begin(self) -> tuple[list[Answer], Drawn | None]:
+        """Run the pass; return the answers whose next tokens are due, and what is drawn for them."""
         self._renew()
-        weight = self.model.model.embed_tokens.weight
-        with exact_passes(weight.dtype, weight.device, self.exact):
+        device, dtype = self.model.place
+        with exact_passes(dtype, device, self.exact):
             work = self.scheduler.plan()
             if work:
                 for cache in self.caches:
@@ -239,12 +243,12 @@ class Engine:
                     self.scheduler.computed(answer, (hidden_ND, row + answer.count))
                     row += answer.count + len(answer.guess)
             ready = [answer for answer in work if answer.hidden is not None] + list(self.scheduler.fork())
-            return self._draw(ready) if ready else []
+            return ready, self._draw(ready) if ready else None
 
     def _drawn(self, logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
         return draw(logits_SV, draws)
 
-    def _draw(self, ready: Sequence[Answer]) -> list[Event]:
+    def _draw(self, ready: Sequence[Answer]) -> Drawn:
         draws: list[Draw] = []
         parts: list[tuple[Tensor, list[int]]] = []  # rows of this step, and of those that computed what forks begin with
         for answer in ready:
@@ -261,8 +265,13 @@ class Engine:
                 draws.append(Draw(params, answer.uniform(begin + i), answer.request.prompt, before))
                 parts[-1][1].append(row + i)
         rows = [hidden_ND if rows == list(range(len(hidden_ND))) else hidden_ND[rows] for hidden_ND, rows in parts]
-        drawn = self._drawn(self.model.logits(rows[0] if len(rows) == 1 else torch.cat(rows)), draws)
-        each = zip(drawn.tokens, drawn.logprobs, map(drawn.errors.get, range(len(draws))), strict=True)
+        return self._drawn(self.model.logits(rows[0] if len(rows) == 1 else torch.cat(rows)), draws)
+
+    def _end(self, ready: Sequence[Answer], drawn: Drawn | None) -> list[Event]:
+        """Take what was drawn for the answers."""
+        if drawn is None:
+            return []
+        each = zip(drawn.tokens, drawn.logprobs, map(drawn.errors.get, range(len(drawn.tokens))), strict=True)
         errors: dict[Request, RowError] = {}
         events = [event for answer in ready for event in self._take(answer, each, errors)]
         for request, error in errors.items():
@@ -328,7 +337,7 @@ class Engine:
         weights = [*map(Tensor.data_ptr, self._parameters)]
         if weights == self._weights and unchanged(self._watched):
             return
-        places = [(model.model.embed_tokens.weight.device, model.model.embed_tokens.weight.dtype) for model in self.models]
+        places = [model.place for model in self.models]
         if self._places != places:
             self._places = places
             sequences, step_tokens, memory = generation_room(places[0][0], *self._wanted)

@@ -40,15 +40,15 @@ def new_latents(count: int, mla: Mla, dtype: torch.dtype, device: torch.device |
 
 
 class LatentPages(OverLatents):
-    """A step's attention: layers [layers] of `new_latents`, the step's plan, and where its tokens go, [N] int64."""
+    """A step's attention: layers [layers] of `new_latents`, from the `first` on, the step's plan, and where its tokens go, [N] int64."""
 
-    def __init__(self, layers: Sequence[Tensor], plan: PagedPlan, places_N: Tensor) -> None:
-        self.layers, self.plan, self.places = layers, plan, places_N
+    def __init__(self, layers: Sequence[Tensor], plan: PagedPlan, places_N: Tensor, first: int = 0) -> None:
+        self.layers, self.plan, self.places, self.first = layers, plan, places_N, first
         self._room: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def over_latents(self, layer: LatentAttention, q_NHC: Tensor, q_NHR: Tensor, latent_NL: Tensor, k_NR: Tensor) -> Tensor:
         """Return attention's output [N, H, V], once the tokens themselves are in the pages."""
-        pages = self.layers[layer.layer]
+        pages = self.layers[layer.layer - self.first]
         pages.view(-1, pages.shape[3])[self.places] = torch.cat([latent_NL, k_NR], -1).to(pages.dtype)
         matrix = None if exact() else _matrix(layer)
         if matrix is None or not self._absorbing(layer):

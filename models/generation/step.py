@@ -6,7 +6,7 @@ model's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from puna.kernels.paged_attention import PAGE, PagedPlan, paged_attention
 from puna.models.generation.cache import Cache, Layers
 from puna.models.generation.dense import Pass
 from puna.models.generation.latent import LatentPages
-from puna.models.transformer import Decoder, Transformer
+from puna.models.transformer import Attend, Transformer
 
 
 class Stretch(NamedTuple):
@@ -38,25 +38,29 @@ def run(model: Transformer, cache: Cache, work: Sequence[Stretch], by_loops: Pas
     page_counts = np.array([len(one.pages) for one in work])
     tables = np.zeros((len(work), page_counts.max()), np.int32)
     tables[np.arange(tables.shape[1]) < page_counts[:, None]] = [page for one in work for page in one.pages]
-    device = model.model.embed_tokens.weight.device
+    device, _ = model.place
     plan = PagedPlan(torch.from_numpy(tables), torch.from_numpy(sequence), torch.from_numpy(position), device)
-    x_ND = model.model.embed_tokens(ids.to(device))
+    x_ND = model.embedded(ids.to(device))
     if by_loops is not None and not torch.is_autocast_enabled("cpu"):
         return by_loops(x_ND, cache.layers, plan, cache.windows)
     if cache.latents:
         positions, where = _places(plan)
-        return model.model(x_ND, positions, LatentPages(cache.latents, plan, where))
-    return by_operators(model.model, x_ND, cache.layers, plan, cache.windows)
+        return model.decoded(x_ND, positions, LatentPages(cache.latents, plan, where, model.first))
+    return by_operators(model.decoded, x_ND, cache.layers, plan, cache.windows, model.first)
 
 
-def by_operators(decoder: Decoder, x_ND: Tensor, layers: Layers, plan: PagedPlan, windows: Sequence[int | None]) -> Tensor:
-    """Return hidden states of embedded tokens by the decoder's own operators; keys and values go into each layer's pages."""
+def by_operators(
+    decoder: Callable[[Tensor, Tensor, Attend], Tensor], x_ND: Tensor, layers: Layers, plan: PagedPlan, windows: Sequence[int | None],
+    first: int = 0,
+) -> Tensor:  # fmt: skip
+    """Return hidden states of embedded tokens by the decoder's own operators, from layer `first` on; keys and values go into each layer's
+    pages."""
     positions, where = _places(plan)
 
     def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> Tensor:
-        pages = layers[layer]
+        pages = layers[layer - first]
         kv_append_(*pages, k_NGK, v_NGV, where)
-        return paged_attention(q_NHK, *pages, plan, windows[layer])
+        return paged_attention(q_NHK, *pages, plan, windows[layer - first])
 
     return decoder(x_ND, positions, attend)
 

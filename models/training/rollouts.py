@@ -193,7 +193,7 @@ class Rollouts(Generic[Config]):
             return [[(c.tokens, c.logprobs, c.finished) for c in some] for some in rows]
 
         # Equal prompts go to one rank: together they draw different answers.
-        answers = groups.mesh.dealt(asked, drawn, tuple)
+        answers = groups.sampling.dealt(asked, drawn, tuple)
         scores = self.scorer(asked, [[Completion(*answer) for answer in some] for some in answers])
         parts = scores if isinstance(scores, Mapping) else {"score": scores}
         own = [{name: list(map(float, values[i])) for name, values in parts.items()} for i in range(len(asked))]

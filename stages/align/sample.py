@@ -169,7 +169,7 @@ def _answer(
             run.progress(before + done, models * total, f"model {number + 1} of {models}")
 
         def make(stretch: Sequence[Asked] = asked[start : start + STRETCH], progress: Progress = progress) -> list[dict[str, Any]]:
-            return _generate(artifact.data_digest, DealtEngine(engine()), stretch, scorer, params, run, progress)
+            return _generate(artifact.data_digest, DealtEngine(engine(), config.serving.layout), stretch, scorer, params, run, progress)
 
         answers = run.once(f"{artifact.data_digest}-{start:09d}", make, ["gold", "finished", "tokens"])
         spent["checker_calls"] += len(answers) - answers["gold"].null_count

@@ -62,6 +62,8 @@ class BenchmarkConfig(SeededConfig):
     def _own_engine(cls, serving: ServingSettings) -> ServingSettings:
         if serving.engine != "puna":
             raise ValueError(f"engine {serving.engine}: only Puna's engine computes likelihoods; set it to puna")
+        if serving.layout.pipeline > 1:
+            raise ValueError(f"layout {serving.layout}: stages of layers draw answers only; likelihoods come from data or tensor")
         return serving
 
 
@@ -194,7 +196,8 @@ class Bench:
             prepared(network, config.serving.weights)
         except ValueError as error:
             raise PunaError(f"{run.stage}: {model.id}: {error}") from error
-        return Bench(network, DealtEngine(engine_of(network, tokenizer, **limits)), Encoder(tokenizer), scorers, config, run)
+        engine = DealtEngine(engine_of(network, tokenizer, **limits), config.serving.layout)
+        return Bench(network, engine, Encoder(tokenizer), scorers, config, run)
 
     @property
     def longest(self) -> int:
@@ -237,7 +240,8 @@ class Bench:
             def scored(own: list[Request]) -> list[Likelihood]:
                 return likelihoods(self.model, own, self.longest, self.config.micro_batch_tokens, told)
 
-            return [Likelihood(*one) for one in ranks.dealt(requests, scored, lambda request: tuple(request.context))]
+            dealt = ranks.dealt(requests, scored, self.config.serving.layout, lambda request: tuple(request.context))
+            return [Likelihood(*one) for one in dealt]
         except PunaError as error:
             raise PunaError(f"{task.where}: {error}") from error
 

@@ -125,6 +125,8 @@ def evaluate(
         raise PunaError("evaluate needs documents or prompts: give at least one of them")
     if mixture is not None and documents is None:
         raise PunaError("evaluate: a mixture without its documents; give both")
+    if documents is not None and config.serving.layout.pipeline > 1:
+        raise PunaError("evaluate: stages of layers draw answers only: set serving.layout to data or tensor, or leave documents out")
     import torch
 
     from puna.models.formats.checkpoint import read_config
@@ -143,8 +145,7 @@ def evaluate(
         read = training_text(model, documents, mixture, tokenizer, context, most, run)
         _bits(pages, read, network, tokenizer, context, config, run)
         _questions(pages, network, tokenizer, config, run)
-        if not ranks.follows():
-            _continuations(pages, network, tokenizer, config, limits, run)
+        _continuations(pages, DealtEngine(engine_of(network, tokenizer, **limits), config.serving.layout), tokenizer, config, run)
     if prompts is not None:
         engine: AnswerEngine
         if config.serving.engine == "vllm":
@@ -152,7 +153,7 @@ def evaluate(
             torch.cuda.empty_cache()
             engine = vllm_engine(model.path(), tokenizer, config.serving)
         else:
-            engine = DealtEngine(engine_of(network, tokenizer, config.serving.weights, **limits))
+            engine = DealtEngine(engine_of(network, tokenizer, config.serving.weights, **limits), config.serving.layout)
         _answers(prompts, judges or (), engine, tokenizer, config, run)
 
 
@@ -175,7 +176,8 @@ def _bits(
     encoded = [[*tokenizer.lead, *ids, *tokenizer.end] for ids in tokenizer.encode_batch(texts)]
     told = partial(run.progress, note="bits per byte")
     size = config.micro_batch_tokens
-    nats = ranks.dealt(encoded, lambda own: bits_per_byte.document_nats(model, own, context, size, progress=told), tuple)
+    layout = config.serving.layout
+    nats = ranks.dealt(encoded, lambda own: bits_per_byte.document_nats(model, own, context, size, progress=told), layout, tuple)
     if ranks.follows():
         return
     sizes, targets = [float(len(text.encode())) for text in texts], [len(ids) - 1.0 for ids in encoded]
@@ -215,7 +217,8 @@ def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer
     if not items:
         return
     told = partial(run.progress, note="multiple choice")
-    found = ranks.dealt(items, lambda own: multiple_choice.likelihoods(model, tokenizer, own, config.micro_batch_tokens, progress=told))
+    size, layout = config.micro_batch_tokens, config.serving.layout
+    found = ranks.dealt(items, lambda own: multiple_choice.likelihoods(model, tokenizer, own, size, progress=told), layout)
     if ranks.follows():
         return
     for metric, normalised in (("accuracy", False), ("accuracy_per_byte", True)):
@@ -228,9 +231,9 @@ def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer
 
 
 def _continuations(
-    pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, limits: dict[str, Any], run: StageRun
+    pages: Sequence[Chosen], engine: AnswerEngine, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun
 ) -> None:
-    from puna.models.generation import Engine, SamplingParams
+    from puna.models.generation import SamplingParams
 
     words = config.pages.prompt_words
     begun = [(page, multiple_choice.WORD.findall(page.text)[:words]) for page in pages]
@@ -239,7 +242,7 @@ def _continuations(
         return
     params = SamplingParams(temperature=0.8, max_tokens=64, stop=tuple(tokenizer.end), seed=run.seed("continuations"))
     prompts = [[*tokenizer.lead, *tokenizer.encode(text)] for _, text in beginnings]
-    completions = Engine(model, tokenizer, **limits).generate(prompts, params)
+    completions = engine.generate(prompts, params)
     for (page, text), (completion,) in zip(beginnings, completions, strict=True):
         detail = json.dumps({"category": page.category, "page": page.text[len(text) :][:300]}, ensure_ascii=False)
         said = answer_text(completion.tokens, tokenizer)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from puna.models.training.parallel.layout import Layout
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ PATIENCE = timedelta(seconds=20)
 LAST_WORDS = 5.0
 """Seconds that a failed follower waits, so that rank 0, whose error says more, may end first."""
 END = "end"
+ONE = Layout()
 
 
 def count() -> int:
@@ -73,12 +75,11 @@ def together(job: dict[str, Any] | None) -> Iterator[None]:
         mesh.together = False
 
 
-def mesh() -> Mesh:
+def mesh(layout: Layout = ONE) -> Mesh:
     """Return the processes that run a stage together; where one process runs it, only that."""
-    from puna.models.training.parallel.layout import Layout
     from puna.models.training.parallel.mesh import Mesh, layout_of
 
-    return Mesh(layout_of(Layout()))
+    return Mesh(layout_of(layout))
 
 
 def agree(wish: bool) -> bool:
@@ -86,9 +87,12 @@ def agree(wish: bool) -> bool:
     return wish if count() == 1 else mesh().agree(wish)
 
 
-def dealt(items: Sequence[T], compute: Callable[[list[T]], list[Any]], key: Callable[[T], Hashable] = lambda item: item) -> list[Any]:
-    """Return `compute` of items, one JSON value each, in all processes that run a stage together. Items of one key go to one process."""
-    return mesh().dealt(items, compute, key)
+def dealt(
+    items: Sequence[T], compute: Callable[[list[T]], list[Any]], layout: Layout, key: Callable[[T], Hashable] = lambda item: item
+) -> list[Any]:
+    """Return `compute` of items, one JSON value each, in all processes that run a stage together. Items of one key go to one process, or
+    to one group of the layout."""
+    return mesh(layout).dealt(items, compute, key)
 
 
 def _last_words() -> str:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from puna.stages.contract import External, Figure, StageRun
 from puna.stages.conversations import BadRow, Message, messages_of, prompt_ids, rendering, tools_of
@@ -223,10 +223,12 @@ def load_model(
 
 def check_shared(serving: ServingSettings, drafted: bool, run: StageRun) -> bool:
     """True if a model answers as it is, each token by itself. Raise PunaError where several processes share the prompts and it does not."""
-    plain = serving.replace(speculate=0, memory=None) == type(serving)() and not drafted
+    plain = serving.replace(speculate=0, memory=None, layout={}) == type(serving)() and not drafted
     if ranks.count() > 1 and not plain:
-        raise PunaError(f"{run.stage}: no test proves the answers of several processes with a draft, offload, a window, weights in 8 "
-                        "bits or engine vllm: leave `serving` at its defaults but for speculate, or run in one process")  # fmt: skip
+        raise PunaError(f"{run.stage}: no test proves the answers of several processes with a draft, offload, a window, weights in 8 bits "
+                        "or engine vllm: leave `serving` at its defaults but for speculate and layout, or run in one process")  # fmt: skip
+    if serving.layout.axes - {"data"} and device().type != "cpu":
+        raise PunaError(f"{run.stage}: serving.layout = {serving.layout}: groups that answer are proved only on CPUs; set only data")
     return plain
 
 
@@ -241,26 +243,34 @@ def load_served(
     from puna.kernels.exact import can_be_exact
     from puna.models.serving import offloaded_model
     from puna.models.tokens.tokenizer import Tokenizer
+    from puna.models.training.parallel.parallel import parallel
 
     plain = check_shared(serving, draft is not None, run)
     if serving.offload == "none":
-        own = {"exact": True} if plain and can_be_exact(frozen_dtype(), device()) else dict[str, Any]()
+        own: dict[str, Any] = {"exact": True} if plain and can_be_exact(frozen_dtype(), device()) else {}
         own |= {} if serving.memory is None else {"memory": int(serving.memory * 1e9)}
-        return *load_model(artifact, "lm", frozen=True), own | serving.kept
+        model, tokenizer = load_model(artifact, "lm", frozen=True, layout=serving.layout)
+        if serving.layout.axes - {"data"}:
+            try:
+                own["held"] = held = parallel(model, serving.layout, ranks.mesh(serving.layout), device())
+            except ValueError as error:
+                raise PunaError(f"{run.stage}: {artifact.id}: serving.{error}") from error
+            model = cast("Transformer", held.model)
+        return model, tokenizer, own | serving.kept
     try:
         place = (device(), frozen_dtype())
-        model = offloaded_model(artifact.path(), place, serving.offload, serving.memory, work, step_tokens, draft)
+        part = offloaded_model(artifact.path(), place, serving.offload, serving.memory, work, step_tokens, draft)
     except ValueError as error:
         raise PunaError(f"{artifact.id}: {error}") from error
-    run.metric(f"offload_{artifact.data_digest[:12]}", model.plan)
-    return on_threads(model.model), Tokenizer.load(artifact.path()), model.limits | serving.kept
+    run.metric(f"offload_{artifact.data_digest[:12]}", part.plan)
+    return on_threads(part.model), Tokenizer.load(artifact.path()), part.limits | serving.kept
 
 
 class DealtEngine:
-    """An engine whose prompts are dealt to the processes that run a stage together; each gets the answers to all."""
+    """An engine whose prompts are dealt to the processes, or groups, that run a stage together; each gets the answers to all."""
 
-    def __init__(self, engine: AnswerEngine) -> None:
-        self.engine, self.tokenizer = engine, engine.tokenizer
+    def __init__(self, engine: AnswerEngine, layout: Layout) -> None:
+        self.engine, self.tokenizer, self.layout = engine, engine.tokenizer, layout
 
     def generate(
         self, prompts: Sequence[Sequence[int] | str], params: SamplingParams, progress: Callable[[int, int], None] | None = None
@@ -271,7 +281,7 @@ class DealtEngine:
         def drawn(own: list[Sequence[int] | str]) -> list[list[tuple[list[int], list[float], bool]]]:
             return [[(c.tokens, c.logprobs, c.finished) for c in some] for some in self.engine.generate(own, params, progress)]
 
-        return [[Completion(*answer) for answer in some] for some in ranks.dealt(prompts, drawn, tuple)]
+        return [[Completion(*answer) for answer in some] for some in ranks.dealt(prompts, drawn, self.layout, tuple)]
 
 
 def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:

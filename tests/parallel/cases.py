@@ -24,6 +24,9 @@ from puna.kernels.adamw import gradient_norm
 from puna.kernels.exact import exact_passes
 from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import load, save
+from puna.models.generation import Engine, SamplingParams
+from puna.models.generation.cache import Cache
+from puna.models.serving import engine_of
 from puna.models.training import objectives as o
 from puna.models.training.loop import fingerprint, train, weights_digest
 from puna.models.training.objectives.base import Targets
@@ -427,6 +430,28 @@ def rolled(
     return {"log": log, "digest": weights_digest(policy), "equal": equal, "trains": groups.trains}
 
 
+ASKED = [*PROMPTS, list(range(1, 36)) * 2]
+"""Prompts of some tokens, each twice, and one of several pages."""
+
+
+def answered(
+    members: Sequence[int], layout: dict[str, int], variant: str = "plain", by_loops: bool = True, layers: int = 3, **params: Any
+) -> dict[str, Any]:
+    """Return the answers of a group of ranks that has one model between them; and the bytes of weights, keys and values that this rank has
+    of one process's. by_loops: by compiled loops, and not by operators."""
+    chosen, whole = Layout(**layout), network(variant, num_hidden_layers=layers)
+    held = parallel(whole, chosen, Mesh(chosen, members))
+    with mock.patch("puna.models.generation.dense.has_numba", lambda: by_loops):
+        engine, one = engine_of(held.model, None, held=held, memory=1 << 17, step_tokens=24, exact=True), Engine(whole, memory=1 << 17)
+        assert by_loops == (engine._loops[0] is not None)
+        rows = engine.generate(ASKED, SamplingParams(**{"n": 3, "max_tokens": 9, "stop": (1,), "seed": 3} | params))
+    return {
+        "answers": [[(c.tokens, c.logprobs, c.finished) for c in row] for row in rows],
+        "weights": sum(p.numel() for p in held.parameters.values()) / sum(p.numel() for p in whole.parameters()),
+        "cache": Cache(engine.model, 6).bytes / Cache(one.model, 6).bytes,
+    }  # fmt: skip
+
+
 def silent(members: Sequence[int]) -> str:
     """Return how the rank that trains names one that samples and has hung."""
     groups = Groups(generate=1, members=members)
@@ -463,5 +488,5 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds,
     "read_ratio": read_ratio, "weights_read": weights_read, "faulty": faulty, "sampled": sampled, "rolled": rolled, "silent": silent,
-    "lost_weights": lost_weights,
+    "lost_weights": lost_weights, "answered": answered,
 }  # fmt: skip

@@ -7,17 +7,19 @@ they are gathered, behind them the ranks' parts are added up and dealt again. Ob
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from puna.kernels.dense_layers import Parts
 from puna.kernels.linear import linear
 from puna.models.forest import Forest
 from puna.models.training.parallel import vocabulary
 from puna.models.training.parallel.base import Piece
-from puna.models.training.parallel.collectives import add_gradients, exchange_rows, gather_rows, scatter_rows
+from puna.models.training.parallel.collectives import add_gradients, add_parts, exchange_rows, gather_rows, own_rows, scatter_rows
 from puna.models.training.parallel.layout import READERS
 from puna.models.training.parallel.mesh import Mesh, bounds, cut
 from puna.models.training.parallel.vocabulary import Share
@@ -46,10 +48,14 @@ class VocabularyEmbedding(Embedding):
     start = 0
 
     def forward(self, tokens: Tensor) -> Tensor:
+        return scatter_rows(self.part(tokens), self.group)
+
+    def part(self, tokens: Tensor) -> Tensor:
+        """Return the vectors [T, D] of this rank's tokens, and zeros for those of others."""
         own = tokens - self.start
         inside = (own >= 0) & (own < len(self.weight))
         vectors = nn.functional.embedding(own.clamp(0, len(self.weight) - 1), self.weight)
-        return scatter_rows(torch.where(inside[:, None], vectors, 0.0), self.group)
+        return torch.where(inside[:, None], vectors, 0.0)
 
 
 class CutExperts(Experts):
@@ -89,6 +95,7 @@ class CutTransformer(Transformer):
         self.share = Share(bounds(tokens, p, mesh.at["tensor"])[0], cut(tokens, p), self.tensor)
         if self.tensor is not None:
             self._cut_matrices(self.model)
+            self.parts = Parts(partial(dist.all_reduce, group=self.tensor), mesh.at["tensor"] == 0)
         if (experts := mesh.group("expert")) is not None:
             for block in self.model.layers:
                 assert isinstance(block, Block) and isinstance(block.mlp, MoeMLP)
@@ -113,6 +120,18 @@ class CutTransformer(Transformer):
     def _all_rows(self, x_TD: Tensor, rows: int) -> Tensor:
         return gather_rows(x_TD, rows, self.tensor, partial=True)
 
+    @property
+    def key_value_heads(self) -> int:
+        return self.config.num_key_value_heads // self.mesh.size("tensor")
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        embedding = self.model.embed_tokens
+        return add_parts(embedding.part(tokens), self.tensor) if isinstance(embedding, VocabularyEmbedding) else embedding(tokens)
+
+    def decoded(self, x_ND: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        y_ND = self.model(own_rows(x_ND, self.tensor), positions, attend)
+        return gather_rows(y_ND, len(positions), self.tensor, partial=False)
+
     def hidden(self, forest: Forest) -> Tensor:
         x_TD = self.model(self.model.embed_tokens(forest.tokens), forest.positions, self._attend(forest))
         return self._own(gather_rows(x_TD, len(forest), self.tensor, partial=False))
@@ -133,7 +152,7 @@ class CutTransformer(Transformer):
         logits_VN = self.lm_head(add_gradients(hidden_ND, self.tensor)).T
         short = self.share.most - len(logits_VN)
         padded_VN = nn.functional.pad(logits_VN, (0, 0, 0, short))
-        return gather_rows(padded_VN, self.config.vocab_size, self.tensor, partial=False).T
+        return gather_rows(padded_VN, self.config.vocab_size, self.tensor, partial=False).T.contiguous()
 
     def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         if self.tensor is None:

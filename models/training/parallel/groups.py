@@ -31,13 +31,15 @@ class Groups:
     """The two groups, as one of their ranks sees them.
 
     generate: number of ranks that only sample; 0: all ranks do both. members: the processes, by their rank in the default group; None:
-    all that train together. `mesh` has the ranks of this one's group, `trains` is True in the first one.
+    all that train together. `mesh` has the ranks of this one's group, `sampling` those that share out prompts; `trains` is True in the
+    first group.
     """
 
     def __init__(self, layout: Layout = ONE, generate: int = 0, members: Sequence[int] | None = None) -> None:
         self.apart, self.trains = generate > 0, True
         if not self.apart:
             self.mesh = Mesh(layout_of(layout), members)
+            self.sampling = Mesh(Layout(data=self.mesh.layout.processes), members)
             return
         members = list(range(dist.get_world_size()) if members is None and dist.is_initialized() else members or [0])
         if generate >= len(members):
@@ -46,7 +48,7 @@ class Groups:
         self.trains = dist.get_rank() in self._training
         layout = layout if layout.processes > 1 else Layout(data=len(self._training))
         both = Mesh(layout, self._training), Mesh(Layout(data=generate), self._sampling)
-        self.mesh, self._everyone, number = both[not self.trains], group_of(members), torch.tensor(next(_numbers))
+        self.mesh, self.sampling, self._everyone, number = both[not self.trains], both[1], group_of(members), torch.tensor(next(_numbers))
         dist.broadcast(number, members[0], self._everyone)
         self._name, self._asked, self._taken = f"groups-{int(number)}", 0, 0
 

@@ -172,13 +172,14 @@ class Mesh:
         return [bytes(part[:size].numpy()).decode() for part, size in zip(padded, sizes.tolist(), strict=True)]
 
     def dealt(self, items: Sequence[T], compute: Callable[[list[T]], list[Any]], key: Callable[[T], Hashable]) -> list[Any]:
-        """Return `compute` of items, one JSON value each, on all ranks, which share the work. Items of one key go to one rank."""
+        """Return `compute` of items, one JSON value each, on all ranks. The readers share the work; items of one key go to one of them."""
         if self.everyone is None:
             return compute(list(items))
-        count, owners = self.layout.processes, dict[Hashable, int]()
+        count, owners = self.layout.readers, dict[Hashable, int]()
         owner_of = [owners.setdefault(key(item), len(owners) % count) for item in items]
-        own = [item for item, owner in zip(items, owner_of, strict=True) if owner == self.index]
-        parts = [iter(json.loads(text)) for text in self.gather_texts(json.dumps(compute(own) if own else []))]
+        own = [item for item, owner in zip(items, owner_of, strict=True) if owner == self.reader]
+        values = json.dumps(compute(own) if own else [])
+        parts = [iter(json.loads(text)) for text in self.gather_texts(values if self.counts else "") if text]
         return [next(parts[owner]) for owner in owner_of]
 
     def share_text(self, text: str) -> str:

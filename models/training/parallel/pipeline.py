@@ -18,7 +18,7 @@ from puna.models.training.boxes import own
 from puna.models.training.parallel.base import Compute, Parallel, Part, Piece, Values
 from puna.models.training.parallel.cut_model import place
 from puna.models.training.parallel.mesh import Mesh, bounds
-from puna.models.transformer import Transformer, forest_attend, rotary_table
+from puna.models.transformer import Attend, Transformer, forest_attend, rotary_table
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", ("lm_head.", "score."), "model.norm."
 
@@ -32,22 +32,31 @@ class StageTransformer(Transformer):
         self.first, self.last = first, last
         self.given: Tensor | None = None
 
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.model.layers[self.first : self.last]
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        given, self.given = self.given, None
+        return self.model.embed_tokens(tokens) if given is None else given
+
+    def decoded(self, x_ND: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        cos, sin = rotary_table(self.config, positions, x_ND.dtype)
+        for layer in self.blocks:
+            x_ND, _ = layer(x_ND, cos, sin, attend)
+        return self.model.norm(x_ND) if self.last == self.config.num_hidden_layers else x_ND
+
     def through(self, forest: Forest, x_TD: Tensor | None) -> Tensor:
         """Return the hidden states for the next stage, from this stage's input; the first stage embeds the tokens."""
-        if x_TD is None:
-            x_TD = self.model.embed_tokens(forest.tokens)
-        attend = forest_attend(self.config, forest.mask)
-        cos, sin = rotary_table(self.config, forest.positions, x_TD.dtype)
-        for layer in self.model.layers[self.first : self.last]:
-            x_TD, _ = layer(x_TD, cos, sin, attend)
-        return x_TD
+        x_TD = self.model.embed_tokens(forest.tokens) if x_TD is None else x_TD
+        return self.decoded(x_TD, forest.positions, forest_attend(self.config, forest.mask))
 
     def hidden(self, forest: Forest) -> Tensor:
         """Return the final hidden states [T, D] of the rows that the last stage was given; once for each micro-batch."""
         given, self.given = self.given, None
         if given is None:
             raise ValueError("this objective asks the model more than once in a micro-batch (as kto does): set layout.pipeline to 1")
-        return self.model.norm(self.through(forest, given))
+        return self.through(forest, given)
 
 
 class Pipelined(Parallel):
@@ -58,8 +67,7 @@ class Pipelined(Parallel):
         self._stage, self._stages = mesh.at["pipeline"], mesh.size("pipeline")
         first, last = bounds(whole.config.num_hidden_layers, self._stages, self._stage)
         self._tied = whole.head == "lm" and whole.config.tie_word_embeddings
-        self._held: StageTransformer
-        self.model = self._held = StageTransformer(whole, first, last)
+        self.held = self.model = StageTransformer(whole, first, last)
         copy = self._tied and self._is_last
         self.pieces = {n: Piece.of(p, cut=frozenset({"pipeline"}), copy=copy and n == EMBEDDING) for n, p in whole.named_parameters()}
         held = {name: nn.Parameter(own(p, (), self.device), p.requires_grad) for name, p in whole.named_parameters() if self._has(name)}
@@ -79,7 +87,7 @@ class Pipelined(Parallel):
             return self._stage == 0 or (self._tied and self._is_last)
         if name.startswith((*HEAD, NORM)):
             return self._is_last
-        return self._held.first <= int(name.split(".")[2]) < self._held.last
+        return self.held.first <= int(name.split(".")[2]) < self.held.last
 
     def forward_backward(self, parts: Sequence[Part], compute: Compute, collect: Callable[[], None]) -> tuple[Tensor | None, Values]:
         waiting: list[tuple[Tensor | None, Tensor]] = []
@@ -111,14 +119,14 @@ class Pipelined(Parallel):
         weight = next(iter(self.parameters.values()))
         given = None
         if self._stage:
-            given = torch.empty(len(forest), self._held.config.hidden_size, dtype=weight.dtype, device=weight.device)
+            given = torch.empty(len(forest), self.held.config.hidden_size, dtype=weight.dtype, device=weight.device)
             dist.recv(given, self.mesh.rank("pipeline", self._stage - 1))
             given.requires_grad_()
         if not self._is_last:
-            out = self._held.through(forest.to(weight.device), given)
+            out = self.held.through(forest.to(weight.device), given)
             self._send(out.detach(), self._stage + 1, None)
             return given, out, {}
-        self._held.given = given
+        self.held.given = given
         loss, values = compute(self.model, part)
         if not counted:
             loss, values = loss * 0.0, {name: value * 0.0 for name, value in values.items()}
