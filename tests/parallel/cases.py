@@ -26,6 +26,7 @@ from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import load, save
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.cache import Cache
+from puna.models.generation.sampling import RowError
 from puna.models.serving import engine_of
 from puna.models.training import objectives as o
 from puna.models.training.loop import fingerprint, train, weights_digest
@@ -56,6 +57,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 5, "sliding_layers": (1,)},
     "parallel_block": {"parallel_block": True},
     "lora": {},
+    "capped": {"final_logit_softcapping": 5.0},
     "moe": {"moe": MOE},
     "mla": {"num_key_value_heads": 4, "mla": {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}},
 }
@@ -435,16 +437,25 @@ ASKED = [*PROMPTS, list(range(1, 36)) * 2]
 
 
 def answered(
-    members: Sequence[int], layout: dict[str, int], variant: str = "plain", by_loops: bool = True, layers: int = 3, **params: Any
-) -> dict[str, Any]:
-    """Return the answers of a group of ranks that has one model between them; and the bytes of weights, keys and values that this rank has
-    of one process's. by_loops: by compiled loops, and not by operators."""
+    members: Sequence[int], layout: dict[str, int], variant: str = "plain", by_loops: bool = True, layers: int = 3,
+    params: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the answers of a group of ranks that has one model between them, and the share of weights, keys and values that this rank has;
+    or the error, and how many answers follow it. by_loops: by compiled loops, and not by operators."""
     chosen, whole = Layout(**layout), network(variant, num_hidden_layers=layers)
-    held = parallel(whole, chosen, Mesh(chosen, members))
+    try:
+        held = parallel(whole, chosen, Mesh(chosen, members))
+    except ValueError as error:
+        return {"error": str(error)}
     with mock.patch("puna.models.generation.dense.has_numba", lambda: by_loops):
         engine, one = engine_of(held.model, None, held=held, memory=1 << 17, step_tokens=24, exact=True), Engine(whole, memory=1 << 17)
         assert by_loops == (engine._loops[0] is not None)
-        rows = engine.generate(ASKED, SamplingParams(**{"n": 3, "max_tokens": 9, "stop": (1,), "seed": 3} | params))
+        own = {"n": 3, "max_tokens": 9, "stop": (1,), "seed": 3}
+        more = dict(params or {}) | ({"logit_bias": dict(params["logit_bias"])} if params and "logit_bias" in params else {})
+        try:
+            rows = engine.generate(ASKED, SamplingParams(**own | more))
+        except RowError as error:
+            return {"error": str(error), "asked": error.asked, "later": len(engine.generate(ASKED[:1], SamplingParams(**own))[0])}
     return {
         "answers": [[(c.tokens, c.logprobs, c.finished) for c in row] for row in rows],
         "weights": sum(p.numel() for p in held.parameters.values()) / sum(p.numel() for p in whole.parameters()),

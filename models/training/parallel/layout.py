@@ -82,6 +82,8 @@ class Layout(Settings):
 def _tensor(config: ModelConfig, size: int) -> str | None:
     if config.moe is not None or config.mla is not None:
         return "a model with experts or latent attention is not cut by matrices"
+    if config.final_logit_softcapping is not None:
+        return "a model whose logits are capped is not cut by matrices"
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (count := getattr(config, name)) % size:
             return f"{name} is {count}, which it must divide"
