@@ -179,7 +179,7 @@ class Mesh:
         owner_of = [owners.setdefault(key(item), len(owners) % count) for item in items]
         own = [item for item, owner in zip(items, owner_of, strict=True) if owner == self.reader]
         values = json.dumps(compute(own) if own else [])
-        parts = [iter(json.loads(text)) for text in self.gather_texts(values if self.counts else "") if text]
+        parts = [iter(json.loads(text)) for text in self.gather_texts(values if self.counts else "-") if text != "-"]
         return [next(parts[owner]) for owner in owner_of]
 
     def share_text(self, text: str) -> str:
