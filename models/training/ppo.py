@@ -136,7 +136,7 @@ def _train(
 ) -> TrainLog:  # fmt: skip
     config: RolloutSettings = rollouts.config
     current = config.replace(compute=as_begun(config.compute, checkpoint_dir))
-    groups = rollouts.groups or Groups(config.compute.layout, config.generate)
+    groups = rollouts.groups or Groups(config.compute.layout, config.generate, tensor=config.generate_tensor)
     initial = [weights_digest(model) for model in (*(model for model, *_ in parts.values()), rollouts.reference)]
     identity = {"config": config.identity(), "seed": rollouts.seed, "initial": initial}
     source = Source(replace(rollouts, groups=groups), groups, checkpoint_dir, identity)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -24,6 +24,7 @@ from puna.models.training.objectives.base import Targets
 from puna.models.training.objectives.reward import answer_rewards
 from puna.models.training.packing import pack, step_indices
 from puna.models.training.parallel.groups import Groups
+from puna.models.training.parallel.parallel import parallel
 from puna.models.training.settings import ComputeSettings, GrpoSettings, RolloutSettings
 from puna.models.training.state import remembered
 from puna.models.training.trainer import computing_in
@@ -94,7 +95,7 @@ class Rollouts(Generic[Config]):
     `prompts` are token ids up to the assistant's header, `stop` the ids that end an answer. `scorer` gives each answer's reward:
     `reward_model_scorer(model)`, or a verifier. `watch` is asked in the rollouts whose KL divergence is measured. `groups`: the ranks that
     sample. Each answers its part of the prompts, and all score all answers; in exact passes they are those of one process. None: those of
-    the configuration. `keep` gets the rows of the answers.
+    the configuration. `keep` gets the rows of the answers. `parameters`: number of the whole policy's, where this rank has a piece of it.
     """
 
     policy: Transformer
@@ -107,6 +108,7 @@ class Rollouts(Generic[Config]):
     watch: Watch | None = None
     groups: Groups | None = None
     keep: Keep = lambda rollout, rows: None
+    parameters: int | None = None
 
     def sample(self, rollout: int, remember: Remember = lambda _, make: make(), version: int = 0) -> Sampled:
         """Return the answers of a rollout, counted from 1. `remember` keeps the waves in which they are sampled and scored.
@@ -140,14 +142,16 @@ class Rollouts(Generic[Config]):
 
     @torch.no_grad()
     def _check(self, rollout: int, asked: list[list[int]], answers: list[list[list[int]]], logprobs: Tensor) -> None:
-        """Raise ValueError if log-probs are not those of a pass of training, where passes are exact bit by bit; adapters' nearly are."""
+        """Raise ValueError if log-probs are not those of a pass of training, where such passes are exact. Those of adapters and of a
+        rank's piece are nearly the same.
+        """
         weights, targets = self.policy.model.embed_tokens.weight, Targets.from_answers(asked, answers)
         if not can_be_exact(weights.dtype, weights.device):
             return
         with exact_passes(weights.dtype, weights.device):
             own = self.policy.token_logprobs(targets.forest, targets.positions, targets.tokens, temperature=self.config.temperature)[0]
         difference = float((own - logprobs[: len(own)]).abs().max())
-        if not difference <= (0.0 if all(p.requires_grad for p in self.policy.parameters()) else 1e-4):
+        if not difference <= (0.0 if self.policy.parts is None and all(p.requires_grad for p in self.policy.parameters()) else 1e-4):
             raise ValueError(
                 f"rollout {rollout}: log-probs of answers differ by up to {difference:.2g} nats from those of the policy's weights: "
                 "the answers are of other weights"
@@ -176,7 +180,7 @@ class Rollouts(Generic[Config]):
         weights = self.policy.model.embed_tokens.weight
         if weights.device.type != "cpu":
             return self.config.prompts
-        flops = 2.0 * sum(p.numel() for p in self.policy.parameters()) * self.config.answers * self.config.max_tokens
+        flops = 2.0 * (self.parameters or numbers(self.policy)) * self.config.answers * self.config.max_tokens
         return max(1, int(WAVE_FLOPS / flops))
 
     def _sampled(self, engine: Engine, asked: Sequence[list[int]], seeds: Sequence[int]) -> list[Any]:
@@ -249,9 +253,15 @@ class Source:
 
     def serve(self, compute: ComputeSettings) -> list[dict[str, float]]:
         """Sample what the ranks that train ask for, and return their log."""
-        policy, self.follow = self.rollouts.policy, self.groups.give
-        with computing_in(policy, compute.precision_on(policy.model.embed_tokens.weight.device.type)):
-            for order in self.groups.orders(policy):
+        whole, mesh, self.follow = self.rollouts.policy, self.groups.mesh, self.groups.give
+        precision = compute.precision_on(whole.model.embed_tokens.weight.device.type)
+        if mesh.size("tensor") > 1 and precision != "fp32":
+            raise ValueError(f"generate_tensor {mesh.size('tensor')} is proved only in fp32: set compute.precision to fp32")
+        held, reference = (parallel(model, mesh.layout, mesh) for model in (whole, self.rollouts.reference))
+        models: dict[str, Any] = {"policy": held.model, "reference": reference.model, "parameters": numbers(whole)}
+        self.rollouts = replace(self.rollouts, **models)
+        with computing_in(held.model, precision):
+            for order in self.groups.orders(held):
                 if "rollout" in order:
                     sampled = self.rollouts.sample(order["rollout"], self._remember(order["rollout"]), order["version"])
                     self.groups.give(sampled.text())
@@ -268,6 +278,11 @@ class Source:
             return value
 
         return remember
+
+
+def numbers(model: Transformer) -> int:
+    """Return the number of a model's parameters."""
+    return sum(p.numel() for p in model.parameters())
 
 
 def reward_model_scorer(model: Transformer, micro_batch_tokens: int = 4096) -> Scorer:

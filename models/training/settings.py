@@ -305,6 +305,10 @@ class RolloutSettings(Settings):
         0, ge=0, le=1024, description="Processes, the last ones, that only sample the answers, while the others train; 0: all do both",
         json_schema_extra=NO_RESULT,
     )  # fmt: skip
+    generate_tensor: int = Field(
+        1, ge=1, le=64, description="With `generate`: of these processes, how many hold the policy and its reference between them, each of "
+        "them some heads and columns of every matrix; 1: each has them whole", json_schema_extra=NO_RESULT,
+    )  # fmt: skip
     max_stale: int = Field(
         0, ge=0, le=1, description="1: sample a rollout before the updates of the one before it, with `generate` at the same time; its "
         "answers are of weights one rollout older, and its ratios count from these. 0: after them"
@@ -323,6 +327,8 @@ class RolloutSettings(Settings):
             )
         if self.generate and (layout := self.compute.layout).axes not in (set(), {"data"}, {"shard"}, {"tensor"}):
             raise ValueError(f"generate: no test proves training by {layout} beside ranks that sample, only by data, shard or tensor")
+        if self.generate % self.generate_tensor or (self.generate_tensor > 1 and not self.generate):
+            raise ValueError(f"generate {self.generate} is no number of groups of generate_tensor {self.generate_tensor} processes")
         if self.schedule.ema or self.schedule.average:
             raise ValueError("answers are sampled with the weights that are trained: schedule.ema and schedule.average must be 0")
         self.training(self.schedule.learning_rate)

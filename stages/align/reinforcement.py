@@ -138,7 +138,7 @@ def _optimize(
         rewards = _centered(rewards, model, prompt_ids, tokenizer.stop_ids, config, run)
     valuing = (scalars[0] if scalars else load_model(policy, "scalar", new=True)[0]) if critic else None
     reference = copy.deepcopy(model).requires_grad_(False).to(dtype)
-    groups = Groups(config.compute.layout, config.generate)
+    groups = Groups(config.compute.layout, config.generate, tensor=config.generate_tensor)
     with divergence_named(run.stage), adapted(model, config, run) as scales:
         watch = None if scorer is None or config.reward == "verifier" else _gold(gold_of(scorer, rows, prompt_ids, tokenizer))
         answered = watch, groups, _keep(rows, prompt_ids, tokenizer, run)

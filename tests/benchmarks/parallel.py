@@ -127,6 +127,17 @@ def rollouts(pool: Pool) -> float:
     return sum(same) / len(same)
 
 
+def answering(pool: Pool) -> dict[str, float]:
+    """Return tokens a second, and milliseconds of a token of one answer, of a model of 32 million parameters on one and two processes:
+    `answers_LAYOUT_ROWS` and `answer_ms_LAYOUT_ROWS`."""
+    figures = {}
+    for rows in (1, 8, 64):
+        for name, layout in (("one", {}), ("data", {"data": 2}), ("tensor", {"tensor": 2}), ("pipeline", {"pipeline": 2})):
+            seconds = max(pool.run("answer_seconds", size(layout), layout=layout, rows=rows))
+            figures |= {f"answers_{name}_{rows}": rows * 32 / seconds, f"answer_ms_{name}_{rows}": 1000 * seconds / 32}
+    return figures
+
+
 def imbalance(rows: int = 32_768, tokens: int = 1024, ranks: int = 16) -> float:
     """Return the largest load over the mean of rows that are dealt by cost."""
     generator = np.random.default_rng(0)
@@ -148,6 +159,7 @@ def measure(count: int) -> dict[str, Any]:
         figures["kills"], figures["kills_recovered"] = count, kills(pool, count)
         figures["rollout_logprobs_bitwise"] = rollouts(pool)
         figures["cp_imbalance"] = imbalance()
+        figures |= answering(pool)
         figures |= published_plans.compare()
         one, two = (min(pool.run("seconds", n, layout={"data": n})) for n in (1, 2))
         figures["two_process_speedup"] = one / two

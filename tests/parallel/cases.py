@@ -371,6 +371,27 @@ def seconds(members: Sequence[int], layout: dict[str, int]) -> float:
         return min([trainer.step(1 + step % 4, micro, 1)["seconds"] for step in range(6)][1:])
 
 
+def answer_seconds(members: Sequence[int], layout: dict[str, int], rows: int, tokens: int = 32) -> float:
+    """Return the least of three times that so many answers take, whose prompts of 16 tokens are dealt to the groups, after one to warm up.
+    Answers have no end."""
+    chosen = Layout(**layout)
+    shape = ModelConfig(vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4)
+    mesh, model = Mesh(chosen, members), Transformer(shape, "lm", torch.Generator().manual_seed(0))
+    held, taken = parallel(model, chosen, mesh), list[float]()
+    engine = engine_of(held.model, None, held=held, exact=True)
+    asked = [np.random.default_rng([1, i]).integers(0, 8192, 16).tolist() for i in range(rows)]
+
+    def drawn(own: list[list[int]]) -> list[int]:
+        return [len(answer.tokens) for (answer,) in engine.generate(own, SamplingParams(max_tokens=tokens, stop=()))]
+
+    for _ in range(4):
+        mesh.wait()
+        started = time.perf_counter()
+        assert mesh.dealt(asked, drawn, tuple) == [tokens] * rows
+        taken.append(time.perf_counter() - started)
+    return min(taken[1:])
+
+
 PROMPTS = [np.random.default_rng([7, i]).integers(0, 37, 3 + i % 4).tolist() for i in range(5)] * 2
 
 
@@ -402,14 +423,14 @@ def equal_logprobs(policy: Transformer, answered: Sampled) -> float:
 
 def rolled(
     members: Sequence[int], layout: dict[str, int], generate: int = 0, max_stale: int = 0, critic: bool = False, variant: str = "plain",
-    folder: str | None = None, at: Callable[[str, int], None] = lambda place, number: None, precision: str = "fp32",
+    folder: str | None = None, at: Callable[[str, int], None] = lambda place, number: None, precision: str = "fp32", tensor: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     """Train by GRPO, or PPO, on three rollouts; return the log without times, the weights' digest, and for each rollout that this rank
     trained on the share of log-probs with the bits of a pass before its updates. `at` is called in each wave and after each rollout.
     """
     policy, equal, scored = network(variant), list[float](), itertools.count(1)
     settings = (PpoSettings if critic else GrpoSettings)(
-        rollouts=3, prompts=6, answers=3, max_tokens=7, epochs=2, minibatches=2, generate=generate, max_stale=max_stale,
+        rollouts=3, prompts=6, answers=3, max_tokens=7, epochs=2, minibatches=2, generate=generate, max_stale=max_stale, generate_tensor=tensor,
         compute={"layout": layout, "micro_batch_tokens": 64, "precision": precision},
         schedule={"learning_rate": 0.01, "warmup_steps": 0}, optimizer={"epsilon": 1e-3},
     )  # fmt: skip
@@ -423,7 +444,7 @@ def rolled(
         equal.append(equal_logprobs(policy, answered))
         return answered
 
-    groups = Groups(Layout(**layout), generate, members)
+    groups = Groups(Layout(**layout), generate, members, tensor)
     source: Rollouts[Any] = Rollouts(policy, network(variant), score, PROMPTS, [1], settings, 5, groups=groups)
     given: Any = {"checkpoint_dir": folder and Path(folder), "on_step": lambda row: at("rollout", int(row["step"]))}
     with mock.patch.object(Source, "take", take), mock.patch.object(Rollouts, "_wave", lambda _: 3):  # two waves
@@ -485,7 +506,7 @@ def lost_weights(members: Sequence[int]) -> str:
         return ""
     try:
         with mock.patch.object(torch.Tensor, "copy_", lambda own, other: own):
-            next(groups.orders(network("plain")))
+            next(groups.orders(Parallel(network("plain"), groups.mesh)))
     except ValueError as error:
         return str(error)
     return ""
@@ -499,5 +520,5 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds,
     "read_ratio": read_ratio, "weights_read": weights_read, "faulty": faulty, "sampled": sampled, "rolled": rolled, "silent": silent,
-    "lost_weights": lost_weights, "answered": answered,
+    "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
 }  # fmt: skip

@@ -61,6 +61,18 @@ def test_several_ranks_train_on_the_answers_of_others(
     assert max_stale or "variant" in more or all(own["equal"] == [1.0] * 3 for own in all_ if own["trains"])
 
 
+@pytest.mark.parametrize("layout, generate, max_stale", [({}, 2, 0), ({}, 2, 1), ({"tensor": 2}, 2, 0), ({"data": 4}, 4, 0)], ids=str)
+def test_ranks_that_hold_one_policy_between_them_sample_what_one_process_does(
+    ranks: Run, layout: dict[str, int], generate: int, max_stale: int
+) -> None:
+    """The answers are the same, their log-probs to rounding: so are the log's numbers."""
+    one = ranks("rolled", 1, layout={}, max_stale=max_stale)[0]
+    all_ = ranks("rolled", math.prod(layout.values()) + generate, layout=layout, generate=generate, tensor=2, max_stale=max_stale)
+    assert all(own["log"] == all_[0]["log"] for own in all_) and [own["trains"] for own in all_].count(False) == generate
+    for own, expected in zip(all_[0]["log"], one["log"], strict=True):
+        assert own == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
 def test_ranks_that_score_answers_otherwise_train_on_the_first_ones_scores(ranks: Run) -> None:
     """A judge that was asked by each rank told them different scores, and their weights went apart without a word."""
     first, second = ranks("sampled", 2, layout={"data": 2}, wavering=True)
@@ -95,5 +107,7 @@ def test_what_no_test_proves_is_refused() -> None:
         GrpoSettings(generate=1, compute={"layout": {"pipeline": 2}})
     with pytest.raises(PunaError, match="grpo: generate = 1 needs 2 processes at least; start with --processes"):
         check(grpo, GrpoConfig(generate=1))
+    with pytest.raises(ValueError, match="generate 3 is no number of groups of generate_tensor 2 processes"):
+        GrpoSettings(generate=3, generate_tensor=2)
     with pytest.raises(ValueError, match="generate = 1 needs 2 processes at least, and 1 run"):
         Groups(generate=1)

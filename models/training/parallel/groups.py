@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from puna.models.training.boxes import tensors_digest
 from puna.models.training.parallel import mesh as meshes
+from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh, broadcast_text, group_of, layout_of
 
@@ -30,12 +31,12 @@ _numbers = itertools.count()
 class Groups:
     """The two groups, as one of their ranks sees them.
 
-    generate: number of ranks that only sample; 0: all ranks do both. members: the processes, by their rank in the default group; None:
-    all that train together. `mesh` has the ranks of this one's group, `sampling` those that share out prompts; `trains` is True in the
-    first group.
+    generate: number of ranks that only sample; 0: all ranks do both. tensor: how many of those hold one model between them. members: the
+    processes, by their rank in the default group; None: all that train together. `mesh` has the ranks of this one's group, `sampling` those
+    that share out prompts; `trains` is True in the first group.
     """
 
-    def __init__(self, layout: Layout = ONE, generate: int = 0, members: Sequence[int] | None = None) -> None:
+    def __init__(self, layout: Layout = ONE, generate: int = 0, members: Sequence[int] | None = None, tensor: int = 1) -> None:
         self.apart, self.trains = generate > 0, True
         if not self.apart:
             self.mesh = Mesh(layout_of(layout), members)
@@ -47,7 +48,7 @@ class Groups:
         self._training, self._sampling = members[:-generate], members[-generate:]
         self.trains = dist.get_rank() in self._training
         layout = layout if layout.processes > 1 else Layout(data=len(self._training))
-        both = Mesh(layout, self._training), Mesh(Layout(data=generate), self._sampling)
+        both = Mesh(layout, self._training), Mesh(Layout(data=generate // tensor, tensor=tensor), self._sampling)
         self.mesh, self.sampling, self._everyone, number = both[not self.trains], both[1], group_of(members), torch.tensor(next(_numbers))
         dist.broadcast(number, members[0], self._everyone)
         self._name, self._asked, self._taken = f"groups-{int(number)}", 0, 0
@@ -67,7 +68,8 @@ class Groups:
         if any(weight.is_cuda for weight in weights.values()):
             raise ValueError("generate: ranks that only sample are proved only on CPUs; set generate to 0 on GPUs")
         if dist.get_rank() == self._training[0]:
-            meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps({**order, "digest": tensors_digest(weights)}))
+            digests = {name: tensors_digest({name: weight}) for name, weight in weights.items()}
+            meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps({**order, "digests": digests}))
         for weight in weights.values():
             dist.broadcast(_bytes(weight.cpu().clone()), self._training[0], self._everyone)
         self._asked += 1
@@ -86,14 +88,17 @@ class Groups:
             meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps({"end": text}))
 
     @torch.no_grad()
-    def orders(self, model: nn.Module) -> Iterator[dict[str, Any]]:
-        """Yield to a rank that samples the orders, the weights of each in the model; at last one whose `end` is the trainers' last text."""
+    def orders(self, held: Parallel) -> Iterator[dict[str, Any]]:
+        """Yield the orders to a rank that samples, their weights in its pieces; at last one whose `end` is the trainers' last text."""
         while "end" not in (order := json.loads(self._wait(f"order-{self._asked}", self._training))):
-            for weight in _trained(model).values():
-                buffer = torch.empty(weight.shape, dtype=weight.dtype)
+            digests, arrived = dict[str, str](), True
+            for name, weight in sorted(held.parameters.items()):
+                buffer, piece = torch.empty(held.pieces[name].shape, dtype=weight.dtype), held.pieces[name].slices()
                 dist.broadcast(_bytes(buffer), self._training[0], self._everyone)
-                weight.copy_(buffer)
-            if tensors_digest(_trained(model)) != order["digest"]:
+                digests[name] = tensors_digest({name: buffer})
+                weight.copy_(buffer[piece])
+                arrived &= torch.equal(weight, buffer[piece])
+            if not arrived or digests != order["digests"]:
                 raise ValueError(f"rollout {order['rollout']}: this rank's weights are not those that the trainers sent")
             self._asked += 1
             yield order
