@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,8 @@ def _alone(stage: Stage, request: Request, place: str) -> tuple[StageConfig, dic
 def answering(stage: Stage, request: Request, place: str, gpu: str | None) -> list[dict[str, Any]]:
     """Return what answers of the stage `sample` take at least, for each of its models: memory of keys and values, the roofline's time.
 
-    Each answer counts as long as `max_tokens` allows, which most are not; starting kernels and drawing tokens is not in the time.
+    Each answer counts as long as `max_tokens` allows, which most are not; starting kernels, drawing tokens, and exchanges within a layout
+    are not in the time. Bytes are those of one process.
     """
     config: Any
     config, given, _ = _alone(stage, request, place)
@@ -72,25 +74,35 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
     from puna.models.machine import CPU_KEYS, USUAL_ANSWERS, data_sheet
     from puna.stages.training.vocabulary import tokenizer_of
 
-    shape, tokenizer = read_config(model.path()), tokenizer_of(model)
+    shape, tokenizer, layout = read_config(model.path()), tokenizer_of(model), config.serving.layout
+    parts = layout.tensor * layout.pipeline
+    if gpu and parts > 1:
+        raise PunaError(f"--gpu {gpu}: serving.layout = {layout}: groups that answer are proved only on CPUs; set only data")
+    try:
+        layout.check(shape)
+    except ValueError as error:
+        raise PunaError(f"{model.id}: serving.{error}") from error
     precision: Precision = "bf16" if gpu else "fp32"
     lengths = [len(prompt_ids(tokenizer, row)) for row in rows[:: -(-len(rows) // LOOKED_AT)]]
     longest, mean = max(lengths), sum(lengths) / len(lengths)
-    machine, token = _machine(shape, longest, gpu), accounting.cache_bytes(shape, 1, precision)
-    weights = accounting.ELEMENT_BYTES[precision] * accounting.parameters(shape).total
+    machine, token = _machine(shape, longest, gpu), accounting.cache_bytes(shape, 1, precision) / parts
+    weights = accounting.ELEMENT_BYTES[precision] * accounting.parameters(shape).total / parts
     own = int(config.serving.memory * 1e9) if config.serving.memory and config.serving.offload == "none" else None
     room = own or (int((data_sheet(gpu).memory - weights) / 2) if gpu else CPU_KEYS)
     each = token * (config.max_tokens + longest / config.answers)  # a prompt's keys and values lie there once for all of its answers
-    at_once = min(USUAL_ANSWERS["cuda" if gpu else "cpu"], len(rows) * config.answers, int(room / each))
+    at_once = min(USUAL_ANSWERS["cuda" if gpu else "cpu"], math.ceil(len(rows) * config.answers / layout.data), int(room / each))
     if at_once < 1:
         raise PunaError(f"{model.id}: an answer of {config.max_tokens} tokens to the longest prompt ({longest} tokens) takes {size(each)} "
                         f"of keys and values, and there are {size(max(0, room))}: lower max_tokens")  # fmt: skip
-    step = accounting.decode_time(shape, at_once, longest + config.max_tokens, machine, precision)
-    reading = len(rows) * mean * 2 * accounting.matrix_parameters(shape) / machine.matrix_flops
-    steps = len(rows) * config.answers / at_once * config.max_tokens
+    # Stages of layers compute as many waves of answers, each of which has the weights read.
+    step = accounting.decode_time(shape, math.ceil(at_once / layout.pipeline), longest + config.max_tokens, machine, precision)
+    seconds, together = step.total / layout.tensor, at_once * layout.data
+    reading = len(rows) * mean * 2 * accounting.matrix_parameters(shape) / machine.matrix_flops / layout.processes
+    steps = len(rows) * config.answers / together * config.max_tokens
     return {
         "model": model.id,
         "device": gpu or "this CPU",
+        "layout": str(layout),
         "prompts": len(rows),
         "mean_prompt_tokens": mean,
         "longest_prompt_tokens": longest,
@@ -98,12 +110,12 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
         "weight_bytes": weights,
         "cache_bytes_per_token": token,
         "cache_bytes": at_once * each,
-        "answers_at_once": at_once,
+        "answers_at_once": together,
         "bound_by": "memory" if step.memory > step.operations else "operations",
-        "most_tokens_per_second": at_once / step.total,
-        "least_step_seconds": step.total,
+        "most_tokens_per_second": together / seconds,
+        "least_step_seconds": seconds,
         "least_prompt_seconds": reading,
-        "least_seconds": reading + steps * step.total,
+        "least_seconds": reading + steps * seconds,
     }
 
 

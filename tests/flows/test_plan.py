@@ -183,3 +183,12 @@ def test_the_plan_of_answers_is_the_roofline_of_the_model_and_the_prompts(tmp_pa
         CliRunner().invoke(app, [*words, "--gpu", "H100", "--gpus", "2"], catch_exceptions=False)
     said = CliRunner().invoke(app, words).output
     assert "least_seconds" in said and "this CPU" in said
+    one, parts = (
+        json.loads(CliRunner().invoke(app, [*words, "--json", "--set", f"serving.layout={layout}"]).output)["answering"][0]
+        for layout in ("{}", "{data: 2, pipeline: 2}")
+    )
+    assert (one["layout"], parts["layout"]) == ("one process", "pipeline 2 x data 2") and parts["answers_at_once"] == 30
+    assert [one[name] / parts[name] for name in ("weight_bytes", "cache_bytes_per_token", "cache_bytes")] == [2.0, 2.0, 4.0]
+    for more, problem in ((["--gpu", "H100"], "proved only on CPUs"), ([], "num_key_value_heads is 1, which it must divide")):
+        with pytest.raises(PunaError, match=problem):
+            CliRunner().invoke(app, [*words, *more, "--set", "serving.layout={tensor: 2}"], catch_exceptions=False)
