@@ -277,7 +277,9 @@ TABLES: dict[str, TableSchema] = {
         _table(
             "rollouts", column("step", pa.int64(), "rollout that the answer was trained on", "from 1"), PROMPT_ID,
             column("sample", pa.int32(), "number of the answer among those to its prompt in the rollout", "from 0"),
-            column("text", pa.string(), "the answer"), column("tokens", TOKENS, "its tokens"),
+            column("text", pa.string(), "the answer; with replies each turn under its role"),
+            column("tokens", TOKENS, "its tokens, those of replies included"),
+            column("turns", pa.int32(), "turns of the policy in it"),
             column("finished", pa.bool_(), "ended by itself rather than at the length limit"),
             column("score", NUMBER, "its reward"), column("verifier", NUMBER, "part of the reward: the verifier's score", nullable=True),
             column("reward_model", NUMBER, "part of the reward: the reward model's number", nullable=True),

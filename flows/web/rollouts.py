@@ -13,7 +13,7 @@ ROWS = """with rows as (
   from (select * from rollouts where artifact = key_of('{0}')) r left join prompts p on p.id = r.prompt_id
     and p.artifact in (select input from lineage where artifact = key_of('{0}') and name = 'prompts'))
 """
-RANKED = """select step, prompt, text as answer, score, verifier, reward_model, advantage, logprob, reference_logprob from rows
+RANKED = """select step, prompt, text as answer, turns, score, verifier, reward_model, advantage, logprob, reference_logprob from rows
 order by score {}, step, prompt_id, sample limit 20"""
 CHANGED = """select prompt, min(step) as first, max(step) as last,
   avg(score) filter (step = low) as early, avg(score) filter (step = high) as late, late - early as change,

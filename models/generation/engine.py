@@ -16,7 +16,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol
 
@@ -65,17 +64,26 @@ def unchanged(watched: Any) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Completion:
+class Completion(NamedTuple):
     """One answer: its tokens (a stop token included), their log-probs, and whether it ended by itself.
 
     `logprobs[i]` is log softmax(logits / temperature)[tokens[i]] in nats over the whole vocabulary, whatever cut or shifted the
     draw, at temperature 1 when it was greedy: what `Transformer.token_logprobs` returns for the token at that temperature.
+    `replies` of others between the model's turns (`turns.py`): where their tokens begin and end, and their messages; log-probs are 0 there.
     """
 
     tokens: list[int]
     logprobs: list[float]
     finished: bool
+    replies: Sequence[tuple[int, int, list[dict[str, Any]]]] = ()
+
+    @property
+    def mask(self) -> list[bool]:
+        """True at the tokens that the model wrote."""
+        mask = [True] * len(self.tokens)
+        for begin, end, _ in self.replies:
+            mask[begin:end] = [False] * (end - begin)
+        return mask
 
 
 class AnswerEngine(Protocol):
@@ -125,9 +133,10 @@ class Engine:
         self._look()
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, progress: Callable[[int, int], None] | None = None
-    ) -> list[list[Completion]]:
-        """Return `params.n` answers to each prompt (token ids, or text that the tokenizer reads), in the prompts' order.
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[list[Completion]]:  # fmt: skip
+        """Return `n` answers to each prompt (token ids, or text that the tokenizer reads), in their order; `params` of all, or of each.
 
         An answer's random numbers depend only on the seed, the prompt's tokens and the answer's number. So neither the order of the prompts
         nor the batch changes the answer, up to rounding in matrix products (none if the engine is exact). Equal prompts in one call draw
@@ -136,17 +145,18 @@ class Engine:
         self._look()
         repeats: Counter[tuple[int, ...]] = Counter()
         completions: dict[Request, dict[int, Completion]] = {}
-        for index, prompt in enumerate(prompts):
-            request = self._request(prompt, params, index)
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+            request = self._request(prompt, own, index)
             request.first = repeats[request.words]
-            repeats[request.words] += params.n
+            repeats[request.words] += own.n
             completions[request] = {}
         with closing(self._events(list(completions))) as events:
             ended = ((event, event.completion) for event in events if event.completion is not None)
             for done, (event, completion) in enumerate(ended, 1):
                 completions[event.request][event.number] = completion
                 if progress is not None:
-                    progress(done, len(completions) * params.n)
+                    progress(done, sum(own.n for own in each))
         return [[row[number] for number in sorted(row)] for row in completions.values()]
 
     def room(self, prompt: int, wanted: int) -> int:

@@ -114,6 +114,16 @@ class ChatFormat(Vocabulary):
         prompt_ids, ids, spans = self._encoded(last.prompt, body + stop, mark, len(plain) - 1)
         return prompt_ids, ids, [i in self.special or b <= begin or a >= end for i, (a, b) in zip(ids, spans, strict=True)]
 
+    def reply(self, messages: Sequence[Message], tools: Tools = None) -> tuple[int, list[int]]:
+        """Return the stop token that ends an answer in mid-dialogue, and the ids behind it up to where the next answer begins, after these
+        messages. Special tokens in their text are read as text. Raise ChatError if the template refuses them there."""
+        (turns, guarded), mark = self.guard(([*PROBE[:2], *(dict(message) for message in messages)], tools))
+        behind = self._render(turns, True, guarded, {}).partition(PROBE[1]["content"])[2]
+        stop = self.find_special(behind, self.stop_ids)
+        if stop is None:
+            raise ChatError(1, "the template writes no stop token behind the answer")
+        return stop[2], self.encode_behind(behind[stop[1] :], stop[2], mark)[0]
+
     def render(self, messages: Sequence[Message], tools: Tools = None) -> list[Row]:
         """Return the rows that train every answer of a conversation, each answer in one of them: ids and loss mask, rendered together.
 

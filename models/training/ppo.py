@@ -40,10 +40,11 @@ Parts = dict[str, tuple[Transformer, Ppo | Value, float | None, Mapping[str, flo
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt's answers with the rollout's results; [n] are its answer tokens, answer by answer."""
+    """One prompt's answers with the rollout's results; [n] are its answer tokens, answer by answer; `mask`: those that teach."""
 
     prompt: list[int]
     answers: list[list[int]]
+    mask: Tensor
     logprobs: Tensor
     values: Tensor
     scores: Tensor
@@ -125,7 +126,7 @@ def train_grpo(
         rewards = sampled.scores - config.unfinished_penalty * (1.0 - sampled.finished) - numbers["kl_coefficient"] * kl
         by_answer = group_advantages(rewards.view(-1, config.answers), config.baseline).flatten()
         none = torch.zeros_like(sampled.logprobs)
-        return none, by_answer.repeat_interleave(sampled.lengths), none
+        return none, by_answer.repeat_interleave(sampled.lengths) * sampled.mask, none
 
     return _train(rollouts, parts, estimate, checkpoint_dir, on_step)
 
@@ -191,6 +192,7 @@ def _train(
 
 BY_ANSWER = ("scores", "finished")
 BY_TOKEN = ("logprobs", "values", "advantages", "returns")
+COLUMNS = (*BY_ANSWER, "mask", *BY_TOKEN)
 
 
 @dataclass
@@ -202,14 +204,14 @@ class Begun:
     rows: dict[str, list[Row]]
 
     def tensors(self) -> dict[str, Tensor]:
-        return {f"rollout.{name}": torch.cat([getattr(group, name) for group in self.groups]) for name in (*BY_ANSWER, *BY_TOKEN)}
+        return {f"rollout.{name}": torch.cat([getattr(group, name) for group in self.groups]) for name in COLUMNS}
 
     def record(self) -> dict[str, Any]:
         return {"asked": [g.prompt for g in self.groups], "answers": [g.answers for g in self.groups], "row": self.row, "rows": self.rows}
 
     @classmethod
     def read(cls, tensors: dict[str, Tensor], record: dict[str, Any]) -> Begun:
-        numbers = {name: tensors[f"rollout.{name}"] for name in (*BY_ANSWER, *BY_TOKEN)}
+        numbers = {name: tensors[f"rollout.{name}"] for name in COLUMNS}
         return cls(_groups(record["asked"], record["answers"], numbers), record["row"], record["rows"])
 
 
@@ -231,24 +233,24 @@ def _begin(
     sampled, state.sampled, numbers = state.sampled, None, state.numbers
     assert sampled is not None
     values, weights, returns = estimate(sampled, numbers)
-    by_token = {"logprobs": sampled.logprobs, "values": values, "advantages": weights, "returns": returns}
+    by_token = {"mask": sampled.mask, "logprobs": sampled.logprobs, "values": values, "advantages": weights, "returns": returns}
     rollouts.keep(len(state.log) + 1, _rows(sampled, weights))
     groups = _groups(sampled.asked, sampled.answers, by_token | {"scores": sampled.scores, "finished": sampled.finished})
-    row = _summary(sampled, groups, numbers, "critic" in trainers)
+    row = _summary(sampled, groups, numbers, "critic" in trainers, getattr(rollouts.config, "turns", 1) > 1)
     row |= {"version": sampled.version, "staleness": len(state.log) - sampled.version}
     return Begun(groups, row | {"seconds": time.perf_counter() - started}, {who: [] for who in trainers})
 
 
 def _rows(sampled: Sampled, advantages: Tensor) -> list[Row | dict[str, Any]]:
-    """Return a row for each answer; log-probs and advantage are means over its tokens."""
+    """Return a row for each answer; log-probs and advantage are means over the policy's tokens."""
     means = {"advantage": advantages, "logprob": sampled.logprobs}
     means |= {} if sampled.kl is None else {"reference_logprob": sampled.reference}
-    numbers = {name: sum_segments(values, sampled.lengths) / sampled.lengths for name, values in means.items()}
+    counts = sum_segments(sampled.mask.float(), sampled.lengths)
+    numbers = {name: sum_segments(values, sampled.lengths) / counts for name, values in means.items()}
     numbers |= {"score": sampled.scores, "finished": sampled.finished.bool()}
-    pairs = zip(sampled.asked, sampled.answers, strict=True)
-    asked, answers = zip(*((prompt, answer) for prompt, some in pairs for answer in some), strict=True)
+    asked = [prompt for prompt, some in zip(sampled.asked, sampled.completions, strict=True) for _ in some]
     columns: dict[str, Any] = {name: column.tolist() for name, column in numbers.items()}
-    columns |= {**sampled.parts, "prompt": asked, "tokens": answers}
+    columns |= {**sampled.parts, "prompt": asked, "completion": sampled.flat}
     return [{"version": sampled.version, **dict(zip(columns, row, strict=True))} for row in zip(*columns.values(), strict=True)]
 
 
@@ -278,8 +280,8 @@ def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutS
     part = np.array_split(order, config.minibatches)[index]
     chosen = [rollout_state.groups[i] for i in sorted(part.tolist())]
     teaching = chosen if len(trainers) > 1 or config.entropy_weight else _teaching(chosen)
-    tokens_left_out = sum(len(group.logprobs) for group in chosen) - sum(len(group.logprobs) for group in teaching)
-    left_out = (tokens_left_out, (len(chosen) - len(teaching)) * config.answers)
+    tokens, teaching_tokens = (sum(int(group.mask.sum()) for group in groups) for groups in (chosen, teaching))
+    left_out = (tokens - teaching_tokens, (len(chosen) - len(teaching)) * config.answers)
     packed = pack([len(group) for group in teaching], config.compute.micro_batch_tokens)
     batches = [_collate([teaching[i] for i in row], (0, 0) if number else left_out) for number, row in enumerate(packed)]
     step = (rollout - 1) * config.updates + update + 1
@@ -315,7 +317,7 @@ def _teaching(groups: Sequence[Group]) -> Sequence[Group]:
     return [group for group in groups if bool(group.advantages.any())] or groups[:1]
 
 
-def _summary(sampled: Sampled, groups: Sequence[Group], numbers: dict[str, float], critic: bool) -> Row:
+def _summary(sampled: Sampled, groups: Sequence[Group], numbers: dict[str, float], critic: bool, several: bool) -> Row:
     values = torch.cat([group.values for group in groups])
     returns = torch.cat([group.returns for group in groups])
     spread = float(returns.var(correction=0))
@@ -327,13 +329,15 @@ def _summary(sampled: Sampled, groups: Sequence[Group], numbers: dict[str, float
         "kl_coefficient": numbers["kl_coefficient"],
         **({"explained_variance": 1.0 - unexplained / spread if spread else 0.0} if critic else {}),
         "unequal_prompts": sampled.unequal,
-        "answer_tokens": len(sampled.logprobs) / len(sampled.scores),
+        "answer_tokens": float(sampled.mask.sum()) / len(sampled.scores),
+        **({"turns": 1.0 + sum(len(one.replies) for one in sampled.flat) / len(sampled.scores)} if several else {}),
         "finished": float(sampled.finished.mean()),
     }
 
 
 def _collate(groups: Sequence[Group], left_out: tuple[int, int]) -> PpoBatch:
-    targets = Targets.from_answers([g.prompt for g in groups], [g.answers for g in groups])
+    masks = [[part.tolist() for part in g.mask.split([len(answer) for answer in g.answers])] for g in groups]
+    targets = Targets.from_answers([g.prompt for g in groups], [g.answers for g in groups], masks)
     by_token = {name: torch.cat([getattr(g, name) for g in groups]) for name in BY_TOKEN}
     return PpoBatch(targets, **by_token, left_out=left_out[0], answers_left_out=left_out[1])
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from puna.kernels.exact import can_be_exact, exact_passes
 from puna.models.generation import Completion, Engine, SamplingParams
+from puna.models.generation.turns import converse
 from puna.models.training.objectives.base import Targets
 from puna.models.training.objectives.reward import answer_rewards
 from puna.models.training.packing import pack, step_indices
@@ -49,17 +50,15 @@ WATCHED = 8
 class Sampled(NamedTuple):
     """A rollout's prompts and answers with their scores; [A] by answer, [N] by answer token.
 
-    `kl`: nats per answer to the reference, whose log-probs are the policy's own, and count for nothing, if it is None. `score` and
-    `unequal`: the mean score, and the share of prompts whose answers differ in reward, of all that was drawn, which `resample` chose from.
-    `version`: the rollouts on which the weights that answered had been trained. `parts` of the scores, [A] each, by name.
+    `reference`: log-probs [N], 0 at the tokens of replies. `kl`: nats per answer to the reference, whose log-probs are the policy's own,
+    and count for nothing, if it is None. `score` and `unequal`: the mean score, and the share of prompts whose answers differ in reward,
+    of all that was drawn, which `resample` chose from. `version`: the rollouts on which the weights that answered had been trained.
+    `parts` of the scores, [A] each, by name.
     """
 
     asked: list[list[int]]
-    answers: list[list[list[int]]]
-    lengths: Tensor
+    completions: list[list[Completion]]
     scores: Tensor
-    finished: Tensor
-    logprobs: Tensor
     reference: Tensor
     kl: float | None
     watched: dict[str, float]
@@ -68,6 +67,34 @@ class Sampled(NamedTuple):
     version: int
     parts: dict[str, list[float]]
 
+    @property
+    def answers(self) -> list[list[list[int]]]:
+        return [[one.tokens for one in row] for row in self.completions]
+
+    @property
+    def flat(self) -> list[Completion]:
+        return [one for row in self.completions for one in row]
+
+    @property
+    def lengths(self) -> Tensor:
+        """[A] tokens of each answer, those of replies included."""
+        return torch.tensor([len(one.tokens) for one in self.flat])
+
+    @property
+    def finished(self) -> Tensor:
+        """[A] 1.0 if the answer ended by itself."""
+        return torch.tensor([float(one.finished) for one in self.flat])
+
+    @property
+    def logprobs(self) -> Tensor:
+        """[N] log-probs, 0 at the tokens of replies."""
+        return torch.tensor([value for one in self.flat for value in one.logprobs])
+
+    @property
+    def mask(self) -> Tensor:
+        """[N] True at the policy's own tokens."""
+        return torch.tensor([own for one in self.flat for own in one.mask])
+
     def text(self) -> str:
         """Return all of it as JSON, without a loss."""
         return json.dumps({name: value.tolist() if isinstance(value, Tensor) else value for name, value in self._asdict().items()})
@@ -75,7 +102,8 @@ class Sampled(NamedTuple):
     @classmethod
     def read(cls, text: str) -> Sampled:
         values = json.loads(text)
-        return cls(**values | {name: torch.tensor(values[name]) for name in ("lengths", "scores", "finished", "logprobs", "reference")})
+        values["completions"] = [[Completion(*one) for one in row] for row in values["completions"]]
+        return cls(**values | {name: torch.tensor(values[name]) for name in ("scores", "reference")})
 
 
 class Drawn(NamedTuple):
@@ -96,6 +124,7 @@ class Rollouts(Generic[Config]):
     `reward_model_scorer(model)`, or a verifier. `watch` is asked in the rollouts whose KL divergence is measured. `groups`: the ranks that
     sample. Each answers its part of the prompts, and all score all answers; in exact passes they are those of one process. None: those of
     the configuration. `keep` gets the rows of the answers. `parameters`: number of the whole policy's, where this rank has a piece of it.
+    `generate` answers prompts, in one turn or several (`converse`).
     """
 
     policy: Transformer
@@ -109,6 +138,7 @@ class Rollouts(Generic[Config]):
     groups: Groups | None = None
     keep: Keep = lambda rollout, rows: None
     parameters: int | None = None
+    generate: Callable[..., list[list[Completion]]] = converse
 
     def sample(self, rollout: int, remember: Remember = lambda _, make: make(), version: int = 0) -> Sampled:
         """Return the answers of a rollout, counted from 1. `remember` keeps the waves in which they are sampled and scored.
@@ -120,37 +150,35 @@ class Rollouts(Generic[Config]):
         drawn = self._drawn(rollout, remember)
         # The sort is stable: what differs in reward comes first, and all of it stays in the order of drawing.
         chosen = sorted(sorted(range(len(drawn)), key=lambda i: not drawn[i].unequal)[: config.prompts])
-        asked, completions = [drawn[i].prompt for i in chosen], [drawn[i].completions for i in chosen]
-        answers = [[c.tokens for c in row] for row in completions]
-        # The engine's log-probs are the trainer's: one forest mask serves both.
-        logprobs = base = torch.tensor([p for row in completions for c in row for p in c.logprobs])
-        lengths = torch.tensor([len(answer) for row in answers for answer in row])
-        self._check(rollout, asked[:1], answers[:1], logprobs)
-        kl = None
-        if measured or config.kl_coefficient:
-            base = self._reference_logprobs(asked, answers)
-            kl = float((logprobs - base).sum()) / len(lengths)
-        return Sampled(
-            asked=asked, answers=answers, lengths=lengths, logprobs=logprobs, reference=base, kl=kl, version=version,
+        asked, completions = [drawn[i].prompt for i in chosen], [list(drawn[i].completions) for i in chosen]
+        sampled = Sampled(
+            asked=asked, completions=completions, reference=torch.empty(0), kl=None, version=version,
             scores=torch.tensor([s for i in chosen for s in drawn[i].scores], dtype=torch.float32),
-            finished=torch.tensor([float(c.finished) for row in completions for c in row]),
             watched=self.watch(asked, completions) if self.watch is not None and measured else {},
             score=sum(sum(one.scores) / len(one.scores) for one in drawn) / len(drawn),
             unequal=sum(one.unequal for one in drawn) / len(drawn),
             parts={name: [part for i in chosen for part in drawn[i].parts[name]] for name in drawn[0].parts},
         )  # fmt: skip
+        # The engine's log-probs are the trainer's: one forest mask serves both.
+        logprobs = base = sampled.logprobs
+        self._check(rollout, sampled)
+        kl = None
+        if measured or config.kl_coefficient:
+            base = torch.where(sampled.mask, self._reference_logprobs(asked, sampled.answers), 0.0)
+            kl = float((logprobs - base).sum()) / len(sampled.flat)
+        return sampled._replace(reference=base, kl=kl)
 
     @torch.no_grad()
-    def _check(self, rollout: int, asked: list[list[int]], answers: list[list[list[int]]], logprobs: Tensor) -> None:
+    def _check(self, rollout: int, sampled: Sampled) -> None:
         """Raise ValueError if log-probs are not those of a pass of training, where such passes are exact. Those of adapters and of a
         rank's piece are nearly the same.
         """
-        weights, targets = self.policy.model.embed_tokens.weight, Targets.from_answers(asked, answers)
+        weights, targets = self.policy.model.embed_tokens.weight, Targets.from_answers(sampled.asked[:1], sampled.answers[:1])
         if not can_be_exact(weights.dtype, weights.device):
             return
         with exact_passes(weights.dtype, weights.device):
             own = self.policy.token_logprobs(targets.forest, targets.positions, targets.tokens, temperature=self.config.temperature)[0]
-        difference = float((own - logprobs[: len(own)]).abs().max())
+        difference = float(((own - sampled.logprobs[: len(own)]).abs() * sampled.mask[: len(own)]).max())
         if not difference <= (0.0 if self.policy.parts is None and all(p.requires_grad for p in self.policy.parameters()) else 1e-4):
             raise ValueError(
                 f"rollout {rollout}: log-probs of answers differ by up to {difference:.2g} nats from those of the policy's weights: "
@@ -184,7 +212,7 @@ class Rollouts(Generic[Config]):
         return max(1, int(WAVE_FLOPS / flops))
 
     def _sampled(self, engine: Engine, asked: Sequence[list[int]], seeds: Sequence[int]) -> list[Any]:
-        """Return for each prompt its answers, (tokens, log-probs, finished) each, and their scores."""
+        """Return for each prompt its answers, the fields of `Completion` each, and their scores."""
         config = self.config
         seed = int(np.random.default_rng(seeds).integers(2**31))
         params = SamplingParams(
@@ -193,8 +221,7 @@ class Rollouts(Generic[Config]):
         groups = self.groups or Groups()
 
         def drawn(own: list[list[int]]) -> list[Any]:
-            rows = engine.generate(own, params, lambda *_: groups.beat())
-            return [[(c.tokens, c.logprobs, c.finished) for c in some] for some in rows]
+            return self.generate(engine, own, params, lambda *_: groups.beat())
 
         # Equal prompts go to one rank: together they draw different answers.
         answers = groups.sampling.dealt(asked, drawn, tuple)

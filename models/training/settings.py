@@ -381,6 +381,10 @@ class GrpoSettings(RolloutSettings):
     clip_high: float | None = Field(
         None, gt=0, description="Clip range of the probability ratio above 1, where that is another (DAPO takes 0.28); null: clip"
     )
+    turns: int = Field(
+        1, ge=1, le=64, description="Turns of the policy in an answer at most. Between them the prompt's verifier replies, if it is an "
+        "environment, and tools do; only the policy's own tokens teach, and max_tokens is for all turns and replies together"
+    )  # fmt: skip
     resample: int = Field(
         0, ge=0, le=20, description="Times at most that a rollout asks as many further prompts, until so many have answers of different "
         "rewards: only these teach (DAPO's dynamic sampling); 0: never"

@@ -6,13 +6,14 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
 from puna.stages.contract import Facts, Figure, Model, Prompts, StageRun, stage
-from puna.stages.conversations import answer_text
+from puna.stages.conversations import answer_text, shown
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.lora import adapted
 from puna.stages.training.needs import adaptable, one_tokenizer
@@ -29,7 +30,10 @@ from puna.stages.training.train import (
     training_prompts,
     write_log,
 )  # fmt: skip
+from puna.stages.training.turns import Replies, environment_of, turns_of
+from puna.stages.verifiers.judges import Tools
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
+from puna.stages.verifiers.tools import TOOLS, ToolName
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
@@ -86,6 +90,16 @@ class GrpoConfig(GrpoSettings, RolloutsConfig):
     """Settings of the optimization."""
 
     reward: Reward = Field("verifier", description=REWARDS)
+    tools: tuple[ToolName, ...] = Field(
+        (), description="Tools that the policy may call between its turns: calculator, and python in the sandbox; it calls them by "
+        '<tool_call>{"name": …, "arguments": …}</tool_call>'
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _tools_answer_between_turns(self) -> Self:
+        if self.tools and self.turns == 1:
+            raise ValueError("tools answer between turns: set turns above 1")
+        return self
 
 
 @stage(kind="model", device=True, ranks=True, needs=needs, named=verifiers_named)
@@ -123,7 +137,9 @@ def _optimize(
     # What is only asked computes as the policy does: a KL divergence to fp32 would have bf16's rounding in it.
     dtype = DTYPES[training_precision(config.compute, run)]
     bad, limit = BadRows(config, run.stage), Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens")
-    chosen_rows, rendered = training_prompts(prompts, model, tokenizer, config.answers, config.max_tokens, limit, bad)
+    names = getattr(config, "tools", ())
+    offered = [TOOLS[name].definition(name) for name in names]
+    chosen_rows, rendered = training_prompts(prompts, model, tokenizer, config.answers, config.max_tokens, limit, bad, offered)
     if len(rendered) < config.prompts:
         left = f"{len(chosen_rows)} training prompts" + (f", {len(bad.dropped)} of them dropped" if bad.dropped else "")
         raise PunaError(f"{run.stage}: a rollout takes {config.prompts} prompts, but {prompts.id} has {left}")
@@ -141,7 +157,8 @@ def _optimize(
     groups = Groups(config.compute.layout, config.generate, tensor=config.generate_tensor)
     with divergence_named(run.stage), adapted(model, config, run) as scales:
         watch = None if scorer is None or config.reward == "verifier" else _gold(gold_of(scorer, rows, prompt_ids, tokenizer))
-        answered = watch, groups, _keep(rows, prompt_ids, tokenizer, run)
+        turns = _turns(rows, prompt_ids, tokenizer, names, config, run)
+        answered = watch, groups, _keep(rows, prompt_ids, tokenizer, run), turns
         log = drive(
             Rollouts(model, reference, rewards.parts, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), *answered),
             *([valuing] if valuing is not None else []),
@@ -159,6 +176,18 @@ def _optimize(
     save_model(model, tokenizer, run.folder)
 
 
+def _turns(
+    rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, tools: Sequence[str], config: RolloutsConfig, run: StageRun
+) -> Callable[..., Any]:
+    """Return the function that answers prompts, in as many turns as there may be. PunaError if nothing replies between them."""
+    from puna.models.generation.turns import converse
+
+    if (turns := getattr(config, "turns", 1)) > 1 and not tools and all(environment_of(row) is None for row in rows):
+        raise PunaError(f"{run.stage}: turns={turns}, but no prompt's verifier replies and there are no tools; set turns=1, or name tools")
+    by_ids = {tuple(ids): row for ids, row in zip(asked, rows, strict=True)}
+    return partial(converse, turns=turns, respond=Replies(by_ids, tokenizer, tools, Tools(config.scoring, run)))
+
+
 def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run: StageRun) -> Callable[[int, Any], None]:
     """Return a function that writes a rollout's answers to the table `rollouts`."""
     names = {tuple(ids): row["id"] for ids, row in zip(asked, rows, strict=True)}
@@ -168,8 +197,10 @@ def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run:
             raise PunaError(f"{run.stage}: the answers of rollout {rollout} are lost; remove {run.scratch} to begin anew")
         counts: Counter[str] = Counter()
         for answer in answers:
-            name, text = names[tuple(answer.pop("prompt"))], answer_text(answer["tokens"], tokenizer)
-            yield {"step": rollout, "prompt_id": name, "sample": counts[name], "text": text, **answer}
+            name, one = names[tuple(answer.pop("prompt"))], answer.pop("completion")
+            text = shown(turns_of(one, tokenizer)) if one.replies else answer_text(one.tokens, tokenizer)
+            own = {"text": text, "tokens": one.tokens, "turns": 1 + len(one.replies)}
+            yield {"step": rollout, "prompt_id": name, "sample": counts[name], **own, **answer}
             counts[name] += 1
 
     return lambda rollout, answers: run.rows_once(str(rollout), lambda: list(described(rollout, answers)), "rollouts")

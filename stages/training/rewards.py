@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from puna.stages.contract import StageConfig
-from puna.stages.conversations import answer_text
+from puna.stages.training.turns import to_score
 from puna.stages.verifiers.base import ScoringConfig
 from puna.stages.verifiers.reward_model import sigmoid
 from puna.stages.verifiers.scoring import Scorer
@@ -125,7 +125,7 @@ def gold_of(scorer: Scorer, rows: Sequence[dict[str, Any]], asked: Ids, tokenize
 
     def gold(prompts: Ids, completions: Completions) -> list[list[float]]:
         pairs = zip(prompts, completions, strict=True)
-        answers = [(by_ids[tuple(ids)], answer_text(one.tokens, tokenizer)) for ids, some in pairs for one in some]
+        answers = [to_score(by_ids[tuple(ids)], one, tokenizer) for ids, some in pairs for one in some]
         values = iter([score.value or 0.0 for score in scorer.scores(answers)])
         return [[next(values) for _ in some] for some in completions]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from puna.stages.contract import External, Figure, StageRun
-from puna.stages.conversations import BadRow, Message, messages_of, prompt_ids, rendering, tools_of
+from puna.stages.conversations import BadRow, Message, dump, messages_of, prompt_ids, rendering, tools_of
 from puna.stages.executors import ranks
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.vocabulary import tokenizer_of
@@ -129,13 +129,17 @@ def heldout_prompts(prompts: Artifact) -> dict[str, list[dict[str, Any]]]:
 
 
 def training_prompts(
-    prompts: Artifact, model: Transformer, tokenizer: Tokenizer, answers: int, max_tokens: int, row: Limit, bad: BadRows
-) -> tuple[list[dict[str, Any]], list[tuple[dict[str, Any], list[int]]]]:
+    prompts: Artifact, model: Transformer, tokenizer: Tokenizer, answers: int, max_tokens: int, row: Limit, bad: BadRows,
+    tools: Sequence[Message] = (),
+) -> tuple[list[dict[str, Any]], list[tuple[dict[str, Any], list[int]]]]:  # fmt: skip
     """Return the rows of the training prompts; and the rows that fit the context, with their token ids.
 
-    A prompt must fit into the model's context with one answer of `max_tokens`, and with all its `answers` into a packed row.
+    A prompt must fit into the model's context with one answer of `max_tokens`, and with all its `answers` into a packed row. The chat
+    template is given `tools` beside the prompt's own.
     """
     rows = [one for one in prompts.read().to_pylist() if one["split"] == "train"]
+    for one in rows if tools else ():
+        one["tools"] = dump([*(tools_of(one) or ()), *tools])
     within = row._replace(what=f"the prompt with {answers} answers of max_tokens={max_tokens}")
     rendered = bad.examples(
         rows, lambda one: prompt_ids(tokenizer, one), lambda ids: len(ids) + max_tokens, context_limit(model, max_tokens),
@@ -278,8 +282,8 @@ class DealtEngine:
         """Return `Engine.generate`'s answers. Equal prompts go to one process: together they draw different answers."""
         from puna.models.generation import Completion
 
-        def drawn(own: list[Sequence[int] | str]) -> list[list[tuple[list[int], list[float], bool]]]:
-            return [[(c.tokens, c.logprobs, c.finished) for c in some] for some in self.engine.generate(own, params, progress)]
+        def drawn(own: list[Sequence[int] | str]) -> list[list[Completion]]:
+            return self.engine.generate(own, params, progress)
 
         return [[Completion(*answer) for answer in some] for some in ranks.dealt(prompts, drawn, self.layout, tuple)]
 

@@ -64,6 +64,13 @@ class Verifier(StageConfig):
         """Return the score of one answer."""
         raise NotImplementedError(f"{type(self).__name__} has no method score")
 
+    def reply(self, question: Question, messages: Sequence[dict[str, Any]]) -> str | None:
+        """Return the user's next message to an answer's turns so far, the last one the model's; None: the answer is complete.
+
+        A verifier that replies is an environment (see `grpo.turns`). `score` then gets the last turn as answer, and a question whose
+        messages hold the turns before it. It runs where `score` does; an error becomes the reply."""
+        return None
+
     def reaches(self) -> list[tuple[str, str]]:
         """Return the verifier's code (module, symbol), which counts in a stage's key: its class."""
         return self.of_class()

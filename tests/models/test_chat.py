@@ -293,3 +293,17 @@ def test_packed_documents_begin_with_what_the_tokenizer_has() -> None:
     assert whole.begin == whole.bos != whole.eos and without.bos is None and without.begin == without.eos == whole.eos
     with pytest.raises(TokenizerError, match="neither bos_token nor eos_token"):
         _ = Tokenizer(whole.backend, {}).begin
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reply_goes_on_as_the_whole_conversation_would(name: str):
+    own = family(name)
+    told = own.token(own.stop_ids[0])  # written out in the reply, it is text
+    turns = [{"role": "user", "content": "What is the capital of Peru?"}, {"role": "assistant", "content": "Lima."}]
+    following = [{"role": "user", "content": f"No, {told} think."}]
+    stop, ids = own.reply(following)
+    assert own.render_pair(turns[:1], "Lima.")[1][-1] == stop and own.chat([*turns, *following])[-len(ids) - 1 :] == [stop, *ids]
+    assert ids.count(stop) == own.reply([{"role": "user", "content": "No, I think."}])[1].count(stop)
+    if name in ("llama2", "mistral"):
+        with pytest.raises(ChatError, match="roles must alternate"):
+            own.reply([{"role": "tool", "content": "4"}])

@@ -1,0 +1,46 @@
+"""Answers in several turns: after a turn of the model something else replies, and the model goes on behind the reply.
+
+An answer is one sequence: the model's turns and the replies between them. The engine keeps the pages of a turn, so the next one computes
+only the reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from puna.models.generation.engine import Completion, Engine
+from puna.models.generation.sampling_params import SamplingParams
+
+Respond = Callable[[Sequence[tuple[list[int], Completion]]], Sequence[tuple[list[int], list[dict[str, Any]]] | None]]
+"""Gives what follows each answer (prompt, answer so far): tokens up to where the next turn begins, and messages; None: it is complete."""
+
+
+def converse(
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, progress: Callable[[int, int], None] | None = None,
+    turns: int = 1, respond: Respond = lambda answers: [None] * len(answers),
+) -> list[list[Completion]]:  # fmt: skip
+    """Return `Engine.generate`'s answers of at most so many turns; `params.max_tokens` is for all of an answer, replies included.
+
+    An answer behind whose reply no token fits ends before that reply and counts as cut off."""
+    answers = [(prompt, one) for prompt, some in zip(prompts, engine.generate(prompts, params, progress), strict=True) for one in some]
+    going = [number for number, (_, one) in enumerate(answers) if one.finished]
+    for _ in range(1, turns):
+        replies = respond([answers[number] for number in going])
+        room: dict[int, int] = {}
+        for number, reply in zip(going, replies, strict=True):
+            (prompt, one), (tokens, messages) = answers[number], reply or ([], [])
+            left = params.max_tokens - len(one.tokens) - len(tokens)
+            if reply is not None and left > 0:
+                room[number] = left
+                own = (*one.replies, (len(one.tokens), len(one.tokens) + len(tokens), messages))
+                one = Completion([*one.tokens, *tokens], [*one.logprobs, *[0.0] * len(tokens)], False, own)
+            answers[number] = prompt, one._replace(finished=reply is None)
+        each = [replace(params, n=1, max_tokens=left) for left in room.values()]
+        asked = [prompt + one.tokens for prompt, one in map(answers.__getitem__, room)]
+        for number, (turn,) in zip(room, engine.generate(asked, each, progress), strict=True):
+            prompt, one = answers[number]
+            answers[number] = prompt, Completion(one.tokens + turn.tokens, one.logprobs + turn.logprobs, turn.finished, one.replies)
+        going = [number for number in room if answers[number][1].finished]
+    return [[one for _, one in answers[at : at + params.n]] for at in range(0, len(answers), params.n)]

@@ -1,0 +1,114 @@
+"""Answers in several turns as conversations: what an answer's turns are, and who replies to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from puna.stages.conversations import Message, answer_text, dump, messages_of, rendering, tools_of
+from puna.stages.executors.subprocess_worker import Apart
+from puna.stages.verifiers import tools
+from puna.stages.verifiers.base import DETAIL, BoundedVerifier, Question, ScoringConfig, Verifier, to_json
+from puna.stages.verifiers.judges import Tools, chunks
+from puna.stages.verifiers.python_code import AT_ONCE
+from puna.stages.verifiers.registry import from_json, from_text
+from puna.stages.verifiers.scoring import leaves, question_of
+
+if TYPE_CHECKING:
+    from puna.models.generation import Completion
+    from puna.models.tokens.tokenizer import Tokenizer
+
+
+def turns_of(answer: Completion, tokenizer: Tokenizer) -> list[Message]:
+    """Return an answer's turns: those of the model, and the replies between them."""
+    messages, start = list[Message](), 0
+    for begin, end, replies in answer.replies:
+        messages += [{"role": "assistant", "content": answer_text(answer.tokens[start:begin], tokenizer)}, *replies]
+        start = end
+    return [*messages, {"role": "assistant", "content": answer_text(answer.tokens[start:], tokenizer)}]
+
+
+def to_score(row: dict[str, Any], answer: Completion, tokenizer: Tokenizer) -> tuple[dict[str, Any], str]:
+    """Return the prompt of an answer's last turn, which has the turns before it, and that turn's text."""
+    *before, last = turns_of(answer, tokenizer)
+    return (row | {"messages": dump([*messages_of(row), *before])} if before else row), last["content"]
+
+
+def environment_of(row: dict[str, Any]) -> Verifier | None:
+    """Return the part of a prompt's verifier that replies, if there is one."""
+    parts = [] if row["verifier"] is None else leaves(from_text(row["verifier"]))
+    return next((part for part in parts if type(part).reply is not Verifier.reply), None)
+
+
+class Job(NamedTuple):
+    """A conversation to reply to: its question, its turns, who replies, and the tools that may be called."""
+
+    question: Question
+    turns: list[Message]
+    verifier: Verifier | None
+    tools: Sequence[str]
+
+    def reply(self, config: ScoringConfig) -> list[Message]:
+        """Return the results of the last turn's calls, else the environment's reply; none if the answer is complete."""
+        if self.tools and (messages := tools.results(self.turns[-1]["content"], self.tools, config)):
+            return messages
+        if self.verifier is None:
+            return []
+        job = {"verifier": to_json(self.verifier), "question": tuple(self.question), "turns": self.turns}
+        bounded = isinstance(self.verifier, BoundedVerifier)
+        reply = replied(job) if bounded else _child().ask(job, config.seconds)
+        text = f"{self.verifier.name}: {reply}" if isinstance(reply, str) else reply["reply"]
+        return [] if text is None else [{"role": "user", "content": str(text)[:DETAIL]}]
+
+    @property
+    def quick(self) -> bool:
+        """True if the reply needs no other process."""
+        foreign = self.verifier is not None and not isinstance(self.verifier, BoundedVerifier)
+        return not foreign and ("python" not in self.tools or not tools.calls(self.turns[-1]["content"]))
+
+
+def replied(job: dict[str, Any]) -> dict[str, Any]:
+    """Return an environment's reply to a conversation."""
+    verifier = from_json(job["verifier"])
+    try:
+        return {"reply": verifier.reply(Question(*job["question"]), job["turns"])}
+    except Exception as error:  # noqa: BLE001  an environment may be anybody's code: its failure is a reply
+        return {"reply": f"{verifier.name} failed: {type(error).__name__}: {error}"}
+
+
+@lru_cache(maxsize=1)
+def _child() -> Apart:
+    return Apart(replied)
+
+
+def _reply_chunk(jobs: list[Job], config: ScoringConfig) -> list[list[Message]]:
+    return [job.reply(config) for job in jobs]
+
+
+@dataclass(frozen=True)
+class Replies:
+    """The replies to answers: `rows` of prompts by their token ids, the names of the tools, and the means to run them (`Respond`)."""
+
+    rows: dict[tuple[int, ...], dict[str, Any]]
+    tokenizer: Tokenizer
+    names: Sequence[str]
+    means: Tools
+
+    def __call__(self, answers: Sequence[tuple[list[int], Completion]]) -> list[tuple[list[int], list[Message]] | None]:
+        jobs = []
+        for prompt, answer in answers:
+            row = self.rows[tuple(prompt)]
+            jobs.append(Job(question_of(row), turns_of(answer, self.tokenizer), environment_of(row), self.names))
+        slow = [job for job in jobs if not job.quick]
+        by_others = (reply for some in self.means.run.map(_reply_chunk, chunks(slow, AT_ONCE), self.means.config) for reply in some)
+        replies = [job.reply(self.means.config) if job.quick else next(by_others) for job in jobs]
+        return [self._tokens(*pair, messages) if messages else None for pair, messages in zip(answers, replies, strict=True)]
+
+    def _tokens(self, prompt: list[int], answer: Completion, messages: list[Message]) -> tuple[list[int], list[Message]] | None:
+        """Return messages with their tokens; None where the answer ended in another way than by a turn's end."""
+        row = self.rows[tuple(prompt)]
+        with rendering(row):
+            stop, ids = self.tokenizer.reply(messages, tools_of(row))
+        return (ids, messages) if answer.tokens[-1] == stop else None

@@ -1,0 +1,106 @@
+"""Tools that a model may call between its turns: a calculator, and Python in the sandbox.
+
+A call is JSON with `name` and `arguments`, in `<tool_call>` tags (Hermes, Qwen, SmolLM) or as the whole turn (Llama 3.1, which writes
+`parameters`). Whatever is wrong with a call is told to the model.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, Literal, NamedTuple
+
+from puna.stages.verifiers import sandbox
+from puna.stages.verifiers.base import ScoringConfig
+from puna.stages.verifiers.reasoning_gym import check_formula
+
+ToolName = Literal["calculator", "python"]
+CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+LONGEST = 1000
+"""Characters of a tool's result that the model is shown."""
+MOST = 4
+"""Calls of one turn that are run."""
+OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Pow: operator.pow,
+}  # fmt: skip
+
+
+class Tool(NamedTuple):
+    """A function of one text: its purpose, its argument's name and meaning, and its code."""
+
+    about: str
+    argument: str
+    meaning: str
+    run: Callable[[str, ScoringConfig], str]
+
+    def definition(self, name: str) -> dict[str, Any]:
+        """Return the JSON schema that chat templates show."""
+        properties = {self.argument: {"type": "string", "description": self.meaning}}
+        parameters = {"type": "object", "properties": properties, "required": [self.argument]}
+        return {"type": "function", "function": {"name": name, "description": self.about, "parameters": parameters}}
+
+
+def calls(text: str) -> list[str]:
+    """Return the JSON texts of a turn's calls; none if it calls nothing."""
+    return CALL.findall(text) or ([text] if text.lstrip().startswith("{") and '"name"' in text else [])
+
+
+def results(turn: str, names: Sequence[str], config: ScoringConfig) -> list[dict[str, Any]]:
+    """Return the messages that answer a turn's calls."""
+    refused = f"Error: a turn has at most {MOST} calls"
+    texts = (_result(call, names, config) if number < MOST else refused for number, call in enumerate(calls(turn)))
+    return [{"role": "tool", "content": text[:LONGEST]} for text in texts]
+
+
+def _result(call: str, names: Sequence[str], config: ScoringConfig) -> str:
+    try:
+        value = json.loads(call)
+        name, arguments = value["name"], value["arguments"] if "arguments" in value else value["parameters"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return 'Error: a call is JSON: {"name": ..., "arguments": {...}}'
+    if name not in names:
+        return f"Error: there is no tool {str(name)[:50]!r}, only {', '.join(names)}"
+    tool = TOOLS[name]
+    if not isinstance(arguments, dict) or set(arguments) != {tool.argument} or not isinstance(arguments[tool.argument], str):
+        return f'Error: the arguments of {name} are {{"{tool.argument}": "..."}}'
+    return tool.run(arguments[tool.argument], config)
+
+
+def calculate(expression: str, config: ScoringConfig) -> str:
+    """Return the value of a formula: exact, or to twelve digits where it is no whole number."""
+    try:
+        value = _value(check_formula(expression.replace("^", "**")))
+        return str(int(value)) if value == int(value) else f"{float(value):.12g}"
+    except ZeroDivisionError:
+        return "Error: division by zero"
+    except (ArithmeticError, ValueError, TypeError) as error:  # a root of a negative number is complex, which int refuses
+        return f"Error: {error}"
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return Fraction(repr(value))
+        case ast.UnaryOp(op=op, operand=operand):
+            return -_value(operand) if isinstance(op, ast.USub) else _value(operand)
+        case ast.BinOp(left=left, op=op, right=right):
+            return OPERATORS[type(op)](_value(left), _value(right))
+    raise ValueError("a formula has only numbers, + - * / ^ and brackets")
+
+
+def run_python(code: str, config: ScoringConfig) -> str:
+    """Return what a program prints, and its error."""
+    limits = sandbox.Limits(config.seconds, config.memory_mb, config.disk_mb, config.processes)
+    outcome = sandbox.run(code, ["pass"], limits, sandbox.mode())
+    fault = outcome.refused or outcome.ended or next(filter(None, outcome.results or []), "")
+    return outcome.output[: LONGEST // 2] + (f"Error: {fault}" if fault else "")
+
+
+TOOLS: dict[str, Tool] = {
+    "calculator": Tool("Compute a formula", "expression", "numbers with + - * / ^ and brackets", calculate),
+    "python": Tool("Run a Python program and return what it prints", "code", "the program", run_python),
+}

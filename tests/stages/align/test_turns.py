@@ -1,0 +1,225 @@
+"""GRPO in several turns: environments and tools reply, verifiers see the conversation, and whatever is wrong is told to the model."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import pytest
+import torch
+from fastapi.testclient import TestClient
+
+from puna.flows.web import application
+from puna.models.formats.checkpoint import load, save
+from puna.models.generation import Completion
+from puna.models.tokens.tokenizer import Tokenizer
+from puna.stages import plugins
+from puna.stages.align.reinforcement import GrpoConfig, grpo
+from puna.stages.contract import Model, SeededConfig, StageRun, execute, stage
+from puna.stages.conversations import asking, prompt_ids
+from puna.stages.training import turns
+from puna.stages.training.turns import Replies, to_score
+from puna.stages.verifiers.base import BoundedVerifier, Question, Score, ScoringConfig
+from puna.stages.verifiers.judges import Tools
+from puna.stages.verifiers.registry import all_verifiers, from_text, register, to_text
+from puna.stages.verifiers.tools import TOOLS, results
+from puna.storage import Artifact, PunaError, Store
+from puna.storage.schemas import table_schema
+
+Tiny = Callable[..., Artifact]
+SETTINGS: dict[str, Any] = {"rollouts": 1, "prompts": 4, "answers": 4, "max_tokens": 96, "minibatches": 1, "kl_coefficient": 0.0, "turns": 3}
+SEEN: list[tuple[Question, str]] = []
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(plugins, "_modules", {})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = dict(all_verifiers())
+    turns._child().close()
+    yield
+    all_verifiers().clear()
+    all_verifiers().update(before)
+    from_text.cache_clear()
+    turns._child().close()
+
+
+class Echo(BoundedVerifier):
+    """Reply with the turn's length until one holds an e; score the e's of the turns before the last."""
+
+    name: ClassVar[str] = "echo"
+
+    def reply(self, question: Question, messages: Sequence[dict[str, Any]]) -> str | None:
+        assert [one["role"] for one in messages] == ["assistant", "user", "assistant"][: len(messages)]
+        return None if "e" in messages[-1]["content"] else f"{len(messages[-1]['content'])} of {question.id}"
+
+    def score(self, question: Question, answer: str) -> Score:
+        SEEN.append((question, answer))
+        return Score(float("e" in answer))
+
+
+def asked(store: Store, verifier: str | None, count: int = 4) -> Artifact:
+    rows = [
+        {"id": f"{i:02d}", "task": "t", "split": "train", "messages": asking(f"say {i}"), "tools": None, "reference": None, "verifier": verifier}
+        for i in range(count)
+    ]  # fmt: skip
+    return store.import_table("prompts", pa.Table.from_pylist(rows, schema=table_schema("prompts").schema))
+
+
+class TalkativeConfig(SeededConfig):
+    """Only a seed."""
+
+
+@stage(kind="model", version="1")
+def talkative(policy: Model, config: TalkativeConfig, run: StageRun) -> None:
+    """The tiny model with one number of its embeddings alike, by which its output layer likes to end a turn."""
+    tokenizer, model = Tokenizer.load(policy.path()), load(policy.path())
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 0.3
+        model.model.embed_tokens.weight[tokenizer.stop_ids[-1], 0] = 1.0
+    save(model, run.folder, tokenizer)
+
+
+def test_the_policy_goes_on_behind_replies_and_the_table_has_every_turn(tmp_path: Path, tiny_model: Tiny) -> None:
+    register(Echo)
+    store = Store.open(tmp_path)
+    policy, verifier = execute(talkative, TalkativeConfig(), {"policy": tiny_model(store)}, store), to_text("echo")
+    SEEN.clear()
+    made = execute(grpo, GrpoConfig(**SETTINGS), {"policy": policy, "prompts": asked(store, verifier)}, store)
+    rows, (step,) = made.read("rollouts").to_pylist(), made.read("training_log").to_pylist()
+    assert {row["turns"] for row in rows} == {1, 2, 3} and made.manifest.metrics["unscored_answers"] == 0
+    assert step["turns"] == sum(row["turns"] for row in rows) / 16 and step["answer_tokens"] < sum(len(row["tokens"]) for row in rows) / 16
+    assert len(SEEN) == len(rows) == 16
+    for row, (question, answer) in zip(rows, sorted(SEEN, key=lambda one: one[0].id), strict=True):
+        assert question.id == row["prompt_id"] and len(question.messages) == 2 * row["turns"] - 1
+        if row["turns"] == 1:
+            assert row["text"] == answer and question.text == f"say {int(row['prompt_id'])}"
+            continue
+        shown = row["text"].split("\n\nuser: ")
+        assert shown[-1].endswith(f"assistant: {answer}") and question.text == f"user: say {int(row['prompt_id'])}\n\n" + row["text"].removesuffix(f"\n\nassistant: {answer}")
+        for before, reply in zip(question.messages[1::2], question.messages[2::2], strict=True):
+            assert before["role"] == "assistant" and "e" not in before["content"] and reply["content"] == f"{len(before['content'])} of {row['prompt_id']}"
+        assert row["verifier"] == float("e" in answer) and row["tokens"].count(Tokenizer.load(made.path()).stop_ids[-1]) >= 2 * (row["turns"] - 1)
+    page = TestClient(application(store, prefect=None, auth="")).get(f"/rollouts/{made.key[:12]}").text
+    assert ">turns</" in page and "user: " in page
+
+
+def test_one_turn_is_as_if_nothing_replied(tmp_path: Path, tiny_model: Tiny) -> None:
+    register(Echo)
+    store = Store.open(tmp_path)
+    policy = execute(talkative, TalkativeConfig(), {"policy": tiny_model(store)}, store)
+    tables = []
+    for verifier in (to_text("echo"), to_text("regex", pattern="e", extract=False)):
+        made = execute(grpo, GrpoConfig(**SETTINGS | {"turns": 1}), {"policy": policy, "prompts": asked(store, verifier)}, store)
+        tables.append(made.read("rollouts"))
+        assert "turns" not in made.read("training_log").column_names
+    assert tables[0].equals(tables[1]) and set(tables[0]["turns"].to_pylist()) == {1}
+
+
+def test_what_cannot_reply_is_refused_before_anything_runs(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    given = {"policy": tiny_model(store), "prompts": asked(store, to_text("regex", pattern="e"))}
+    with pytest.raises(PunaError, match="grpo: turns=3, but no prompt's verifier replies and there are no tools; set turns=1, or name tools"):
+        execute(grpo, GrpoConfig(**SETTINGS), given, store)
+    with pytest.raises(ValueError, match="tools answer between turns: set turns above 1"):
+        GrpoConfig(**SETTINGS | {"turns": 1, "tools": ["python"]})
+    with pytest.raises(ValueError, match="tools.0"):
+        GrpoConfig(**SETTINGS, tools=["os.system"])
+
+
+def call(name: Any, arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        (call("calculator", {"expression": "2 * (3 + 4)"}), ["14"]), (call("calculator", {"expression": "1 / 3"}), ["0.333333333333"]),
+        ('{"name": "calculator", "parameters": {"expression": "2^70"}}', [str(2**70)]), ("The answer is 4.", []), ('{"answer": 4}', []),
+        (call("calculator", {"expression": "1 / 0"}), ["Error: division by zero"]), (call("calculator", {"expression": "9**9**9"}), ["Error: makes numbers that are too large"]),
+        (call("calculator", {"expression": "__import__('os')"}), ["Error: holds more than numbers"]), (call("calculator", {"expression": "(0-8)^0.5"}), ["Error: "]),
+        (call("calculator", {"formula": "1"}), ['Error: the arguments of calculator are {"expression": "..."}']), (call("calculator", "1"), ["Error: the arguments"]),
+        (call("shell", {"command": "ls"}), ["Error: there is no tool 'shell', only calculator"]), (call({}, 1), ["Error: there is no tool '{}', only calculator"]),
+        (call("python", {"code": "print(1)"}), ["Error: there is no tool 'python', only calculator"]),  # not among the tools of this run
+        ('<tool_call>{"name": "calc', ["Error: a call is JSON"]), ("<tool_call>[1]</tool_call> and " + call("calculator", {"expression": "1+1"}), ["Error: a call is JSON", "2"]),
+        ("<tool_call>" + "[" * 100_000, ["Error: a call is JSON"]), (call("calculator", {"expression": "1"}) * 5, ["1"] * 4 + ["Error: a turn has at most 4 calls"]),
+    ],
+)  # fmt: skip
+def test_every_call_is_answered(turn: str, expected: list[str]) -> None:
+    found = results(turn, ("calculator",), ScoringConfig())
+    assert [one["role"] for one in found] == ["tool"] * len(expected)
+    assert all(one["content"].startswith(text) for one, text in zip(found, expected, strict=True)), found
+
+
+def test_tools_are_shown_as_json_schemas() -> None:
+    shown = TOOLS["calculator"].definition("calculator")["function"]
+    assert shown["name"] == "calculator" and shown["parameters"]["required"] == ["expression"] == list(shown["parameters"]["properties"])
+
+
+class ReplyConfig(SeededConfig):
+    """Only a seed."""
+
+
+FOUND: list[Any] = []
+TURNS: list[tuple[dict[str, Any], str]] = []
+
+
+@stage(kind="evaluation", version="1")
+def reply_all(policy: Model, config: ReplyConfig, run: StageRun) -> None:
+    """The replies to the turns of a test."""
+    tokenizer = Tokenizer.load(policy.path())
+    rows = {tuple(prompt_ids(tokenizer, row)): row for row, _ in TURNS}
+    stop = tokenizer.stop_ids[-1]
+    answers = [(list(ids), Completion([*tokenizer.encode(text), stop], [], True)) for ids, (_, text) in zip(rows, TURNS, strict=True)]
+    answers.append((answers[0][0], Completion([*tokenizer.encode(TURNS[0][1]), tokenizer.eos], [], True)))  # a document's end
+    FOUND[:] = Replies(rows, tokenizer, ("python", "calculator"), Tools(ScoringConfig(seconds=1.0), run))(answers)
+    for (ids, one), reply in zip(answers[:-1], FOUND, strict=False):
+        if reply is not None:  # the tokens behind the answer are those of the conversation that goes on
+            row, turn = rows[tuple(ids)], {"role": "assistant", "content": tokenizer.decode(one.tokens[:-1])}
+            whole = tokenizer.chat([*json.loads(row["messages"]), turn, *reply[1]])
+            assert [*ids, *one.tokens, *reply[0]] == whole
+            replied = one._replace(tokens=[*one.tokens, *reply[0], *tokenizer.encode("so 4"), stop], replies=[(len(one.tokens), len(one.tokens) + len(reply[0]), reply[1])])
+            prompt, last = to_score(row, replied, tokenizer)
+            assert json.loads(prompt["messages"]) == [*json.loads(row["messages"]), turn, *reply[1]] and last == "so 4"
+    run.write_rows([])
+
+
+def test_replies_of_others_code_and_of_programs(tmp_path: Path, tiny_model: Tiny) -> None:
+    mine = tmp_path / "my_environments.py"
+    mine.write_text(
+        "from typing import ClassVar\nfrom pydantic import Field\nfrom puna.stages.verifiers.base import Score, Verifier\nfrom puna.stages.verifiers.registry import register\n\n"
+        "@register\nclass Mine(Verifier):\n    name: ClassVar[str] = 'mine'\n    how: str = Field('echo', description='How it replies')\n\n"
+        "    def score(self, question, answer):\n        return Score(1.0)\n\n"
+        "    def reply(self, question, messages):\n        if self.how == 'fail':\n            raise ValueError('no')\n"
+        "        while self.how == 'hang':\n            pass\n"
+        "        return None if self.how == 'end' else f'{question.text}? {messages[-1][\"content\"]}!'\n"
+    )
+    plugins.add(str(mine))
+    both = to_text("product", of=[{"name": "exact", "answer": "x"}, {"name": "mine", "how": "echo"}])
+    verifiers = [*(to_text("mine", how=how) for how in ("echo", "fail", "end")), both, to_text("mine", how="hang"), None, None, None]
+    texts = ["hi"] * 5 + [call("python", {"code": "print(6 * 7)\n1 / 0"}), call("python", {"code": "while True: pass"}), "hi"]
+    TURNS[:] = [
+        ({"id": str(i), "task": "t", "messages": asking(f"say {i}"), "tools": None, "reference": None, "verifier": verifier}, text)
+        for i, (verifier, text) in enumerate(zip(verifiers, texts, strict=True))
+    ]
+    store = Store.open(tmp_path / "store")
+    execute(reply_all, ReplyConfig(), {"policy": tiny_model(store)}, store)
+    said = [None if reply is None else [(one["role"], one["content"]) for one in reply[1]] for reply in FOUND]
+    assert said == [
+        [("user", "say 0? hi!")], [("user", "mine failed: ValueError: no")], None, [("user", "say 3? hi!")], [("user", "mine: no answer within 1 seconds")],
+        [("tool", "42\nError: ZeroDivisionError: division by zero (answer.py, line 2)")], [("tool", "Error: time")], None, None,
+    ]  # fmt: skip
+
+
+def test_guessing_by_hints() -> None:
+    guess, blind = from_text(to_text("guess", number=7)), from_text(to_text("guess", number=7, hints=False))
+    question = Question("q", "t", "?", None)
+    for text, reply, without, score in (("3", "higher", "wrong", 0.0), (" 12 ", "lower", "wrong", 0.0), ("7", None, None, 1.0), ("seven", "Answer with a whole number only.", "Answer with a whole number only.", 0.0)):
+        turn = [{"role": "assistant", "content": text}]
+        assert (guess.reply(question, turn), blind.reply(question, turn), guess.score(question, text).value) == (reply, without, score)
+    assert re.match("the number is 7", guess.score(question, "3").detail)
