@@ -280,6 +280,7 @@ TABLES: dict[str, TableSchema] = {
             column("text", pa.string(), "the answer; with replies each turn under its role"),
             column("tokens", TOKENS, "its tokens, those of replies included"),
             column("turns", pa.int32(), "turns of the policy in it"),
+            column("steps", pa.list_(NUMBER), "rewards of its steps", nullable=True),
             column("finished", pa.bool_(), "ended by itself rather than at the length limit"),
             column("score", NUMBER, "its reward"), column("verifier", NUMBER, "part of the reward: the verifier's score", nullable=True),
             column("reward_model", NUMBER, "part of the reward: the reward model's number", nullable=True),

@@ -24,7 +24,7 @@ from puna.kernels.exact import can_be_exact, exact_passes
 from puna.models.machine import DTYPES
 from puna.models.training.loop import Row, Trainer, TrainLog, as_begun, check_skips, progress, weights_digest
 from puna.models.training.objectives.base import Targets, sum_segments
-from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, group_advantages, token_values, whiten
+from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, group_advantages, step_advantages, token_values, whiten
 from puna.models.training.packing import pack
 from puna.models.training.parallel.groups import Groups
 from puna.models.training.rollouts import Rollouts, Sampled, Source, by_group
@@ -111,8 +111,8 @@ def train_grpo(
     """Optimise the policy in place, each answer against the others to its prompt, without a critic; otherwise as `train_ppo`.
 
     The reward is the score, less `unfinished_penalty` if the answer was cut off, less the KL penalty of the whole answer
-    (as RLOO has it); all tokens of an answer have its advantage (`group_advantages`). Groups whose advantages are all 0 count in the
-    mean and are not computed, unless there is an entropy bonus.
+    (as RLOO has it); all tokens of an answer have its advantage (`group_advantages`), or their own (`step_advantages`). Groups whose
+    advantages are all 0 count in the mean and are not computed, unless there is an entropy bonus.
     """
     config = rollouts.config
     objective = Ppo(
@@ -124,9 +124,16 @@ def train_grpo(
     def estimate(sampled: Sampled, numbers: dict[str, float]) -> Estimate:
         kl = sum_segments(sampled.logprobs - sampled.reference, sampled.lengths)
         rewards = sampled.scores - config.unfinished_penalty * (1.0 - sampled.finished) - numbers["kl_coefficient"] * kl
-        by_answer = group_advantages(rewards.view(-1, config.answers), config.baseline).flatten()
         none = torch.zeros_like(sampled.logprobs)
-        return none, by_answer.repeat_interleave(sampled.lengths) * sampled.mask, none
+        if config.credit == "steps":
+            rows = zip(sampled.parts["steps"], sampled.flat, rewards.tolist(), strict=True)
+            steps = [[*some, (len(one.tokens), reward)] for some, one, reward in rows]
+            groups = (steps[at : at + config.answers] for at in range(0, len(steps), config.answers))
+            by_token = torch.cat([step_advantages(group, config.baseline) for group in groups])
+        else:
+            by_answer = group_advantages(rewards.view(-1, config.answers), config.baseline).flatten()
+            by_token = by_answer.repeat_interleave(sampled.lengths)
+        return none, by_token * sampled.mask, none
 
     return _train(rollouts, parts, estimate, checkpoint_dir, on_step)
 

@@ -32,9 +32,9 @@ from puna.models.training.trainer import computing_in
 from puna.models.transformer import Transformer
 
 Config = TypeVar("Config", bound=RolloutSettings)
-Scores = Sequence[Sequence[float]]
+Scores = Sequence[Sequence[Any]]
 Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], Scores | Mapping[str, Scores]]
-"""Gives the reward of each answer to each prompt; or by name: the reward as `score`, and its parts."""
+"""Gives the reward of each answer to each prompt; or by name: the reward as `score`, its parts, and of `steps` (end, reward) each."""
 Keep = Callable[[int, list[dict[str, Any]] | None], object]
 """Keeps the rows of a rollout's answers; None: a run that goes on has them from before."""
 Watch = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], dict[str, float]]
@@ -53,7 +53,7 @@ class Sampled(NamedTuple):
     `reference`: log-probs [N], 0 at the tokens of replies. `kl`: nats per answer to the reference, whose log-probs are the policy's own,
     and count for nothing, if it is None. `score` and `unequal`: the mean score, and the share of prompts whose answers differ in reward,
     of all that was drawn, which `resample` chose from. `version`: the rollouts on which the weights that answered had been trained.
-    `parts` of the scores, [A] each, by name.
+    `parts` of the scores, [A] each, by name, and the answers' `steps`: where each ends, in tokens, and its reward.
     """
 
     asked: list[list[int]]
@@ -65,7 +65,7 @@ class Sampled(NamedTuple):
     score: float
     unequal: float
     version: int
-    parts: dict[str, list[float]]
+    parts: dict[str, list[Any]]
 
     @property
     def answers(self) -> list[list[list[int]]]:
@@ -113,7 +113,7 @@ class Drawn(NamedTuple):
     completions: Sequence[Completion]
     scores: Sequence[float]
     unequal: bool
-    parts: dict[str, list[float]]
+    parts: dict[str, list[Any]]
 
 
 @dataclass(frozen=True)
@@ -227,14 +227,15 @@ class Rollouts(Generic[Config]):
         answers = groups.sampling.dealt(asked, drawn, tuple)
         scores = self.scorer(asked, [[Completion(*answer) for answer in some] for some in answers])
         parts = scores if isinstance(scores, Mapping) else {"score": scores}
-        own = [{name: list(map(float, values[i])) for name, values in parts.items()} for i in range(len(asked))]
+        own = [{name: list(values[i]) for name, values in parts.items()} for i in range(len(asked))]
         # A judge may tell each rank something else: all train on what it told the first one.
         return list(zip(answers, json.loads(groups.mesh.gather_texts(json.dumps(own))[0]), strict=True))
 
     def _answered(self, asked: Sequence[list[int]], sampled: Sequence[Any]) -> Iterator[Drawn]:
         for prompt, (answers, parts) in zip(asked, sampled, strict=True):
             some, scores = [Completion(*answer) for answer in answers], parts["score"]
-            rewards = {s - self.config.unfinished_penalty * (not c.finished) for s, c in zip(scores, some, strict=True)}
+            steps = map(str, parts.get("steps", scores))
+            rewards = {(s - self.config.unfinished_penalty * (not c.finished), t) for s, c, t in zip(scores, some, steps, strict=True)}
             yield Drawn(prompt, some, scores, len(rewards) > 1, {name: part for name, part in parts.items() if name != "score"})
 
     @torch.no_grad()

@@ -23,6 +23,7 @@ Baseline = Literal["grpo", "mean", "rloo"]
 Surrogate = Literal["clipped", "cispo"]
 Ratio = Literal["token", "sequence"]
 Normalizer = Literal["tokens", "answers", "constant"]
+Credit = Literal["answer", "steps"]
 
 
 class OptimizerSettings(Settings):
@@ -366,6 +367,10 @@ class GrpoSettings(RolloutSettings):
         "grpo", description="An answer's advantage: its reward less the group's mean, over the group's deviation (grpo) or not divided "
         "(mean, Dr. GRPO); or less the mean of the others (rloo)"
     )  # fmt: skip
+    credit: Credit = Field(
+        "answer", description="What a token is rewarded by: its answer; or steps: those that end behind it, and its answer, each compared "
+        "with all of the group (process supervision, Shao et al. 2024); the verifier must reward steps, as chain does"
+    )  # fmt: skip
     surrogate: Surrogate = Field(
         "clipped", description="A token's loss: PPO's, which stops to teach where the ratio leaves its range; or cispo (MiniMax 2025): the "
         "log-probability, times a ratio that is bounded at 1 + clip_high and passes no gradient, so that every token teaches"
@@ -397,6 +402,8 @@ class GrpoSettings(RolloutSettings):
                 "ratio sequence weighs whole answers: set normalizer to answers and surrogate to clipped, not "
                 f"{self.normalizer} and {self.surrogate}"
             )
+        if self.credit == "steps" and (self.ratio == "sequence" or self.baseline == "rloo"):
+            raise ValueError("credit steps compares steps, not answers: set ratio to token, and baseline to grpo or mean")
         if self.surrogate == "cispo" and self.dual_clip is not None:
             raise ValueError("surrogate cispo bounds every ratio by clip_high: leave dual_clip out")
         return self

@@ -32,14 +32,15 @@ from puna.stages.training.train import (
 )  # fmt: skip
 from puna.stages.training.turns import Replies, environment_of, turns_of
 from puna.stages.verifiers.judges import Tools
-from puna.stages.verifiers.scoring import Scorer, verifiers_named
+from puna.stages.verifiers.registry import from_text
+from puna.stages.verifiers.scoring import Scorer, leaves, verifiers_named
 from puna.stages.verifiers.tools import TOOLS, ToolName
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
-    from puna.stages.training.rewards import Completions, Ids, Rewards, Scores
+    from puna.stages.training.rewards import Completions, Ids, Parts, Rewards
 
 
 class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
@@ -99,6 +100,8 @@ class GrpoConfig(GrpoSettings, RolloutsConfig):
     def _tools_answer_between_turns(self) -> Self:
         if self.tools and self.turns == 1:
             raise ValueError("tools answer between turns: set turns above 1")
+        if self.credit == "steps" and self.reward == "reward_model":
+            raise ValueError("credit steps: the steps are the verifier's; set reward to verifier or product")
         return self
 
 
@@ -149,7 +152,8 @@ def _optimize(
     used = [] if config.reward == "verifier" else scalars
     frozen = [copy.deepcopy(scalar).requires_grad_(False).to(dtype) for scalar in used]
     judging = None if config.reward == "reward_model" else scorer
-    rewards = rewards_of(judging, frozen, rows, prompt_ids, tokenizer, config.compute.micro_batch_tokens, config.floor, config.ensemble)
+    kinds = config.floor, config.ensemble, getattr(config, "credit", "") == "steps"
+    rewards = rewards_of(judging, frozen, rows, prompt_ids, tokenizer, config.compute.micro_batch_tokens, *kinds)
     if config.reward == "product" and config.center == "start":
         rewards = _centered(rewards, model, prompt_ids, tokenizer.stop_ids, config, run)
     valuing = (scalars[0] if scalars else load_model(policy, "scalar", new=True)[0]) if critic else None
@@ -179,11 +183,14 @@ def _optimize(
 def _turns(
     rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, tools: Sequence[str], config: RolloutsConfig, run: StageRun
 ) -> Callable[..., Any]:
-    """Return the function that answers prompts, in as many turns as there may be. PunaError if nothing replies between them."""
+    """Return the function that answers prompts, in as many turns as there may be. PunaError if nothing replies between them, or checks
+    the steps that are to be rewarded."""
     from puna.models.generation.turns import converse
 
     if (turns := getattr(config, "turns", 1)) > 1 and not tools and all(environment_of(row) is None for row in rows):
         raise PunaError(f"{run.stage}: turns={turns}, but no prompt's verifier replies and there are no tools; set turns=1, or name tools")
+    if getattr(config, "credit", "") == "steps" and not any(leaf.stepwise for row in rows for leaf in leaves(from_text(row["verifier"]))):
+        raise PunaError(f"{run.stage}: credit=steps, but no prompt's verifier checks steps, as chain does; set credit=answer")
     by_ids = {tuple(ids): row for ids, row in zip(asked, rows, strict=True)}
     return partial(converse, turns=turns, respond=Replies(by_ids, tokenizer, tools, Tools(config.scoring, run)))
 
@@ -200,6 +207,7 @@ def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run:
             name, one = names[tuple(answer.pop("prompt"))], answer.pop("completion")
             text = shown(turns_of(one, tokenizer)) if one.replies else answer_text(one.tokens, tokenizer)
             own = {"text": text, "tokens": one.tokens, "turns": 1 + len(one.replies)}
+            own["steps"] = [reward for _, reward in answer.pop("steps")] if "steps" in answer else None
             yield {"step": rollout, "prompt_id": name, "sample": counts[name], **own, **answer}
             counts[name] += 1
 
@@ -233,11 +241,11 @@ def _centered(rewards: Rewards, policy: Transformer, asked: Ids, stop: Sequence[
     return centered
 
 
-def _gold(scores: Scores) -> Callable[[Ids, Completions], dict[str, float]]:
+def _gold(scores: Callable[[Ids, Completions], Parts]) -> Callable[[Ids, Completions], dict[str, float]]:
     """Return a function that computes the mean of the verifiers' scores."""
 
     def watch(prompts: Ids, completions: Completions) -> dict[str, float]:
-        flat = [score for some in scores(prompts, completions) for score in some]
+        flat = [score for some in scores(prompts, completions)["verifier"] for score in some]
         return {"gold": sum(flat) / len(flat)}
 
     return watch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from puna.stages.contract import StageConfig
-from puna.stages.training.turns import to_score
+from puna.stages.training.turns import steps_of, to_score
 from puna.stages.verifiers.base import ScoringConfig
 from puna.stages.verifiers.reward_model import sigmoid
 from puna.stages.verifiers.scoring import Scorer
@@ -25,6 +25,7 @@ Completions = Sequence[Sequence["Completion"]]
 Ids = Sequence[Sequence[int]]
 Scores = Callable[[Ids, Completions], list[list[float]]]
 """A number for each answer to each prompt."""
+Parts = dict[str, list[list[Any]]]
 Reward = Literal["reward_model", "verifier", "product"]
 Ensemble = Literal["mean", "min"]
 ENSEMBLE = (
@@ -56,11 +57,11 @@ class RewardSettings(StageConfig):
 
 @dataclass(frozen=True)
 class Rewards:
-    """Rewards of answers to prompts, given as ids: `gold` are the verifiers' scores, `numbers` the reward models' numbers.
+    """Rewards of answers to prompts, given as ids: `gold` gives the verifiers' scores, `numbers` the reward models' numbers.
 
     With both: the score times the sum of `floor` and the sigmoid of the number less `center`."""
 
-    gold: Scores | None
+    gold: Callable[[Ids, Completions], Parts] | None
     numbers: Scores | None
     floor: float = 0.0
     center: float = 0.0
@@ -68,13 +69,14 @@ class Rewards:
     def __call__(self, prompts: Ids, completions: Completions) -> list[list[float]]:
         return self.parts(prompts, completions)["score"]
 
-    def parts(self, prompts: Ids, completions: Completions) -> dict[str, list[list[float]]]:
-        """Return the rewards as `score`, and their parts by name."""
-        sources = {"verifier": self.gold, "reward_model": self.numbers}
-        parts = {name: scores(prompts, completions) for name, scores in sources.items() if scores is not None}
-        if len(parts) == 1:
-            return {"score": next(iter(parts.values())), **parts}
-        both = zip(*parts.values(), strict=True)
+    def parts(self, prompts: Ids, completions: Completions) -> Parts:
+        """Return the rewards as `score`, their parts by name, and the `steps` of the verifiers."""
+        parts = {} if self.gold is None else self.gold(prompts, completions)
+        if self.numbers is not None:
+            parts["reward_model"] = self.numbers(prompts, completions)
+        if self.gold is None or self.numbers is None:
+            return {"score": parts["reward_model" if self.gold is None else "verifier"], **parts}
+        both = zip(parts["verifier"], parts["reward_model"], strict=True)
         scores = [[score * (self.floor + sigmoid(number, self.center)) for score, number in zip(*pair, strict=True)] for pair in both]
         return {"score": scores, **parts}
 
@@ -82,7 +84,7 @@ class Rewards:
         """Center by the mean number of these answers, weighted by their verifier scores; unchanged if all scores are 0."""
         if self.gold is None or self.numbers is None:
             return self
-        both = zip(self.gold(prompts, completions), self.numbers(prompts, completions), strict=True)
+        both = zip(self.gold(prompts, completions)["verifier"], self.numbers(prompts, completions), strict=True)
         pairs = [(score, number) for some in both for score, number in zip(*some, strict=True)]
         weight = math.fsum(score for score, _ in pairs)
         return replace(self, center=math.fsum(score * number for score, number in pairs) / weight) if weight else self
@@ -90,10 +92,10 @@ class Rewards:
 
 def rewards_of(
     scorer: Scorer | None, reward_models: Sequence[Transformer], rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer,
-    micro_batch_tokens: int, floor: float = 0.0, ensemble: Ensemble = "mean",
+    micro_batch_tokens: int, floor: float = 0.0, ensemble: Ensemble = "mean", steps: bool = False,
 ) -> Rewards:  # fmt: skip
-    """Return rewards by the verifiers' scores, the reward models' numbers, or both. `asked` are the ids of `rows`."""
-    gold = None if scorer is None else gold_of(scorer, rows, asked, tokenizer)
+    """Return rewards by the verifiers' scores, the reward models' numbers, or both. `asked`, `steps`: see `gold_of`."""
+    gold = None if scorer is None else gold_of(scorer, rows, asked, tokenizer, steps)
     return Rewards(gold, ensemble_of(reward_models, micro_batch_tokens, ensemble) if reward_models else None, floor)
 
 
@@ -115,18 +117,25 @@ def combined(numbers: Sequence[float], how: Ensemble) -> float:
     return min(numbers) if how == "min" else math.fsum(numbers) / len(numbers)
 
 
-def gold_of(scorer: Scorer, rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer) -> Scores:
-    """Return a function that gives the verifier's score of each answer, 0 if it fails. `asked` are the ids of `rows`."""
+def gold_of(
+    scorer: Scorer, rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, steps: bool = False
+) -> Callable[[Ids, Completions], Parts]:
+    """Return a function that gives the verifier's score of each answer, 0 if it fails; with `steps` also where each step ends, in tokens,
+    and its reward. `asked` are the ids of `rows`."""
     by_ids: dict[tuple[int, ...], dict[str, Any]] = {}
     for ids, row in zip(asked, rows, strict=True):
         known = by_ids.setdefault(tuple(ids), row)
         if (known["verifier"], known["reference"]) != (row["verifier"], row["reference"]):
             raise PunaError(f"prompts {known['id']} and {row['id']} are one text with two ways to score it; leave one of them out")
 
-    def gold(prompts: Ids, completions: Completions) -> list[list[float]]:
+    def gold(prompts: Ids, completions: Completions) -> Parts:
         pairs = zip(prompts, completions, strict=True)
         answers = [to_score(by_ids[tuple(ids)], one, tokenizer) for ids, some in pairs for one in some]
-        values = iter([score.value or 0.0 for score in scorer.scores(answers)])
-        return [[next(values) for _ in some] for some in completions]
+        scores = iter(scorer.scores(answers))
+        rows = [[(one, next(scores)) for one in some] for some in completions]
+        parts: Parts = {"verifier": [[score.value or 0.0 for _, score in some] for some in rows]}
+        if steps:
+            parts["steps"] = [[steps_of(score, one, tokenizer) for one, score in some] for some in rows]
+        return parts
 
     return gold

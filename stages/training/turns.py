@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from puna.stages.conversations import Message, answer_text, dump, messages_of, rendering, tools_of
 from puna.stages.executors.subprocess_worker import Apart
 from puna.stages.verifiers import tools
-from puna.stages.verifiers.base import DETAIL, BoundedVerifier, Question, ScoringConfig, Verifier, to_json
+from puna.stages.verifiers.base import DETAIL, BoundedVerifier, Question, Score, ScoringConfig, Verifier, to_json
 from puna.stages.verifiers.judges import Tools, chunks
 from puna.stages.verifiers.python_code import AT_ONCE
 from puna.stages.verifiers.registry import from_json, from_text
@@ -34,6 +35,17 @@ def to_score(row: dict[str, Any], answer: Completion, tokenizer: Tokenizer) -> t
     """Return the prompt of an answer's last turn, which has the turns before it, and that turn's text."""
     *before, last = turns_of(answer, tokenizer)
     return (row | {"messages": dump([*messages_of(row), *before])} if before else row), last["content"]
+
+
+def steps_of(score: Score, answer: Completion, tokenizer: Tokenizer) -> list[tuple[int, float]]:
+    """Return where each step of an answer's last turn ends, in tokens of the answer, and its reward."""
+    start = answer.replies[-1][1] if answer.replies else 0
+    places = range(start, len(answer.tokens))
+
+    def characters(place: int) -> int:
+        return len(answer_text(answer.tokens[start:place], tokenizer))
+
+    return [(start + bisect_left(places, end, key=characters), reward) for end, reward in score.steps]
 
 
 def environment_of(row: dict[str, Any]) -> Verifier | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import Field
@@ -31,10 +32,14 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """The quality of an answer, 0 to 1, and a note for readers. `value` None: it could not be scored."""
+    """The quality of an answer, 0 to 1, and a note for readers. `value` None: it could not be scored.
+
+    steps: of an answer's steps in order, the character behind each and its own reward, 0 to 1 (`grpo.credit`).
+    """
 
     value: float | None
     detail: str = ""
+    steps: Sequence[tuple[int, float]] = ()
 
 
 DETAIL = 2000
@@ -59,6 +64,7 @@ class Verifier(StageConfig):
     """
 
     name: ClassVar[str]
+    stepwise: ClassVar[bool] = False  # its scores have `steps`
 
     def score(self, question: Question, answer: str) -> Score:
         """Return the score of one answer."""
@@ -127,7 +133,13 @@ def checked(score: Score, name: str) -> Score:
     value = score.value if isinstance(score, Score) else score
     if not isinstance(score, Score) or not (value is None or (isinstance(value, int | float) and 0 <= value <= 1)):
         return Score(None, f"{name} gave {value!r}, not a Score from 0 to 1"[:DETAIL])
-    return Score(None if value is None else float(value), str(score.detail)[:DETAIL])
+    try:
+        steps = [(int(end), float(reward)) for end, reward in score.steps]
+    except (TypeError, ValueError):
+        steps = [(0, -1.0)]
+    if sorted(steps, key=itemgetter(0)) != steps or not all(0 <= reward <= 1 for _, reward in steps):
+        return Score(None, f"{name} gave steps {score.steps!r}, not rising ends with rewards from 0 to 1"[:DETAIL])
+    return Score(None if value is None else float(value), str(score.detail)[:DETAIL], steps)
 
 
 def reference_of(verifier: Verifier, answer: str | None, question: Question) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +31,7 @@ class Child(Apart):
         """Return the score of one answer; None if it takes longer than `seconds`, or ends the process."""
         job = {"verifier": to_json(item.verifier), "question": item.question._asdict(), "answer": item.answer}
         reply = self.ask(job, seconds)
-        return Score(None, f"{item.verifier.name}: {reply}") if isinstance(reply, str) else Score(reply["value"], reply["detail"])
+        return Score(None, f"{item.verifier.name}: {reply}") if isinstance(reply, str) else Score(**reply)
 
 
 @lru_cache(maxsize=1)
@@ -41,26 +42,21 @@ def child() -> Child:
 def scored(job: dict[str, Any]) -> dict[str, Any]:
     from puna.stages.verifiers.registry import from_text
 
-    score = attempt(Item(from_text(json.dumps(job["verifier"])), Question(**job["question"]), job["answer"]))
-    return {"value": score.value, "detail": score.detail}
+    return asdict(attempt(Item(from_text(json.dumps(job["verifier"])), Question(**job["question"]), job["answer"])))
 
 
 def in_children(items: Sequence[Item], tools: Tools) -> list[Score]:
     """Return scores by `Verifier.score` in separate processes, each killed after `seconds` for an answer."""
     jobs = [{"verifier": to_json(i.verifier), "question": tuple(i.question), "answer": i.answer} for i in items]
     results = tools.run.map(score_chunk, chunks(jobs, CHUNK), tools.config.seconds)
-    scores = [Score(*one) for chunk in results for one in chunk]
+    scores = (score for chunk in results for score in chunk)
     return [checked(score, item.verifier.name) for score, item in zip(scores, items, strict=True)]
 
 
-def score_chunk(chunk: list[dict[str, Any]], seconds: float) -> list[tuple[float | None, str]]:
+def score_chunk(chunk: list[dict[str, Any]], seconds: float) -> list[Score]:
     from puna.stages.verifiers.registry import from_json
 
-    results = []
-    for job in chunk:
-        score = child().score(Item(from_json(job["verifier"]), Question(*job["question"]), job["answer"]), seconds)
-        results.append((score.value, score.detail))
-    return results
+    return [child().score(Item(from_json(job["verifier"]), Question(*job["question"]), job["answer"]), seconds) for job in chunk]
 
 
 Row = dict[str, Any]
@@ -167,7 +163,8 @@ def combined(verifier: Verifier, following: Callable[[], Score]) -> Score:
     scores = [combined(part, following) for part in parts]
     if missing := [score.detail for score in scores if score.value is None]:
         return Score(None, missing[0])
-    return checked(verifier.combine(scores), verifier.name)
+    score = checked(verifier.combine(scores), verifier.name)
+    return replace(score, steps=next((one.steps for one in (score, *scores) if one.steps), ()))
 
 
 def _verifier(row: Row) -> Verifier:

@@ -105,6 +105,44 @@ def test_group_advantages_by_hand(baseline: str):
         assert found[0].tolist() == pytest.approx([d / math.sqrt(14 / 3) for d in (-2, -1, 0, 3)], rel=1e-5)
 
 
+def test_step_advantages_by_hand():
+    # All rewards of the group: 1 0 1 | 0 0, mean .4; squares of the differences .36 .16 .36 .16 .16 add up to 1.2, over n - 1: .3.
+    steps = [[(2, 1.0), (2, 0.0), (5, 1.0)], [(1, 0.0), (3, 0.0)]]
+    up, down = 0.6, -0.4
+    expected = [up + down + up] * 2 + [up] * 3 + [2 * down] + [down] * 2
+    assert o.step_advantages(steps, "mean").tolist() == pytest.approx(expected, abs=1e-6)
+    assert o.step_advantages(steps, "grpo").tolist() == pytest.approx([a / math.sqrt(0.3) for a in expected], rel=1e-5)
+    # Answers without steps are compared as wholes.
+    rewards = torch.tensor([[1.0, 0.0, 0.25]])
+    alone = o.step_advantages([[(4, reward)] for reward in rewards[0].tolist()], "grpo")
+    assert torch.equal(alone, o.group_advantages(rewards, "grpo")[0].repeat_interleave(4))
+
+
+def test_rewards_of_steps_reach_the_tokens_before_them():
+    """By an independent sum over each answer's steps, with its own reward, less what is taken off, at its end."""
+
+    def scorer(prompts, completions):
+        scores = share_of_nines(prompts, completions)
+        steps = [[[(k, float(c.tokens[k - 1] % 3 == 0)) for k in range(2, len(c.tokens), 2)] for c in row] for row in completions]
+        return {"score": scores, "verifier": scores, "steps": steps}
+
+    rows, seen = [], {}
+    config = group_settings(rollouts=1, answers=4, max_tokens=7, kl_coefficient=0.0, unfinished_penalty=0.5).replace(credit="steps")
+    train_grpo(Rollouts(model(), model(), scorer, PROMPTS, [STOP], config, seed=0, keep=lambda _, given: rows.extend(given or ())))
+    for row in rows:
+        seen.setdefault(tuple(row["prompt"]), []).append(row)
+    for group in seen.values():
+        whole = [[*row["steps"], (len(row["completion"].tokens), row["score"] - 0.5 * (not row["finished"]))] for row in group]
+        flat = [reward for some in whole for _, reward in some]
+        mean = sum(flat) / len(flat)
+        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in flat) / (len(flat) - 1)) + 1e-6
+        for row, some in zip(group, whole, strict=True):
+            size = len(row["completion"].tokens)
+            by_token = [sum((reward - mean) / deviation for end, reward in some if end > place) for place in range(size)]
+            assert row["advantage"] == pytest.approx(sum(by_token) / size, rel=1e-4, abs=1e-5)
+    assert len(seen) == 4
+
+
 def test_a_wider_range_above_one_lets_the_ratio_rise():
     new = torch.tensor([1.25, 1.5, 0.75, 0.7]).log()
     a = torch.tensor([1.0, 1.0, -1.0, -1.0])
@@ -279,6 +317,7 @@ def test_a_wrong_configuration_is_refused(wrong: dict):
         ({"ratio": "sequence"}, "ratio sequence weighs whole answers: set normalizer to answers"),
         ({"ratio": "sequence", "normalizer": "answers", "surrogate": "cispo"}, "surrogate to clipped"),
         ({"surrogate": "cispo", "dual_clip": 3.0}, "leave dual_clip out"),
+        ({"credit": "steps", "baseline": "rloo"}, "set ratio to token, and baseline to grpo or mean"),
     ],
 )
 def test_losses_that_exclude_each_other_are_refused(wrong: dict, message: str):

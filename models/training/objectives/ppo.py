@@ -5,6 +5,7 @@ Everything is flat: N answer tokens, answer by answer, no padding. Advantages an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,19 @@ def group_advantages(rewards: Tensor, baseline: Baseline, epsilon: float = 1e-6)
     if baseline == "grpo":
         return centred / (rewards.std(1, keepdim=True) + epsilon)
     return centred * (count / (count - 1)) if baseline == "rloo" else centred
+
+
+def step_advantages(steps: Sequence[Sequence[tuple[int, float]]], baseline: Baseline) -> Tensor:
+    """Return the advantages of all tokens of a prompt's answers, [n] answer by answer, whose steps have rewards of their own.
+
+    steps: of each answer, the tokens before a step's end, and its reward; the last step ends the answer. A token's advantage is the sum
+    over the steps that end behind it of their rewards, compared as by `group_advantages` with all of the group (Shao et al. 2024, section
+    4.1.3).
+    """
+    flat = group_advantages(torch.tensor([[reward for some in steps for _, reward in some]]), baseline)[0]
+    parts = zip(flat.split([len(some) for some in steps]), steps, strict=True)
+    sums = [(part.flip(0).cumsum(0).flip(0), torch.tensor([0, *(end for end, _ in some)]).diff()) for part, some in parts]
+    return torch.cat([later.repeat_interleave(sizes) for later, sizes in sums])
 
 
 def clipped_surrogate(

@@ -24,9 +24,10 @@ from puna.stages.contract import Model, SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import asking, prompt_ids
 from puna.stages.training import turns
 from puna.stages.training.turns import Replies, to_score
-from puna.stages.verifiers.base import BoundedVerifier, Question, Score, ScoringConfig
+from puna.stages.verifiers.base import BoundedVerifier, Question, Score, ScoringConfig, checked
 from puna.stages.verifiers.judges import Tools
 from puna.stages.verifiers.registry import all_verifiers, from_text, register, to_text
+from puna.stages.verifiers.scoring import combined
 from puna.stages.verifiers.tools import TOOLS, results
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
@@ -214,6 +215,45 @@ def test_replies_of_others_code_and_of_programs(tmp_path: Path, tiny_model: Tiny
         [("user", "say 0? hi!")], [("user", "mine failed: ValueError: no")], None, [("user", "say 3? hi!")], [("user", "mine: no answer within 1 seconds")],
         [("tool", "42\nError: ZeroDivisionError: division by zero (answer.py, line 2)")], [("tool", "Error: time")], None, None,
     ]  # fmt: skip
+
+
+def test_steps_of_a_chain() -> None:
+    chain, partial = (from_text(to_text("chain", numbers=[3, 4, 2, 5], signs=["+", "*", "-"], partial=some)) for some in (False, True))
+    question = Question("q", "t", "3 + 4 * 2 - 5", None)
+    for text, rewards, whole, share in (
+        ("3 + 4 = 7\n7 * 2 = 14\n14 - 5 = 9", [1, 1, 1], 1.0, 1.0), ("7\n\n14\n9\n", [1, 1, 1], 1.0, 1.0), ("7\n13\n9", [1, 0, 1], 0.0, 2 / 3),
+        ("7\n14\n9\n9", [1, 1, 1, 0], 0.0, 3 / 4), ("so 9", [0], 0.0, 0.0), ("", [], 0.0, 0.0), ("-7\n1" + "4" * 30, [0, 0], 0.0, 0.0), ("7", [1], 0.0, 1 / 3),
+    ):  # fmt: skip
+        score = chain.score(question, text)
+        assert [reward for _, reward in score.steps] == rewards and score.value == whole and partial.score(question, text).value == pytest.approx(share)
+        ends = [end for end, _ in score.steps]
+        assert [len(one.strip().splitlines()) <= 1 for one in (text[a:b] for a, b in zip([0, *ends], ends, strict=False))] == [True] * len(ends)
+    assert checked(Score(1.0, steps=[(3, 2.0)]), "mine").value is None and checked(Score(1.0, steps=5), "mine").value is None
+    assert checked(Score(1.0, steps=[(3, 1.0), (2, 1.0)]), "mine").value is None and checked(Score(1.0, steps=[(2, 1), (3, 0)]), "mine").steps == [(2, 1.0), (3, 0.0)]
+    both = from_text(to_text("product", of=[{"name": "regex", "pattern": "7"}, {"name": "chain", "numbers": [3, 4], "signs": ["+"]}]))
+    assert combined(both, iter([Score(1.0), Score(0.5, steps=[(1, 0.5)])]).__next__) == Score(0.5, "regex 1; chain 0.5", [(1, 0.5)])
+
+
+def test_steps_end_at_tokens(tmp_path: Path, tiny_model: Tiny) -> None:
+    tokenizer = Tokenizer.load(tiny_model(Store.open(tmp_path)).path())
+    tokens = [*tokenizer.encode("état: 7\n14"), tokenizer.stop_ids[-1]]
+    before = [*tokenizer.encode("8\n"), tokenizer.stop_ids[-1], 5, 6]
+    score = Score(0.5, steps=[(8, 1.0), (10, 0.0)])
+    for start, one in ((0, Completion(tokens, [], True)), (len(before), Completion(before + tokens, [], True, [(len(before) - 2, len(before), [])]))):
+        (first, _), (last, _) = found = turns.steps_of(score, one, tokenizer)
+        assert tokenizer.decode(one.tokens[start:first]) == "état: 7\n" and last == len(one.tokens) - 1 and [reward for _, reward in found] == [1.0, 0.0]
+
+
+def test_steps_are_rewarded_and_stand_in_the_table(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    given = {"policy": tiny_model(store), "prompts": asked(store, to_text("chain", numbers=[1, 2], signs=["+"]))}
+    few = SETTINGS | {"turns": 1, "max_tokens": 12, "credit": "steps"}
+    rows = execute(grpo, GrpoConfig(**few), given, store).read("rollouts").to_pylist()
+    assert [len(row["steps"]) for row in rows] == [sum(bool(line.strip()) for line in row["text"].splitlines()) for row in rows] and any(row["steps"] for row in rows)
+    with pytest.raises(PunaError, match="credit=steps, but no prompt's verifier checks steps, as chain does; set credit=answer"):
+        execute(grpo, GrpoConfig(**few), given | {"prompts": asked(store, to_text("regex", pattern="e"))}, store)
+    with pytest.raises(ValueError, match="the steps are the verifier's; set reward to verifier or product"):
+        GrpoConfig(**few, reward="reward_model")
 
 
 def test_guessing_by_hints() -> None:
