@@ -90,10 +90,10 @@ def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, c
     """Train small models on several numbers of tokens each, for a law of the loss (Llama 3, section 3.2.1; Bhagia et al. 2024).
 
     A shape is trained once at a constant rate; at .5, 1, 2 and 4 times 20 tokens a parameter a copy of it decays to 0, which is a point.
-    Rows of a step and the rate are tuned before at two scales, each in runs of the shortest length; other shapes follow the power law
-    through the two best. No run has fewer than 400 steps: a budget that is too small for that is refused by name. The loss is
-    that of the documents set aside as pretrain does, and of each further `heldout` set. Runs share the CPU's cores; where the largest
-    model is too large for one, and there is a GPU, they follow each other there.
+    Rows of a step and the rate are tuned before at two scales, at the middle multiple that both reach: the best rate of short runs is too
+    high for long ones. Other shapes follow the power law through the two best. No run has fewer than 400 steps: a budget that is too small
+    for that is refused by name. The loss is that of the documents set aside as pretrain does, and of each further `heldout` set. Runs share
+    the CPU's cores; where the largest model is too large for one, and there is a GPU, they follow each other there.
     """
     for artifact in (tokens, *(heldout or ())):
         check_tokens(artifact, tokenizer)
@@ -139,17 +139,19 @@ def _line(x: Any, y: Any, at: float) -> float:
 
 
 def _tuned(shapes: Sequence[ModelConfig], row: int, shared: tuple[Any, ...], config: LadderConfig, run: StageRun) -> Tuned:
-    """Try the rates with the fewest rows at two scales, then the other rows with the best rate of each."""
+    """Try the rates with the fewest rows at two scales, then the other rows with the best rate of each, at the middle of both's points."""
     if len(config.rows) == len(config.rates) == 1:
         return Tuned((1.0,), (float(config.rows[0]),), (config.rates[0],), {})
     scales = [shapes[0], shapes[len(shapes) // 2]]
+    reached = len(_rung(scales[1], config.rows[0], config.rates[0], row, config).steps)
+    middle = min((len(config.multiples) - 1) // 2, reached - 1)
     losses: list[dict[tuple[int, float], float]] = [{}, {}]
     tries = [(i, config.rows[0], rate) for i in (0, 1) for rate in config.rates]
     for again in (False, True):
         if again:
             rates = [_lowest(config.rates, [some[config.rows[0], rate] for rate in config.rates]) for some in losses]
             tries = [(i, rows, rates[i]) for i in (0, 1) for rows in config.rows[1:]]
-        rungs = [(i, _rung(scales[i], rows, rate, row, config, 1)) for i, rows, rate in tries]
+        rungs = [(i, _rung(scales[i], rows, rate, row, config, slice(middle, middle + 1))) for i, rows, rate in tries]
         jobs = [(f"tuning-{i}-{rung.rows}-{rung.rate:.6g}", rung, run.seed("tuning", i)) for i, rung in rungs]
         for (i, rung), trial in zip(rungs, _trials(run, jobs, shared), strict=True):
             losses[i][rung.rows, rung.rate] = trial["points"][0]["losses"]["validation"]
@@ -185,10 +187,10 @@ def _trials(run: StageRun, jobs: Sequence[tuple[Any, ...]], shared: tuple[Any, .
     return run_trials(run, _trunk, jobs, *shared, here=shared[-1].type != "cpu")
 
 
-def _rung(shape: ModelConfig, rows: int, rate: float, row: int, config: LadderConfig, points: int | None = None) -> Rung:
+def _rung(shape: ModelConfig, rows: int, rate: float, row: int, config: LadderConfig, points: slice = slice(None)) -> Rung:
     """Return a shape's run; raise PunaError if it has no point within the budget, or one of too few steps."""
     parameters = matrix_parameters(shape)
-    tokens = [multiple * config.tokens_per_parameter * parameters for multiple in config.multiples][:points]
+    tokens = [multiple * config.tokens_per_parameter * parameters for multiple in config.multiples[points]]
     within = [one for one in tokens if config.max_flops is None or 6 * parameters * one <= config.max_flops]
     steps = tuple(round(one / (rows * row)) for one in within)
     where = f"ladder: width {shape.hidden_size} ({parameters:,} parameters)"

@@ -16,8 +16,8 @@ HUBER = 1e-3
 """Residual in the logarithm of the loss from which on its weight falls (Hoffmann et al. 2022, appendix D.3)."""
 BUDGET = 1.5
 """Ratio of two budgets: points that are nearer are of one."""
-FEWEST = 6
-"""Points that a surface of five numbers is fitted to at least."""
+FEWEST, SHAPES = 6, 3
+"""Points that a surface of five numbers is fitted to at least, and shapes among them: further seeds of a point count once."""
 
 
 # --- the surface ----------------------------------------------------------------------------------------
@@ -151,6 +151,12 @@ class Points:
         """Return each point's budget, [n]: 0 the highest, one less for each factor of 1.5 in the operations."""
         return np.asarray(-np.floor(np.log(self.flops.max() / self.flops) / math.log(BUDGET) + 1e-9), dtype=np.int64)
 
+    @property
+    def enough(self) -> bool:
+        """True if a surface through the points is open to no direction: six different ones, of three shapes."""
+        # Seeds of one point read a little more or less.
+        different = {(n, round(2 * math.log2(d / n))) for n, d in zip(self.parameters, self.tokens, strict=True)}
+        return len(different) >= FEWEST and len({n for n, _ in different}) >= SHAPES
 
     @property
     def trunks(self) -> npt.NDArray[np.int64]:
@@ -240,8 +246,8 @@ def forecaster(points: Points, draws: int, generator: np.random.Generator) -> Fo
     drawn = fit_surfaces(n, d, fitted * np.exp(errors))
     budgets = points.budgets
     larger = budgets > budgets.min()
-    dropped = fit_surfaces(*_some(points, larger)) if larger.sum() >= FEWEST else None
-    backtests = tuple(_backtest(points, budgets, budget) for budget in np.unique(budgets) if (budgets < budget).sum() >= FEWEST)
+    dropped = fit_surfaces(*_some(points, larger)) if points[larger].enough else None
+    backtests = tuple(_backtest(points, budgets, budget) for budget in np.unique(budgets) if points[budgets < budget].enough)
     return Forecaster(points, surface, drawn, chance, dropped, backtests)
 
 

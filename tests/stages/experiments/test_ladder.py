@@ -110,10 +110,12 @@ def test_budgets_that_are_too_small_are_refused_before_any_run(store, given, mon
 
 def test_rows_and_rate_are_tuned_at_two_scales(store, given, few_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses with a known best: rate .02 at the small scale and .05 at the large one, two rows at both."""
-    best = {8: 0.02, 12: 0.05}
+    best, tried = {8: 0.02, 12: 0.05}, set[tuple[int, ...]]()
 
     def trials(run: Any, make: Any, jobs: Any, *shared: Any, here: bool) -> Any:
         for name, rung, _ in jobs:
+            if name.startswith("tuning-0"):
+                tried.add((rung.rows, *rung.steps))
             width = rung.shape.hidden_size
             loss = 3 + np.log(rung.rate / best.get(width, rung.rate)) ** 2 + (rung.rows - 2) ** 2
             point = {
@@ -124,8 +126,14 @@ def test_rows_and_rate_are_tuned_at_two_scales(store, given, few_steps: None, mo
             yield {"name": name, "points": [point]}
 
     monkeypatch.setattr(module, "run_trials", trials)
-    config = SETTINGS.model_copy(update={"rows": (1, 2), "rates": (0.01, 0.03, 0.1)})
+    config = SETTINGS.model_copy(update={"rows": (1, 2), "rates": (0.01, 0.03, 0.1), "multiples": (1.0, 3.0, 9.0, 27.0)})
     points = execute(ladder, config, given, store).read("points").to_pylist()
+    # The middle multiple is 3: 1.5 tokens a parameter. Within 1.5e8 operations the second scale reaches 1 alone.
+    small = points[0]["parameters"]
+    assert tried == {(1, round(1.5 * small / 64)), (2, round(1.5 * small / 128))}
+    tried.clear()
+    execute(ladder, config.model_copy(update={"max_flops": 1.5e8}), given, store)
+    assert tried == {(1, round(0.5 * small / 64)), (2, round(0.5 * small / 128))}
     assert [point["rows"] for point in points] == [2, 2, 2]
     # A parabola in the logarithm finds a best rate between those tried; a third shape lies on the power law through the two.
     assert points[0]["learning_rate"] == pytest.approx(0.02) and points[1]["learning_rate"] == pytest.approx(0.05)

@@ -90,6 +90,17 @@ def test_the_noise_of_seeds_is_that_of_whole_trunks() -> None:
     assert still[2] / still[1] - 1 < 1e-3 < 2 * expected < np.log(noisy[2] / noisy[1])
 
 
+def test_further_seeds_are_no_further_points() -> None:
+    """Two shapes of three points have three seeds each; a third shape gives a surface its third direction."""
+    n, d = np.repeat([1e8, 2e8], 9), np.repeat([1e9, 2e9, 4e9, 2e9, 4e9, 8e9], 3) * np.tile([0.999, 1, 1.001], 6)
+    two = Points(n, d, 6 * n * d, CHINCHILLA(n, d)[0], np.tile([0, 1, 2], 6))
+    assert not two.enough and Points(SIZES[:9], TOKENS[:9], 6 * SIZES[:9] * TOKENS[:9], TOKENS[:9]).enough
+    # One budget more, of a third shape: nothing known is forecast from two shapes.
+    n, d = np.append(n, 4e8), np.append(d, 1e11)
+    fit = scaling_laws.forecaster(Points(n, d, 6 * n * d, CHINCHILLA(n, d)[0], np.append(two.seeds, 0)), 100, np.random.default_rng(0))
+    assert fit.backtests == ()
+
+
 def test_parabolas_have_their_minimum_at_the_best_size() -> None:
     # Every shape reaches every budget: an IsoFLOP design.
     budgets, sizes = np.array([1e19, 3e19]), np.array([1e8, 2e8, 4e8, 8e8])
