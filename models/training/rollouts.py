@@ -137,8 +137,8 @@ class Rollouts(Generic[Config]):
     watch: Watch | None = None
     groups: Groups | None = None
     keep: Keep = lambda rollout, rows: None
-    parameters: int | None = None
     generate: Callable[..., list[list[Completion]]] = converse
+    parameters: int | None = None
 
     def sample(self, rollout: int, remember: Remember = lambda _, make: make(), version: int = 0) -> Sampled:
         """Return the answers of a rollout, counted from 1. `remember` keeps the waves in which they are sampled and scored.
