@@ -1,7 +1,7 @@
 """Processes in which programs of strangers run within bounds of time and memory: chat templates, patterns of tokenizers and adapters.
 
 A process is started once and kept. Requests are pickled, since they come from this process; answers are JSON, since a stranger's
-program may have written them.
+program may have written them. A user's own programs run so, too, with the user's environment and by the clock.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from typing import Any, BinaryIO
 
 SECONDS = 1.0  # seconds of computing that one request may take
 PATIENCE = 30.0  # seconds to wait for an answer, whatever else the machine does
+START_SECONDS = 120.0  # seconds that a process may take to load what it needs
+GRACE_SECONDS = 5.0  # seconds after which a user's program whose parent is gone ends by itself
 MEMORY = 256 << 20  # bytes of memory beyond those that the process has at its start
 CHARACTERS = 1 << 25  # most bytes of an answer
 PROGRAMS = 64  # most programs that a process remembers
@@ -35,11 +37,12 @@ class LimitError(RuntimeError):
 
 
 class Process:
-    """A process that answers requests one at a time. It starts with the first request, and again after one that ended it. `module`: its
-    function `serve` is what the process runs."""
+    """A process that answers requests one at a time. It starts with the first request, and again after one that ended it, or when
+    what it is started with has changed: the path of modules, and its `arguments`. `module`: its function `serve` is what the process
+    runs. `own`: it runs the user's own code, which has this process's environment, and whose seconds are those of the clock."""
 
-    def __init__(self, module: str) -> None:
-        self._module = module
+    def __init__(self, module: str, own: bool = False, arguments: Callable[[], list[str]] = list) -> None:
+        self._module, self._own, self._arguments = module, own, arguments
         self._begin()
         _processes.add(self)
 
@@ -48,25 +51,25 @@ class Process:
         self._lock = threading.Lock()
         self._popen: subprocess.Popen[bytes] | None = None
         self._close: Callable[[], object] = lambda: None
+        self._command: list[str] = []
         self.known: set[bytes] = set()  # what the running process remembers
 
     def ask(self, request: Any, key: bytes, more: Any, seconds: float = SECONDS) -> dict[str, Any]:
-        """Return the answer to a request of at most `seconds` of computing. `more` is sent along if the process does not know `key` yet.
-        Raise LimitError if the request takes too much time or memory."""
+        """Return the answer to a request of at most `seconds`. `more` is sent along if the process does not know `key` yet. Raise
+        LimitError if the request takes too much time or memory."""
         with self._lock:
             popen = self._running()
             whole = pickle.dumps((seconds, key, None if key in self.known else more, request))
-            assert popen.stdin is not None and popen.stdout is not None
+            assert popen.stdin is not None
             try:
                 _write(popen.stdin, struct.pack("<Q", len(whole)) + whole)
-                (size,) = struct.unpack("<Q", _read(popen.stdout, 8))
-                if size > CHARACTERS:
-                    raise LimitError(f"it writes more than {CHARACTERS >> 20} MB")
-                answer: dict[str, Any] = json.loads(_read(popen.stdout, size))
+                answer = _answer(popen, seconds if self._own else PATIENCE)
             except BaseException as error:
-                status = self._end()
+                late = self._own and isinstance(error, TimeoutError)
+                status = self.end(0.0 if late else 0.5)
                 if isinstance(error, EOFError | OSError):
-                    raise LimitError(_reason(status, seconds)) from error
+                    own = f"no answer within {seconds:g} seconds" if late else "its process ended"
+                    raise LimitError(own if self._own else _reason(status, seconds)) from error
                 raise
             if (limit := answer.get("limit")) is not None:
                 raise LimitError(limit)
@@ -75,21 +78,37 @@ class Process:
             return answer
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._popen is None or self._popen.poll() is not None or len(self.known) >= PROGRAMS:
-            self._end()
-            alone = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}  # nothing else of this process's environment
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-            program = f"from {self._module} import serve; serve()"
-            self._popen = subprocess.Popen([sys.executable, "-c", program], env=alone, **pipes)
+        path = os.pathsep.join(path for path in sys.path if path)
+        command = [path, f"from {self._module} import serve; serve()", *self._arguments()]
+        if self._popen is None or self._popen.poll() is not None or len(self.known) >= PROGRAMS or command != self._command:
+            self.end()
+            self._command = command
+            # A stranger's program gets nothing else of this process's environment.
+            environment = {**(os.environ if self._own else {}), "PYTHONPATH": path}
+            errors = subprocess.DEVNULL if self._own else None
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", *command[1:]],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                bufsize=0,
+                env=environment,
+                start_new_session=True,
+            )
             self._close = weakref.finalize(self, _kill, self._popen)
+            try:
+                _answer(self._popen, START_SECONDS)
+            except (EOFError, OSError) as error:
+                raise RuntimeError(f"the process of {self._module} did not start ({self.end()}): {' '.join(command[2:])}") from error
         return self._popen
 
-    def _end(self) -> int:
+    def end(self, patience: float = 0.5) -> int:
+        """End the process with all that it started, and return its status; it has `patience` seconds to end by itself."""
         popen, self._popen = self._popen, None
         self.known.clear()
         if popen is not None:
             with suppress(subprocess.TimeoutExpired):
-                popen.wait(0.5)  # one that is ending keeps its own status
+                popen.wait(patience)  # one that is ending keeps its own status
         self._close()
         return 0 if popen is None else int(popen.returncode)
 
@@ -106,7 +125,8 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _kill(popen: subprocess.Popen[bytes]) -> None:
-    popen.kill()
+    with suppress(ProcessLookupError):
+        os.killpg(popen.pid, signal.SIGKILL)
     popen.wait()
     for pipe in (popen.stdin, popen.stdout):
         if pipe is not None:
@@ -125,12 +145,21 @@ def _write(pipe: Any, whole: bytes) -> None:
         left = left[pipe.write(left) :]
 
 
-def _read(pipe: Any, size: int) -> bytes:
-    """Read so many bytes. Raise EOFError if the process has ended or does not answer in time."""
-    parts, left, until = list[bytes](), size, time.monotonic() + PATIENCE
+def _answer(popen: subprocess.Popen[bytes], patience: float) -> dict[str, Any]:
+    """Read an answer. Raise EOFError if the process has ended, TimeoutError if it does not answer within `patience` seconds."""
+    until = time.monotonic() + patience
+    (size,) = struct.unpack("<Q", _read(popen.stdout, 8, until))
+    if size > CHARACTERS:
+        raise LimitError(f"it writes more than {CHARACTERS >> 20} MB")
+    answer: dict[str, Any] = json.loads(_read(popen.stdout, size, until))
+    return answer
+
+
+def _read(pipe: Any, size: int, until: float) -> bytes:
+    parts, left = list[bytes](), size
     while left:
         if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
-            raise EOFError
+            raise TimeoutError
         part = os.read(pipe.fileno(), min(left, 1 << 20))
         if not part:
             raise EOFError
@@ -139,29 +168,37 @@ def _read(pipe: Any, size: int) -> bytes:
     return b"".join(parts)
 
 
-def serve(answer: Callable[[bytes, Any, Any], dict[str, Any]], memory: int = MEMORY) -> None:
-    """Answer the requests on standard input until it ends, each within the bounds. `memory`: bytes beyond those at the start."""
+def serve(answer: Callable[[bytes, Any, Any], dict[str, Any]], memory: int = MEMORY, own: bool = False) -> None:
+    """Answer the requests on standard input until it ends, each within the bounds. `memory`: bytes beyond those at the start; `own`: see
+    `Process`, which then measures the time, and `answer` bounds the memory."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
-    _bound_memory(memory)
-    while head := requests.read(8):
-        seconds, *request = _whole(requests, head)
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-        try:
-            text = json.dumps(answer(*request)).encode()
-        except MemoryError:
-            text = json.dumps({"limit": f"it takes more than {memory >> 20} MB"}).encode()
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    timer, grace = (signal.ITIMER_REAL, GRACE_SECONDS) if own else (signal.ITIMER_VIRTUAL, 0.0)
+    if not own:
+        bound_memory(memory)
+
+    def say(value: dict[str, Any]) -> None:
+        text = json.dumps(value).encode()
         answers.write(struct.pack("<Q", len(text)) + text)
         answers.flush()
+
+    say({})
+    while head := requests.read(8):
+        seconds, *request = _whole(requests, head)
+        signal.setitimer(timer, seconds + grace)
+        try:
+            value = answer(*request)
+        except MemoryError:
+            value = {"limit": f"it takes more than {memory >> 20} MB"}
+        signal.setitimer(timer, 0)
+        say(value)
 
 
 def _whole(requests: BinaryIO, head: bytes) -> Any:
     return pickle.loads(requests.read(struct.unpack("<Q", head)[0]))  # noqa: S301  from the process that started this one
 
 
-def _bound_memory(memory: int) -> None:
+def bound_memory(memory: int) -> None:
     """Limit the memory of this process to its current size plus `memory` bytes, on Linux."""
     status = Path("/proc/self/statm")
     if status.is_file():
