@@ -11,7 +11,7 @@ from pathlib import Path
 
 from puna.stages.identity import sources
 from puna.stages.identity.modules import notebook, source_file
-from puna.stages.identity.syntax import Binding, bound, canonical, statements
+from puna.stages.identity.syntax import bound, canonical, statements, within
 from puna.storage import PunaError
 
 Target = tuple[str, str | None]
@@ -30,7 +30,7 @@ class Module:
 
     name: str
     file: Path
-    symbols: dict[str, list[Binding]] = field(default_factory=dict)
+    symbols: dict[str, list[ast.stmt]] = field(default_factory=dict)
     imports: dict[str, list[Target]] = field(default_factory=dict)
     foreign: dict[str, str] = field(default_factory=dict)
     numerics: dict[str, int] = field(default_factory=dict)
@@ -79,37 +79,34 @@ _PARSING = threading.Lock()
 @lru_cache(maxsize=1024)
 def _parse(name: str, file: Path, content: str) -> Module:
     module = Module(name, file)
-    loose: list[Binding] = []
+    loose: list[tuple[ast.AST, ast.stmt]] = []
     with _PARSING:
         tree = ast.parse(content)
-    for binding in statements(tree.body):
-        node = binding.node
+    for node in statements(tree.body):
+        nodes = within([node])
+        for inner in nodes:
+            if isinstance(inner, ast.Import | ast.ImportFrom):
+                for local, target in imported(inner, name).items():
+                    module.imports.setdefault(local, []).append(target)
         if isinstance(node, ast.Import | ast.ImportFrom):
-            for local, target in imported(node, name).items():
-                module.imports.setdefault(local, []).append(target)
-            for local, origin in origins(node).items():
-                # An import that a condition decides counts as a definition does.
-                if binding.guards:
-                    module.symbols.setdefault(local, []).append(binding)
-                elif not is_followed(origin):
-                    module.foreign[local] = origin
+            module.foreign.update({local: origin for local, origin in origins(node).items() if not is_followed(origin)})
             continue
-        names = bound(node)
-        for symbol in sorted(names):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not binding.guards and not node.decorator_list:
+        # An import that a condition decides counts as a definition does.
+        for symbol in sorted(bound(node)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.decorator_list:
                 module.symbols[symbol] = []  # a later definition replaces an earlier one: a notebook's cell that was run again
-            module.symbols.setdefault(symbol, []).append(binding)
-        if not names or getattr(node, "decorator_list", None):
-            loose.append(binding)
+            module.symbols.setdefault(symbol, []).append(node)
+        for inner in nodes:
+            mentions = [inner] if isinstance(inner, ast.Expr) else getattr(inner, "decorator_list", [])
+            loose += [(mention, node) for mention in mentions]
     # A registration (`@op.register_fake`, `register(op)`) changes what `op` does: it counts wherever op does.
-    for binding in loose:
-        for mention in getattr(binding.node, "decorator_list", None) or [binding.node]:
-            for inner in ast.walk(mention):
-                if isinstance(inner, ast.Name) and binding not in module.symbols.get(inner.id, [binding]):
-                    module.symbols[inner.id].append(binding)
+    for mention, node in loose:
+        for inner in ast.walk(mention):
+            if isinstance(inner, ast.Name) and node not in module.symbols.get(inner.id, [node]):
+                module.symbols[inner.id].append(node)
     for declared in module.symbols.get("NUMERICS", []):
-        if isinstance(declared.node, ast.Assign):
-            module.numerics.update(ast.literal_eval(declared.node.value))
+        if isinstance(declared, ast.Assign):
+            module.numerics.update(ast.literal_eval(declared.value))
     return module
 
 

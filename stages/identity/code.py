@@ -173,8 +173,8 @@ class Symbol:
 
 @lru_cache(maxsize=8192)
 def _symbol(source: Module, name: str) -> Symbol | None:
-    bindings = source.symbols.get(name)
-    if bindings is None:
+    statements = source.symbols.get(name)
+    if statements is None:
         return None
     if name in source.numerics:
         return _operation(source, name)
@@ -183,27 +183,27 @@ def _symbol(source: Module, name: str) -> Symbol | None:
     words: list[str] = []
     foreign: dict[str, str] = {}
     parts: list[str] = []
-    for binding in bindings:
-        parts += [guard.branch for guard in binding.guards]
-        for node in binding.nodes:
-            plain, annotations = source.canonical(node)
-            inside = list(ast.walk(plain))
-            local = {**source.imports}
-            for inner in inside:
-                if isinstance(inner, ast.Import | ast.ImportFrom):
-                    local.update({n: [t] for n, t in imported(inner, source.name).items()})
-                    foreign.update({f" {origin}": origin for origin in origins(inner).values() if not is_followed(origin)})
-                elif isinstance(inner, ast.Name) and inner.id in source.foreign:
-                    foreign[inner.id] = source.foreign[inner.id]
-            named, plain_text = _named(plain, source, local)
-            parts.append(plain_text)
-            uses += named
-            for annotation in annotations:
-                uses += _named(annotation, source, local)[0]
-            words += data_files.texts(inside)
-            foreign.update({f" {name}": name for name in _found_packages(inside)})
-            if any(isinstance(n, ast.Name) and isinstance(_constant(source, n.id), Path) for n in inside):
-                opened += data_files.opened(plain, partial(_constant, source))
+    for node in statements:
+        plain, annotations = source.canonical(node)
+        inside = list(ast.walk(plain))
+        imports: dict[str, list[Target]] = {}
+        for inner in inside:
+            if isinstance(inner, ast.Import | ast.ImportFrom):
+                for own, target in imported(inner, source.name).items():
+                    imports[own] = list(dict.fromkeys((*imports.get(own, []), target)))
+                foreign.update({f" {origin}": origin for origin in origins(inner).values() if not is_followed(origin)})
+            elif isinstance(inner, ast.Name) and inner.id in source.foreign:
+                foreign[inner.id] = source.foreign[inner.id]
+        local = source.imports | imports
+        named, plain_text = _named(plain, source, local)
+        parts.append(plain_text)
+        uses += named
+        for annotation in annotations:
+            uses += _named(annotation, source, local)[0]
+        words += data_files.texts(inside)
+        foreign.update({f" {name}": name for name in _found_packages(inside)})
+        if any(isinstance(n, ast.Name) and isinstance(_constant(source, n.id), Path) for n in inside):
+            opened += data_files.opened(plain, partial(_constant, source))
     opened += _beside(dict.fromkeys(words), source.file.parent)
     parts += sorted(f"{local}={origin}" for local, origin in foreign.items() if not local.startswith(" "))
     return Symbol(
@@ -228,7 +228,7 @@ def _constant(source: Module, name: str, depth: int = 0) -> data_files.Value:
     if name == "__file__":
         return source.file
     bindings = source.symbols.get(name, [])
-    if len(bindings) == 1 and isinstance(node := bindings[0].node, ast.Assign | ast.AnnAssign) and not bindings[0].guards and depth < 20:
+    if len(bindings) == 1 and isinstance(node := bindings[0], ast.Assign | ast.AnnAssign) and depth < 20:
         return data_files.value(node.value, lambda inner: _constant(source, inner, depth + 1) if inner != name else None)
     if not bindings and len(targets := source.imports.get(name, [])) == 1 and depth < 20:
         module, symbol = targets[0]

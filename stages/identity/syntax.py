@@ -26,85 +26,21 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 
 
-@dataclass(frozen=True)
-class Guard:
-    """One condition around a top-level statement: the branch, and the trees that decide whether it is taken."""
-
-    branch: str
-    nodes: tuple[ast.AST, ...]
-
-
-@dataclass(frozen=True)
-class Binding:
-    """A top-level statement with the conditions around it, outermost first."""
-
-    node: ast.AST
-    guards: tuple[Guard, ...] = ()
-
-    @property
-    def nodes(self) -> Iterator[ast.AST]:
-        """Yield all trees that decide the statement's effect."""
-        for guard in self.guards:
-            yield from guard.nodes
-        yield self.node
-
-
-def statements(body: list[ast.stmt], guards: tuple[Guard, ...] = ()) -> Iterator[Binding]:
-    """Yield the statements of a module; statements inside top-level `if`, `try`, `for`, … come with their conditions.
-
-    The head of a loop or a `with` is a statement of its own if it binds names; so is a test with `x := …`.
-    `if TYPE_CHECKING:` never runs.
-    """
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the top-level statements of a module, an `if` or `for` with all that is in it. `if TYPE_CHECKING:` never runs."""
     for node in body:
-        if isinstance(node, ast.If | ast.While) and any(isinstance(n, ast.NamedExpr) for n in ast.walk(node.test)):
-            yield Binding(ast.Expr(node.test), guards)
-        if isinstance(node, ast.If):
-            if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
-                yield from statements(node.body, (*guards, Guard("if", (node.test,))))
-            yield from statements(node.orelse, (*guards, Guard("if not", (node.test,))))
-        elif isinstance(node, ast.Try | ast.TryStar):
-            tried = tuple(node.body)
-            yield from statements(node.body, (*guards, Guard("try", tuple(h.type for h in node.handlers if h.type))))
-            for handler in node.handlers:
-                yield from statements(handler.body, (*guards, Guard("except", (*tried, *([handler.type] if handler.type else [])))))
-            yield from statements(node.orelse, (*guards, Guard("try else", tried)))
-            yield from statements(node.finalbody, guards)
-        elif isinstance(node, ast.For | ast.While):
-            head = (node.target, node.iter) if isinstance(node, ast.For) else (node.test,)
-            if isinstance(node, ast.For):
-                yield Binding(node.target, (*guards, Guard("for", head)))
-            yield from statements(node.body, (*guards, Guard("loop", head)))
-            yield from statements(node.orelse, (*guards, Guard("loop else", (*head, *node.body))))
-        elif isinstance(node, ast.With):
-            inside = (*guards, Guard("with", tuple(node.items)))
-            for item in node.items:
-                if item.optional_vars is not None:
-                    yield Binding(item.optional_vars, inside)
-            yield from statements(node.body, inside)
-        elif isinstance(node, ast.Match):
-            for index, case in enumerate(node.cases):
-                tests = [n for c in node.cases[: index + 1] for n in (c.pattern, c.guard) if n is not None]
-                yield from statements(case.body, (*guards, Guard("match", (node.subject, *tests))))
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            yield from statements(node.orelse)
         else:
-            yield Binding(node, guards)
+            yield node
 
 
-def bound(node: ast.AST) -> set[str]:
-    """Return the names that a top-level statement (other than an import) binds or changes, including `x := …`."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return {node.name}
-    targets: list[ast.AST] = [n.target for n in ast.walk(node) if isinstance(n, ast.NamedExpr)]
-    if isinstance(node, ast.Assign):
-        targets += node.targets
-    elif isinstance(node, ast.AnnAssign | ast.AugAssign):
-        targets.append(node.target)
-    elif isinstance(node, ast.Delete):
-        targets += node.targets
-    elif isinstance(node, ast.expr):  # the head of a loop or of a `with`
-        targets.append(node)
-    elif type(node).__name__ == "TypeAlias":  # Python 3.12
-        targets.append(node.name)  # type: ignore[attr-defined]
-    return {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+def bound(node: ast.stmt) -> set[str]:
+    """Return the names that a top-level statement binds or changes: also `x` by `x.y = …`, and what an `if` or `for` holds."""
+    nodes = within([node])
+    parts = [n for n in nodes if isinstance(n, ast.Attribute | ast.Subscript) and isinstance(n.ctx, ast.Store | ast.Del)]
+    changed = {name.id for part in parts for name in ast.walk(part) if isinstance(name, ast.Name)}
+    return _fixed_names(nodes) | set(_bound(nodes)) | changed
 
 
 def text(node: Any, reference: Callable[[ast.AST], str | None] = lambda node: None) -> str:
@@ -213,7 +149,7 @@ class _Canonical(ast.NodeTransformer):
             argument.annotation = None
         node.args = self.visit(node.args)
         node.body = _without_docstring(node.body)
-        inside = _inside(node.body)
+        inside = within(node.body)
         fixed = {argument.arg for argument in _arguments(node.args)} | _fixed_names(inside)
         outer = {name for item in inside if isinstance(item, ast.Nonlocal) for name in item.names}
         sees_names = any(isinstance(inner, ast.Name) and inner.id in SEES_NAMES for inner in inside)
@@ -230,7 +166,7 @@ class _Canonical(ast.NodeTransformer):
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
         node.args = self.visit(node.args)
-        self.scopes.append(self._numbered(_bound(_inside([node.body])), {argument.arg for argument in _arguments(node.args)}))
+        self.scopes.append(self._numbered(_bound(within([node.body])), {argument.arg for argument in _arguments(node.args)}))
         node.body = self.visit(node.body)
         self.scopes.pop()
         return node
@@ -240,13 +176,13 @@ class _Canonical(ast.NodeTransformer):
         node.bases = [self.visit(item) for item in node.bases]
         node.keywords = [self.visit(item) for item in node.keywords]
         node.body = _without_docstring(node.body)
-        inside = _inside(node.body)
+        inside = within(node.body)
         self.scopes.append(Scope(kept=_fixed_names(inside) | set(_bound(inside)), is_class=True))
         return self._with_body(node)
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> ast.AST:
         first = self.visit(node.generators[0].iter)  # evaluated outside
-        names = (name for generator in node.generators for name in _bound(_inside([generator.target])))
+        names = (name for generator in node.generators for name in _bound(within([generator.target])))
         self.scopes.append(self._numbered(names, set()))
         node.generators[0].iter = ast.Constant(None)
         new = self.generic_visit(node)
@@ -297,16 +233,16 @@ def _arguments(arguments: ast.arguments) -> list[ast.arg]:
     return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *extra]
 
 
-def _inside(nodes: Sequence[ast.AST], comprehensions: bool = False) -> list[ast.AST]:
+def within(nodes: Sequence[ast.AST], comprehensions: bool = False) -> list[ast.AST]:
     """Return the nodes of a scope in order, without nested scopes. A walrus binds outside its comprehension."""
-    inside: list[ast.AST] = []
+    result: list[ast.AST] = []
     todo = list(reversed(nodes))
     while todo:
         node = todo.pop()
-        inside.append(node)
+        result.append(node)
         if not isinstance(node, SCOPES) and (comprehensions or not isinstance(node, COMPREHENSIONS)):
             todo.extend(reversed(list(ast.iter_child_nodes(node))))
-    return inside
+    return result
 
 
 def _bound(inside: Iterable[ast.AST]) -> Iterator[str]:
@@ -319,7 +255,7 @@ def _bound(inside: Iterable[ast.AST]) -> Iterator[str]:
         elif isinstance(node, ast.MatchMapping) and node.rest:
             yield node.rest
         elif isinstance(node, COMPREHENSIONS):
-            for inner in _inside([node.elt if not isinstance(node, ast.DictComp) else node.value], comprehensions=True):
+            for inner in within([node.elt if not isinstance(node, ast.DictComp) else node.value], comprehensions=True):
                 if isinstance(inner, ast.NamedExpr):
                     yield inner.target.id
 

@@ -85,10 +85,10 @@ def unnamed_code(ran: set[CodeType], named: dict[str, str]) -> Iterator[str]:
 def _bound_at(file: Path) -> dict[int, set[str]]:
     """Line of a file → the top-level names whose statement it belongs to."""
     found: dict[int, set[str]] = {}
-    for binding in syntax.statements(ast.parse(file.read_text(encoding="utf-8")).body):
-        first = min([binding.node.lineno, *(d.lineno for d in getattr(binding.node, "decorator_list", []))])
-        for line in range(first, (binding.node.end_lineno or first) + 1):
-            found.setdefault(line, set()).update(syntax.bound(binding.node))
+    for node in syntax.statements(ast.parse(file.read_text(encoding="utf-8")).body):
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+        for line in range(first, (node.end_lineno or first) + 1):
+            found.setdefault(line, set()).update(syntax.bound(node))
     return found
 
 

@@ -414,13 +414,13 @@ if q: pass
 else: S: "int"
 del S
 '''
-TEXT_SHA256 = "709fb23dd09a56504564dcc5f0337a209981504b5bf0180c6f82dd00e5110ef8"
+TEXT_SHA256 = "0febcce6a7d9317fc43457cc4f06affb954a986c4d4c7b95745917a46758e731"
 
 
 SCRIPT = """
 import ast, hashlib, runpy, sys
 s = runpy.run_path(sys.argv[1], run_name=sys.argv[1])
-nodes = [n for b in s['statements'](ast.parse(sys.stdin.read()).body) for n in b.nodes]
+nodes = s['statements'](ast.parse(sys.stdin.read()).body)
 print(hashlib.sha256('\\n'.join(s['text'](s['canonical'](n)[0]) for n in nodes).encode()).hexdigest())
 """
 
