@@ -7,6 +7,7 @@ O_DIRECT, read pages are dropped from the cache.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -86,16 +87,9 @@ class Buffer:
 
     def tensors(self, layout: Layout) -> dict[str, Tensor]:
         return {
-            place.name: torch.frombuffer(self.bytes, dtype=place.dtype, count=_count(place.shape), offset=place.start).view(place.shape)
+            place.name: torch.frombuffer(self.bytes, dtype=place.dtype, count=math.prod(place.shape), offset=place.start).view(place.shape)
             for place in layout.places
         }
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 class Reader:

@@ -69,12 +69,8 @@ def train_code_reasoning(documents: Documents, labels: list[Signals] | None, con
         _train(run, kind, examples, about, config)
 
 
-class CodeReasoningConfig(StageConfig):
-    """Nothing is to be set: the classifier says what it reads."""
-
-
 @stage(kind="signals", signals=("code_score", "reasoning_score", "code_line_fraction", "formulas", "reasoning_words"))
-def code_reasoning(documents: Documents, classifier: Classifier, config: CodeReasoningConfig, run: StageRun) -> None:
+def code_reasoning(documents: Documents, classifier: Classifier, config: StageConfig, run: StageRun) -> None:
     """Score documents with the classifiers of `train_code_reasoning`: pages with code, pages that reason.
 
     `code_score` and `reasoning_score` are probabilities by models that did not see the document, null where there were too

@@ -149,12 +149,8 @@ def train_domains(documents: Documents, config: TrainDomainsConfig, run: StageRu
     About("domains", tuple(kept), config.folds, config.seed, config.max_characters, config.code_sources, settings=rule).write(run.folder)
 
 
-class DomainsConfig(StageConfig):
-    """Nothing is to be set: the classifier says what it reads."""
-
-
 @stage(kind="signals", signals=("domain", "domain_score", "domain_seed"))
-def domains(documents: Documents, classifier: Classifier, config: DomainsConfig, run: StageRun) -> None:
+def domains(documents: Documents, classifier: Classifier, config: StageConfig, run: StageRun) -> None:
     """Give each document a knowledge type, by a classifier of `train_domains`.
 
     The type (`domain`, `domain_score`) has the greatest product of the probability, by a model that did not see the document, and the

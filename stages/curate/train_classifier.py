@@ -115,12 +115,8 @@ def import_classifier(model: External, config: ImportClassifierConfig, run: Stag
     run.metric("classes", len(classes))
 
 
-class ClassifyConfig(StageConfig):
-    """Nothing is to be set: the classifier says what it reads."""
-
-
 @stage(kind="signals", signals=("classifier_label", "classifier_score"))
-def classify(documents: Documents, classifier: Classifier, config: ClassifyConfig, run: StageRun) -> None:
+def classify(documents: Documents, classifier: Classifier, config: StageConfig, run: StageRun) -> None:
     """Give documents the most probable class of a classifier, and its probability; nothing is trained.
 
     A document that the classifier learned from is scored by a model that did not see it. Null for documents of the sources

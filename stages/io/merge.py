@@ -15,12 +15,8 @@ if TYPE_CHECKING:
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-class MergeConfig(StageConfig):
-    """Empty settings: the adapters' own configuration decides."""
-
-
 @stage(kind="model")
-def merge(model: Model, adapter: External, config: MergeConfig, run: StageRun) -> None:
+def merge(model: Model, adapter: External, config: StageConfig, run: StageRun) -> None:
     """Merge the adapters of a folder in PEFT's layout into the model's weights, in their number format.
 
     The folder holds adapter_config.json and adapter_model.safetensors: what PEFT or TRL saves, what `lora.keep` has a stage keep, or

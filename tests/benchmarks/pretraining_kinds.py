@@ -16,9 +16,9 @@ from typing import Any
 
 import zstandard
 
-from puna.stages.contract import execute
-from puna.stages.curate.code_reasoning import CodeReasoningConfig, TrainCodeReasoningConfig, code_reasoning, train_code_reasoning
-from puna.stages.curate.domains import DomainsConfig, TrainDomainsConfig, domains, train_domains
+from puna.stages.contract import StageConfig, execute
+from puna.stages.curate.code_reasoning import TrainCodeReasoningConfig, code_reasoning, train_code_reasoning
+from puna.stages.curate.domains import TrainDomainsConfig, domains, train_domains
 from puna.stages.curate.language import LanguageConfig, language
 from puna.stages.pretrain.split import KindsConfig, SplitConfig, split
 from puna.storage import Artifact, Store
@@ -51,8 +51,8 @@ def figures(arguments: argparse.Namespace) -> dict[str, Any]:
         texts += ["\n".join(line for article in row["articles"] for line in article["p"])[:4000] for row in declarations]
         docs = documents(store, texts)
         languages = execute(language, LanguageConfig(), {"documents": docs}, store)
-        scores = execute(code_reasoning, CodeReasoningConfig(), {"documents": docs, "classifier": technical}, store)
-        types = execute(domains, DomainsConfig(), {"documents": docs, "classifier": typed}, store)
+        scores = execute(code_reasoning, StageConfig(), {"documents": docs, "classifier": technical}, store)
+        types = execute(domains, StageConfig(), {"documents": docs, "classifier": typed}, store)
         signals = [types, languages, scores]
         kinds = column(execute(split, SplitConfig(kinds=KindsConfig()), {"documents": docs, "signals": signals}, store), "category")
         type_of = column(types, "domain")

@@ -18,9 +18,9 @@ from puna.models.generation import Engine, SamplingParams
 from puna.models.tokens.template import Template, TemplateError
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
-from puna.stages.contract import External, execute
+from puna.stages.contract import External, StageConfig, execute
 from puna.stages.io.import_model import ImportModelConfig, import_model
-from puna.stages.io.merge import MergeConfig, merge
+from puna.stages.io.merge import merge
 from puna.storage import PunaError, Store
 
 SHAPE = ModelConfig(
@@ -288,7 +288,7 @@ def adapters_merged(folder: Path, seconds: float = float("inf")) -> int:
         write_adapter(folder / str(number), model, change)
         begin = computing()
         try:
-            execute(merge, MergeConfig(), {"model": base, "adapter": External.resolve(f"adapter={folder / str(number)}")[0]}, store)
+            execute(merge, StageConfig(), {"model": base, "adapter": External.resolve(f"adapter={folder / str(number)}")[0]}, store)
             succeeded += number > 0
         except PunaError:
             succeeded += number == 0 or computing() - begin > seconds

@@ -13,9 +13,9 @@ from puna.models.forest import Forest
 from puna.models.formats.checkpoint import load
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sft import SftConfig, sft
-from puna.stages.contract import External, execute
+from puna.stages.contract import External, StageConfig, execute
 from puna.stages.io.export import export_model
-from puna.stages.io.merge import MergeConfig, merge
+from puna.stages.io.merge import merge
 from puna.storage import Artifact, PunaError, Store
 
 from .test_engines import STEPS, instructions, preferences
@@ -31,7 +31,7 @@ def trained(store: Store, start: Artifact, head: str = "lm", engine: str = "puna
 
 
 def merged(store: Store, start: Artifact, folder: Path) -> Artifact:
-    return execute(merge, MergeConfig(), {"model": start, "adapter": External.resolve(f"adapter={folder}")[0]}, store)
+    return execute(merge, StageConfig(), {"model": start, "adapter": External.resolve(f"adapter={folder}")[0]}, store)
 
 
 @pytest.mark.parametrize(

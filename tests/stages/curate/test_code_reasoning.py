@@ -8,9 +8,9 @@ import pytest
 
 from puna.kernels.text.characters import code_points
 from puna.kernels.text.technical import Technical, code_lines, formula_marks, measured
-from puna.stages.contract import execute
+from puna.stages.contract import StageConfig, execute
 from puna.stages.contract.config import parse
-from puna.stages.curate.code_reasoning import CodeReasoningConfig, TrainCodeReasoningConfig, _label, code_reasoning, train_code_reasoning
+from puna.stages.curate.code_reasoning import TrainCodeReasoningConfig, _label, code_reasoning, train_code_reasoning
 from puna.storage import PunaError, Store
 
 SMALL = {"dimension": 8, "buckets": 10_000, "epochs": 20}
@@ -111,7 +111,7 @@ def corpus(count, seed=0):
 def trained_and_applied(store, documents, **inputs):
     """Classifiers of both kinds, and the signals they give to the documents that they learned from."""
     made = execute(train_code_reasoning, TrainCodeReasoningConfig(**SMALL), {"documents": documents, **inputs}, store)
-    return made, execute(code_reasoning, CodeReasoningConfig(), {"documents": documents, "classifier": made}, store)
+    return made, execute(code_reasoning, StageConfig(), {"documents": documents, "classifier": made}, store)
 
 
 def test_pages_without_the_signs_are_found(tmp_path, make_documents):
@@ -122,7 +122,7 @@ def test_pages_without_the_signs_are_found(tmp_path, make_documents):
     source = table.pop("source")
     assert all(value is None for name, value in source.items() if name != "id")
     alone = make_documents(store, rows[-1:])  # a part of left out sources
-    assert execute(code_reasoning, CodeReasoningConfig(), {"documents": alone, "classifier": classifier}, store).read().to_pylist() == [source]
+    assert execute(code_reasoning, StageConfig(), {"documents": alone, "classifier": classifier}, store).read().to_pylist() == [source]
     metrics = classifier.manifest.metrics
     # 60 of the 90 pages of a kind carry its signs.
     assert (metrics["code_positives"], metrics["reasoning_positives"]) == (60, 60)

@@ -6,10 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from puna.stages.contract import execute
+from puna.stages.contract import StageConfig, execute
 from puna.stages.curate.classifiers.trained import trained
 from puna.stages.curate.domains import (
-    DomainsConfig,
     TrainDomainsConfig,
     domains,
     lexicon,
@@ -27,7 +26,7 @@ SMALL = {"buckets": 10_000, "dimension": 8, "min_labels": 5}
 def trained_and_applied(store, documents, **settings):
     """A classifier of knowledge types, and the types of the documents that it learned from."""
     made = execute(train_domains, TrainDomainsConfig(**SMALL, **settings), {"documents": documents}, store)
-    return made, execute(domains, DomainsConfig(), {"documents": documents, "classifier": made}, store)
+    return made, execute(domains, StageConfig(), {"documents": documents, "classifier": made}, store)
 
 
 def count(text):
@@ -98,7 +97,7 @@ def test_too_few_labels(tmp_path, make_documents):
     classifier, made = trained_and_applied(store, code)
     assert made.read()["domain"].to_pylist() == ["code"] * 3
     with pytest.raises(PunaError, match="learned no types, as it was trained without documents"):
-        execute(domains, DomainsConfig(), {"documents": docs, "classifier": classifier}, store)
+        execute(domains, StageConfig(), {"documents": docs, "classifier": classifier}, store)
 
 
 def test_the_types_are_the_product_of_classifier_and_seed_words(tmp_path, make_documents, themed):

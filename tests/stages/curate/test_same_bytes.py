@@ -15,14 +15,14 @@ import pyarrow as pa
 import pytest
 
 import puna.stages.curate
-from puna.stages.contract import External, Stage, execute
+from puna.stages.contract import External, Stage, StageConfig, execute
 from puna.stages.contract.config import parse
 from puna.stages.conversations import asking
 from puna.stages.curate.block_lists import BlockListsConfig, block_lists
-from puna.stages.curate.code_reasoning import CodeReasoningConfig, TrainCodeReasoningConfig, code_reasoning, train_code_reasoning
+from puna.stages.curate.code_reasoning import TrainCodeReasoningConfig, code_reasoning, train_code_reasoning
 from puna.stages.curate.contamination import ContaminationConfig, contamination
 from puna.stages.curate.decontaminate import DecontaminateConfig, decontaminate
-from puna.stages.curate.domains import DomainsConfig, TrainDomainsConfig, domains, train_domains
+from puna.stages.curate.domains import TrainDomainsConfig, domains, train_domains
 from puna.stages.curate.encoder_quality import EncoderQualityConfig, TrainEncoderQualityConfig, encoder_quality, train_encoder_quality
 from puna.stages.curate.extract import ExtractConfig, extract
 from puna.stages.curate.gather import GatherConfig, gather
@@ -38,7 +38,7 @@ from puna.stages.curate.quality import QualityConfig, quality
 from puna.stages.curate.select import SelectConfig, select
 from puna.stages.curate.semantic_dedup import SemanticDedupConfig, semantic_dedup
 from puna.stages.curate.substring_dedup import SubstringDedupConfig, substring_dedup
-from puna.stages.curate.train_classifier import ClassifyConfig, TrainClassifierConfig, classify, train_classifier
+from puna.stages.curate.train_classifier import TrainClassifierConfig, classify, train_classifier
 from puna.stages.curate.url_dedup import UrlDedupConfig, url_dedup
 from puna.stages.curate.url_filter import UrlFilterConfig, url_filter
 from puna.stages.pretrain.mix import MixConfig, mix
@@ -179,15 +179,15 @@ SPECS = {
     "train_classifier": (train_classifier, TrainClassifierConfig(**SMALL), lambda w: {"documents": w.documents}),
     "quality": (quality, QualityConfig(), lambda w: {
         "documents": w.documents, "classifier": w.made["train_classifier"], "language": w.made["language"]}),
-    "classify": (classify, ClassifyConfig(), lambda w: {"documents": w.documents, "classifier": w.made["train_classifier"]}),
+    "classify": (classify, StageConfig(), lambda w: {"documents": w.documents, "classifier": w.made["train_classifier"]}),
     "train_code_reasoning": (
         train_code_reasoning, TrainCodeReasoningConfig(**SMALL), lambda w: {"documents": w.documents, "labels": [w.grades]}
     ),
     "code_reasoning": (
-        code_reasoning, CodeReasoningConfig(), lambda w: {"documents": w.documents, "classifier": w.made["train_code_reasoning"]}
+        code_reasoning, StageConfig(), lambda w: {"documents": w.documents, "classifier": w.made["train_code_reasoning"]}
     ),
     "train_domains": (train_domains, TrainDomainsConfig(**SMALL, min_labels=5), lambda w: {"documents": w.documents}),
-    "domains": (domains, DomainsConfig(), lambda w: {"documents": w.documents, "classifier": w.made["train_domains"]}),
+    "domains": (domains, StageConfig(), lambda w: {"documents": w.documents, "classifier": w.made["train_domains"]}),
     "select": (
         select, _rules(quality={"min_rank": 0.2}),
         lambda w: {"documents": w.documents, "signals": [w.made["heuristics"], w.made["quality"]]},

@@ -9,15 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from puna.stages.contract import External, execute
+from puna.stages.contract import External, StageConfig, execute
 from puna.stages.curate import train_classifier as stage_module
 from puna.stages.curate.classifiers import classifier as training
 from puna.stages.curate.classifiers.classifier import counted
-from puna.stages.curate.domains import DomainsConfig, domains
+from puna.stages.curate.domains import domains
 from puna.stages.curate.language import LanguageConfig, language
 from puna.stages.curate.quality import QualityConfig, quality
 from puna.stages.curate.train_classifier import (
-    ClassifyConfig,
     ImportClassifierConfig,
     TrainClassifierConfig,
     classify,
@@ -73,13 +72,13 @@ def test_labels_of_a_stage_before_are_classes(world, tmp_path):
     config = TrainClassifierConfig(**SMALL, purpose="classify", label="theme", exempt_sources=())
     made = execute(train_classifier, config, {"documents": documents, "labels": labels}, store)
     assert made.manifest.metrics["labelled"] == 240
-    found = execute(classify, ClassifyConfig(), {"documents": documents, "classifier": made}, store).read()
+    found = execute(classify, StageConfig(), {"documents": documents, "classifier": made}, store).read()
     told = zip(found["classifier_label"].to_pylist(), found["id"].to_pylist(), strict=True)
     assert sum(label == i[4:] for label, i in told) / 240 == pytest.approx(made.manifest.metrics["accuracy"]) and min(found["classifier_score"].to_pylist()) > 1 / 4
     with pytest.raises(PunaError, match="quality: classifier/.* was made for 'classify'; give one that was made for 'quality'"):
         execute(quality, QualityConfig(), {"documents": documents, "classifier": made}, store)
     with pytest.raises(PunaError, match="domains: classifier/.* was made for 'classify'"):
-        execute(domains, DomainsConfig(), {"documents": documents, "classifier": made}, store)
+        execute(domains, StageConfig(), {"documents": documents, "classifier": made}, store)
     other = execute(train_classifier, config.model_copy(update={"purpose": "quality"}), {"documents": documents, "labels": labels}, store)
     with pytest.raises(PunaError, match="quality.positive='good': .* has the classes health, science, sports"):
         execute(quality, QualityConfig(), {"documents": documents, "classifier": other}, store)
@@ -106,7 +105,7 @@ def test_classes_may_have_white_space(world):
         labels = store.import_table("signals", pa.table({"id": ids, "theme": [names_of[i[4:]] for i in ids]}))
         config = TrainClassifierConfig(**SMALL, purpose="classify", label="theme", exempt_sources=())
         made = execute(train_classifier, config, {"documents": documents, "labels": labels}, store)
-        found.append(execute(classify, ClassifyConfig(), {"documents": documents, "classifier": made}, store).read()["classifier_label"].to_pylist())
+        found.append(execute(classify, StageConfig(), {"documents": documents, "classifier": made}, store).read()["classifier_label"].to_pylist())
     plain, spaced = found
     # Names order the classes, no more: what is found is the same but for ties.
     assert np.mean([names[a] == b for a, b in zip(plain, spaced, strict=True)]) > 0.95
@@ -130,7 +129,7 @@ def test_a_model_of_others_is_imported_and_applied(world, tmp_path, make_documen
     documents = make_documents(store, [(i, "web", text) for i, text in texts.items()])
     found = execute(language, LanguageConfig(), {"documents": documents, "classifier": made}, store).read()
     assert found["language"].to_pylist() == ["en", "fr", "de"]
-    scores = execute(classify, ClassifyConfig(), {"documents": documents, "classifier": made}, store).read()
+    scores = execute(classify, StageConfig(), {"documents": documents, "classifier": made}, store).read()
     assert scores["classifier_label"].to_pylist() == ["en", "fr", "de"] and min(scores["classifier_score"].to_pylist()) > 0.8
     # None of the three is confused with another: the score is the class's own.
     assert found["language_score"].to_pylist() == pytest.approx(scores["classifier_score"].to_pylist(), abs=1e-3)
