@@ -19,15 +19,7 @@ from puna.storage.store import located
 
 app = typer.Typer()
 TEMPLATES = Path(__file__).with_name("new_project")
-PLACES = {
-    "pyproject.toml.txt": "pyproject.toml",
-    "README.md.txt": "README.md",
-    "recipe.yaml.txt": "recipe.yaml",
-    "stages.py.txt": "PROJECT/stages.py",
-    "rules.py.txt": "PROJECT/rules.py",
-    "verifiers.py.txt": "PROJECT/verifiers.py",
-    "test_project.py.txt": "tests/test_PROJECT.py",
-}
+"""The files of a project, each with `.txt` after its name; PROJECT stands for the project's name."""
 
 
 @app.command()
@@ -93,11 +85,10 @@ def write_project(folder: Path) -> list[Path]:
         raise PunaError(f"new {folder}: is there already; choose another name")
     part = folder.with_name(f".{name}.{os.getpid()}")
     try:
-        for template, place in PLACES.items():
-            file = part / place.replace("PROJECT", name)
+        for template in TEMPLATES.rglob("*.txt"):
+            file = part / str(template.relative_to(TEMPLATES).with_suffix("")).replace("PROJECT", name)
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text((TEMPLATES / template).read_text(encoding="utf-8").replace("PROJECT", name), encoding="utf-8")
-        (part / name / "__init__.py").write_text(f'"""{name}: stages, rules and verifiers for Puna."""\n', encoding="utf-8")
+            file.write_text(template.read_text(encoding="utf-8").replace("PROJECT", name), encoding="utf-8")
         os.replace(part, folder)
     except OSError as error:
         raise PunaError(f"new {folder}: cannot be written ({error}); choose another place") from error

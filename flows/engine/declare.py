@@ -85,27 +85,14 @@ class Flow:
 
         `sources`: the name that an artifact's rows get as their source, by its key.
         """
-        left, called = list(items), sources or {}
-        assigned: dict[str, Given] = {}
+        given: dict[str, Given] = {}
+        fitting = assigned(f"flow {self.name}", self.inputs, items, named or {})
         for spec in self.inputs:
-            if named and spec.name in named:
-                fitting: list[Item] = list(named[spec.name])
-                if wrong := next((item for item in fitting if kind_of(item) != spec.kind), None):
-                    message = f"{name_of(wrong)} is of kind {kind_of(wrong)}"
-                    raise PunaError(f"flow {self.name}: input {spec.name!r} takes {spec.kind}, but {message}")
-                if not spec.many and len(fitting) > 1:
-                    raise PunaError(f"flow {self.name}: input {spec.name!r} takes one artifact, {len(fitting)} were given")
-            else:
-                fitting = [item for item in left if kind_of(item) == spec.kind][: None if spec.many else 1]
-                left = [item for item in left if not any(item is match for match in fitting)]
-            outputs = [given_as(item, called) for item in fitting]
+            outputs = [given_as(item, sources or {}) for item in fitting[spec.name]]
             if not outputs and not spec.optional:
                 raise PunaError(f"flow {self.name} needs the input {spec.name!r} ({described(spec)}): --input {example(spec)}")
-            assigned[spec.name] = outputs if spec.many else (outputs[0] if outputs else None)
-        if left:
-            known_inputs = ", ".join(f"{s.name} ({described(s)})" for s in self.inputs) or "none"
-            raise PunaError(f"flow {self.name} has no place for {name_of(left[0])}; its inputs are {known_inputs}")
-        return assigned
+            given[spec.name] = outputs if spec.many else (outputs[0] if outputs else None)
+        return given
 
     def placeholders(self, *, everything: bool = False) -> dict[str, Given]:
         """Return inputs for a trace, without content. `everything`: also files beside artifacts."""
@@ -116,6 +103,26 @@ class Flow:
             output = Output(spec.kind, (f"input {spec.name}",))
             inputs[spec.name] = [output] if spec.many else output
         return inputs
+
+
+def assigned(
+    what: str, specs: Sequence[InputSpec], items: Sequence[Item], named: Mapping[str, Sequence[Artifact]]
+) -> dict[str, list[Item]]:
+    """Return the items of each input of `what`: those in `named`, else those of its kind, in order. Raise PunaError for one without place."""
+    left, result = list(items), dict[str, list[Item]]()
+    for spec in specs:
+        result[spec.name] = list(named.get(spec.name, ()))
+        if spec.name not in named:
+            result[spec.name] = [item for item in left if kind_of(item) == spec.kind][: None if spec.many else 1]
+            left = [item for item in left if not any(item is match for match in result[spec.name])]
+        if wrong := next((item for item in result[spec.name] if kind_of(item) != spec.kind), None):
+            raise PunaError(f"{what}: input {spec.name!r} takes {spec.kind}, but {name_of(wrong)} is of kind {kind_of(wrong)}")
+        if not spec.many and len(result[spec.name]) > 1:
+            raise PunaError(f"{what}: input {spec.name!r} takes one artifact, {len(result[spec.name])} were given")
+    if left:
+        inputs = ", ".join(f"{spec.name} ({described(spec)})" for spec in specs) or "none"
+        raise PunaError(f"{what} has no place for {name_of(left[0])}; its inputs are {inputs}; name one: --input NAME=ARTIFACT")
+    return result
 
 
 def given_as(item: Item, sources: Mapping[str, str]) -> Output:

@@ -13,7 +13,7 @@ from puna.flows.demo import SampleReport, build_sample
 from puna.flows.engine import preflight
 from puna.flows.engine.closing import closing_table
 from puna.flows.engine.console import Console
-from puna.flows.engine.declare import Flow, Given, Item
+from puna.flows.engine.declare import Flow, Given, Item, assigned
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE
 from puna.flows.engine.inputs import RunInputs, given_items, parse_inputs, sample_folder
 from puna.flows.engine.perform import Performer
@@ -192,12 +192,8 @@ def flow_inputs(flow: Flow, recipe: Recipe, wanted: RunInputs, store: Store, *, 
 
 def stage_inputs(stage: Stage, items: Sequence[Item], named: Mapping[str, list[Artifact]] | None = None) -> dict[str, Value]:
     """Return the inputs of a stage: those in `named` by the input's name, the others by their kind."""
-    values = stage.by_kind([item for item in items if isinstance(item, Artifact)], named)
-    files = [item for item in items if isinstance(item, External)]
-    spec = next((spec for spec in stage.inputs if spec.kind == "external"), None)
-    if spec is not None and files:
-        values[spec.name] = files if spec.many else (files[0] if len(files) == 1 else files)
-    return values
+    given: dict[str, Any] = assigned(f"stage {stage.name}", stage.inputs, items, named or {})
+    return {spec.name: (given[spec.name] or None) if spec.many else next(iter(given[spec.name]), None) for spec in stage.inputs}
 
 
 def sample_pages(store: Store, quiet: bool) -> list[External]:

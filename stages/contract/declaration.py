@@ -172,21 +172,6 @@ class Stage:
             raise PunaError(f"stage {self.name} has no input {sorted(unknown)[0]!r}; its inputs are {names}")
         return {spec.name: spec.checked(self.name, given.get(spec.name)) for spec in self.inputs}
 
-    def by_kind(self, artifacts: list[Artifact], named: Mapping[str, list[Artifact]] | None = None) -> dict[str, Value]:
-        """Assign artifacts to the inputs of their kind, in order, after those in `named`."""
-        rest = list(artifacts)
-        values: dict[str, Value] = {name: list(several) for name, several in (named or {}).items()}
-        for spec in self.inputs:
-            if spec.name not in values:
-                fitting = [a for a in rest if a.kind == spec.kind][: None if spec.many else 1]
-                rest = [a for a in rest if a not in fitting]
-                empty: Value = [] if spec.many and not spec.optional else None
-                values[spec.name] = empty if not fitting else fitting if spec.many else fitting[0]
-        if rest:
-            inputs = ", ".join(f"{s.name} ({s.kind})" for s in self.inputs)
-            raise PunaError(f"stage {self.name} has no place for {rest[0].id}; its inputs are {inputs}; name one: --input NAME=ARTIFACT")
-        return values
-
 
 REGISTRY: dict[str, Stage] = plugins.registry({}, lambda stage: stage.function.__module__)
 

@@ -53,7 +53,7 @@ def test_a_name_that_is_no_package_is_refused(tmp_path: Path, name: str) -> None
 def test_the_page_shows_the_code_that_is_tested() -> None:
     for name, place in {"rules": "how-to/rule.md", "stages": "how-to/stage.md", "verifiers": "verifiers.md"}.items():
         page = (ROOT / "docs" / place).read_text(encoding="utf-8")
-        assert f"```python\n{(TEMPLATES / f'{name}.py.txt').read_text(encoding='utf-8')}```" in page
+        assert f"```python\n{(TEMPLATES / 'PROJECT' / f'{name}.py.txt').read_text(encoding='utf-8')}```" in page
 
 
 def test_the_flow_on_the_page_has_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
