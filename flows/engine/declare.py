@@ -108,7 +108,7 @@ class Flow:
 def assigned(
     what: str, specs: Sequence[InputSpec], items: Sequence[Item], named: Mapping[str, Sequence[Artifact]]
 ) -> dict[str, list[Item]]:
-    """Return the items of each input of `what`: those in `named`, else those of its kind, in order. Raise PunaError for one without place."""
+    """Return the items of each input: those in `named`, else those of its kind, in order. PunaError for one that has no place."""
     left, result = list(items), dict[str, list[Item]]()
     for spec in specs:
         result[spec.name] = list(named.get(spec.name, ()))

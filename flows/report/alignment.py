@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from puna.flows.html.markup import Content, Html, details, excerpt, join, number, part, table, tag
-from puna.flows.html.plot import Plot
-from puna.flows.html.svg import draw, grid
+from puna.flows.html.plot import Plot, grid
 from puna.flows.report import arms
 from puna.flows.report.run import Run, Step, for_people
 from puna.stages.align.gate import ALL
@@ -119,7 +118,7 @@ def accuracy_view(run: Run) -> Html:
         if metric != "accuracy" and len(values) > 1:
             others[metric][task] = values
     plots += [_plot(f"{metric.replace('_', ' ').capitalize()}", metric.replace("_", " "), group) for metric, group in others.items()]
-    return part("After each step", grid(draw(p) for p in plots), note="Whiskers are 95 % intervals over the held-out items.")
+    return part("After each step", grid(plots), note="Whiskers are 95 % intervals over the held-out items.")
 
 
 def _plot(title: str, y: str, groups: Mapping[str, Sequence[Measured]]) -> Plot:
@@ -213,7 +212,7 @@ def reward_view(run: Run) -> Html:
     for column, title in (("score", "Reward of sampled answers"), ("gold", "Verified score of sampled answers")):
         plots.append(_answers_plot(run, column, title))
     note = "Answers that were sampled in each round, by the model that wrote them; whiskers are 95 % intervals of the mean."
-    return part("Reward", grid(draw(p) for p in plots if not p.empty), note=note)
+    return part("Reward", grid(plots), note=note)
 
 
 def _rewards(run: Run, answers: Step) -> dict[str, float]:

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from puna.flows.html.markup import Content, Html, details, duration, join, number, part, short, table, tag
-from puna.flows.html.plot import Plot
+from puna.flows.html.plot import Plot, grid
 from puna.flows.html.scale import Point
-from puna.flows.html.svg import draw, grid
 from puna.flows.report.run import Run, Step
 from puna.storage.catalog import query
 
@@ -55,12 +54,12 @@ def titled(step: Step, plots: Sequence[Plot]) -> list[Plot]:
 
 def figures_view(steps: Iterable[Step], title: str, without: str = "") -> Html:
     """Return the figures of several steps side by side, except figures named `without`."""
-    return part(title, grid(draw(plot) for step in steps for plot in titled(step, figures(step, without))))
+    return part(title, grid(plot for step in steps for plot in titled(step, figures(step, without))))
 
 
 def experiments_view(run: Run) -> Html:
     steps = [step for step in run.steps if step.stage in EXPERIMENTS]
-    parts = [part(step.label, grid(draw(p) for p in figures(step)), note=facts(step)) for step in steps]
+    parts = [part(step.label, grid(figures(step)), note=facts(step)) for step in steps]
     return join([*parts, forecasts_view(run)])
 
 
@@ -92,11 +91,11 @@ def training_view(steps: Sequence[Step], title: str) -> Html:
         first += titled(step, plots)
         account, measured = _account(step), facts(step)
         if account or measured:
-            inside = [tag("p", account, measured, class_="note"), grid(draw(plot) for plot in others)]
+            inside = [tag("p", account, measured, class_="note"), grid(others)]
             heading = f"{len(others)} more curves" if others else "what it measured"
             head = [tag("b", step.label), " ", tag("span", heading, class_="note")]
             more.append(details(head, inside, open_=len(steps) == 1, class_="more"))
-    return part(title, grid(draw(plot) for plot in first), more)
+    return part(title, grid(first), more)
 
 
 def _plots(step: Step) -> tuple[list[Plot], list[Plot]]:

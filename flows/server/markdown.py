@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from puna.flows.html.markup import counted_rows, duration, made_at, number, short, size, stored
-from puna.flows.html.plot import Plot
-from puna.flows.html.svg import draw
+from puna.flows.html.plot import Plot, draw
 from puna.stages.contract import Outcome
 from puna.storage import Artifact
 

@@ -12,8 +12,7 @@ from fastapi import Query
 from puna.flows.engine.declare import Flow
 from puna.flows.engine.trace import load_flows, load_stages
 from puna.flows.html.markup import Content, Html, counted_rows, details, duration, made_at, number, part, section, size, stored, table, tag
-from puna.flows.html.plot import Plot
-from puna.flows.html.svg import draw, grid
+from puna.flows.html.plot import Plot, grid
 from puna.flows.prefect.forms import flow_name
 from puna.flows.web.frame import Here, artifact_link, button, note, pages, plain, problem, projects_nav, run_link, tab
 from puna.stages.contract import Stage
@@ -89,7 +88,7 @@ def artifact_page(
         tag("div", _uses(artifact), class_="buttons"),
         section("rows", "Rows", None, _rows(artifact, shown, start)) if m.tables else None,
         section("measured", "Measured", None, table(["", ""], measured, numeric=(1,)) if measured else None,
-                grid(draw(Plot.of(figure)) for _, figure in sorted(m.figures.items()))),
+                grid(Plot.of(figure) for _, figure in sorted(m.figures.items()))),
         section("lineage", "Lineage", None, _lineage(store, artifact)),
         section("settings", "Settings", None, why,
                 _folded("fields", ["field", "value"], settings, open_=len(settings) < 15),

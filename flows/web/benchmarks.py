@@ -11,8 +11,7 @@ from urllib.parse import urlencode
 from fastapi import Query
 
 from puna.flows.html.markup import Content, Html, details, excerpt, number, percent, section, table, tag
-from puna.flows.html.plot import Plot
-from puna.flows.html.svg import draw, grid
+from puna.flows.html.plot import Plot, grid
 from puna.flows.web.frame import Here, artifact_link, bar, button, note, pages, problem, projects_nav, tab
 from puna.stages.evaluation.calibration import bins
 from puna.stages.evaluation.comparison import SURE, TABLE, Difference, Measured, differences, evaluations_of, main_metric, measured
@@ -154,7 +153,7 @@ def compare_page(site: Here, names: Annotated[list[str], Query(alias="model")] =
         "Two models",
         [problem(f"Not compared: {remark}") for remark in remarks],
         section("differences", "Differences", "On the same questions. A task's name opens its questions with both answers.",
-                table(head, rows, numeric=range(1, 8)), grid([draw(plot)])) if rows else None,
+                table(head, rows, numeric=range(1, 8)), grid([plot])) if rows else None,
         section("calibration", "Calibration", ECE, _calibration(site.store, {"A": one, "B": other})),
         here="benchmarks", lead=[["A: ", artifact_link(one.model, one.name)], Html("<br>"), "B: ", artifact_link(other.model, other.name)],
     )  # fmt: skip
@@ -179,7 +178,7 @@ def _calibration(store: Store, sides: Mapping[str, Candidate]) -> Content:
             rows.append([task, *errors])
             series["calibrated"] = [(0.0, 0.0), (1.0, 1.0)]
             plots.append(Plot(task, "confidence", "share that is right", series, faint=frozenset(["calibrated"])))
-    return [table(["expected calibration error", *sides], rows, numeric=(1, 2)), grid(map(draw, plots))] if rows else None
+    return [table(["expected calibration error", *sides], rows, numeric=(1, 2)), grid(plots)] if rows else None
 
 
 @router.get("/benchmarks/questions")

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from fastapi import HTTPException, Request
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel
 
 from puna.flows.html.markup import tag
 from puna.flows.web.frame import Here, field, option, pages
@@ -82,10 +81,8 @@ class Chat:
         self._talker: Talker | None = None
         self._lock = threading.Lock()
 
-    def say(self, model: str, messages: Any) -> Iterator[str]:
-        """Yield the answer, piece by piece. Raise PunaError if there is no such model, or the messages are not a conversation."""
-        if not isinstance(messages, list) or not all(isinstance(one, dict) and isinstance(one.get("content"), str) for one in messages):
-            raise PunaError("chat: send messages with role and content")
+    def say(self, model: str, messages: list[dict[str, str]]) -> Iterator[str]:
+        """Yield the answer, piece by piece. Raise PunaError if there is no such model."""
         artifact = self._store.checked(self._store.resolve(model))
         if artifact.kind != "model":
             raise PunaError(f"{artifact.id}: is no model")
@@ -143,13 +140,14 @@ def _pieces(answer: Any) -> Iterator[str]:
                 yield choice.get("delta", {}).get("content") or ""
 
 
+class Talk(BaseModel):
+    """The body of a request for an answer."""
+
+    model: str
+    messages: list[dict[str, str]]
+
+
 @router.post("/chat/say")
-async def say(site: Here, request: Request) -> Response:
-    try:
-        body = json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise HTTPException(400, "the body is no JSON") from error
-    if not isinstance(body, dict):
-        raise HTTPException(400, "the body must be an object with model and messages")
-    answer = await run_in_threadpool(_chat(site.store).say, str(body.get("model", "")), body.get("messages"))
+def say(site: Here, talk: Talk) -> Response:
+    answer = _chat(site.store).say(talk.model, talk.messages)
     return StreamingResponse(answer, media_type="text/plain; charset=utf-8")

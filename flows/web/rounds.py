@@ -12,10 +12,10 @@ from puna.flows.engine.defaults import DEFAULT_RECIPE
 from puna.flows.engine.recipe import shipped_recipes
 from puna.flows.engine.rounds import POLICY, Round, rounds_of, settle, unsettled
 from puna.flows.html.markup import Content, Html, made_at, number, section, table, tag
-from puna.flows.html.plot import Plot
-from puna.flows.html.svg import draw, grid
+from puna.flows.html.plot import Plot, grid
 from puna.flows.prefect.trigger import Trigger, load_trigger, new_preferences, save_trigger
 from puna.flows.report.alignment import gate_basis, models_by_step
+from puna.flows.web.forms import project_of
 from puna.flows.web.frame import Here, artifact_link, button, field, hidden, option, pages, projects_nav, sent
 from puna.stages.align.gate import ApprovalConfig, approval
 from puna.stages.contract import execute
@@ -37,7 +37,7 @@ def rounds_page(site: Here, project: str | None = None) -> str:
     store = site.store.within(project).require_project()
     history = rounds_of(store, store.alias(POLICY)) if POLICY in store.aliases() else _open_rounds(store)
     waiting = history[-1] if history and history[-1].verdict == "waits" else None
-    gains = [draw(Plot.of(figure)) for one in history[-4:] for _, figure in sorted(one.gate.manifest.figures.items())]
+    gains = [Plot.of(figure) for one in history[-4:] for _, figure in sorted(one.gate.manifest.figures.items())]
     answers = [one for one in reversed(store.artifacts()) if one.kind == "answers"][:6]
     desk = "" if store.project == DEFAULT else f"{store.project}~"
     judge = [tag("li", tag("a", f"{one.id} · {one.rows():,} answers", href=f"/puna/judge/{desk}{one.key[:12]}/")) for one in answers]
@@ -57,25 +57,21 @@ def _none(project: str) -> Html:
     return tag("p", "No round came to a gate yet: ", first, " trains a policy once more and asks whether it is better.", class_="lead")
 
 
-def _project_of(form: Mapping[str, Sequence[str]]) -> str:
-    return form.get("project", [DEFAULT])[0]
-
-
 @router.post("/rounds/next")
 async def trigger(site: Here, request: Request) -> Response:
     await run_in_threadpool(set_trigger, site.store, form := await sent(request))
-    return RedirectResponse(f"/puna/rounds?project={_project_of(form)}#next", 303)
+    return RedirectResponse(f"/puna/rounds?project={project_of(form)}#next", 303)
 
 
 @router.post("/rounds/{gate}")
 async def decide(site: Here, gate: str, request: Request) -> Response:
     await run_in_threadpool(decide_round, site.store, gate, form := await sent(request))
-    return RedirectResponse(f"/puna/rounds?project={_project_of(form)}", 303)
+    return RedirectResponse(f"/puna/rounds?project={project_of(form)}", 303)
 
 
 def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> None:
     """Carry out a person's decision on a waiting round, once no round is at work. Raise PunaError if it cannot be."""
-    store = store.within(_project_of(form))
+    store = store.within(project_of(form))
     artifact = store.resolve(f"evaluation/{gate}")
     by = form.get("by", [""])[0].strip()
     if not by:
@@ -101,7 +97,7 @@ def set_trigger(store: Store, form: Mapping[str, Sequence[str]]) -> None:
     recipe = form.get("recipe", [DEFAULT_RECIPE])[0]
     if recipe not in shipped_recipes():
         raise PunaError(f"recipe {recipe}: not found; recipes are {', '.join(shipped_recipes())}")
-    save_trigger(store.within(_project_of(form)), Trigger(int(text), recipe))
+    save_trigger(store.within(project_of(form)), Trigger(int(text), recipe))
 
 
 def _open_rounds(store: Store) -> list[Round]:

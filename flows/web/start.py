@@ -24,7 +24,7 @@ from puna.flows.server.guard import own_page
 from puna.flows.web.bounded import Late
 from puna.flows.web.forms import Asked, first_words, form_page, offer_of, request_of, values_given
 from puna.flows.web.frame import STALE, Here, button, pages, problem, projects_nav, sent
-from puna.flows.web.home import FIRST
+from puna.flows.web.runs import FIRST, flow_run_of
 from puna.storage import PunaError, Store, digest
 from puna.storage.aliases import DEFAULT
 
@@ -172,11 +172,6 @@ def prefects_form(site: Here, name: str, request: Request) -> Response:
 @router.get("/deployment/{name}")
 def schedules(site: Here, name: str) -> Response:
     return RedirectResponse(f"/v2/deployments/deployment/{deployment(server_beside(site.store), name)['id']}")
-
-
-def flow_run_of(store: Store, name: str) -> str | None:
-    """Return the server's id of a run that a form started; None of any other run."""
-    return next((str(event["flow_run"]) for event in store.events(name)[:1] if event.get("flow_run")), None)
 
 
 def _own(store: Store, name: str) -> str:

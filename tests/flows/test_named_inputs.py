@@ -38,7 +38,7 @@ def test_artifacts_go_where_they_are_named(tmp_path: Path) -> None:
     found = parse_inputs([f"judges={judge.key[:8]}", f"reward_model={other.key[:8]}", f"policy={policy.key[:8]}"], ppo.inputs, store, "ppo")
     assert not found.items
     given = stage_inputs(ppo, [], found.named)
-    assert stage_inputs(ppo, [policy])["judges"] is None and given["policy"] == policy and given["reward_model"] == other and given["judges"] == [judge]
+    assert stage_inputs(ppo, [policy])["judges"] is None and given["policy"] == policy and given["reward_model"] == [other] and given["judges"] == [judge]
     both = parse_inputs([f"policy={policy.key[:8]}", f"policy={other.key[:8]}"], ppo.inputs, store, "ppo").named
     with pytest.raises(PunaError, match="input 'policy' takes one artifact, 2 were given"):
         ppo.check(stage_inputs(ppo, [], both))

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from puna.flows import web
 from puna.flows.cli import main, sql
 from puna.flows.engine.session import session
-from puna.flows.web import annotate, application, bounded, frame, home, start
+from puna.flows.web import annotate, application, bounded, frame, start
+from puna.flows.web import runs as runs_pages
 from puna.stages.contract import execute
 from puna.stages.curate.rules.groups import GopherQualityRules, LineRules, RuleGroup
 from puna.stages.curate.select import SelectConfig, select
@@ -88,10 +89,10 @@ def test_a_page_that_is_past_by_the_time_it_listens_is_told_at_once(store: Store
             return self.left < 0
 
     async def told(since: str) -> list[str]:
-        return [line async for line in home._events(store, Listener(), store.runs()[0], since)]  # type: ignore[arg-type]
+        return [line async for line in runs_pages._events(store, Listener(), store.runs()[0], since)]  # type: ignore[arg-type]
 
-    monkeypatch.setattr(home, "LOOKED_SECONDS", 0)
-    now = home.state_digest(store, store.runs()[0])
+    monkeypatch.setattr(runs_pages, "LOOKED_SECONDS", 0)
+    now = runs_pages.state_digest(store, store.runs()[0])
     assert asyncio.run(told(now)) == [": still\n\n"] * 2
     assert asyncio.run(told("what it was")) == ['data: "changed"\n\n', ": still\n\n"]
 

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.flows.html.markup import duration, excerpt, join, number, percent, short, size, tag, text
-from puna.flows.html.plot import Plot
+from puna.flows.html.plot import Plot, draw
 from puna.flows.html.scale import Axis, is_curve, thinned
-from puna.flows.html.svg import draw
 from puna.flows.report.curate import compared
 from puna.flows.report.lineage import GAP, NODE_WIDTH, layered
 from puna.flows.report.training import smoothed

@@ -1,4 +1,4 @@
-"""The first page: runs at work, forms to start, finished runs, aliases."""
+"""The pages of runs: all of them with forms to start and aliases, one with its steps and funnel, two side by side."""
 
 from __future__ import annotations
 
@@ -11,17 +11,29 @@ from typing import Annotated, Any
 
 from fastapi import Query, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import HTMLResponse, Response, StreamingResponse
 
 from puna.flows.html.markup import Content, Html, counted_rows, duration, number, section, table, tag
+from puna.flows.html.plot import grid
 from puna.flows.prefect.forms import offers
-from puna.flows.web.frame import Here, artifact_link, badge, bar, button, note, pages, projects_nav, run_link, spent, when
+from puna.flows.report import training
+from puna.flows.report.compare import compare_view
+from puna.flows.report.curate import funnel_view
+from puna.flows.report.funnel import characters_per_token, funnel
+from puna.flows.report.lineage import lineage_view
+from puna.flows.report.page import page as report_page
+from puna.flows.report.page import tile
+from puna.flows.report.run import Run, Step
+from puna.flows.web.frame import Here, artifact_link, badge, bar, button, note, once, pages, problem, projects_nav, run_link, spent, when
 from puna.storage import PunaError, Store
 from puna.storage.runs import RunLog
 
 MOST_RUNS = 50
+MOST_PLOTS = 12
 LOOKED_SECONDS = 1.0
 """Time between two looks at the run of an open page."""
+ALONE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+"""The report holds its script and needs nothing else."""
 FIRST = "Each form shows which steps are reused and what the others may cost. Nothing runs before you press Start."
 router = pages("", "Runs", at=1)
 
@@ -35,21 +47,17 @@ def home(site: Here, older: Annotated[int, Query(ge=0)] = 0, project: str | None
         store = store.within(project).require_project()
         names = [name for name in names if store.log(name).project == project]
     logs = [store.log(name) for name in names[older : older + MOST_RUNS]]
-    working = [log for log in logs if log.state == "at work"]
+    how: Content = [tag("b", "curate"), ", started above,"] if site.prefect else tag("code", "puna run curate --recipe demo")
+    none = tag("p", "This store holds no run yet. ", how, " makes one; it fetches a sample of real pages first.", class_="lead")
     return site.page(
         "Puna's store",
         projects_nav(store, project, "/puna/", every=True),
-        [working_view(store, log) for log in working],
+        [working_view(store, log) for log in logs if log.state == "at work"],
         section("start", "Start", FIRST, starts()),
-        section("runs", "Runs", None, runs_view(logs), _pages(len(names), older, project)) if names else _nothing(site.prefect),
+        section("runs", "Runs", None, runs_view(logs), _pages(len(names), older, project)) if names else none,
         section("aliases", "Aliases", "The newest of each name, as inputs take them.", aliases_view(store, project)),
         here="", live=f"/puna/events?since={since}", lead=tag("code", store.uri),
     )  # fmt: skip
-
-
-def _nothing(prefect: str | None) -> Html:
-    how: Content = [tag("b", "curate"), ", started above,"] if prefect else tag("code", "puna run curate --recipe demo")
-    return tag("p", "This store holds no run yet. ", how, " makes one; it fetches a sample of real pages first.", class_="lead")
 
 
 def _pages(count: int, older: int, project: str | None) -> Content:
@@ -152,3 +160,84 @@ def events(site: Here, request: Request, name: str | None = None, since: str = "
     """Return the events after which an open page reloads."""
     lines = _events(site.store, request, name, since)
     return StreamingResponse(lines, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+
+@router.get("/run/{name}")
+def run_page(site: Here, name: str) -> str:
+    """Return a run: its steps as they are now, and what they measured."""
+    store = site.store
+    since, run = state_digest(store, name), Run.open(store, name)
+    log = run.log
+    reused = sum(step.reused for step in run.steps)
+    again = [other for other in store.runs() if other < log.name and store.log(other).flow == log.flow][-1:]
+    tiles = [
+        tile("State", badge(log)), tile("Began", when(log.opened)), tile("Took", spent(log)),
+        tile("Artifacts", f"{len(run.steps)}, {reused} reused"),
+    ]  # fmt: skip
+    plots = [plot for step in run.steps for plot in training.titled(step, training.figures(step)) if not plot.empty]
+    links: list[Content] = [
+        button("Full report", f"/puna/report/{log.name}"),
+        button("Funnel", f"/puna/run/{log.name}/funnel") if run.kind("pages", "documents") else None,
+        button("Compare with the run before", f"/puna/compare?run={again[0]}&run={log.name}") if again else None,
+    ]
+    mine = flow_run_of(store, log.name) if site.prefect else None
+    if mine:
+        word, label = ("stop", "Stop") if log.state == "at work" else ("again", "Run again" if log.state == "finished" else "Go on")
+        links.append(tag("form", once(), tag("button", label), action=f"/puna/run/{log.name}/{word}", method="post"))
+        links.append(button("In Prefect", f"/v2/runs/flow-run/{mine}"))
+    return site.page(
+        log.title,
+        tag("dl", tiles, class_="tiles"),
+        problem(log.error) if log.error else None,
+        problem(f"No longer in the store: {', '.join(run.missing)}") if run.missing else None,
+        working_view(store, log) if log.state == "at work" else None,
+        tag("div", links, class_="buttons"),
+        section("steps", "Steps", None, steps_view(run.steps)),
+        section("plots", "Measured", None, grid(plots[:MOST_PLOTS])),
+        section("lineage", "Lineage", "What was made of what.", lineage_view(run)),
+        live=f"/puna/events/{log.name}?since={since}" if log.state == "at work" else None, lead=tag("code", log.name),
+    )  # fmt: skip
+
+
+@router.get("/run/{name}/funnel")
+def funnel_page(site: Here, name: str) -> str:
+    """Return the funnel of a run's documents, with examples for each rule."""
+    run = Run.open(site.store, name)
+    levels = funnel(run)
+    if not levels:
+        raise PunaError(f"run {run.log.name}: made no pages or documents")
+    per_token = characters_per_token(run)
+    return site.page(f"Funnel of {run.log.flow}", funnel_view(levels, per_token), lead=run_link(run.log.name))
+
+
+def steps_view(steps: list[Step]) -> Html:
+    longest = max((step.seconds for step in steps), default=0.0) or 1.0
+    rows: list[list[Content]] = []
+    for step in steps:
+        artifact = step.artifact
+        state = tag("span", "reused", class_="tag") if step.reused else duration(step.seconds)
+        drawn = None if step.reused else bar(step.seconds / longest, duration(step.seconds))
+        label: Content = [tag("b", step.label), tag("small", step.stage)]
+        rows.append([label, artifact_link(artifact), counted_rows(artifact), counted_rows(artifact, "dropped"), state, drawn])
+    if not rows:
+        return note("No step has finished yet.")
+    return table(["step", "artifact", "rows", "dropped", "took", "share of the longest"], rows, numeric=(2, 3, 4))
+
+
+@router.get("/compare")
+def compare_page(site: Here, names: Annotated[list[str], Query(alias="run")] = []) -> str:  # noqa: B006
+    if len(names) != 2:
+        raise PunaError(f"compare: choose two runs, not {len(names)}")
+    first, second = (Run.open(site.store, name) for name in sorted(names))
+    titled = [[run_link(run.log.name), " ", badge(run.log), Html("<br>")] for run in (first, second)]
+    return site.page("Two runs", compare_view(first, second, artifact_link), lead=titled)
+
+
+@router.get("/report/{name}")
+def report(site: Here, name: str) -> Response:
+    return HTMLResponse(report_page(Run.open(site.store, name)), headers={"content-security-policy": ALONE})
+
+
+def flow_run_of(store: Store, name: str) -> str | None:
+    """Return the server's id of a run that a form started; None of any other run."""
+    return next((str(event["flow_run"]) for event in store.events(name)[:1] if event.get("flow_run")), None)
