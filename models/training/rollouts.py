@@ -25,7 +25,7 @@ from puna.models.training.objectives.base import Targets
 from puna.models.training.objectives.reward import answer_rewards
 from puna.models.training.packing import pack, step_indices
 from puna.models.training.parallel.groups import Groups
-from puna.models.training.parallel.parallel import parallel
+from puna.models.training.parallel.parallel import asked, parallel
 from puna.models.training.settings import ComputeSettings, GrpoSettings, RolloutSettings
 from puna.models.training.state import remembered
 from puna.models.training.trainer import computing_in
@@ -285,9 +285,8 @@ class Source:
         precision = compute.precision_on(whole.model.embed_tokens.weight.device.type)
         if mesh.size("tensor") > 1 and precision != "fp32":
             raise ValueError(f"generate_tensor {mesh.size('tensor')} is proved only in fp32: set compute.precision to fp32")
-        held, reference = (parallel(model, mesh.layout, mesh) for model in (whole, self.rollouts.reference))
-        models: dict[str, Any] = {"policy": held.model, "reference": reference.model, "parameters": numbers(whole)}
-        self.rollouts = replace(self.rollouts, **models)
+        held, reference = parallel(whole, mesh.layout, mesh), asked(self.rollouts.reference, mesh.layout, mesh)
+        self.rollouts = replace(self.rollouts, policy=held.model, reference=reference, parameters=numbers(whole))  # type: ignore[arg-type]
         with computing_in(held.model, precision):
             for order in self.groups.orders(held):
                 if "rollout" in order:

@@ -41,7 +41,7 @@ def rounded(data: Tensor, dtype: torch.dtype) -> Tensor:
 @contextmanager
 def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
     """Give the model's parameters `precision` inside, rounded as a step of training rounds them."""
-    originals = [(parameter, parameter.data) for parameter in model.parameters()]
+    originals = [(parameter, parameter.data) for parameter in model.parameters() if parameter.dtype != DTYPES[precision]]
     for parameter, data in originals:
         parameter.data = rounded(data, DTYPES[precision])
     try:

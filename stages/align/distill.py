@@ -9,11 +9,12 @@ from pydantic import Field, model_validator
 
 from puna.models.training.settings import TrainingSettings
 from puna.stages.contract import Facts, Model, Prompts, StageRun, stage
+from puna.stages.executors import ranks
 from puna.stages.training.bad_rows import BadRows
 from puna.stages.training.lora import adapted
 from puna.stages.training.needs import adaptable, one_tokenizer
 from puna.stages.training.settings import AdapterConfig
-from puna.stages.training.train import check_one_tokenizer, fit, load_model, row_limit, save_model, training_prompts
+from puna.stages.training.train import check_one_tokenizer, device, fit, load_model, row_limit, save_model, training_prompts
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
@@ -60,17 +61,20 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
     answers that it samples. Prompts that the chat template refuses, and those too long, are in `dropped`; see `bad_rows`.
     """
     from puna.models.training.objectives import Distill
+    from puna.models.training.parallel.parallel import asked
 
     check_one_tokenizer([student, teacher], "distill compares distributions over one vocabulary")
     network, tokenizer = load_model(student, "lm", quantization=config.quantization)
-    guide, _ = load_model(teacher, "lm", frozen=True)
+    layout = config.training.compute.layout
+    guide, _ = load_model(teacher, "lm", frozen=True, layout=layout.parts)
     bad = BadRows(config, "distill")
     rows, prompt_tokens = training_prompts(prompts, network, tokenizer, config.answers, config.max_tokens, row_limit(config.training), bad)
     if not rows:
         raise PunaError(f"distill: {prompts.id} has no training prompts")
     bad.write(run)
     batches = _sampled(network, [ids for _, ids in prompt_tokens], tokenizer.stop_ids, config, run)
-    objective = Distill(guide.requires_grad_(False), config.beta, config.temperature)
+    guide = asked(guide.requires_grad_(False), layout, ranks.mesh(layout), device())
+    objective = Distill(guide, config.beta, config.temperature)
     with adapted(network, config, run) as scales:
         log = fit(network, objective, batches, config.training.train_config(len(prompt_tokens)), run, scales, sampled=True)
     run.metric("prompts", len(prompt_tokens))

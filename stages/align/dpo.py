@@ -37,7 +37,7 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
     train = [row for row in rows if row["split"] == "train"]
     if not train:
         raise PunaError(f"there is no training preference of the levels {', '.join(config.levels)}: nothing to learn from")
-    policy, tokenizer = load_model(model, "lm", quantization=config.quantization)
+    policy, tokenizer = load_model(model, "lm", quantization=config.quantization, layout=config.training.compute.layout.parts)
     tiers_of, train_on, measure = (labelled, _train_kto, _measure_kto) if config.preference.of == "answers" else (ranked, _train, _measure)
     bad, limit = BadRows(config, "dpo"), row_limit(config.training)
     examples = [one.example for one in render_ranked(tokenizer, train, limit, bad, tiers_of)]

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from puna.stages.contract import StageRun
 from puna.stages.draws import identifier
-from puna.stages.training.train import Example, by_answer, training_precision
+from puna.stages.executors import ranks
+from puna.stages.training.train import Example, by_answer, device, training_precision
 from puna.storage import Artifact
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Reference:
 
         The model computes as it does in training: a ratio of bf16 to fp32 would have bf16's rounding in it.
         """
+        from puna.models.training.parallel.parallel import asked
         from puna.models.training.trainer import computing_in
 
         config = self._config
@@ -48,7 +50,8 @@ class Reference:
         names = [answer_ids(example) for example in examples]
         missing = [i for i, some in enumerate(names) if not all(name in self._stored for name in some)]
         self.computed += sum(len(names[i]) for i in missing)
-        size = config.training.compute.micro_batch_tokens
+        size, layout = config.training.compute.micro_batch_tokens, config.training.compute.layout
+        model = asked(model, layout, ranks.mesh(layout), device())
         with computing_in(model, training_precision(config.training.compute, self._run)):
             sums = summed(
                 model, [examples[i] for i in missing], config.mask_format, size, lambda done, total: self._run.progress(done, total, note)

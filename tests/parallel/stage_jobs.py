@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import pyarrow as pa
 from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh
-from puna.stages.align import sample
+from puna.models.training.trainer import Trainer
+from puna.stages.align import distill, dpo, sample
 from puna.stages.contract import External, execute, following
 from puna.stages.contract.declaration import REGISTRY
 from puna.stages.evaluation import benchmark, evaluate
@@ -23,7 +25,7 @@ from puna.storage import Store
 
 from .cases import network
 
-STAGES = (sample, evaluate, benchmark)  # their modules declare the stages
+STAGES = (sample, evaluate, benchmark, dpo, distill)  # their modules declare the stages
 
 
 def tokens_read(members: Sequence[int], folder: str) -> dict[str, Any]:
@@ -58,4 +60,19 @@ def stage(members: Sequence[int], store: str, name: str, config: dict[str, Any],
         return execute(declared, declared.config(**config), given, opened).key
 
 
-JOBS: dict[str, Callable[..., Any]] = {"tokens_read": tokens_read, "stage": stage}
+def stage_reads(members: Sequence[int], **given: Any) -> int:
+    """Return the bytes of mapped weights that a rank has looked at when a stage's first step begins."""
+
+    def first(*_: Any) -> None:
+        maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+        raise InterruptedError(sum(1024 * int(re.search(r"^Rss: *(\d+)", one, re.MULTILINE)[1]) for one in maps if ".safetensors" in one))  # type: ignore[index]
+
+    with mock.patch.object(Trainer, "step", first):
+        try:
+            stage(members, **given)
+        except InterruptedError as looked:
+            return int(looked.args[0])
+    raise AssertionError("the stage ended without a step")
+
+
+JOBS: dict[str, Callable[..., Any]] = {"tokens_read": tokens_read, "stage": stage, "stage_reads": stage_reads}

@@ -62,6 +62,11 @@ class Layout(Settings):
         """Number of processes, or groups of them, with micro-batches of their own."""
         return math.prod(self.size(axis) for axis in READERS)
 
+    @property
+    def parts(self) -> Layout | None:
+        """This layout if ranks have parts of a model that is only asked; None: each has all of it."""
+        return None if self.axes <= {"data", "pipeline"} else self
+
     @model_validator(mode="after")
     def _is_proved(self) -> Layout:
         if self.axes and self.axes not in PROVED:

@@ -42,3 +42,12 @@ def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device:
     from puna.models.training.parallel.shard import Sharded
 
     return Sharded(model, mesh, device)
+
+
+def asked(model: Transformer, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None) -> Transformer:
+    """Return this rank's part of a model that is not trained, and that all ranks ask the same; the model itself where it stays whole."""
+    if layout.parts is None:
+        return model
+    part = parallel(model.requires_grad_(True), layout, mesh, device).model
+    assert isinstance(part, Transformer)
+    return part.requires_grad_(False)

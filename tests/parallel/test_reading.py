@@ -1,0 +1,83 @@
+"""Stages of training in eight processes that have parts of their models: the log of one process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+from puna.models.config import ModelConfig
+from puna.models.formats.checkpoint import save
+from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.training.trainer import TIMED
+from puna.models.transformer import Transformer
+from puna.stages.align import distill, dpo
+from puna.stages.contract import External, execute
+from puna.stages.contract.declaration import REGISTRY
+from puna.stages.conversations import answering, asking
+from puna.stages.io.import_model import ImportModelConfig, import_model
+from puna.storage import Artifact, Store
+from puna.storage.schemas import table_schema
+from tests.stages.evaluation.conftest import TEXTS, model, store  # noqa: F401 (fixtures)
+
+from .conftest import Run
+
+STAGES = (dpo, distill)  # their modules declare the stages
+TRAINING: dict[str, Any] = {"steps": 3, "batch_size": 4, "schedule": {"learning_rate": 1e-3, "warmup_steps": 0}, "optimizer": {"epsilon": 1e-3}}
+CONFIGS: dict[str, dict[str, Any]] = {"dpo": {}, "distill": {"answers": 2, "max_tokens": 4}}
+
+
+def imported(opened: Store, kind: str, rows: list[dict[str, Any]]) -> Artifact:
+    schema = table_schema(kind).schema
+    return opened.import_table(kind, pa.Table.from_pylist([{**dict.fromkeys(schema.names), **row} for row in rows], schema=schema))
+
+
+def inputs(opened: Store, name: str, first: Artifact, other: Artifact) -> dict[str, list[Artifact]]:
+    own = [{"id": f"{n:02}", "task": "t", "split": "train" if n % 4 else "heldout", "messages": asking(f"what is {n}?")} for n in range(16)]
+    if name == "distill":
+        return {"student": [first], "teacher": [other], "prompts": [imported(opened, "prompts", own)]}
+    pair = {"chosen": answering("cat 1"), "rejected": answering("no"), "level": "better"}
+    return {"model": [first], "preferences": [imported(opened, "preferences", [{**row, **pair, "prompt_id": row["id"]} for row in own])]}
+
+
+def sent(given: dict[str, list[Artifact]]) -> dict[str, list[Any]]:
+    return {key: [(one.kind, one.key) for one in some] for key, some in given.items()}
+
+
+@pytest.mark.parametrize("name, layout", [("dpo", {"shard": 4, "tensor": 2}), ("distill", {"data": 2, "shard": 2, "tensor": 2})], ids=str)
+def test_stages_whose_ranks_have_parts_write_the_log_of_one_process(
+    ranks: Run, name: str, layout: dict[str, int], tmp_path: Path, store: Store, model: Callable[..., Artifact]  # noqa: F811
+) -> None:
+    given, stage = inputs(store, name, model(3, groups=2), model(4, groups=2)), REGISTRY[name]
+    config = {**CONFIGS[name], "training": {**TRAINING, "compute": {"micro_batch_tokens": 64}}}
+    other = shutil.copytree(store.root, tmp_path / "other")
+    single = {key: some if next(spec for spec in stage.inputs if spec.name == key).many else some[0] for key, some in given.items()}
+    one = execute(stage, stage.config(**config), single, store)
+    config["training"]["compute"]["layout"] = layout
+    assert ranks("stage", 8, store=str(other), name=name, config=config, inputs=sent(given)) == [one.key] + 7 * [None]
+    shared = Store.open(other).find("model", one.key)
+    assert shared is not None
+    logs = [[{k: v for k, v in row.items() if k not in TIMED} for row in made.read("training_log").to_pylist()] for made in (shared, one)]
+    assert len(logs[1]) == 3
+    for own, expected in zip(*logs, strict=True):
+        assert own == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    metrics = [{k: v for k, v in made.manifest.metrics.items() if k.startswith(("heldout", "reference"))} for made in (shared, one)]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
+
+
+def test_each_rank_of_dpo_looks_at_its_part_of_the_policy(ranks: Run, tmp_path: Path) -> None:
+    """An eighth, and pages beside it that other ranks have read, which the system maps along; a model that is loaded is mapped nowhere."""
+    opened = Store.open(tmp_path / "store")
+    shape = ModelConfig(vocab_size=300, hidden_size=512, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+    network = Transformer(shape, generator=torch.Generator().manual_seed(0))
+    save(network, tmp_path / "model", Tokenizer.train([*TEXTS, "cat no"], 300))
+    large = execute(import_model, ImportModelConfig(), {"model": External.resolve(f"model={tmp_path / 'model'}")[0]}, opened)
+    config = {"training": {**TRAINING, "compute": {"layout": {"shard": 8}}}}
+    looked = ranks("stage_reads", 8, store=str(opened.root), name="dpo", config=config, inputs=sent(inputs(opened, "dpo", large, large)))
+    bytes_ = sum(p.nbytes for p in network.parameters())
+    assert all(1 / 8 <= own / bytes_ < 0.45 for own in looked), [own / bytes_ for own in looked]
