@@ -257,7 +257,7 @@ class Source:
 
     def __init__(self, rollouts: Rollouts[Any], groups: Groups, folder: Path | None, identity: dict[str, Any]) -> None:
         self.rollouts, self.groups, self._folder = rollouts, groups, folder
-        self._names = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+        self._names = groups.sampler(hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16])
         self.follow: Callable[[], object] = lambda: None
         self._sampled: Sampled | None = None
 

@@ -128,6 +128,7 @@ def _optimize(
     """Train the policy by `drive` (`train_ppo` or `train_grpo`) on the prompts, and save it.
 
     The `critic` starts as the first reward model (by digest), without one as the policy with a head of zeros."""
+    from puna.models.formats.checkpoint import read_config
     from puna.models.machine import DTYPES
     from puna.models.training.parallel.groups import Groups
     from puna.models.training.rollouts import Rollouts
@@ -135,7 +136,10 @@ def _optimize(
     if not reward_models and config.reward != "verifier":
         raise PunaError(f"{run.stage}: {_without(config)}")
     check_one_tokenizer([policy, *reward_models], f"{run.stage}: reward models read the policy's tokens")
-    model, tokenizer = load_model(policy, "lm", quantization=config.quantization)
+    groups = Groups(config.compute.layout, config.generate, tensor=config.generate_tensor)
+    centers = config.reward == "product" and config.center == "start"
+    parts = None if groups.trains or centers else groups.mesh.layout.parts(read_config(policy.path()))
+    model, tokenizer = load_model(policy, "lm", quantization=config.quantization, layout=parts)
     scalars = [load_model(one, "scalar")[0] for one in sorted(reward_models, key=lambda one: one.data_digest)]
     # What is only asked computes as the policy does: a KL divergence to fp32 would have bf16's rounding in it.
     dtype = DTYPES[training_precision(config.compute, run)]
@@ -154,11 +158,10 @@ def _optimize(
     judging = None if config.reward == "reward_model" else scorer
     kinds = config.floor, config.ensemble, getattr(config, "credit", "") == "steps"
     rewards = rewards_of(judging, frozen, rows, prompt_ids, tokenizer, config.compute.micro_batch_tokens, *kinds)
-    if config.reward == "product" and config.center == "start":
+    if centers:
         rewards = _centered(rewards, model, prompt_ids, tokenizer.stop_ids, config, run)
     valuing = (scalars[0] if scalars else load_model(policy, "scalar", new=True)[0]) if critic else None
-    reference = copy.deepcopy(model).requires_grad_(False).to(dtype)
-    groups = Groups(config.compute.layout, config.generate, tensor=config.generate_tensor)
+    reference = model if parts is not None else copy.deepcopy(model).requires_grad_(False).to(dtype)  # a rank copies its parts of both
     with divergence_named(run.stage), adapted(model, config, run) as scales:
         watch = None if scorer is None or config.reward == "verifier" else _gold(gold_of(scorer, rows, prompt_ids, tokenizer))
         turns = _turns(rows, prompt_ids, tokenizer, names, config, run)

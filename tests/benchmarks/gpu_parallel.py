@@ -185,7 +185,7 @@ def checkpoint(check: Check, folder: Path) -> dict[str, Any]:
     micro = cases.micro_batches(check.objective, 1)
     with mesh_of(check) as mesh:
         config = cases.train_config(mesh.layout, precision=check.precision)
-        with Trainer(cases.network(check.variant), cases.loss_of(check.objective), config, mesh=mesh) as trainer:
+        with Trainer(cases.network(check.variant), cases.loss_of(check.objective, mesh.layout, mesh), config, mesh=mesh) as trainer:
             trainer.step(1, micro, 1)
             own = trainer.tensors()
             trainer.parallel.save_state(folder, 1, own, {})

@@ -36,7 +36,7 @@ from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.groups import Groups
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh
-from puna.models.training.parallel.parallel import parallel
+from puna.models.training.parallel.parallel import asked, parallel
 from puna.models.training.parallel.pipeline import Pipelined
 from puna.models.training.ppo import train_grpo, train_ppo
 from puna.models.training.rollouts import Rollouts, Sampled, Source
@@ -117,13 +117,13 @@ def micro_batches(objective: str, step: int, count: int = 3) -> list[Any]:
     return parts
 
 
-def loss_of(objective: str) -> Any:
+def loss_of(objective: str, layout: Layout, mesh: Mesh) -> Any:
     made: dict[str, Callable[[], Any]] = {
         "pretrain": o.LanguageModeling,
         "sft": o.Sft,
         "dpo": o.Dpo,
         "reward": o.Reward,
-        "distill": lambda: o.Distill(network("plain", seed=9), beta=0.5, temperature=1.3),
+        "distill": lambda: o.Distill(asked(network("plain", seed=9), layout, mesh), beta=0.5, temperature=1.3),
         "ppo": lambda: o.Ppo(entropy_weight=0.05, temperature=0.9),
         "value": o.Value,
         "grpo": lambda: o.Ppo(clip_high=0.3, dual_clip=3.0),
@@ -143,7 +143,7 @@ def train_config(layout: Layout, optimizer: str = "adamw", **compute: Any) -> Tr
 def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int, micro: int, **compute: Any) -> dict[str, Any]:
     """Return the gradients of a step, its row's numbers, and the weights after two steps."""
     model = network(variant, objective, num_hidden_layers=layers)
-    with Trainer(model, loss_of(objective), train_config(layout, **compute), mesh=mesh) as trainer:
+    with Trainer(model, loss_of(objective, layout, mesh), train_config(layout, **compute), mesh=mesh) as trainer:
         trainer._accumulate(micro_batches(objective, 1, micro), 1)
         trainer.parallel.add_gradients(trainer.weights)
         gradients = {}

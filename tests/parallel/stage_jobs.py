@@ -16,7 +16,7 @@ from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.trainer import Trainer
-from puna.stages.align import distill, dpo, sample
+from puna.stages.align import distill, dpo, reinforcement, sample
 from puna.stages.contract import External, execute, following
 from puna.stages.contract.declaration import REGISTRY
 from puna.stages.evaluation import benchmark, evaluate
@@ -25,7 +25,7 @@ from puna.storage import Store
 
 from .cases import network
 
-STAGES = (sample, evaluate, benchmark, dpo, distill)  # their modules declare the stages
+STAGES = (sample, evaluate, benchmark, dpo, distill, reinforcement)  # their modules declare the stages
 
 
 def tokens_read(members: Sequence[int], folder: str) -> dict[str, Any]:

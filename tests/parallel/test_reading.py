@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from puna.models.formats.checkpoint import save
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training.trainer import TIMED
 from puna.models.transformer import Transformer
-from puna.stages.align import distill, dpo
+from puna.stages.align import distill, dpo, reinforcement
 from puna.stages.contract import External, execute
 from puna.stages.contract.declaration import REGISTRY
 from puna.stages.conversations import answering, asking
@@ -27,9 +28,12 @@ from tests.stages.evaluation.conftest import TEXTS, model, store  # noqa: F401 (
 
 from .conftest import Run
 
-STAGES = (dpo, distill)  # their modules declare the stages
+STAGES = (dpo, distill, reinforcement)  # their modules declare the stages
 TRAINING: dict[str, Any] = {"steps": 3, "batch_size": 4, "schedule": {"learning_rate": 1e-3, "warmup_steps": 0}, "optimizer": {"epsilon": 1e-3}}
-CONFIGS: dict[str, dict[str, Any]] = {"dpo": {}, "distill": {"answers": 2, "max_tokens": 4}}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "dpo": {"training": TRAINING}, "distill": {"answers": 2, "max_tokens": 4, "training": TRAINING},
+    "grpo": {"rollouts": 3, "prompts": 6, "answers": 2, "max_tokens": 6, "reward": "verifier", "kl_coefficient": 0.0, "optimizer": {"epsilon": 1e-3}},
+}  # fmt: skip
 
 
 def imported(opened: Store, kind: str, rows: list[dict[str, Any]]) -> Artifact:
@@ -38,31 +42,38 @@ def imported(opened: Store, kind: str, rows: list[dict[str, Any]]) -> Artifact:
 
 
 def inputs(opened: Store, name: str, first: Artifact, other: Artifact) -> dict[str, list[Artifact]]:
-    own = [{"id": f"{n:02}", "task": "t", "split": "train" if n % 4 else "heldout", "messages": asking(f"what is {n}?")} for n in range(16)]
+    task = {"task": "t", "reference": "r", "verifier": json.dumps({"name": "regex", "pattern": "[a-m]"})}
+    own = [{"id": f"{n:02}", **task, "split": "train" if n % 4 else "heldout", "messages": asking(f"what is {n}?")} for n in range(16)]
+    if name == "grpo":
+        return {"policy": [first], "prompts": [imported(opened, "prompts", own)]}
     if name == "distill":
         return {"student": [first], "teacher": [other], "prompts": [imported(opened, "prompts", own)]}
     pair = {"chosen": answering("cat 1"), "rejected": answering("no"), "level": "better"}
-    return {"model": [first], "preferences": [imported(opened, "preferences", [{**row, **pair, "prompt_id": row["id"]} for row in own])]}
+    return {"model": [first], "preferences": [imported(opened, "preferences", [{"id": row["id"], "task": "t", "split": row["split"], "messages": row["messages"], **pair, "prompt_id": row["id"]} for row in own])]}
 
 
 def sent(given: dict[str, list[Artifact]]) -> dict[str, list[Any]]:
     return {key: [(one.kind, one.key) for one in some] for key, some in given.items()}
 
 
-@pytest.mark.parametrize("name, layout", [("dpo", {"shard": 4, "tensor": 2}), ("distill", {"data": 2, "shard": 2, "tensor": 2})], ids=str)
+@pytest.mark.parametrize("name, more", [
+    ("dpo", {"training": {"compute": {"layout": {"shard": 4, "tensor": 2}}}}), ("distill", {"training": {"compute": {"layout": {"data": 2, "shard": 2, "tensor": 2}}}}),
+    ("grpo", {"generate": 4, "generate_tensor": 2}),
+], ids=["dpo", "distill", "grpo"])  # fmt: skip
 def test_stages_whose_ranks_have_parts_write_the_log_of_one_process(
-    ranks: Run, name: str, layout: dict[str, int], tmp_path: Path, store: Store, model: Callable[..., Artifact]  # noqa: F811
+    ranks: Run, name: str, more: dict[str, Any], tmp_path: Path, store: Store, model: Callable[..., Artifact]  # noqa: F811
 ) -> None:
     given, stage = inputs(store, name, model(3, groups=2), model(4, groups=2)), REGISTRY[name]
-    config = {**CONFIGS[name], "training": {**TRAINING, "compute": {"micro_batch_tokens": 64}}}
+    config = CONFIGS[name]
     other = shutil.copytree(store.root, tmp_path / "other")
     single = {key: some if next(spec for spec in stage.inputs if spec.name == key).many else some[0] for key, some in given.items()}
     one = execute(stage, stage.config(**config), single, store)
-    config["training"]["compute"]["layout"] = layout
-    assert ranks("stage", 8, store=str(other), name=name, config=config, inputs=sent(given)) == [one.key] + 7 * [None]
+    own = config | {key: config[key] | value if isinstance(value, dict) else value for key, value in more.items()}
+    assert ranks("stage", 8, store=str(other), name=name, config=own, inputs=sent(given)) == [one.key] + 7 * [None]
     shared = Store.open(other).find("model", one.key)
     assert shared is not None
-    logs = [[{k: v for k, v in row.items() if k not in TIMED} for row in made.read("training_log").to_pylist()] for made in (shared, one)]
+    # Before the first step all margins of dpo are 0, or what rounding makes of it.
+    logs = [[{k: v for k, v in row.items() if k not in (*TIMED, "accuracy")} for row in made.read("training_log").to_pylist()] for made in (shared, one)]
     assert len(logs[1]) == 3
     for own, expected in zip(*logs, strict=True):
         assert own == pytest.approx(expected, rel=1e-4, abs=1e-5)

@@ -62,10 +62,13 @@ class Layout(Settings):
         """Number of processes, or groups of them, with micro-batches of their own."""
         return math.prod(self.size(axis) for axis in READERS)
 
-    @property
-    def parts(self) -> Layout | None:
-        """This layout if ranks have parts of a model that is only asked; None: each has all of it."""
-        return None if self.axes <= {"data", "pipeline"} else self
+    def parts(self, config: ModelConfig) -> Layout | None:
+        """Return this layout if ranks have parts of a model that is only asked; None: each has all of it, as where it does not fit."""
+        try:
+            self.check(config)
+        except ValueError:
+            return None
+        return self if self.axes & {"shard", "tensor", "context"} and "expert" not in self.axes else None
 
     @model_validator(mode="after")
     def _is_proved(self) -> Layout:

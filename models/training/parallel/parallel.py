@@ -46,7 +46,7 @@ def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device:
 
 def asked(model: Transformer, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None) -> Transformer:
     """Return this rank's part of a model that is not trained, and that all ranks ask the same; the model itself where it stays whole."""
-    if layout.parts is None:
+    if layout.parts(model.config) is None:
         return model
     part = parallel(model.requires_grad_(True), layout, mesh, device).model
     assert isinstance(part, Transformer)
