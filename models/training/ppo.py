@@ -30,6 +30,7 @@ from puna.models.training.parallel.groups import Groups
 from puna.models.training.rollouts import Rollouts, Sampled, Source, by_group
 from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
 from puna.models.training.state import Saver, check_identity
+from puna.models.training.trainer import abandoning
 from puna.models.transformer import Transformer
 
 Estimate = tuple[Tensor, Tensor, Tensor]
@@ -170,6 +171,8 @@ def _train(
             stack.enter_context(trainer)
         saver = stack.enter_context(Saver(config.compute.save_seconds, write if checkpoint_dir is not None else None, ranks.mesh.agree))
         source.follow = saver.end_if_asked
+        if ranks.processes == 1:  # the critic's updates end: the policy's before them are done
+            stack.enter_context(abandoning(saver, (rollouts.policy, rollouts.reference)))
         for rollout in range(len(log) + 1, config.rollouts + 1):
             started = time.perf_counter()
             for trainer in trainers.values():

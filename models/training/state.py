@@ -114,6 +114,11 @@ class Saver:
     def __exit__(self, *error: Any) -> None:
         self._stop.__exit__(*error)
 
+    @property
+    def asked(self) -> bool:
+        """True if a signal waits for the training's end."""
+        return self._stop.asked
+
     def stepped(self, now: bool = False) -> None:
         """Save the state after a step if that is due, or if the step wants it (`now`)."""
         self._saved = False

@@ -25,6 +25,7 @@ from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.parallel.parallel import parallel
 from puna.models.training.settings import TrainConfig
 from puna.models.training.spikes import NO_LIMITS, Limits
+from puna.models.training.state import Saver
 from puna.models.transformer import Decoder, Experts, Linear
 
 Row = dict[str, float]
@@ -49,6 +50,36 @@ def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
     finally:
         for parameter, data in originals:
             parameter.data = data
+
+
+class Abandoned(Exception):
+    """The end of a pass in the middle, whose step is to be run again."""
+
+
+@contextmanager
+def abandoning(saver: Saver, models: Iterable[nn.Module]) -> Iterator[None]:
+    """End the training between two layers of these models, forward or backward, once a signal waits: the state before is saved."""
+
+    def check(*_: object) -> None:
+        if saver.asked:
+            raise Abandoned
+
+    def before(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
+        check()
+        if given[0].requires_grad:
+            given[0].register_hook(check)
+
+    layers = [layer for model in models for decoder in model.modules() if isinstance(decoder, Decoder) for layer in decoder.layers]
+    hooks = [layer.register_forward_pre_hook(before) for layer in layers]
+    try:
+        yield
+    except Abandoned:
+        saver.stepped()
+        saver.end_if_asked()
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class Trainer:
@@ -111,8 +142,9 @@ class Trainer:
             decoder.checkpointing = False
         for matrix in self._linears:
             matrix.eight_bits = None
+        for weight in (*self.parameters.values(), *self.weights.values()):
+            weight.grad = None
         for parameter, data in self._originals:
-            parameter.grad = None
             parameter.data = data
         if error[0] is None:
             self.publish_whole()

@@ -155,3 +155,51 @@ def test_a_stopped_rollout_goes_on_and_ends_with_the_same_bits(
     assert weights_digest(resumed) == weights_digest(whole) and weights_digest(value) == weights_digest(whole_value)
     assert timeless(log) == timeless(expected)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("rollout-")]
+
+
+@pytest.mark.parametrize("critic", [True, False])
+@pytest.mark.parametrize("where", ["forward", "backward", "reference"])
+def test_a_signal_leaves_an_update_in_the_middle_and_loses_none(critic: bool, where: str, tmp_path: Path) -> None:
+    """A signal comes in a layer of the second update's pass, or of the reference's in the second rollout: the next layer is not computed."""
+    settings = {"rollouts": 2, "prompts": 4, "answers": 2, "max_tokens": 3, "kl_coefficient": 0.1, "compute": {"micro_batch_tokens": 64}}
+    config = (PpoSettings if critic else GrpoSettings)(**settings, epochs=2, minibatches=2)
+    scored: list[int] = []
+
+    def score(prompts: Any, completions: Any) -> list[list[float]]:
+        scored.append(len(prompts))
+        return [[sum(t == 9 for t in c.tokens) / len(c.tokens) for c in row] for row in completions]
+
+    def run(policy: Any, value: Any, reference: Any, folder: Path | None) -> list[dict[str, float]]:
+        asked = rollouts.Rollouts(policy, reference, score, [[1, 2], [3], [4, 5, 6], [7, 8]], [0], config, 0)
+        return train_ppo(asked, value, folder) if critic else train_grpo(asked, folder)
+
+    whole, whole_value = model(), model("scalar", 2)
+    expected = run(whole, whole_value, model(seed=1), None)
+    scored.clear()
+    policy, reference, passes, after = model(), model(seed=1), [0], list[str]()
+    network = reference if where == "reference" else policy
+    first, last = network.model.layers[0], network.model.layers[-1]
+
+    def begin(*_: Any) -> None:
+        passes[0] += torch.is_grad_enabled() or where == "reference"
+        if passes[0] == 2 and where != "backward":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def end(_: Any, __: Any, output: Any) -> None:
+        if passes[0] == 2:
+            after.append("the last layer")
+            if where == "backward":
+                output[0].register_hook(lambda _: os.kill(os.getpid(), signal.SIGINT))
+
+    first.register_forward_hook(begin)
+    last.register_forward_hook(end)
+    policy.model.embed_tokens.weight.register_hook(lambda _: after.append("the embeddings"))
+    with pytest.raises(KeyboardInterrupt):
+        run(policy, model("scalar", 2), reference, tmp_path)
+    assert "the last layer" not in after or where == "backward"
+    assert after.count("the embeddings") == (1 if where != "reference" else 4) and all(p.grad is None for p in policy.parameters())
+    resumed, value = model(), model("scalar", 2)
+    log = run(resumed, value, model(seed=1), tmp_path)
+    assert len(scored) == 2  # no answer is sampled twice
+    assert weights_digest(resumed) == weights_digest(whole) and weights_digest(value) == weights_digest(whole_value)
+    assert timeless(log) == timeless(expected)

@@ -1,0 +1,178 @@
+"""What a model learns from replies between its turns, and from rewards of its steps, beside controls of the same budget.
+
+    python tests/benchmarks/environments.py --seeds 3 --json
+    python tests/benchmarks/environments.py --part steps --seeds 3 --json
+
+A model of 0.2M parameters learns the form of the answers by finetuning, then GRPO trains it; no prompt is asked twice, so that the scores
+of the last rollouts (`LAST`) are of prompts that the model has not seen.
+
+**turns.** A number from 1 to 15 is to be guessed in four turns; halving finds each. The finetuned model guesses blindly. Arms: `turns`, the
+replies say higher or lower; `blind`, four turns as well, the replies say only that a guess is wrong (4 of 15 at best); `one`, a single turn
+(1 of 15 at best) with four times the rollouts, for as many turns.
+
+**steps.** A chain of four operations on numbers of one digit, a line each, of which the model has seen some hundred. All arms check the same
+answers by `chain`. Arms: `steps`, each line is rewarded; `share`, the answer is rewarded by its share of right lines; `whole`, only if all
+are right. Measured: the share of answers of which all lines are right. Rates are those of `RATES`, searched on seed 100 for all arms alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from puna.models.config import ModelConfig
+from puna.models.formats.checkpoint import save
+from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.transformer import Transformer
+from puna.stages.align.reinforcement import grpo
+from puna.stages.align.sft import sft
+from puna.stages.contract import SeededConfig, StageRun, execute, parse, stage
+from puna.stages.conversations import dump
+from puna.stages.verifiers.registry import to_text
+from puna.storage import Artifact, Store
+from puna.storage.schemas import table_schema
+
+LAST = 5
+"""Rollouts whose mean score is an arm's."""
+HIGHEST, TURNS = 15, 4
+OPERATIONS = 4
+Message = dict[str, str]
+RATES = {"turns": 2e-3, "blind": 2e-3, "one": 2e-3, "steps": 1e-3, "share": 1e-3, "whole": 1e-3}
+ARMS: dict[str, dict[str, Any]] = {"turns": {"turns": TURNS}, "blind": {"turns": TURNS}, "one": {}, "steps": {"credit": "steps"}, "share": {}, "whole": {}}
+ROLLOUT: dict[str, Any] = {"prompts": 32, "answers": 8, "minibatches": 2, "kl_coefficient": 0.0, "unfinished_penalty": 0.0}
+SIZES = {"turns": {"rollouts": 40, "max_tokens": 72}, "steps": {"rollouts": 40, "max_tokens": 48}}
+
+
+class RandomConfig(SeededConfig):
+    """Only a seed."""
+
+
+@stage(kind="model", version="1")
+def random_model(config: RandomConfig, run: StageRun) -> None:
+    """Random weights, and a tokenizer of the words of both parts."""
+    texts = ["user assistant higher lower wrong guess number Work out Answer with a whole number only. "] * 20
+    tokenizer = Tokenizer.train(texts, 330)
+    sizes = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    save(Transformer(sizes, generator=torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
+
+
+def game(draw: Random, number: int, guesses: Sequence[int]) -> list[Message]:
+    """Return a game that ends with the last guess."""
+    messages = [{"role": "user", "content": f"guess number {draw.randrange(10**6)}"}]
+    for guess in guesses:
+        reply = "higher" if guess < number else "lower"
+        messages += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": reply if draw.random() < 0.5 else "wrong"}]
+        if guess == number:
+            break
+    return messages[:-1]
+
+
+def chain(draw: Random) -> tuple[list[int], list[str], str]:
+    """Return a chain's numbers, its signs and its right answer."""
+    numbers, signs = [draw.randrange(1, 10) for _ in range(OPERATIONS + 1)], [draw.choice("+-") for _ in range(OPERATIONS)]
+    pairs = zip(signs, numbers[1:], strict=True)
+    values = accumulate(pairs, lambda value, pair: value + pair[1] if pair[0] == "+" else value - pair[1], initial=numbers[0])
+    return numbers, signs, "\n".join(map(str, [*values][1:]))
+
+
+def shown(numbers: Sequence[int], signs: Sequence[str]) -> str:
+    return "Work out " + str(numbers[0]) + "".join(f" {sign} {number}" for sign, number in zip(signs, numbers[1:], strict=True))
+
+
+def table(store: Store, kind: str, rows: Sequence[dict[str, Any]]) -> Artifact:
+    schema = table_schema(kind).schema
+    same = {"task": "t", "split": "train", "source": "environments.py"}
+    given = [dict.fromkeys(schema.names) | same | {"id": f"{i:06d}", "prompt_id": f"{i:06d}"} | row for i, row in enumerate(rows)]
+    return store.import_table(kind, pa.Table.from_pylist([{name: row[name] for name in schema.names} for row in given], schema=schema))
+
+
+def lessons(part: str, seed: int) -> list[dict[str, Any]]:
+    """Return conversations that teach the form of answers: blind games; or a few hundred chains."""
+    draw, rows = Random(f"lessons-{part}-{seed}"), []
+    for _ in range(1500 if part == "turns" else 400):
+        if part == "turns":
+            messages = game(draw, draw.randint(1, HIGHEST), [draw.randint(1, HIGHEST) for _ in range(TURNS)])
+        else:
+            numbers, signs, answer = chain(draw)
+            messages = [{"role": "user", "content": shown(numbers, signs)}, {"role": "assistant", "content": answer}]
+        rows.append({"messages": dump(messages)})
+    return rows
+
+
+def prompts(arm: str, seed: int, count: int) -> list[dict[str, Any]]:
+    """Return prompts, all different, which no lesson has."""
+    part, seen, rows = part_of(arm), {row["messages"] for row in lessons(part_of(arm), seed)}, []
+    draw = Random(f"prompts-{part}-{seed}")
+    while len(rows) < count:
+        if part == "turns":
+            text = f"guess number {draw.randrange(10**6, 10**8)}"
+            verifier = to_text("guess", number=draw.randint(1, HIGHEST), hints=arm != "blind")
+        else:
+            numbers, signs, answer = chain(draw)
+            text, verifier = shown(numbers, signs), to_text("chain", numbers=numbers, signs=signs, partial=arm == "share")
+            if dump([{"role": "user", "content": text}, {"role": "assistant", "content": answer}]) in seen:
+                continue
+        messages = dump([{"role": "user", "content": text}])
+        if messages not in seen:
+            seen.add(messages)
+            rows.append({"messages": messages, "verifier": verifier})
+    return rows
+
+
+def part_of(arm: str) -> str:
+    return "turns" if arm in ("turns", "blind", "one") else "steps"
+
+
+def run(store: Store, arm: str, seed: int, rate: float) -> dict[str, float]:
+    """Return what an arm reaches, and what it was given."""
+    part = part_of(arm)
+    base = execute(random_model, RandomConfig(seed=seed), {}, store)
+    training = {"steps": 400, "batch_size": 32, "schedule": {"learning_rate": 3e-3}}
+    taught = execute(sft, parse(sft.config, {"training": training, "seed": seed}, "sft"), {"model": base, "instructions": [table(store, "instructions", lessons(part, seed))]}, store)
+    values = {**ROLLOUT, **SIZES[part], **ARMS[arm], "schedule": {"learning_rate": rate}, "seed": seed}
+    values["rollouts"] *= TURNS if arm == "one" else 1
+    started = time.process_time()
+    made = execute(grpo, parse(grpo.config, values, "grpo"), {"policy": taught, "prompts": table(store, "prompts", prompts(arm, seed, values["rollouts"] * values["prompts"]))}, store)
+    rows = made.read("rollouts", columns=["step", "verifier", "steps", "text"]).to_pylist()
+    right = [row["verifier"] == 1.0 for row in rows if row["step"] > values["rollouts"] - LAST]
+    first = [row["verifier"] == 1.0 for row in rows if row["step"] == 1]
+    metrics = made.manifest.metrics
+    return {"right": statistics.fmean(right), "before": statistics.fmean(first), "seconds": time.process_time() - started,
+            "checks": metrics["checker_calls"], "sampled_tokens": metrics["sampled_tokens"]}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("turns", "steps", "all"), default="all")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--rates", type=float, nargs="+", help="rates to search; by default those of RATES")
+    parser.add_argument("--store", type=Path, help="store to keep; a new one by default")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        store, results = Store.open(given.store or Path(folder)), dict[str, list[float]]()
+        for arm in [arm for arm in ARMS if given.part in ("all", part_of(arm))]:
+            for rate in given.rates or [RATES[arm]]:
+                for seed in given.seeds:
+                    found = run(store, arm, seed, rate)
+                    print(arm, rate, seed, json.dumps(found), flush=True)
+                    for name, value in found.items():
+                        results.setdefault(f"{arm}_{name}" + (f"_{rate:g}" if given.rates else ""), []).append(value)
+    means = {name: statistics.fmean(values) for name, values in results.items()}
+    print(json.dumps(means) if given.json else "\n".join(f"{name:30} {value:.4g}" for name, value in means.items()))
+
+
+if __name__ == "__main__":
+    main()
