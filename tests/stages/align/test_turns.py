@@ -256,6 +256,16 @@ def test_steps_are_rewarded_and_stand_in_the_table(tmp_path: Path, tiny_model: T
         GrpoConfig(**few, reward="reward_model")
 
 
+def test_the_page_on_ones_own_environment(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[3] / "docs" / "how-to" / "turns.md").read_text(), re.DOTALL)
+    file = tmp_path / "my_environment.py"
+    file.write_text(code)
+    plugins.add(str(file))
+    row = {"id": "0", "task": "t", "messages": asking("say"), "tools": None, "reference": None, "verifier": to_text("word", word="llama")}
+    job = turns.Job(Question("q", "t", "?", None), [{"role": "assistant", "content": "lhama"}], turns.environment_of(row), ())
+    assert not job.quick and job.reply(ScoringConfig()) == [{"role": "user", "content": "4 letters"}]
+
+
 def test_guessing_by_hints() -> None:
     guess, blind = from_text(to_text("guess", number=7)), from_text(to_text("guess", number=7, hints=False))
     question = Question("q", "t", "?", None)
