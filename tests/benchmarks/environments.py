@@ -1,14 +1,14 @@
 """What a model learns from replies between its turns, and from rewards of its steps, beside controls of the same budget.
 
-    python tests/benchmarks/environments.py --seeds 3 --json
-    python tests/benchmarks/environments.py --part steps --seeds 3 --json
+    python tests/benchmarks/environments.py --seeds 1 2 3 --json
+    python tests/benchmarks/environments.py --arms steps share whole --seeds 100 --rates 5e-4 1e-3 2e-3
 
 A model of 0.2M parameters learns the form of the answers by finetuning, then GRPO trains it; no prompt is asked twice, so that the scores
 of the last rollouts (`LAST`) are of prompts that the model has not seen.
 
-**turns.** A number from 1 to 15 is to be guessed in four turns; halving finds each. The finetuned model guesses blindly. Arms: `turns`, the
-replies say higher or lower; `blind`, four turns as well, the replies say only that a guess is wrong (4 of 15 at best); `one`, a single turn
-(1 of 15 at best) with four times the rollouts, for as many turns.
+**turns.** A number from 1 to 7 is to be guessed in three turns; halving finds each. The finetuned model guesses blindly. Arms: `turns`, the
+replies say higher or lower; `blind`, three turns as well, the replies say only that a guess is wrong (3 of 7 at best); `one`, a single turn
+(1 of 7 at best) with three times the rollouts, for as many turns.
 
 **steps.** A chain of four operations on numbers of one digit, a line each, of which the model has seen some hundred. All arms check the same
 answers by `chain`. Arms: `steps`, each line is rewarded; `share`, the answer is rewarded by its share of right lines; `whole`, only if all
@@ -45,13 +45,13 @@ from puna.storage.schemas import table_schema
 
 LAST = 5
 """Rollouts whose mean score is an arm's."""
-HIGHEST, TURNS = 15, 4
+HIGHEST, TURNS = 7, 3
 OPERATIONS = 4
 Message = dict[str, str]
 RATES = {"turns": 2e-3, "blind": 2e-3, "one": 2e-3, "steps": 1e-3, "share": 1e-3, "whole": 1e-3}
 ARMS: dict[str, dict[str, Any]] = {"turns": {"turns": TURNS}, "blind": {"turns": TURNS}, "one": {}, "steps": {"credit": "steps"}, "share": {}, "whole": {}}
 ROLLOUT: dict[str, Any] = {"prompts": 32, "answers": 8, "minibatches": 2, "kl_coefficient": 0.0, "unfinished_penalty": 0.0}
-SIZES = {"turns": {"rollouts": 40, "max_tokens": 72}, "steps": {"rollouts": 40, "max_tokens": 48}}
+SIZES = {"turns": {"rollouts": 40, "max_tokens": 64}, "steps": {"rollouts": 40, "max_tokens": 48}}
 
 
 class RandomConfig(SeededConfig):
@@ -154,7 +154,7 @@ def run(store: Store, arm: str, seed: int, rate: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("turns", "steps", "all"), default="all")
+    parser.add_argument("--arms", choices=[*ARMS], nargs="+", default=[*ARMS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--rates", type=float, nargs="+", help="rates to search; by default those of RATES")
     parser.add_argument("--store", type=Path, help="store to keep; a new one by default")
@@ -163,7 +163,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         store, results = Store.open(given.store or Path(folder)), dict[str, list[float]]()
-        for arm in [arm for arm in ARMS if given.part in ("all", part_of(arm))]:
+        for arm in given.arms:
             for rate in given.rates or [RATES[arm]]:
                 for seed in given.seeds:
                     found = run(store, arm, seed, rate)
